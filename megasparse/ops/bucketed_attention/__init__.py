@@ -1,0 +1,9 @@
+"""Exact softmax attention inside windows of tokens sorted by bucket: the one operator of all hashed attention.
+
+Local attention is the case of one bucket and one round.
+"""
+
+from megasparse.ops.bucketed_attention.eager import bucketed_attention
+from megasparse.ops.bucketed_attention.layout import Window
+
+__all__ = ["Window", "bucketed_attention"]

@@ -1,0 +1,77 @@
+"""The definition of bucketed attention, dense, to test against.
+
+It shares no code with the blockwise path: visibility is counted from ranks inside buckets and from sorted positions, pair by pair.
+B batch, H heads, R rounds, L length, D head dim, M chunk.
+"""
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.bucketed_attention.layout import Window
+
+
+def visible(
+    codes: Tensor, window: Window, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
+) -> Tensor:
+    """(B, H, R, L, L) bool: whether round r shows key j (last) to query i. Self is visible here."""
+    batch, heads, rounds, length = codes.shape
+    real = torch.ones(batch, length, dtype=torch.bool, device=codes.device) if key_mask is None else key_mask
+    document = torch.zeros(batch, length, dtype=torch.int64, device=codes.device) if segments is None else segments
+    position = torch.arange(length, device=codes.device)
+    earlier = position[None, :] <= position[:, None]  # [i, j]: j at or before i
+    together = document[:, :, None] == document[:, None, :]
+    together = together & real[:, :, None] & real[:, None, :]
+    together = together[:, None, None].expand(batch, heads, rounds, length, length)
+    same = (codes[..., :, None] == codes[..., None, :]) & together
+    if window.kind == "band":
+        rank = (same & earlier).sum(-1)  # tokens of i's bucket at or before i
+        return same & earlier & (rank[..., :, None] - rank[..., None, :] < window.chunk)
+    # Sorted position: how many real tokens come before in the order (document, bucket, position).
+    key = (document[:, None, None].expand_as(codes), codes, position.expand_as(codes))
+    before = torch.zeros_like(together)
+    for part in reversed(key):
+        left, right = part[..., None, :], part[..., :, None]
+        before = (left < right) | ((left == right) & before)
+    chunk = (before & real[:, None, None, None, :]).sum(-1) // window.chunk
+    distance = chunk[..., :, None] - chunk[..., None, :]
+    seen = (distance == 0) | (distance == 1)
+    seen = seen & (same if window.same_bucket else together)
+    return seen & earlier if causal else seen
+
+
+def bucketed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    codes: Tensor,
+    window: Window,
+    *,
+    causal: bool,
+    scale: float = 1.0,
+    exclude_self: bool = True,
+    count_rounds: bool = True,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out_i = Σ_r Σ_j exp(q_i·k_j·scale − log N_ij − z_i) v_j over the keys j visible in round r (Reformer Eq. 2–6, appendix A).
+
+    N_ij: the number of rounds in which j is visible to i (1 if not count_rounds). z_i: the log of the sum. With exclude_self
+    a token that sees no other gets its own value, with z its own score. Returns out (B, H, L, D) and z (B, H, L); padding gets 0 and −∞.
+    """
+    length = q.shape[2]
+    seen = visible(codes, window, causal, key_mask, segments)
+    if exclude_self:
+        seen = seen & ~torch.eye(length, dtype=torch.bool, device=q.device)
+    counts = seen.sum(2)  # (B, H, L, L)
+    score = (q * scale) @ k.transpose(-1, -2)
+    weight = (counts > 0).to(q.dtype).log() if count_rounds else counts.to(q.dtype).log()
+    logits = score + weight
+    real = torch.ones_like(q[:, :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, None]
+    if exclude_self:
+        alone = (counts.sum(-1) == 0) & real
+        own = torch.eye(length, dtype=torch.bool, device=q.device) & alone[..., None]
+        logits = torch.where(own, score, logits)
+    blind = (logits == -torch.inf).all(-1)  # padding: kept out of the softmax, whose gradient would be NaN
+    probability = torch.softmax(logits.masked_fill(blind[..., None], 0.0), dim=-1)
+    z = torch.logsumexp(logits.masked_fill(blind[..., None], 0.0), dim=-1)
+    return (probability @ v).masked_fill(blind[..., None], 0.0), z.masked_fill(blind, -torch.inf)

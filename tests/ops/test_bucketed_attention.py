@@ -1,0 +1,178 @@
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import megasparse.ops.bucketed_attention.eager as eager
+from megasparse.ops.bucketed_attention import Window, bucketed_attention
+from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
+from tests.helpers.peak_memory import PeakMemory
+
+WINDOWS = [Window("band", 4), Window("band", 8), Window("chunk", 4), Window("chunk", 4, same_bucket=False)]
+
+
+def random_heads(length, batch=2, heads=2, dim=6, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, heads, length, dim, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+def random_codes(length, rounds, buckets=3, batch=2, heads=2, seed=1):
+    return torch.randint(0, buckets, (batch, heads, rounds, length), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(attention, heads, codes, window, **rule):
+    q, k, v = (x.clone().requires_grad_() for x in heads)
+    out, z = attention(q, k, v, codes, window, **rule)
+    generator = torch.Generator().manual_seed(2)
+    seen = z > -torch.inf
+    out_grad, z_grad = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, z))
+    loss = (out * out_grad.to(out.dtype)).sum() + (torch.where(seen, z, 0.0) * z_grad.to(z.dtype)).sum()
+    return out.detach(), z.detach(), *torch.autograd.grad(loss, [q, k, v])
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("length", [1, 5, 29])
+def test_forward_and_gradients_are_those_of_the_definition(window, length, monkeypatch):
+    monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 70)  # several blocks
+    monkeypatch.setattr(eager, "_ROW_ELEMENTS", 3 * 6 * length)  # several groups of rows
+    heads = random_heads(length)
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(2, length, generator=generator) > 0.3
+    documents = torch.randint(0, 3, (2, length), generator=generator).sort(-1).values
+    flags = itertools.product([True, False], [True, False], [True, False], [1, 3], [None, mask], [None, documents])
+    for causal, exclude_self, count_rounds, rounds, key_mask, segments in flags:
+        if window.kind == "band" and not causal:
+            continue
+        rule = dict(causal=causal, scale=0.7, exclude_self=exclude_self, count_rounds=count_rounds)
+        rule |= dict(key_mask=key_mask, segments=segments)
+        codes = random_codes(length, rounds)
+        for ours, dense in zip(
+            gradients(bucketed_attention, heads, codes, window, **rule),
+            gradients(defined, heads, codes, window, **rule),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, dense, rtol=1e-10, atol=1e-10)
+
+
+def test_fp32_is_within_its_bar_of_the_definition_at_length():
+    heads = random_heads(500, dim=32)
+    codes = random_codes(500, 4, buckets=20)
+    window = Window("band", 32)
+    exact = gradients(defined, heads, codes, window, causal=True)
+    ours = gradients(bucketed_attention, [x.float() for x in heads], codes, window, causal=True)
+    for name, a, b in zip(["out", "z", "dq", "dk", "dv"], ours, exact, strict=True):
+        assert (a - b).norm() / b.norm() < (1e-5 if name in ("out", "z") else 1e-4), name
+
+
+def test_bf16_is_within_its_bar_of_the_definition_on_the_same_inputs():
+    heads = [x.bfloat16() for x in random_heads(200, dim=32)]
+    codes = random_codes(200, 2, buckets=10)
+    window = Window("band", 32)
+    exact = gradients(defined, [x.double() for x in heads], codes, window, causal=True)
+    ours = gradients(bucketed_attention, heads, codes, window, causal=True)
+    for name, a, b in zip(["out", "z", "dq", "dk", "dv"], ours, exact, strict=True):
+        assert (a - b).norm() / b.norm() < (1e-2 if name in ("out", "z") else 3e-2), name
+
+
+def test_one_bucket_and_a_full_window_is_full_attention():
+    length = 40
+    q, k, v = random_heads(length)
+    codes = torch.zeros(2, 2, 1, length, dtype=torch.int64)
+    seen = torch.ones(length, length, dtype=torch.bool).tril(-1)
+    seen[0, 0] = True
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1.0)
+    for window in (Window("band", length), Window("chunk", length)):
+        out, _ = bucketed_attention(q, k, v, codes, window, causal=True)
+        torch.testing.assert_close(out, expected)
+
+
+def test_identical_rounds_change_nothing():
+    heads = random_heads(30)
+    codes = random_codes(30, 1)
+    once, z = bucketed_attention(*heads, codes, Window("band", 8), causal=True)
+    twice, z2 = bucketed_attention(*heads, codes.repeat(1, 1, 3, 1), Window("band", 8), causal=True)
+    torch.testing.assert_close(once, twice)
+    torch.testing.assert_close(z, z2)
+
+
+@pytest.mark.parametrize("window", [Window("band", 8), Window("chunk", 8)], ids=str)
+def test_finite_in_hard_cases(window):
+    length = 33
+    q, k, v = random_heads(length, dtype=torch.float32)
+    cases = {
+        "large": (q * 1e4, k, v),
+        "zero": (q * 0, k * 0, v),
+        "equal": (q[:, :, :1].expand_as(q), k[:, :, :1].expand_as(k), v),
+        "denormal": (q * 1e-40, k * 1e-40, v),
+    }
+    for name, heads in cases.items():
+        for codes in (torch.zeros(2, 2, 2, length, dtype=torch.int64), random_codes(length, 2, buckets=500)):
+            exact = gradients(defined, [x.double() for x in heads], codes, window, causal=True)
+            ours = gradients(bucketed_attention, heads, codes, window, causal=True)
+            for a, b in zip(ours, exact, strict=True):
+                assert torch.isfinite(b).all() and torch.isfinite(a).all(), name
+                # fp32 knows a score of 1e5 to 1e-2, and so its exponential; all others to the usual bar.
+                bar = 3e-2 if name == "large" else 1e-4
+                torch.testing.assert_close(a.double(), b, rtol=bar, atol=bar * b.abs().max().item() + 1e-30)
+
+
+def test_a_nan_stays_in_its_own_sequence():
+    heads = random_heads(20, batch=3, dtype=torch.float32)
+    codes = random_codes(20, 2, batch=3)
+    window = Window("band", 4)
+    clean = gradients(bucketed_attention, heads, codes, window, causal=True)
+    heads[2][1] = torch.nan
+    dirty = gradients(bucketed_attention, heads, codes, window, causal=True)
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+
+
+def test_padding_sees_nothing_and_moves_nothing():
+    heads = random_heads(20, dtype=torch.float32)
+    codes = random_codes(20, 2)
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[:, 13:] = False
+    for window in WINDOWS:
+        out, z = bucketed_attention(*heads, codes, window, causal=True, key_mask=mask)
+        short, short_z = bucketed_attention(
+            *(x[:, :, :13] for x in heads), codes[..., :13], window, causal=True
+        )
+        torch.testing.assert_close(out[:, :, :13], short)
+        torch.testing.assert_close(z[:, :, :13], short_z)
+        assert (out[:, :, 13:] == 0).all() and (z[:, :, 13:] == -torch.inf).all()
+
+
+def test_packed_documents_are_as_if_alone():
+    heads = random_heads(30)
+    codes = random_codes(30, 2)
+    segments = torch.tensor([0] * 11 + [1] * 19).expand(2, -1)
+    for window in (Window("band", 4), Window("chunk", 4)):
+        packed, _ = bucketed_attention(*heads, codes, window, causal=True, segments=segments)
+        first, _ = bucketed_attention(*(x[:, :, :11] for x in heads), codes[..., :11], window, causal=True)
+        torch.testing.assert_close(packed[:, :, :11], first)
+        if window.kind == "band":
+            second, _ = bucketed_attention(*(x[:, :, 11:] for x in heads), codes[..., 11:], window, causal=True)
+            torch.testing.assert_close(packed[:, :, 11:], second)
+
+
+def test_gradcheck():
+    q, k, v = (x.requires_grad_() for x in random_heads(9, batch=1, heads=1, dim=3))
+    codes = random_codes(9, 2, batch=1, heads=1)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: bucketed_attention(q, k, v, codes, Window("band", 4), causal=True), (q, k, v)
+    )
+
+
+def test_memory_is_linear_in_the_length(monkeypatch):
+    monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 1 << 14)
+
+    def peak(length):
+        heads = [x.requires_grad_() for x in random_heads(length, batch=1, dim=16, dtype=torch.float32)]
+        codes = random_codes(length, 2, buckets=2 * length // 32, batch=1)
+        with PeakMemory() as memory:
+            bucketed_attention(*heads, codes, Window("band", 32), causal=True)[0].sum().backward()
+        assert memory.largest < length * length * 4 / 8
+        return memory.peak
+
+    assert peak(8192) < 2.2 * peak(4096)

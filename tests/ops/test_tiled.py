@@ -1,0 +1,92 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megasparse.ops.cross_entropy import token_nats
+from megasparse.ops.tiled import tiled
+from tests.helpers.peak_memory import PeakMemory
+
+
+def mlp(x, shift, up, down):
+    return F.gelu((x + shift[..., None]) @ up) @ down
+
+
+def inputs(length, dtype=torch.float64, width=6, hidden=10):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, length, width), (2, length), (width, hidden), (hidden, width)]
+    x, shift, up, down = (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+    return x.requires_grad_(), shift, up.requires_grad_(), down.requires_grad_()
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 7, 50])
+def test_tiles_change_neither_value_nor_gradients(tiles):
+    x, shift, up, down = inputs(7)
+    expected, result = mlp(x, shift, up, down), tiled(mlp, (x, shift), (up, down), tiles)
+    torch.testing.assert_close(result, expected)
+    grad = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad(result, [x, up, down], grad),
+        torch.autograd.grad(expected, [x, up, down], grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradcheck():
+    x, shift, up, down = inputs(4, width=3, hidden=4)
+    assert torch.autograd.gradcheck(lambda x, up, down: tiled(mlp, (x, shift), (up, down), 3), (x, up, down))
+
+
+def test_a_weight_gets_one_gradient_summed_in_fp32():
+    x, shift, up, down = inputs(64, dtype=torch.bfloat16)
+    calls = []
+    up.register_hook(lambda g: calls.append(g.dtype))
+    tiled(mlp, (x, shift), (up, down), 8).sum().backward()
+    assert calls == [torch.bfloat16]
+    (exact,) = torch.autograd.grad(mlp(x.double(), shift.double(), up.double(), down.double()).sum(), [down])
+    assert (down.grad - exact).norm() / exact.norm() < 1e-2
+
+
+def test_frozen_weights_and_inputs_get_no_gradient():
+    x, shift, up, down = inputs(8)
+    tiled(mlp, (x.detach(), shift), (up.detach(), down), 4).sum().backward()
+    assert up.grad is None and x.grad is None and down.grad is not None
+
+
+def peak(tiles):
+    x, shift, up, down = inputs(512, dtype=torch.float32, width=8, hidden=256)
+    with PeakMemory() as memory:
+        tiled(mlp, (x, shift), (up, down), tiles).sum().backward()
+    return memory.peak
+
+
+def test_the_peak_falls_with_the_tiles_backward_included():
+    whole, four, sixteen = peak(1), peak(4), peak(16)
+    assert four < 0.4 * whole and sixteen < 0.45 * four
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_token_nats_is_cross_entropy(tiles):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(2, 9, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 11, (2, 9), generator=generator)
+    probabilities = torch.softmax(hidden @ weight.T, -1)
+    expected = -probabilities.gather(-1, targets[..., None]).squeeze(-1).log()
+    result = token_nats(hidden, weight, targets, tiles)
+    torch.testing.assert_close(result, expected)
+    for a, b in zip(
+        torch.autograd.grad(result.sum(), [hidden, weight]),
+        torch.autograd.grad(expected.sum(), [hidden, weight]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_no_tensor_of_all_logits_exists():
+    batch, length, width, vocabulary, tiles = 2, 256, 8, 512, 16
+    hidden = torch.randn(batch, length, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    with PeakMemory() as memory:
+        token_nats(hidden, weight, torch.zeros(batch, length, dtype=torch.int64), tiles).sum().backward()
+    assert memory.largest <= batch * length * vocabulary * 4 / tiles
