@@ -1,0 +1,90 @@
+"""Full softmax attention, the baseline: torch's scaled_dot_product_attention. B batch, H heads, L length, D head dim."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads
+from megasparse.config.schema import FullAttentionConfig
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values (B, H, capacity, D) of the tokens so far; places from the current position on are not yet used."""
+
+    k: Tensor
+    v: Tensor
+
+    @staticmethod
+    def empty(batch: int, heads: int, capacity: int, head_dim: int, like: Tensor) -> "KeyValueCache":
+        return KeyValueCache(*(like.new_zeros(batch, heads, capacity, head_dim) for _ in range(2)))
+
+
+class FullAttention(Attention):
+    """softmax(qkᵀ/√D)v; with shared QK softmax(q·k̂ᵀ)v, k̂ = q/|q|, a token seeing itself only when it sees nothing else."""
+
+    def __init__(self, config: FullAttentionConfig, max_length: int):
+        super().__init__()
+        self.shared_qk = config.shared_qk
+        self.max_length = max_length
+
+    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+        if self.shared_qk:
+            return AttentionOutput(self._shared(heads), None, {})
+        mask = _mask(heads, exclude_self=False)
+        out = F.scaled_dot_product_attention(
+            heads.q, heads.k, heads.v, attn_mask=mask, is_causal=heads.causal and mask is None
+        )
+        return AttentionOutput(_without_padding(out, heads.key_mask), None, {})
+
+    def _shared(self, heads: Heads) -> Tensor:
+        q, k, v = heads.q, heads.k, heads.v
+        if heads.causal and heads.key_mask is None and heads.segments is None:
+            # Seeing strictly earlier tokens is ordinary causal attention of queries 1… to keys 0…
+            rest = F.scaled_dot_product_attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], is_causal=True, scale=1.0)
+            return torch.cat([v[:, :, :1], rest], dim=2)
+        mask = _mask(heads, exclude_self=True)
+        assert mask is not None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+        return _without_padding(out, heads.key_mask)
+
+    def new_cache(self, batch: int, heads: int, head_dim: int, like: Tensor, rounds: int | None) -> KeyValueCache:
+        return KeyValueCache.empty(batch, heads, self.max_length, head_dim, like)
+
+    def fill_cache(self, heads: Heads, cache: KeyValueCache, context: AttentionContext) -> None:
+        cache.k[:, :, : heads.k.shape[2]] = heads.k
+        cache.v[:, :, : heads.v.shape[2]] = heads.v
+
+    def decode(self, heads: Heads, cache: KeyValueCache, position: int, context: AttentionContext) -> Tensor:
+        cache.k[:, :, position] = heads.k[:, :, 0]
+        cache.v[:, :, position] = heads.v[:, :, 0]
+        if self.shared_qk and position == 0:
+            return heads.v
+        stop = position if self.shared_qk else position + 1
+        scale = 1.0 if self.shared_qk else None
+        return F.scaled_dot_product_attention(heads.q, cache.k[:, :, :stop], cache.v[:, :, :stop], scale=scale)
+
+
+def _mask(heads: Heads, exclude_self: bool) -> Tensor | None:
+    """(B, 1, L, L) bool of visible pairs, or None where the causal flag says it all. A row with nothing to see sees itself."""
+    if heads.key_mask is None and heads.segments is None and not exclude_self:
+        return None
+    length = heads.q.shape[2]
+    position = torch.arange(length, device=heads.q.device)
+    seen = torch.ones(1, length, length, dtype=torch.bool, device=heads.q.device)
+    if heads.causal:
+        seen = seen & (position[None, :] <= position[:, None])
+    if heads.key_mask is not None:
+        seen = seen & heads.key_mask[:, None, :]
+    if heads.segments is not None:
+        seen = seen & (heads.segments[:, :, None] == heads.segments[:, None, :])
+    own = torch.eye(length, dtype=torch.bool, device=heads.q.device)
+    if exclude_self:
+        seen = seen & ~own
+    return (seen | (own & ~seen.any(-1, keepdim=True)))[:, None]
+
+
+def _without_padding(out: Tensor, key_mask: Tensor | None) -> Tensor:
+    return out if key_mask is None else out.masked_fill(~key_mask[:, None, :, None], 0.0)

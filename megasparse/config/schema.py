@@ -1,0 +1,190 @@
+"""The typed schema of a run's JSON file. Every default of the project lives here and nowhere else."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are errors, values are not coerced, nothing changes after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class RunConfig(Section):
+    directory: str = "runs/default"
+    """Folder of everything the run writes: config.json, metrics.jsonl, tensorboard/, checkpoints/."""
+    seed: Count = 0
+    """Every random draw of the run (weights, order of the data, dropout, rotations) is a function of this number."""
+    engine: Literal["deepspeed", "torch"] = "deepspeed"
+    """`deepspeed`: ZeRO on any number of ranks. `torch`: the same loop on plain torch in one process."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU where there is one."""
+
+
+class PositionsConfig(Section):
+    kind: Literal["axial", "sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
+    axial_shape: list[Positive] | None = None
+    """Axial only: the grid of positions; its product is the longest length, e.g. [128, 512] for 65,536."""
+    axial_dims: list[Positive] | None = None
+    """Axial only: the width of each axis' embedding; they sum to `model.d_model`."""
+
+
+class FullAttentionConfig(Section):
+    shared_qk: bool = False
+    """Queries are the keys too (Reformer section 2): logits q·q/|q|, a token sees itself only as last resort."""
+
+
+class LocalAttentionConfig(Section):
+    chunk: Positive = 128
+    """A token sees the earlier tokens of its own chunk of this many positions, and of the chunk before."""
+
+
+class LSHAttentionConfig(Section):
+    rounds: Positive = 2
+    """Hash rounds while training."""
+    evaluation_rounds: Positive | None = None
+    """Hash rounds in evaluation and generation; null takes `rounds`."""
+    chunk: Positive = 64
+    """M: the window, in tokens of the sorted order."""
+    buckets: Positive | list[Positive] | None = None
+    """Buckets per round: an even number, or two even factors whose product it is (each hashed by its own rotation).
+    null takes the paper's 2·max_length/chunk, in two factors above 128."""
+    window: Literal["band", "chunk"] = "band"
+    """`band`: the last M tokens of one's own bucket, strictly causal. `chunk`: the paper's own chunk and the one before
+    it, whose borders future tokens move: not strictly causal."""
+    same_bucket: bool = True
+    """Only tokens of the same bucket see each other (the paper). false: all of the window, as HuggingFace does it."""
+    count_rounds: bool = True
+    """A pair seen in N rounds counts once (log N of appendix A). false: N times, as HuggingFace does it."""
+
+
+class AttentionConfig(Section):
+    pattern: list[Literal["full", "local", "lsh"]] = Field(default=["local", "local", "lsh", "local"], min_length=1)
+    """Attention of each layer, repeated over the depth; as long as the depth, it is an explicit list."""
+    full: FullAttentionConfig = FullAttentionConfig()
+    local: LocalAttentionConfig = LocalAttentionConfig()
+    lsh: LSHAttentionConfig = LSHAttentionConfig()
+
+
+class ModelConfig(Section):
+    vocabulary: Positive = 256
+    """Number of token ids; 256 for bytes."""
+    max_length: Positive = 65536
+    """Longest sequence, in tokens. Fixes position tables and bucket counts: a shorter batch changes neither."""
+    layers: Positive = 12
+    d_model: Positive = 1024
+    d_ff: Positive = 4096
+    heads: Positive = 8
+    head_dim: Positive | None = None
+    """null takes d_model/heads."""
+    blocks: Literal["reversible", "ordinary"] = "reversible"
+    """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary pre-norm residual blocks."""
+    activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
+    """What the backward reads: recomputed from the output (reversible blocks only), all stored, or recomputed from each
+    layer's stored input (ordinary blocks only; `checkpoint_cpu` keeps those inputs in CPU memory)."""
+    dropout: Fraction = 0.0
+    """Rate after the embedding, after each attention, and inside and after each feed-forward."""
+    feed_forward_tiles: Positive = 1
+    """Pieces of the sequence that the feed-forward works on one after another, backward included."""
+    loss_tiles: Positive = 1
+    """Pieces of the sequence whose logits exist at a time, backward included."""
+    score_from: Count = 0
+    """First position of a sequence whose token counts in loss and bits/dim; for tasks whose beginning cannot be predicted."""
+    tied_embeddings: bool = False
+    """The output projection is the token embedding."""
+    positions: PositionsConfig = PositionsConfig()
+    attention: AttentionConfig = AttentionConfig()
+
+
+class DataConfig(Section):
+    path: str = "data/enwik8"
+    """Folder of shards with its index.json, as tools/prepare_data.py writes it."""
+    split: str = "train"
+    sequence_length: Positive = 65536
+    """Tokens in a training sequence."""
+    tokenizer: Literal["bytes"] = "bytes"
+    shuffle_shards: Positive = 16
+    """Sequences are shuffled over this many shards at a time, the shards themselves over all."""
+    prefetch: Count = 2
+    """Batches read ahead by a background thread; 0 reads in the loop."""
+
+
+class TrainingConfig(Section):
+    steps: Positive = 20000
+    """Optimizer steps of the whole run."""
+    global_batch: Positive = 8
+    """Sequences a step, over all ranks; the number of ranks does not change the run."""
+    micro_batch: Positive = 1
+    """Sequences a rank takes at once; the rest of its share is accumulated."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Branches' arithmetic; residual streams, norms, softmax statistics and master weights are fp32 in both."""
+    gradient_clipping: Annotated[float, Field(ge=0.0)] = 1.0
+    """Largest L2 norm of the gradient; 0 does not clip."""
+    max_skipped_steps: Positive = 20
+    """The run stops after this many steps in a row whose loss or gradient was not finite (none of them is applied)."""
+
+
+class OptimizerConfig(Section):
+    name: Literal["adamw", "adafactor"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    """AdamW only."""
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """AdamW only."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    schedule: Literal["constant", "cosine", "inverse_sqrt"] = "cosine"
+    warmup_steps: Count = 0
+    """Steps of linear warm-up from 0."""
+    final_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    """Cosine only: the last step's learning rate as a part of `learning_rate`."""
+
+
+class EvaluationConfig(Section):
+    every: Count = 1000
+    """Steps between evaluations; 0 never."""
+    split: str = "validation"
+    sequences: Positive = 8
+    """Held-out sequences scored each time, from the start of the split."""
+    sample_tokens: Count = 0
+    """Length of the text sample written to TensorBoard with each evaluation; 0 writes none."""
+
+
+class CheckpointConfig(Section):
+    every: Count = 500
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: Positive = 2
+    """Newest checkpoints kept."""
+
+
+class LoggingConfig(Section):
+    every: Positive = 1
+    """Steps between lines of the progress display and of TensorBoard; metrics.jsonl has every step."""
+    peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
+    """Peak of one device in TFLOP/s, for the model FLOPs utilisation; null knows the A100, H100 and H200 (bf16), and
+    leaves the utilisation out for others."""
+
+
+class ParallelConfig(Section):
+    sequence: Literal[1] = 1
+    """Ranks that share one sequence. Only 1 so far: each rank holds whole sequences."""
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    deepspeed: dict[str, Any] = {}
+    """DeepSpeed's own settings (zero_optimization, ...), handed over as they are once every key is checked."""

@@ -1,0 +1,1 @@
+"""Models: embeddings and positions, blocks (reversible or ordinary), and the decoder built of them."""

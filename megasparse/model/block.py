@@ -1,0 +1,120 @@
+"""A layer of the stack: an attention branch and a feed-forward branch around residual streams. B batch, L length, E d_model.
+
+Streams are fp32. A branch normalises in fp32, computes in the dtype of its weights, and is added to a stream in fp32.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.attention.contract import AttentionContext, Memory
+from megasparse.attention.heads import AttentionLayer, Padding
+from megasparse.config.schema import ModelConfig
+from megasparse.model.feed_forward import FeedForward
+from megasparse.ops.random import Draws, dropout
+
+Streams = tuple[Tensor, ...]
+"""The residual streams, (B, L, E) fp32 each: two in a reversible stack, one in an ordinary one."""
+
+
+@dataclass
+class Pass:
+    """One forward pass: what its draws depend on, its padding, and what its layers decided (one Memory each)."""
+
+    draws: Draws
+    padding: Padding
+    memories: list[Memory] = field(default_factory=list)
+    statistics: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+class Norm(nn.Module):
+    """Layer normalisation in fp32, handed on in the dtype of the weights."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.bias.to(x.dtype)).to(self.weight.dtype)
+
+
+class AttentionBranch(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, kind: str):
+        super().__init__()
+        self.layer, self.kind, self.rate = layer, kind, config.dropout
+        self.norm = Norm(config.d_model)
+        self.attention = AttentionLayer(config, kind)
+
+    def forward(self, x: Tensor, run: Pass, cache: Any = None) -> tuple[Tensor, Tensor | None]:
+        """x: (B, L, E). Returns what to add to the stream and the auxiliary loss."""
+        context = AttentionContext(self.layer, run.draws, memory=run.memories[self.layer])
+        output = self.attention(self.norm(x), context, run.padding, cache=cache)
+        for name, value in output.statistics.items():
+            run.statistics.setdefault(f"attention/{self.kind}/{name}", []).append(value)
+        return _dropped(output.out, self.rate, run.draws, self.layer, "attention dropout"), output.auxiliary_loss
+
+    def decode(self, x: Tensor, cache: Any, position: int, draws: Draws) -> Tensor:
+        return self.attention.decode(self.norm(x), cache, position, AttentionContext(self.layer, draws)).float()
+
+
+class FeedForwardBranch(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.layer, self.rate = layer, config.dropout
+        self.norm = Norm(config.d_model)
+        self.feed_forward = FeedForward(config, layer)
+
+    def forward(self, x: Tensor, draws: Draws) -> Tensor:
+        out = self.feed_forward(self.norm(x), draws)
+        return _dropped(out, self.rate, draws, self.layer, "feed-forward dropout")
+
+
+class Block(nn.Module):
+    """Reversible: Y1 = X1 + Attention(X2), Y2 = X2 + FeedForward(Y1) (Reformer Eq. 9). Ordinary: both added to the one stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, kind: str):
+        super().__init__()
+        self.attention = AttentionBranch(config, layer, kind)
+        self.feed_forward = FeedForwardBranch(config, layer)
+
+    def forward(self, streams: Streams, run: Pass, cache: Any = None) -> tuple[Streams, Tensor | None]:
+        """Returns the new streams and the auxiliary loss. A given empty cache takes in the whole sequence."""
+        auxiliary: list[Tensor | None] = []
+
+        def attend(x: Tensor) -> Tensor:
+            out, loss = self.attention(x, run, cache)
+            auxiliary.append(loss)
+            return out
+
+        streams = residual(streams, attend, lambda x: self.feed_forward(x, run.draws))
+        return streams, auxiliary[0]
+
+    def decode(self, streams: Streams, cache: Any, position: int, draws: Draws) -> Streams:
+        """One new token: streams of (B, 1, E)."""
+        return residual(
+            streams,
+            lambda x: self.attention.decode(x, cache, position, draws),
+            lambda x: self.feed_forward(x, draws),
+        )
+
+
+def residual(streams: Streams, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]) -> Streams:
+    if len(streams) == 2:
+        first = streams[0] + attend(streams[1])
+        return first, streams[1] + feed(first)
+    (x,) = streams
+    x = x + attend(x)
+    return (x + feed(x),)
+
+
+def _dropped(x: Tensor, rate: float, draws: Draws, layer: int, purpose: str) -> Tensor:
+    """A branch's output in fp32, after dropout when training."""
+    x = x.float()
+    if not draws.training or rate == 0.0:
+        return x
+    return dropout(x, rate, draws.key(layer, purpose), draws.rows(x.shape[1], x.device))

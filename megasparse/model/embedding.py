@@ -1,0 +1,73 @@
+"""Token and position embeddings. B batch, L length, E d_model, V vocabulary."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.config.schema import ModelConfig
+
+
+class Positions(nn.Module):
+    """Position embeddings, (n, E) for the positions [first, first + n).
+
+    axial: positions are cells of a grid; the embeddings of the axes stand side by side, Σ n_a·d_a numbers in place of L·E (Reformer,
+    appendix D of the paper's code: the enwik8 and imagenet64 models). learned: a vector each. sinusoidal: Vaswani et al. 2017.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.kind, self.width = config.positions.kind, config.d_model
+        self.axial_shape = config.positions.axial_shape or []
+        if self.kind == "axial":
+            dims = config.positions.axial_dims or []
+            pairs = zip(self.axial_shape, dims, strict=True)
+            self.axes = nn.ParameterList(nn.Parameter(torch.empty(size, dim)) for size, dim in pairs)
+        elif self.kind == "learned":
+            self.table = nn.Parameter(torch.empty(config.max_length, config.d_model))
+
+    def forward(self, first: int, count: int) -> Tensor | None:
+        if self.kind == "axial":
+            return self._axial(first, count)
+        if self.kind == "learned":
+            return self.table[first : first + count]
+        if self.kind == "sinusoidal":
+            return self._sinusoidal(first, count)
+        return None  # rotary positions turn queries and keys instead
+
+    def _axial(self, first: int, count: int) -> Tensor:
+        position = torch.arange(first, first + count, device=self.axes[0].device)
+        parts, below = [], math.prod(self.axial_shape)
+        for table, size in zip(self.axes, self.axial_shape, strict=True):
+            below //= size
+            parts.append(table[position // below % size])
+        return torch.cat(parts, dim=-1)
+
+    def _sinusoidal(self, first: int, count: int) -> Tensor:
+        half = (self.width + 1) // 2
+        frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.arange(first, first + count, dtype=torch.float64)[:, None] * frequency
+        return torch.cat([torch.sin(angle), torch.cos(angle)], dim=-1)[:, : self.width].float()
+
+
+class Embedding(nn.Module):
+    """The decoder's input at position t: the embedding of token t − 1 (a learned start vector at 0) plus position t, in fp32."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocabulary, config.d_model))
+        self.start = nn.Parameter(torch.empty(1, config.d_model))
+        self.positions = Positions(config)
+
+    def forward(self, tokens: Tensor, first: int) -> Tensor:
+        """tokens: (B, n), the tokens before each of the positions [first, first + n); at first = 0 without the start: (B, n − 1).
+
+        Returns (B, n, E) fp32.
+        """
+        x = F.embedding(tokens, self.weight)
+        if first == 0:
+            x = torch.cat([self.start.expand(tokens.shape[0], 1, -1), x], dim=1)
+        x = x.float()
+        positions = self.positions(first, x.shape[1])
+        return x if positions is None else x + positions.to(x.device, torch.float32)

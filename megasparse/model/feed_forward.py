@@ -1,0 +1,32 @@
+"""The position-wise feed-forward, in tiles of the sequence whose backward is tiled too. B batch, L length, E d_model, F d_ff."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.config.schema import ModelConfig
+from megasparse.ops.random import Draws, dropout
+from megasparse.ops.tiled import tiled
+
+
+class FeedForward(nn.Module):
+    """W2·dropout(gelu(W1·x + b1)) + b2. With T tiles the hidden layer (B, L/T, F) exists for one tile at a time (Reformer Eq. 9)."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.layer, self.rate, self.tiles = layer, config.dropout, config.feed_forward_tiles
+        # Parameters of this very module: under ZeRO 3 its call gathers them once for all tiles.
+        self.up = nn.Parameter(torch.empty(config.d_ff, config.d_model))
+        self.up_bias = nn.Parameter(torch.zeros(config.d_ff))
+        self.down = nn.Parameter(torch.empty(config.d_model, config.d_ff))
+        self.down_bias = nn.Parameter(torch.zeros(config.d_model))
+
+    def forward(self, x: Tensor, draws: Draws) -> Tensor:
+        rate = self.rate if draws.training else 0.0
+        key = draws.key(self.layer, "feed-forward hidden dropout")
+
+        def tile(x: Tensor, rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
+            return F.linear(dropout(F.gelu(F.linear(x, up, up_bias)), rate, key, rows), down, down_bias)
+
+        rows = draws.rows(x.shape[1], x.device)
+        return tiled(tile, (x, rows), (self.up, self.up_bias, self.down, self.down_bias), self.tiles)
