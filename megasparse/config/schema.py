@@ -96,7 +96,7 @@ class ModelConfig(Section):
     loss_tiles: Positive = 1
     """Pieces of the sequence whose logits exist at a time, backward included."""
     score_from: Count = 0
-    """First position of a sequence whose token counts in loss and bits/dim; for tasks whose beginning cannot be predicted."""
+    """First position of a sequence whose token counts in loss and bits/dim, where the beginning cannot be predicted."""
     tied_embeddings: bool = False
     """The output projection is the token embedding."""
     positions: PositionsConfig = PositionsConfig()

@@ -1,0 +1,181 @@
+"""What must hold between keys. Each rule raises a ConfigError that names the key, its value and the mend."""
+
+import math
+
+from megasparse.config import deepspeed_section
+from megasparse.config.buckets import lsh_buckets
+from megasparse.config.schema import Config, LSHAttentionConfig, ModelConfig, PositionsConfig
+from megasparse.errors import ConfigError
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first rule that `config` breaks."""
+    _check_model(config.model)
+    _check_positions(config.model.positions, config.model)
+    if "lsh" in config.model.attention.pattern:
+        _check_lsh(config.model.attention.lsh, config.model)
+    _check_lengths(config)
+    _check_batches(config)
+    deepspeed_section.check(config.deepspeed)
+    _check_optimizer(config)
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.head_dim is None and model.d_model % model.heads:
+        divisors = [n for n in range(1, model.d_model + 1) if model.d_model % n == 0]
+        near = min(divisors, key=lambda n: abs(n - model.heads))
+        raise ConfigError(
+            "model.heads",
+            f"{model.heads} heads do not divide model.d_model = {model.d_model}",
+            f"Set model.heads to a divisor (such as {near}), or model.head_dim",
+        )
+    if model.activations == "reversible" and model.blocks != "reversible":
+        raise ConfigError(
+            "model.activations",
+            f'"reversible" needs reversible blocks, but model.blocks = "{model.blocks}"',
+            'Set model.activations to "stored", "checkpoint" or "checkpoint_cpu", or model.blocks to "reversible"',
+        )
+    if model.activations.startswith("checkpoint") and model.blocks != "ordinary":
+        raise ConfigError(
+            "model.activations",
+            f'"{model.activations}" needs ordinary blocks, but model.blocks = "{model.blocks}"',
+            'Set model.activations to "reversible", or model.blocks to "ordinary"',
+        )
+    if len(model.attention.pattern) > model.layers:
+        raise ConfigError(
+            "model.attention.pattern",
+            f"{len(model.attention.pattern)} layers are listed, but model.layers = {model.layers}",
+            f"Shorten the pattern to {model.layers} or fewer, or raise model.layers",
+        )
+
+
+def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
+    head_dim = model.head_dim or model.d_model // model.heads
+    if positions.kind == "rotary" and head_dim % 2:
+        raise ConfigError(
+            "model.positions.kind",
+            f'"rotary" turns pairs of coordinates, but a head has {head_dim}',
+            "Set model.head_dim to an even number",
+        )
+    shape, dims = positions.axial_shape, positions.axial_dims
+    if positions.kind != "axial":
+        for key, value in (("axial_shape", shape), ("axial_dims", dims)):
+            if value is not None:
+                raise ConfigError(
+                    f"model.positions.{key}",
+                    f'{value} is given, but model.positions.kind = "{positions.kind}"',
+                    f'Set model.positions.kind to "axial", or {key} to null',
+                )
+        return
+    for key, value in (("axial_shape", shape), ("axial_dims", dims)):
+        if not value:
+            raise ConfigError(
+                f"model.positions.{key}",
+                f"{'null' if value is None else value} does not fit axial positions",
+                "Give one number an axis, such as axial_shape [128, 512] with axial_dims [256, 768]",
+            )
+    assert shape and dims
+    if len(shape) != len(dims):
+        raise ConfigError(
+            "model.positions.axial_dims",
+            f"{dims} has {len(dims)} axes, axial_shape = {shape} has {len(shape)}",
+            "Give as many widths as axes",
+        )
+    if math.prod(shape) < model.max_length:
+        raise ConfigError(
+            "model.positions.axial_shape",
+            f"{shape} holds {math.prod(shape)} positions, but model.max_length = {model.max_length}",
+            "Make the product of axial_shape at least model.max_length, or lower model.max_length",
+        )
+    if sum(dims) != model.d_model:
+        raise ConfigError(
+            "model.positions.axial_dims",
+            f"{dims} sums to {sum(dims)}, but model.d_model = {model.d_model}",
+            f"Make the widths sum to {model.d_model}",
+        )
+
+
+def _check_lsh(lsh: LSHAttentionConfig, model: ModelConfig) -> None:
+    key = "model.attention.lsh"
+    if lsh.chunk > model.max_length:
+        raise ConfigError(
+            f"{key}.chunk",
+            f"{lsh.chunk} is longer than model.max_length = {model.max_length}",
+            f"Set it to {model.max_length} or less",
+        )
+    if lsh.window == "band" and not lsh.same_bucket:
+        raise ConfigError(
+            f"{key}.same_bucket",
+            'false with window = "band" is not causal: later tokens move the borders of what is seen',
+            'Set same_bucket to true, or window to "chunk"',
+        )
+    factors = lsh.buckets if isinstance(lsh.buckets, list) else [lsh.buckets] if lsh.buckets else []
+    if isinstance(lsh.buckets, list) and len(factors) not in (1, 2):
+        raise ConfigError(f"{key}.buckets", f"{factors} has {len(factors)} factors", "Give a number, or two factors")
+    odd = [factor for factor in factors if factor % 2]
+    if odd:
+        raise ConfigError(
+            f"{key}.buckets",
+            f"{odd[0]} is odd, but a rotation R gives the buckets [xR; -xR], an even number",
+            f"Write {odd[0] + 1} instead",
+        )
+    try:
+        lsh_buckets(lsh, model.max_length)
+    except ValueError as error:
+        raise ConfigError(
+            f"{key}.buckets", f"{error}, and as one rotation it would cost too much", "Take a multiple of 4"
+        ) from None
+
+
+def _check_lengths(config: Config) -> None:
+    model, data = config.model, config.data
+    for key, length in (
+        ("data.sequence_length", data.sequence_length),
+        ("evaluation.sample_tokens", config.evaluation.sample_tokens),
+    ):
+        if length > model.max_length:
+            raise ConfigError(
+                key,
+                f"{length} is longer than model.max_length = {model.max_length}",
+                f"Set {key} to {model.max_length} or less, or raise model.max_length",
+            )
+    if model.score_from >= data.sequence_length:
+        raise ConfigError(
+            "model.score_from",
+            f"{model.score_from} leaves nothing of data.sequence_length = {data.sequence_length} to score",
+            f"Set it below {data.sequence_length}; 0 scores every token",
+        )
+    if data.tokenizer == "bytes" and model.vocabulary < 256:
+        raise ConfigError(
+            "model.vocabulary", f"{model.vocabulary} is too small for bytes", "Set it to 256, the number of byte values"
+        )
+
+
+def _check_batches(config: Config) -> None:
+    training = config.training
+    if training.global_batch % training.micro_batch:
+        raise ConfigError(
+            "training.global_batch",
+            f"{training.global_batch} is no multiple of training.micro_batch = {training.micro_batch}",
+            "Make it a multiple of training.micro_batch times the number of ranks",
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    """Adafactor factors each matrix' second moment and scales by its RMS; a flat partition of ZeRO or of bf16's master
+    weights has lost the matrices, and the update changes with the number of ranks."""
+    if config.optimizer.name != "adafactor" or config.run.engine != "deepspeed":
+        return
+    if config.training.precision == "bf16":
+        raise ConfigError(
+            "optimizer.name",
+            '"adafactor" is wrong on the flattened master weights of training.precision = "bf16"',
+            'Set optimizer.name to "adamw", training.precision to "fp32", or run.engine to "torch"',
+        )
+    zero = config.deepspeed.get("zero_optimization", {})
+    if zero.get("stage", 0) != 0:
+        raise ConfigError(
+            "optimizer.name",
+            f'"adafactor" is wrong on flattened partitions, and zero_optimization.stage = {zero["stage"]}',
+            'Set optimizer.name to "adamw", or deepspeed.zero_optimization.stage to 0',
+        )

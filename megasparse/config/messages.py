@@ -1,0 +1,156 @@
+"""Pydantic's complaints as one line that names the key, the value and the mend."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from megasparse.errors import ConfigError, did_you_mean
+
+Location = Sequence[int | str]
+
+
+def as_config_error(error: ValidationError, model: type[BaseModel], values: object, prefix: str = "") -> ConfigError:
+    """The first problem of `error`, and how many more there are.
+
+    model: the class that refused `values`; prefix: the dotted key under which the values stand in the run's file.
+    """
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    location = _real_location(first["loc"], values)
+    key = dotted(location, prefix)
+    more = f" ({len(problems) - 1} more such problems)" if len(problems) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        value = show(_value_at(values, location))
+        if _field_at(model, location):  # one of DeepSpeed's keys that have two names
+            return ConfigError(key, f"{value} is given under the other name of this key too", f"Remove one{more}")
+        return ConfigError(key, f"unknown key (its value is {value})", _nearest(model, location, prefix) + more)
+    if first["type"] in ("value_error", "assertion_error"):
+        problem = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"]).rstrip(".")
+        return ConfigError(key or "configuration", problem, f"Change or remove one of these keys{more}")
+    expected = _describe_field(_field_at(model, location), first["msg"])
+    value = show(_value_at(values, location))
+    return ConfigError(key or "configuration", f"{value} does not fit", f"It must be {expected}{more}")
+
+
+def show(value: object) -> str:
+    """A value as it stands in the JSON file, shortened."""
+    text = json.dumps(value, ensure_ascii=True, default=str)
+    return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def dotted(location: Location, prefix: str = "") -> str:
+    """`("model", "betas", 1)` as `model.betas[1]`; odd names are quoted."""
+    key = prefix
+    for part in location:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        else:
+            name = part if re.fullmatch(r"[\w-]+", part, re.ASCII) else json.dumps(part)
+            key += f".{name}" if key else name
+    return key
+
+
+def known_keys(model: type[BaseModel]) -> list[str]:
+    """Keys that `model` accepts; a field with an alias is known by both names."""
+    return [name for key, field in model.model_fields.items() for name in (key, field.alias) if name]
+
+
+def _real_location(location: Location, values: object) -> list[int | str]:
+    """Pydantic names the members of a union inside a location; only what can be followed in the values is kept."""
+    real: list[int | str] = []
+    for part in location:
+        try:
+            values = values[part]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            continue
+        real.append(part)
+    return real
+
+
+def _value_at(values: Any, location: Location) -> object:
+    for part in location:
+        values = values[part]
+    return values
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield kind
+
+
+def _field_at(model: type[BaseModel], location: Location) -> FieldInfo | None:
+    """The schema's field for a location; list indices belong to the list's field. None for the model itself."""
+    field: FieldInfo | None = None
+    current: type[BaseModel] | None = model
+    for part in location:
+        if isinstance(part, int) or current is None:
+            break
+        fields = {name: info for key, info in current.model_fields.items() for name in (key, info.alias) if name}
+        field = fields.get(part)
+        current = next(_models_in(field.annotation), None) if field else None
+    return field
+
+
+def _nearest(model: type[BaseModel], location: Location, prefix: str) -> str:
+    field = _field_at(model, location[:-1])
+    parent = next(_models_in(field.annotation)) if field else model
+    unknown = str(location[-1])
+    elsewhere = [key for key in all_keys(model) if key.split(".")[-1] == unknown]
+    if elsewhere and not prefix:
+        return f'Did you mean "{elsewhere[0]}"?'
+    return did_you_mean(unknown, known_keys(parent))
+
+
+def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted key of a schema, sections included."""
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        for section in _models_in(field.annotation):
+            keys += all_keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def _describe_field(field: FieldInfo | None, message: str) -> str:
+    if field is None:
+        return "an object {...}"
+    if any(_models_in(field.annotation)):
+        return "an object {...}"
+    try:
+        kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+        return _describe(TypeAdapter(kind).json_schema())
+    except (PydanticUserError, TypeError, ValueError):  # one of DeepSpeed's own types that has no JSON schema
+        return message.removeprefix("Input should be ")
+
+
+def _describe(schema: dict[str, Any]) -> str:
+    """A JSON schema in words: "a whole number >= 1", `"adamw" or "adafactor"`, "a list of texts"."""
+    if "anyOf" in schema:
+        return " or ".join(_describe(part) for part in schema["anyOf"])
+    if "const" in schema:
+        return show(schema["const"])
+    if "enum" in schema:
+        return " or ".join(show(value) for value in dict.fromkeys(schema["enum"]))
+    kind = schema.get("type", "any value")
+    if kind == "array":
+        items = schema.get("prefixItems")
+        if items:
+            return f"a list of {len(items)} values, each {_describe(items[0])}"
+        length = "" if not schema.get("minItems") else f", at least {schema['minItems']} long"
+        return f"a list whose values are {_describe(schema.get('items', {}))}{length}"
+    names = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "a text in double quotes",
+        "object": "an object {...}",
+        "null": "null",
+    }
+    limits = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[limit]:g}" for limit, sign in limits.items() if limit in schema]
+    return " ".join([names.get(kind, kind), " and ".join(bounds)]).strip()

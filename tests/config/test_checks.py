@@ -1,0 +1,109 @@
+"""The rules between keys: each message names the key, its value and the mend; what is just inside a rule loads."""
+
+import pytest
+
+from megasparse.config.load import build_config
+from megasparse.errors import ConfigError
+
+SMALL = {"model": {"max_length": 64, "d_model": 32, "heads": 4, "layers": 4}, "data": {"sequence_length": 64}}
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build_config(SMALL, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def axial(shape: str, dims: str) -> list[str]:
+    return [
+        'model.positions={"kind": "axial"}',
+        f"model.positions.axial_shape={shape}",
+        f"model.positions.axial_dims={dims}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["model.heads=5"], "model.heads", ["5 heads", "d_model = 32", "such as 4", "model.head_dim"]),
+        (["model.positions.kind=rotary", "model.head_dim=7"], "model.positions.kind", ["rotary", "7", "even"]),
+        (axial("[8, 7]", "[16, 16]"), "model.positions.axial_shape", ["56 positions", "max_length = 64"]),
+        (axial("[8, 8]", "[16, 8]"), "model.positions.axial_dims", ["sums to 24", "d_model = 32"]),
+        (axial("[8, 8]", "[32]"), "model.positions.axial_dims", ["1 axes", "has 2"]),
+        (axial("null", "[32]"), "model.positions.axial_shape", ["null", "[128, 512]"]),
+        (axial("[64]", "null"), "model.positions.axial_dims", ["null", "Give"]),
+        (axial("[]", "[]"), "model.positions.axial_shape", ["[]"]),
+        (["model.positions.axial_shape=[8, 8]"], "model.positions.axial_shape", ["[8, 8]", '"sinusoidal"', '"axial"']),
+        (["data.sequence_length=65"], "data.sequence_length", ["65", "max_length = 64"]),
+        (["evaluation.sample_tokens=65"], "evaluation.sample_tokens", ["65", "max_length = 64"]),
+        (["model.score_from=64"], "model.score_from", ["64", "sequence_length = 64"]),
+        (["model.blocks=ordinary"], "model.activations", ['"reversible"', '"ordinary"', '"stored"']),
+        (["model.activations=checkpoint"], "model.activations", ['"checkpoint"', "ordinary"]),
+        (["model.activations=checkpoint_cpu"], "model.activations", ['"checkpoint_cpu"', "ordinary"]),
+        (["model.attention.lsh.buckets=7"], "model.attention.lsh.buckets", ["7 is odd", "Write 8"]),
+        (["model.attention.lsh.buckets=[4, 5]"], "model.attention.lsh.buckets", ["5 is odd", "Write 6"]),
+        (["model.attention.lsh.buckets=[2, 2, 2]"], "model.attention.lsh.buckets", ["[2, 2, 2]", "3 factors"]),
+        (["model.attention.lsh.buckets=[]"], "model.attention.lsh.buckets", ["[]", "0 factors"]),
+        (["model.attention.lsh.buckets=130"], "model.attention.lsh.buckets", ["130", "multiple of 4"]),
+        (["model.attention.lsh.same_bucket=false"], "model.attention.lsh.same_bucket", ["false", "causal", '"chunk"']),
+        (["model.attention.lsh.chunk=65"], "model.attention.lsh.chunk", ["65", "max_length = 64"]),
+        (["model.layers=3"], "model.attention.pattern", ["4 layers", "model.layers = 3", "Shorten"]),
+        (["model.vocabulary=255"], "model.vocabulary", ["255", "256"]),
+        (["training.global_batch=6", "training.micro_batch=4"], "training.global_batch", ["6", "micro_batch = 4"]),
+        (
+            ["optimizer.name=adafactor", "training.precision=bf16"],
+            "optimizer.name",
+            ["adafactor", "bf16", "adamw", "fp32"],
+        ),
+        (
+            ["optimizer.name=adafactor", "deepspeed.zero_optimization.stage=1"],
+            "optimizer.name",
+            ["adafactor", "stage = 1", "adamw", "stage to 0"],
+        ),
+        (
+            ["deepspeed.zero_optimization.stage=2", "deepspeed.zero_optimization.offload_param.device=cpu"],
+            "deepspeed.zero_optimization.offload_param.device",
+            ['"cpu"', "stage 3", "stage = 2"],
+        ),
+        (
+            ["deepspeed.zero_optimization.offload_optimizer.device=cpu"],
+            "deepspeed.zero_optimization.offload_optimizer.device",
+            ['"cpu"', "stage 1 or more", "stage = 0"],
+        ),
+    ],
+)
+def test_rule(overrides, key, words):
+    message = refused(*overrides)
+    assert message.startswith(f"{key}: "), message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.heads=5", "model.head_dim=8"],
+        ["model.positions.kind=rotary"],
+        axial("[8, 8]", "[16, 16]"),
+        axial("[9, 8]", "[16, 16]"),
+        axial("[2, 4, 8]", "[8, 8, 16]"),
+        ["model.score_from=63"],
+        ["model.activations=stored"],
+        ["model.blocks=ordinary", "model.activations=stored"],
+        ["model.blocks=ordinary", "model.activations=checkpoint_cpu"],
+        ["model.attention.lsh.buckets=[8, 6]"],
+        ["model.attention.lsh.buckets=132"],
+        ["model.attention.lsh.chunk=64"],
+        ["model.attention.lsh.window=chunk", "model.attention.lsh.same_bucket=false"],
+        ['model.attention.pattern=["full"]', "model.attention.lsh.chunk=99"],
+        ["training.global_batch=6", "training.micro_batch=3"],
+        ["optimizer.name=adafactor", "deepspeed.zero_optimization.stage=0"],
+        ["optimizer.name=adafactor", "training.precision=bf16", "run.engine=torch"],
+        ["deepspeed.zero_optimization.stage=1", "deepspeed.zero_optimization.offload_optimizer.device=cpu"],
+        ["deepspeed.zero_optimization.offload_param.device=none"],
+    ],
+)
+def test_just_inside_the_rules(overrides):
+    build_config(SMALL, overrides)

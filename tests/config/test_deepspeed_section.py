@@ -1,0 +1,130 @@
+"""Every key of the `deepspeed` section is known to DeepSpeed, not ours, and of the right kind."""
+
+import pytest
+
+from megasparse.config import deepspeed_section
+from megasparse.config.load import build_config
+from megasparse.errors import ConfigError
+
+
+def refused(**section: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build_config({"deepspeed": section})
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "Input should" not in message
+    return message
+
+
+@pytest.mark.parametrize("key", sorted(deepspeed_section.HELD_BY_MEGASPARSE))
+def test_what_megasparse_sets_itself_is_refused_with_our_key(key):
+    message = refused(**{key: 1})
+    assert message.startswith(f"deepspeed.{key}: 1 is set here")
+    assert message.endswith(f"set {deepspeed_section.HELD_BY_MEGASPARSE[key]}")
+
+
+def test_our_keys_exist():
+    for ours in deepspeed_section.HELD_BY_MEGASPARSE.values():
+        for key in ours.split(" (")[0].split(" and "):
+            value = build_config({})
+            for part in key.split("."):
+                value = getattr(value, part)
+
+
+@pytest.mark.parametrize("key", sorted(deepspeed_section.NOT_USED))
+def test_features_that_megasparse_does_not_run_on(key):
+    assert refused(**{key: {"enabled": True}}).startswith(f"deepspeed.{key}: ")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"gradient_clipp1ng": 1.0},
+            "deepspeed.gradient_clipp1ng: unknown key (its value is 1.0), near DeepSpeed's gradient_clipping. "
+            "Set training.gradient_clipping instead",
+        ),
+        (
+            {"zero_optimisation": {}},
+            'deepspeed.zero_optimisation: unknown key (its value is {}). Did you mean "zero_opt',
+        ),
+        (
+            {"zero_optimization": {"stge": 1}},
+            'zero_optimization.stge: unknown key (its value is 1). Did you mean "stage"?',
+        ),
+        (
+            {"zero_optimization": {"stage3_prefetch_buckt_size": 1}},
+            'unknown key (its value is 1). Did you mean "stage3_prefetch_bucket_size"?',
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"devic": "cpu"}}},
+            'deepspeed.zero_optimization.offload_param.devic: unknown key (its value is "cpu"). Did you mean "device"?',
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}},
+            'offload_param.device: "gpu" does not fit. It must be "none" or "cpu" or "nvme"',
+        ),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 does not fit. It must be 0 or 1 or 2 or 3"),
+        (
+            {"zero_optimization": {"reduce_bucket_size": -1}},
+            "reduce_bucket_size: -1 does not fit. It must be a whole number",
+        ),
+        (
+            {"zero_optimization": {"overlap_comm": "maybe"}},
+            'overlap_comm: "maybe" does not fit. It must be true or false',
+        ),
+        ({"zero_optimization": True}, "deepspeed.zero_optimization: true does not fit. It must be an object {...}"),
+        (
+            {"zero_optimization": {"stage3_prefetch_bucket_size": 1, "prefetch_bucket_size": 1}},
+            "zero_optimization.prefetch_bucket_size: 1 is given under the other name of this key too. Remove one",
+        ),
+        ({"zero_optimization": {"offload_param": "auto"}}, 'offload_param: "auto" does not fit. It must be an object'),
+        ({"zero_optimization": {"strict": True}}, "deepspeed.zero_optimization: DeepSpeed refuses it"),
+        ({"zero_optimization": {"compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
+        ({"zero_optimization": {"leaf_module": 3}}, "deepspeed.zero_optimization: DeepSpeed refuses it"),
+        ({"zero_optimization": {"mics_shard_size": 1}}, "zero_optimization.mics_shard_size: unknown key"),
+        (
+            {"comms_logger": {"enabeld": True}},
+            'comms_logger.enabeld: unknown key (its value is true). Did you mean "enabled"?',
+        ),
+        (
+            {"flops_profiler": {"profile_stp": 2}},
+            'flops_profiler.profile_stp: unknown key (its value is 2). Did you mean "profile',
+        ),
+        (
+            {"flops_profiler": {"enabled": "yes"}},
+            'flops_profiler.enabled: "yes" does not fit. It must be true or false',
+        ),
+        (
+            {"aio": {"block_sze": 1}},
+            'deepspeed.aio.block_sze: unknown key (its value is 1). Did you mean "block_size"?',
+        ),
+        ({"timers": {"throughput": {"x": 1}}}, "deepspeed.timers.throughput.x: unknown key"),
+        ({"wandb": {"projct": "a"}}, 'deepspeed.wandb.projct: unknown key (its value is "a"). Did you mean "project"?'),
+        ({"steps_per_print": 0}, "deepspeed.steps_per_print: 0 does not fit. It must be a whole number >= 1"),
+        ({"wall_clock_breakdown": 1}, "deepspeed.wall_clock_breakdown: 1 does not fit. It must be true or false"),
+        ({"communication_data_type": "fp64"}, 'It must be "fp32" or "fp16" or "bf16"'),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_line(section, message):
+    assert message in refused(**section)
+
+
+def test_what_is_right_is_handed_over_as_it_is():
+    section = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu", "pin_memory": False},
+            "offload_optimizer": {"device": "cpu"},
+            "stage3_param_persistence_threshold": 0,
+            "prefetch_bucket_size": 0,
+            "reduce_bucket_size": 5e8,
+        },
+        "comms_logger": {"enabled": True},
+        "flops_profiler": {"enabled": True, "output_file": None},
+        "aio": {"block_size": 1024},
+        "csv_monitor": {"enabled": False},
+        "timers": {"throughput": {"enabled": False}},
+        "wall_clock_breakdown": True,
+    }
+    assert build_config({"deepspeed": section}).deepspeed == section

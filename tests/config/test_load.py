@@ -1,0 +1,210 @@
+"""Files and overrides: what loads, and the one line that says what is wrong with what does not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasparse.config.load import build_config, load_config
+from megasparse.config.schema import Config
+from megasparse.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str | bytes) -> Path:
+        path = tmp_path / "run.json"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return path
+
+    return write
+
+
+def refused(values: dict, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build_config(values, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "pydantic" not in message.lower()
+    assert "http" not in message
+    assert "Input should" not in message
+    return message
+
+
+def test_an_empty_file_is_all_defaults(write):
+    assert load_config(write("{}")) == Config()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.json")))
+def test_every_shipped_configuration_loads_and_survives_its_own_json(name):
+    config = load_config(ROOT / "configs" / name)
+    assert build_config(json.loads(config.model_dump_json())) == config
+    assert build_config(config.model_dump(mode="json")) == config
+
+
+def test_reformer_64k_is_the_papers():
+    config = load_config(ROOT / "configs" / "reformer_64k.json")
+    model = config.model
+    assert (config.data.sequence_length, model.d_model, model.d_ff, model.heads, model.layers) == (
+        65536,
+        1024,
+        4096,
+        8,
+        12,
+    )
+    assert model.attention.pattern == ["local", "local", "lsh", "local"]
+    assert config.training.global_batch == 8
+    zero = config.deepspeed["zero_optimization"]
+    assert (zero["stage"], zero["offload_param"]["device"], zero["offload_optimizer"]["device"]) == (3, "cpu", "cpu")
+
+
+def test_overrides_are_json_and_a_bare_word_is_a_text(write):
+    path = write('{"training": {"steps": 5}, "model": {"attention": {"lsh": {"chunk": 32}}}}')
+    config = load_config(
+        path,
+        [
+            "training.steps=7",
+            "run.engine=torch",
+            'run.directory="runs/a b"',
+            "data.path=some/folder",
+            "optimizer.betas=[0.8, 0.9]",
+            "optimizer.learning_rate=1",
+            "model.attention.lsh.rounds=3",
+            "model.tied_embeddings=true",
+            "model.head_dim=null",
+            "deepspeed.zero_optimization.stage=2",
+            "training.steps=8",
+        ],
+    )
+    assert config.training.steps == 8
+    assert config.run.engine == "torch"
+    assert (config.run.directory, config.data.path) == ("runs/a b", "some/folder")
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert (config.model.attention.lsh.chunk, config.model.attention.lsh.rounds) == (32, 3)
+    assert config.model.tied_embeddings is True
+    assert config.deepspeed == {"zero_optimization": {"stage": 2}}
+
+
+def test_overrides_do_not_change_what_they_are_given():
+    values = {"deepspeed": {"zero_optimization": {"stage": 1}}}
+    assert build_config(values, ["deepspeed.zero_optimization.stage=2"]).deepspeed["zero_optimization"]["stage"] == 2
+    assert values == {"deepspeed": {"zero_optimization": {"stage": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ('{\n "run": {},\n}', 2, "comma"),
+        ('{\n "training": {\n  "steps": 1 // many\n }\n}', 3, "no comments"),
+        ('{\n # all of it\n "run": {}}', 2, "no comments"),
+        ("{'run': {}}", 1, "double quotes"),
+        ('{\n "run": {"seed": 1}', 2, "close the brackets"),
+        ('{\n "run": {"seed": 1},\n "data": {"path": "x"},\n "run": {}}', 4, '"run" is given twice'),
+        ('{"logging": {"every": 1}, "evaluation": {\n"every": 2,\n"every": 3}}', 3, '"every" is given twice'),
+        ('{"run": {"seed": 1,\n"\\u0073eed": 3}}', 2, "given twice"),
+        ('{"optimizer": {\n"learning_rate": NaN}}', 2, "NaN is not JSON"),
+        ('{"optimizer": {"learning_rate":\n-Infinity}}', 2, "-Infinity is not JSON"),
+        ("", 1, "not JSON"),
+        ("\n\n{} {}", 3, "not JSON"),
+    ],
+)
+def test_what_is_not_strict_json_is_named_with_its_line(write, text, line, words):
+    path = write(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path} line {line}: ")
+
+
+def test_keys_and_constants_inside_texts_are_no_keys_and_no_constants(write):
+    path = write(r'{"run": {"directory": "{\"run\": NaN, \"run\": }"}, "data": {"path": "run\\"}}')
+    assert load_config(path).data.path == "run\\"
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"run"', "true"])
+def test_a_file_that_is_no_object_is_refused(write, text):
+    path = write(text)
+    with pytest.raises(ConfigError, match=r"is not a configuration\. Write an object"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "text", [b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"[" * 100_000, b'{"run": {"seed": 1' + b"0" * 5000 + b"}}"]
+)
+def test_odd_bytes_are_one_clear_line(write, text):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(text))
+    assert "run.json" in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    for path in (tmp_path / "none.json", tmp_path, "nu\0ll.json"):
+        with pytest.raises(ConfigError, match=r"cannot be read.*configs/"):
+            load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.stepz=3", 'training.stepz: unknown key (its value is 3). Did you mean "steps"?'),
+        ("model.sequence_length=4", 'unknown key (its value is 4). Did you mean "data.sequence_length"?'),
+        ("trainin.x=4", 'trainin: unknown key (its value is {"x": 4}). Did you mean "training"?'),
+        (
+            "model.attention.lsh.chunks=4",
+            'model.attention.lsh.chunks: unknown key (its value is 4). Did you mean "chunk"?',
+        ),
+        ('training.steps="100"', 'training.steps: "100" does not fit. It must be a whole number >= 1'),
+        ("training.steps=1.5", "training.steps: 1.5 does not fit. It must be a whole number >= 1"),
+        ("training.steps=0", "training.steps: 0 does not fit. It must be a whole number >= 1"),
+        ("training.steps=true", "training.steps: true does not fit. It must be a whole number >= 1"),
+        ("training.steps=null", "training.steps: null does not fit. It must be a whole number >= 1"),
+        ("run.engine=torchh", 'run.engine: "torchh" does not fit. It must be "deepspeed" or "torch"'),
+        ("run.directory=5", "run.directory: 5 does not fit. It must be a text in double quotes"),
+        ("model.tied_embeddings=yes", 'model.tied_embeddings: "yes" does not fit. It must be true or false'),
+        ("optimizer.learning_rate=0", "optimizer.learning_rate: 0 does not fit. It must be a number > 0"),
+        ("optimizer.learning_rate=NaN", 'optimizer.learning_rate: "NaN" does not fit. It must be a number > 0'),
+        ("optimizer.learning_rate=1e999", "optimizer.learning_rate: Infinity does not fit. It must be a number > 0"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: [0.9] does not fit. It must be a list of 2 values"),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas[1]: 1 does not fit. It must be a list of 2 values, each"),
+        ("model.dropout=1", "model.dropout: 1 does not fit. It must be a number >= 0 and < 1"),
+        ('model.attention.pattern=["lsg"]', 'model.attention.pattern[0]: "lsg" does not fit. It must be a list'),
+        ("model.attention.pattern=[]", "model.attention.pattern: [] does not fit. It must be a list"),
+        (
+            "model.attention.lsh.buckets=many",
+            'model.attention.lsh.buckets: "many" does not fit. It must be a whole number',
+        ),
+        ("parallel.sequence=2", "parallel.sequence: 2 does not fit. It must be 1"),
+        ("model=3", "model: 3 does not fit. It must be an object {...}"),
+        ("logging.peak_tflops=-1", "logging.peak_tflops: -1 does not fit. It must be a number > 0 or null"),
+        ("training", '--set: "training" is not of the form section.key=value'),
+        ("=3", '--set: "=3" is not of the form'),
+        ("model..heads=3", '--set: "model..heads=3" is not of the form'),
+        ("run.seed.x=3", "run.seed"),
+        ('data={"path": "a", "path": "b"}', '--set data line 1: the key "path" is given twice'),
+        ("optimizer.betas=[0.9, 0.98,]", "--set optimizer.betas line 1: not JSON"),
+    ],
+)
+def test_a_wrong_override_is_one_line_with_key_value_and_mend(override, message):
+    assert message in refused({}, override)
+
+
+def test_setting_inside_a_value_names_it():
+    message = refused({"run": {"seed": 4}}, "run.seed.x=3")
+    assert message == "--set run.seed.x: run.seed is 4, which has no keys. Set run.seed itself"
+
+
+def test_more_problems_are_counted():
+    assert "(2 more such problems)" in refused({}, "training.steps=0", "run.engine=x", "model.layers=0")
+
+
+def test_long_values_are_cut():
+    assert len(refused({}, f'run.engine="{"x" * 10_000}"')) < 250
+
+
+def test_importing_the_configuration_imports_no_torch():
+    code = "import sys, megasparse.config.load, megasparse.config.command_line as c; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout.strip() == "False"
