@@ -1,0 +1,173 @@
+"""This rank's micro-batches of each optimizer step, read ahead by a background thread.
+
+Of global batch GB, step s takes the global sample numbers [s·GB, (s+1)·GB); micro-batch m of rank r takes
+[s·GB + (m·world_size + r)·micro_batch, + micro_batch). So the ranks share each global batch out among them whatever
+their number is, and each has equally many micro-batches.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megasparse.data.index import Index
+from megasparse.data.order import Order
+from megasparse.data.reader import ShardReader
+from megasparse.errors import ConfigError
+
+MOST_OPEN_FILES = 256  # well under the usual limit of 1,024 descriptors a process
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch."""
+
+    tokens: Tensor
+    """int64 (micro_batch, T)."""
+    samples: Tensor
+    """Global sample numbers, int64 (micro_batch,)."""
+    position: int
+    """First global sample number of the next step."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank trains on in one optimizer step."""
+
+    micro_batches: list[Batch]
+    position: int
+    """First global sample number of the next step: what a checkpoint stores."""
+    wait_seconds: float
+    """Time the training loop stood still for this step's data."""
+
+
+class TrainingBatches(Iterator[Step]):
+    """Endless iterator of `Step`s; epochs follow each other, in each every sequence comes exactly once.
+
+    `start` is the first global sample number, 0 or a checkpoint's position. `prefetch` is the number of steps read
+    ahead; with 0 they are read when asked for. An error of the background thread is raised by `next`. `close` ends the
+    thread; use it, or a `with` statement.
+
+    Raises ConfigError naming training.global_batch or data.sequence_length when they do not fit the ranks or the data.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        split: str,
+        *,
+        sequence_length: int,
+        seed: int,
+        shuffle_shards: int,
+        global_batch: int,
+        micro_batch: int,
+        rank: int,
+        world_size: int,
+        start: int = 0,
+        prefetch: int = 2,
+    ):
+        assert 0 <= rank < world_size and start >= 0
+        share = micro_batch * world_size
+        if global_batch % share:
+            problem = f"{global_batch} is not a multiple of micro_batch × ranks = {micro_batch} × {world_size}"
+            nearest = max(1, round(global_batch / share)) * share
+            raise ConfigError(
+                "training.global_batch", problem, f"Set it to {nearest}, or change micro_batch or the ranks"
+            )
+        shard_tokens = [shard.tokens for shard in index.split(split).shards]
+        self.order = Order(shard_tokens, sequence_length, seed, shuffle_shards)
+        if self.order.sequences_per_epoch == 0:
+            longest = max(shard_tokens)
+            problem = f'{sequence_length} tokens, but the longest shard of "{split}" in {index.directory} has {longest}'
+            mend = f"Set it to at most {longest}, or prepare more text"
+            raise ConfigError("data.sequence_length", problem, mend)
+        self.sequence_length = sequence_length
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.rank = rank
+        self.world_size = world_size
+        self._reader = ShardReader(index, split, open_files=min(shuffle_shards, MOST_OPEN_FILES))
+        self._steps = self._read_steps(start)
+        self._queue: queue.Queue[Step | BaseException] | None = queue.Queue(prefetch) if prefetch else None
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._failure: BaseException | None = None
+
+    @property
+    def sequences_per_epoch(self) -> int:
+        return self.order.sequences_per_epoch
+
+    @property
+    def unused_tokens(self) -> int:
+        """Tokens at the ends of the shards that no sequence has."""
+        return self.order.unused_tokens
+
+    def __next__(self) -> Step:
+        if self._failure is not None:
+            raise self._failure
+        if self._closing.is_set():
+            raise StopIteration
+        began = time.perf_counter()
+        step = self._try_next() if self._queue is None else self._next_read_ahead(self._queue)
+        if isinstance(step, BaseException):
+            self._failure = step
+            raise step
+        return replace(step, wait_seconds=time.perf_counter() - began)
+
+    def _try_next(self) -> Step | BaseException:
+        try:
+            return next(self._steps)
+        except BaseException as error:  # whatever it is, the loop must hear of it instead of waiting for ever
+            return error
+
+    def _next_read_ahead(self, steps: "queue.Queue[Step | BaseException]") -> Step | BaseException:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read_ahead, args=(steps,), name="data", daemon=True)
+            self._thread.start()
+        return steps.get()
+
+    def _read_ahead(self, steps: "queue.Queue[Step | BaseException]") -> None:
+        item: Step | BaseException | None = None
+        while not self._closing.is_set() and not isinstance(item, BaseException):
+            item = self._try_next()
+            while not self._closing.is_set():
+                try:
+                    steps.put(item, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+
+    def _read_steps(self, position: int) -> Iterator[Step]:
+        micro_batches = self.global_batch // (self.micro_batch * self.world_size)
+        while True:
+            after = position + self.global_batch
+            firsts = [position + (m * self.world_size + self.rank) * self.micro_batch for m in range(micro_batches)]
+            yield Step([self._read_batch(first, after) for first in firsts], after, 0.0)
+            position = after
+
+    def _read_batch(self, first: int, position: int) -> Batch:
+        samples = range(first, first + self.micro_batch)
+        rows = []
+        for sample in samples:
+            shard, sequence = self.order.locate(sample)
+            begin = sequence * self.sequence_length
+            rows.append(self._reader.read(shard, begin, begin + self.sequence_length))
+        return Batch(torch.stack(rows), torch.tensor(samples), position)
+
+    def close(self) -> None:
+        """End the background thread and close the shards. May be called twice."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._reader.close()
+
+    def __enter__(self) -> "TrainingBatches":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

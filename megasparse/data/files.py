@@ -1,0 +1,40 @@
+"""Files that are there whole or not at all."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that takes the place of `path` when the block ends, and vanishes when it fails.
+
+    It is on disk before it has its name: after a crash at any moment `path` is the old file or the whole new one.
+    """
+    partial = partial_name(path)
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def partial_name(path: Path) -> Path:
+    """What a file is called while it is being written."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder as durable as the files."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

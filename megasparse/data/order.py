@@ -1,0 +1,70 @@
+"""Which sequence comes i-th: a pure function of (seed, epoch, index), computed when it is asked for.
+
+A sequence is a window of T tokens inside one shard; what is left at the end of a shard is shorter than T and never
+trained on (`unused_tokens`). In each epoch the shards are permuted, taken in groups, and the sequences of each group
+permuted among themselves: a run keeps few shards open, and holds one group's permutation in memory.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+SHARDS, SEQUENCES = 0, 1  # what a permutation is for: the two must never share their random numbers
+
+
+def permutation(n: int, seed: int, *key: int) -> np.ndarray:
+    """A permutation of range(n), int64 (n,), that depends on nothing but its arguments.
+
+    The ranks of raw Philox words: numpy promises those to stay the same in every version, but not
+    `Generator.permutation`, and a resumed run must find the same order under a newer numpy.
+    """
+    words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(n)
+    return np.argsort(words, kind="stable")
+
+
+class Order:
+    """The endless order of global sample numbers 0, 1, 2, ...: epoch = number // sequences_per_epoch.
+
+    `shard_tokens`: tokens in each shard. `group`: shards whose sequences are mixed with each other.
+    """
+
+    def __init__(self, shard_tokens: Sequence[int], sequence_length: int, seed: int, group: int):
+        self.sequences = np.asarray(shard_tokens, dtype=np.int64) // sequence_length  # of each shard
+        self.sequences_per_epoch = int(self.sequences.sum())
+        self.unused_tokens = int(sum(shard_tokens)) - self.sequences_per_epoch * sequence_length
+        self.seed = seed
+        self.group = group
+        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._mixed: tuple[tuple[int, int], np.ndarray, np.ndarray] | None = None
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """(shard number, sequence number inside the shard) of global sample number `sample`."""
+        epoch, place = divmod(sample, self.sequences_per_epoch)
+        shards, group_starts = self._shards(epoch)
+        group = int(np.searchsorted(group_starts, place, side="right")) - 1
+        members = shards[group * self.group : (group + 1) * self.group]
+        starts, mixed = self._mix(epoch, group, members)
+        sequence = mixed[place - group_starts[group]]
+        member = int(np.searchsorted(starts, sequence, side="right")) - 1
+        return int(members[member]), int(sequence - starts[member])
+
+    def _shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The epoch's permutation of the shards, and the first place of each group of them."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            shards = permutation(len(self.sequences), self.seed, epoch, SHARDS)
+            first_places = _starts(self.sequences[shards])
+            self._epoch = (epoch, shards, first_places[:: self.group])
+        return self._epoch[1:]
+
+    def _mix(self, epoch: int, group: int, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First sequence of each shard of the group, and the group's permutation of its sequences."""
+        if self._mixed is None or self._mixed[0] != (epoch, group):
+            counts = self.sequences[members]
+            mixed = permutation(int(counts.sum()), self.seed, epoch, SEQUENCES, group)
+            self._mixed = ((epoch, group), _starts(counts), mixed)
+        return self._mixed[1:]
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """Where each of consecutive runs of these lengths begins: the exclusive cumulative sum."""
+    return np.cumsum(counts) - counts

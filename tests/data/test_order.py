@@ -1,0 +1,84 @@
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megasparse.data import order as order_module
+from megasparse.data.order import Order, permutation
+
+GOLDEN = [7, 0, 3, 9, 4, 2, 1, 5, 8, 6]
+
+
+def windows(shard_tokens: list[int], length: int) -> list[tuple[int, int]]:
+    return [(shard, i) for shard, tokens in enumerate(shard_tokens) for i in range(tokens // length)]
+
+
+@pytest.mark.parametrize("case", range(30))
+def test_each_epoch_has_every_sequence_once_and_mixes_only_within_groups(case: int) -> None:
+    draw = random.Random(case)
+    shard_tokens = [draw.randrange(1, 60) for _ in range(draw.randrange(1, 12))]
+    shard_tokens[0] += 7  # at least one sequence
+    length, group, seed = draw.randrange(1, 8), draw.randrange(1, 14), draw.randrange(2**40)
+    order = Order(shard_tokens, length, seed, group)
+    expected = windows(shard_tokens, length)
+
+    assert order.sequences_per_epoch == len(expected)
+    assert order.unused_tokens == sum(tokens % length for tokens in shard_tokens)
+    for epoch in (0, 1, 7):
+        found = [order.locate(epoch * len(expected) + i) for i in range(len(expected))]
+        assert sorted(found) == expected
+        # groups are runs of whole shards: what has left the window of open shards never comes back
+        shards = permutation(len(shard_tokens), seed, epoch, order_module.SHARDS)
+        place = 0
+        for first in range(0, len(shards), group):
+            members = {int(shard) for shard in shards[first : first + group]}
+            count = sum(shard_tokens[shard] // length for shard in members)
+            assert {shard for shard, _ in found[place : place + count]} <= members
+            place += count
+
+
+def test_depends_on_nothing_but_its_arguments() -> None:
+    shard_tokens = [64, 40, 0, 100, 33]
+    first, second = Order(shard_tokens, 4, 5, 2), Order(shard_tokens, 4, 5, 2)
+    forwards = [first.locate(i) for i in range(150)]
+    backwards = [second.locate(i) for i in reversed(range(150))]
+    assert forwards == backwards[::-1]
+
+
+def test_epochs_and_seeds_differ() -> None:
+    def epoch(seed: int, number: int) -> list[tuple[int, int]]:
+        order = Order([400, 400], 4, seed, 2)
+        return [order.locate(number * 200 + i) for i in range(200)]
+
+    assert epoch(0, 0) != epoch(0, 1) and epoch(0, 0) != epoch(1, 0)
+
+
+def test_the_order_stays_the_same_for_good() -> None:
+    """Golden: another order here would break the resuming of every run there is."""
+    assert permutation(10, 7, 3, 1).tolist() == GOLDEN
+    words = np.random.Philox(np.random.SeedSequence(7, spawn_key=(3, 1))).random_raw(10).tolist()
+    assert sorted(range(10), key=lambda i: words[i]) == GOLDEN
+
+
+def test_permutations_are_uniform() -> None:
+    counts = Counter(tuple(permutation(3, seed, 0, 0)) for seed in range(1200))
+    assert len(counts) == 6
+    assert all(140 < count < 260 for count in counts.values())  # 200 ± 12.9 each
+
+
+def test_a_late_sample_costs_no_more_than_an_early_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def counting(n: int, *key: int) -> np.ndarray:
+        sizes.append(n)
+        return permutation(n, *key)
+
+    monkeypatch.setattr(order_module, "permutation", counting)
+    order = Order([1000] * 64, 10, 0, 4)
+    for sample in (0, 6_399, 123_456_789_012):
+        order.locate(sample)
+    assert sizes == [64, 400, 400, 64, 400]  # the first two are of one epoch
+    sizes.clear()
+    order.locate(123_456_789_012)
+    assert sizes == []

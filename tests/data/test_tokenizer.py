@@ -1,0 +1,29 @@
+import pytest
+import torch
+
+from megasparse.data.tokenizer import ByteTokenizer, build_tokenizer
+from megasparse.errors import ConfigError
+
+
+@pytest.mark.parametrize("raw", [b"", bytes(range(256)), b"a" * 1_000_000, b"\xff\xfe\x00"])
+def test_D9_bytes_come_back_unchanged(raw: bytes) -> None:
+    tokens = ByteTokenizer().encode(raw)
+    assert tokens.dtype == torch.int64 and tokens.tolist() == list(raw)
+    assert ByteTokenizer().decode(tokens) == raw
+
+
+@pytest.mark.parametrize("text", ["", "naïve 語", "\ud800 lone", "\U000e0fff unassigned"])
+def test_D9_text_is_utf8_lone_surrogates_included(text: str) -> None:
+    assert ByteTokenizer().decode(ByteTokenizer().encode(text)).decode("utf-8", "surrogatepass") == text
+
+
+@pytest.mark.parametrize("token", [-1, 256])
+def test_a_token_that_is_no_byte_is_refused(token: int) -> None:
+    with pytest.raises(ValueError):
+        ByteTokenizer().decode(torch.tensor([token]))
+
+
+def test_by_name() -> None:
+    assert build_tokenizer("bytes").vocabulary == 256
+    with pytest.raises(ConfigError, match=r'data\.tokenizer: .*"byte".*Did you mean "bytes"'):
+        build_tokenizer("byte")
