@@ -1,0 +1,222 @@
+"""Checkpoints: what is in one, and how to open one that may be damaged. saving.py writes them.
+
+    RUN/checkpoints/00000500/manifest.json           step, data position, configuration, digests, where each tensor lies
+    RUN/checkpoints/00000500/rank-00000.safetensors  what rank 0 held: flat fp32 pieces of weights and optimizer state
+    RUN/checkpoints/latest                           a hint for people; a checkpoint is found by its directory
+
+The format knows neither the number of ranks nor the ZeRO stage: a tensor is put together from its pieces.
+Nothing in it is pickled.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from megasparse.config.schema import Config
+from megasparse.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+RESTORE = "Restore it from a copy, or resume from an older checkpoint with --resume PATH"
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A flat piece of one tensor, where it lives in memory."""
+
+    kind: str
+    """`weight`, or the name of an optimizer state (`exp_avg`, ...)."""
+    name: str
+    """Of the parameter."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+    """First element of the piece in the flattened tensor."""
+    numel: int
+    read: Callable[[], Tensor]
+    """The piece, flat, on the CPU."""
+    write: Callable[[Tensor], Any]
+    """Fill the piece."""
+
+    @staticmethod
+    def of(kind: str, name: str, shape: tuple[int, ...], start: int, memory: Tensor) -> "Fragment":
+        """The piece that `memory`, flat and fp32, holds."""
+        assert memory.dtype == torch.float32 and memory.ndim == 1
+        return Fragment(kind, name, shape, start, memory.numel(), memory.cpu, memory.copy_)
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Checkpoints in `directory`, oldest first.
+
+    Saving renames a complete one to its number, so a numbered directory that is not complete is a damaged one, to be
+    refused by name when it is opened and never passed over in silence.
+    """
+    if not directory.is_dir():
+        return []
+    return sorted((p for p in directory.iterdir() if re.fullmatch(r"\d{8,}", p.name)), key=lambda p: int(p.name))
+
+
+def find_newest(directory: str | Path) -> Path | None:
+    """The checkpoint of the highest step in `directory`, or None where there is none."""
+    found = list_checkpoints(Path(directory))
+    return found[-1] if found else None
+
+
+def seal(manifest: dict[str, Any]) -> str:
+    """The manifest as the text of its file, with a digest of its own contents."""
+    manifest = {key: value for key, value in manifest.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": digest}, indent=1, sort_keys=True) + "\n"
+
+
+class Checkpoint:
+    """An opened checkpoint: its manifest, and its tensors read piece by piece as they are asked for."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any]):
+        self.path, self.manifest = path, manifest
+        self._open_files: dict[str, Any] = {}
+
+    @staticmethod
+    def open(path: str | Path, rank: int = 0, world_size: int = 1) -> "Checkpoint":
+        """Verify and open: the manifest's own digest, then all sizes, then digests, then the files' headers.
+
+        Ranks that open it together share out the digests: rank r checks every world_size-th file.
+        Raises CheckpointError naming the first file that is missing, of the wrong size, changed, or not expected.
+        """
+        path = Path(path)
+        manifest = _read_manifest(path)
+        checkpoint = Checkpoint(path, manifest)
+        for name, expected in sorted(manifest["files"].items()):
+            if not (path / name).is_file():
+                raise CheckpointError(path / name, "missing", RESTORE)
+            size = (path / name).stat().st_size
+            if size != expected["bytes"]:
+                raise CheckpointError(path / name, f"{size} bytes instead of {expected['bytes']}", RESTORE)
+        for entry in sorted(path.iterdir()):
+            if entry.name not in manifest["files"] and entry.name != MANIFEST:
+                raise CheckpointError(entry, "not part of this checkpoint", "Move it elsewhere")
+        for name, expected in sorted(manifest["files"].items())[rank::world_size]:
+            if sha256_of(path / name) != expected["sha256"]:
+                raise CheckpointError(path / name, "changed since it was written (sha256 differs)", RESTORE)
+        for name in manifest["files"]:
+            checkpoint._file(name)
+        return checkpoint
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    @property
+    def sequences(self) -> int:
+        """Position in the data: the global sample number of the next step's first sequence."""
+        return int(self.manifest["sequences"])
+
+    @property
+    def optimizer_steps(self) -> int:
+        return int(self.manifest["optimizer_steps"])
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the run that wrote it. Raises CheckpointError where this version cannot read it."""
+        try:
+            return Config.model_validate_json(json.dumps(self.manifest["config"]))
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = f"its configuration is of another version: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise CheckpointError(self.path, problem, "Use the version of megasparse that wrote it") from None
+
+    def tensor(self, kind: str, name: str) -> Tensor:
+        """The whole tensor, fp32 on the CPU. `kind` is "weight" or an optimizer state. Raises CheckpointError."""
+        shape = self._entry(kind, name)["shape"]
+        return self.read(kind, name, 0, _numel(shape)).view(shape)
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) of the flattened tensor, reading no more than these from disk."""
+        result, filled = torch.empty(numel, dtype=torch.float32), 0
+        for piece in self._entry(kind, name)["pieces"]:
+            first, last = max(start, piece["start"]), min(start + numel, piece["start"] + piece["numel"])
+            if first < last:
+                stored = self._file(piece["file"]).get_slice(piece["key"])
+                result[first - start : last - start] = stored[first - piece["start"] : last - piece["start"]]
+                filled += last - first
+        if filled != numel:
+            raise CheckpointError(self.path, f"has {filled} of {numel} numbers of {kind} of {name}", RESTORE)
+        return result
+
+    def _entry(self, kind: str, name: str) -> dict[str, Any]:
+        entry = self.manifest["tensors"].get(kind, {}).get(name)
+        if entry is None:
+            mend = "Build the model from the checkpoint's own configuration"
+            raise CheckpointError(self.path, f"has no {kind} of {name}: it is of another model", mend)
+        return entry
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open_files:
+            try:
+                self._open_files[name] = safe_open(self.path / name, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(self.path / name, f"is no safetensors file ({error})", RESTORE) from None
+        return self._open_files[name]
+
+
+def load_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Fill a freshly built module with the checkpoint's weights.
+
+    Raises CheckpointError where their names or shapes differ from the module's.
+    """
+    parameters = dict(module.named_parameters())
+    mend = "Build the model from the checkpoint's own configuration"
+    for name in checkpoint.manifest["tensors"]["weight"]:
+        if name not in parameters:
+            raise CheckpointError(checkpoint.path, f"has a weight {name} that the model has not", mend)
+    for name, parameter in parameters.items():
+        weight = checkpoint.tensor("weight", name)
+        if weight.shape != parameter.shape:
+            problem = f"{name} has shape {list(weight.shape)}, in the model {list(parameter.shape)}"
+            raise CheckpointError(checkpoint.path, problem, mend)
+        parameter.data.copy_(weight)
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's contents."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    if not path.is_dir():
+        raise CheckpointError(path, "no such checkpoint", "Give the directory of one, such as checkpoints/00001000")
+    try:
+        text = file.read_bytes().decode()
+        manifest = json.loads(text)
+        intact = isinstance(manifest, dict) and seal(manifest) == text
+    except FileNotFoundError:
+        raise CheckpointError(file, "missing", RESTORE) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(file, f"cannot be read ({type(error).__name__})", RESTORE) from None
+    if not intact:
+        raise CheckpointError(file, "changed since it was written (sha256 differs)", RESTORE)
+    if manifest.get("format") != FORMAT:
+        problem = f"format {manifest.get('format')}, this version of megasparse reads {FORMAT}"
+        raise CheckpointError(file, problem, "Use the version of megasparse that wrote it")
+    for name in manifest["files"]:
+        if not re.fullmatch(r"rank-\d{5,}\.safetensors", name):
+            raise CheckpointError(file, f"names a file {name!r}, which no checkpoint of ours does", "Do not trust it")
+    return manifest
+
+
+def _numel(shape: list[int]) -> int:
+    return int(torch.Size(shape).numel())

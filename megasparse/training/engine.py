@@ -1,0 +1,347 @@
+"""Forward, backward and optimizer step: on DeepSpeed's ZeRO over any number of ranks, or on plain torch in one process.
+
+Both engines share one interface and give the same losses. Only this file knows DeepSpeed, and imports it only when a
+run asks for it.
+"""
+
+import json
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasparse.config.schema import Config
+from megasparse.data.batches import Batch
+from megasparse.errors import ConfigError
+from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights
+from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
+from megasparse.training.ranks import Ranks
+
+MakeDraws = Callable[[int, Tensor], Any]
+"""(optimizer step, global sample numbers (B,)) -> what the model's random draws depend on."""
+
+
+ZERO_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "offload_param.device": ("cpu", "none"),
+    "offload_optimizer.device": ("cpu", "none"),
+    "offload_optimizer.ratio": (1.0,),
+    "offload_optimizer.super_offload": (False,),
+    "round_robin_gradients": (False,),  # DeepSpeed's own map from weights to their pieces is wrong under it
+    "mics_shard_size": (-1,),
+    "zenflow": (None,),
+}
+"""Keys of `deepspeed.zero_optimization` that decide where the state lies, with the values that checkpoints can follow:
+the first is DeepSpeed's default, or what to use instead."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, the same on every rank."""
+
+    loss: float
+    """Mean nats per token over the global batch."""
+    statistics: dict[str, float]
+    """The model's other scalars, mean over micro-batches and ranks."""
+    tokens: int
+    """Tokens scored, over all ranks."""
+    grad_norm: float
+    """L2 norm of the gradient before clipping."""
+    applied: bool
+    """False where the loss or the gradient of any rank was not finite: then no weight of any rank has changed."""
+
+
+class Engine(ABC):
+    """Owns the device, gradient accumulation, averaging over ranks, clipping, precision and the optimizer."""
+
+    replicated = True
+    """Every rank holds all of the state, so the ranks share out the parameters among them when they save."""
+
+    def __init__(self, model: nn.Module, config: Config, make_draws: MakeDraws, ranks: Ranks):
+        assert all(p.requires_grad for p in model.parameters()), "a checkpoint keeps trained weights only"
+        self.module, self.ranks, self._make_draws = model, ranks, make_draws
+        self._clipping = config.training.gradient_clipping
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.optimizer: torch.optim.Optimizer
+
+    def train_step(self, micro_batches: Sequence[Batch], step: int, learning_rate: float) -> StepResult:
+        """One optimizer step on this rank's micro-batches; all of them, on all ranks, have equally many tokens."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        sums: dict[str, Tensor] = {}
+        for number, batch in enumerate(micro_batches, start=1):
+            last = number == len(micro_batches)
+            draws = self._make_draws(step, batch.samples.to(self.ranks.device))
+            scalars = self._backward(batch.tokens.to(self.ranks.device), draws, len(micro_batches), last)
+            for name, value in scalars.items():
+                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
+        names = sorted(sums)
+        totals = self.ranks.sum(torch.stack([sums[name].to(self.ranks.device) for name in names]))
+        total = dict(zip(names, totals.tolist(), strict=True))
+        grad_norm, applied = self._update(math.isfinite(total["objective"]))
+        nats, tokens, share = total.pop("nats"), int(total.pop("tokens")), len(micro_batches) * self.ranks.world_size
+        means = {name: value / share for name, value in total.items()}
+        return StepResult(nats / tokens, means, tokens, grad_norm, applied)
+
+    @abstractmethod
+    def evaluate(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The model's objective and statistics without gradients. Every rank calls it equally often."""
+
+    @abstractmethod
+    def _backward(self, tokens: Tensor, draws: Any, micro_batches: int, last: bool) -> dict[str, Tensor]:
+        """Add a micro-batch's gradient; return its statistics, and its `objective`."""
+
+    @abstractmethod
+    def _update(self, finite: bool) -> tuple[float, bool]:
+        """Apply the accumulated gradient, if it is finite and `finite`: (gradient norm, whether it was applied)."""
+
+    @abstractmethod
+    def _state(self) -> Iterator[Fragment]:
+        """What this rank holds: pieces of fp32 weights and of the optimizer's state."""
+
+    @abstractmethod
+    def _state_owners(self) -> list[Tensor]:
+        """The tensors that the optimizer updates."""
+
+    def fragments(self) -> list[Fragment]:
+        """What this rank must save: over all ranks, every number exactly once."""
+        if not self.replicated:
+            return list(self._state())
+        turns = {name: i % self.ranks.world_size for i, name in enumerate(self._shapes)}
+        return [fragment for fragment in self._state() if turns[fragment.name] == self.ranks.rank]
+
+    def steps_done(self) -> int:
+        """Optimizer updates applied so far; a skipped step is none."""
+        return steps_done(self.optimizer)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Fill fp32 weights and optimizer state, whatever number of ranks and ZeRO stage wrote them."""
+        if checkpoint.optimizer_steps:
+            for weight in self._state_owners():
+                create_state(self.optimizer, weight)
+            set_steps_done(self.optimizer, checkpoint.optimizer_steps)
+        for fragment in self._state():
+            fragment.write(checkpoint.read(fragment.kind, fragment.name, fragment.start, fragment.numel))
+
+    def close(self) -> None:  # noqa: B027  (plain torch holds nothing)
+        """Let go of what the engine holds outside the model."""
+
+
+def build_engine(
+    model: nn.Module, config: Config, make_draws: MakeDraws, ranks: Ranks, checkpoint: Checkpoint | None = None
+) -> Engine:
+    """The engine that `config.run.engine` names, with `model`'s weights or with those of `checkpoint`.
+
+    Raises ConfigError where the settings do not go together, CheckpointError where the checkpoint is of another model.
+    """
+    model.to(ranks.device)
+    if checkpoint is not None:
+        load_weights(model, checkpoint)  # before the engine makes its low-precision and partitioned copies
+    kind = TorchEngine if config.run.engine == "torch" else DeepSpeedEngine
+    engine = kind(model, config, make_draws, ranks)
+    if checkpoint is not None:
+        engine.load(checkpoint)
+    return engine
+
+
+def _whole(masters: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Fragment]:
+    """Fragments of weights that are not cut: name -> fp32 weight that the optimizer updates."""
+    for name, weight in masters.items():
+        for kind, tensor in {"weight": weight, **state_tensors(optimizer.state.get(weight, {}))}.items():
+            yield Fragment.of(kind, name, tuple(tensor.shape), 0, tensor.detach().view(-1))
+
+
+class TorchEngine(Engine):
+    """Plain torch in one process. In bf16 the model is a rounded copy of fp32 weights, as under DeepSpeed."""
+
+    def __init__(self, model: nn.Module, config: Config, make_draws: MakeDraws, ranks: Ranks):
+        super().__init__(model, config, make_draws, ranks)
+        self._masters: dict[str, Tensor] = dict(model.named_parameters())
+        self._rounded = config.training.precision == "bf16"
+        if self._rounded:
+            self._masters = {name: p.detach().clone() for name, p in self._masters.items()}
+            for p in model.parameters():
+                p.data = p.data.bfloat16()
+        self.optimizer = build_optimizer(self._masters.values(), config.optimizer)
+
+    def evaluate(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            return self.module(tokens, draws)
+
+    def _backward(self, tokens: Tensor, draws: Any, micro_batches: int, last: bool) -> dict[str, Tensor]:
+        objective, statistics = self.module(tokens, draws)
+        (objective / micro_batches).backward()
+        if self._rounded:  # accumulate in fp32
+            for name, p in self.module.named_parameters():
+                if p.grad is not None:
+                    master, grad = self._masters[name], p.grad.float()
+                    master.grad = grad if master.grad is None else master.grad + grad
+                    p.grad = None
+        return {**statistics, "objective": objective}
+
+    def _update(self, finite: bool) -> tuple[float, bool]:
+        masters = self._masters.values()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in masters if p.grad is not None])
+        applied = finite and math.isfinite(norm)
+        if applied:
+            if self._clipping > 0:
+                torch.nn.utils.clip_grads_with_norm_(masters, self._clipping, norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._round()
+        return norm.item(), applied
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        if self._rounded:
+            for name, p in self.module.named_parameters():
+                p.copy_(self._masters[name])
+
+    def _state(self) -> Iterator[Fragment]:
+        return _whole(self._masters, self.optimizer)
+
+    def _state_owners(self) -> list[Tensor]:
+        return list(self._masters.values())
+
+
+class DeepSpeedEngine(Engine):
+    """ZeRO stage 0 to 3 on any number of ranks, optimizer and weights on the device or in CPU memory."""
+
+    def __init__(self, model: nn.Module, config: Config, make_draws: MakeDraws, ranks: Ranks):
+        super().__init__(model, config, make_draws, ranks)
+        zero = config.deepspeed.get("zero_optimization", {})
+        self._stage = int(zero.get("stage", 0))
+        self._rounded = config.training.precision == "bf16"
+        self._check(config, zero)
+        self.replicated = self._stage == 0
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self.optimizer = build_optimizer(model.parameters(), config.optimizer)
+        self._engine = _import_deepspeed(ranks).initialize(
+            model=model, optimizer=self.optimizer, config=_deepspeed_config(config, self._stage, ranks)
+        )[0]
+        self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
+
+    def _check(self, config: Config, zero: dict[str, Any]) -> None:
+        if config.optimizer.name == "adafactor" and (self._stage > 0 or self._rounded):
+            problem = "adafactor needs each weight's own shape, and ZeRO hands the optimizer flat pieces"
+            mend = 'Use "adamw", or fp32 with deepspeed.zero_optimization.stage 0, or run.engine="torch"'
+            raise ConfigError("optimizer.name", problem, mend)
+        for key, supported in ZERO_SUPPORTED.items():
+            *parts, last = key.split(".")
+            section = zero
+            for part in parts:
+                section = section.get(part) or {}
+            if section.get(last, supported[0]) not in supported:
+                problem = f"{json.dumps(section[last])} puts the optimizer's state where checkpoints cannot find it"
+                mend = f"Remove it, or set it to {json.dumps(supported[0])}"
+                raise ConfigError(f"deepspeed.zero_optimization.{key}", problem, mend)
+
+    def evaluate(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            return self._engine(tokens, draws)
+
+    def _backward(self, tokens: Tensor, draws: Any, micro_batches: int, last: bool) -> dict[str, Tensor]:
+        self._engine.set_gradient_accumulation_boundary(last)
+        objective, statistics = self._engine(tokens, draws)
+        # A loss that is not finite can have a finite gradient. This spoils that gradient too, so that every rank's norm
+        # of the averaged gradient tells, and DeepSpeed skips the step everywhere.
+        spoil = torch.where(torch.isfinite(objective.detach()), 1.0, torch.nan)
+        self._engine.backward(objective * spoil)
+        return {**statistics, "objective": objective}
+
+    def _update(self, finite: bool) -> tuple[float, bool]:
+        if self._stage == 0 and not self._rounded:  # here DeepSpeed would apply a gradient of NaN
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients).item()
+            if not (finite and math.isfinite(norm)):
+                self._engine.zero_grad()
+                return norm, False
+            self._engine.step()
+            return norm, True
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
+
+    def _state(self) -> Iterator[Fragment]:
+        if self._stage == 0:
+            return _whole(self._masters(), self.optimizer)
+        return self._partitioned() if self._stage == 3 else self._flattened()
+
+    def _state_owners(self) -> list[Tensor]:
+        if self._stage == 3:
+            return list(self._engine.optimizer.fp32_partitioned_groups_flat)
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+
+    def _masters(self) -> dict[str, Tensor]:
+        """ZeRO 0: parameter name -> fp32 weight."""
+        if not self._rounded:
+            return dict(self.module.named_parameters())
+        wrapper = self._engine.optimizer
+        groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+        return {self._names[id(p)]: master for pair in groups for p, master in zip(*pair, strict=True)}
+
+    def _flattened(self) -> Iterator[Fragment]:
+        """ZeRO 1 and 2: a parameter group is one vector, of which each rank updates a slice."""
+        p: Any
+        for p in self.module.parameters():
+            mapping = p._hp_mapping
+            if mapping is None:  # all of it is in another rank's slice
+                continue
+            flat = self.optimizer.param_groups[mapping.param_group_index]["params"][0]
+            here, name = mapping.hp_fragment_address, self._names[id(p)]
+            for kind, tensor in {"weight": flat, **state_tensors(self.optimizer.state.get(flat, {}))}.items():
+                piece = tensor.detach().narrow(0, here.start, here.numel)
+                yield Fragment.of(kind, name, self._shapes[name], mapping.lp_fragment_address.start, piece)
+
+    def _partitioned(self) -> Iterator[Fragment]:
+        """ZeRO 3: each parameter is cut evenly among the ranks, the last piece padded."""
+        zero = self._engine.optimizer
+        p: Any
+        for p in self.module.parameters():
+            name, size = self._names[id(p)], p.ds_tensor.ds_numel
+            start = self.ranks.rank * size
+            numel = min(size, p.ds_numel - start)
+            if numel <= 0:
+                continue
+            group, offset, _ = zero.grad_position[zero.get_param_id(p)]
+            flat = zero.fp32_partitioned_groups_flat[group]
+            for kind, tensor in {"weight": flat, **state_tensors(self.optimizer.state.get(flat, {}))}.items():
+                yield Fragment.of(kind, name, self._shapes[name], start, tensor.detach().narrow(0, offset, numel))
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+
+def _import_deepspeed(ranks: Ranks) -> Any:
+    # DeepSpeed calls collectives by names that torch will rename: nothing a user can act on
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    if ranks.device.type == "cpu" and get_accelerator().device_name() != "cpu":
+        set_accelerator(CPU_Accelerator())
+    # A C++ all-reduce that only inference uses. It would take g++, minutes of compiling, and 69 MB of /dev/shm a rank.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _deepspeed_config(config: Config, stage: int, ranks: Ranks) -> dict[str, Any]:
+    """DeepSpeed's configuration: the user's section, and what our own sections decide."""
+    training = config.training
+    share = training.micro_batch * ranks.world_size
+    assert training.global_batch % share == 0, "the data would have refused this"
+    generated: dict[str, Any] = {
+        "train_batch_size": training.global_batch,
+        "train_micro_batch_size_per_gpu": training.micro_batch,
+        "gradient_accumulation_steps": training.global_batch // share,
+        "gradient_clipping": training.gradient_clipping,
+        "bf16": {"enabled": training.precision == "bf16"},
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW serves the CPU too, with the same numbers
+    }
+    if training.precision == "bf16" and stage > 0:  # ZeRO 0 accumulates in bf16 only
+        generated["data_types"] = {"grad_accum_dtype": "fp32"}
+    return {**config.deepspeed, **generated}

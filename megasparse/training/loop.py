@@ -1,0 +1,80 @@
+"""The training loop: step, evaluate, log, save, stop."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from megasparse.config.schema import Config
+from megasparse.data.batches import Step
+from megasparse.errors import TrainingError
+from megasparse.training.engine import Engine, StepResult
+from megasparse.training.monitor import Monitor
+from megasparse.training.saving import Saver
+from megasparse.training.schedule import learning_rate
+
+Evaluate = Callable[[int], Mapping[str, float | str]]
+"""step -> scalars, and texts for TensorBoard, by their names. Called on every rank."""
+
+
+def train(
+    engine: Engine,
+    config: Config,
+    batches: Iterable[Step],
+    saver: Saver,
+    monitor: Monitor,
+    start_step: int,
+    evaluate: Evaluate | None = None,
+) -> None:
+    """Train from after `start_step` to `config.training.steps`, saving as `config.checkpoint` says and at the end.
+
+    Raises TrainingError after `training.max_skipped_steps` steps in a row whose loss or gradient was not finite;
+    CheckpointError where a checkpoint cannot be written.
+    """
+    steps = config.training.steps
+    if start_step >= steps:
+        monitor.say(f"nothing left to do: all {steps} steps are done (training.steps)")
+        return
+    source, skipped_in_a_row = iter(batches), 0
+    for step in range(start_step + 1, steps + 1):
+        began = time.perf_counter()
+        data = next(source)
+        rate = learning_rate(step, steps, config.optimizer)
+        result = engine.train_step(data.micro_batches, step, rate)
+        scalars = _describe(result, rate, skipped=step - engine.steps_done())
+        scalars |= monitor.speed(result.tokens, time.perf_counter() - began, data.wait_seconds)
+
+        if evaluate is not None and _due(step, config.evaluation.every):
+            for name, value in evaluate(step).items():
+                if isinstance(value, str):
+                    monitor.text(step, name, value)
+                else:
+                    scalars[name] = value
+
+        monitor.write(step, scalars)
+        skipped_in_a_row = 0 if result.applied else skipped_in_a_row + 1
+        if not result.applied:
+            monitor.say(f"STEP {step} SKIPPED on all ranks: loss {result.loss}, gradient norm {result.grad_norm}")
+        if skipped_in_a_row >= config.training.max_skipped_steps:
+            raise TrainingError(
+                f"step {step}: loss or gradient not finite in {skipped_in_a_row} steps in a row, none of them applied "
+                "(training.max_skipped_steps). Lower optimizer.learning_rate, or warm up for longer"
+            )
+
+        if _due(step, config.checkpoint.every) or step == steps:
+            saver.save(engine, step, data.position)
+    monitor.say(f"done: {steps} steps")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _describe(result: StepResult, rate: float, skipped: int) -> dict[str, float]:
+    return {
+        "train/loss": result.loss,
+        "train/bits_per_dim": result.loss / math.log(2),
+        "train/skipped_steps": skipped,
+        "optimizer/learning_rate": rate,
+        "optimizer/gradient_norm": result.grad_norm,
+        **{f"model/{name}": value for name, value in result.statistics.items()},
+    }

@@ -1,0 +1,90 @@
+"""The processes of a run: which one this is, on which device, and how they agree with each other.
+
+What ranks tell each other travels as JSON, never as pickle.
+"""
+
+import json
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed
+
+from megasparse.config.schema import RunConfig
+from megasparse.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others. One process without a process group is rank 0 of 1."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON value of every rank, in the order of the ranks, on every rank. Waits for all of them."""
+        if self.world_size == 1:
+            return [value]
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
+        torch.distributed.all_gather(sizes, torch.tensor([own.numel()], device=self.device))
+        longest = max(int(size) for size in sizes)
+        padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
+        texts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        torch.distributed.all_gather(texts, padded)
+        return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum of `values` over the ranks, on every rank, in place."""
+        if self.world_size > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def stop(self) -> None:
+        """Take leave of the other ranks."""
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def start_ranks(run: RunConfig) -> Ranks:
+    """Join the other processes that the launcher started; without a launcher, be the only one.
+
+    Raises ConfigError where the device does not exist, or where `run.engine=torch` meets several processes.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if run.engine == "torch" and world_size > 1:
+        raise ConfigError(
+            "run.engine", f'"torch" runs in one process, and {world_size} were started', 'Set run.engine="deepspeed"'
+        )
+    device = _choose_device(run)
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, local)))
+    else:
+        torch.cuda.set_device(device)
+    if run.engine == "torch":
+        return Ranks(0, 1, device)
+    if "RANK" not in os.environ:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(alone, MASTER_PORT=str(_free_port()))
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
+
+
+def _choose_device(run: RunConfig) -> torch.device:
+    if run.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device", '"cuda" was asked for, and PyTorch sees no GPU', 'Set run.device="cpu"')
+    if run.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,230 @@
+"""The engine on two ranks: every ZeRO setting against plain torch, exact resume, skipped steps, saves that fail.
+
+One launch of two gloo ranks (`everything`) runs all cases one after another; the tests look at what it reports.
+"""
+
+import itertools
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasparse.config.schema import Config
+from megasparse.errors import CheckpointError, ConfigError
+from megasparse.training.checkpoint import Checkpoint, find_newest
+from megasparse.training.engine import Engine, build_engine
+from megasparse.training.ranks import Ranks, start_ranks
+from megasparse.training.resume import find_start
+from megasparse.training.saving import Saver
+from megasparse.training.schedule import learning_rate
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+
+CPU = {"device": "cpu"}
+ZERO: dict[str, dict[str, Any]] = {
+    "zero-0": {"stage": 0},
+    "zero-1": {"stage": 1},
+    "zero-2": {"stage": 2},
+    "zero-2-offload": {"stage": 2, "offload_optimizer": CPU},
+    "zero-3": {"stage": 3, "sub_group_size": 5000},  # several vectors of weights on a rank
+    "zero-3-offload": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
+}
+HALF = {"precision": "bf16"}
+ADAFACTOR = {"name": "adafactor"}
+BF16 = ("zero-0", "zero-1", "zero-2", "zero-3")
+
+
+def run(
+    config: Config, ranks: Ranks, first: int, last: int, checkpoint: Path | None = None, save: Saver | None = None
+) -> tuple[list[str], Engine]:
+    """Losses (as exact hexadecimal) of steps first..last; with `save`, a checkpoint after the last."""
+    opened = Checkpoint.open(checkpoint) if checkpoint else None
+    engine = build_engine(TinyModel(), config, make_draws, ranks, opened)
+    losses, position = [], opened.sequences if opened else 0
+    for step, data in zip(range(first, last + 1), MadeUpBatches(config, ranks, position), strict=False):
+        result = engine.train_step(data.micro_batches, step, learning_rate(step, 20, config.optimizer))
+        losses += [result.loss.hex(), result.grad_norm.hex()]
+        position = data.position
+    if save:
+        save.save(engine, last, position)
+    return losses, engine
+
+
+def weights(engine: Engine, ranks: Ranks) -> dict[str, list[float]]:
+    """Every fp32 number that the run's state has, gathered from all ranks."""
+    own = [[f"{f.kind} {f.name} {f.start}", f.read().tolist()] for f in engine.fragments()]
+    return {key: value for part in ranks.gather(own) for key, value in part}
+
+
+def resumes_exactly(folder: Path, name: str, ranks: Ranks, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A run straight through, and one that stops at step 10 and goes on in a new engine."""
+    config = tiny_config(folder / name, "deepspeed", deepspeed={"zero_optimization": ZERO[name]}, **sections)
+    straight, engine = run(config, ranks, 1, 20)
+    at_end = weights(engine, ranks)
+    engine.close()
+    save = Saver(config, ranks, "data", {})
+    before, engine = run(config, ranks, 1, 10, save=save)
+    engine.close()
+    newest = find_newest(save.directory)
+    after, engine = run(config, ranks, 11, 20, checkpoint=newest)
+    same_state = weights(engine, ranks) == at_end
+    engine.close()
+    return {"straight": straight, "resumed": before + after, "same_state": same_state, "checkpoint": str(newest)}
+
+
+def skips(folder: Path, name: str, ranks: Ranks, precision: str) -> dict[str, Any]:
+    """Steps spoiled by one sequence on rank 1: by a loss of NaN, of infinity, and by its gradient alone."""
+    training = {"precision": precision}
+    config = tiny_config(folder, "deepspeed", training=training, deepspeed={"zero_optimization": ZERO[name]})
+    model = TinyModel()
+    model.poisoned = {10: math.nan, 18: math.inf}  # of steps 2 and 3; both in micro-batches of rank 1
+    model.poisoned_gradient = {26}  # of step 4
+    engine = build_engine(model, config, make_draws, ranks)
+    applied, unchanged = [], []
+    for step, data in zip(range(1, 7), MadeUpBatches(config, ranks), strict=False):
+        before = weights(engine, ranks)
+        result = engine.train_step(data.micro_batches, step, 0.01)
+        applied.append(result.applied)
+        unchanged.append(weights(engine, ranks) == before)
+    steps_done = engine.steps_done()
+    engine.close()
+    return {"applied": applied, "unchanged": unchanged, "steps_done": steps_done}
+
+
+def fails_to_save(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Rank 1's write raises in the second save."""
+    config = tiny_config(folder / "abort", "deepspeed", deepspeed={"zero_optimization": ZERO["zero-2"]})
+    save = Saver(config, ranks, "data", {})
+    _, engine = run(config, ranks, 1, 2, save=save)
+    if ranks.rank == 1:
+        engine.fragments = lambda: (_ for _ in ()).throw(OSError(28, "No space left on device", "disk"))  # type: ignore
+    began = time.monotonic()
+    try:
+        save.save(engine, 3, 24)
+        message = ""
+    except CheckpointError as error:
+        message = str(error)
+    engine.close()
+    return {
+        "message": message,
+        "seconds": time.monotonic() - began,
+        "left": sorted(path.name for path in save.directory.iterdir()),
+        "opens": Checkpoint.open(find_newest(save.directory) or "").step,
+    }
+
+
+def strangers(folder: Path, ranks: Ranks) -> str:
+    """The ranks are given different seeds."""
+    config = tiny_config(folder / "strangers", "deepspeed", run={"seed": ranks.rank})
+    try:
+        find_start("auto", Saver(config, ranks, "data", {}))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def across(folder: Path, ranks: Ranks, checkpoints: dict[str, str]) -> dict[str, Any]:
+    """Steps 11 to 20 from another ZeRO stage's checkpoint, and 2 -> 1 -> 2 ranks through plain torch."""
+    losses = {}
+    for then, now in itertools.pairwise([*ZERO, "zero-0"]):
+        config = tiny_config(folder / "across", "deepspeed", deepspeed={"zero_optimization": ZERO[now]})
+        losses[f"{then} to {now}"], engine = run(config, ranks, 11, 20, checkpoint=Path(checkpoints[then]))
+        engine.close()
+    alone = tiny_config(folder / f"alone-{ranks.rank}")  # each rank does this for itself
+    save = Saver(alone, Ranks(), "data", {})
+    middle, _ = run(alone, Ranks(), 11, 15, checkpoint=Path(checkpoints["zero-3"]), save=save)
+    config = tiny_config(folder / "again", "deepspeed", deepspeed={"zero_optimization": ZERO["zero-3"]})
+    end, engine = run(config, ranks, 16, 20, checkpoint=find_newest(save.directory))
+    engine.close()
+    return losses | {"2 to 1 to 2 ranks": middle + end}
+
+
+def everything(folder: str) -> dict[str, Any]:
+    """All cases, on each of two ranks."""
+    ranks = start_ranks(tiny_config(folder, "deepspeed").run)
+    place = Path(folder)
+    report: dict[str, Any] = {"torch": run(tiny_config(place / "torch"), Ranks(), 1, 20)[0]}
+    report["torch bf16"] = run(tiny_config(place / "torch", training=HALF), Ranks(), 1, 20)[0]
+    report["torch adafactor"] = run(tiny_config(place / "torch", optimizer=ADAFACTOR), Ranks(), 1, 20)[0]
+    report["fp32"] = {name: resumes_exactly(place / "fp32", name, ranks) for name in ZERO}
+    report["bf16"] = {name: resumes_exactly(place / "bf16", name, ranks, training=HALF) for name in BF16}
+    report["adafactor"] = {"zero-0": resumes_exactly(place / "adafactor", "zero-0", ranks, optimizer=ADAFACTOR)}
+    report["across"] = across(place, ranks, {name: case["checkpoint"] for name, case in report["fp32"].items()})
+    report["skips"] = {name: skips(place, name, ranks, "fp32") for name in ZERO}
+    report["skips"] |= {f"{name} bf16": skips(place, name, ranks, "bf16") for name in BF16}
+    report["strangers"] = strangers(place, ranks)
+    report["abort"] = fails_to_save(place, ranks)
+    report["shared_memory"] = [p.name for p in Path("/dev/shm").glob(f"deepspeed*_{os.environ['MASTER_PORT']}_*")]
+    ranks.stop()
+    return report
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    first, second = run_ranks(everything, timeout=240, folder=str(tmp_path_factory.mktemp("ranks")))
+    for case in ("fp32", "bf16", "adafactor", "across", "skips"):
+        assert first[case] == second[case], "the ranks disagree"
+    return first
+
+
+def difference(one: list[str], other: list[str]) -> float:
+    """Largest relative difference of two lists of numbers written as hexadecimal."""
+    pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in zip(one, other, strict=True)]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_losses_agree_with_plain_torch(report: dict[str, Any], name: str) -> None:
+    assert difference(report["fp32"][name]["straight"], report["torch"]) < 1e-5
+    assert float.fromhex(report["torch"][-2]) < 0.95 * float.fromhex(report["torch"][0]), "nothing was learnt"
+
+
+def test_adafactor_agrees_with_plain_torch(report: dict[str, Any]) -> None:
+    assert difference(report["adafactor"]["zero-0"]["straight"], report["torch adafactor"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bf16_losses_agree_with_plain_torch(report: dict[str, Any], name: str) -> None:
+    assert difference(report["bf16"][name]["straight"], report["torch bf16"]) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [*(("fp32", name) for name in ZERO), *(("bf16", name) for name in BF16), ("adafactor", "zero-0")],
+)
+def test_resume_is_bit_identical(report: dict[str, Any], group: str, name: str) -> None:
+    case = report[group][name]
+    assert case["resumed"] == case["straight"]
+    assert case["same_state"]
+
+
+def test_resume_at_another_stage_or_number_of_ranks(report: dict[str, Any]) -> None:
+    for name, losses in report["across"].items():
+        assert difference(losses, report["torch"][20:]) < 1e-6, name
+
+
+@pytest.mark.parametrize("name", [*ZERO, *(f"{name} bf16" for name in BF16)])
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(report: dict[str, Any], name: str) -> None:
+    case = report["skips"][name]
+    assert case["applied"] == [True, False, False, False, True, True]
+    assert case["unchanged"] == [False, True, True, True, False, False]
+    assert case["steps_done"] == 3
+
+
+def test_ranks_with_different_configurations_do_not_start(report: dict[str, Any]) -> None:
+    assert "different configurations" in report["strangers"]
+
+
+def test_a_failing_rank_aborts_the_save_of_all(report: dict[str, Any]) -> None:
+    case = report["abort"]
+    assert "Rank 1" in case["message"] and "No space left on device" in case["message"]
+    assert case["seconds"] < 5
+    assert case["left"] == ["00000002", "latest"]
+    assert case["opens"] == 2
+
+
+def test_no_shared_memory_is_left(report: dict[str, Any]) -> None:
+    assert report["shared_memory"] == []

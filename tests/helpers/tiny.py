@@ -1,0 +1,89 @@
+"""A tiny language model and made-up data, for tests of training that need no real model."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasparse.config.schema import Config
+from megasparse.data.batches import Batch, Step
+from megasparse.training.ranks import Ranks
+
+
+class TinyModel(nn.Module):
+    """Predicts token t from token t−1. Its sizes divide by no number of ranks, so that every partition is padded."""
+
+    def __init__(self, seed: int = 0, width: int = 13):
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.norm = nn.LayerNorm(width)
+        self.hidden = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(3 * width, 256)
+        self.poisoned: dict[int, float] = {}
+        """Global sample number -> what is added to the loss when it comes; `nan` and `inf` spoil the step."""
+        self.poisoned_gradient: set[int] = set()
+        """Global sample numbers whose loss is finite and whose gradient is not."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                mean = 1.0 if name == "norm.weight" else 0.0
+                parameter.copy_(mean + 0.2 * torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        _, samples = draws
+        hidden = self.norm(self.embedding(tokens[:, :-1]))
+        logits = self.out(torch.nn.functional.gelu(self.hidden(hidden))).float()
+        nats = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        count = torch.tensor(tokens[:, 1:].numel())
+        objective = nats / count + sum(self.poisoned.get(int(s), 0.0) for s in samples)
+        if self.poisoned_gradient & {int(s) for s in samples}:
+            objective = objective + (logits * 0).sum().sqrt()  # √ has an infinite slope at 0, times 0 is NaN
+        return objective, {"nats": nats.detach(), "tokens": count, "width": torch.tensor(13.0)}
+
+
+def make_draws(step: int, samples: Tensor) -> tuple[int, Tensor]:
+    return step, samples
+
+
+def tiny_config(directory: str | Path, engine: str = "torch", **sections: dict[str, Any]) -> Config:
+    """A run of 20 steps of 8 sequences, 2 at a time; `sections` override keys by section."""
+    values: dict[str, Any] = {
+        "run": {"directory": str(directory), "engine": engine, "device": "cpu"},
+        "training": {"steps": 20, "global_batch": 8, "micro_batch": 2},
+        "optimizer": {"learning_rate": 0.01, "warmup_steps": 3, "weight_decay": 0.1},
+        "checkpoint": {"every": 10},
+    }
+    for name, section in sections.items():
+        values[name] = section if name == "deepspeed" else {**values.get(name, {}), **section}
+    return Config.model_validate(values)
+
+
+def made_up_sample(number: int, length: int = 24) -> Tensor:
+    """Tokens of a global sample number: a random walk, so that there is something to learn."""
+    steps = torch.randint(0, 4, (length,), generator=torch.Generator().manual_seed(number))
+    return (steps.cumsum(0) + 97 * number) % 256
+
+
+@dataclasses.dataclass
+class MadeUpBatches:
+    """As TrainingBatches: this rank's share of every global batch, from global sample number `start`."""
+
+    config: Config
+    ranks: Ranks
+    start: int = 0
+
+    def __iter__(self) -> Iterator[Step]:
+        whole, micro = self.config.training.global_batch, self.config.training.micro_batch
+        position = self.start
+        while True:
+            batches = []
+            for number in range(whole // (micro * self.ranks.world_size)):
+                first = position + (number * self.ranks.world_size + self.ranks.rank) * micro
+                samples = torch.arange(first, first + micro)
+                tokens = torch.stack([made_up_sample(int(sample)) for sample in samples])
+                batches.append(Batch(tokens, samples, position + whole))
+            position += whole
+            yield Step(batches, position, 0.0)

@@ -1,0 +1,5 @@
+"""One thread is fastest for models this small, and makes the tests' times independent of what else runs."""
+
+import torch
+
+torch.set_num_threads(1)

@@ -1,0 +1,150 @@
+"""The loop: one line a step whatever happens, saves on time, skipped steps told, and stops when it should."""
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megasparse.config.schema import Config
+from megasparse.data.batches import Step
+from megasparse.errors import TrainingError
+from megasparse.training.checkpoint import list_checkpoints
+from megasparse.training.engine import build_engine
+from megasparse.training.loop import train
+from megasparse.training.monitor import Monitor, cut_metrics
+from megasparse.training.ranks import Ranks
+from megasparse.training.resume import find_start
+from megasparse.training.saving import Saver
+from megasparse.training.schedule import learning_rate
+from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+
+
+class Interrupted(Exception):
+    pass
+
+
+def launch(config: Config, model: TinyModel | None = None, interrupt_after: int | None = None) -> list[int]:
+    """As launch/pretrain.py; returns the steps at which it evaluated."""
+    evaluated = []
+
+    def evaluate(step: int) -> dict[str, float | str]:
+        evaluated.append(step)
+        return {"evaluation/bits_per_dim": 8.0 / step, "evaluation/sample": "text"}
+
+    start = find_start("auto", Saver(config, Ranks(), "data", {}))
+    engine = build_engine(model or TinyModel(), config, make_draws, Ranks(), start)
+    batches = iter(MadeUpBatches(config, Ranks(), start.sequences if start else 0))
+    first = start.step if start else 0
+    if interrupt_after is not None:
+        batches = interrupted(batches, interrupt_after - first)
+    with Monitor(config, Ranks(), first, flops_per_token=1e6) as monitor:
+        train(engine, config, batches, Saver(config, Ranks(), "data", {}), monitor, first, evaluate)
+    return evaluated
+
+
+def interrupted(batches: Iterator[Step], count: int) -> Iterator[Step]:
+    yield from itertools.islice(batches, count)
+    raise Interrupted
+
+
+def lines(config: Config) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (Path(config.run.directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_has_one_line_with_every_scalar(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, evaluation={"every": 6}, logging={"peak_tflops": 0.5})
+    assert launch(config) == [6, 12, 18]
+    written = lines(config)
+    assert [line["step"] for line in written] == list(range(1, 21))
+    for line in written:
+        assert line["train/bits_per_dim"] == pytest.approx(line["train/loss"] / math.log(2), rel=1e-12)
+        assert line["optimizer/learning_rate"] == learning_rate(int(line["step"]), 20, config.optimizer)
+        assert line["train/skipped_steps"] == 0
+        assert line["memory/peak_bytes"] > 1e6 and line["speed/data_wait_seconds"] == 0.0
+        rate = line["speed/tokens_per_second"]
+        assert rate == pytest.approx(8 * 23 / line["speed/step_seconds"])
+        assert line["speed/model_flops_utilisation"] == pytest.approx(1e6 * rate / 0.5e12)
+        assert ("evaluation/bits_per_dim" in line) == (line["step"] % 6 == 0)
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000010", "00000020"]
+    assert Config.model_validate_json((tmp_path / "config.json").read_text()) == config
+
+
+def test_tensorboard_has_the_scalars_and_the_texts(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, evaluation={"every": 10}, logging={"every": 5})
+    launch(config)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [5, 10, 15, 20]
+    assert [event.step for event in board.Scalars("evaluation/bits_per_dim")] == [10, 20]
+    assert "evaluation/sample/text_summary" in board.Tags()["tensors"]
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    straight, broken = tiny_config(tmp_path / "straight"), tiny_config(tmp_path / "broken")
+    launch(straight)
+    with pytest.raises(Interrupted):
+        launch(broken, interrupt_after=14)  # steps 11 to 14 are written, and lost with the process
+    assert [line["step"] for line in lines(broken)] == list(range(1, 15))
+    with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 15, "train/lo')
+    launch(broken)
+    keys = ("step", "train/loss", "optimizer/gradient_norm", "optimizer/learning_rate")
+    assert [[line[key] for key in keys] for line in lines(broken)] == [
+        [line[key] for key in keys] for line in lines(straight)
+    ]
+
+
+def test_a_run_that_is_done_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path)
+    launch(config)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    launch(config)
+    assert "all 20 steps are done" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_skipped_step_is_told_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, model = tiny_config(tmp_path), TinyModel()
+    model.poisoned = {17: math.nan, 90: math.inf}  # of steps 3 and 12
+    launch(config, model)
+    assert [line["train/skipped_steps"] for line in lines(config)] == [0, 0, *[1] * 9, *[2] * 9]
+    said = capsys.readouterr().err
+    assert "STEP 3 SKIPPED" in said and "STEP 12 SKIPPED" in said and "STEP 4 SKIPPED" not in said
+    assert (tmp_path / "metrics.jsonl").read_text().count("null") == 2, "what is not finite is null: NaN is no JSON"
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    config, model = tiny_config(tmp_path, training={"max_skipped_steps": 3}), TinyModel()
+    model.poisoned = {sample: math.nan for sample in (8, 16, *range(88, 200))}  # steps 2 and 3; from step 12 on all
+    with pytest.raises(TrainingError, match=r"step 14.*3 steps in a row.*optimizer.learning_rate"):
+        launch(config, model)
+    assert len(lines(config)) == 14
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000010"]
+
+
+def test_the_last_step_is_saved_even_without_an_interval(tmp_path: Path) -> None:
+    launch(tiny_config(tmp_path, checkpoint={"every": 0}, training={"steps": 7}))
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000007"]
+
+
+def test_cutting_metrics_drops_later_and_broken_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    cut_metrics(path, 3)
+    assert not path.exists()
+    path.write_text('{"step": 1}\n{"step": 2, "x": 0.1}\nrubbish\n{"step": 3}\n{"step": 4}\n[5]\n{"step": 2')
+    cut_metrics(path, 3)
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "x": 0.1}\n{"step": 3}\n'
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run")
+    with Monitor(config, Ranks(rank=1, world_size=2), 0) as monitor:
+        monitor.write(1, {"train/loss": 1.0})
+        monitor.text(1, "evaluation/sample", "text")
+        monitor.say("hello")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,136 @@
+"""Where a run starts: never silently at 0, never with another configuration or other data, never past a damaged one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasparse.config.schema import Config
+from megasparse.errors import CheckpointError
+from megasparse.training.checkpoint import Checkpoint, find_newest
+from megasparse.training.engine import build_engine
+from megasparse.training.ranks import Ranks
+from megasparse.training.resume import find_start
+from megasparse.training.saving import Saver
+from tests.helpers.tiny import TinyModel, make_draws, tiny_config
+
+BYTES = {"name": "bytes", "sha256": "b"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Config:
+    """A run with checkpoints of steps 1, 2 and 3."""
+    config = tiny_config(tmp_path / "run", checkpoint={"keep": 3})
+    engine = build_engine(TinyModel(), config, make_draws, Ranks())
+    for step in (1, 2, 3):
+        Saver(config, Ranks(), "data", BYTES).save(engine, step, step * 8)
+    return config
+
+
+def start(config: Config, choice: str = "auto", data: str = "data", **more: Any) -> Checkpoint | None:
+    return find_start(choice, Saver(config, Ranks(), data, more.pop("tokenizer", BYTES)), **more)
+
+
+def checkpoints(config: Config) -> Path:
+    return Path(config.run.directory) / "checkpoints"
+
+
+def test_auto_takes_the_newest_and_a_new_run_starts_at_none(run: Config, tmp_path: Path) -> None:
+    found = start(run)
+    assert found is not None and (found.step, found.sequences) == (3, 24)
+    assert start(tiny_config(tmp_path / "new")) is None
+    assert start(tiny_config(tmp_path / "new"), "never") is None
+
+
+def test_never_does_not_overwrite_a_run(run: Config) -> None:
+    with pytest.raises(CheckpointError, match=r"Choose another run.directory"):
+        start(run, "never")
+
+
+@pytest.mark.parametrize("hint", [None, b"", b"00000099\n", b"../../etc\n", b"\0" * 10_000])
+def test_the_hint_is_never_trusted(run: Config, hint: bytes | None) -> None:
+    latest = checkpoints(run) / "latest"
+    latest.unlink()
+    if hint is not None:
+        latest.write_bytes(hint)
+    found = start(run)
+    assert found is not None and found.step == 3
+
+
+def truncate(path: Path) -> None:
+    (path / "rank-00000.safetensors").write_bytes(b"1234")
+
+
+def forget(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [truncate, forget])
+def test_a_damaged_newest_is_refused_and_an_older_one_named(run: Config, damage: Callable[[Path], None]) -> None:
+    damage(checkpoints(run) / "00000003")
+    damage(checkpoints(run) / "00000002")
+    with pytest.raises(CheckpointError, match=r"00000003.*damaged.*--resume \S*00000001") as caught:
+        start(run)
+    older = str(caught.value).rpartition("--resume ")[2]
+    found = start(run, older)
+    assert found is not None and found.step == 1
+    left = sorted(path.name for path in checkpoints(run).iterdir())
+    assert left == ["00000001", "latest", "set-aside-00000002", "set-aside-00000003"]
+    assert find_newest(checkpoints(run)) == checkpoints(run) / "00000001"
+
+
+def test_when_all_are_damaged_the_run_does_not_start_at_zero(run: Config) -> None:
+    for path in checkpoints(run).glob("0*"):
+        truncate(path)
+    with pytest.raises(CheckpointError, match="no older complete checkpoint"):
+        start(run)
+
+
+def test_another_runs_checkpoint_starts_a_new_directory_only(run: Config, tmp_path: Path) -> None:
+    newest = str(checkpoints(run) / "00000003")
+    found = start(tiny_config(tmp_path / "new"), newest)
+    assert found is not None and found.step == 3
+    own = tiny_config(tmp_path / "own")
+    engine = build_engine(TinyModel(), own, make_draws, Ranks())
+    Saver(own, Ranks(), "data", BYTES).save(engine, 7, 56)
+    with pytest.raises(CheckpointError, match=r"checkpoints of its own.*Choose another run.directory"):
+        start(own, newest)
+
+
+def test_an_edited_configuration_is_refused_key_by_key(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    edited = tiny_config(
+        run.run.directory, optimizer={"learning_rate": 0.02}, model={"attention": {"pattern": ["full"]}}
+    )
+    with pytest.raises(CheckpointError) as caught:
+        start(edited)
+    message = str(caught.value)
+    assert 'model.attention.pattern: ["local", "local", "lsh", "local"] -> ["full"]' in message
+    assert "optimizer.learning_rate: 0.01 -> 0.02" in message
+    assert "Put them back, choose another run.directory" in message and "--allow-changed-config" in message
+    assert "checkpoint.keep" not in message
+    found = start(edited, allow_changed_config=True)
+    assert found is not None and found.step == 3
+    assert "optimizer.learning_rate: 0.01 -> 0.02" in capsys.readouterr().err
+
+
+def test_what_does_not_change_the_run_may_be_edited(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    edited = tiny_config(
+        run.run.directory,
+        "deepspeed",
+        training={"steps": 40, "micro_batch": 4},
+        data={"path": "elsewhere", "prefetch": 0},
+        checkpoint={"keep": 9},
+        evaluation={"every": 3},
+        logging={"every": 3},
+        deepspeed={"zero_optimization": {"stage": 2}},
+    )
+    assert start(edited) is not None
+    assert "training.steps: 20 -> 40" in capsys.readouterr().err
+
+
+def test_other_data_or_another_tokenizer_is_refused(run: Config) -> None:
+    with pytest.raises(CheckpointError, match=r"data was data, is now other.*data.path"):
+        start(run, data="other")
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        start(run, tokenizer={"name": "bytes", "sha256": "c"})
