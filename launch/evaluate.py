@@ -1,0 +1,79 @@
+"""Held-out bits/dim of a trained model.
+
+    python launch/evaluate.py --checkpoint runs/quickstart --data data/quickstart --json runs/quickstart/test.json
+    python launch/evaluate.py --checkpoint runs/quickstart --data data/quickstart --stride 1024 --rounds 8
+
+Scores every symbol of the split once (or the first --limit windows), and writes the number with its whole protocol.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from megasparse.config.command_line import checkpoint_parser
+from megasparse.data.index import Index
+from megasparse.data.reader import EvaluationStream
+from megasparse.data.tokenizer import build_tokenizer
+from megasparse.errors import report_user_errors
+from megasparse.evaluation.bits_per_dim import Protocol, evaluate, refuse_leaks
+from megasparse.evaluation.restore import restore
+
+
+def arguments() -> argparse.Namespace:
+    parser = checkpoint_parser(__doc__)
+    parser.add_argument("--data", metavar="SHARDS", help="folder of shards; the one trained on where left out")
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--rounds", type=positive, help="hash rounds in place of the configured ones")
+    parser.add_argument("--stride", type=positive, help="new tokens a window; all of it where left out")
+    parser.add_argument("--limit", type=positive, metavar="N", help="score only the first N windows")
+    parser.add_argument("--batch", type=positive, default=1, help="windows scored at once")
+    parser.add_argument(
+        "--hash-seeds", type=positive, default=1, metavar="N", help="repeat with N draws of the rotations"
+    )
+    parser.add_argument("--allow-leaking-attention", action="store_true", help="score a model that sees later tokens")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the number and its protocol to this file")
+    return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
+
+
+@report_user_errors
+def main() -> None:
+    args = arguments()
+    decoder, config, checkpoint, device = restore(args.checkpoint, args.set)
+    if not args.allow_leaking_attention:
+        refuse_leaks(decoder.leaks)
+    index = Index.load(args.data or config.data.path)
+    index.require_tokenizer(build_tokenizer(config.data.tokenizer))
+    lsh = config.model.attention.lsh
+    rounds = args.rounds or lsh.evaluation_rounds or lsh.rounds
+    protocol = Protocol(
+        split=args.split,
+        sequence_length=config.data.sequence_length,
+        stride=args.stride or config.data.sequence_length,
+        score_from=config.model.score_from,
+        rounds=rounds if "lsh" in config.model.attention.pattern else None,
+        seeds=[config.run.seed + i for i in range(args.hash_seeds)],
+        precision=config.training.precision,
+        leaks=decoder.leaks,
+        checkpoint=str(checkpoint.path),
+        checkpoint_step=checkpoint.step,
+        data_fingerprint=index.fingerprint,
+        trained_on_fingerprint=checkpoint.manifest["data_fingerprint"],
+    )
+    result = evaluate(decoder, EvaluationStream(index, args.split), protocol, args.batch, args.limit, device)
+    covered = f"{result['dims']:,} of {result['protocol']['split_dims']:,} symbols of {args.split}"
+    windows = f"windows of {protocol.sequence_length}, stride {protocol.stride}"
+    print(f"{result['bits_per_dim']:.4f} bits/dim ({covered}; {windows}; step {checkpoint.step})")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

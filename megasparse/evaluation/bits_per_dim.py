@@ -1,0 +1,221 @@
+"""Held-out bits/dim: sum of nats / (ln 2 × symbols), over every symbol of a split.
+
+The split is cut into windows of T tokens. Non-overlapping ones (the primary number, as in Reformer) follow each other
+at T, and all T tokens of each are scored, the first from the model's learned start vector. With a stride S < T each
+window after the first scores only the S tokens that are new, so that each of them has T − S tokens of context or more.
+Sums are taken in float64, and sums and counts are what is added up over batches and ranks, never means.
+
+B batch, T window.
+"""
+
+import math
+import statistics
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from megasparse.errors import ConfigError, UserError
+from megasparse.ops.random import Draws
+
+NatsOf = Callable[[Tensor, Draws, int], Tensor]
+"""(tokens (B, T) int64, draws, n) -> nats of all but each window's first n tokens; of any shape, they are summed."""
+
+
+class Stream(typing.Protocol):
+    """A split as one run of tokens, such as data.reader.EvaluationStream."""
+
+    tokens: int
+
+    def read(self, start: int, stop: int) -> Tensor: ...  # (stop - start,)
+
+
+@dataclass(frozen=True)
+class Score:
+    """nats: their sum over `dims` symbols."""
+
+    nats: float
+    dims: int
+
+    @property
+    def bits_per_dim(self) -> float:
+        return self.nats / (math.log(2.0) * self.dims)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens start..stop of the split, of which first..stop are scored."""
+
+    start: int
+    stop: int
+    first: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tokens read, and how many of them at the start are not scored."""
+        return self.stop - self.start, self.first - self.start
+
+
+def windows(total: int, length: int, stride: int | None = None, score_from: int = 0) -> Iterator[Window]:
+    """Cut `total` tokens so that each is scored exactly once; the last window is ragged.
+
+    score_from: the first so many tokens of a window are never scored (model.score_from, 0 for text).
+    Raises ConfigError unless 1 <= stride <= length.
+    """
+    stride = length if stride is None else stride
+    if not 1 <= stride <= length:
+        raise ConfigError(
+            "--stride", f"{stride} is not between 1 and the window's {length} tokens", f"Try {length // 2}"
+        )
+    scored = 0
+    for start in range(0, total, stride):
+        stop = min(start + length, total)
+        first = max(scored, start + score_from)
+        if first < stop:
+            yield Window(start, stop, first)
+        scored = stop
+        if stop == total:
+            return
+
+
+@torch.no_grad()
+def score(
+    nats_of: NatsOf,
+    stream: Stream,
+    sequence_length: int,
+    seed: int,
+    *,
+    stride: int | None = None,
+    score_from: int = 0,
+    rounds: int | None = None,
+    batch: int = 1,
+    limit: int | None = None,
+    device: torch.device | str = "cpu",
+    progress: bool = False,
+) -> Score:
+    """Score a split, or its first `limit` windows.
+
+    nats_of: the model, see `of_decoder` and `of_engine`. seed: of the hash rotations. rounds: hash rounds in place of
+    the configured ones. batch: windows scored at once; it changes nothing but speed. In a process group every rank must
+    call this: the ranks share the windows, make equally many calls of the model (as ZeRO-3 needs), and all get the same
+    Score.
+    Raises ConfigError for a stride or limit that cannot be, UserError where the model's nats are not finite.
+    """
+    if limit is not None and limit < 1:
+        raise ConfigError("--limit", f"{limit} windows cannot be scored", "Give 1 or more, or leave it out for all")
+    batches = list(_batches(list(windows(stream.tokens, sequence_length, stride, score_from))[:limit], batch))
+    if not batches:
+        raise ConfigError("model.score_from", f"{score_from} leaves nothing of this split to score", "Lower it")
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, dims
+    for first in tqdm(range(0, len(batches), world_size), desc="scoring", unit="batch", disable=not progress):
+        mine = first + rank
+        group = batches[min(mine, len(batches) - 1)]
+        tokens = torch.stack([stream.read(window.start, window.stop) for window in group]).to(device)
+        nats = nats_of(tokens, Draws.evaluation(seed, len(group), rounds), group[0].shape[1]).double().sum()
+        if mine < len(batches):
+            sums[0] += nats
+            sums[1] += sum(window.stop - window.first for window in group)
+    if world_size > 1:
+        dist.all_reduce(sums)
+    if (
+        not sums.isfinite().all()
+    ):  # told only here, where all ranks know it: one that stopped would leave the rest waiting
+        raise UserError("the model's nats are not finite on this split: evaluate an earlier checkpoint, or in fp32")
+    return Score(float(sums[0]), int(sums[1]))
+
+
+def of_decoder(decoder: Any) -> NatsOf:
+    """NatsOf of a decoder with `token_nats`."""
+    return lambda tokens, draws, skip: decoder.token_nats(tokens, draws)[:, skip:]
+
+
+def of_engine(evaluate: Callable[[Tensor, Draws], tuple[Tensor, dict[str, Tensor]]]) -> NatsOf:
+    """NatsOf of a training engine's `evaluate`, which itself sums over what is scored: for windows without a stride."""
+    return lambda tokens, draws, skip: evaluate(tokens, draws)[1]["nats"]
+
+
+def _batches(cut: list[Window], batch: int) -> Iterator[list[Window]]:
+    """Windows in groups of at most `batch` that have one shape: the first and the ragged last one may stand alone."""
+    group: list[Window] = []
+    for window in cut:
+        if group and (len(group) == batch or window.shape != group[0].shape):
+            yield group
+            group = []
+        group.append(window)
+    if group:
+        yield group
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """All that a bits/dim is to be read with."""
+
+    split: str
+    sequence_length: int
+    stride: int
+    score_from: int
+    """Tokens at the start of each window that are not scored; 0 for text."""
+    rounds: int | None
+    """Hash rounds; None where nothing is hashed."""
+    seeds: list[int]
+    """Of the hash rotations: one pass over the split each."""
+    precision: str
+    leaks: list[str]
+    """Layers that are not strictly causal; the number is a code length only where there is none."""
+    checkpoint: str
+    checkpoint_step: int
+    data_fingerprint: str
+    trained_on_fingerprint: str
+    context_start: str = "learned start vector"
+
+
+def evaluate(
+    decoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
+) -> dict[str, Any]:
+    """Score a split by a protocol: {"bits_per_dim", "nats", "dims", "bytes", "standard_deviation", "protocol"}.
+
+    Over several hash seeds nats and bits/dim are means of code lengths (averaged probabilities would be an ensemble's),
+    and the deviation is the sample standard deviation of bits/dim. A dim is a byte, the only tokens there are so far.
+    """
+    scores = [
+        score(
+            of_decoder(decoder),
+            stream,
+            protocol.sequence_length,
+            seed,
+            stride=protocol.stride,
+            score_from=protocol.score_from,
+            rounds=protocol.rounds,
+            batch=batch,
+            limit=limit,
+            device=device,
+            progress=True,
+        )
+        for seed in protocol.seeds
+    ]
+    values = [each.bits_per_dim for each in scores]
+    mean = Score(math.fsum(each.nats for each in scores) / len(scores), scores[0].dims)
+    return {
+        "bits_per_dim": mean.bits_per_dim,
+        "nats": mean.nats,
+        "dims": mean.dims,
+        "bytes": mean.dims,
+        "standard_deviation": statistics.stdev(values) if len(values) > 1 else None,
+        "protocol": {**asdict(protocol), "split_dims": stream.tokens},
+    }
+
+
+def refuse_leaks(leaks: list[str]) -> None:
+    """Raise ConfigError for a model whose layers see later tokens: it has no code length, and no cached decoding."""
+    if leaks:
+        raise ConfigError(
+            "model.attention",
+            f"not strictly causal ({', '.join(leaks)}), so its bits/dim is not a code length",
+            'Train with model.attention.lsh.window = "band" (evaluation alone also takes --allow-leaking-attention)',
+        )

@@ -1,0 +1,41 @@
+"""A trained model out of a checkpoint, for evaluation and generation."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megasparse.config.load import build_config
+from megasparse.config.schema import Config
+from megasparse.errors import CheckpointError
+from megasparse.model.decoder import Decoder, build_decoder
+from megasparse.training.checkpoint import MANIFEST, Checkpoint, find_newest, load_weights
+from megasparse.training.ranks import start_ranks
+
+
+def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Decoder, Config, Checkpoint, torch.device]:
+    """Build the model of a checkpoint, with its weights, in the precision and on the device that its run used.
+
+    directory: a checkpoint, or a run's folder, whose newest checkpoint is taken. overrides: `section.key=value`, on the
+    configuration that the checkpoint holds.
+    Raises CheckpointError where there is none or it is damaged, ConfigError for a wrong override.
+    """
+    checkpoint = Checkpoint.open(find_checkpoint(Path(directory)))
+    config = build_config(checkpoint.config.model_dump(mode="json"), overrides)
+    device = start_ranks(config.run.model_copy(update={"engine": "torch"})).device
+    decoder = build_decoder(config.model, config.run.seed)
+    load_weights(decoder, checkpoint)
+    if config.training.precision == "bf16":
+        for parameter in decoder.parameters():
+            parameter.data = parameter.data.bfloat16()
+    return decoder.to(device).eval(), config, checkpoint, device
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """`directory` itself if it is a checkpoint, else the newest below it. CheckpointError where there is none."""
+    if (directory / MANIFEST).exists():
+        return directory
+    for folder in (directory / "checkpoints", directory):
+        if newest := find_newest(folder):
+            return newest
+    raise CheckpointError(directory, "holds no checkpoint", "Give a run's folder, or one of its checkpoints/00001000")

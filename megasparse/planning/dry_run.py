@@ -1,0 +1,95 @@
+"""One trial step of a configuration on made-up tokens, in one process: what it takes before it takes long."""
+
+import contextlib
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megasparse.config.schema import Config
+from megasparse.data.batches import Batch
+from megasparse.planning.flops import model_flops_per_token
+from megasparse.training.engine import MakeDraws, build_engine
+from megasparse.training.ranks import start_ranks
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What the trial step took."""
+
+    parameters: int
+    flops_per_step: float
+    """Model FLOPs of a whole step of `training.global_batch` sequences."""
+    peak_bytes: int
+    """Of the micro-batch's step, gradients and optimizer state included: GPU memory, or growth of resident memory."""
+    seconds: float
+    """Time of the micro-batch's step."""
+    loss: float
+    """Nats a token of the untrained model."""
+    device: str
+
+    def lines(self, config: Config) -> str:
+        """The report that --dry-run prints."""
+        data, training = config.data, config.training
+        step = f"{training.global_batch} sequences of {data.sequence_length:,} tokens"
+        where = "GPU memory" if self.device.startswith("cuda") else "resident memory, beyond that of the empty process"
+        return "\n".join(
+            [
+                f"parameters       {self.parameters:,}",
+                f"FLOPs a step     {self.flops_per_step:.3g} ({step})",
+                f"peak memory      {self.peak_bytes / 1e9:.2f} GB of {where}, in one process without ZeRO",
+                f"time             {self.seconds:.1f} s for a micro-batch of {training.micro_batch} on {self.device}",
+                f"loss             {self.loss:.3f} nats a token, untrained",
+            ]
+        )
+
+
+def dry_run(config: Config, build_model: Callable[[Config], nn.Module], make_draws: MakeDraws) -> DryRun:
+    """Build everything and take one optimizer step on one micro-batch of random tokens, in this process on plain torch.
+
+    build_model: the model of a configuration. make_draws: see training.engine. Writes nothing and needs no data.
+    """
+    micro = config.training.micro_batch
+    alone = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"engine": "torch"}),
+            "training": config.training.model_copy(update={"global_batch": micro}),
+        }
+    )
+    ranks = start_ranks(alone.run)
+    before = _reset_peak(ranks.device)
+    model = build_model(alone)
+    parameters = sum(p.numel() for p in model.parameters())
+    engine = build_engine(model, alone, make_draws, ranks)
+    generator = torch.Generator().manual_seed(config.run.seed)
+    tokens = torch.randint(256, (micro, config.data.sequence_length), generator=generator)
+    started = time.perf_counter()
+    result = engine.train_step([Batch(tokens, torch.arange(micro), micro)], 0, config.optimizer.learning_rate)
+    seconds = time.perf_counter() - started
+    tokens_per_step = config.training.global_batch * config.data.sequence_length
+    flops = model_flops_per_token(config.model, config.data.sequence_length) * tokens_per_step
+    peak = _peak(ranks.device) - before
+    engine.close()
+    return DryRun(parameters, flops, peak, seconds, result.loss, str(ranks.device))
+
+
+def _reset_peak(device: torch.device) -> int:
+    """Bytes in use now, and the peak's measurement starts here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    with contextlib.suppress(OSError):  # where the kernel does not allow it, an earlier peak of the process counts too
+        Path("/proc/self/clear_refs").write_text("5")
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _peak(device: torch.device) -> int:
+    """Largest number of bytes in use since the reset."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,204 @@
+"""bits/dim against its definition, with made-up models whose nats are known functions of the tokens."""
+
+import math
+
+import pytest
+import torch
+
+from megasparse.errors import ConfigError, UserError
+from megasparse.evaluation import bits_per_dim
+from megasparse.evaluation.bits_per_dim import (
+    Protocol,
+    Score,
+    evaluate,
+    of_decoder,
+    of_engine,
+    refuse_leaks,
+    score,
+    windows,
+)
+from megasparse.ops.random import Draws
+
+
+class Tokens:
+    """A split of random bytes, as data.reader.EvaluationStream gives it."""
+
+    def __init__(self, count: int):
+        self.tokens = count
+        self.values = torch.randint(256, (count,), generator=torch.Generator().manual_seed(3))
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        assert 0 <= start <= stop <= self.tokens
+        return self.values[start:stop]
+
+
+class Model:
+    """A token costs a function of itself and of the token before it in the window; records what it was asked."""
+
+    leaks: list[str] = []  # noqa: RUF012
+
+    def __init__(self):
+        self.draws: list[Draws] = []
+
+    def token_nats(self, tokens: torch.Tensor, draws: Draws) -> torch.Tensor:
+        self.draws.append(draws)
+        before = torch.cat([torch.zeros_like(tokens[:, :1]), tokens[:, :-1]], dim=1)
+        return (0.5 + torch.sin(tokens.double() * 0.37 + before.double() * 1.3) ** 2).float()
+
+
+def expected(stream: Tokens, scored: list[tuple[int, int, int]]) -> tuple[float, int]:
+    """Sum over (start, stop, first) windows, token by token in plain Python."""
+    total, count = 0.0, 0
+    for start, stop, first in scored:
+        for t in range(first, stop):
+            before = 0 if t == start else int(stream.values[t - 1])
+            total += float(torch.tensor(0.5 + math.sin(int(stream.values[t]) * 0.37 + before * 1.3) ** 2).float())
+            count += 1
+    return total, count
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_non_overlapping_windows_score_every_token_once(batch):
+    stream = Tokens(1003)  # 62 windows of 16 and a ragged one of 11
+    nats, dims = expected(stream, [(a, min(a + 16, 1003), a) for a in range(0, 1003, 16)])
+    found = score(of_decoder(Model()), stream, 16, seed=0, batch=batch)
+    assert dims == 1003 == found.dims
+    assert found.nats == pytest.approx(nats, rel=1e-9)
+    assert found.bits_per_dim == pytest.approx(nats / math.log(2) / 1003, rel=1e-9)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_stride_scores_only_what_is_new(batch):
+    stream = Tokens(50)
+    scored = [(0, 16, 0), (6, 22, 16), (12, 28, 22), (18, 34, 28), (24, 40, 34), (30, 46, 40), (36, 50, 46)]
+    assert [(w.start, w.stop, w.first) for w in windows(50, 16, 6)] == scored
+    nats, dims = expected(stream, scored)
+    found = score(of_decoder(Model()), stream, 16, seed=0, stride=6, batch=batch)
+    assert found.dims == dims == 50
+    assert found.nats == pytest.approx(nats, rel=1e-9)
+
+
+@pytest.mark.parametrize("total", [1, 5, 16, 17, 31, 32, 33, 100])
+@pytest.mark.parametrize("stride", [1, 5, 15, 16])
+def test_any_stride_covers_each_token_exactly_once_with_its_context(total, stride):
+    seen = []
+    for window in windows(total, 16, stride):
+        assert window.stop - window.start <= 16
+        if window.start:
+            assert window.first - window.start == 16 - stride  # context in front of the first scored token
+        seen += range(window.first, window.stop)
+    assert seen == list(range(total))
+
+
+def test_tokens_before_score_from_are_left_out_of_each_window():
+    found = [(w.start, w.stop, w.first) for w in windows(37, 16, None, score_from=8)]
+    assert found == [(0, 16, 8), (16, 32, 24)]  # the last window is too short to have a scored token
+    with pytest.raises(ConfigError, match=r"model\.score_from"):
+        score(of_decoder(Model()), Tokens(5), 16, seed=0, score_from=8)
+
+
+def test_a_uniform_model_needs_eight_bits():
+    class Uniform:
+        def token_nats(self, tokens, draws):
+            return torch.full(tokens.shape, math.log(256))
+
+    assert score(of_decoder(Uniform()), Tokens(333), 64, seed=0).bits_per_dim == pytest.approx(8.0, rel=1e-7)
+
+
+def test_sums_are_float64():
+    class Tiny:  # 1 + 2^-20 in every token: float32 sums of 200,000 such numbers lose the fraction
+        def token_nats(self, tokens, draws):
+            return torch.full(tokens.shape, 1.0 + 2.0**-20)
+
+    found = score(of_decoder(Tiny()), Tokens(200_000), 20_000, seed=0)
+    assert found.nats == pytest.approx(200_000 * (1 + 2.0**-20), rel=1e-12)
+
+
+def test_an_engine_gives_the_same_number():
+    model, stream = Model(), Tokens(100)
+
+    def engine_evaluate(tokens, draws):
+        nats = model.token_nats(tokens, draws)
+        return nats.mean(), {"nats": nats.sum(), "tokens": torch.tensor(nats.numel())}
+
+    found = score(of_engine(engine_evaluate), stream, 16, seed=0)
+    assert found.nats == pytest.approx(score(of_decoder(model), stream, 16, seed=0).nats, rel=1e-6)
+    assert found.dims == 100
+
+
+def test_draws_are_of_evaluation_with_the_rounds_asked_for():
+    model = Model()
+    score(of_decoder(model), Tokens(20), 16, seed=7, rounds=4)
+    assert all((d.seed, d.rounds, d.training) == (7, 4, False) for d in model.draws)
+    assert len({d.step for d in model.draws}) == 1
+
+
+def test_limit_scores_the_first_windows():
+    nats, dims = expected(Tokens(1003), [(0, 16, 0), (16, 32, 16), (32, 48, 32)])
+    found = score(of_decoder(Model()), Tokens(1003), 16, seed=0, batch=2, limit=3)
+    assert (found.dims, found.nats) == (dims, pytest.approx(nats, rel=1e-9))
+
+
+def test_several_ranks_give_the_same_sums_in_equally_many_calls(monkeypatch):
+    stream, whole, calls = Tokens(1003), score(of_decoder(Model()), Tokens(1003), 16, seed=0, batch=4), []
+    totals = torch.zeros(2, dtype=torch.float64)
+    monkeypatch.setattr(bits_per_dim.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(bits_per_dim.dist, "get_world_size", lambda: 3)
+    for rank in range(3):  # one rank after the other; each adds its part of the sums to those before
+        monkeypatch.setattr(bits_per_dim.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(bits_per_dim.dist, "all_reduce", lambda sums: sums.copy_(totals.add_(sums)))
+        model = Model()
+        together = score(of_decoder(model), stream, 16, seed=0, batch=4)
+        calls.append(len(model.draws))
+    assert together.dims == whole.dims
+    assert together.nats == pytest.approx(whole.nats, rel=1e-9)
+    assert calls == [6, 6, 6]  # 17 batches: 16 of 4 windows less one, and the ragged one
+
+
+def test_nats_that_are_not_finite_are_an_error():
+    class Broken(Model):
+        def token_nats(self, tokens, draws):
+            return super().token_nats(tokens, draws) * float("nan")
+
+    with pytest.raises(UserError, match="not finite"):
+        score(of_decoder(Broken()), Tokens(20), 16, seed=0)
+
+
+@pytest.mark.parametrize("stride", [0, 17, -1])
+def test_a_stride_that_cannot_cover_is_refused(stride):
+    with pytest.raises(ConfigError, match=f"--stride: {stride} "):
+        score(of_decoder(Model()), Tokens(20), 16, seed=0, stride=stride)
+    with pytest.raises(ConfigError, match="--limit: 0 "):
+        score(of_decoder(Model()), Tokens(20), 16, seed=0, limit=0)
+
+
+def protocol(**changed) -> Protocol:
+    values = {"split": "test", "sequence_length": 16, "stride": 16, "score_from": 0, "rounds": 2, "seeds": [0]}
+    names = ("precision", "checkpoint", "data_fingerprint", "trained_on_fingerprint")
+    return Protocol(**{**values, **dict.fromkeys(names, "x"), "leaks": [], "checkpoint_step": 5, **changed})
+
+
+def test_seeds_average_nats_and_deviate_by_the_definition():
+    class Seeded:
+        def token_nats(self, tokens, draws):
+            return torch.full(tokens.shape, float(draws.seed))
+
+    result = evaluate(Seeded(), Tokens(20), protocol(seeds=[1, 2, 6]), batch=1, limit=None, device="cpu")
+    assert result["nats"] == pytest.approx(60.0)
+    assert (result["dims"], result["bytes"]) == (20, 20)
+    assert result["bits_per_dim"] == pytest.approx(3 / math.log(2))
+    assert result["standard_deviation"] == pytest.approx(math.sqrt(7) / math.log(2))
+    assert result["protocol"]["seeds"] == [1, 2, 6]
+    assert result["protocol"]["split_dims"] == 20
+    one = evaluate(Seeded(), Tokens(20), protocol(seeds=[1]), batch=1, limit=None, device="cpu")
+    assert one["standard_deviation"] is None
+
+
+def test_a_leaking_model_is_refused():
+    refuse_leaks([])
+    with pytest.raises(ConfigError, match=r"layer 1: window.*band.*--allow-leaking-attention"):
+        refuse_leaks(["layer 1: window"])
+
+
+def test_bits_are_nats_over_ln_2():
+    assert Score(math.log(2) * 30, 10).bits_per_dim == pytest.approx(3.0)

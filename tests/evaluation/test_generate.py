@@ -1,0 +1,120 @@
+"""Cached generation and sampling, on a made-up decoder whose logits are a known function of the last token."""
+
+import pytest
+import torch
+
+from megasparse.errors import ConfigError
+from megasparse.evaluation.generate import as_text, check_request, generate, sample
+
+
+class Counter:
+    """Likeliest after token t is t + 1; the cache is the list of tokens taken in."""
+
+    def __init__(self, vocabulary: int = 300):
+        self.vocabulary = vocabulary
+        self.caches: list[list[int]] = []
+
+    def new_cache(self, batch_size, seed):
+        self.caches.append([seed])
+        return self.caches[-1]
+
+    def prefill(self, tokens, cache):
+        assert tokens.shape[0] == 1
+        cache += tokens[0].tolist()
+        return self._logits(cache)
+
+    def decode(self, token, cache):
+        cache.append(int(token[0]))
+        return self._logits(cache)
+
+    def _logits(self, cache):
+        last = cache[-1] if len(cache) > 1 else -1
+        return -((torch.arange(self.vocabulary) - last - 1).abs().float()[None] % self.vocabulary)
+
+
+def prompt(*tokens):
+    return torch.tensor(tokens, dtype=torch.long)
+
+
+def test_greedy_takes_the_likeliest_and_feeds_it_back():
+    model = Counter()
+    assert list(generate(model, prompt(10, 11), 4, hash_seed=9, temperature=0.0)) == [12, 13, 14, 15]
+    assert model.caches == [[9, 10, 11, 12, 13, 14]]  # the last token is not fed: nothing comes after it
+
+
+def test_an_empty_prompt_and_no_tokens():
+    assert list(generate(Counter(), prompt(), 3, hash_seed=0, temperature=0.0)) == [0, 1, 2]
+    assert list(generate(Counter(), prompt(5), 0, hash_seed=0)) == []
+
+
+def test_ids_beyond_the_vocabulary_are_never_taken():
+    assert list(generate(Counter(), prompt(255), 1, hash_seed=0, temperature=0.0)) == [256]
+    assert list(generate(Counter(), prompt(255), 1, hash_seed=0, temperature=0.0, vocabulary=256)) == [255]
+
+
+def test_a_seed_gives_the_same_text_and_leaves_the_global_generator_alone():
+    def draw(seed):
+        return list(generate(Counter(), prompt(10), 40, hash_seed=0, seed=seed, temperature=5.0))
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = draw(4)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert draw(4) == first
+    assert draw(5) != first
+
+
+def test_top_p_keeps_the_fewest_likeliest_tokens():
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    generator = torch.Generator().manual_seed(0)
+
+    def support(top_p):
+        return {sample(logits, 1.0, top_p, generator) for _ in range(300)}
+
+    assert support(0.3) == {1}
+    assert support(0.41) == {1, 3}
+    assert support(0.69) == {1, 3}
+    assert support(0.71) == {1, 2, 3}
+    assert support(1.0) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_temperature_sharpens_as_defined(temperature):
+    logits, count = torch.tensor([0.0, 1.0, 2.0]), 4000
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.tensor([sample(logits, temperature, 1.0, generator) for _ in range(count)])
+    wanted = torch.softmax(logits / temperature, dim=0)
+    found = torch.bincount(drawn, minlength=3) / count
+    assert ((found - wanted).abs() < 4 * (wanted * (1 - wanted) / count).sqrt()).all()  # 4 standard deviations
+
+
+def test_a_tiny_temperature_is_greedy_and_not_nan():
+    assert sample(torch.tensor([1.0, 3.0, 2.0]), 1e-300, 1.0, torch.Generator().manual_seed(0)) == 1
+
+
+def test_text_comes_out_character_by_character():
+    raw = "aé€😀".encode() + b"\xff" + b"z" + "é".encode()[:1]
+    pieces = list(as_text(raw))
+    assert pieces == ["a", "é", "€", "😀", "\ufffd", "z", "\ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (
+            (10, 7, 16, 1.0, 1.0),
+            r"--tokens: 10 tokens of prompt and 7 more do not fit model.max_length = 16. Ask for 6",
+        ),
+        ((20, 0, 16, 1.0, 1.0), r"--tokens.*Ask for 0 or fewer, or shorten the prompt"),
+        ((0, -1, 16, 1.0, 1.0), r"--tokens: -1"),
+        ((0, 1, 16, -0.5, 1.0), r"--temperature: -0.5"),
+        ((0, 1, 16, float("nan"), 1.0), r"--temperature: nan"),
+        ((0, 1, 16, 1.0, 0.0), r"--top-p: 0.0"),
+        ((0, 1, 16, 1.0, 1.5), r"--top-p: 1.5"),
+    ],
+)
+def test_requests_that_cannot_be_met(request_, message):
+    with pytest.raises(ConfigError, match=message):
+        check_request(*request_)
+    check_request(10, 6, 16, 0.0, 1.0)

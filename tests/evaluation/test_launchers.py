@@ -1,0 +1,184 @@
+"""From a trained checkpoint to numbers and text, by the commands that a user types."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import evaluate, generate, pretrain
+from megasparse.data.corpora.source import Source
+from megasparse.data.index import Index
+from megasparse.data.prepare import prepare
+from megasparse.data.reader import EvaluationStream
+from megasparse.evaluation.restore import restore
+from megasparse.ops.random import Draws
+
+ROOT = Path(__file__).parents[2]
+MODEL = {
+    "max_length": 64,
+    "layers": 2,
+    "d_model": 32,
+    "d_ff": 64,
+    "heads": 4,
+    "attention": {"pattern": ["local", "lsh"], "local": {"chunk": 16}, "lsh": {"chunk": 8, "rounds": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """data/: a little text, a tenth of it for testing. run/: three steps of training. leaky/: the chunk window."""
+    folder = tmp_path_factory.mktemp("launchers")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(50)]
+    (folder / "source.txt").write_text(" ".join(draw.choices(words, k=1500)))
+    source = Source.open([str(folder / "source.txt")], None, folder / "download")
+    prepare(
+        "text",
+        source,
+        folder / "data",
+        options={"split": "80,10,10"},
+        sample_bytes=256,
+        shard_bytes=2048,
+        command="a test",
+    )
+    for name, window in (("run", "band"), ("leaky", "chunk")):
+        config = {
+            "run": {"directory": str(folder / name), "engine": "torch", "device": "cpu"},
+            "model": MODEL,
+            "data": {"path": str(folder / "data"), "sequence_length": 64},
+            "training": {"steps": 3, "global_batch": 2, "micro_batch": 2},
+            "checkpoint": {"every": 2},
+            "evaluation": {"every": 2, "sequences": 2, "sample_tokens": 4},
+        }
+        config["model"]["attention"]["lsh"]["window"] = window
+        (folder / f"{name}.json").write_text(json.dumps(config))
+        run(pretrain, "--config", folder / f"{name}.json")
+    return folder
+
+
+def run(launcher, *arguments) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["launcher", *map(str, arguments)])
+        launcher.main()
+
+
+def refused(capsys, launcher, *arguments) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        run(launcher, *arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def by_hand(folder: Path, rounds: int, seed: int = 0) -> float:
+    """Nats of the test split in windows of 64 from the start vector, one at a time."""
+    decoder, *_ = restore(folder / "run")
+    stream = EvaluationStream(Index.load(folder / "data"), "test")
+    tokens = stream.read(0, stream.tokens)
+    pieces = [tokens[None, i : i + 64] for i in range(0, len(tokens), 64)]
+    return math.fsum(float(decoder.token_nats(p, Draws.evaluation(seed, 1, rounds)).double().sum()) for p in pieces)
+
+
+def test_evaluate_writes_the_number_with_its_protocol(folder, capsys):
+    out = folder / "out" / "test.json"
+    run(evaluate, "--checkpoint", folder / "run", "--data", folder / "data", "--json", out, "--batch", 5)
+    found, index = json.loads(out.read_text()), Index.load(folder / "data")
+    dims = index.split("test").tokens
+    assert (found["dims"], found["bytes"]) == (dims, dims)
+    assert found["nats"] == pytest.approx(by_hand(folder, rounds=1), rel=1e-6)
+    assert found["bits_per_dim"] == pytest.approx(found["nats"] / dims / math.log(2), rel=1e-12)
+    protocol = found["protocol"]
+    assert protocol["checkpoint_step"] == 3
+    assert protocol["data_fingerprint"] == protocol["trained_on_fingerprint"] == index.fingerprint
+    for key, value in {
+        "split": "test",
+        "sequence_length": 64,
+        "stride": 64,
+        "rounds": 1,
+        "seeds": [0],
+        "leaks": [],
+    }.items():
+        assert protocol[key] == value
+    assert f"{found['bits_per_dim']:.4f} bits/dim" in capsys.readouterr().out
+
+
+def test_rounds_seeds_stride_limit_and_overrides_reach_the_model(folder):
+    out = folder / "out" / "options.json"
+    common = ["--checkpoint", folder / "run" / "checkpoints", "--data", folder / "data", "--json", out]
+    run(evaluate, *common, "--rounds", 3, "--hash-seeds", 2, "--set", "run.seed=5")
+    found = json.loads(out.read_text())
+    assert found["nats"] == pytest.approx((by_hand(folder, 3, seed=5) + by_hand(folder, 3, seed=6)) / 2, rel=1e-6)
+    assert found["protocol"]["seeds"] == [5, 6]
+    assert found["standard_deviation"] > 0
+    run(evaluate, *common, "--limit", 2, "--stride", 16, "--split", "validation")
+    found = json.loads(out.read_text())
+    assert (found["dims"], found["protocol"]["stride"]) == (80, 16)
+
+
+def test_a_leaking_model_is_scored_only_when_asked_for(folder, capsys):
+    arguments = ["--checkpoint", folder / "leaky", "--data", folder / "data", "--json", folder / "leaky.out"]
+    assert "not strictly causal" in refused(capsys, evaluate, *arguments)
+    run(evaluate, *arguments, "--allow-leaking-attention", "--limit", 1)
+    assert len(json.loads((folder / "leaky.out").read_text())["protocol"]["leaks"]) == 1
+    assert "not strictly causal" in refused(capsys, generate, "--checkpoint", folder / "leaky", "--tokens", 3)
+
+
+def test_greedy_text_is_the_whole_sequence_models_choice(folder, capsys):
+    arguments = ["--checkpoint", folder / "run", "--prompt", "abc é", "--tokens", 14, "--temperature", 0]
+    run(generate, *arguments)
+    decoder, *_ = restore(folder / "run")
+    tokens = list("abc é".encode())
+    for _ in range(14):  # beyond a window of each layer
+        row = torch.tensor([[*tokens, 0]] * 256)
+        row[:, -1] = torch.arange(256)
+        nats = decoder.token_nats(row, Draws.evaluation(0, 256))[:, -1]
+        tokens.append(int(nats.argmin()))
+    assert capsys.readouterr().out == bytes(tokens).decode(errors="replace") + "\n"
+
+
+def test_sampled_text_depends_on_its_seed_alone(folder, capsys):
+    texts = []
+    for seed in (1, 1, 2):
+        run(generate, "--checkpoint", folder / "run", "--tokens", 40, "--seed", seed, "--top-p", 0.9)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_mistakes_are_one_line(folder, capsys, tmp_path):
+    long = refused(capsys, generate, "--checkpoint", folder / "run", "--prompt", "x" * 60, "--tokens", 5)
+    assert "--tokens: 60 tokens of prompt and 5 more do not fit model.max_length = 64" in long
+    assert "holds no checkpoint" in refused(capsys, evaluate, "--checkpoint", tmp_path, "--data", folder / "data")
+    there = ["--checkpoint", folder / "run"]
+    assert "no data here" in refused(capsys, evaluate, *there, "--data", tmp_path)
+    assert 'no split "tst"' in refused(capsys, evaluate, *there, "--data", folder / "data", "--split", "tst")
+    assert "--stride: 65" in refused(capsys, evaluate, *there, "--data", folder / "data", "--stride", 65)
+    assert "of another model" in refused(capsys, evaluate, *there, "--set", "model.layers=3")
+    assert "d_ff" not in refused(capsys, evaluate, *there, "--set", "model.d_modl=3")
+
+
+def test_training_logged_its_held_out_evaluation(folder):
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert ["evaluation/bits_per_dim" in line for line in lines] == [False, True, False]
+    assert lines[1]["evaluation/bits_per_dim"] == pytest.approx(lines[1]["evaluation/loss"] / math.log(2))
+    there = ["--checkpoint", folder / "run" / "checkpoints" / "00000002", "--data", folder / "data"]
+    run(evaluate, *there, "--split", "validation", "--limit", 2, "--json", folder / "step_2.json")
+    found = json.loads((folder / "step_2.json").read_text())
+    assert found["bits_per_dim"] == pytest.approx(lines[1]["evaluation/bits_per_dim"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["evaluate", "generate"])
+def test_the_scripts_start(name):
+    command = [sys.executable, str(ROOT / "launch" / f"{name}.py"), "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert found.returncode == 0, found.stderr
+    assert "--checkpoint" in found.stdout

@@ -1,0 +1,60 @@
+"""The trial step: it measures what it says, and leaves nothing behind."""
+
+import math
+
+import pytest
+
+from megasparse.config.load import build_config
+from megasparse.model.decoder import build_decoder
+from megasparse.ops.random import Draws
+from megasparse.planning.dry_run import dry_run
+from megasparse.planning.flops import model_flops_per_token
+
+VALUES = {
+    "run": {"directory": "runs/never", "device": "cpu"},
+    "model": {
+        "max_length": 64,
+        "layers": 2,
+        "d_model": 32,
+        "d_ff": 64,
+        "heads": 4,
+        "attention": {"pattern": ["local", "lsh"], "local": {"chunk": 16}, "lsh": {"chunk": 16}},
+    },
+    "data": {"path": "no/data", "sequence_length": 64},
+    "training": {"global_batch": 6, "micro_batch": 2},
+}
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(values, *overrides):
+    config = build_config(values, overrides)
+    seed = config.run.seed
+    return config, dry_run(
+        config, lambda c: build_decoder(c.model, seed), lambda s, samples: Draws(seed, s, samples, True)
+    )
+
+
+def test_it_measures_one_step_and_writes_nothing(empty_folder):
+    config, found = run(VALUES)
+    assert list(empty_folder.iterdir()) == []
+    assert found.parameters == sum(p.numel() for p in build_decoder(config.model, 0).parameters())
+    assert found.flops_per_step == model_flops_per_token(config.model, 64) * 6 * 64
+    assert found.seconds > 0
+    assert abs(found.loss - math.log(256)) < 2  # random weights know nothing
+    report = found.lines(config)
+    for word in (f"{found.parameters:,}", "6 sequences of 64 tokens", "micro-batch of 2 on cpu"):
+        assert word in report
+
+
+def test_peak_memory_is_that_of_weights_gradients_and_optimizer(empty_folder):
+    # A matrix has 40 MiB, two layers have four; below 32 MiB the allocator may reuse what earlier tests left.
+    d_ff = 40 * 2**20 // 4 // 512
+    wide = ["model.d_model=512", f"model.d_ff={d_ff}", "training.micro_batch=1", 'model.attention.pattern=["local"]']
+    _, found = run(VALUES, *wide)
+    states = 4 * 4 * found.parameters  # fp32 weights, gradients, and the two moments of AdamW
+    assert 0.95 * states < found.peak_bytes < 1.6 * states  # beside them: buffers of the update, and activations
