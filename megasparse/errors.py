@@ -58,7 +58,8 @@ def report_user_errors(main: Callable[..., None]) -> Callable[..., None]:
         try:
             main(*args, **kwargs)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            rank = int(os.environ.get("RANK", "0"))
+            print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
             sys.exit(2)
 
     return run

@@ -25,7 +25,9 @@ class Heads(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """out: (B, H, Lq, D). auxiliary_loss: scalar to minimise with the task's, or None. statistics: name -> detached scalar."""
+    """out: (B, H, Lq, D). auxiliary_loss: scalar to minimise with the task's, or None. statistics: name -> detached
+    scalar.
+    """
 
     out: Tensor
     auxiliary_loss: Tensor | None
@@ -36,7 +38,8 @@ class Memory:
     """What a layer's forward decided and its recomputation must not decide again.
 
     A reversible backward rebuilds the layer's input only up to the last bits, so a hash of it can flip: the first pass
-    records the codes, the recomputation replays them. It belongs to one forward pass (to its autograd context), never to a module.
+    records the codes, the recomputation replays them. It belongs to one forward pass (to its autograd context), never
+    to a module.
     """
 
     def __init__(self) -> None:

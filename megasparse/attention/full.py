@@ -1,4 +1,6 @@
-"""Full softmax attention, the baseline: torch's scaled_dot_product_attention. B batch, H heads, L length, D head dim."""
+"""Full softmax attention, the baseline: torch's scaled_dot_product_attention. B batch, H heads, L length, D head
+dim.
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +14,9 @@ from megasparse.config.schema import FullAttentionConfig
 
 @dataclass
 class KeyValueCache:
-    """Keys and values (B, H, capacity, D) of the tokens so far; places from the current position on are not yet used."""
+    """Keys and values (B, H, capacity, D) of the tokens so far; places from the current position on are not yet
+    used.
+    """
 
     k: Tensor
     v: Tensor
@@ -23,7 +27,9 @@ class KeyValueCache:
 
 
 class FullAttention(Attention):
-    """softmax(qkᵀ/√D)v; with shared QK softmax(q·k̂ᵀ)v, k̂ = q/|q|, a token seeing itself only when it sees nothing else."""
+    """softmax(qkᵀ/√D)v; with shared QK softmax(q·k̂ᵀ)v, k̂ = q/|q|, a token seeing itself only when it sees nothing
+    else.
+    """
 
     def __init__(self, config: FullAttentionConfig, max_length: int):
         super().__init__()
@@ -68,7 +74,9 @@ class FullAttention(Attention):
 
 
 def _mask(heads: Heads, exclude_self: bool) -> Tensor | None:
-    """(B, 1, L, L) bool of visible pairs, or None where the causal flag says it all. A row with nothing to see sees itself."""
+    """(B, 1, L, L) bool of visible pairs, or None where the causal flag says it all. A row with nothing to see sees
+    itself.
+    """
     if heads.key_mask is None and heads.segments is None and not exclude_self:
         return None
     length = heads.q.shape[2]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads
 from megasparse.attention.full import FullAttention
@@ -36,7 +37,9 @@ class Padding:
 
 
 class AttentionLayer(nn.Module):
-    """Multi-head attention with one mechanism. With shared QK there is no key projection: k = q/|q| (Reformer section 2)."""
+    """Multi-head attention with one mechanism. With shared QK there is no key projection: k = q/|q| (Reformer section
+    2).
+    """
 
     def __init__(self, config: ModelConfig, kind: str):
         super().__init__()
@@ -45,10 +48,10 @@ class AttentionLayer(nn.Module):
         self.rotary = config.positions.kind == "rotary"
         self.mechanism = build_mechanism(kind, config.attention, config.max_length)
         width = self.heads * self.head_dim
-        self.query = nn.Linear(config.d_model, width, bias=False)
-        self.key = None if self.mechanism.shared_qk else nn.Linear(config.d_model, width, bias=False)
-        self.value = nn.Linear(config.d_model, width, bias=False)
-        self.output = nn.Linear(width, config.d_model, bias=False)
+        self.query = _projection(config.d_model, width)
+        self.key = None if self.mechanism.shared_qk else _projection(config.d_model, width)
+        self.value = _projection(config.d_model, width)
+        self.output = _projection(width, config.d_model)
 
     def forward(
         self, x: Tensor, context: AttentionContext, padding: Padding, causal: bool = True, cache: Any = None
@@ -84,13 +87,20 @@ class AttentionLayer(nn.Module):
         return self.output(x.transpose(1, 2).flatten(-2))  # (B, L, E)
 
 
+def _projection(width_in: int, width_out: int) -> nn.Linear:
+    """Without torch's own initialisation, which would draw from the global generator."""
+    return skip_init(nn.Linear, width_in, width_out, bias=False)
+
+
 def normalized(q: Tensor) -> Tensor:
     """q/|q| in fp32 at least, cast back; a zero vector stays zero."""
     return F.normalize(_at_least_fp32(q), dim=-1).to(q.dtype)
 
 
 def rotate(x: Tensor, first_position: int) -> Tensor:
-    """Rotary positions (Su et al., RoFormer): the pair (x_i, x_{i+D/2}) turned by position·10000^(−2i/D). x: (B, H, L, D)."""
+    """Rotary positions (Su et al., RoFormer): the pair (x_i, x_{i+D/2}) turned by position·10000^(−2i/D). x: (B, H,
+    L, D).
+    """
     half = x.shape[-1] // 2
     frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
     position = torch.arange(first_position, first_position + x.shape[2], dtype=torch.float64, device=x.device)

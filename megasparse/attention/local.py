@@ -1,4 +1,6 @@
-"""Local attention: a token sees its own chunk of positions and the chunk before, strictly causal. B batch, H heads, L length, D head dim."""
+"""Local attention: a token sees its own chunk of positions and the chunk before, strictly causal. B batch, H heads, L
+length, D head dim.
+"""
 
 import torch
 import torch.nn.functional as F

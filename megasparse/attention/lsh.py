@@ -22,8 +22,8 @@ from megasparse.ops.random import rotations
 class LSHCache:
     """Keys, values and buckets of all tokens so far, and each bucket's last M tokens, oldest overwritten first.
 
-    codes: (B, H, R, capacity). rank: (B, H, R, capacity), a token's number inside its bucket. last: (B, H, R, N, M) tokens;
-    the token of rank k stands at k mod M. size: (B, H, R, N).
+    codes: (B, H, R, capacity). rank: (B, H, R, capacity), a token's number inside its bucket. last: (B, H, R, N, M)
+    tokens; the token of rank k stands at k mod M. size: (B, H, R, N).
     """
 
     tokens: KeyValueCache
@@ -36,7 +36,8 @@ class LSHCache:
 class LSHAttention(Attention):
     """Shared-QK attention inside hash buckets, rounds merged by log-sum-exp, a pair seen in N rounds counted once.
 
-    The band window is strictly causal and decodes exactly from each bucket's last M tokens. The chunk window is the paper's.
+    The band window is strictly causal and decodes exactly from each bucket's last M tokens. The chunk window is the
+    paper's.
     """
 
     shared_qk = True
@@ -96,7 +97,8 @@ class LSHAttention(Attention):
         cache.rank[..., :length].scatter_(-1, order, rank)
         place = codes * self.window.chunk + cache.rank[..., :length] % self.window.chunk
         recent = cache.size.gather(-1, codes) - cache.rank[..., :length] <= self.window.chunk
-        # Tokens that a later one of the bucket pushed out are sent where the newest token of the row goes, before it does.
+        # Tokens that a later one of the bucket pushed out are sent where the newest token of the row goes, before it
+        # does.
         table, token = cache.last.flatten(-2), torch.arange(length, device=codes.device).expand_as(codes)
         newest_place, newest = place[..., -1:], token[..., -1:]
         table.scatter_(-1, torch.where(recent, place, newest_place), torch.where(recent, token, newest))
@@ -143,4 +145,3 @@ def _gather(x: Tensor, tokens: Tensor) -> Tensor:
     """Rows of x (B, H, L, D) at tokens (B, H, R, M): (B, H, R·M, D)."""
     index = tokens.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
     return x.gather(2, index)
-

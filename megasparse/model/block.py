@@ -1,4 +1,5 @@
-"""A layer of the stack: an attention branch and a feed-forward branch around residual streams. B batch, L length, E d_model.
+"""A layer of the stack: an attention branch and a feed-forward branch around residual streams. B batch, L length, E
+d_model.
 
 Streams are fp32. A branch normalises in fp32, computes in the dtype of its weights, and is added to a stream in fp32.
 """
@@ -75,15 +76,20 @@ class FeedForwardBranch(nn.Module):
 
 
 class Block(nn.Module):
-    """Reversible: Y1 = X1 + Attention(X2), Y2 = X2 + FeedForward(Y1) (Reformer Eq. 9). Ordinary: both added to the one stream."""
+    """Reversible: Y1 = X1 + Attention(X2), Y2 = X2 + FeedForward(Y1) (Reformer Eq. 9). Ordinary: both added to the
+    one stream.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, kind: str):
         super().__init__()
         self.attention = AttentionBranch(config, layer, kind)
         self.feed_forward = FeedForwardBranch(config, layer)
 
-    def forward(self, streams: Streams, run: Pass, cache: Any = None) -> tuple[Streams, Tensor | None]:
-        """Returns the new streams and the auxiliary loss. A given empty cache takes in the whole sequence."""
+    def forward(self, run: Pass, cache: Any, *streams: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the auxiliary loss (or None) and the new streams. A given empty cache takes in the whole sequence.
+
+        Streams are arguments of their own because the checkpointing wrapper looks for tensors no deeper.
+        """
         auxiliary: list[Tensor | None] = []
 
         def attend(x: Tensor) -> Tensor:
@@ -92,7 +98,7 @@ class Block(nn.Module):
             return out
 
         streams = residual(streams, attend, lambda x: self.feed_forward(x, run.draws))
-        return streams, auxiliary[0]
+        return auxiliary[0], *streams
 
     def decode(self, streams: Streams, cache: Any, position: int, draws: Draws) -> Streams:
         """One new token: streams of (B, 1, E)."""

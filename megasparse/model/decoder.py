@@ -1,4 +1,5 @@
-"""The causal decoder: embedding, a stack of blocks, a tiled output projection; whole sequences or one cached token at a time.
+"""The causal decoder: embedding, a stack of blocks, a tiled output projection; whole sequences or one cached token at
+a time.
 
 B batch, L length, E d_model, V vocabulary.
 """
@@ -8,58 +9,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from fairscale.nn import checkpoint_wrapper
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Memory
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import ModelConfig
-from megasparse.model.block import Block, Norm, Pass, Streams
+from megasparse.model.block import Block, Pass, Streams
 from megasparse.model.embedding import Embedding
+from megasparse.model.head import OutputHead
 from megasparse.model.reversible import reversible
-from megasparse.ops.cross_entropy import token_nats
 from megasparse.ops.random import Draws, derive, dropout
 
 
 @dataclass
 class DecodingCache:
-    """What cached decoding keeps: each layer's cache, how many positions were taken in, and what its draws depend on."""
+    """What cached decoding keeps: each layer's cache, how many positions were taken in, and what its draws depend
+    on.
+    """
 
     layers: list[Any]
     position: int
     draws: Draws
-
-
-class OutputHead(nn.Module):
-    """Final norm and projection to the vocabulary.
-
-    Untied, a reversible stack's two streams are normalised and projected side by side, 2·E wide, as in the published Reformer;
-    tied, their mean is, against the token embedding / √E.
-    """
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        streams = 2 if config.blocks == "reversible" else 1
-        self.tiles, self.tied = config.loss_tiles, config.tied_embeddings
-        width = config.d_model if self.tied else streams * config.d_model
-        self.norm = Norm(width)
-        if not self.tied:
-            self.weight = nn.Parameter(torch.empty(config.vocabulary, width))
-
-    def forward(self, streams: Streams, targets: Tensor | None, embedding: Tensor | None) -> Tensor:
-        """The nats of every target, (B, L) fp32; without targets the logits of the last position, (B, V) fp32."""
-        if targets is None:
-            streams = tuple(x[:, -1:] for x in streams)
-        if self.tied:
-            assert embedding is not None
-            hidden = self.norm(torch.stack(streams).mean(0)) * embedding.shape[1] ** -0.5
-            weight = embedding
-        else:
-            hidden, weight = self.norm(torch.cat(streams, dim=-1)), self.weight
-        if targets is None:
-            return F.linear(hidden, weight)[:, 0].float()
-        return token_nats(hidden, weight, targets, self.tiles)
 
 
 class Decoder(nn.Module):
@@ -70,23 +41,24 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = Embedding(config)
         pattern = config.attention.pattern
-        self.blocks = nn.ModuleList(Block(config, i, pattern[i % len(pattern)]) for i in range(config.layers))
+        self.layers = [Block(config, i, pattern[i % len(pattern)]) for i in range(config.layers)]
+        self.blocks = nn.ModuleList(self.layers)
         self.head = OutputHead(config)
         if config.activations in ("checkpoint", "checkpoint_cpu"):
-            for block in self.blocks:
+            for block in self.layers:
                 checkpoint_wrapper(block, offload_to_cpu=config.activations == "checkpoint_cpu")
 
     @property
     def leaks(self) -> list[str]:
         """The layers in which a later token can move an earlier output, and why; empty for a strictly causal model."""
-        mechanisms = [(i, block.attention.attention.mechanism) for i, block in enumerate(self.blocks)]
+        mechanisms = [(i, block.attention.attention.mechanism) for i, block in enumerate(self.layers)]
         return [f"layer {i}: {mechanism.leak}" for i, mechanism in mechanisms if mechanism.leak]
 
     def forward(self, tokens: Tensor, draws: Draws, padding: Padding | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """tokens: (B, L) int64. Returns the objective, mean nats a token plus auxiliary losses, and statistics.
 
-        statistics: `nats` the sum over scored tokens and `tokens` their number; any others are means to log. Not scored: padding, and
-        positions before `score_from`.
+        statistics: `nats` the sum over scored tokens and `tokens` their number; any others are means to log. Not
+        scored: padding, and positions before `score_from`.
         """
         padding = padding or Padding()
         run = self._new_pass(draws, padding)
@@ -121,17 +93,19 @@ class Decoder(nn.Module):
 
     def _stack(self, streams: Streams, run: Pass, caches: Sequence[Any] | None = None) -> tuple[Streams, Tensor]:
         if self.config.activations == "reversible" and torch.is_grad_enabled():
-            return reversible(list(self.blocks), streams, run)
+            return reversible(self.layers, streams, run)
         total = torch.zeros((), device=streams[0].device)
-        for i, block in enumerate(self.blocks):
-            streams, auxiliary = block(streams, run) if caches is None else block(streams, run, caches[i])
+        for i, block in enumerate(self.layers):
+            auxiliary, *streams = block(run, caches[i] if caches is not None else None, *streams)
             if auxiliary is not None:
                 total = total + auxiliary
-        return streams, total
+        return tuple(streams), total
 
     def new_cache(self, batch_size: int, seed: int, rounds: int | None = None) -> DecodingCache:
-        """An empty cache for sequences of up to `max_length` tokens. seed: of the run, for the rotations of evaluation."""
-        layers = [block.attention.attention.new_cache(batch_size, rounds) for block in self.blocks]
+        """An empty cache for sequences of up to `max_length` tokens. seed: of the run, for the rotations of
+        evaluation.
+        """
+        layers = [block.attention.attention.new_cache(batch_size, rounds) for block in self.layers]
         return DecodingCache(layers, 0, Draws.evaluation(seed, batch_size, rounds))
 
     @torch.no_grad()
@@ -148,7 +122,7 @@ class Decoder(nn.Module):
         """Takes one more token (B,) into the cache. Returns the logits (B, V) of the token after it."""
         assert cache.position < self.config.max_length, "the cache is full"
         streams = self._enter(token[:, None], cache.position, cache.draws)
-        for block, layer in zip(self.blocks, cache.layers, strict=True):
+        for block, layer in zip(self.layers, cache.layers, strict=True):
             streams = block.decode(streams, layer, cache.position, cache.draws)
         cache.position += 1
         return self.head(streams, None, self._tied_weight())
@@ -157,8 +131,8 @@ class Decoder(nn.Module):
 def build_decoder(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:
     """A decoder whose every weight is a pure function of (seed, its name).
 
-    Embeddings are standard normal; projections normal with deviation 1/√fan-in, those into a stream divided by √(2·layers) so that
-    the streams' scale does not grow with depth; norms 1, biases 0.
+    Embeddings are standard normal; projections normal with deviation 1/√fan-in, those into a stream divided by
+    √(2·layers) so that the streams' scale does not grow with depth; norms 1, biases 0.
     """
     model = Decoder(config)
     with torch.no_grad():

@@ -12,8 +12,9 @@ from megasparse.config.schema import ModelConfig
 class Positions(nn.Module):
     """Position embeddings, (n, E) for the positions [first, first + n).
 
-    axial: positions are cells of a grid; the embeddings of the axes stand side by side, Σ n_a·d_a numbers in place of L·E (Reformer,
-    appendix D of the paper's code: the enwik8 and imagenet64 models). learned: a vector each. sinusoidal: Vaswani et al. 2017.
+    axial: positions are cells of a grid; the embeddings of the axes stand side by side, Σ n_a·d_a numbers in place of
+    L·E (Reformer, appendix D of the paper's code: the enwik8 and imagenet64 models). learned: a vector each.
+    sinusoidal: Vaswani et al. 2017.
     """
 
     def __init__(self, config: ModelConfig):
@@ -48,11 +49,13 @@ class Positions(nn.Module):
         half = (self.width + 1) // 2
         frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
         angle = torch.arange(first, first + count, dtype=torch.float64)[:, None] * frequency
-        return torch.cat([torch.sin(angle), torch.cos(angle)], dim=-1)[:, : self.width].float()
+        return torch.cat([torch.sin(angle).float(), torch.cos(angle).float()], dim=-1)[:, : self.width]
 
 
 class Embedding(nn.Module):
-    """The decoder's input at position t: the embedding of token t − 1 (a learned start vector at 0) plus position t, in fp32."""
+    """The decoder's input at position t: the embedding of token t − 1 (a learned start vector at 0) plus position t,
+    in fp32.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -61,7 +64,8 @@ class Embedding(nn.Module):
         self.positions = Positions(config)
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:
-        """tokens: (B, n), the tokens before each of the positions [first, first + n); at first = 0 without the start: (B, n − 1).
+        """tokens: (B, n), the tokens before each of the positions [first, first + n); at first = 0 without the start:
+        (B, n − 1).
 
         Returns (B, n, E) fp32.
         """

@@ -1,4 +1,6 @@
-"""The position-wise feed-forward, in tiles of the sequence whose backward is tiled too. B batch, L length, E d_model, F d_ff."""
+"""The position-wise feed-forward, in tiles of the sequence whose backward is tiled too. B batch, L length, E d_model,
+F d_ff.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,9 @@ from megasparse.ops.tiled import tiled
 
 
 class FeedForward(nn.Module):
-    """W2·dropout(gelu(W1·x + b1)) + b2. With T tiles the hidden layer (B, L/T, F) exists for one tile at a time (Reformer Eq. 9)."""
+    """W2·dropout(gelu(W1·x + b1)) + b2. With T tiles the hidden layer (B, L/T, F) exists for one tile at a time
+    (Reformer Eq. 9).
+    """
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()

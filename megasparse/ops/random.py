@@ -1,8 +1,9 @@
 """Counter-based randomness: every draw is a pure function of what it is for, never of what was drawn before.
 
-A draw's key comes from (run seed, step, layer, purpose); rotations add round and global head, dropout adds global sample and
-position. So a resumed run, another number of ranks, a recomputed layer and cached decoding all see the same draws, and none
-is ever stored. The micro-step is left out on purpose: it changes with the number of ranks, and the draws must not.
+A draw's key comes from (run seed, step, layer, purpose); rotations add round and global head, dropout adds global
+sample and position. So a resumed run, another number of ranks, a recomputed layer and cached decoding all see the
+same draws, and none is ever stored. The micro-step is left out on purpose: it changes with the number of ranks, and
+the draws must not.
 
 B batch, L length, H heads, R rounds, E width.
 """
@@ -27,8 +28,8 @@ def derive(*parts: int | str) -> int:
 class Draws:
     """What the random draws of one forward pass depend on.
 
-    seed: of the run. step: optimizer step. samples: (B,) int64, global number of each sequence. training: dropout is on.
-    rounds: hash rounds in place of the configured ones, or None.
+    seed: of the run. step: optimizer step. samples: (B,) int64, global number of each sequence. training: dropout is
+    on. rounds: hash rounds in place of the configured ones, or None.
     """
 
     seed: int
@@ -56,7 +57,9 @@ def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
     rows: int64, any shape. Built of an integer mixer whose every input bit reaches every output bit.
     """
     low, high = _signed(key), _signed(key >> 32)
-    row = _mix(rows.to(torch.int32) + low) ^ _mix((rows >> 32).to(torch.int32) + high)  # conversions keep the low 32 bits
+    row = _mix(rows.to(torch.int32) + low) ^ _mix(
+        (rows >> 32).to(torch.int32) + high
+    )  # conversions keep the low 32 bits
     column = _mix(torch.arange(columns, dtype=torch.int32, device=rows.device) + high)
     return _mix(_mix(row).unsqueeze(-1) + column)
 
@@ -64,7 +67,8 @@ def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
 def dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
     """Zeroes elements of x (B, L, E) with probability `rate` and scales the rest by 1/(1 − rate).
 
-    rows: (B, L), see `Draws.rows`. The mask is a function of (key, row, element): the same wherever and whenever it is drawn again.
+    rows: (B, L), see `Draws.rows`. The mask is a function of (key, row, element): the same wherever and whenever it
+    is drawn again.
     """
     if rate == 0.0:
         return x

@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 
 
-def tiled(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], tiles: int
-) -> Tensor:
+def tiled(function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], tiles: int) -> Tensor:
     """`function(*inputs, *weights)`, computed on `tiles` pieces of the inputs along dimension 1.
 
     inputs: (B, L, ...) each; `function` must treat every position of L by itself. weights: used whole by every tile.
-    Returns (B, L, ...). The backward recomputes each tile and hands every weight ONE gradient, the sum over the tiles (in
-    fp32): ZeRO 2 and 3 reduce a weight's gradient as soon as it comes, so a gradient per tile would be wrong there.
+    Returns (B, L, ...). The backward recomputes each tile and hands every weight ONE gradient, the sum over the tiles
+    (in fp32): ZeRO 2 and 3 reduce a weight's gradient as soon as it comes, so a gradient per tile would be wrong there.
     """
     tiles = min(tiles, inputs[0].shape[1])
     if tiles <= 1:
@@ -39,10 +37,9 @@ class _Tiled(torch.autograd.Function):
         leaves = [w.detach().requires_grad_(need) for w, need in zip(weights, needed[ctx.count :], strict=True)]
         sums = [torch.zeros_like(w, dtype=_accumulator(w)) if w.requires_grad else None for w in leaves]
         windows = [_pieces([g], ctx.tiles) if g is not None else None for g in grad_inputs]
-        for i, (tile, (grad,)) in enumerate(
-            zip(_pieces(inputs, ctx.tiles), _pieces([grad_output], ctx.tiles), strict=True)
-        ):
-            tile = [x.detach().requires_grad_(need) for x, need in zip(tile, needed, strict=False)]
+        pairs = zip(_pieces(inputs, ctx.tiles), _pieces([grad_output], ctx.tiles), strict=True)
+        for i, (pieces, (grad,)) in enumerate(pairs):
+            tile = [x.detach().requires_grad_(need) for x, need in zip(pieces, needed, strict=False)]
             with torch.enable_grad():
                 output = ctx.function(*tile, *leaves)
             wanted = [x for x in (*tile, *leaves) if x.requires_grad]

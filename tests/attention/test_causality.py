@@ -1,7 +1,6 @@
 """Strict causality: replacing later tokens moves no earlier output, of any mechanism that does not say it leaks."""
 
 import pytest
-import torch
 
 from megasparse.model.decoder import build_decoder
 from megasparse.ops.random import Draws
@@ -27,7 +26,9 @@ def moved_prefix(config, first_changed, seeds=5):
     changes = []
     for seed in range(seeds):
         other = tokens.clone()
-        other[:, first_changed:] = (other[:, first_changed:] + 1 + random_tokens(2, 120 - first_changed, 255, seed)) % 256
+        other[:, first_changed:] = (
+            other[:, first_changed:] + 1 + random_tokens(2, 120 - first_changed, 255, seed)
+        ) % 256
         changes.append((model.token_nats(other, draws) - nats)[:, :first_changed].abs().max().item())
     return max(changes)
 

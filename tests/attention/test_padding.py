@@ -63,7 +63,9 @@ def test_packed_documents_never_see_each_other(name):
     changed = [x.clone() for x in (q, k, v)]
     for x in changed:
         x[:, :, :24] = x[:, :, :24].flip(2)
-    torch.testing.assert_close(run(name, changed, segments=segments)[:, :, 24:], packed[:, :, 24:], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        run(name, changed, segments=segments)[:, :, 24:], packed[:, :, 24:], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_padding_is_not_scored():

@@ -135,9 +135,7 @@ def test_padding_sees_nothing_and_moves_nothing():
     mask[:, 13:] = False
     for window in WINDOWS:
         out, z = bucketed_attention(*heads, codes, window, causal=True, key_mask=mask)
-        short, short_z = bucketed_attention(
-            *(x[:, :, :13] for x in heads), codes[..., :13], window, causal=True
-        )
+        short, short_z = bucketed_attention(*(x[:, :, :13] for x in heads), codes[..., :13], window, causal=True)
         torch.testing.assert_close(out[:, :, :13], short)
         torch.testing.assert_close(z[:, :, :13], short_z)
         assert (out[:, :, 13:] == 0).all() and (z[:, :, 13:] == -torch.inf).all()

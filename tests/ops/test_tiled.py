@@ -2,7 +2,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasparse.ops.cross_entropy import token_nats
 from megasparse.ops.tiled import tiled
 from tests.helpers.peak_memory import PeakMemory
 
@@ -63,30 +62,3 @@ def peak(tiles):
 def test_the_peak_falls_with_the_tiles_backward_included():
     whole, four, sixteen = peak(1), peak(4), peak(16)
     assert four < 0.4 * whole and sixteen < 0.45 * four
-
-
-@pytest.mark.parametrize("tiles", [1, 4])
-def test_token_nats_is_cross_entropy(tiles):
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(2, 9, 5, generator=generator, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(11, 5, generator=generator, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(0, 11, (2, 9), generator=generator)
-    probabilities = torch.softmax(hidden @ weight.T, -1)
-    expected = -probabilities.gather(-1, targets[..., None]).squeeze(-1).log()
-    result = token_nats(hidden, weight, targets, tiles)
-    torch.testing.assert_close(result, expected)
-    for a, b in zip(
-        torch.autograd.grad(result.sum(), [hidden, weight]),
-        torch.autograd.grad(expected.sum(), [hidden, weight]),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
-
-
-def test_no_tensor_of_all_logits_exists():
-    batch, length, width, vocabulary, tiles = 2, 256, 8, 512, 16
-    hidden = torch.randn(batch, length, width, requires_grad=True)
-    weight = torch.randn(vocabulary, width, requires_grad=True)
-    with PeakMemory() as memory:
-        token_nats(hidden, weight, torch.zeros(batch, length, dtype=torch.int64), tiles).sum().backward()
-    assert memory.largest <= batch * length * vocabulary * 4 / tiles

@@ -1,11 +1,12 @@
 """Bucketed attention in blocks of windows: linear memory, forward and backward, deterministic.
 
-Rows (one batch element's head) are sorted round by round into chunks of M tokens. A chunk's queries meet the keys of their own
-chunk and of the one before, which covers the band and the chunk window alike. Row after row lies in one array, each row led by an
-empty chunk, so that all windows are slices at one stride and never copied.
+Rows (one batch element's head) are sorted round by round into chunks of M tokens. A chunk's queries meet the keys of
+their own chunk and of the one before, which covers the band and the chunk window alike. Row after row lies in one
+array, each row led by an empty chunk, so that all windows are slices at one stride and never copied.
 
-The forward keeps q, k, v, the bucket codes, the output and its log-sum-exp z over all rounds. The backward recomputes scores
-block by block: exp(score − log N − z) is a pair's final weight, whatever its round, so rounds need no statistics of their own.
+The forward keeps q, k, v, the bucket codes, the output and its log-sum-exp z over all rounds. The backward recomputes
+scores block by block: exp(score − log N − z) is a pair's final weight, whatever its round, so rounds need no
+statistics of their own.
 
 B batch, H heads, R rounds, L length, D head dim, M chunk, G rows at a time, n chunks a row, W windows in a block.
 """
@@ -49,12 +50,13 @@ def bucketed_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_r Σ_j exp(q_i·k_j·scale − log N_ij − z_i) v_j over the keys j visible in round r (Reformer Eq. 2–6, appendix A).
+    """out_i = Σ_r Σ_j exp(q_i·k_j·scale − log N_ij − z_i) v_j over the keys j visible in round r (Reformer Eq. 2–6,
+    appendix A).
 
     q, k, v: (B, H, L, D). codes: (B, H, R, L) integer buckets; None is one bucket and one round (local attention).
-    N_ij: the number of rounds in which j is visible to i (1 if not count_rounds). With exclude_self a token sees itself only
-    when it sees nothing else. key_mask: (B, L) bool, true for real tokens: padding sees nothing and is never seen. segments: (B, L)
-    document numbers >= 0: documents never see each other.
+    N_ij: the number of rounds in which j is visible to i (1 if not count_rounds). With exclude_self a token sees
+    itself only when it sees nothing else. key_mask: (B, L) bool, true for real tokens: padding sees nothing and is
+    never seen. segments: (B, L) document numbers >= 0: documents never see each other.
     Returns out (B, H, L, D) in q's dtype and z (B, H, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.
     Scores, softmax statistics and gradients are computed in fp32 at least.
     """
@@ -140,7 +142,9 @@ class _Rows:
         return self.order.shape[1]
 
     def sort(self, round_: int) -> "_Sorted":
-        """The empty chunk that leads each row, the row's tokens in this round's order, and empty places up to a whole chunk."""
+        """The empty chunk that leads each row, the row's tokens in this round's order, and empty places up to a whole
+        chunk.
+        """
         count, _, length = self.order.shape
         chunk = self.rule.window.chunk
         padded = (-(-length // chunk) + 1) * chunk
@@ -257,8 +261,8 @@ def _row_groups(
     size = max(1, _ROW_ELEMENTS // (length * head_dim))
     for start in range(0, batch * heads, size):
         place = slice(start, min(start + size, batch * heads))
-        qkv = (x.flatten(0, 1)[place].to(dtype) for x in (q, k, v))
-        yield _Rows(place, *qkv, order[place], slot[place], rule)
+        q_rows, k_rows, v_rows = (x.flatten(0, 1)[place].to(dtype) for x in (q, k, v))
+        yield _Rows(place, q_rows, k_rows, v_rows, order[place], slot[place], rule)
 
 
 def _forward_rows(rows: _Rows, out: Tensor, z: Tensor) -> None:

@@ -1,12 +1,14 @@
 """Who sees whom: tokens in order of (segment, bucket, position), and a window on that order.
 
-Visibility in a round is one integer comparison. Every token gets a `slot`, and j is visible to i iff 0 <= slot_i − slot_j < width:
+Visibility in a round is one integer comparison. Every token gets a `slot`, and j is visible to i iff 0 <= slot_i −
+slot_j < width:
 
     band   slot = sorted index + M·(rank of the bucket), width M:    the last M tokens of i's own bucket, i included
-    chunk  slot = ⌊sorted index / M⌋ + 2·(rank of the bucket), width 2:  i's chunk of M sorted tokens and the one before it
+    chunk  slot = ⌊sorted index / M⌋ + 2·(rank of the bucket), width 2:  i's chunk of M sorted tokens and the one
+    before it
 
-The gap between buckets keeps tokens of different buckets apart; without the same-bucket mask only segments and padding are.
-Padding sorts last, so it moves nothing. B batch, H heads, R rounds, L length, M chunk.
+The gap between buckets keeps tokens of different buckets apart; without the same-bucket mask only segments and
+padding are. Padding sorts last, so it moves nothing. B batch, H heads, R rounds, L length, M chunk.
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Window:
-    """kind `band` (strictly causal) or `chunk` (Reformer Eq. 5; borders depend on later tokens); chunk: M, in tokens."""
+    """kind `band` (strictly causal) or `chunk` (Reformer Eq. 5; borders depend on later tokens); chunk: M, in
+    tokens.
+    """
 
     kind: Literal["band", "chunk"]
     chunk: int
@@ -32,13 +36,12 @@ class Window:
         return self.chunk if self.kind == "band" else 2
 
 
-def lay_out(
-    codes: Tensor, window: Window, key_mask: Tensor | None, segments: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def lay_out(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sorts each round's tokens and gives them their slots.
 
-    codes: (B, H, R, L) buckets, any integer type. key_mask: (B, L) bool, true for real tokens. segments: (B, L) document
-    numbers >= 0. Returns order (B, H, R, L) int64: the token at each sorted index; slot (B, H, R, L) int32, by token.
+    codes: (B, H, R, L) buckets, any integer type. key_mask: (B, L) bool, true for real tokens. segments: (B, L)
+    document numbers >= 0. Returns order (B, H, R, L) int64: the token at each sorted index; slot (B, H, R, L) int32,
+    by token.
     """
     segment = torch.zeros_like(codes[:, :1, :1], dtype=torch.int64)  # (B, 1, 1, L), broadcast
     if segments is not None:

@@ -1,7 +1,7 @@
 """The definition of bucketed attention, dense, to test against.
 
-It shares no code with the blockwise path: visibility is counted from ranks inside buckets and from sorted positions, pair by pair.
-B batch, H heads, R rounds, L length, D head dim, M chunk.
+It shares no code with the blockwise path: visibility is counted from ranks inside buckets and from sorted positions,
+pair by pair. B batch, H heads, R rounds, L length, D head dim, M chunk.
 """
 
 import torch
@@ -53,10 +53,12 @@ def bucketed_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_r Σ_j exp(q_i·k_j·scale − log N_ij − z_i) v_j over the keys j visible in round r (Reformer Eq. 2–6, appendix A).
+    """out_i = Σ_r Σ_j exp(q_i·k_j·scale − log N_ij − z_i) v_j over the keys j visible in round r (Reformer Eq. 2–6,
+    appendix A).
 
-    N_ij: the number of rounds in which j is visible to i (1 if not count_rounds). z_i: the log of the sum. With exclude_self
-    a token that sees no other gets its own value, with z its own score. Returns out (B, H, L, D) and z (B, H, L); padding gets 0 and −∞.
+    N_ij: the number of rounds in which j is visible to i (1 if not count_rounds). z_i: the log of the sum. With
+    exclude_self a token that sees no other gets its own value, with z its own score. Returns out (B, H, L, D) and z
+    (B, H, L); padding gets 0 and −∞.
     """
     length = q.shape[2]
     seen = visible(codes, window, causal, key_mask, segments)

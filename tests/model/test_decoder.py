@@ -1,0 +1,95 @@
+import math
+
+import pytest
+import torch
+
+from megasparse.config.schema import PositionsConfig
+from megasparse.model.decoder import build_decoder
+from megasparse.model.embedding import Positions
+from megasparse.ops.random import Draws
+from tests.helpers.models import AXIAL, attention, random_tokens, small, training_draws
+
+
+def test_weights_are_a_function_of_seed_and_name():
+    a, b, other = build_decoder(small(), 0), build_decoder(small(), 0), build_decoder(small(), 1)
+    deeper = build_decoder(small(layers=6), 0)
+    for name, weight in a.named_parameters():
+        assert torch.equal(weight, b.get_parameter(name))
+        assert weight.dim() < 2 or not torch.equal(weight, other.get_parameter(name))
+    name = "blocks.1.attention.attention.query.weight"
+    assert torch.equal(a.get_parameter(name), deeper.get_parameter(name))
+
+
+def test_every_weight_is_trained():
+    for config in (small(), small(tied_embeddings=True), small(blocks="ordinary", activations="stored")):
+        model = build_decoder(config, 0)
+        model(random_tokens(2, 128), training_draws(2))[0].backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None and parameter.grad.norm() > 0, name
+
+
+def test_a_fresh_model_knows_nothing():
+    nats = build_decoder(small(), 0).token_nats(random_tokens(4, 128), Draws.evaluation(0, 4))
+    assert nats.shape == (4, 128)
+    assert abs(nats.mean() - math.log(256)) < 1.0
+
+
+def test_the_objective_is_the_mean_of_scored_nats():
+    model = build_decoder(small(score_from=30), 0)
+    tokens = random_tokens(2, 100)
+    objective, statistics = model(tokens, Draws.evaluation(0, 2))
+    nats = model.token_nats(tokens, Draws.evaluation(0, 2))[:, 30:]
+    assert statistics["tokens"] == 140
+    torch.testing.assert_close(objective, nats.mean())
+    torch.testing.assert_close(statistics["nats"], nats.sum())
+
+
+def test_dropout_only_in_training_and_only_by_step_and_sample():
+    model = build_decoder(small(dropout=0.2), 0)
+    tokens = random_tokens(2, 60)
+    evaluated = model.token_nats(tokens, Draws.evaluation(0, 2))
+    assert torch.equal(evaluated, model.token_nats(tokens, Draws.evaluation(0, 2)))
+    trained = model.token_nats(tokens, training_draws(2))
+    assert not torch.equal(trained, evaluated)
+    assert not torch.equal(trained, model.token_nats(tokens, training_draws(2, step=1)))
+    second = model.token_nats(tokens[1:], Draws(0, 0, torch.tensor([1]), training=True))
+    torch.testing.assert_close(second, trained[1:], rtol=1e-4, atol=1e-5)
+
+
+def test_rounds_are_changed_at_evaluation():
+    model = build_decoder(small(("lsh",), attention=attention("lsh", lsh={"rounds": 1, "evaluation_rounds": 4})), 0)
+    tokens = random_tokens(2, 100)
+    default = model.token_nats(tokens, Draws.evaluation(0, 2))
+    assert torch.equal(default, model.token_nats(tokens, Draws.evaluation(0, 2, rounds=4)))
+    assert not torch.equal(default, model.token_nats(tokens, Draws.evaluation(0, 2, rounds=1)))
+
+
+def test_axial_positions_are_all_different_and_factorised():
+    positions = Positions(small(positions=AXIAL))
+    with torch.no_grad():
+        for axis in positions.axes:
+            axis.copy_(torch.randn(axis.shape, generator=torch.Generator().manual_seed(axis.shape[0])))
+    table = positions(0, 128)
+    assert table.shape == (128, 32) and len(table.unique(dim=0)) == 128
+    assert sum(p.numel() for p in positions.parameters()) == 8 * 12 + 16 * 20
+    assert torch.equal(table[37], torch.cat([positions.axes[0][37 // 16], positions.axes[1][37 % 16]]))
+    assert torch.equal(positions(37, 2), table[37:39])
+
+
+def test_sinusoidal_positions_are_the_published_ones():
+    table = Positions(small(positions=PositionsConfig(kind="sinusoidal")))(0, 50)
+    for position, i in [(0, 0), (7, 3), (49, 15)]:
+        angle = position / 10000 ** (2 * i / 32)
+        assert table[position, i].item() == pytest.approx(math.sin(angle), abs=1e-6)
+        assert table[position, 16 + i].item() == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["axial", "sinusoidal", "learned", "rotary"])
+def test_positions_tell_order(kind):
+    positions = AXIAL if kind == "axial" else PositionsConfig(kind=kind)
+    model = build_decoder(small(("full",), positions=positions), 0)
+    tokens = random_tokens(1, 30)
+    swapped = tokens.clone()
+    swapped[:, [3, 20]] = tokens[:, [20, 3]]
+    last = [model.token_nats(x, Draws.evaluation(0, 1))[0, -1] for x in (tokens, swapped)]
+    assert abs(last[0] - last[1]) > 1e-4

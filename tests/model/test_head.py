@@ -1,0 +1,46 @@
+import pytest
+import torch
+
+from megasparse.model.head import OutputHead
+from tests.helpers.models import small
+from tests.helpers.peak_memory import PeakMemory
+
+
+def head_and_streams(length=37, **changes):
+    head = OutputHead(small(**changes))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    count = 2 if head.norm_weight.numel() == 64 or changes.get("tied_embeddings") else 1
+    streams = tuple(torch.randn(2, length, 32, generator=generator, requires_grad=True) for _ in range(count))
+    targets = torch.randint(0, 256, (2, length), generator=generator)
+    embedding = torch.randn(256, 32, generator=generator, requires_grad=True) if head.tied else None
+    return head, streams, targets, embedding
+
+
+def defined(head, streams, targets, embedding):
+    """−ln softmax(W·norm(x)) in float64, by the formulas."""
+    x = sum(s.double() for s in streams) / len(streams) if head.tied else torch.cat(streams, -1).double()
+    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+    x = x * head.norm_weight.double() + head.norm_bias.double()
+    weight = embedding.double() / 32**0.5 if head.tied else head.weight.double()
+    return -torch.softmax(x @ weight.T, -1).gather(-1, targets[..., None]).squeeze(-1).log()
+
+
+@pytest.mark.parametrize("tiles", [1, 5])
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"blocks": "ordinary", "activations": "stored"}])
+def test_nats_and_gradients_are_those_of_the_formula(changes, tiles):
+    head, streams, targets, embedding = head_and_streams(loss_tiles=tiles, **changes)
+    leaves = [*streams, *head.parameters(), *([embedding] if head.tied else [])]
+    ours, exact = head(streams, targets, embedding), defined(head, streams, targets, embedding)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-4)
+    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(exact.sum(), leaves), strict=True):
+        assert (a - b).norm() / b.norm() < 1e-4
+
+
+def test_no_tensor_of_all_logits_exists():
+    head, streams, targets, _ = head_and_streams(length=512, loss_tiles=16)
+    with PeakMemory() as memory:
+        head(streams, targets, None).sum().backward()
+    assert memory.largest <= 2 * 512 * 256 * 4 / 4, "the gradient of a stream is the largest"

@@ -1,0 +1,110 @@
+"""Reversible layers against stored activations, and what must not disturb them."""
+
+import pytest
+import torch
+
+from megasparse.attention.contract import AttentionOutput
+from megasparse.model.decoder import build_decoder
+from tests.helpers.models import attention, random_tokens, small, training_draws
+
+
+def gradients(model, tokens, step=0):
+    model.zero_grad()
+    objective, _ = model(tokens, training_draws(tokens.shape[0], step))
+    objective.backward()
+    return objective.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def error(ours, exact):
+    """Relative error of the whole gradient."""
+    difference = sum(((ours[n].double() - exact[n].double()) ** 2).sum() for n in exact)
+    return (difference / sum((exact[n].double() ** 2).sum() for n in exact)).sqrt().item()
+
+
+def reversible_and_stored(dtype=torch.float32, **changes):
+    config = small(**changes)
+    stored = config.model_copy(update={"activations": "stored"})
+    return build_decoder(config, 0, dtype), build_decoder(stored, 0, dtype)
+
+
+def test_gradients_at_depth_12_with_dropout_and_lsh_in_fp32():
+    ours, stored = reversible_and_stored(layers=12, dropout=0.1, attention=attention("local", "lsh"))
+    tokens = random_tokens(2, 128)
+    (loss, a), (exact_loss, b) = gradients(ours, tokens), gradients(stored, tokens)
+    assert loss == exact_loss
+    assert error(a, b) < 1e-5
+
+
+def test_gradients_at_depth_24_in_bf16():
+    ours, stored = reversible_and_stored(torch.bfloat16, layers=24, dropout=0.1, attention=attention("local", "lsh"))
+    tokens = random_tokens(2, 128)
+    assert error(gradients(ours, tokens)[1], gradients(stored, tokens)[1]) < 1e-2
+
+
+def test_tiles_inside_reversible_blocks_change_nothing():
+    whole, tiled = (build_decoder(small(dropout=0.1, feed_forward_tiles=t, loss_tiles=t), 0) for t in (1, 5))
+    tokens = random_tokens(2, 90)
+    (loss, a), (tiled_loss, b) = gradients(whole, tokens), gradients(tiled, tokens)
+    torch.testing.assert_close(loss, tiled_loss)
+    assert error(b, a) < 1e-5
+
+
+def test_a_second_forward_before_the_first_backward_changes_nothing():
+    model = build_decoder(small(dropout=0.1), 0)
+    tokens, others = random_tokens(2, 100), random_tokens(3, 70, seed=1)
+    _, expected = gradients(model, tokens)
+    model.zero_grad()
+    first, _ = model(tokens, training_draws(2))
+    second, _ = model(others, training_draws(3, step=9))
+    model.token_nats(others, training_draws(3, step=5))
+    first.backward()
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+    second.backward()
+
+
+def test_codes_are_kept_not_hashed_again():
+    """Without its memory, a recomputed layer would hash its rebuilt input, whose last bits differ."""
+    model = build_decoder(small(("lsh",)), 0)
+    mechanism = model.blocks[0].attention.attention.mechanism
+    calls = []
+    assign = mechanism.assign
+    mechanism.assign = lambda q, context: calls.append(1) or assign(q, context)
+    gradients(model, random_tokens(1, 50))
+    assert len(calls) == 1
+
+
+def test_an_auxiliary_loss_trains_what_only_it_reads():
+    class WithAuxiliary(torch.nn.Module):
+        shared_qk, leak = False, None
+
+        def __init__(self):
+            super().__init__()
+            self.own = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x, heads, context):
+            return AttentionOutput(heads.v, (x.float() ** 2).mean() * self.own**3, {"size": self.own.detach()})
+
+    results = {}
+    for activations in ("reversible", "stored"):
+        model = build_decoder(small(("full",), activations=activations, layers=3), 0)
+        model.blocks[1].attention.attention.mechanism = WithAuxiliary()
+        tokens = random_tokens(2, 40)
+        objective, statistics = model(tokens, training_draws(2))
+        assert statistics["attention/full/size"] == 1.0
+        assert objective.item() > (statistics["nats"] / statistics["tokens"]).item() + 0.1
+        results[activations] = gradients(model, tokens)[1]
+    assert results["stored"]["blocks.1.attention.attention.mechanism.own"] > 0.1
+    assert error(results["reversible"], results["stored"]) < 1e-5
+
+
+@pytest.mark.parametrize("activations", ["checkpoint", "checkpoint_cpu"])
+def test_checkpointed_ordinary_blocks_are_as_stored_ones(activations):
+    settings = dict(blocks="ordinary", dropout=0.1, attention=attention("local", "lsh"))
+    stored = build_decoder(small(activations="stored", **settings), 0)
+    checkpointed = build_decoder(small(activations=activations, **settings), 0)
+    assert [n for n, _ in stored.named_parameters()] == [n for n, _ in checkpointed.named_parameters()]
+    tokens = random_tokens(2, 100)
+    (loss, a), (stored_loss, b) = gradients(checkpointed, tokens), gradients(stored, tokens)
+    assert loss == stored_loss
+    assert a.keys() == b.keys()
+    assert error(a, b) < 1e-6

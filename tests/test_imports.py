@@ -1,0 +1,78 @@
+"""Imports go one way, floor by floor; read from the source, so that a lazy import inside a function counts too."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+MAY_IMPORT = {
+    "errors": set(),
+    "ops": {"errors"},
+    "config": {"errors"},
+    "data": {"errors"},
+    "attention": {"errors", "ops", "config"},
+    "training": {"errors", "config", "data"},
+    "model": {"errors", "ops", "config", "attention"},
+}
+ALL_BELOW = {"errors", "ops", "config", "data", "attention", "training", "model"}
+for floor in ("evaluation", "planning", "tasks", "hub"):
+    MAY_IMPORT[floor] = ALL_BELOW
+
+
+def imported(path: Path) -> set[str]:
+    """Parts of megasparse that a file imports: the second name of megasparse.x.y."""
+    parts = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            first, _, rest = name.partition(".")
+            if first == "megasparse":
+                parts.add(rest.split(".")[0])
+            assert first not in ("launch", "tools", "tests"), f"{path} imports {name}"
+    return parts
+
+
+FILES = sorted((ROOT / "megasparse").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_part_imports_only_what_lies_below_it(path):
+    part = path.relative_to(ROOT / "megasparse").parts[0].removesuffix(".py")
+    if part == "__init__":
+        assert imported(path) == set()
+        return
+    assert part in MAY_IMPORT, f"say on which floor megasparse/{part} lives"
+    wrong = imported(path) - MAY_IMPORT[part] - {part, "__version__"}
+    assert not wrong, f"{path} imports megasparse.{', megasparse.'.join(sorted(wrong))}"
+
+
+def test_only_the_engine_and_its_configuration_know_deepspeed():
+    knowing = {
+        str(path.relative_to(ROOT / "megasparse"))
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if name.split(".")[0] == "deepspeed"
+    }
+    assert knowing <= {"training/engine.py", "config/deepspeed_section.py"}
+
+
+def test_the_check_sees_every_kind_of_import(tmp_path):
+    path = tmp_path / "module.py"
+    lazy = "def f():\n    from megasparse.model.x import y\n"
+    path.write_text(f"import megasparse.data.index as a\nfrom megasparse import ops\n{lazy}")
+    assert imported(path) == {"data", "ops", "model"}
+
+
+def test_launchers_are_short():
+    for path in (ROOT / "launch").glob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 80, f"{path} is longer than 80 lines"
