@@ -12,7 +12,7 @@ from megasparse.ops.tiled import tiled
 
 
 class FeedForward(nn.Module):
-    """W2·dropout(gelu(W1·x + b1)) + b2. With T tiles the hidden layer (B, L/T, F) exists for one tile at a time
+    """W2·dropout(relu(W1·x + b1)) + b2. With T tiles the hidden layer (B, L/T, F) exists for one tile at a time
     (Reformer Eq. 9).
     """
 
@@ -30,7 +30,7 @@ class FeedForward(nn.Module):
         key = draws.key(self.layer, "feed-forward hidden dropout")
 
         def tile(x: Tensor, rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
-            return F.linear(dropout(F.gelu(F.linear(x, up, up_bias)), rate, key, rows), down, down_bias)
+            return F.linear(dropout(F.relu(F.linear(x, up, up_bias)), rate, key, rows), down, down_bias)
 
         rows = draws.rows(x.shape[1], x.device)
         return tiled(tile, (x, rows), (self.up, self.up_bias, self.down, self.down_bias), self.tiles)
