@@ -1,9 +1,9 @@
-"""Held-out bits/dim of a trained model.
+"""Held-out bits/dim and accuracy of a trained model.
 
     python launch/evaluate.py --checkpoint runs/quickstart --data data/quickstart --json runs/quickstart/test.json
     python launch/evaluate.py --checkpoint runs/quickstart --data data/quickstart --stride 1024 --rounds 8
 
-Scores every symbol of the split once (or the first --limit windows), and writes the number with its whole protocol.
+Scores every symbol of the split once (or the first --limit windows), and writes the numbers with their whole protocol.
 """
 
 import argparse
@@ -67,9 +67,10 @@ def main() -> None:
         trained_on_fingerprint=checkpoint.manifest["data_fingerprint"],
     )
     result = evaluate(decoder, EvaluationStream(index, args.split), protocol, args.batch, args.limit, device)
+    found = f"{result['bits_per_dim']:.4f} bits/dim, accuracy {100 * result['accuracy']:.2f} %"
     covered = f"{result['dims']:,} of {result['protocol']['split_dims']:,} symbols of {args.split}"
     windows = f"windows of {protocol.sequence_length}, stride {protocol.stride}"
-    print(f"{result['bits_per_dim']:.4f} bits/dim ({covered}; {windows}; step {checkpoint.step})")
+    print(f"{found} ({covered}; {windows}; step {checkpoint.step})")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -5,6 +5,7 @@
     python tools/prepare_data.py text --source book.txt --output data/book            (a CPU, a second)
     python tools/prepare_data.py text --source books/ --split 98,1,1 --output data/books
     python tools/prepare_data.py text --source archive.zip --member path/in/it/dump.xml.bz2 --output data/dump
+    python tools/prepare_data.py duplication --output data/duplication                (a CPU, a second)
 
 A source is a file, a folder of files (taken in the order of their paths) or an http(s) URL; .gz, .bz2, .xz and members
 of zip archives are decompressed as they are read. A URL is downloaded once, into OUTPUT/.download. Interrupted, the
@@ -18,20 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasparse.data.corpora import CORPORA
-from megasparse.data.corpora.source import Source
+from megasparse.data.corpora.source import Source, positive
 from megasparse.data.index import Index
 from megasparse.data.prepare import prepare
 from megasparse.errors import report_user_errors
 
 COMMON = {"corpus", "source", "member", "output", "sample_bytes", "shard_bytes"}
-
-
-def positive(text: str) -> int:
-    """An option's whole number above 0."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not above 0")
-    return number
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,14 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     corpora = parser.add_subparsers(dest="corpus", required=True)
     for name, corpus in CORPORA.items():
         part = corpora.add_parser(name, help=corpus.HELP, description=__doc__, formatter_class=raw)
-        part.add_argument(
-            "--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order"
-        )
-        part.add_argument("--member", metavar="NAME", help="which file of a zip archive, where it has several")
         part.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the shards")
-        part.add_argument(
-            "--sample-bytes", type=positive, default=65_536, help="bytes in a sample (default: %(default)s)"
-        )
         part.add_argument(
             "--shard-bytes", type=positive, default=67_108_864, help="bytes of text in a shard (default: %(default)s)"
         )

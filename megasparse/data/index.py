@@ -162,6 +162,8 @@ def _how_to_prepare(directory: Path) -> str:
     if "enwik8" in str(directory):
         source = "https://mattmahoney.net/dc/enwik8.zip"
         return f"Prepare it: python tools/prepare_data.py enwik8 --source {source} --output {output}"
+    if "duplication" in str(directory):
+        return f"Prepare it: python tools/prepare_data.py duplication --output {output}"
     return f"Prepare it: python tools/prepare_data.py text --source FILE_OR_FOLDER --output {output}"
 
 

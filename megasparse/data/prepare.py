@@ -60,7 +60,7 @@ def prepare(
         },
         settings={"sample_bytes": sample_bytes, "shard_bytes": shard_bytes, **options},
     )
-    streams = CORPORA[corpus].splits(source, options)
+    streams = CORPORA[corpus].splits(source, plan.settings)
     try:
         output.mkdir(parents=True, exist_ok=True)
         with _lock(output):

@@ -1,4 +1,4 @@
-"""Held-out bits/dim: sum of nats / (ln 2 × symbols), over every symbol of a split.
+"""Held-out bits/dim, sum of nats / (ln 2 × symbols), and accuracy, over every symbol of a split.
 
 The split is cut into windows of T tokens. Non-overlapping ones (the primary number, as in Reformer) follow each other
 at T, and all T tokens of each are scored, the first from the model's learned start vector. With a stride S < T each
@@ -23,8 +23,9 @@ from tqdm import tqdm
 from megasparse.errors import ConfigError, UserError
 from megasparse.ops.random import Draws
 
-NatsOf = Callable[[Tensor, Draws, int], Tensor]
-"""(tokens (B, T) int64, draws, n) -> nats of all but each window's first n tokens; of any shape, they are summed."""
+Scorer = Callable[[Tensor, Draws, int], tuple[Tensor, Tensor]]
+"""(tokens (B, T) int64, draws, n) -> sum of the nats, and number of right predictions, of all but each window's first n
+tokens."""
 
 
 class Stream(typing.Protocol):
@@ -37,14 +38,19 @@ class Stream(typing.Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """nats: their sum over `dims` symbols."""
+    """nats: their sum over `dims` symbols. correct: how many of these the model held to be the likeliest."""
 
     nats: float
+    correct: float
     dims: int
 
     @property
     def bits_per_dim(self) -> float:
         return self.nats / (math.log(2.0) * self.dims)
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.dims
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ def windows(total: int, length: int, stride: int | None = None, score_from: int 
 
 @torch.no_grad()
 def score(
-    nats_of: NatsOf,
+    scorer: Scorer,
     stream: Stream,
     sequence_length: int,
     seed: int,
@@ -100,7 +106,7 @@ def score(
 ) -> Score:
     """Score a split, or its first `limit` windows.
 
-    nats_of: the model, see `of_decoder` and `of_engine`. seed: of the hash rotations. rounds: hash rounds in place of
+    scorer: the model, see `of_decoder` and `of_engine`. seed: of the hash rotations. rounds: hash rounds in place of
     the configured ones. batch: windows scored at once; it changes nothing but speed. In a process group every rank must
     call this: the ranks share the windows, make equally many calls of the model (as ZeRO-3 needs), and all get the same
     Score.
@@ -112,32 +118,43 @@ def score(
     if not batches:
         raise ConfigError("model.score_from", f"{score_from} leaves nothing of this split to score", "Lower it")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, dims
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, correct, dims
     for first in tqdm(range(0, len(batches), world_size), desc="scoring", unit="batch", disable=not progress):
         mine = first + rank
         group = batches[min(mine, len(batches) - 1)]
         tokens = torch.stack([stream.read(window.start, window.stop) for window in group]).to(device)
-        nats = nats_of(tokens, Draws.evaluation(seed, len(group), rounds), group[0].shape[1]).double().sum()
+        nats, correct = scorer(tokens, Draws.evaluation(seed, len(group), rounds), group[0].shape[1])
         if mine < len(batches):
             sums[0] += nats
-            sums[1] += sum(window.stop - window.first for window in group)
+            sums[1] += correct
+            sums[2] += sum(window.stop - window.first for window in group)
     if world_size > 1:
         dist.all_reduce(sums)
     if (
         not sums.isfinite().all()
     ):  # told only here, where all ranks know it: one that stopped would leave the rest waiting
         raise UserError("the model's nats are not finite on this split: evaluate an earlier checkpoint, or in fp32")
-    return Score(float(sums[0]), int(sums[1]))
+    return Score(float(sums[0]), float(sums[1]), int(sums[2]))
 
 
-def of_decoder(decoder: Any) -> NatsOf:
-    """NatsOf of a decoder with `token_nats`."""
-    return lambda tokens, draws, skip: decoder.token_nats(tokens, draws)[:, skip:]
+def of_decoder(decoder: Any) -> Scorer:
+    """Scorer of a decoder with `token_scores`."""
+
+    def sums(tokens: Tensor, draws: Draws, skip: int) -> tuple[Tensor, Tensor]:
+        nats, correct = decoder.token_scores(tokens, draws)
+        return nats[:, skip:].double().sum(), correct[:, skip:].sum()
+
+    return sums
 
 
-def of_engine(evaluate: Callable[[Tensor, Draws], tuple[Tensor, dict[str, Tensor]]]) -> NatsOf:
-    """NatsOf of a training engine's `evaluate`, which itself sums over what is scored: for windows without a stride."""
-    return lambda tokens, draws, skip: evaluate(tokens, draws)[1]["nats"]
+def of_engine(evaluate: Callable[[Tensor, Draws], tuple[Tensor, dict[str, Tensor]]]) -> Scorer:
+    """Scorer of a training engine's `evaluate`, which itself sums over what is scored: for windows without a stride."""
+
+    def sums(tokens: Tensor, draws: Draws, skip: int) -> tuple[Tensor, Tensor]:
+        statistics = evaluate(tokens, draws)[1]
+        return statistics["nats"], statistics["accuracy"] * statistics["tokens"]
+
+    return sums
 
 
 def _batches(cut: list[Window], batch: int) -> Iterator[list[Window]]:
@@ -178,10 +195,12 @@ class Protocol:
 def evaluate(
     decoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
 ) -> dict[str, Any]:
-    """Score a split by a protocol: {"bits_per_dim", "nats", "dims", "bytes", "standard_deviation", "protocol"}.
+    """Score a split by a protocol: {"bits_per_dim", "accuracy", "nats", "dims", "bytes", "standard_deviation",
+    "protocol"}.
 
-    Over several hash seeds nats and bits/dim are means of code lengths (averaged probabilities would be an ensemble's),
-    and the deviation is the sample standard deviation of bits/dim. A dim is a byte, the only tokens there are so far.
+    accuracy: share of the dims that the model held to be the likeliest. Over several hash seeds it is a mean, nats and
+    bits/dim are means of code lengths (averaged probabilities would be an ensemble's), and the deviation is the sample
+    standard deviation of bits/dim. A dim is a byte, the only tokens there are so far.
     """
     scores = [
         score(
@@ -200,9 +219,11 @@ def evaluate(
         for seed in protocol.seeds
     ]
     values = [each.bits_per_dim for each in scores]
-    mean = Score(math.fsum(each.nats for each in scores) / len(scores), scores[0].dims)
+    nats, correct = (math.fsum(sums) / len(scores) for sums in zip(*((s.nats, s.correct) for s in scores), strict=True))
+    mean = Score(nats, correct, scores[0].dims)
     return {
         "bits_per_dim": mean.bits_per_dim,
+        "accuracy": mean.accuracy,
         "nats": mean.nats,
         "dims": mean.dims,
         "bytes": mean.dims,

@@ -18,8 +18,8 @@ from megasparse.training.engine import Engine
 def held_out(engine: Engine, index: Index, config: Config) -> Callable[[int], dict[str, float | str]] | None:
     """What the training loop calls on every rank with the step; None where `evaluation.every` is 0.
 
-    It returns "evaluation/loss" (nats a token), "evaluation/bits_per_dim", and where asked for "evaluation/sample", a
-    text written from nothing.
+    It returns "evaluation/loss" (nats a token), "evaluation/bits_per_dim", "evaluation/accuracy", and where asked for
+    "evaluation/sample", a text written from nothing.
     Raises DataError where the data has no split `evaluation.split`.
     """
     if not config.evaluation.every:
@@ -42,6 +42,7 @@ def held_out(engine: Engine, index: Index, config: Config) -> Callable[[int], di
         found: dict[str, float | str] = {
             "evaluation/loss": result.nats / result.dims,
             "evaluation/bits_per_dim": result.bits_per_dim,
+            "evaluation/accuracy": result.accuracy,
         }
         if settings.sample_tokens and not decoder.leaks:
             found["evaluation/sample"] = _sample(decoder, config, device)

@@ -17,7 +17,7 @@ from megasparse.attention.heads import Padding
 from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Block, Pass, Streams
 from megasparse.model.embedding import Embedding
-from megasparse.model.head import OutputHead
+from megasparse.model.head import OutputHead, TokenScores
 from megasparse.model.reversible import reversible
 from megasparse.ops.random import Draws, derive, dropout
 
@@ -44,6 +44,8 @@ class Decoder(nn.Module):
         self.layers = [Block(config, i, pattern[i % len(pattern)]) for i in range(config.layers)]
         self.blocks = nn.ModuleList(self.layers)
         self.head = OutputHead(config)
+        if config.tied_embeddings:  # one parameter of both modules: under ZeRO 3 the call of either gathers it
+            self.head.weight = self.embedding.weight
         if config.activations in ("checkpoint", "checkpoint_cpu"):
             for block in self.layers:
                 checkpoint_wrapper(block, offload_to_cpu=config.activations == "checkpoint_cpu")
@@ -57,28 +59,30 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, draws: Draws, padding: Padding | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """tokens: (B, L) int64. Returns the objective, mean nats a token plus auxiliary losses, and statistics.
 
-        statistics: `nats` the sum over scored tokens and `tokens` their number; any others are means to log. Not
-        scored: padding, and positions before `score_from`.
+        statistics: `nats` the sum over scored tokens and `tokens` their number; any others are means to log, among them
+        `accuracy`, the share of scored tokens that were the likeliest. Not scored: padding, and positions before
+        `score_from`.
         """
         padding = padding or Padding()
         run = self._new_pass(draws, padding)
-        nats, auxiliary = self._nats(tokens, run)
+        scores, auxiliary = self._scores(tokens, run)
         scored = torch.ones_like(tokens, dtype=torch.bool) if padding.key_mask is None else padding.key_mask.clone()
         scored[:, : self.config.score_from] = False
-        total, count = torch.where(scored, nats, 0.0).sum(), scored.sum()
+        total, count = torch.where(scored, scores.nats, 0.0).sum(), scored.sum()
         statistics = {name: torch.stack(values).mean() for name, values in run.statistics.items()}
-        statistics |= {"nats": total.detach(), "tokens": count}
+        accuracy = (scores.correct & scored).sum() / count
+        statistics |= {"nats": total.detach(), "tokens": count, "accuracy": accuracy}
         return total / count + auxiliary, statistics
 
     @torch.no_grad()
-    def token_nats(self, tokens: Tensor, draws: Draws, padding: Padding | None = None) -> Tensor:
-        """−ln p(token | all before it), (B, L) fp32."""
-        return self._nats(tokens, self._new_pass(draws, padding or Padding()))[0]
+    def token_scores(self, tokens: Tensor, draws: Draws, padding: Padding | None = None) -> TokenScores:
+        """−ln p(token | all before it) of every token, and whether it was the likeliest: (B, L) each."""
+        return self._scores(tokens, self._new_pass(draws, padding or Padding()))[0]
 
     def _new_pass(self, draws: Draws, padding: Padding) -> Pass:
         return Pass(draws, padding, [Memory() for _ in self.blocks])
 
-    def _nats(self, tokens: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
+    def _scores(self, tokens: Tensor, run: Pass) -> tuple[TokenScores, Tensor]:
         streams, auxiliary = self._stack(self._enter(tokens[:, :-1], 0, run.draws), run)
         return self.head(streams, tokens, self._tied_weight()), auxiliary
 

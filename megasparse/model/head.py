@@ -1,6 +1,8 @@
-"""The output: final norm, projection to the vocabulary, and the cost of every token. B batch, L length, E d_model, V
+"""The output: final norm, projection to the vocabulary, and the score of every token. B batch, L length, E d_model, V
 vocabulary.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,15 @@ from torch import Tensor, nn
 from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Streams
 from megasparse.ops.tiled import tiled
+
+
+class TokenScores(NamedTuple):
+    """How well each token was predicted from those before it."""
+
+    nats: Tensor
+    """−ln p(token), (B, L) fp32."""
+    correct: Tensor
+    """Whether the token was the likeliest one, (B, L) bool."""
 
 
 class OutputHead(nn.Module):
@@ -29,8 +40,8 @@ class OutputHead(nn.Module):
         if not self.tied:
             self.weight = nn.Parameter(torch.empty(config.vocabulary, width))
 
-    def forward(self, streams: Streams, targets: Tensor | None, embedding: Tensor | None) -> Tensor:
-        """−ln p(target) of every token, (B, L) fp32; without targets the logits of the last position, (B, V) fp32.
+    def forward(self, streams: Streams, targets: Tensor | None, embedding: Tensor | None) -> TokenScores | Tensor:
+        """The scores of every target; without targets the logits of the last position, (B, V) fp32.
 
         Norm, logits and softmax exist for L/tiles positions at a time, forward and backward. embedding: (V, E), tied
         heads only.
@@ -41,11 +52,13 @@ class OutputHead(nn.Module):
         if targets is None:
             return self._logits([x[:, -1:] for x in streams], *weights)[:, 0]
 
-        def nats(targets: Tensor, *rest: Tensor) -> Tensor:
+        def score(targets: Tensor, *rest: Tensor) -> Tensor:
             logits = self._logits(rest[:-3], *rest[-3:])
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+            nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+            return torch.stack([nats, (logits.argmax(-1) == targets).to(nats.dtype)], dim=-1)
 
-        return tiled(nats, (targets, *streams), weights, self.tiles)
+        nats, correct = tiled(score, (targets, *streams), weights, self.tiles).unbind(-1)
+        return TokenScores(nats, correct.bool())
 
     def _logits(self, streams: Streams | list[Tensor], gain: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
         if self.tied:

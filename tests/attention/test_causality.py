@@ -22,14 +22,14 @@ def moved_prefix(config, first_changed, seeds=5):
     model = build_decoder(small(attention=config), seed=0)
     tokens = random_tokens(2, 120)
     draws = Draws.evaluation(0, 2)
-    nats = model.token_nats(tokens, draws)
+    nats = model.token_scores(tokens, draws).nats
     changes = []
     for seed in range(seeds):
         other = tokens.clone()
         other[:, first_changed:] = (
             other[:, first_changed:] + 1 + random_tokens(2, 120 - first_changed, 255, seed)
         ) % 256
-        changes.append((model.token_nats(other, draws) - nats)[:, :first_changed].abs().max().item())
+        changes.append((model.token_scores(other, draws).nats - nats)[:, :first_changed].abs().max().item())
     return max(changes)
 
 

@@ -27,7 +27,7 @@ def test_cached_decoding_is_the_whole_sequence(name, prompt):
     config = type(small()).model_validate({**small().model_dump(), **{k: dump(v) for k, v in CONFIGS[name].items()}})
     model = build_decoder(config, seed=3)
     tokens = random_tokens(2, 100)
-    nats = model.token_nats(tokens, Draws.evaluation(7, 2))
+    nats = model.token_scores(tokens, Draws.evaluation(7, 2)).nats
     cache = model.new_cache(2, seed=7)
     logits = [model.prefill(tokens[:, :prompt], cache)]
     logits += [model.decode(tokens[:, t], cache) for t in range(prompt, 99)]
@@ -43,12 +43,12 @@ def test_more_rounds_in_decoding_too():
     config = small(("lsh",))
     model = build_decoder(config, seed=3)
     tokens = random_tokens(1, 60)
-    nats = model.token_nats(tokens, Draws.evaluation(7, 1, rounds=5))
+    nats = model.token_scores(tokens, Draws.evaluation(7, 1, rounds=5)).nats
     cache = model.new_cache(1, seed=7, rounds=5)
     logits = [model.prefill(tokens[:, :0], cache)] + [model.decode(tokens[:, t], cache) for t in range(59)]
     decoded = -torch.log_softmax(torch.stack(logits, 1), -1).gather(-1, tokens[..., None]).squeeze(-1)
     assert (decoded - nats).abs().max() < 1e-4
-    assert (decoded - model.token_nats(tokens, Draws.evaluation(7, 1))).abs().max() > 1e-3
+    assert (decoded - model.token_scores(tokens, Draws.evaluation(7, 1)).nats).abs().max() > 1e-3
 
 
 def test_the_chunk_window_refuses_to_decode():

@@ -36,9 +36,9 @@ def random_heads(length):
 def test_any_length_up_to_the_maximum_and_a_longer_batch_changes_nothing(name):
     model = build_decoder(small(attention=CONFIGS[name]), seed=0)
     tokens = random_tokens(2, 128)
-    longest = model.token_nats(tokens, Draws.evaluation(0, 2))
+    longest = model.token_scores(tokens, Draws.evaluation(0, 2)).nats
     for length in (1, 2, 7, 8, 9, 63, 127):
-        nats = model.token_nats(tokens[:, :length], Draws.evaluation(0, 2))
+        nats = model.token_scores(tokens[:, :length], Draws.evaluation(0, 2)).nats
         torch.testing.assert_close(nats, longest[:, :length], rtol=1e-4, atol=1e-5)
 
 

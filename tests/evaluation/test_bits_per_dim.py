@@ -1,6 +1,7 @@
 """bits/dim against its definition, with made-up models whose nats are known functions of the tokens."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megasparse.evaluation.bits_per_dim import (
     score,
     windows,
 )
+from megasparse.model.head import TokenScores
 from megasparse.ops.random import Draws
 
 
@@ -33,38 +35,53 @@ class Tokens:
 
 
 class Model:
-    """A token costs a function of itself and of the token before it in the window; records what it was asked."""
+    """A token costs a function of itself and of the token before it in the window, and counts as predicted where it is
+    the greater of the two; records what it was asked."""
 
     leaks: list[str] = []  # noqa: RUF012
 
     def __init__(self):
         self.draws: list[Draws] = []
 
-    def token_nats(self, tokens: torch.Tensor, draws: Draws) -> torch.Tensor:
+    def token_scores(self, tokens: torch.Tensor, draws: Draws) -> TokenScores:
         self.draws.append(draws)
         before = torch.cat([torch.zeros_like(tokens[:, :1]), tokens[:, :-1]], dim=1)
-        return (0.5 + torch.sin(tokens.double() * 0.37 + before.double() * 1.3) ** 2).float()
+        nats = 0.5 + torch.sin(tokens.double() * 0.37 + before.double() * 1.3) ** 2
+        return TokenScores(nats.float(), tokens > before)
 
 
-def expected(stream: Tokens, scored: list[tuple[int, int, int]]) -> tuple[float, int]:
-    """Sum over (start, stop, first) windows, token by token in plain Python."""
-    total, count = 0.0, 0
+def constant(nats: float) -> Any:
+    """A decoder whose every token costs so much, and is never the likeliest."""
+
+    class Constant:
+        def token_scores(self, tokens: torch.Tensor, draws: Draws) -> TokenScores:
+            return TokenScores(torch.full(tokens.shape, nats), torch.zeros(tokens.shape, dtype=torch.bool))
+
+    return Constant()
+
+
+def expected(stream: Tokens, scored: list[tuple[int, int, int]]) -> Score:
+    """Sums over (start, stop, first) windows, token by token in plain Python."""
+    total, correct, count = 0.0, 0, 0
     for start, stop, first in scored:
         for t in range(first, stop):
-            before = 0 if t == start else int(stream.values[t - 1])
-            total += float(torch.tensor(0.5 + math.sin(int(stream.values[t]) * 0.37 + before * 1.3) ** 2).float())
+            token, before = int(stream.values[t]), 0 if t == start else int(stream.values[t - 1])
+            total += float(torch.tensor(0.5 + math.sin(token * 0.37 + before * 1.3) ** 2).float())
+            correct += token > before
             count += 1
-    return total, count
+    return Score(total, correct, count)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_non_overlapping_windows_score_every_token_once(batch):
     stream = Tokens(1003)  # 62 windows of 16 and a ragged one of 11
-    nats, dims = expected(stream, [(a, min(a + 16, 1003), a) for a in range(0, 1003, 16)])
+    want = expected(stream, [(a, min(a + 16, 1003), a) for a in range(0, 1003, 16)])
     found = score(of_decoder(Model()), stream, 16, seed=0, batch=batch)
-    assert dims == 1003 == found.dims
-    assert found.nats == pytest.approx(nats, rel=1e-9)
-    assert found.bits_per_dim == pytest.approx(nats / math.log(2) / 1003, rel=1e-9)
+    assert want.dims == 1003 == found.dims
+    assert found.nats == pytest.approx(want.nats, rel=1e-9)
+    assert found.bits_per_dim == pytest.approx(want.nats / math.log(2) / 1003, rel=1e-9)
+    assert found.correct == want.correct
+    assert found.accuracy == want.correct / 1003
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -72,10 +89,9 @@ def test_stride_scores_only_what_is_new(batch):
     stream = Tokens(50)
     scored = [(0, 16, 0), (6, 22, 16), (12, 28, 22), (18, 34, 28), (24, 40, 34), (30, 46, 40), (36, 50, 46)]
     assert [(w.start, w.stop, w.first) for w in windows(50, 16, 6)] == scored
-    nats, dims = expected(stream, scored)
+    want = expected(stream, scored)
     found = score(of_decoder(Model()), stream, 16, seed=0, stride=6, batch=batch)
-    assert found.dims == dims == 50
-    assert found.nats == pytest.approx(nats, rel=1e-9)
+    assert found == Score(pytest.approx(want.nats, rel=1e-9), want.correct, 50)
 
 
 @pytest.mark.parametrize("total", [1, 5, 16, 17, 31, 32, 33, 100])
@@ -98,19 +114,13 @@ def test_tokens_before_score_from_are_left_out_of_each_window():
 
 
 def test_a_uniform_model_needs_eight_bits():
-    class Uniform:
-        def token_nats(self, tokens, draws):
-            return torch.full(tokens.shape, math.log(256))
-
-    assert score(of_decoder(Uniform()), Tokens(333), 64, seed=0).bits_per_dim == pytest.approx(8.0, rel=1e-7)
+    found = score(of_decoder(constant(math.log(256))), Tokens(333), 64, seed=0)
+    assert found.bits_per_dim == pytest.approx(8.0, rel=1e-7)
 
 
 def test_sums_are_float64():
-    class Tiny:  # 1 + 2^-20 in every token: float32 sums of 200,000 such numbers lose the fraction
-        def token_nats(self, tokens, draws):
-            return torch.full(tokens.shape, 1.0 + 2.0**-20)
-
-    found = score(of_decoder(Tiny()), Tokens(200_000), 20_000, seed=0)
+    # 1 + 2^-20 in every token: float32 sums of 200,000 such numbers lose the fraction
+    found = score(of_decoder(constant(1.0 + 2.0**-20)), Tokens(200_000), 20_000, seed=0)
     assert found.nats == pytest.approx(200_000 * (1 + 2.0**-20), rel=1e-12)
 
 
@@ -118,12 +128,13 @@ def test_an_engine_gives_the_same_number():
     model, stream = Model(), Tokens(100)
 
     def engine_evaluate(tokens, draws):
-        nats = model.token_nats(tokens, draws)
-        return nats.mean(), {"nats": nats.sum(), "tokens": torch.tensor(nats.numel())}
+        nats, correct = model.token_scores(tokens, draws)
+        tokens, accuracy = torch.tensor(nats.numel()), correct.float().mean()
+        return nats.mean(), {"nats": nats.sum(), "tokens": tokens, "accuracy": accuracy}
 
     found = score(of_engine(engine_evaluate), stream, 16, seed=0)
-    assert found.nats == pytest.approx(score(of_decoder(model), stream, 16, seed=0).nats, rel=1e-6)
-    assert found.dims == 100
+    want = score(of_decoder(model), stream, 16, seed=0)
+    assert found == Score(pytest.approx(want.nats, rel=1e-6), pytest.approx(want.correct, rel=1e-6), 100)
 
 
 def test_draws_are_of_evaluation_with_the_rounds_asked_for():
@@ -134,14 +145,14 @@ def test_draws_are_of_evaluation_with_the_rounds_asked_for():
 
 
 def test_limit_scores_the_first_windows():
-    nats, dims = expected(Tokens(1003), [(0, 16, 0), (16, 32, 16), (32, 48, 32)])
+    want = expected(Tokens(1003), [(0, 16, 0), (16, 32, 16), (32, 48, 32)])
     found = score(of_decoder(Model()), Tokens(1003), 16, seed=0, batch=2, limit=3)
-    assert (found.dims, found.nats) == (dims, pytest.approx(nats, rel=1e-9))
+    assert found == Score(pytest.approx(want.nats, rel=1e-9), want.correct, 48)
 
 
 def test_several_ranks_give_the_same_sums_in_equally_many_calls(monkeypatch):
     stream, whole, calls = Tokens(1003), score(of_decoder(Model()), Tokens(1003), 16, seed=0, batch=4), []
-    totals = torch.zeros(2, dtype=torch.float64)
+    totals = torch.zeros(3, dtype=torch.float64)
     monkeypatch.setattr(bits_per_dim.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(bits_per_dim.dist, "get_world_size", lambda: 3)
     for rank in range(3):  # one rank after the other; each adds its part of the sums to those before
@@ -150,18 +161,13 @@ def test_several_ranks_give_the_same_sums_in_equally_many_calls(monkeypatch):
         model = Model()
         together = score(of_decoder(model), stream, 16, seed=0, batch=4)
         calls.append(len(model.draws))
-    assert together.dims == whole.dims
-    assert together.nats == pytest.approx(whole.nats, rel=1e-9)
+    assert together == Score(pytest.approx(whole.nats, rel=1e-9), whole.correct, whole.dims)
     assert calls == [6, 6, 6]  # 17 batches: 16 of 4 windows less one, and the ragged one
 
 
 def test_nats_that_are_not_finite_are_an_error():
-    class Broken(Model):
-        def token_nats(self, tokens, draws):
-            return super().token_nats(tokens, draws) * float("nan")
-
     with pytest.raises(UserError, match="not finite"):
-        score(of_decoder(Broken()), Tokens(20), 16, seed=0)
+        score(of_decoder(constant(float("nan"))), Tokens(20), 16, seed=0)
 
 
 @pytest.mark.parametrize("stride", [0, 17, -1])
@@ -180,11 +186,13 @@ def protocol(**changed) -> Protocol:
 
 def test_seeds_average_nats_and_deviate_by_the_definition():
     class Seeded:
-        def token_nats(self, tokens, draws):
-            return torch.full(tokens.shape, float(draws.seed))
+        def token_scores(self, tokens, draws):
+            right = torch.arange(tokens.shape[1]).expand(tokens.shape) < draws.seed
+            return TokenScores(torch.full(tokens.shape, float(draws.seed)), right)
 
     result = evaluate(Seeded(), Tokens(20), protocol(seeds=[1, 2, 6]), batch=1, limit=None, device="cpu")
     assert result["nats"] == pytest.approx(60.0)
+    assert result["accuracy"] == pytest.approx((2 + 4 + 10) / 3 / 20)  # windows of 16 and 4 tokens
     assert (result["dims"], result["bytes"]) == (20, 20)
     assert result["bits_per_dim"] == pytest.approx(3 / math.log(2))
     assert result["standard_deviation"] == pytest.approx(math.sqrt(7) / math.log(2))
@@ -201,4 +209,4 @@ def test_a_leaking_model_is_refused():
 
 
 def test_bits_are_nats_over_ln_2():
-    assert Score(math.log(2) * 30, 10).bits_per_dim == pytest.approx(3.0)
+    assert Score(math.log(2) * 30, 0, 10).bits_per_dim == pytest.approx(3.0)

@@ -53,6 +53,7 @@ def folder(tmp_path_factory) -> Path:
             "model": MODEL,
             "data": {"path": str(folder / "data"), "sequence_length": 64},
             "training": {"steps": 3, "global_batch": 2, "micro_batch": 2},
+            "optimizer": {"learning_rate": 0.02},  # enough to learn which letter is the most frequent
             "checkpoint": {"every": 2},
             "evaluation": {"every": 2, "sequences": 2, "sample_tokens": 4},
         }
@@ -79,13 +80,14 @@ def refused(capsys, launcher, *arguments) -> str:
     return error
 
 
-def by_hand(folder: Path, rounds: int, seed: int = 0) -> float:
-    """Nats of the test split in windows of 64 from the start vector, one at a time."""
+def by_hand(folder: Path, rounds: int, seed: int = 0) -> tuple[float, int]:
+    """Nats of the test split in windows of 64 from the start vector, one at a time; how many were the likeliest."""
     decoder, *_ = restore(folder / "run")
     stream = EvaluationStream(Index.load(folder / "data"), "test")
     tokens = stream.read(0, stream.tokens)
     pieces = [tokens[None, i : i + 64] for i in range(0, len(tokens), 64)]
-    return math.fsum(float(decoder.token_nats(p, Draws.evaluation(seed, 1, rounds)).double().sum()) for p in pieces)
+    scores = [decoder.token_scores(piece, Draws.evaluation(seed, 1, rounds)) for piece in pieces]
+    return math.fsum(float(s.nats.double().sum()) for s in scores), sum(int(s.correct.sum()) for s in scores)
 
 
 def test_evaluate_writes_the_number_with_its_protocol(folder, capsys):
@@ -94,7 +96,9 @@ def test_evaluate_writes_the_number_with_its_protocol(folder, capsys):
     found, index = json.loads(out.read_text()), Index.load(folder / "data")
     dims = index.split("test").tokens
     assert (found["dims"], found["bytes"]) == (dims, dims)
-    assert found["nats"] == pytest.approx(by_hand(folder, rounds=1), rel=1e-6)
+    nats, correct = by_hand(folder, rounds=1)
+    assert found["nats"] == pytest.approx(nats, rel=1e-6)
+    assert found["accuracy"] == correct / dims > 0
     assert found["bits_per_dim"] == pytest.approx(found["nats"] / dims / math.log(2), rel=1e-12)
     protocol = found["protocol"]
     assert protocol["checkpoint_step"] == 3
@@ -108,7 +112,8 @@ def test_evaluate_writes_the_number_with_its_protocol(folder, capsys):
         "leaks": [],
     }.items():
         assert protocol[key] == value
-    assert f"{found['bits_per_dim']:.4f} bits/dim" in capsys.readouterr().out
+    line = f"{found['bits_per_dim']:.4f} bits/dim, accuracy {100 * found['accuracy']:.2f} %"
+    assert line in capsys.readouterr().out
 
 
 def test_rounds_seeds_stride_limit_and_overrides_reach_the_model(folder):
@@ -116,7 +121,8 @@ def test_rounds_seeds_stride_limit_and_overrides_reach_the_model(folder):
     common = ["--checkpoint", folder / "run" / "checkpoints", "--data", folder / "data", "--json", out]
     run(evaluate, *common, "--rounds", 3, "--hash-seeds", 2, "--set", "run.seed=5")
     found = json.loads(out.read_text())
-    assert found["nats"] == pytest.approx((by_hand(folder, 3, seed=5) + by_hand(folder, 3, seed=6)) / 2, rel=1e-6)
+    each = [by_hand(folder, 3, seed=seed)[0] for seed in (5, 6)]
+    assert found["nats"] == pytest.approx(sum(each) / 2, rel=1e-6)
     assert found["protocol"]["seeds"] == [5, 6]
     assert found["standard_deviation"] > 0
     run(evaluate, *common, "--limit", 2, "--stride", 16, "--split", "validation")
@@ -140,7 +146,7 @@ def test_greedy_text_is_the_whole_sequence_models_choice(folder, capsys):
     for _ in range(14):  # beyond a window of each layer
         row = torch.tensor([[*tokens, 0]] * 256)
         row[:, -1] = torch.arange(256)
-        nats = decoder.token_nats(row, Draws.evaluation(0, 256))[:, -1]
+        nats = decoder.token_scores(row, Draws.evaluation(0, 256)).nats[:, -1]
         tokens.append(int(nats.argmin()))
     assert capsys.readouterr().out == bytes(tokens).decode(errors="replace") + "\n"
 
@@ -172,7 +178,8 @@ def test_training_logged_its_held_out_evaluation(folder):
     there = ["--checkpoint", folder / "run" / "checkpoints" / "00000002", "--data", folder / "data"]
     run(evaluate, *there, "--split", "validation", "--limit", 2, "--json", folder / "step_2.json")
     found = json.loads((folder / "step_2.json").read_text())
-    assert found["bits_per_dim"] == pytest.approx(lines[1]["evaluation/bits_per_dim"], rel=1e-6)
+    for name in ("bits_per_dim", "accuracy"):
+        assert found[name] == pytest.approx(lines[1][f"evaluation/{name}"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["evaluate", "generate"])

@@ -56,7 +56,7 @@ def test_a_second_forward_before_the_first_backward_changes_nothing():
     model.zero_grad()
     first, _ = model(tokens, training_draws(2))
     second, _ = model(others, training_draws(3, step=9))
-    model.token_nats(others, training_draws(3, step=5))
+    model.token_scores(others, training_draws(3, step=5))
     first.backward()
     assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
     second.backward()

@@ -2,9 +2,10 @@
 
 A corpus module has
     HELP: one line for the command's help
-    add_arguments(parser): its own options, if any
-    splits(source, options): yields (split name, pieces of bytes) in the order of the source; the pieces of a split are
-        used up before the next split is asked for. Nothing is held in memory but the piece at hand.
+    add_arguments(parser): its options, those of a source among them where it reads one
+    splits(source, settings): yields (split name, pieces of bytes) in the order of the source; the pieces of a split are
+        used up before the next split is asked for. Nothing is held in memory but the piece at hand. settings: of the
+        index, `sample_bytes`, `shard_bytes` and the corpus' own.
 Adding a corpus is writing that file and naming it here.
 """
 
@@ -12,7 +13,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast
 
-from megasparse.data.corpora import enwik8, text
+from megasparse.data.corpora import duplication, enwik8, text
 from megasparse.data.corpora.source import Source
 
 
@@ -21,7 +22,11 @@ class Corpus(Protocol):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
-    def splits(self, source: Source, options: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[bytes]]]: ...
+    def splits(self, source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[bytes]]]: ...
 
 
-CORPORA = {"enwik8": cast(Corpus, enwik8), "text": cast(Corpus, text)}
+CORPORA = {
+    "enwik8": cast(Corpus, enwik8),
+    "text": cast(Corpus, text),
+    "duplication": cast(Corpus, duplication),
+}

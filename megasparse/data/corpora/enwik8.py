@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megasparse.data.corpora.source import Source, cut
+from megasparse.data.corpora.source import Source, add_source_arguments, cut
 from megasparse.errors import DataError
 
 HELP = "enwik8 (100,000,000 bytes of Wikipedia), split 90M/5M/5M by byte position"
@@ -13,10 +13,11 @@ SPLITS = {"train": 90_000_000, "validation": 5_000_000, "test": 5_000_000}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """enwik8 has no options: figures on it are comparable because everyone splits it alike."""
+    """enwik8 has no options of its own: figures on it are comparable because everyone splits it alike."""
+    add_source_arguments(parser)
 
 
-def splits(source: Source, options: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[bytes]]]:
+def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[bytes]]]:
     """The three splits. Raises DataError unless the source is the official file."""
     official = sum(SPLITS.values())
     if source.total_bytes != official:

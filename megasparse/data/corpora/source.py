@@ -1,5 +1,6 @@
 """A corpus' source as one stream of bytes: files, folders, URLs, members of zip archives, decompressed on the fly."""
 
+import argparse
 import bz2
 import difflib
 import gzip
@@ -26,9 +27,26 @@ UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile,
 """What the standard library raises for a file that is missing, damaged, encrypted, or compressed in an unknown way."""
 
 
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a corpus that is read from a source and cut into samples."""
+    parser.add_argument("--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order")
+    parser.add_argument("--member", metavar="NAME", help="which file of a zip archive, where it has several")
+    parser.add_argument(
+        "--sample-bytes", type=positive, default=65_536, help="bytes in a sample (default: %(default)s)"
+    )
+
+
+def positive(text: str) -> int:
+    """An option's whole number above 0."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not above 0")
+    return number
+
+
 @dataclass(frozen=True)
 class Source:
-    """The bytes of all files, one after another, and what identifies them."""
+    """The bytes of all files, one after another, and what identifies them. A corpus that is made up has no files."""
 
     locations: tuple[str, ...]
     """As the user named them."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from megasparse.data.corpora.source import Source, cut
+from megasparse.data.corpora.source import Source, add_source_arguments, cut
 from megasparse.errors import ConfigError, DataError
 
 HELP = "any text files, split by byte position"
@@ -13,6 +13,7 @@ NAMES = ("train", "validation", "test")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_arguments(parser)
     parser.add_argument(
         "--split",
         default="90,5,5",
@@ -21,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def splits(source: Source, options: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[bytes]]]:
+def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[bytes]]]:
     """The splits that are not 0 percent. Raises ConfigError for a bad --split, DataError when a split gets no byte."""
-    shares = _shares(options["split"])
+    shares = _shares(settings["split"])
     stops = [int(source.total_bytes * sum(shares[: i + 1]) / 100) for i in range(len(shares))]
     sizes = {name: stop - start for name, start, stop in zip(NAMES, [0, *stops], stops, strict=False)}
     wanted = {name: sizes[name] for name, share in zip(NAMES, shares, strict=True) if share}
