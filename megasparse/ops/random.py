@@ -11,9 +11,13 @@ B batch, L length, H heads, R rounds, E width.
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_CPU_BLOCK_ELEMENTS = 1 << 18  # elements of dropout at a time: 1 MB of bits
+_GPU_BLOCK_ELEMENTS = 1 << 26
 
 EVALUATION_STEP = -1  # evaluation and generation draw as if at this step, whatever the training step is
 
@@ -56,24 +60,52 @@ def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
 
     rows: int64, any shape. Built of an integer mixer whose every input bit reaches every output bit.
     """
+    row, column = _seeds(key, rows, columns)
+    return _mix_(row.unsqueeze(-1) + column)
+
+
+def _seeds(key: int, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Mixed numbers of the rows and of the columns, int32; mixing their sum gives the bits."""
     low, high = _signed(key), _signed(key >> 32)
-    row = _mix(rows.to(torch.int32) + low) ^ _mix(
-        (rows >> 32).to(torch.int32) + high
-    )  # conversions keep the low 32 bits
-    column = _mix(torch.arange(columns, dtype=torch.int32, device=rows.device) + high)
-    return _mix(_mix(row).unsqueeze(-1) + column)
+    # Conversions keep the low 32 bits.
+    row = _mix_(rows.to(torch.int32) + low) ^ _mix_((rows >> 32).to(torch.int32) + high)
+    column = torch.arange(columns, dtype=torch.int32, device=rows.device) + high
+    return _mix_(row), _mix_(column)
 
 
 def dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
     """Zeroes elements of x (B, L, E) with probability `rate` and scales the rest by 1/(1 − rate).
 
     rows: (B, L), see `Draws.rows`. The mask is a function of (key, row, element): the same wherever and whenever it
-    is drawn again.
+    is drawn again, so the backward draws it again and nothing is kept.
     """
-    if rate == 0.0:
-        return x
-    keep = random_bits(key, rows, x.shape[2]) >= round(rate * 2**32) - 2**31
-    return torch.where(keep, x * (1.0 / (1.0 - rate)), torch.zeros((), dtype=x.dtype, device=x.device))
+    return x if rate == 0.0 else _Dropout.apply(x, rate, key, rows)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
+        ctx.rate, ctx.key, ctx.rows = rate, key, rows
+        return _drop(x, rate, key, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _drop(grads[0], ctx.rate, ctx.key, ctx.rows), None, None, None
+
+
+def _drop(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
+    """In blocks that stay in a CPU's cache: drawn whole, the bits of a wide layer cost more than its matrix product."""
+    flat = x.flatten(0, 1)
+    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    row, column = _seeds(key, rows.flatten(), x.shape[2])
+    threshold = round(rate * 2**32) - 2**31
+    step = max(1, (_CPU_BLOCK_ELEMENTS if x.device.type == "cpu" else _GPU_BLOCK_ELEMENTS) // x.shape[2])
+    for start in range(0, flat.shape[0], step):
+        block = slice(start, start + step)
+        bits = _mix_(row[block].unsqueeze(-1) + column)
+        torch.mul(flat[block], 1.0 / (1.0 - rate), out=out[block])
+        out[block] *= (bits >= threshold).to(x.dtype)
+    return out.view(x.shape)
 
 
 def normal(key: int, rows: Tensor, columns: int) -> Tensor:
@@ -97,13 +129,16 @@ def rotations(key: int, heads: range, rounds: int, head_dim: int, factors: list[
     return normal(key, rows, head_dim * width).reshape(len(heads), rounds, head_dim, width)
 
 
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers (xor-shift, multiply; constants of C. Wellons' lowbias32), wrapping around."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * 0x7FEB352D
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * _signed(0x846CA68B)
-    return x ^ ((x >> 16) & 0xFFFF)
+def _mix_(x: Tensor) -> Tensor:
+    """A bijection of 32-bit integers, in place (xor-shift, multiply; constants of C. Wellons' lowbias32), wrapping
+    around.
+    """
+    shifted = torch.empty_like(x)
+    for shift, factor in ((16, 0x7FEB352D), (15, _signed(0x846CA68B)), (16, 1)):
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        x ^= shifted.bitwise_and_((1 << (32 - shift)) - 1)  # what a signed shift copies of the sign is cut off
+        x *= factor
+    return x
 
 
 def _signed(x: int) -> int:

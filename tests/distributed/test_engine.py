@@ -7,13 +7,19 @@ import itertools
 import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError, ConfigError
+from megasparse.evaluation.generate import generate
+from megasparse.model.decoder import build_decoder
+from megasparse.ops.random import Draws
 from megasparse.training.checkpoint import Checkpoint, find_newest
 from megasparse.training.engine import Engine, build_engine
 from megasparse.training.ranks import Ranks, start_ranks
@@ -34,20 +40,60 @@ ZERO: dict[str, dict[str, Any]] = {
 }
 HALF = {"precision": "bf16"}
 ADAFACTOR = {"name": "adafactor"}
+SHORT = 8
+"""Steps of the runs beside those in fp32 with AdamW."""
 BF16 = ("zero-0", "zero-1", "zero-2", "zero-3")
 
 
+# Every kind of layer, dropout, tiles; widths that no number of ranks divides, so that every partition is padded.
+DECODER: dict[str, Any] = {
+    "max_length": 32,
+    "layers": 3,
+    "d_model": 33,
+    "d_ff": 45,
+    "heads": 3,
+    "dropout": 0.1,
+    "feed_forward_tiles": 3,
+    "loss_tiles": 2,
+    "positions": {"kind": "axial", "axial_shape": [4, 8], "axial_dims": [12, 21]},
+    "attention": {"pattern": ["local", "lsh", "full"], "local": {"chunk": 4}, "lsh": {"chunk": 4, "rounds": 2}},
+}
+TIED = {"model": DECODER | {"tied_embeddings": True}, "training": {"micro_batch": 1}}
+CHECKPOINTED = {"model": DECODER | {"blocks": "ordinary", "activations": "checkpoint"}}
+
+
+def decoder_config(directory: Path, engine: str = "torch", **sections: dict[str, Any]) -> Config:
+    return tiny_config(directory, engine, **{"model": DECODER, **sections})
+
+
+def draws(step: int, samples: Tensor) -> Draws:
+    return Draws(0, step, samples, training=True)
+
+
 def run(
-    config: Config, ranks: Ranks, first: int, last: int, checkpoint: Path | None = None, save: Saver | None = None
+    config: Config,
+    ranks: Ranks,
+    first: int,
+    last: int,
+    checkpoint: Path | None = None,
+    save: Saver | None = None,
+    written: list[int] | None = None,
 ) -> tuple[list[str], Engine]:
-    """Losses (as exact hexadecimal) of steps first..last; with `save`, a checkpoint after the last."""
+    """Losses (as exact hexadecimal) of steps first..last; with `save`, a checkpoint after the last.
+
+    written: takes the tokens that the model writes after step 5 by cached decoding, beyond several windows.
+    """
     opened = Checkpoint.open(checkpoint) if checkpoint else None
-    engine = build_engine(TinyModel(), config, make_draws, ranks, opened)
+    engine = build_engine(build_decoder(config.model, 0), config, draws, ranks, opened)
     losses, position = [], opened.sequences if opened else 0
     for step, data in zip(range(first, last + 1), MadeUpBatches(config, ranks, position), strict=False):
         result = engine.train_step(data.micro_batches, step, learning_rate(step, 20, config.optimizer))
         losses += [result.loss.hex(), result.grad_norm.hex()]
         position = data.position
+        if step == 5 and written is not None:
+            engine.module.eval()
+            written += generate(engine.module, torch.arange(5), 27, hash_seed=0)
+            engine.module.train()
     if save:
         save.save(engine, last, position)
     return losses, engine
@@ -59,20 +105,43 @@ def weights(engine: Engine, ranks: Ranks) -> dict[str, list[float]]:
     return {key: value for part in ranks.gather(own) for key, value in part}
 
 
-def resumes_exactly(folder: Path, name: str, ranks: Ranks, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A run straight through, and one that stops at step 10 and goes on in a new engine."""
-    config = tiny_config(folder / name, "deepspeed", deepspeed={"zero_optimization": ZERO[name]}, **sections)
-    straight, engine = run(config, ranks, 1, 20)
+def resumes_exactly(
+    folder: Path, name: str, ranks: Ranks, steps: int = SHORT, **sections: dict[str, Any]
+) -> dict[str, Any]:
+    """A run straight through, and one that stops half way and goes on in a new engine."""
+    config = decoder_config(folder / name, "deepspeed", deepspeed={"zero_optimization": ZERO[name]}, **sections)
+    written: list[int] = []
+    straight, engine = run(config, ranks, 1, steps, written=written)
     at_end = weights(engine, ranks)
     engine.close()
     save = Saver(config, ranks, "data", {})
-    before, engine = run(config, ranks, 1, 10, save=save)
+    before, engine = run(config, ranks, 1, steps // 2, save=save)
     engine.close()
     newest = find_newest(save.directory)
-    after, engine = run(config, ranks, 11, 20, checkpoint=newest)
+    after, engine = run(config, ranks, steps // 2 + 1, steps, checkpoint=newest)
     same_state = weights(engine, ranks) == at_end
     engine.close()
-    return {"straight": straight, "resumed": before + after, "same_state": same_state, "checkpoint": str(newest)}
+    return {
+        "straight": straight,
+        "resumed": before + after,
+        "same_state": same_state,
+        "checkpoint": str(newest),
+        "written": written,
+    }
+
+
+def agrees(folder: Path, ranks: Ranks, names: Sequence[str], **sections: dict[str, Any]) -> dict[str, Any]:
+    """Ten steps on plain torch and on two ranks, a text in between."""
+    found = {}
+    for name in ("torch", *names):
+        engine = "torch" if name == "torch" else "deepspeed"
+        zero = {} if name == "torch" else {"deepspeed": {"zero_optimization": ZERO[name]}}
+        config = decoder_config(folder / name, engine, **sections, **zero)
+        written: list[int] = []
+        losses, built = run(config, Ranks() if name == "torch" else ranks, 1, 10, written=written)
+        found[name] = {"losses": losses, "written": written}
+        built.close()
+    return found
 
 
 def skips(folder: Path, name: str, ranks: Ranks, precision: str) -> dict[str, Any]:
@@ -96,7 +165,7 @@ def skips(folder: Path, name: str, ranks: Ranks, precision: str) -> dict[str, An
 
 def fails_to_save(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Rank 1's write raises in the second save."""
-    config = tiny_config(folder / "abort", "deepspeed", deepspeed={"zero_optimization": ZERO["zero-2"]})
+    config = decoder_config(folder / "abort", "deepspeed", deepspeed={"zero_optimization": ZERO["zero-2"]})
     save = Saver(config, ranks, "data", {})
     _, engine = run(config, ranks, 1, 2, save=save)
     if ranks.rank == 1:
@@ -127,17 +196,17 @@ def strangers(folder: Path, ranks: Ranks) -> str:
 
 
 def across(folder: Path, ranks: Ranks, checkpoints: dict[str, str]) -> dict[str, Any]:
-    """Steps 11 to 20 from another ZeRO stage's checkpoint, and 2 -> 1 -> 2 ranks through plain torch."""
+    """Steps 11 to 15 from another ZeRO stage's checkpoint, and 2 -> 1 -> 2 ranks through plain torch."""
     losses = {}
     for then, now in itertools.pairwise([*ZERO, "zero-0"]):
-        config = tiny_config(folder / "across", "deepspeed", deepspeed={"zero_optimization": ZERO[now]})
-        losses[f"{then} to {now}"], engine = run(config, ranks, 11, 20, checkpoint=Path(checkpoints[then]))
+        config = decoder_config(folder / "across", "deepspeed", deepspeed={"zero_optimization": ZERO[now]})
+        losses[f"{then} to {now}"], engine = run(config, ranks, 11, 15, checkpoint=Path(checkpoints[then]))
         engine.close()
-    alone = tiny_config(folder / f"alone-{ranks.rank}")  # each rank does this for itself
+    alone = decoder_config(folder / f"alone-{ranks.rank}")  # each rank does this for itself
     save = Saver(alone, Ranks(), "data", {})
-    middle, _ = run(alone, Ranks(), 11, 15, checkpoint=Path(checkpoints["zero-3"]), save=save)
-    config = tiny_config(folder / "again", "deepspeed", deepspeed={"zero_optimization": ZERO["zero-3"]})
-    end, engine = run(config, ranks, 16, 20, checkpoint=find_newest(save.directory))
+    middle, _ = run(alone, Ranks(), 11, 13, checkpoint=Path(checkpoints["zero-3"]), save=save)
+    config = decoder_config(folder / "again", "deepspeed", deepspeed={"zero_optimization": ZERO["zero-3"]})
+    end, engine = run(config, ranks, 14, 15, checkpoint=find_newest(save.directory))
     engine.close()
     return losses | {"2 to 1 to 2 ranks": middle + end}
 
@@ -146,12 +215,16 @@ def everything(folder: str) -> dict[str, Any]:
     """All cases, on each of two ranks."""
     ranks = start_ranks(tiny_config(folder, "deepspeed").run)
     place = Path(folder)
-    report: dict[str, Any] = {"torch": run(tiny_config(place / "torch"), Ranks(), 1, 20)[0]}
-    report["torch bf16"] = run(tiny_config(place / "torch", training=HALF), Ranks(), 1, 20)[0]
-    report["torch adafactor"] = run(tiny_config(place / "torch", optimizer=ADAFACTOR), Ranks(), 1, 20)[0]
-    report["fp32"] = {name: resumes_exactly(place / "fp32", name, ranks) for name in ZERO}
+    report: dict[str, Any] = {}
+    report["torch written"] = []
+    report["torch"] = run(decoder_config(place / "torch"), Ranks(), 1, 20, written=report["torch written"])[0]
+    report["torch bf16"] = run(decoder_config(place / "torch", training=HALF), Ranks(), 1, SHORT)[0]
+    report["torch adafactor"] = run(decoder_config(place / "torch", optimizer=ADAFACTOR), Ranks(), 1, SHORT)[0]
+    report["fp32"] = {name: resumes_exactly(place / "fp32", name, ranks, steps=20) for name in ZERO}
     report["bf16"] = {name: resumes_exactly(place / "bf16", name, ranks, training=HALF) for name in BF16}
     report["adafactor"] = {"zero-0": resumes_exactly(place / "adafactor", "zero-0", ranks, optimizer=ADAFACTOR)}
+    report["tied"] = agrees(place / "tied", ranks, list(ZERO), **TIED)
+    report["checkpointed"] = agrees(place / "checkpointed", ranks, ["zero-2", "zero-3"], **CHECKPOINTED)
     report["across"] = across(place, ranks, {name: case["checkpoint"] for name, case in report["fp32"].items()})
     report["skips"] = {name: skips(place, name, ranks, "fp32") for name in ZERO}
     report["skips"] |= {f"{name} bf16": skips(place, name, ranks, "bf16") for name in BF16}
@@ -165,7 +238,7 @@ def everything(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     first, second = run_ranks(everything, timeout=240, folder=str(tmp_path_factory.mktemp("ranks")))
-    for case in ("fp32", "bf16", "adafactor", "across", "skips"):
+    for case in ("fp32", "bf16", "adafactor", "tied", "checkpointed", "across", "skips"):
         assert first[case] == second[case], "the ranks disagree"
     return first
 
@@ -180,6 +253,22 @@ def difference(one: list[str], other: list[str]) -> float:
 def test_losses_agree_with_plain_torch(report: dict[str, Any], name: str) -> None:
     assert difference(report["fp32"][name]["straight"], report["torch"]) < 1e-5
     assert float.fromhex(report["torch"][-2]) < 0.95 * float.fromhex(report["torch"][0]), "nothing was learnt"
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_text_is_that_of_plain_torch(report: dict[str, Any], name: str) -> None:
+    assert report["fp32"][name]["written"] == report["torch written"]
+    assert len(report["torch written"]) == 27
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), [*(("tied", name) for name in ZERO), ("checkpointed", "zero-2"), ("checkpointed", "zero-3")]
+)
+def test_other_models_agree_with_plain_torch(report: dict[str, Any], case: str, name: str) -> None:
+    """Tied embeddings with accumulation over four micro-batches; checkpointed ordinary blocks."""
+    ours, alone = report[case][name], report[case]["torch"]
+    assert difference(ours["losses"], alone["losses"]) < 1e-5
+    assert ours["written"] == alone["written"]
 
 
 def test_adafactor_agrees_with_plain_torch(report: dict[str, Any]) -> None:
@@ -203,7 +292,7 @@ def test_resume_is_bit_identical(report: dict[str, Any], group: str, name: str) 
 
 def test_resume_at_another_stage_or_number_of_ranks(report: dict[str, Any]) -> None:
     for name, losses in report["across"].items():
-        assert difference(losses, report["torch"][20:]) < 1e-6, name
+        assert difference(losses, report["torch"][20:30]) < 1e-6, name
 
 
 @pytest.mark.parametrize("name", [*ZERO, *(f"{name} bf16" for name in BF16)])
