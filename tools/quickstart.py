@@ -3,8 +3,8 @@
     make quickstart                 # sets up .venv, then runs this
     python tools/quickstart.py      # in an environment of one's own
 
-Each step is an ordinary command of the project and is printed before it runs. Run again, finished steps are not repeated:
-the corpus is not downloaded twice, and training resumes or says that it is done.
+Each step is an ordinary command of the project and is printed before it runs. Run again, finished steps are not
+repeated: the corpus is not downloaded twice, and training resumes or says that it is done.
 """
 
 import argparse
@@ -24,8 +24,8 @@ CONFIG = "configs/quickstart.json"
 SHARDS = Path("data/quickstart")
 RUN = Path("runs/quickstart")
 
-# A Wikipedia dump in enwik8's own format, 6 MB, is test data of the package gensim. One fixed platform tag is asked for, so
-# that every machine gets the same file, whatever it runs itself.
+# A Wikipedia dump in enwik8's own format, 6 MB, is test data of the package gensim. One fixed platform tag is asked
+# for, so that every machine gets the same file, whatever it runs itself.
 WHEEL = Path("data/.download/gensim-4.4.0-cp311-cp311-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl")
 WHEEL_SHA256 = "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8"
 MEMBER = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
@@ -47,7 +47,9 @@ def main() -> None:
     python("launch/evaluate.py", "--checkpoint", RUN, "--data", SHARDS, "--json", result)
     summary = summarize(result)
     say("4/4  a sample")
-    python("launch/generate.py", "--checkpoint", RUN, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8)
+    python(
+        "launch/generate.py", "--checkpoint", RUN, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8
+    )
     report(summary)
 
 

@@ -63,7 +63,8 @@ def start_ranks(run: RunConfig) -> Ranks:
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
         local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, local)))
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, local)))
     else:
         torch.cuda.set_device(device)
     if run.engine == "torch":
