@@ -9,8 +9,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_INDEX ?=
 BIN := .venv/bin
-# Threads that wait for each other by spinning slow down tenfold as soon as anything else runs on the machine.
-export GOMP_SPINCOUNT ?= 0
+# Threads that wait for each other by spinning for long slow down tenfold as soon as anything else needs a core.
+export GOMP_SPINCOUNT ?= 2000
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .PHONY: quickstart test checks soak clean install
