@@ -1,4 +1,4 @@
-"""configs/reformer_64k.json, with only depth and sequences a step reduced, trains in the memory of a desktop machine."""
+"""configs/reformer_64k.json, only depth and sequences a step reduced, trains in the memory of a desktop machine."""
 
 import os
 import subprocess
