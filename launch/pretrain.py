@@ -34,6 +34,9 @@ def arguments() -> argparse.Namespace:
     parser = config_parser(__doc__)
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="the checkpoint to go on from")
     parser.add_argument("--allow-changed-config", action="store_true", help="resume although the configuration differs")
+    parser.add_argument(
+        "--stop-at", type=int, metavar="STEP", help="save and end after this step; go on any time later"
+    )
     parser.add_argument("--dry-run", action="store_true", help="one step on made-up data; writes nothing")
     return parser.parse_args()
 
@@ -58,7 +61,7 @@ def main() -> None:
     engine = build_engine(build_model(config), config, make_draws, ranks, start)
     flops = model_flops_per_token(config.model, config.data.sequence_length)
     with Monitor(config, ranks, step, flops) as monitor, batches(config, index, ranks, position) as data:
-        train(engine, config, data, saver, monitor, step, held_out(engine, index, config))
+        train(engine, config, data, saver, monitor, step, held_out(engine, index, config), args.stop_at)
     engine.close()
     ranks.stop()
 

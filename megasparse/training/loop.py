@@ -24,18 +24,23 @@ def train(
     monitor: Monitor,
     start_step: int,
     evaluate: Evaluate | None = None,
+    stop_at: int | None = None,
 ) -> None:
     """Train from after `start_step` to `config.training.steps`, saving as `config.checkpoint` says and at the end.
+
+    stop_at: end after that step instead, saving; schedules still end at `training.steps`, so the run can go on exactly.
 
     Raises TrainingError after `training.max_skipped_steps` steps in a row whose loss or gradient was not finite;
     CheckpointError where a checkpoint cannot be written.
     """
     steps = config.training.steps
-    if start_step >= steps:
-        monitor.say(f"nothing left to do: all {steps} steps are done (training.steps)")
+    last = min(steps, stop_at or steps)
+    if start_step >= last:
+        done = f"all {steps}" if last == steps else f"{start_step} of {steps}"
+        monitor.say(f"nothing left to do: {done} steps are done (training.steps)")
         return
     source, skipped_in_a_row = iter(batches), 0
-    for step in range(start_step + 1, steps + 1):
+    for step in range(start_step + 1, last + 1):
         began = time.perf_counter()
         data = next(source)
         rate = learning_rate(step, steps, config.optimizer)
@@ -60,9 +65,9 @@ def train(
                 "(training.max_skipped_steps). Lower optimizer.learning_rate, or warm up for longer"
             )
 
-        if _due(step, config.checkpoint.every) or step == steps:
+        if _due(step, config.checkpoint.every) or step == last:
             saver.save(engine, step, data.position)
-    monitor.say(f"done: {steps} steps")
+    monitor.say(f"done: {steps} steps" if last == steps else f"stopped at step {last} of {steps}, as asked")
 
 
 def _due(step: int, every: int) -> bool:

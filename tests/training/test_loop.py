@@ -27,7 +27,12 @@ class Interrupted(Exception):
     pass
 
 
-def launch(config: Config, model: TinyModel | None = None, interrupt_after: int | None = None) -> list[int]:
+def launch(
+    config: Config,
+    model: TinyModel | None = None,
+    interrupt_after: int | None = None,
+    stop_at: int | None = None,
+) -> list[int]:
     """As launch/pretrain.py; returns the steps at which it evaluated."""
     evaluated = []
 
@@ -42,7 +47,7 @@ def launch(config: Config, model: TinyModel | None = None, interrupt_after: int 
     if interrupt_after is not None:
         batches = interrupted(batches, interrupt_after - first)
     with Monitor(config, Ranks(), first, flops_per_token=1e6) as monitor:
-        train(engine, config, batches, Saver(config, Ranks(), "data", {}), monitor, first, evaluate)
+        train(engine, config, batches, Saver(config, Ranks(), "data", {}), monitor, first, evaluate, stop_at)
     return evaluated
 
 
@@ -53,6 +58,17 @@ def interrupted(batches: Iterator[Step], count: int) -> Iterator[Step]:
 
 def lines(config: Config) -> list[dict[str, float]]:
     return [json.loads(line) for line in (Path(config.run.directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_stopped_at_a_step_goes_on_as_if_it_had_run_through(tmp_path: Path) -> None:
+    """With a cosine schedule, which ends at training.steps whether the run stops before or not."""
+    stopped, straight = tiny_config(tmp_path / "stopped"), tiny_config(tmp_path / "straight")
+    launch(stopped, stop_at=7)
+    assert [line["step"] for line in lines(stopped)] == list(range(1, 8))
+    launch(stopped)
+    launch(straight)
+    for name in ("train/loss", "optimizer/gradient_norm", "optimizer/learning_rate"):
+        assert [line[name] for line in lines(stopped)] == [line[name] for line in lines(straight)]
 
 
 def test_every_step_has_one_line_with_every_scalar(tmp_path: Path) -> None:
