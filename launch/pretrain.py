@@ -34,9 +34,7 @@ def arguments() -> argparse.Namespace:
     parser = config_parser(__doc__)
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="the checkpoint to go on from")
     parser.add_argument("--allow-changed-config", action="store_true", help="resume although the configuration differs")
-    parser.add_argument(
-        "--stop-at", type=int, metavar="STEP", help="save and end after this step; go on any time later"
-    )
+    parser.add_argument("--stop-at", type=int, metavar="STEP", help="save and end after this step")
     parser.add_argument("--dry-run", action="store_true", help="one step on made-up data; writes nothing")
     return parser.parse_args()
 
