@@ -1,11 +1,12 @@
 """Who sees whom: tokens in order of (segment, bucket, position), and a window on that order.
 
 Visibility in a round is one integer comparison. Every token gets a `slot`, and j is visible to i iff 0 <= slot_i −
-slot_j < width:
+slot_j < width, or where the window is two-sided |slot_i − slot_j| < width:
 
-    band   slot = sorted index + M·(rank of the bucket), width M:    the last M tokens of i's own bucket, i included
+    band   slot = sorted index + M·(rank of the bucket), width M:    the last M tokens of i's own bucket, i included;
+    two-sided: also the next M − 1
     chunk  slot = ⌊sorted index / M⌋ + 2·(rank of the bucket), width 2:  i's chunk of M sorted tokens and the one
-    before it
+    before it; two-sided: also the one after it
 
 The gap between buckets keeps tokens of different buckets apart; without the same-bucket mask only segments and
 padding are. Padding sorts last, so it moves nothing. B batch, H heads, R rounds, L length, M chunk.
@@ -20,20 +21,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Window:
-    """kind `band` (strictly causal) or `chunk` (Reformer Eq. 5; borders depend on later tokens); chunk: M, in
-    tokens.
+    """kind `band` (strictly causal in causal attention, else two-sided) or `chunk` (Reformer Eq. 5; borders depend on
+    later tokens); chunk: M, in tokens. ahead: the chunk window is two-sided.
     """
 
     kind: Literal["band", "chunk"]
     chunk: int
     same_bucket: bool = True
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         assert self.kind == "chunk" or self.same_bucket, "a band is causal only with the same-bucket mask"
+        assert self.kind == "chunk" or not self.ahead, "a band is two-sided where attention is not causal"
 
     @property
     def width(self) -> int:
         return self.chunk if self.kind == "band" else 2
+
+    def two_sided(self, causal: bool) -> bool:
+        return not causal if self.kind == "band" else self.ahead
 
 
 def lay_out(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:

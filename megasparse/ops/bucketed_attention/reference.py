@@ -25,7 +25,8 @@ def visible(
     same = (codes[..., :, None] == codes[..., None, :]) & together
     if window.kind == "band":
         rank = (same & earlier).sum(-1)  # tokens of i's bucket at or before i
-        return same & earlier & (rank[..., :, None] - rank[..., None, :] < window.chunk)
+        seen = same & ((rank[..., :, None] - rank[..., None, :]).abs() < window.chunk)
+        return seen & earlier if causal else seen
     # Sorted position: how many real tokens come before in the order (document, bucket, position).
     key = (document[:, None, None].expand_as(codes), codes, position.expand_as(codes))
     before = torch.zeros_like(together)
@@ -35,6 +36,8 @@ def visible(
     chunk = (before & real[:, None, None, None, :]).sum(-1) // window.chunk
     distance = chunk[..., :, None] - chunk[..., None, :]
     seen = (distance == 0) | (distance == 1)
+    if window.ahead:
+        seen = seen | (distance == -1)
     seen = seen & (same if window.same_bucket else together)
     return seen & earlier if causal else seen
 

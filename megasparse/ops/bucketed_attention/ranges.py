@@ -1,0 +1,95 @@
+"""Bands where queries and keys have buckets of their own: each query's keys, found by their rank inside the bucket.
+
+B batch, H heads, R rounds, Lq queries, Lk keys, M chunk, W keys a window: M, or 2M where it is two-sided.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_PIECE_ELEMENTS = 1 << 20  # key numbers found at a time: 8 MB of int64
+
+
+def windows_by_key_rank(
+    query_codes: Tensor,
+    key_codes: Tensor,
+    chunk: int,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    *,
+    distinct: bool = True,
+) -> Tensor:
+    """The keys that each query sees: in every round, of the keys in its bucket h(q_i) the last M at or before position
+    i, and where not causal the M after it too.
+
+    With c keys of that bucket at or before i, these are the key ranks [c − M, c), or [c − M, c + M). Whether the
+    query's own key is among them is up to its own bucket alone. query_codes: (B, H, R, Lq), key_codes: (B, H, R, Lk),
+    any integer type. key_mask: (B, Lk) bool, true for real keys. segments: (B, L) document numbers >= 0, of queries and
+    keys alike. distinct: a key seen in several rounds is given once, in the first of them.
+    Returns (B, H, Lq, R·W) int32 key numbers, −1 at empty places.
+    """
+    batch, heads, rounds, queries = query_codes.shape
+    width = chunk if causal else 2 * chunk
+    ranges = [
+        _range(query_codes[:, :, r], key_codes[:, :, r], chunk, causal, key_mask, segments) for r in range(rounds)
+    ]
+    index = torch.empty(batch, heads, queries, rounds, width, dtype=torch.int32, device=query_codes.device)
+    column = torch.arange(width, device=index.device)
+    step = max(1, _PIECE_ELEMENTS // (batch * heads * width))
+    for start in range(0, queries, step):
+        piece = slice(start, start + step)
+        for r, range_ in enumerate(ranges):
+            place = range_.low[:, :, piece, None] + column  # (B, H, l, W)
+            seen = place < range_.high[:, :, piece, None]
+            key = _pick(range_.order, place.clamp_max_(key_codes.shape[-1] - 1))
+            for earlier in ranges[:r] if distinct else []:
+                there = _pick(earlier.place, key)
+                seen &= (there < earlier.low[:, :, piece, None]) | (there >= earlier.high[:, :, piece, None])
+            index[:, :, piece, r] = key.masked_fill_(~seen, -1)
+    return index.flatten(3)
+
+
+class _Range(NamedTuple):
+    """One round. order: (B, H, Lk), the key at each sorted place, and place, its inverse. low, high: (B, H, Lq), each
+    query sees the sorted places [low, high).
+    """
+
+    order: Tensor
+    place: Tensor
+    low: Tensor
+    high: Tensor
+
+
+def _range(
+    query_codes: Tensor, key_codes: Tensor, chunk: int, causal: bool, key_mask: Tensor | None, segments: Tensor | None
+) -> _Range:
+    """query_codes: (B, H, Lq). key_codes: (B, H, Lk)."""
+    query_group, key_group = query_codes.to(torch.int64).contiguous(), key_codes.to(torch.int64)
+    if segments is not None:
+        document = segments[:, None].to(torch.int64) << 32
+        query_group, key_group = query_group + document, key_group + document
+    if key_mask is not None:  # into a group that no query is in
+        key_group = key_group.masked_fill(~key_mask[:, None], torch.iinfo(torch.int64).max)
+    group, order = torch.sort(key_group, dim=-1, stable=True)
+    first, end = (torch.searchsorted(group, query_group, right=right) for right in (False, True))
+    # Keys at or before a query in its group: count in the order of (number of the group, position).
+    number = torch.zeros_like(order)
+    number[..., 1:] = (group[..., 1:] != group[..., :-1]).cumsum(dim=-1)
+    stride = max(query_codes.shape[-1], key_codes.shape[-1])
+    query_number = number.gather(-1, first.clamp_max(order.shape[-1] - 1))
+    position = torch.arange(query_codes.shape[-1], device=order.device)
+    count = torch.searchsorted(number * stride + order, query_number * stride + position, right=True)
+    here = count.clamp(first, end)  # an empty group has first = end
+    low = torch.maximum(here - chunk, first)
+    high = here if causal else torch.minimum(here + chunk, end)
+    place = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
+    return _Range(order, place, low, high)
+
+
+def _pick(x: Tensor, index: Tensor) -> Tensor:
+    """Of each row of x (B, H, L) the elements at index (B, H, l, W)."""
+    return x.gather(-1, index.flatten(2)).view_as(index)

@@ -1,0 +1,45 @@
+"""The definition of cluster attention: dense, O(Lq·Lk), for tests.
+
+B batch, H heads, L length, D head dim, W clusters, M places of a cluster.
+"""
+
+import torch
+from torch import Tensor
+
+
+def members(index: Tensor, length: int) -> Tensor:
+    """Whether a token (row) stands in a cluster's list (column): (B, H, length, W). index: (B, H, W, M), −1 empty."""
+    return (index[..., None, :, :] == torch.arange(length, device=index.device)[:, None, None]).any(-1)
+
+
+def cluster_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    count_clusters: bool,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out_i = Σ_j N_ij exp(scale·q_i·k_j − z_i) v_j with N_ij the number of clusters that hold query i and key j, or 1
+    where that is positive (count_clusters); z_i the log of the sum without v_j. A query without any key: 0 and −∞.
+    """
+    query, key = members(query_index, q.shape[2]), members(key_index, k.shape[2])
+    count = torch.einsum("bhiw,bhjw->bhij", query.to(q.dtype), key.to(q.dtype)).expand(*q.shape[:3], -1)
+    if count_clusters:
+        count = count.clamp_max(1.0)
+    if causal:
+        count = count.tril()
+    if key_mask is not None:
+        count = count * key_mask[:, None, None, :]
+    if segments is not None:
+        count = count * (segments[:, None, :, None] == segments[:, None, None, :])
+    score = scale * q @ k.transpose(-1, -2) + count.log()
+    blind = (count == 0).all(-1)  # kept out of the softmax, whose gradient would be NaN
+    score = score.masked_fill(blind[..., None], 0.0)
+    out = (torch.softmax(score, dim=-1) @ v).masked_fill(blind[..., None], 0.0)
+    return out, torch.logsumexp(score, dim=-1).masked_fill(blind, -torch.inf)

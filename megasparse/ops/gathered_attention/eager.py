@@ -1,0 +1,105 @@
+"""Gathered attention in blocks of queries: linear memory, forward and backward, deterministic on a CPU.
+
+All queries of all heads stand in one line; a block of them gathers its keys and values. The backward gathers them
+again: exp(score − z) is a pair's weight.
+
+B batch, H heads, Lq queries, Lk keys, D head dim, K index places, n queries in a block.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_GATHERED_ELEMENTS = 1 << 18  # numbers in a block's gathered keys: 1 MB of fp32, so that it stays in cache
+
+
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    """out_i = Σ_j exp(scale·q_i·k_j − z_i) v_j over the keys j that row i of the index names.
+
+    q: (B, H, Lq, D). k, v: (B, H, Lk, D). index: (B|1, H|1, Lq, K) int32 or int64 key numbers, −1 for an empty place;
+    a key named twice counts twice.
+    Returns out (B, H, Lq, D) in q's dtype and z (B, H, Lq), the log of the sum, in fp32 at least; a query whose places
+    are all empty gets 0 and −∞. Scores, softmax statistics and gradients are computed in fp32 at least.
+    """
+    out, z = _GatheredAttention.apply(q, k, v, index, scale)
+    return out, z
+
+
+class _GatheredAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        z = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+        outs, levels = out.flatten(0, 2), z.flatten()
+        for block in _blocks(q, k, v, index, dtype):
+            score = block.scores(scale)
+            highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
+            weight = score.sub_(highest).exp_()
+            total = weight.sum(-1, keepdim=True)
+            weight *= torch.where(total > 0, 1.0 / total, 0.0)
+            outs[block.place] = torch.bmm(weight[:, None], block.v).squeeze(1).to(q.dtype)
+            levels[block.place] = (highest + total.log()).squeeze(-1)
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, index, out, z)
+        return out, z
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_out, grad_z = grads
+        q, k, v, index, out, z = ctx.saved_tensors
+        dtype = z.dtype
+        blind = z == -torch.inf
+        delta = ((grad_out.to(dtype) * out).sum(-1) - grad_z.masked_fill(blind, 0.0)).flatten()
+        level = z.masked_fill(blind, torch.inf).flatten()  # exp(score − ∞) = 0: no gradient from these queries
+        grad_out = grad_out.flatten(0, 2)
+        dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
+        to_q, to_k, to_v = (x.flatten(0, 2) for x in (dq, dk, dv))
+        for block in _blocks(q, k, v, index, dtype):
+            weight = block.scores(ctx.scale).sub_(level[block.place, None]).exp_()
+            grad = grad_out[block.place, None].to(dtype)  # (n, 1, D)
+            to_v.index_add_(0, block.keys, (weight[..., None] * grad).flatten(0, 1))
+            score_grad = torch.bmm(grad, block.v.transpose(1, 2)).squeeze(1)
+            score_grad.sub_(delta[block.place, None]).mul_(weight).mul_(ctx.scale)
+            to_q[block.place] = torch.bmm(score_grad[:, None], block.k).squeeze(1)
+            to_k.index_add_(0, block.keys, (score_grad[..., None] * block.q).flatten(0, 1))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+class _Block(NamedTuple):
+    """Queries `place` of all B·H·Lq with what they attend to. q: (n, 1, D). k, v: (n, K, D). empty: (n, K).
+
+    keys: (n·K), which of all B·H·Lk each one is; an empty place stands for some key of its own head.
+    """
+
+    place: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keys: Tensor
+    empty: Tensor
+
+    def scores(self, scale: float) -> Tensor:
+        """scale·q·k, −∞ at empty places: (n, K)."""
+        score = torch.bmm(self.q, self.k.transpose(1, 2)).squeeze(1)
+        return score.mul_(scale).masked_fill_(self.empty, -torch.inf)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, dtype: torch.dtype) -> Iterator[_Block]:
+    (_, heads, queries, head_dim), keys, places = q.shape, k.shape[2], index.shape[3]
+    flat_q, flat_k, flat_v, flat_index = (x.flatten(0, 2) for x in (q, k, v, index))
+    # How far the index moves on from one sequence, and from one head, to the next.
+    by_head = queries if index.shape[1] > 1 else 0
+    by_batch = index.shape[1] * queries if index.shape[0] > 1 else 0
+    step = max(1, _GATHERED_ELEMENTS // (places * head_dim))
+    for start in range(0, len(flat_q), step):
+        number = torch.arange(start, min(start + step, len(flat_q)), device=q.device)
+        row, query = number // queries, number % queries  # row: sequence · H + head
+        own = flat_index[row // heads * by_batch + row % heads * by_head + query].long()  # (n, K)
+        empty = own < 0
+        flat = (own.clamp_min_(0) + row[:, None] * keys).flatten()
+        place = slice(start, start + len(number))
+        block_k, block_v = (x.index_select(0, flat).view(-1, places, head_dim).to(dtype) for x in (flat_k, flat_v))
+        yield _Block(place, flat_q[place, None].to(dtype), block_k, block_v, flat, empty)

@@ -1,0 +1,7 @@
+"""Attention in chunks of positions with relative positions (Transformer-XL). Without them it is a case of
+`bucketed_attention`.
+"""
+
+from megasparse.ops.local_attention.eager import distances, relative_local_attention
+
+__all__ = ["distances", "relative_local_attention"]

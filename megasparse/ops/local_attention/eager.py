@@ -1,0 +1,112 @@
+"""Local attention with relative positions, a few chunks at a time, recomputed in the backward: linear memory.
+
+B batch, H heads, L length, D head dim, C chunk, W chunks a sequence, S chunks of keys that a chunk of queries meets: 2,
+or 3 where attention is not causal, E = (S + 1)·C − 1 distances.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.ops.tiled import tiled
+
+_SCORE_ELEMENTS = 1 << 20  # scores in a tile: 4 MB of fp32
+_PADDING = -1  # the document of padding and of empty places
+
+
+def distances(chunk: int, causal: bool) -> range:
+    """The distances i − j between the queries of a chunk and its keys, in the order that `relative_local_attention`
+    takes their vectors.
+    """
+    return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
+
+
+def relative_local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    u: Tensor,
+    w: Tensor,
+    chunk: int,
+    *,
+    causal: bool,
+    scale: float,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j of i's chunk and the one before it, and
+    where not causal the one after it (Dai et al. 2019, Transformer-XL, section 3.3).
+
+    q, k, v: (B, H, L, D). r: (H, E, D), a vector for each of `distances`. u, w: (H, D). key_mask: (B, L) bool, true for
+    real tokens. segments: (B, L) document numbers >= 0: documents never see each other. Chunks and distances count
+    real tokens in the order of (document, position), so that padding moves nothing.
+    Returns (B, H, L, D) in q's dtype; padding gets 0. Computed in fp32 at least.
+    """
+    batch, heads, length, _ = q.shape
+    document = q.new_zeros(batch, length, dtype=torch.int64) if segments is None else segments.to(torch.int64)
+    order = None
+    if key_mask is not None or segments is not None:
+        if key_mask is not None:
+            document = document.masked_fill(~key_mask, torch.iinfo(torch.int64).max)
+        document, order = torch.sort(document, dim=-1, stable=True)
+        document = document.masked_fill(document == torch.iinfo(torch.int64).max, _PADDING)
+        q, k, v = (_take(x, order) for x in (q, k, v))
+    span = 2 if causal else 3
+    chunks = -(-length // chunk)
+    whole = chunks * chunk - length
+    around = (chunk, whole + (span - 2) * chunk)
+    queries = F.pad(q, (0, 0, 0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2)  # (B, W, H, C, D)
+    # (B, W, H, D, S·C): overlapping views
+    keys, values = (F.pad(x, (0, 0, *around)).unfold(2, span * chunk, chunk).transpose(1, 2) for x in (k, v))
+    of_query = F.pad(document, (0, whole), value=_PADDING).unflatten(1, (chunks, chunk))  # (B, W, C)
+    of_key = F.pad(document, around, value=_PADDING).unfold(1, span * chunk, chunk)  # (B, W, S·C)
+    attend = partial(_attend, causal=causal, scale=scale)
+    tiles = -(-batch * heads * chunks * chunk * r.shape[1] // _SCORE_ELEMENTS)
+    out = tiled(attend, [queries, keys, values, of_query, of_key], [r, u, w], tiles)  # (B, W, H, C, D)
+    out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]
+    return out if order is None else _take(out, order.argsort(dim=-1))
+
+
+def _take(x: Tensor, order: Tensor) -> Tensor:
+    """Tokens of x (B, H, L, D) in the given order (B, L)."""
+    return x.gather(2, order[:, None, :, None].expand_as(x))
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_query: Tensor,
+    of_key: Tensor,
+    r: Tensor,
+    u: Tensor,
+    w: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Some chunks of queries. q: (B, W, H, C, D). k, v: (B, W, H, D, S·C). of_query: (B, W, C), of_key: (B, W, S·C)."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    wide, bias, chunk = q.to(dtype), [x.to(dtype)[:, None] for x in (u, w)], q.shape[3]
+    score = (wide + bias[0]) @ k.to(dtype)
+    score = scale * (score + _skew((wide + bias[1]) @ r.to(dtype).transpose(1, 2), score.shape[-1]))
+    seen = (of_query[..., :, None] == of_key[..., None, :]) & (of_key != _PADDING)[..., None, :]  # (B, W, C, S·C)
+    if causal:
+        place = torch.arange(score.shape[-1], device=q.device)
+        seen = seen & (place <= place[:chunk, None] + chunk)
+    score = score.masked_fill(~seen[:, :, None], -torch.inf)
+    highest = score.detach().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+    weight = torch.exp(score - highest)
+    total = weight.sum(dim=-1, keepdim=True)
+    weight = weight / total.masked_fill(total == 0, 1.0)  # padding sees nothing
+    return (weight @ v.to(dtype).transpose(-1, -2)).to(q.dtype)
+
+
+def _skew(x: Tensor, keys: int) -> Tensor:
+    """x (..., C, E) by distance becomes (..., C, S·C) by key: [a, b] of the result is x[a, b − a + C − 1]."""
+    chunk, count = x.shape[-2:]
+    rows = x.flatten(-2)[..., chunk - 1 : chunk - 1 + chunk * (count - 1)]
+    return rows.unflatten(-1, (chunk, count - 1))[..., :keys] if chunk > 1 else x

@@ -1,0 +1,148 @@
+"""The sketch in tiles: memory O(L·K), never O(L²).
+
+B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query chooses, T queries and C keys in a tile.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.random import derive, random_bits
+from megasparse.ops.tiled import tiled
+
+_SCORE_ELEMENTS = 1 << 20  # scores in a tile
+_KEYS = 1 << 11  # C: keys in a tile. A part of what the draws are: those of every C keys have a key of their own
+_STEPS = 256  # without noise, products are rounded to multiples of 1/256
+_NOTHING = torch.iinfo(torch.int64).min  # ranks below every key
+_LOW = (1 << 32) - 1
+
+
+class Noise(NamedTuple):
+    """What u_ij depends on. key: of the layer. heads: their global numbers. rows: (B, Lq), see `Draws.rows`."""
+
+    key: int
+    heads: range
+    rows: Tensor
+
+
+class _Sight(NamedTuple):
+    """Who may be seen: see `chosen_keys`."""
+
+    causal: bool
+    key_mask: Tensor | None
+    segments: Tensor | None
+
+    def pairs(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Positions (T) and (C) -> (B|1, T, C) bool."""
+        seen = torch.ones(1, len(queries), len(keys), dtype=torch.bool, device=queries.device)
+        if self.causal:
+            seen = seen & (keys <= queries[:, None])
+        if self.key_mask is not None:
+            seen = seen & self.key_mask[:, queries, None] & self.key_mask[:, None, keys]
+        if self.segments is not None:
+            seen = seen & (self.segments[:, queries, None] == self.segments[:, None, keys])
+        return seen
+
+
+def sketched_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − z_i), one head (Smart Bird Eq. 1).
+
+    q, k, v: (B, L, d). key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
+    Returns h (B, L, d) and z (B, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    sight = _Sight(causal, key_mask, segments)
+    batch, length, width = q.shape
+    keys = torch.arange(length, device=q.device)
+
+    def attend(q: Tensor, position: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        score = (q @ k.transpose(-1, -2)) * width**-0.5
+        seen = sight.pairs(position[0], keys)
+        blind = ~seen.any(-1, keepdim=True)  # kept out of the softmax, whose gradient would be NaN
+        score = score.masked_fill(~seen, -torch.inf).masked_fill(blind, 0.0)
+        z = torch.logsumexp(score, dim=-1, keepdim=True)
+        h = torch.exp(score - z) @ v
+        return torch.cat([h.masked_fill(blind, 0.0), z.masked_fill(blind, -torch.inf)], dim=-1)
+
+    tiles = -(-batch * length * length // _SCORE_ELEMENTS)
+    result = tiled(attend, (q.to(dtype), keys.expand(batch, -1)), (k.to(dtype), v.to(dtype)), tiles)
+    return result[..., :-1], result[..., -1]
+
+
+@torch.no_grad()
+def chosen_keys(
+    q: Tensor,
+    k: Tensor,
+    count: int,
+    *,
+    causal: bool,
+    sampling: str,
+    noise: Noise | None,
+    level: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    first_query: int = 0,
+) -> Tensor:
+    """The K visible keys of the highest score s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), best first.
+
+    q: (B, Lq, d), the queries from position `first_query` on. k: (B, Lk, d). level: z of `sketched_attention`, which
+    only the inverse logarithms need.
+    p_ij by `sampling`: "inverse_log_squared" (1/log α)², "inverse_log" −1/log α, "raw" and "top_k" α, "random" 1.
+    noise: u is uniform in (0, 1), a function of (key, global head, global sample, i, j). None is u = 1 for all heads: p
+    increases with α whatever its kind, so the products q·k/√d rank the keys by themselves. They are first rounded to
+    multiples of 1/256: weights within 0.4 % of each other tie, so that keys that differ by rounding alone (the same
+    token seen in the same company) go by position however q and k were computed, in decoding as in the whole pass.
+    α = 1 is p = ∞: that key is chosen whatever u is, the limit of α → 1. Of equal scores the smaller position wins.
+    Returns (B, H, Lq, K) int32, H = 1 without noise; −1 where fewer than K keys are visible.
+    """
+    sight = _Sight(causal, key_mask, segments)
+    batch, queries, _ = q.shape
+    heads = 1 if noise is None else len(noise.heads)
+    index = torch.empty(batch, heads, queries, count, dtype=torch.int32, device=q.device)
+    step = max(1, _SCORE_ELEMENTS // (batch * heads * min(_KEYS, k.shape[1])))
+    for start in range(0, queries, step):
+        rows = slice(start, min(start + step, queries))
+        positions = torch.arange(rows.start, rows.stop, device=q.device) + first_query
+        last = first_query + rows.stop if causal else k.shape[1]
+        best = torch.full((batch, heads, len(positions), count), _NOTHING, device=q.device)
+        for first_key in range(0, min(last, k.shape[1]), _KEYS):
+            keys = torch.arange(first_key, min(first_key + _KEYS, last, k.shape[1]), device=q.device)
+            # In float64: the same keys have the same score in every tile.
+            score = q[:, rows].double() @ k[:, keys].double().transpose(-1, -2) * q.shape[2] ** -0.5
+            if noise is not None:
+                log_p = _log_p(score, sampling, None if level is None else level[:, rows, None])
+                log_s = log_p.float()[:, None] + _log_uniform(noise, rows, first_key // _KEYS, len(keys))
+            else:
+                log_s = (score * _STEPS).round().div_(_STEPS).float()[:, None]
+            ranks = _ranks(log_s, keys).masked_fill_(~sight.pairs(positions, keys)[:, None], _NOTHING)
+            best = torch.cat([best, ranks], dim=-1).topk(count, dim=-1).values  # (B, H, T, K)
+        index[:, :, rows] = torch.where(best == _NOTHING, -1, _LOW - (best & _LOW)).to(torch.int32)
+    return index
+
+
+def _log_p(score: Tensor, sampling: str, level: Tensor | None) -> Tensor:
+    """log p up to a constant of the row. score: q·k/√d. level: (B, T, 1)."""
+    if sampling == "random":
+        return torch.zeros_like(score)
+    if sampling in ("raw", "top_k"):
+        return score
+    assert level is not None
+    minus_log_alpha = (level - score).clamp_min_(0.0)  # below 0 only by rounding
+    return minus_log_alpha.log_().mul_(-2.0 if sampling == "inverse_log_squared" else -1.0)
+
+
+def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
+    """log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u one of the 2^23 numbers (n + ½)/2^23."""
+    draws = [random_bits(derive(noise.key, head, tile), noise.rows[:, rows], keys) for head in noise.heads]
+    whole = torch.stack(draws, dim=1).bitwise_right_shift_(9).add_(1 << 22)
+    return whole.float().add_(0.5).mul_(2.0**-23).log_()
+
+
+def _ranks(score: Tensor, keys: Tensor) -> Tensor:
+    """int64 numbers in the order of the fp32 scores, and among equal ones of falling position."""
+    bits = (score + 0.0).view(torch.int32)  # −0 becomes 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.long() << 32) + (_LOW - keys)

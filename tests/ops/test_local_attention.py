@@ -1,0 +1,82 @@
+import itertools
+
+import pytest
+import torch
+
+import megasparse.ops.local_attention.eager as eager
+from megasparse.ops.local_attention import distances, relative_local_attention
+from megasparse.ops.local_attention.reference import relative_local_attention as defined
+
+
+def random_inputs(length, chunk, causal, dtype=torch.float64):
+    """q, k, v, r, u, w."""
+    generator = torch.Generator().manual_seed(0)
+    count = len(distances(chunk, causal))
+    shapes = [(2, 2, length, 6)] * 3 + [(2, count, 6), (2, 6), (2, 6)]
+    return [torch.randn(*shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def gradients(attend, inputs, chunk, **rule):
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = attend(*leaves, chunk, **rule)
+    toward = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
+    return out.detach(), *torch.autograd.grad((out * toward).sum(), leaves)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length,chunk", [(1, 4), (3, 1), (12, 4), (29, 4), (9, 16)])
+def test_forward_and_all_gradients_are_those_of_the_definition(length, chunk, causal, monkeypatch):
+    monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 300)  # several tiles
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(2, length, generator=generator) > 0.3
+    documents = torch.randint(0, 3, (2, length), generator=generator)
+    inputs = random_inputs(length, chunk, causal)
+    for key_mask, segments in itertools.product([None, mask], [None, documents.sort(-1).values, documents]):
+        rule = dict(causal=causal, scale=0.7, key_mask=key_mask, segments=segments)
+        results = [gradients(attend, inputs, chunk, **rule) for attend in (relative_local_attention, defined)]
+        for ours, dense in zip(*results, strict=True):
+            torch.testing.assert_close(ours, dense, rtol=1e-9, atol=1e-9)
+        if key_mask is not None:
+            assert (results[0][0].transpose(1, 2)[~mask] == 0).all()
+
+
+def test_each_pair_takes_the_vector_of_its_distance():
+    """Keys, queries and biases are zero but for one number, so that the logits are r itself."""
+    length, chunk = 12, 4
+    for causal in (True, False):
+        steps = torch.tensor(distances(chunk, causal), dtype=torch.float64)
+        r = torch.zeros(1, len(steps), 2, dtype=torch.float64)
+        r[0, :, 0] = steps
+        zero = torch.zeros(1, 1, length, 2, dtype=torch.float64)
+        u, w = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+        v = torch.eye(length, dtype=torch.float64)[None, None]
+        out = relative_local_attention(zero, zero, v, r, u, w, chunk, causal=causal, scale=1.0)[0, 0]
+        for i, j in itertools.product(range(length), repeat=2):
+            apart = i // chunk - j // chunk
+            if (j <= i and apart <= 1) if causal else abs(apart) <= 1:
+                torch.testing.assert_close((out[i, j] / out[i, i]).log().item(), float(i - j))
+            else:
+                assert out[i, j] == 0
+
+
+def test_gradcheck():
+    inputs = [x.requires_grad_() for x in random_inputs(7, 2, True)]
+    assert torch.autograd.gradcheck(lambda *x: relative_local_attention(*x, 2, causal=True, scale=0.5), inputs)
+
+
+def test_finite_in_hard_cases():
+    for causal, factor in itertools.product([True, False], [0.0, 1e4]):
+        inputs = [x * factor for x in random_inputs(20, 4, causal, torch.float32)]
+        for x in gradients(relative_local_attention, inputs, 4, causal=causal, scale=0.5):
+            assert torch.isfinite(x).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype,forward,backward", [(torch.float32, 1e-5, 1e-4), (torch.bfloat16, 1e-2, 3e-2)])
+def test_low_precision_is_within_its_bar(causal, dtype, forward, backward):
+    inputs = random_inputs(100, 16, causal, dtype)
+    ours = gradients(relative_local_attention, inputs, 16, causal=causal, scale=0.4)
+    exact = gradients(defined, [x.double() for x in inputs], 16, causal=causal, scale=0.4)
+    assert ours[0].dtype == dtype
+    for i, (a, b) in enumerate(zip(ours, exact, strict=True)):
+        assert (a - b).norm() < (backward if i else forward) * b.norm()

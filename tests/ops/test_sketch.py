@@ -1,0 +1,164 @@
+import math
+
+import pytest
+import torch
+
+import megasparse.ops.sketch.eager as eager
+from megasparse.ops.random import derive, random_bits
+from megasparse.ops.sketch import Noise, chosen_keys, sketched_attention
+from megasparse.ops.sketch.reference import chosen_keys as defined
+from megasparse.ops.sketch.reference import sketched_weights
+from tests.helpers.peak_memory import PeakMemory
+
+KINDS = ["inverse_log_squared", "inverse_log", "raw", "top_k", "random"]
+
+
+def random_sketch(length, batch=2, dim=4, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, length, dim, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+def some_noise(length, batch=2, heads=range(3, 6), key=17):
+    return Noise(key, heads, torch.arange(5, 5 + batch)[:, None] * (1 << 32) + torch.arange(length))
+
+
+def uniform(noise, keys):
+    """u of every pair by its definition, (B, H, L, keys)."""
+    tiles = range(0, keys, eager._KEYS)
+    heads = [
+        torch.cat([random_bits(derive(noise.key, h, t // eager._KEYS), noise.rows, eager._KEYS) for t in tiles], -1)
+        for h in noise.heads
+    ]
+    return ((torch.stack(heads, 1)[..., :keys] >> 9) + 2**22 + 0.5).double() / 2**23
+
+
+def masks(length):
+    generator = torch.Generator().manual_seed(3)
+    key_mask = torch.rand(2, length, generator=generator) > 0.3
+    segments = torch.randint(0, 3, (2, length), generator=generator).sort(-1).values
+    return [{}, {"key_mask": key_mask}, {"segments": segments}, {"key_mask": key_mask, "segments": segments}]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 2 * 3 * 7 * 5)
+    monkeypatch.setattr(eager, "_KEYS", 7)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [1, 6, 33])
+def test_the_attention_and_its_gradients_are_those_of_the_definition(length, causal, small_tiles):
+    generator = torch.Generator().manual_seed(1)
+    for mask in masks(length):
+        q, k, v = (x.requires_grad_() for x in random_sketch(length))
+        h, z = sketched_attention(q, k, v, causal=causal, **mask)
+        alpha, seen = sketched_weights(q, k, causal=causal, **mask)
+        expected = alpha @ v
+        torch.testing.assert_close(h, expected, rtol=1e-10, atol=1e-10)
+        logits = (q @ k.transpose(1, 2) / 2).masked_fill(~seen, -torch.inf)
+        torch.testing.assert_close(z, logits.logsumexp(-1), rtol=1e-10, atol=1e-10)
+        assert not seen.any(-1).all() or (z > -torch.inf).all()
+        grad = torch.randn(h.shape, generator=generator, dtype=h.dtype)
+        for a, b in zip(
+            torch.autograd.grad(h, [q, k, v], grad), torch.autograd.grad(expected, [q, k, v], grad), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("sampling", KINDS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length,count", [(1, 3), (9, 12), (33, 5)])
+def test_the_keys_are_those_of_the_definition(length, count, causal, sampling, small_tiles):
+    noise = some_noise(length)
+    for mask in masks(length):
+        q, k, v = random_sketch(length)
+        _, level = sketched_attention(q, k, v, causal=causal, **mask)
+        for drawn in (noise,) if sampling == "random" else (noise, None):
+            u = None if drawn is None else uniform(drawn, length)
+            alpha, seen = sketched_weights(q, k, causal=causal, rounded=drawn is None, **mask)
+            exact = defined(alpha, seen, count, sampling=sampling, uniform=u)
+            ours = chosen_keys(q, k, count, causal=causal, sampling=sampling, noise=drawn, level=level, **mask)
+            assert ours.dtype == torch.int32 and torch.equal(ours, exact.to(torch.int32))
+
+
+def test_tiles_and_the_number_of_queries_at_a_time_change_nothing(monkeypatch):
+    q, k, v = random_sketch(50, dtype=torch.float32)
+    noise = some_noise(50)
+    _, level = sketched_attention(q, k, v, causal=True)
+    rule = dict(causal=True, sampling="inverse_log_squared")
+    whole = chosen_keys(q, k, 6, noise=noise, level=level, **rule)
+    shared = chosen_keys(q, k, 6, noise=None, **rule)
+    for i in (0, 3, 49):
+        row = noise._replace(rows=noise.rows[:, i : i + 1])
+        here = slice(i, i + 1)
+        one = chosen_keys(q[:, here], k, 6, noise=row, level=level[:, here], first_query=i, **rule)
+        assert torch.equal(one, whole[:, :, here])
+    monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 77)
+    assert torch.equal(chosen_keys(q, k, 6, noise=noise, level=level, **rule), whole)
+    monkeypatch.setattr(eager, "_KEYS", 11)
+    assert torch.equal(chosen_keys(q, k, 6, noise=None, **rule), shared)
+
+
+def test_equal_scores_go_to_the_smaller_position(small_tiles):
+    q, k, _ = random_sketch(20, dtype=torch.float32)
+    nearly = k[:, :1] * (1 + 1e-7 * torch.arange(20)[:, None])  # as if computed in another order
+    for keys in (k * 0, k[:, :1].expand_as(k), k.abs() * -0.0, nearly):
+        index = chosen_keys(q, keys, 4, causal=False, sampling="top_k", noise=None)
+        assert torch.equal(index, torch.arange(4, dtype=torch.int32).expand(2, 1, 20, 4))
+
+
+def test_a_weight_of_one_is_always_chosen_and_a_large_sketch_stays_in_order():
+    """α = 1 is p = ∞."""
+    q, k, v = random_sketch(30, dtype=torch.float32)
+    k[:, 11] = q[:, 0] = torch.tensor([200.0, 0, 0, 0])
+    noise = some_noise(30)
+    _, level = sketched_attention(q, k, v, causal=False)
+    for sampling in ("inverse_log_squared", "inverse_log"):
+        index = chosen_keys(q, k, 3, causal=False, sampling=sampling, noise=noise, level=level)
+        assert (index[:, :, 0, 0] == 11).all() and (index[:, :, 0, 1:] != 11).all() and (index >= 0).all()
+    _, level = sketched_attention(q * 1e4, k * 1e4, v, causal=False)
+    index = chosen_keys(q * 1e4, k * 1e4, 3, causal=False, sampling="inverse_log_squared", noise=noise, level=level)
+    assert (index >= 0).all() and (index < 30).all()
+
+
+@pytest.mark.parametrize("sampling", ["inverse_log_squared", "inverse_log", "raw", "random"])
+def test_how_often_a_key_is_the_first_is_its_probability(sampling):
+    """P(s_j is the highest) = ∫ Π_{k≠j} F_k(x) f_j(x) dx, with F_k(x) = min(1, x/p_k)."""
+    samples = 4000
+    q, k, v = (x[:1].expand(samples, -1, -1).contiguous() for x in random_sketch(8))
+    heads = range(2)
+    noise = Noise(3, heads, torch.arange(samples)[:, None] * (1 << 32) + torch.arange(8))
+    _, level = sketched_attention(q, k, v, causal=False)
+    first = chosen_keys(q, k, 1, causal=False, sampling=sampling, noise=noise, level=level)[:, :, 5, 0]
+    alpha, _ = sketched_weights(q[:1], k[:1], causal=False)
+    a = alpha[0, 5]
+    p = {"inverse_log_squared": a.log() ** -2, "inverse_log": -1 / a.log(), "raw": a, "random": a * 0 + 1}[sampling]
+    x = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000 * p.max()
+    below = (x[:, None] / p).clamp(max=1)
+    step = p.max() / 200_000
+    exact = torch.stack([below[:, torch.arange(8) != j].prod(-1)[x < p[j]].sum() * step / p[j] for j in range(8)])
+    torch.testing.assert_close(exact.sum().item(), 1.0, rtol=1e-3, atol=1e-3)
+    for head in heads:
+        count = torch.bincount(first[:, head].long(), minlength=8)
+        z = (count - samples * exact) / (samples * exact * (1 - exact)).sqrt().clamp_min(1)
+        assert z.abs().max() < 4
+    # Heads draw by themselves: they agree as often as independent ones.
+    agree, chance = (first[:, 0] == first[:, 1]).double().sum(), (exact**2).sum()
+    assert abs(agree - samples * chance) / math.sqrt(samples * chance * (1 - chance)) < 4
+
+
+def test_memory_is_linear_in_the_length(monkeypatch):
+    monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(eager, "_KEYS", 256)
+
+    def peak(length):
+        q, k, v = (x.requires_grad_() for x in random_sketch(length, batch=1, dtype=torch.float32))
+        with PeakMemory() as memory:
+            h, level = sketched_attention(q, k, v, causal=True)
+            h.sum().backward()
+            noise = some_noise(length, batch=1, heads=range(2))
+            chosen_keys(q, k, 8, causal=True, sampling="inverse_log_squared", noise=noise, level=level)
+        assert memory.largest < length * length * 4 / 8
+        return memory.peak
+
+    assert peak(2048) < 2.2 * peak(1024)
