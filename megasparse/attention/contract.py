@@ -58,38 +58,80 @@ class Memory:
         self._next = 0
 
 
+class Targets(NamedTuple):
+    """What a training step asks the model to tell, for mechanisms that learn from it themselves (Smart Bird's sketch).
+
+    values: (B, L) int64, a token for each position, or (B,) a label for each sequence. counted: (B, L) bool, the
+    positions that count, or None for all.
+    """
+
+    values: Tensor
+    counted: Tensor | None
+
+
 @dataclass
 class AttentionContext:
-    """Where a call stands: the layer, the global number of its first head, and what its draws depend on."""
+    """Where a call stands: the layer, the global number of its first head, and what its draws depend on.
+
+    targets: in training only, else None.
+    """
 
     layer: int
     draws: Draws
     head_offset: int = 0
     memory: Memory = field(default_factory=Memory)
+    targets: Targets | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a mechanism stands in a model: what it is built for."""
+
+    heads: int
+    """Its own heads, which may be a part of the layer's."""
+    head_dim: int
+    d_model: int
+    """Width of the layer's input x."""
+    max_length: int
+    causal: bool
+    layers: int = 1
+    """Number of layers that hold this mechanism, over which auxiliary losses are averaged."""
+    vocabulary: int = 256
 
 
 class Attention(nn.Module, ABC):
-    """One mechanism over some heads of a layer.
+    """One mechanism over some heads of a layer, built from its section of the configuration and its Place.
 
     Strictly causal (`leak` is None): with heads.causal, replacing tokens from t on changes no output before t.
+    Parameters that decoding reads too live in submodules that are called (ZeRO 3 gathers weights at a module's call).
     """
 
+    causal: bool = True
+    """Whether decoders can have it."""
     shared_qk: bool = False
+    """Whether its keys are q/|q|."""
+    adds_positions: bool = False
+    """Whether sinusoidal positions are added to its queries and keys in each layer."""
+    task_weight: float = 1.0
+    """Weight of the task's loss beside the auxiliary loss (LHA's convex combination)."""
     leak: str | None = None
     """Why a later token can move an earlier output, for a mechanism that keeps a paper's leaking window; else None."""
 
     @abstractmethod
     def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
-        """x: (B, L, E), the layer's input, which learned hashes and sketches read."""
+        """x: (B, L, E), the layer's input, which learned hashes and sketches read.
 
-    @abstractmethod
-    def new_cache(self, batch: int, heads: int, head_dim: int, like: Tensor, rounds: int | None) -> Any:
-        """An empty decoding cache on the device and in the dtype of `like`."""
+        The auxiliary loss comes already weighted, as the part of it that is added to the model's objective.
+        """
 
-    @abstractmethod
-    def fill_cache(self, heads: Heads, cache: Any, context: AttentionContext) -> None:
-        """Takes a whole prompt into an empty cache."""
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> Any:
+        """An empty decoding cache for `batch` sequences, on the device and in the dtype of `like`; causal ones only."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def decode(self, heads: Heads, cache: Any, position: int, context: AttentionContext) -> Tensor:
-        """The output (B, H, 1, D) of the one new token at `position`, which is taken into the cache."""
+    def fill_cache(self, x: Tensor, heads: Heads, cache: Any, context: AttentionContext) -> None:
+        """Takes a whole prompt into an empty cache; `forward` gave its outputs."""
+        raise NotImplementedError
+
+    def decode(self, x: Tensor, heads: Heads, cache: Any, position: int, context: AttentionContext) -> Tensor:
+        """The output (B, H, 1, D) of the one new token at `position`, which is taken into the cache. x: (B, 1, E)."""
+        raise NotImplementedError

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads
-from megasparse.config.schema import FullAttentionConfig
+from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.config.attention import FullAttentionConfig
 
 
 @dataclass
@@ -22,8 +22,8 @@ class KeyValueCache:
     v: Tensor
 
     @staticmethod
-    def empty(batch: int, heads: int, capacity: int, head_dim: int, like: Tensor) -> "KeyValueCache":
-        return KeyValueCache(*(like.new_zeros(batch, heads, capacity, head_dim) for _ in range(2)))
+    def empty(batch: int, place: Place, capacity: int, like: Tensor) -> "KeyValueCache":
+        return KeyValueCache(*(like.new_zeros(batch, place.heads, capacity, place.head_dim) for _ in range(2)))
 
 
 class FullAttention(Attention):
@@ -31,10 +31,10 @@ class FullAttention(Attention):
     else.
     """
 
-    def __init__(self, config: FullAttentionConfig, max_length: int):
+    def __init__(self, config: FullAttentionConfig, place: Place):
         super().__init__()
         self.shared_qk = config.shared_qk
-        self.max_length = max_length
+        self.place = place
 
     def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
         if self.shared_qk:
@@ -56,14 +56,14 @@ class FullAttention(Attention):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
         return _without_padding(out, heads.key_mask)
 
-    def new_cache(self, batch: int, heads: int, head_dim: int, like: Tensor, rounds: int | None) -> KeyValueCache:
-        return KeyValueCache.empty(batch, heads, self.max_length, head_dim, like)
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> KeyValueCache:
+        return KeyValueCache.empty(batch, self.place, self.place.max_length, like)
 
-    def fill_cache(self, heads: Heads, cache: KeyValueCache, context: AttentionContext) -> None:
+    def fill_cache(self, x: Tensor, heads: Heads, cache: KeyValueCache, context: AttentionContext) -> None:
         cache.k[:, :, : heads.k.shape[2]] = heads.k
         cache.v[:, :, : heads.v.shape[2]] = heads.v
 
-    def decode(self, heads: Heads, cache: KeyValueCache, position: int, context: AttentionContext) -> Tensor:
+    def decode(self, x: Tensor, heads: Heads, cache: KeyValueCache, position: int, context: AttentionContext) -> Tensor:
         cache.k[:, :, position] = heads.k[:, :, 0]
         cache.v[:, :, position] = heads.v[:, :, 0]
         if self.shared_qk and position == 0:

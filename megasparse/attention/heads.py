@@ -1,31 +1,42 @@
-"""One attention layer: projects its input to heads, lets the mechanism attend, projects back. Keeps the decoding cache.
+"""One attention layer: projects its input to heads, lets their mechanisms attend, projects back. Keeps the decoding
+cache.
 
 B batch, L length, H heads, D head dim, E width.
 """
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads
-from megasparse.attention.full import FullAttention
-from megasparse.attention.local import LocalAttention
-from megasparse.attention.lsh import LSHAttention
-from megasparse.config.schema import AttentionConfig, ModelConfig
+from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.pattern import heads_of_layer, layers_with
+from megasparse.config.schema import ModelConfig
+from megasparse.ops.positions import rotate, sinusoids
 
 
-def build_mechanism(kind: str, config: AttentionConfig, max_length: int) -> Attention:
-    """The mechanism a configuration names."""
-    if kind == "full":
-        return FullAttention(config.full, max_length)
-    if kind == "local":
-        return LocalAttention(config.local, max_length)
-    assert kind == "lsh"
-    return LSHAttention(config.lsh, max_length)
+def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
+    """The mechanism that a configuration names, over so many heads of a layer."""
+    place = Place(
+        heads=heads,
+        head_dim=head_dim(model),
+        d_model=model.d_model,
+        max_length=model.max_length,
+        causal=model.kind == "decoder",
+        layers=layers_with(model, kind),
+        vocabulary=model.vocabulary,
+    )
+    return MECHANISMS[kind](getattr(model.attention, kind), place)
+
+
+def head_dim(model: ModelConfig) -> int:
+    return model.head_dim or model.d_model // model.heads
 
 
 @dataclass(frozen=True)
@@ -37,53 +48,85 @@ class Padding:
 
 
 class AttentionLayer(nn.Module):
-    """Multi-head attention with one mechanism. With shared QK there is no key projection: k = q/|q| (Reformer section
-    2).
+    """Multi-head attention whose heads one mechanism has, or several share.
+
+    A mechanism with shared QK has no key projection: k = q/|q| (Reformer section 2).
     """
 
-    def __init__(self, config: ModelConfig, kind: str):
+    def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.heads = config.heads
-        self.head_dim = config.head_dim or config.d_model // config.heads
-        self.rotary = config.positions.kind == "rotary"
-        self.mechanism = build_mechanism(kind, config.attention, config.max_length)
-        width = self.heads * self.head_dim
-        self.query = _projection(config.d_model, width)
-        self.key = None if self.mechanism.shared_qk else _projection(config.d_model, width)
-        self.value = _projection(config.d_model, width)
-        self.output = _projection(width, config.d_model)
+        self.heads, self.head_dim = config.heads, head_dim(config)
+        self.causal, self.rotary = config.kind == "decoder", config.positions.kind == "rotary"
+        self.split = heads_of_layer(config, layer)
+        built = {kind: build_mechanism(kind, config, heads) for kind, heads in self.split.items()}
+        self.mechanisms = nn.ModuleDict(built)
+        keyed = sum(heads for kind, heads in self.split.items() if not built[kind].shared_qk)
+        self.query = _projection(config.d_model, self.heads * self.head_dim)
+        self.key = _projection(config.d_model, keyed * self.head_dim) if keyed else None
+        self.value = _projection(config.d_model, self.heads * self.head_dim)
+        self.output = _projection(self.heads * self.head_dim, config.d_model)
 
-    def forward(
-        self, x: Tensor, context: AttentionContext, padding: Padding, causal: bool = True, cache: Any = None
-    ) -> AttentionOutput:
-        """x: (B, L, E). Returns the layer's output (B, L, E). A given empty cache takes in the whole sequence."""
-        heads = self._project(x, 0, padding, causal)
-        output = self.mechanism(x, heads, context)
-        if cache is not None:
-            self.mechanism.fill_cache(heads, cache, context)
-        return output._replace(out=self._merge(output.out))
+    def forward(self, x: Tensor, context: AttentionContext, padding: Padding, cache: Any = None) -> AttentionOutput:
+        """x: (B, L, E). Returns the layer's output (B, L, E), the sum of the mechanisms' auxiliary losses, and their
+        statistics as kind/name. A given empty cache takes in the whole sequence.
+        """
+        outs: list[Tensor] = []
+        auxiliary: Tensor | None = None
+        statistics: dict[str, Tensor] = {}
+        for kind, heads, own in self._project(x, 0, padding, context):
+            mechanism = self.mechanism(kind)
+            out, loss, scalars = mechanism(x, heads, own)
+            outs.append(out)
+            if loss is not None:
+                auxiliary = loss if auxiliary is None else auxiliary + loss
+            statistics |= {f"{kind}/{name}": value for name, value in scalars.items()}
+            if cache is not None:
+                mechanism.fill_cache(x, heads, cache[kind], own)
+        return AttentionOutput(self._merge(outs), auxiliary, statistics)
 
-    def new_cache(self, batch: int, rounds: int | None) -> Any:
-        return self.mechanism.new_cache(batch, self.heads, self.head_dim, self.query.weight, rounds)
+    def new_cache(self, batch: int, rounds: int | None) -> dict[str, Any]:
+        like = self.query.weight
+        return {kind: self.mechanism(kind).new_cache(batch, like, rounds) for kind in self.split}
 
-    def decode(self, x: Tensor, cache: Any, position: int, context: AttentionContext) -> Tensor:
+    def mechanism(self, kind: str) -> Attention:
+        return cast(Attention, self.mechanisms[kind])
+
+    def decode(self, x: Tensor, cache: dict[str, Any], position: int, context: AttentionContext) -> Tensor:
         """x: (B, 1, E), the new token at `position`. Returns (B, 1, E)."""
-        heads = self._project(x, position, Padding(), causal=True)
-        return self._merge(self.mechanism.decode(heads, cache, position, context))
+        projected = self._project(x, position, Padding(), context)
+        outs = [self.mechanism(kind).decode(x, heads, cache[kind], position, own) for kind, heads, own in projected]
+        return self._merge(outs)
 
-    def _project(self, x: Tensor, first_position: int, padding: Padding, causal: bool) -> Heads:
+    def _project(
+        self, x: Tensor, first_position: int, padding: Padding, context: AttentionContext
+    ) -> Iterator[tuple[str, Heads, AttentionContext]]:
+        """Each mechanism's share of the heads, and its context."""
         q, v = self._split(self.query(x)), self._split(self.value(x))
-        k = q if self.key is None else self._split(self.key(x))
+        k = q[:, :0] if self.key is None else self._split(self.key(x))
         if self.rotary:
             q, k = rotate(q, first_position), rotate(k, first_position)
-        if self.key is None:
-            k = normalized(q)
-        return Heads(q, k, v, padding.key_mask, padding.segments, causal)
+        first, first_key = 0, 0
+        for kind, heads in self.split.items():
+            mechanism = self.mechanism(kind)
+            mine, values = q[:, first : first + heads], v[:, first : first + heads]
+            keys = mine
+            if not mechanism.shared_qk:
+                keys = k[:, first_key : first_key + heads]
+                first_key += heads
+            if mechanism.adds_positions:
+                positions = sinusoids(first_position, x.shape[1], self.head_dim).to(x.device, x.dtype)
+                mine, keys = mine + positions, keys + positions
+            if mechanism.shared_qk:
+                keys = normalized(mine)
+            own = dataclasses.replace(context, head_offset=context.head_offset + first)
+            yield kind, Heads(mine, keys, values, padding.key_mask, padding.segments, self.causal), own
+            first += heads
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, H, L, D)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, L, D)
 
-    def _merge(self, x: Tensor) -> Tensor:
+    def _merge(self, outs: list[Tensor]) -> Tensor:
+        x = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
         return self.output(x.transpose(1, 2).flatten(-2))  # (B, L, E)
 
 
@@ -94,22 +137,4 @@ def _projection(width_in: int, width_out: int) -> nn.Linear:
 
 def normalized(q: Tensor) -> Tensor:
     """q/|q| in fp32 at least, cast back; a zero vector stays zero."""
-    return F.normalize(_at_least_fp32(q), dim=-1).to(q.dtype)
-
-
-def rotate(x: Tensor, first_position: int) -> Tensor:
-    """Rotary positions (Su et al., RoFormer): the pair (x_i, x_{i+D/2}) turned by position·10000^(−2i/D). x: (B, H,
-    L, D).
-    """
-    half = x.shape[-1] // 2
-    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
-    position = torch.arange(first_position, first_position + x.shape[2], dtype=torch.float64, device=x.device)
-    angle = position[:, None] * frequency  # (L, D/2)
-    wide = _at_least_fp32(x)
-    cosine, sine = torch.cos(angle).to(wide.dtype), torch.sin(angle).to(wide.dtype)
-    first, second = wide[..., :half], wide[..., half:]
-    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)
-
-
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.normalize(q.to(torch.promote_types(q.dtype, torch.float32)), dim=-1).to(q.dtype)

@@ -1,56 +1,103 @@
-"""Local attention: a token sees its own chunk of positions and the chunk before, strictly causal. B batch, H heads, L
-length, D head dim.
+"""Local attention: a token sees its own chunk of positions and the chunk before, strictly causal, and in an encoder the
+chunk after. B batch, H heads, L length, D head dim, C chunk, E distances (see ops/local_attention).
 """
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from dataclasses import dataclass
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads
+import torch
+from torch import Tensor, nn
+
+from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
 from megasparse.attention.full import KeyValueCache
-from megasparse.config.schema import LocalAttentionConfig
+from megasparse.config.attention import LocalAttentionConfig
 from megasparse.ops.bucketed_attention import Window, bucketed_attention
+from megasparse.ops.local_attention import distances, relative_local_attention
+from megasparse.ops.positions import sinusoids
+
+
+class RelativePositions(nn.Module):
+    """What Transformer-XL (Dai et al. 2019, section 3.3) knows of distances: r_{i−j} = R_{i−j}·W_r, R sinusoids, and
+    the biases u and w that stand for queries; each head has its own.
+    """
+
+    def __init__(self, place: Place):
+        super().__init__()
+        self.width = place.d_model
+        self.projection = nn.Parameter(torch.empty(place.heads, place.d_model, place.head_dim))
+        self.content_bias = nn.Parameter(torch.empty(place.heads, place.head_dim))
+        self.distance_bias = nn.Parameter(torch.empty(place.heads, place.head_dim))
+
+    def forward(self, chunk: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """r (H, E, D) in fp32 at least, u (H, D) and w (H, D)."""
+        steps = distances(chunk, causal)
+        r = sinusoids(steps[-1], len(steps), self.width).flip(0).to(self.projection.device)
+        dtype = torch.promote_types(self.projection.dtype, torch.float32)
+        return r.to(dtype) @ self.projection.to(dtype), self.content_bias, self.distance_bias
+
+
+@dataclass
+class LocalCache:
+    """The last 2C tokens, the one at position p in place p mod 2C, and what `RelativePositions` gives, or None."""
+
+    tokens: KeyValueCache
+    relative: tuple[Tensor, Tensor, Tensor] | None
 
 
 class LocalAttention(Attention):
-    """softmax(qkᵀ/√D)v inside ⌊i/C⌋ − 1 <= ⌊j/C⌋ <= ⌊i/C⌋, as in the published enwik8-64K configuration of Reformer.
+    """softmax(qkᵀ/√D)v inside ⌊i/C⌋ − 1 <= ⌊j/C⌋ <= ⌊i/C⌋, as in the published enwik8-64K configuration of Reformer; in
+    an encoder up to ⌊i/C⌋ + 1.
 
     The one-bucket, one-round case of bucketed attention. Chunk borders are fixed by position, so they leak nothing.
+    With relative positions the logits are ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D.
     """
 
-    def __init__(self, config: LocalAttentionConfig, max_length: int):
+    def __init__(self, config: LocalAttentionConfig, place: Place):
         super().__init__()
-        self.window = Window("chunk", min(config.chunk, max_length))
+        self.place = place
+        self.chunk = min(config.chunk, place.max_length)
+        self.relative = RelativePositions(place) if config.relative else None
 
     def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
-        out, _ = bucketed_attention(
-            heads.q,
-            heads.k,
-            heads.v,
-            None,
-            self.window,
-            causal=heads.causal,
-            scale=heads.q.shape[-1] ** -0.5,
-            exclude_self=False,
-            key_mask=heads.key_mask,
-            segments=heads.segments,
-        )
+        q, k, v, key_mask, segments, causal = heads
+        scale = self.place.head_dim**-0.5
+        if self.relative is not None:
+            r, u, w = self.relative(self.chunk, causal)
+            out = relative_local_attention(
+                q, k, v, r, u, w, self.chunk,
+                causal=causal, scale=scale, key_mask=key_mask, segments=segments,
+            )  # fmt: skip
+        else:
+            window = Window("chunk", self.chunk, ahead=not causal)
+            out, _ = bucketed_attention(
+                q, k, v, None, window,
+                causal=causal, scale=scale, exclude_self=False, key_mask=key_mask, segments=segments,
+            )  # fmt: skip
         return AttentionOutput(out, None, {})
 
-    def new_cache(self, batch: int, heads: int, head_dim: int, like: Tensor, rounds: int | None) -> KeyValueCache:
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> LocalCache:
         # The chunk at hand and the one before it share two places by turns.
-        return KeyValueCache.empty(batch, heads, 2 * self.window.chunk, head_dim, like)
+        tokens = KeyValueCache.empty(batch, self.place, 2 * self.chunk, like)
+        return LocalCache(tokens, None if self.relative is None else self.relative(self.chunk, causal=True))
 
-    def fill_cache(self, heads: Heads, cache: KeyValueCache, context: AttentionContext) -> None:
-        length = heads.k.shape[2]
-        recent = torch.arange(max(0, length - cache.k.shape[2]), length, device=heads.k.device)
-        cache.k[:, :, recent % cache.k.shape[2]] = heads.k[:, :, recent]
-        cache.v[:, :, recent % cache.k.shape[2]] = heads.v[:, :, recent]
+    def fill_cache(self, x: Tensor, heads: Heads, cache: LocalCache, context: AttentionContext) -> None:
+        length, capacity = heads.k.shape[2], 2 * self.chunk
+        recent = torch.arange(max(0, length - capacity), length, device=heads.k.device)
+        cache.tokens.k[:, :, recent % capacity] = heads.k[:, :, recent]
+        cache.tokens.v[:, :, recent % capacity] = heads.v[:, :, recent]
 
-    def decode(self, heads: Heads, cache: KeyValueCache, position: int, context: AttentionContext) -> Tensor:
-        capacity = cache.k.shape[2]
-        cache.k[:, :, position % capacity] = heads.k[:, :, 0]
-        cache.v[:, :, position % capacity] = heads.v[:, :, 0]
-        first = max(0, position // self.window.chunk - 1) * self.window.chunk
-        seen = torch.arange(first, position + 1, device=heads.q.device) % capacity
-        return F.scaled_dot_product_attention(heads.q, cache.k[:, :, seen], cache.v[:, :, seen])
+    def decode(self, x: Tensor, heads: Heads, cache: LocalCache, position: int, context: AttentionContext) -> Tensor:
+        capacity, dtype = 2 * self.chunk, torch.promote_types(heads.q.dtype, torch.float32)
+        cache.tokens.k[:, :, position % capacity] = heads.k[:, :, 0]
+        cache.tokens.v[:, :, position % capacity] = heads.v[:, :, 0]
+        first = max(0, position // self.chunk - 1) * self.chunk
+        seen = torch.arange(first, position + 1, device=heads.q.device)
+        k, v = (cached[:, :, seen % capacity].to(dtype) for cached in (cache.tokens.k, cache.tokens.v))
+        q = heads.q.to(dtype)
+        if cache.relative is None:
+            score = q @ k.transpose(-1, -2)
+        else:
+            r, u, w = cache.relative
+            r = r[:, 2 * self.chunk - 1 - (position - seen)].to(dtype)
+            score = (q + u[:, None]) @ k.transpose(-1, -2) + (q + w[:, None]) @ r.transpose(-1, -2)
+        weight = torch.softmax(score * self.place.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)
+        return (weight @ v).to(heads.q.dtype)

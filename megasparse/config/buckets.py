@@ -2,7 +2,7 @@
 
 import math
 
-from megasparse.config.schema import LSHAttentionConfig
+from megasparse.config.attention import LSHAttentionConfig
 
 LARGEST_SINGLE = 128
 """Hashing into n buckets costs n/2 products a token: above this, two rotations of n1·n2 = n cost far less."""

@@ -3,8 +3,10 @@
 import math
 
 from megasparse.config import deepspeed_section
+from megasparse.config.attention import LSHAttentionConfig, SmartBirdAttentionConfig, YOSOAttentionConfig
 from megasparse.config.buckets import lsh_buckets
-from megasparse.config.schema import Config, LSHAttentionConfig, ModelConfig, PositionsConfig
+from megasparse.config.pattern import heads_of_layer, kinds
+from megasparse.config.schema import Config, MaskingConfig, ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 
 
@@ -12,9 +14,16 @@ def check(config: Config) -> None:
     """Raise ConfigError for the first rule that `config` breaks."""
     _check_model(config.model)
     _check_positions(config.model.positions, config.model)
-    if "lsh" in config.model.attention.pattern:
+    if "lsh" in kinds(config.model):
         _check_lsh(config.model.attention.lsh, config.model)
+    if "local" in kinds(config.model):
+        _check_local(config.model)
+    if "yoso" in kinds(config.model):
+        _check_yoso(config.model.attention.yoso)
+    if "smart_bird" in kinds(config.model):
+        _check_smart_bird(config.model.attention.smart_bird)
     _check_lengths(config)
+    _check_masking(config)
     _check_batches(config)
     deepspeed_section.check(config.deepspeed)
     _check_optimizer(config)
@@ -47,6 +56,32 @@ def _check_model(model: ModelConfig) -> None:
             f"{len(model.attention.pattern)} layers are listed, but model.layers = {model.layers}",
             f"Shorten the pattern to {model.layers} or fewer, or raise model.layers",
         )
+    _check_heads(model)
+
+
+BIDIRECTIONAL_ONLY = {
+    "smyrf": "its balanced clusters depend on all tokens",
+    "linformer": "it projects the whole sequence",
+}
+
+
+def _check_heads(model: ModelConfig) -> None:
+    for layer in range(len(model.attention.pattern)):
+        split = heads_of_layer(model, layer)
+        key = f"model.attention.pattern[{layer}]"
+        if sum(split.values()) != model.heads:
+            raise ConfigError(
+                key,
+                f"{split} has {sum(split.values())} heads, but model.heads = {model.heads}",
+                f"Make the numbers sum to {model.heads}",
+            )
+        for kind in split:
+            if model.kind == "decoder" and kind in BIDIRECTIONAL_ONLY:
+                raise ConfigError(
+                    key,
+                    f'"{kind}" cannot be causal: {BIDIRECTIONAL_ONLY[kind]}',
+                    'Choose another mechanism, or set model.kind to "encoder"',
+                )
 
 
 def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
@@ -109,6 +144,13 @@ def _check_lsh(lsh: LSHAttentionConfig, model: ModelConfig) -> None:
             'false with window = "band" is not causal: later tokens move the borders of what is seen',
             'Set same_bucket to true, or window to "chunk"',
         )
+    if lsh.window == "chunk" and not lsh.shared_qk:
+        raise ConfigError(
+            f"{key}.window",
+            '"chunk" is a window on tokens in one order, but with shared_qk = false queries and keys have buckets of '
+            "their own",
+            'Set window to "band", or shared_qk to true',
+        )
     factors = lsh.buckets if isinstance(lsh.buckets, list) else [lsh.buckets] if lsh.buckets else []
     if isinstance(lsh.buckets, list) and len(factors) not in (1, 2):
         raise ConfigError(f"{key}.buckets", f"{factors} has {len(factors)} factors", "Give a number, or two factors")
@@ -125,6 +167,38 @@ def _check_lsh(lsh: LSHAttentionConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"{key}.buckets", f"{error}, and as one rotation it would cost too much", "Take a multiple of 4"
         ) from None
+
+
+def _check_local(model: ModelConfig) -> None:
+    if model.attention.local.relative and model.positions.kind == "rotary":
+        raise ConfigError(
+            "model.attention.local.relative",
+            'true gives distances to a layer whose queries and keys model.positions.kind = "rotary" has turned by them',
+            "Set it to false, or model.positions.kind to another",
+        )
+
+
+def _check_smart_bird(bird: SmartBirdAttentionConfig) -> None:
+    if (bird.objective == "pooled") != (bird.labels is not None):
+        raise ConfigError(
+            "model.attention.smart_bird.labels",
+            f'{"null" if bird.labels is None else bird.labels} does not fit objective = "{bird.objective}"',
+            'Give the number of labels with "pooled", null with "token"',
+        )
+
+
+def _check_yoso(yoso: YOSOAttentionConfig) -> None:
+    key = "model.attention.yoso"
+    if yoso.code_bits is not None and yoso.code_bits > 30:
+        raise ConfigError(
+            f"{key}.code_bits", f"{yoso.code_bits} bits do not fit a 32-bit code", "Set it to 30 or less, or to null"
+        )
+    if yoso.convolution is not None and yoso.convolution % 2 == 0:
+        raise ConfigError(
+            f"{key}.convolution",
+            f"{yoso.convolution} is even, so the kernel has no middle",
+            f"Write {yoso.convolution + 1} instead",
+        )
 
 
 def _check_lengths(config: Config) -> None:
@@ -149,6 +223,34 @@ def _check_lengths(config: Config) -> None:
         raise ConfigError(
             "model.vocabulary", f"{model.vocabulary} is too small for bytes", "Set it to 256, the number of byte values"
         )
+
+
+def _check_masking(config: Config) -> None:
+    model, masking = config.model, config.model.masking
+    if model.kind == "decoder":
+        if masking != MaskingConfig():
+            raise ConfigError(
+                "model.masking",
+                f"{masking.model_dump()} is given, but a decoder masks no tokens",
+                'Remove it, or set model.kind to "encoder"',
+            )
+        return
+    if config.data.tokenizer == "bytes" and masking.token < 256:
+        raise ConfigError(
+            "model.masking.token", f"{masking.token} is a byte, which the text itself may have", "Set it to 256"
+        )
+    if masking.token >= model.vocabulary:
+        raise ConfigError(
+            "model.vocabulary",
+            f"{model.vocabulary} leaves no id for an encoder's mask token, model.masking.token = {masking.token}",
+            f"Set model.vocabulary to {masking.token + 1}, or to the next multiple of 8",
+        )
+    for key, value in (
+        ("model.score_from", model.score_from),
+        ("evaluation.sample_tokens", config.evaluation.sample_tokens),
+    ):
+        if value:
+            raise ConfigError(key, f'{value} is for decoders, but model.kind = "encoder"', "Set it to 0")
 
 
 def _check_batches(config: Config) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from megasparse.config.messages import as_config_error, dotted, known_keys, show
-from megasparse.config.schema import Positive, Section
+from megasparse.config.section import Positive, Section
 from megasparse.errors import ConfigError
 
 HELD_BY_MEGASPARSE = {

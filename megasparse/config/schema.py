@@ -2,19 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, values are not coerced, nothing changes after loading."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.section import Count, Fraction, Positive, Section
 
 
 class RunConfig(Section):
@@ -36,46 +27,18 @@ class PositionsConfig(Section):
     """Axial only: the width of each axis' embedding; they sum to `model.d_model`."""
 
 
-class FullAttentionConfig(Section):
-    shared_qk: bool = False
-    """Queries are the keys too (Reformer section 2): logits q·q/|q|, a token sees itself only as last resort."""
-
-
-class LocalAttentionConfig(Section):
-    chunk: Positive = 128
-    """A token sees the earlier tokens of its own chunk of this many positions, and of the chunk before."""
-
-
-class LSHAttentionConfig(Section):
-    rounds: Positive = 2
-    """Hash rounds while training."""
-    evaluation_rounds: Positive | None = None
-    """Hash rounds in evaluation and generation; null takes `rounds`."""
-    chunk: Positive = 64
-    """M: the window, in tokens of the sorted order."""
-    buckets: Positive | list[Positive] | None = None
-    """Buckets per round: an even number, or two even factors whose product it is (each hashed by its own rotation).
-    null takes the paper's 2·max_length/chunk, in two factors above 128."""
-    window: Literal["band", "chunk"] = "band"
-    """`band`: the last M tokens of one's own bucket, strictly causal. `chunk`: the paper's own chunk and the one before
-    it, whose borders future tokens move: not strictly causal."""
-    same_bucket: bool = True
-    """Only tokens of the same bucket see each other (the paper). false: all of the window, as HuggingFace does it."""
-    count_rounds: bool = True
-    """A pair seen in N rounds counts once (log N of appendix A). false: N times, as HuggingFace does it."""
-
-
-class AttentionConfig(Section):
-    pattern: list[Literal["full", "local", "lsh"]] = Field(default=["local", "local", "lsh", "local"], min_length=1)
-    """Attention of each layer, repeated over the depth; as long as the depth, it is an explicit list."""
-    full: FullAttentionConfig = FullAttentionConfig()
-    local: LocalAttentionConfig = LocalAttentionConfig()
-    lsh: LSHAttentionConfig = LSHAttentionConfig()
+class MaskingConfig(Section):
+    rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
+    """Part of the tokens that an encoder has to tell (masked language modelling, Devlin et al. 2018)."""
+    token: Count = 256
+    """The id that stands for a masked token: one of the vocabulary that no text has (256 for bytes)."""
 
 
 class ModelConfig(Section):
+    kind: Literal["decoder", "encoder"] = "decoder"
+    """`decoder`: a causal language model. `encoder`: every token sees both sides, and masked tokens are told."""
     vocabulary: Positive = 256
-    """Number of token ids; 256 for bytes."""
+    """Number of token ids; 256 for bytes, in an encoder 257 with the mask token."""
     max_length: Positive = 65536
     """Longest sequence, in tokens. Fixes position tables and bucket counts: a shorter batch changes neither."""
     layers: Positive = 12
@@ -101,6 +64,8 @@ class ModelConfig(Section):
     """The output projection is the token embedding."""
     positions: PositionsConfig = PositionsConfig()
     attention: AttentionConfig = AttentionConfig()
+    masking: MaskingConfig = MaskingConfig()
+    """Encoders only."""
 
 
 class DataConfig(Section):
@@ -166,6 +131,8 @@ class CheckpointConfig(Section):
 class LoggingConfig(Section):
     every: Positive = 1
     """Steps between lines of the progress display and of TensorBoard; metrics.jsonl has every step."""
+    attention_quality_every: Count = 0
+    """Steps between measurements of how near each attention comes to full attention, on a held-out window; 0 never."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
     """Peak of one device in TFLOP/s, for the model FLOPs utilisation; null knows the A100, H100 and H200 (bf16), and
     leaves the utilisation out for others."""
@@ -186,5 +153,5 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     parallel: ParallelConfig = ParallelConfig()
-    deepspeed: dict[str, Any] = {}
+    deepspeed: dict[str, Any] = Field(default={})
     """DeepSpeed's own settings (zero_optimization, ...), handed over as they are once every key is checked."""

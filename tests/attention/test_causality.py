@@ -2,24 +2,20 @@
 
 import pytest
 
-from megasparse.model.decoder import build_decoder
+from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
-from tests.helpers.models import attention, random_tokens, small
+from tests.helpers.models import attention, causal_names, named, random_tokens, small, strict_names
 
-CAUSAL = {
-    "full": attention("full"),
-    "full shared": attention("full", shared_qk=True),
-    "local": attention("local"),
-    "lsh": attention("lsh"),
-    "lsh 4 rounds, factorised": attention("lsh", lsh={"rounds": 4, "buckets": [4, 8]}),
+PATTERNS = {name: named(name) for name in strict_names()} | {
     "pattern": attention("local", "local", "lsh", "local"),
+    "split heads": attention({"local": 1, "lsh": 1}),
 }
-CHUNK = attention("lsh", lsh={"window": "chunk", "rounds": 1})
+LEAKING = [name for name in causal_names() if name not in strict_names()]
 
 
 def moved_prefix(config, first_changed, seeds=5):
     """The largest change of any nats before `first_changed` (rounding is about 1e-6), over several replacements."""
-    model = build_decoder(small(attention=config), seed=0)
+    model = build_model(small(attention=config), seed=0)
     tokens = random_tokens(2, 120)
     draws = Draws.evaluation(0, 2)
     nats = model.token_scores(tokens, draws).nats
@@ -33,14 +29,15 @@ def moved_prefix(config, first_changed, seeds=5):
     return max(changes)
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", PATTERNS)
 def test_no_later_token_moves_an_earlier_output(name):
-    assert build_decoder(small(attention=CAUSAL[name]), seed=0).leaks == []
-    assert moved_prefix(CAUSAL[name], 60) < 1e-5
-    assert moved_prefix(CAUSAL[name], 119) < 1e-5
+    assert build_model(small(attention=PATTERNS[name]), seed=0).leaks == []
+    assert moved_prefix(PATTERNS[name], 60) < 1e-5
+    assert moved_prefix(PATTERNS[name], 119) < 1e-5
 
 
-def test_the_chunk_window_leaks_and_says_so():
-    leaks = build_decoder(small(attention=CHUNK), seed=0).leaks
+@pytest.mark.parametrize("name", LEAKING)
+def test_a_leaking_window_says_so_and_does(name):
+    leaks = build_model(small(attention=named(name)), seed=0).leaks
     assert len(leaks) == 3 and "window = band" in leaks[0]
-    assert moved_prefix(CHUNK, 60) > 1e-2
+    assert moved_prefix(named(name), 60) > 1e-2

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from megasparse.config.attention import LSHAttentionConfig
 from megasparse.config.buckets import lsh_buckets
-from megasparse.config.schema import LSHAttentionConfig
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from megasparse.errors import ConfigError
 
 SMALL = {"model": {"max_length": 64, "d_model": 32, "heads": 4, "layers": 4}, "data": {"sequence_length": 64}}
 
+ENCODER = ["model.kind=encoder", "model.vocabulary=257"]
+
 
 def refused(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
@@ -47,9 +49,45 @@ def axial(shape: str, dims: str) -> list[str]:
         (["model.attention.lsh.buckets=[]"], "model.attention.lsh.buckets", ["[]", "0 factors"]),
         (["model.attention.lsh.buckets=130"], "model.attention.lsh.buckets", ["130", "multiple of 4"]),
         (["model.attention.lsh.same_bucket=false"], "model.attention.lsh.same_bucket", ["false", "causal", '"chunk"']),
+        (
+            ["model.attention.lsh.window=chunk", "model.attention.lsh.shared_qk=false"],
+            "model.attention.lsh.window",
+            ['"chunk"', "shared_qk = false", '"band"'],
+        ),
+        (
+            ["model.attention.local.relative=true", "model.positions.kind=rotary"],
+            "model.attention.local.relative",
+            ["rotary", "false"],
+        ),
+        (
+            ['model.attention.pattern=["smart_bird"]', "model.attention.smart_bird.objective=pooled"],
+            "model.attention.smart_bird.labels",
+            ["null", '"pooled"', "number of labels"],
+        ),
+        (
+            ['model.attention.pattern=["smart_bird"]', "model.attention.smart_bird.labels=3"],
+            "model.attention.smart_bird.labels",
+            ["3", '"token"', "null"],
+        ),
         (["model.attention.lsh.chunk=65"], "model.attention.lsh.chunk", ["65", "max_length = 64"]),
+        (
+            ['model.attention.pattern=["yoso"]', "model.attention.yoso.code_bits=31"],
+            "model.attention.yoso.code_bits",
+            ["31", "30"],
+        ),
+        (
+            ['model.attention.pattern=["yoso"]', "model.attention.yoso.convolution=4"],
+            "model.attention.yoso.convolution",
+            ["4 is even", "Write 5"],
+        ),
         (["model.layers=3"], "model.attention.pattern", ["4 layers", "model.layers = 3", "Shorten"]),
         (["model.vocabulary=255"], "model.vocabulary", ["255", "256"]),
+        (["model.kind=encoder"], "model.vocabulary", ["256", "masking.token = 256", "to 257", "multiple of 8"]),
+        ([*ENCODER, "model.masking.token=32"], "model.masking.token", ["32 is a byte", "256"]),
+        ([*ENCODER, "model.masking.token=257"], "model.vocabulary", ["257", "to 258"]),
+        ([*ENCODER, "model.score_from=3"], "model.score_from", ["3", "encoder", "0"]),
+        ([*ENCODER, "evaluation.sample_tokens=9"], "evaluation.sample_tokens", ["9", "encoder", "0"]),
+        (["model.masking.rate=0.3"], "model.masking", ["0.3", "decoder", '"encoder"']),
         (["training.global_batch=6", "training.micro_batch=4"], "training.global_batch", ["6", "micro_batch = 4"]),
         (
             ["optimizer.name=adafactor", "training.precision=bf16"],
@@ -90,12 +128,15 @@ def test_rule(overrides, key, words):
         axial("[9, 8]", "[16, 16]"),
         axial("[2, 4, 8]", "[8, 8, 16]"),
         ["model.score_from=63"],
+        ENCODER,
+        ["model.kind=encoder", "model.vocabulary=264", "model.masking.token=263", "model.masking.rate=0.5"],
         ["model.activations=stored"],
         ["model.blocks=ordinary", "model.activations=stored"],
         ["model.blocks=ordinary", "model.activations=checkpoint_cpu"],
         ["model.attention.lsh.buckets=[8, 6]"],
         ["model.attention.lsh.buckets=132"],
         ["model.attention.lsh.chunk=64"],
+        ['model.attention.pattern=["yoso"]', "model.attention.yoso.code_bits=30", "model.attention.yoso.convolution=5"],
         ["model.attention.lsh.window=chunk", "model.attention.lsh.same_bucket=false"],
         ['model.attention.pattern=["full"]', "model.attention.lsh.chunk=99"],
         ["training.global_batch=6", "training.micro_batch=3"],

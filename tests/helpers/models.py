@@ -1,38 +1,136 @@
-"""Small decoders for tests."""
+"""Small models for tests."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasparse.config.schema import (
-    AttentionConfig,
-    FullAttentionConfig,
-    LocalAttentionConfig,
-    LSHAttentionConfig,
-    ModelConfig,
-    PositionsConfig,
-)
+from megasparse.attention.contract import AttentionContext, Heads, Memory, Targets
+from megasparse.attention.heads import build_mechanism
+from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.ops.random import Draws
 
 AXIAL = PositionsConfig(kind="axial", axial_shape=[8, 16], axial_dims=[12, 20])
 
+SMALL: dict[str, dict[str, Any]] = {
+    "local": {"chunk": 8},
+    "lsh": {"chunk": 8, "rounds": 2},
+    "lha": {"chunk": 8, "features": 16},
+    "yoso": {"hashes": 8, "code_bits": 4, "chunk": 16},
+    "smart_bird": {"keys": 6},
+    "smyrf": {"chunk": 8},
+    "routing": {"chunk": 8},
+    "random": {"chunk": 8},
+    "sparse_transformer": {"stride": 8},
+    "longformer": {"chunk": 8, "globals": 3},
+    "bigbird": {"chunk": 8, "random": 2},
+    "performer": {"features": 32, "chunk": 16},
+    "linformer": {"projected": 16},
+}
+"""Settings of each mechanism that make 128 tokens many windows."""
 
-def attention(*pattern: str, lsh: dict[str, Any] | None = None, shared_qk: bool = False) -> AttentionConfig:
-    return AttentionConfig(
-        pattern=list(pattern),
-        full=FullAttentionConfig(shared_qk=shared_qk),
-        local=LocalAttentionConfig(chunk=8),
-        lsh=LSHAttentionConfig(**{"chunk": 8, "rounds": 2, **(lsh or {})}),
-    )
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full shared": ("full", {"shared_qk": True}),
+    "local relative": ("local", {"relative": True}),
+    "lsh 4 rounds, factorised": ("lsh", {"rounds": 4, "buckets": [4, 8]}),
+    "lsh 3 rounds, few buckets, not counted": ("lsh", {"rounds": 3, "buckets": 4, "count_rounds": False}),
+    "lsh chunk": ("lsh", {"window": "chunk", "rounds": 1}),
+    "lsh separate": ("lsh", {"shared_qk": False}),
+    "lha linear, sinusoidal": ("lha", {"hash": "linear", "sinusoidal_positions": True}),
+    "lha random": ("lha", {"hash": "random"}),
+    "lha top_k": ("lha", {"window": "top_k"}),
+    "lha exact, visible": ("lha", {"utility": "exact", "visible_utility": True}),
+    "yoso expectation": ("yoso", {"expectation": True}),
+    "yoso gaussian, convolution": ("yoso", {"projection": "gaussian", "convolution": 5}),
+    "smart_bird top_k": ("smart_bird", {"sampling": "top_k"}),
+    "smart_bird random": ("smart_bird", {"sampling": "random"}),
+    "routing top_k": ("routing", {"window": "top_k"}),
+}
+"""Settings of a mechanism that take another path than its defaults."""
 
 
-def small(pattern: tuple[str, ...] = ("local", "lsh", "full"), **changes: Any) -> ModelConfig:
+def attention(*pattern: Any, **sections: dict[str, Any]) -> AttentionConfig:
+    """Small settings of every mechanism; sections: changes by kind, such as lsh={"rounds": 4}."""
+    merged = {kind: {**SMALL.get(kind, {}), **sections.get(kind, {})} for kind in {*SMALL, *sections}}
+    return AttentionConfig.model_validate({"pattern": list(pattern), **merged})
+
+
+def named(name: str) -> AttentionConfig:
+    """The configuration of a mechanism, or of a variant, that every layer has."""
+    kind, settings = VARIANTS.get(name, (name, {}))
+    return attention(kind, **{kind: settings})
+
+
+def kind_of(name: str) -> str:
+    return VARIANTS.get(name, (name, {}))[0]
+
+
+def all_names() -> list[str]:
+    """Every mechanism there is, and its variants."""
+    return [*MECHANISMS, *(name for name, (kind, _) in VARIANTS.items() if kind in MECHANISMS)]
+
+
+def causal_names() -> list[str]:
+    """Those that decoders can have."""
+    return [name for name in all_names() if MECHANISMS[kind_of(name)].causal]
+
+
+def strict_names() -> list[str]:
+    """Those that are strictly causal."""
+    return [n for n in causal_names() if build_mechanism(kind_of(n), small(attention=named(n)), 2).leak is None]
+
+
+def small(pattern: tuple[Any, ...] = ("local", "lsh", "full"), **changes: Any) -> ModelConfig:
     """128 positions, 32 wide, 2 heads, 3 layers; any field can be changed."""
     settings: dict[str, Any] = dict(
         max_length=128, layers=3, d_model=32, d_ff=64, heads=2, positions=AXIAL, attention=attention(*pattern)
     )
     return ModelConfig(**{**settings, **changes})
+
+
+class Single:
+    """One mechanism by itself on made-up heads: 2 sequences, 2 heads, 16 wide, as in `small`."""
+
+    def __init__(self, name: str, causal: bool, **changes: Any):
+        self.kind, self.causal = kind_of(name), causal
+        config = small(attention=named(name), kind="decoder" if causal else "encoder", **changes)
+        self.mechanism = build_mechanism(self.kind, config, heads=2)
+        generator = torch.Generator().manual_seed(11)
+        with torch.no_grad():
+            for parameter in self.mechanism.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * max(parameter.shape[-1], 4) ** -0.5)
+
+    def inputs(self, length: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """x (2, L, 32), and q, k, v (2, 2, L, 16)."""
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(2, length, 32, generator=generator)
+        q, k, v = (torch.randn(2, 2, length, 16, generator=generator) for _ in range(3))
+        return [t.to(dtype) for t in (x, q, k, v)]
+
+    def __call__(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        training: bool = False,
+        step: int = 0,
+        samples: Tensor | None = None,
+        memory: Memory | None = None,
+        head_offset: int = 0,
+        targets: Targets | None = None,
+        **masks: Tensor,
+    ) -> Any:
+        if self.mechanism.shared_qk:
+            k = torch.nn.functional.normalize(q, dim=-1)
+        samples = torch.arange(len(q)) if samples is None else samples
+        draws = Draws(0, step, samples, training) if training else Draws.evaluation(0, len(q))
+        context = AttentionContext(0, draws, head_offset, memory or Memory(), targets)
+        heads = Heads(q, k, v, masks.get("key_mask"), masks.get("segments"), self.causal)
+        return self.mechanism(x, heads, context)
 
 
 def random_tokens(batch: int, length: int, vocabulary: int = 256, seed: int = 0) -> Tensor:

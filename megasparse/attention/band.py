@@ -1,0 +1,173 @@
+"""Attention inside buckets, and its decoding from each bucket's last keys: what every hashed mechanism shares.
+
+B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megasparse.attention.contract import Heads, Place
+from megasparse.attention.full import KeyValueCache
+from megasparse.ops.bucketed_attention import Window, bucketed_attention, windows_by_key_rank
+from megasparse.ops.gathered_attention import gathered_attention
+
+
+def band_attention(
+    heads: Heads,
+    query_codes: Tensor,
+    key_codes: Tensor | None,
+    window: Window,
+    *,
+    scale: float,
+    exclude_self: bool,
+    count_rounds: bool,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of each query to the keys in its bucket near it: the last M at or before it, itself included.
+
+    query_codes, key_codes: (B, H, R, L) buckets in each round, any integer type; key_codes None: the queries' are the
+    keys' too. Where heads.causal is false the band is two-sided: with shared codes the keys less than M ranks away,
+    else the M at or before the query and the M after it.
+    exclude_self: a token sees itself only when it sees nothing else; a token that sees nothing sees itself in any case.
+    count_rounds: a key seen in N rounds counts once, else N times. The chunk window needs shared codes.
+    Returns out (B, H, L, D) in q's dtype and the log-sum-exp z (B, H, L), in fp32 at least; padding gets 0 and −∞.
+    """
+    if key_codes is None:
+        return bucketed_attention(
+            heads.q,
+            heads.k,
+            heads.v,
+            query_codes,
+            window,
+            causal=heads.causal,
+            scale=scale,
+            exclude_self=exclude_self,
+            count_rounds=count_rounds,
+            key_mask=heads.key_mask,
+            segments=heads.segments,
+        )
+    assert window.kind == "band", "the chunk window needs codes that queries and keys share"
+    index = windows_by_key_rank(
+        query_codes, key_codes, window.chunk, heads.causal, heads.key_mask, heads.segments, distinct=count_rounds
+    )
+    if heads.q.shape[2] == heads.k.shape[2]:
+        index = _see_self_at_last(index, heads.key_mask, exclude_self)
+    return gathered_attention(heads.q, heads.k, heads.v, index, scale=scale)
+
+
+def _see_self_at_last(index: Tensor, key_mask: Tensor | None, exclude_self: bool) -> Tensor:
+    """The windows (B, H, L, K) of self-attention: whoever sees nothing sees itself, and padding nothing."""
+    own = torch.arange(index.shape[2], dtype=index.dtype, device=index.device)
+    if exclude_self:
+        index = index.masked_fill_(index == own[:, None], -1)
+    alone = (index < 0).all(dim=-1)
+    index[..., 0] = torch.where(alone, own, index[..., 0])
+    if key_mask is not None:
+        index = index.masked_fill_(~key_mask[:, None, :, None], -1)
+    return index
+
+
+@dataclass
+class BandCache:
+    """Keys and values of all tokens so far, and each bucket's last M keys, oldest overwritten first.
+
+    codes: (B, H, R, capacity), the keys' buckets. rank: (B, H, R, capacity), a key's number inside its bucket. last:
+    (B, H, R, N, M) tokens; the key of rank k stands at k mod M. size: (B, H, R, N).
+    """
+
+    tokens: KeyValueCache
+    codes: Tensor
+    rank: Tensor
+    last: Tensor
+    size: Tensor
+
+    @staticmethod
+    def empty(batch: int, place: Place, rounds: int, buckets: int, window: Window, like: Tensor) -> "BandCache":
+        """For `batch` sequences, keys and values on the device and in the dtype of `like`."""
+        shape, capacity, chunk = (batch, place.heads, rounds), place.max_length, window.chunk
+        sizes = ((capacity,), (capacity,), (buckets, chunk), (buckets,))
+        numbers = (torch.zeros(*shape, *size, dtype=torch.int64, device=like.device) for size in sizes)
+        return BandCache(KeyValueCache.empty(batch, place, capacity, like), *numbers)
+
+    def fill(self, heads: Heads, query_codes: Tensor, key_codes: Tensor | None) -> None:
+        """Takes a whole prompt into an empty cache. Codes as in `band_attention`."""
+        codes = (query_codes if key_codes is None else key_codes).to(torch.int64)
+        length, chunk = codes.shape[-1], self.last.shape[-1]
+        self.tokens.k[:, :, :length], self.tokens.v[:, :, :length] = heads.k, heads.v
+        self.size.scatter_add_(-1, codes, torch.ones_like(codes))
+        order = codes.argsort(dim=-1, stable=True)
+        first = self.size.cumsum(-1) - self.size  # sorted index of each bucket's first token
+        rank = torch.arange(length, device=codes.device) - first.gather(-1, codes.gather(-1, order))
+        self.codes[..., :length] = codes
+        self.rank[..., :length].scatter_(-1, order, rank)
+        rank = self.rank[..., :length]
+        place = codes * chunk + rank % chunk
+        recent = self.size.gather(-1, codes) - rank <= chunk
+        # Tokens that a later one of the bucket pushed out are sent where the newest token of the row goes, before it
+        # does.
+        token = torch.arange(length, device=codes.device).expand_as(codes)
+        newest_place, newest = place[..., -1:], token[..., -1:]
+        self.last.flatten(-2).scatter_(-1, torch.where(recent, place, newest_place), torch.where(recent, token, newest))
+
+    def decode(
+        self,
+        heads: Heads,
+        query_code: Tensor,
+        key_code: Tensor | None,
+        position: int,
+        *,
+        scale: float,
+        exclude_self: bool,
+        count_rounds: bool,
+    ) -> Tensor:
+        """What causal `band_attention` gives the one new token at `position`, which is taken into the cache: (B, H, 1,
+        D). query_code, key_code: (B, H, R, 1).
+        """
+        code = query_code.to(torch.int64)
+        self._append(heads, code if key_code is None else key_code.to(torch.int64), position)
+        seen, valid = self._window(code)
+        if exclude_self:
+            valid = valid & (seen != position)
+        score = self._score(heads.q, seen, code, scale, count_rounds)  # (B, H, R, M)
+        score = score.masked_fill(~valid, -torch.inf).flatten(2)
+        alone = ~valid.flatten(2).any(-1)[..., None]
+        weight = torch.softmax(score.masked_fill(alone, 0.0), dim=-1).unsqueeze(2)
+        out = (weight @ _gather(self.tokens.v, seen).to(weight.dtype)).to(heads.v.dtype)
+        return torch.where(alone[..., None], heads.v, out)
+
+    def _append(self, heads: Heads, code: Tensor, position: int) -> None:
+        self.tokens.k[:, :, position], self.tokens.v[:, :, position] = heads.k[:, :, 0], heads.v[:, :, 0]
+        rank, chunk = self.size.gather(-1, code), self.last.shape[-1]  # (B, H, R, 1): earlier keys of the bucket
+        self.codes[..., position], self.rank[..., position] = code[..., 0], rank[..., 0]
+        place = code * chunk + rank % chunk
+        self.last.flatten(-2).scatter_(-1, place, torch.full_like(place, position))
+        self.size.scatter_add_(-1, code, torch.ones_like(code))
+
+    def _window(self, code: Tensor) -> tuple[Tensor, Tensor]:
+        """The last M keys of buckets code (B, H, R, 1), newest first, and which of these places are filled: (B, H, R,
+        M).
+        """
+        chunk = self.last.shape[-1]
+        bucket = self.last.gather(-2, code.unsqueeze(-1).expand(*code.shape, chunk)).squeeze(-2)
+        size = self.size.gather(-1, code)
+        back = torch.arange(1, chunk + 1, device=code.device).expand_as(bucket)
+        return bucket.gather(-1, (size - back) % chunk), back <= size
+
+    def _score(self, q: Tensor, seen: Tensor, code: Tensor, scale: float, count_rounds: bool) -> Tensor:
+        """scale·q·k − log N of the keys `seen` in each round, (B, H, R, M), fp32 at least."""
+        k = _gather(self.tokens.k, seen).to(torch.promote_types(q.dtype, torch.float32))
+        score = scale * (k @ q.to(k.dtype).transpose(-1, -2)).view(seen.shape)
+        if not count_rounds:
+            return score
+        flat = seen.flatten(2)[:, :, None].expand(-1, -1, seen.shape[2], -1)  # every seen key in every round
+        same = self.codes.gather(-1, flat) == code
+        near = self.size.gather(-1, code) - self.rank.gather(-1, flat) <= self.last.shape[-1]
+        count = (same & near).sum(2).view(seen.shape)
+        return score - count.clamp_min(1).to(score.dtype).log()
+
+
+def _gather(x: Tensor, tokens: Tensor) -> Tensor:
+    """Rows of x (B, H, L, D) at tokens (B, H, R, M): (B, H, R·M, D)."""
+    index = tokens.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
+    return x.gather(2, index)

@@ -1,0 +1,64 @@
+"""BigBird attention (Zaheer et al. 2020). H heads, C tokens in a block, W blocks, N blocks of the longest sequence."""
+
+import torch
+from torch import Tensor
+
+from megasparse.attention.block_sparse import FixedPatternAttention, block_attention, visible_blocks
+from megasparse.attention.contract import AttentionContext, Heads, Place
+from megasparse.config.attention import BigBirdAttentionConfig
+from megasparse.ops.random import derive, random_bits
+
+
+class BigBirdAttention(FixedPatternAttention):
+    """A window of blocks, global blocks at the start, and random blocks (a decoder's: earlier ones).
+
+    The random blocks are a function of (seed, layer, global head, block), the same in every step and at every length.
+    """
+
+    def __init__(self, config: BigBirdAttentionConfig, place: Place):
+        super().__init__(place)
+        self.config = config
+        self.chunk = min(config.chunk, place.max_length)
+        self.blocks = -(-place.max_length // self.chunk)
+
+    def attend(self, heads: Heads, context: AttentionContext) -> Tensor:
+        blocks = torch.arange(-(-heads.q.shape[2] // self.chunk), device=heads.q.device)
+        return block_attention(heads, self.chunk, self._first(), self._further(blocks, heads.causal, context))
+
+    def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
+        block = torch.tensor([position // self.chunk], device=device)
+        further = self._further(block, True, context)[:, 0]
+        # Every head has equally many: only the empty places are left out.
+        further = further[further >= 0].view(len(further), -1)
+        return visible_blocks(position, self.chunk, self._first(), further, device)
+
+    def _first(self) -> int:
+        return self.config.globals * self.chunk
+
+    def _further(self, blocks: Tensor, causal: bool, context: AttentionContext) -> Tensor:
+        key = derive(context.draws.seed, context.layer, "bigbird blocks")
+        heads = range(context.head_offset, context.head_offset + self.place.heads)
+        total = None if causal else self.blocks
+        return random_blocks(key, heads, blocks, self.config.globals, total, self.config.random)
+
+
+def random_blocks(key: int, heads: range, blocks: Tensor, global_blocks: int, total: int | None, count: int) -> Tensor:
+    """`count` different blocks (H, W, count) for each of `blocks` (W,), −1 where fewer are left to choose from.
+
+    Neither global, nor the block itself or a neighbour; of all `total` blocks, or, if None, of those before. heads:
+    global numbers. Drawn by Floyd's method: the i-th draw is of one number more, and takes that one instead of a
+    repetition.
+    """
+    before = (blocks - 1 - global_blocks).clamp_min(0)  # (W,): candidates before the window
+    after = (blocks + 2).clamp_min(global_blocks)  # the first one after it
+    candidates = before if total is None else before + (total - after).clamp_min(0)
+    head = torch.arange(heads.start, heads.stop, device=blocks.device)[:, None] * (1 << 32)
+    bits = random_bits(key, head + blocks, count).to(torch.int64) + (1 << 31)  # (H, W, count) in [0, 2³²)
+    chosen = torch.full_like(bits, -1)
+    for i in range(count):
+        last = candidates - count + i
+        drawn = (bits[..., i] * (last + 1)) >> 32
+        drawn = torch.where((chosen[..., :i] == drawn[..., None]).any(-1), last, drawn)
+        chosen[..., i] = drawn.masked_fill(last < 0, -1)
+    block = torch.where(chosen < before[:, None], global_blocks + chosen, (after - before)[:, None] + chosen)
+    return block.masked_fill(chosen < 0, -1)

@@ -1,0 +1,110 @@
+"""What the mechanisms with a fixed pattern share: lists of visible blocks, and decoding.
+
+B batch, H heads, L length, D head dim, C tokens in a block, W blocks, M keys of a block.
+"""
+
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.each_document import attend_each
+from megasparse.attention.full import KeyValueCache
+from megasparse.ops.cluster_attention import cluster_attention
+
+
+class FixedPatternAttention(Attention):
+    """Softmax attention to keys that depend on positions alone, counted from each document's first real token."""
+
+    def __init__(self, place: Place):
+        super().__init__()
+        self.place = place
+
+    @abstractmethod
+    def attend(self, heads: Heads, context: AttentionContext) -> Tensor:
+        """(B, H, L, D) of heads of one document, which may have padding."""
+
+    @abstractmethod
+    def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
+        """The tokens (H or 1, n) that a decoder's token at `position` sees, itself among them."""
+
+    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+        return AttentionOutput(attend_each(heads, lambda alone: self.attend(alone, context)), None, {})
+
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> KeyValueCache:
+        return KeyValueCache.empty(batch, self.place, self.place.max_length, like)
+
+    def fill_cache(self, x: Tensor, heads: Heads, cache: KeyValueCache, context: AttentionContext) -> None:
+        cache.k[:, :, : heads.k.shape[2]] = heads.k
+        cache.v[:, :, : heads.v.shape[2]] = heads.v
+
+    def decode(self, x: Tensor, heads: Heads, cache: KeyValueCache, position: int, context: AttentionContext) -> Tensor:
+        cache.k[:, :, position] = heads.k[:, :, 0]
+        cache.v[:, :, position] = heads.v[:, :, 0]
+        head = torch.arange(self.place.heads, device=cache.k.device)[:, None]
+        seen = self.visible(position, context, cache.k.device)
+        return F.scaled_dot_product_attention(heads.q, cache.k[:, head, seen], cache.v[:, head, seen])
+
+
+def block_attention(heads: Heads, chunk: int, first: int, further: Tensor | None = None) -> Tensor:
+    """Softmax attention of each block of C tokens to itself and both neighbours (causal: the one before), the `first`
+    tokens of the sequence, and further blocks. Where not causal, the `first` tokens see all.
+
+    further: (H, W, n) block numbers or −1, none of them a neighbour or among the `first` tokens. Returns (B, H, L, D).
+    """
+    length, device = heads.q.shape[2], heads.q.device
+    queries = _tokens(torch.arange(-(-length // chunk), device=device)[:, None], chunk, length)  # (W, C)
+    if not heads.causal:
+        queries = queries.masked_fill(queries < first, -1)
+    out = _clusters(heads, queries[None, None], block_keys(length, chunk, first, further, heads.causal, device))
+    if first and not heads.causal:
+        whole = torch.arange(length, device=device)[None, None, None]
+        out = out + _clusters(heads, whole[..., :first], whole)
+    return out
+
+
+def block_keys(
+    length: int, chunk: int, first: int, further: Tensor | None, causal: bool, device: torch.device
+) -> Tensor:
+    """The keys of each block, (1, H or 1, W, M), −1 for an empty place. `block_attention` says which."""
+    block = torch.arange(-(-length // chunk), device=device)[:, None]  # (W, 1)
+    near = torch.arange(-1, 1 if causal else 2, device=device)
+    # Of the first tokens, those before the window: all others that a query may see by this list are in the window.
+    token = torch.arange(min(first, length), device=device)
+    lists = [_tokens(block + near, chunk, length), token.masked_fill(token >= (block - 1) * chunk, -1)]
+    if further is None:
+        return torch.cat(lists, dim=-1)[None, None]
+    heads = len(further)
+    return torch.cat([*(x.expand(heads, -1, -1) for x in lists), _tokens(further, chunk, length)], dim=-1)[None]
+
+
+def visible_blocks(position: int, chunk: int, first: int, further: Tensor | None, device: torch.device) -> Tensor:
+    """The tokens (H or 1, n) that the token at `position` of a decoder sees. further: (H, n) blocks, all earlier."""
+    start = max(0, position // chunk - 1) * chunk
+    near = torch.arange(start, position + 1, device=device)
+    seen = torch.cat([torch.arange(min(first, start), device=device), near])[None]
+    if further is None:
+        return seen
+    return torch.cat([seen.expand(len(further), -1), _tokens(further, chunk, position)], dim=-1)
+
+
+def _tokens(blocks: Tensor, chunk: int, length: int) -> Tensor:
+    """The tokens of blocks (..., n): (..., n·C), −1 outside of [0, length)."""
+    token = (blocks[..., None] * chunk + torch.arange(chunk, device=blocks.device)).flatten(-2)
+    return token.masked_fill((token < 0) | (token >= length), -1)
+
+
+def _clusters(heads: Heads, query_index: Tensor, key_index: Tensor) -> Tensor:
+    return cluster_attention(
+        heads.q,
+        heads.k,
+        heads.v,
+        query_index,
+        key_index,
+        causal=heads.causal,
+        scale=heads.q.shape[-1] ** -0.5,
+        count_clusters=False,
+        key_mask=heads.key_mask,
+    )[0]

@@ -1,0 +1,38 @@
+"""Attention of packed documents, each as if it were alone. B batch, H heads, L length, D head dim, n tokens of one."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megasparse.attention.contract import Heads
+from megasparse.attention.documents import Document, documents
+
+
+def attend_each(heads: Heads, attend: Callable[[Heads], Tensor]) -> Tensor:
+    """attend(heads) -> (B, H, L, D), for each document by itself where there are documents.
+
+    What depends on positions then counts them from the document's first real token. Padding gets 0.
+    """
+    if heads.segments is None:
+        out = attend(heads)
+        return out if heads.key_mask is None else out.masked_fill(~heads.key_mask[:, None, :, None], 0.0)
+    each = list(documents(heads.key_mask, heads.segments))
+    return join([attend(alone(heads, document)) for document in each], each, heads.q)
+
+
+def alone(heads: Heads, document: Document) -> Heads:
+    """The heads of one document's real tokens, without masks."""
+    q, k, v = (document.take(x) for x in (heads.q, heads.k, heads.v))
+    return heads._replace(q=q, k=k, v=v, key_mask=None, segments=None)
+
+
+def join(parts: Sequence[Tensor], each: Sequence[Document], like: Tensor) -> Tensor:
+    """Outputs (1, H, n, D) of documents at the places of their tokens, 0 elsewhere. like: (B, H, L, D)."""
+    if not parts:
+        return like.masked_fill(torch.ones_like(like, dtype=torch.bool), 0.0)  # has a gradient, 0, as ever
+    batch, heads, length, head_dim = like.shape
+    place = torch.cat([document.rows.start * length + document.tokens for document in each])
+    out = like.new_zeros(batch * length, heads, head_dim)
+    out = out.index_copy(0, place, torch.cat([part[0].transpose(0, 1) for part in parts]))
+    return out.view(batch, length, heads, head_dim).transpose(1, 2)

@@ -1,0 +1,221 @@
+"""Learning-to-hash attention (LHA): a query sees the keys that learned hash functions put into its bucket.
+
+B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasparse.attention.band import BandCache, band_attention
+from megasparse.attention.clusters import Lists, clusters_by_document
+from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.documents import Document, documents
+from megasparse.attention.lha_hash import (
+    Example,
+    HashFunctions,
+    Sides,
+    Weights,
+    bucket_codes,
+    bucket_members,
+    divergence,
+)
+from megasparse.config.attention import LHAAttentionConfig
+from megasparse.ops.attention_utility import (
+    Features,
+    exact_keys,
+    exact_queries,
+    feature_keys,
+    feature_queries,
+)
+from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.cluster_attention import cluster_attention
+from megasparse.ops.random_features import orthogonal_projections, positive_features
+
+
+class Assignment(NamedTuple):
+    """codes: (B, H, L), each token's best bucket; the joint hash gives queries and keys the same. members: (B, H, W, M)
+    int32 token numbers, −1 at empty places, for the top_k window, whose clusters are the buckets of every document.
+    """
+
+    query_codes: Tensor
+    key_codes: Tensor
+    query_members: Tensor | None
+    key_members: Tensor | None
+
+
+class LHAAttention(Attention):
+    """softmax(qkᵀ/√D)v inside buckets h_Q(q) = h_K(k) (LHA Eq. 7); causal: the joint hash of Eq. 18 for both.
+
+    Hash functions read queries and keys without gradient and learn the attention utility per bucket (Eq. 13 to 17); the
+    task trains everything else. The numbers of buckets and of their members are those of the longest length.
+    """
+
+    def __init__(self, config: LHAAttentionConfig, place: Place):
+        super().__init__()
+        self.config, self.place = config, place
+        self.adds_positions = config.sinusoidal_positions
+        self.window = Window("band", min(config.chunk, place.max_length))
+        self.buckets = -(-place.max_length // config.chunk)
+        self.bucket_size = math.floor(math.sqrt(2) * place.max_length / self.buckets)
+        self.hash = HashFunctions(config.hash, place, self.buckets)
+        if config.hash != "random":
+            self.task_weight = 1.0 - config.weight
+        if config.window == "top_k" and place.causal:
+            self.leak = "later tokens decide which are a bucket's best; attention.lha.window = band is strictly causal"
+
+    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+        assigned = context.memory.keep(lambda: self.assign(heads, context))
+        attend = self._band if assigned.query_members is None else self._top_k
+        out, statistics = attend(heads, assigned)
+        if self.config.hash == "random" or not context.draws.training:
+            return AttentionOutput(out, None, statistics)
+        loss, learned = self._learn(heads, assigned, context)
+        return AttentionOutput(out, loss, statistics | learned)
+
+    @torch.no_grad()
+    def assign(self, heads: Heads, context: AttentionContext) -> Assignment:
+        def job(query: Weights, key: Weights) -> Assignment:
+            queries, keys = _sides(heads, query, key)
+            query_codes = bucket_codes(queries, self.buckets)
+            key_codes = query_codes if heads.causal else bucket_codes(keys, self.buckets)
+            if self.config.window == "band":
+                return Assignment(query_codes, key_codes, None, None)
+
+            def choose(document: Document) -> Lists:
+                best = self._members(queries, document)
+                return best, best if heads.causal else self._members(keys, document)
+
+            return Assignment(query_codes, key_codes, *clusters_by_document(heads, choose))
+
+        return self.hash(job, heads.q, context)
+
+    def _members(self, sides: Sides, document: Document) -> Tensor:
+        inputs = tuple(document.take(x) for x in sides.inputs)
+        return bucket_members(Sides(inputs, sides.weights), self.buckets, self.bucket_size)
+
+    def _band(self, heads: Heads, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
+        out, _ = band_attention(
+            heads,
+            assigned.query_codes.unsqueeze(2),
+            None if heads.causal else assigned.key_codes.unsqueeze(2),
+            self.window,
+            scale=heads.q.shape[-1] ** -0.5,
+            exclude_self=False,
+            count_rounds=False,
+        )
+        return out, {} if heads.causal else _balance(heads, assigned, self.buckets)
+
+    def _top_k(self, heads: Heads, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
+        assert assigned.query_members is not None and assigned.key_members is not None
+        out, z = cluster_attention(
+            heads.q,
+            heads.k,
+            heads.v,
+            assigned.query_members,
+            assigned.key_members,
+            causal=heads.causal,
+            scale=heads.q.shape[-1] ** -0.5,
+            count_clusters=self.config.count_buckets,
+        )
+        alone = z.isneginf()
+        if heads.key_mask is not None:
+            alone = alone & heads.key_mask[:, None]
+        return out, {"queries_in_no_bucket": alone.sum() / _real(heads)}
+
+    def _learn(self, heads: Heads, assigned: Assignment, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """λ·mean(KL_Q + KL_K) over real tokens, heads and layers (the second summand of Eq. 19), and what to log."""
+        projection = None
+        if self.config.utility == "features":
+            numbers = range(context.head_offset, context.head_offset + heads.q.shape[1])
+            key = context.draws.key(context.layer, "lha features")
+            size = self.config.features, heads.q.shape[3]
+            projection = orthogonal_projections(key, numbers, *size, heads.q.device)
+
+        def job(query: Weights, key: Weights) -> tuple[Tensor, ...]:
+            queries, keys = _sides(heads, query, key)
+            of_queries = self._examples(queries, False, heads, assigned, projection)
+            of_keys = self._examples(keys, True, heads, assigned, projection)
+            return *divergence(of_queries, queries.weights), *divergence(of_keys, keys.weights)
+
+        queries, kept, keys, _ = (total / _real(heads) for total in self.hash(job, heads.q, context))
+        statistics = {"kl_queries": queries, "kl_keys": keys, "attention_utility": kept}
+        loss = self.config.weight / self.place.layers * (queries + keys)
+        return loss, {name: value.detach() for name, value in statistics.items()}
+
+    def _examples(
+        self, sides: Sides, of_keys: bool, heads: Heads, assigned: Assignment, projection: Tensor | None
+    ) -> Iterator[Example]:
+        visible = heads.causal and self.config.visible_utility
+        for document in documents(heads.key_mask, heads.segments):
+            q, k = (document.take(x.detach()) for x in (heads.q, heads.k))
+            query_codes, key_codes = document.take(assigned.query_codes), document.take(assigned.key_codes)
+            inputs = [document.take(x) for x in sides.inputs]
+            own, other = (key_codes, query_codes) if of_keys else (query_codes, key_codes)
+            if projection is None:
+                exact = exact_keys if of_keys else exact_queries
+                found = exact(q, k, other, self.buckets, scale=q.shape[-1] ** -0.5, visible=visible)
+            else:
+                features = feature_keys if of_keys else feature_queries
+                found = features(
+                    _features(q, projection), _features(k, projection), other, self.buckets, visible=visible
+                )
+            for tokens, utility in found:
+                yield Example(tuple(x[:, :, tokens] for x in inputs), utility, own[:, :, tokens])
+
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
+        return BandCache.empty(batch, self.place, 1, self.buckets, self.window, like)
+
+    def fill_cache(self, x: Tensor, heads: Heads, cache: BandCache, context: AttentionContext) -> None:
+        cache.fill(heads, self.assign(heads, context).query_codes.unsqueeze(2), None)
+
+    def decode(self, x: Tensor, heads: Heads, cache: BandCache, position: int, context: AttentionContext) -> Tensor:
+        if self.config.window == "top_k":
+            raise ValueError(f"LHA cannot decode token by token here: {self.leak}")
+        codes = self.assign(heads, context).query_codes.unsqueeze(2)
+        scale = heads.q.shape[-1] ** -0.5
+        return cache.decode(heads, codes, None, position, scale=scale, exclude_self=False, count_rounds=False)
+
+
+def _sides(heads: Heads, query: Weights, key: Weights) -> tuple[Sides, Sides]:
+    """What assigns queries and what assigns keys; causal: both by the joint hash H_Q(q_i) + H_K(k_i)."""
+    q, k = heads.q.detach(), heads.k.detach()
+    if heads.causal:
+        joint = Sides((q, k), (query, key))
+        return joint, joint
+    return Sides((q,), (query,)), Sides((k,), (key,))
+
+
+def _features(x: Tensor, projection: Tensor) -> Features:
+    """Of exp(q·k/√D). Each row has a shift of its own, that no other token's size makes it underflow."""
+    return Features(*positive_features(x * x.shape[-1] ** -0.25, projection, per_row=True))
+
+
+def _real(heads: Heads) -> Tensor | int:
+    """Number of real tokens, times heads."""
+    batch, count, length = heads.q.shape[:3]
+    return count * (batch * length if heads.key_mask is None else heads.key_mask.sum().clamp_min(1))
+
+
+def _balance(heads: Heads, codes: Assignment, buckets: int) -> dict[str, Tensor]:
+    """Of the buckets of every document and head that hold anything, the share with more than twice as many queries as
+    keys, or the reverse (section 3.2); and the share of queries whose bucket holds no key, which see themselves alone.
+    """
+    queries, keys = codes.query_codes.long(), codes.key_codes.long()
+    if heads.segments is not None:
+        first = heads.segments.unsqueeze(1) * buckets
+        queries, keys, buckets = queries + first, keys + first, buckets * (int(heads.segments.max()) + 1)
+    real = queries.new_ones(()) if heads.key_mask is None else heads.key_mask.unsqueeze(1).long()
+    counts = [
+        torch.zeros(*x.shape[:2], buckets, dtype=torch.int64, device=x.device).scatter_add_(-1, x, real.expand_as(x))
+        for x in (queries, keys)
+    ]
+    uneven = (counts[0] > 2 * counts[1]) | (counts[1] > 2 * counts[0])
+    held = (counts[0] + counts[1] > 0).sum()
+    return {
+        "bucket_imbalance": uneven.sum() / held.clamp_min(1),
+        "queries_in_no_bucket": counts[0].masked_fill(counts[1] > 0, 0).sum() / _real(heads),
+    }

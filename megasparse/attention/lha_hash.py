@@ -1,0 +1,153 @@
+"""LHA's hash functions H_Q and H_K: buckets, the best tokens of each bucket, and the divergence that trains them.
+
+Every one of them reads the scores of one tile of tokens after another, so that no tensor holds all tokens with all
+buckets. Queries and keys come without gradient.
+
+B batch, H heads, L length, D head dim, N buckets, T tokens of a tile.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from megasparse.attention.contract import AttentionContext, Place
+from megasparse.ops.attention_utility import tiles
+from megasparse.ops.random import derive, rotations
+
+T = TypeVar("T")
+Weights = tuple[Tensor, ...]
+"""Of one hash function: (H, D, N), for the two-layer network (H, D, D), its bias (H·D), (H, D, N), its bias (H·N)."""
+
+
+class Sides(NamedTuple):
+    """What is hashed, with its hash function: queries, or keys, or both with their scores added (the joint hash)."""
+
+    inputs: tuple[Tensor, ...]
+    """(B, H, L, D) each."""
+    weights: tuple[Weights, ...]
+
+
+class HashFunctions(nn.Module):
+    """H_Q and H_K of every head, functions from D numbers to N scores (LHA Eq. 8).
+
+    mlp: W2·relu(W1·x + b1) + b2 with D hidden units; linear: W·x; random: x[R; −R] for queries and keys alike (Eq. 9),
+    the same throughout a run, which is the paper's LSH baseline. The paper leaves open the hidden width and the
+    nonlinearity.
+    """
+
+    def __init__(self, kind: str, place: Place, buckets: int):
+        super().__init__()
+        self.kind, self.buckets = kind, buckets
+        heads, dim = place.heads, place.head_dim
+        shapes = {"mlp": [(heads, dim, dim), (heads * dim,), (heads, dim, buckets), (heads * buckets,)]}
+        shapes["linear"], shapes["random"] = [(heads, dim, buckets)], []
+        self.names: dict[str, list[str]] = {"query": [], "key": []}
+        for side, names in self.names.items():
+            for number, shape in enumerate(shapes[kind]):
+                names.append(f"{side}_{'bias' if len(shape) == 1 else 'weight'}{number // 2 + 1}")
+                self.register_parameter(names[-1], nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, job: Callable[[Weights, Weights], T], q: Tensor, context: AttentionContext) -> T:
+        """What `job` makes of the weights of H_Q and of H_K, which under ZeRO 3 are here only during a call."""
+        if self.kind == "random":
+            key = derive(context.draws.seed, context.layer, "lha random hash")
+            heads = range(context.head_offset, context.head_offset + q.shape[1])
+            width = 2 * -(-self.buckets // 2)
+            half = rotations(key, heads, 1, q.shape[3], [width], q.device)[:, 0]
+            projection = torch.cat([half, -half], dim=-1)[..., : self.buckets]
+            return job((projection,), (projection,))
+        query, key_ = (tuple(self.get_parameter(name) for name in self.names[side]) for side in ("query", "key"))
+        return job(query, key_)
+
+
+def bucket_codes(sides: Sides, buckets: int) -> Tensor:
+    """argmax of the scores (Eq. 8 and 18): (B, H, L), int16 where that is enough."""
+    codes = [_scores(inputs, sides.weights).argmax(-1) for _, inputs in _in_tiles(sides, buckets)]
+    return torch.cat(codes, dim=-1).to(torch.int16 if buckets <= 1 << 15 else torch.int32)
+
+
+def bucket_members(sides: Sides, buckets: int, size: int) -> Tensor:
+    """The `size` tokens with the highest scores in each bucket, softmax over a token's buckets (section 4.4), of equals
+    the earlier ones: (B, H, N, min(size, L)) int64 in order.
+    """
+    best = torch.empty(0)
+    for tokens, inputs in _in_tiles(sides, buckets):
+        # Bits of a positive number are ordered as the number is. With the token's number below them no two are equal.
+        penalty = -_scores(inputs, sides.weights).log_softmax(-1).float().transpose(-1, -2)  # (B, H, N, T)
+        rank = penalty.abs().contiguous().view(torch.int32).long() << 32
+        rank = rank + torch.arange(tokens.start, tokens.stop, device=rank.device)
+        best = rank if tokens.start == 0 else torch.cat([best, rank], dim=-1)
+        best = best.topk(min(size, best.shape[-1]), largest=False, sorted=False).values
+    return (best & 0xFFFFFFFF).sort(-1).values
+
+
+class Example(NamedTuple):
+    """A tile of tokens, as in `Sides.inputs`, the utilities (B, H, T, N) that their hash is to tell, and their buckets
+    (B, H, T).
+    """
+
+    inputs: tuple[Tensor, ...]
+    utility: Tensor
+    codes: Tensor
+
+
+def divergence(examples: Iterable[Example], weights: tuple[Weights, ...]) -> tuple[Tensor, Tensor]:
+    """Σ KL(ψ ‖ softmax(H)) over all examples' tokens and heads (Eq. 13), and Σ ψ[bucket], the utility of their buckets.
+
+    A token whose ψ is 0 adds nothing. Only the first has a gradient, that of the weights.
+    """
+    sums = _Divergence.apply(examples, len(weights), torch.is_grad_enabled(), *(w for side in weights for w in side))
+    return sums[0], sums[1].detach()
+
+
+class _Divergence(torch.autograd.Function):
+    """The gradient is made with the loss, tile by tile: neither scores nor targets are kept, or made twice."""
+
+    @staticmethod
+    def forward(ctx: Any, examples: Iterable[Example], sides: int, learn: bool, *weights: Tensor) -> Tensor:
+        wide = [w.detach().to(torch.promote_types(w.dtype, torch.float32)).requires_grad_(learn) for w in weights]
+        each = len(wide) // sides
+        grouped = [tuple(wide[i * each : (i + 1) * each]) for i in range(sides)]
+        sums = torch.zeros(2, dtype=torch.float64, device=weights[0].device)
+        grads = [torch.zeros_like(w, requires_grad=False) for w in wide]
+        for inputs, utility, codes in examples:
+            with torch.set_grad_enabled(learn):
+                scores = _scores(inputs, grouped)
+            logarithm = scores.detach().log_softmax(-1)
+            sums[0] += (torch.xlogy(utility, utility) - utility * logarithm).sum()
+            sums[1] += utility.gather(-1, codes.long().unsqueeze(-1)).sum()
+            if learn:
+                error = logarithm.exp_() * utility.sum(-1, keepdim=True) - utility
+                for total, grad in zip(grads, torch.autograd.grad(scores, wide, error.to(scores.dtype)), strict=True):
+                    total += grad
+        ctx.save_for_backward(*grads)
+        ctx.dtypes = [w.dtype for w in weights]
+        return sums.to(wide[0].dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [(grad_outputs[0][0] * g).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return None, None, None, *grads
+
+
+def _in_tiles(sides: Sides, buckets: int) -> Iterable[tuple[slice, tuple[Tensor, ...]]]:
+    for tokens in tiles(sides.inputs[0], buckets):
+        yield tokens, tuple(x[:, :, tokens] for x in sides.inputs)
+
+
+def _scores(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
+    """H_Q, H_K, or H_Q + H_K: (B, H, T, N), in fp32 at least."""
+    each = [_score(x, w) for x, w in zip(inputs, weights, strict=True)]
+    return each[0] if len(each) == 1 else each[0] + each[1]
+
+
+def _score(x: Tensor, weights: Weights) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(x.dtype, weights[0].dtype), torch.float32)
+    x = x.to(dtype)
+    if len(weights) == 1:
+        return x @ weights[0].to(dtype)
+    first, first_bias, second, second_bias = (w.to(dtype) for w in weights)
+    hidden = torch.relu(x @ first + first_bias.view(-1, 1, first.shape[2]))
+    return hidden @ second + second_bias.view(-1, 1, second.shape[2])

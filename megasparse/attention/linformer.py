@@ -1,0 +1,56 @@
+"""Linformer attention (Wang et al. 2020). B batch, H heads, L length, D head dim, P projected length."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.documents import documents
+from megasparse.attention.each_document import alone, join
+from megasparse.config.attention import LinformerAttentionConfig
+
+
+class SequenceProjection(nn.Module):
+    """A learned matrix (P, max_length) over positions; a shorter sequence uses its first columns."""
+
+    def __init__(self, projected: int, max_length: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(projected, max_length))
+
+    def forward(self, pieces: list[Tensor]) -> list[Tensor]:
+        """(b, H, n, D) each -> (b, H, P, D) each. All in one call: ranks then call the module equally often."""
+        return [self.weight[:, : x.shape[2]].to(x.dtype) @ x for x in pieces]
+
+
+class LinformerAttention(Attention):
+    """softmax(q(E k)ᵀ/√D) F v, with keys and values projected over the sequence to P by E and F, shared by the heads.
+
+    Padding is projected as zeros. A packed document is projected by itself, its positions counted from its first real
+    token. Every projected key mixes all tokens, so there is no causal form.
+    """
+
+    causal = False
+
+    def __init__(self, config: LinformerAttentionConfig, place: Place):
+        super().__init__()
+        self.keys = SequenceProjection(config.projected, place.max_length)
+        self.values = SequenceProjection(config.projected, place.max_length)
+
+    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+        if heads.segments is None:
+            return AttentionOutput(self._whole(heads), None, {})
+        each = list(documents(heads.key_mask, heads.segments))
+        pieces = [alone(heads, document) for document in each]
+        keys, values = self.keys([piece.k for piece in pieces]), self.values([piece.v for piece in pieces])
+        queries = (piece.q for piece in pieces)
+        parts = [F.scaled_dot_product_attention(*part) for part in zip(queries, keys, values, strict=True)]
+        return AttentionOutput(join(parts, each, heads.q), None, {})
+
+    def _whole(self, heads: Heads) -> Tensor:
+        q, k, v = heads.q, heads.k, heads.v
+        if heads.key_mask is None:
+            return F.scaled_dot_product_attention(q, self.keys([k])[0], self.values([v])[0])
+        padding = ~heads.key_mask[:, None, :, None]
+        k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+        out = F.scaled_dot_product_attention(q, self.keys([k])[0], self.values([v])[0])
+        return out.masked_fill(padding, 0.0)

@@ -1,0 +1,26 @@
+"""Longformer attention (Beltagy et al. 2020)."""
+
+import torch
+from torch import Tensor
+
+from megasparse.attention.block_sparse import FixedPatternAttention, block_attention, visible_blocks
+from megasparse.attention.contract import AttentionContext, Heads, Place
+from megasparse.config.attention import LongformerAttentionConfig
+
+
+class LongformerAttention(FixedPatternAttention):
+    """A window of blocks, and global tokens that see everyone and are seen by everyone (a decoder's: what is before).
+
+    A token sees its own block and the neighbours (a decoder's: the one before), the paper's window in blocks. The
+    paper gives global tokens projections of their own; here they share those of the others.
+    """
+
+    def __init__(self, config: LongformerAttentionConfig, place: Place):
+        super().__init__(place)
+        self.chunk, self.first = min(config.chunk, place.max_length), config.globals
+
+    def attend(self, heads: Heads, context: AttentionContext) -> Tensor:
+        return block_attention(heads, self.chunk, self.first)
+
+    def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
+        return visible_blocks(position, self.chunk, self.first, None, device)

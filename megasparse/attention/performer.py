@@ -1,0 +1,69 @@
+"""Performer attention (Choromanski et al. 2020, FAVOR+). B batch, H heads, L length, D head dim, F features."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.each_document import attend_each
+from megasparse.config.attention import PerformerAttentionConfig
+from megasparse.ops.linear_attention import State, causal_linear_attention, linear_attention
+from megasparse.ops.random_features import orthogonal_projections
+
+
+@dataclass
+class PerformerCache:
+    """The running sums, of one size at any length, and the projection (H, F, D); None before the first token."""
+
+    state: State | None = None
+    projection: Tensor | None = None
+
+
+class PerformerAttention(Attention):
+    """Softmax attention whose exp(q·k/√D) is the product of positive random features of q and k: time linear in length.
+
+    The projections are orthogonal Gaussians of each head, drawn anew at every training step, fixed in evaluation.
+    """
+
+    def __init__(self, config: PerformerAttentionConfig, place: Place):
+        super().__init__()
+        self.config = config
+        self.scale = place.head_dim**-0.5
+
+    def projection(self, q: Tensor, context: AttentionContext) -> Tensor:
+        key = context.draws.key(context.layer, "performer features")
+        heads = range(context.head_offset, context.head_offset + q.shape[1])
+        return orthogonal_projections(key, heads, self.config.features, q.shape[3], q.device)
+
+    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+        attend = partial(self._attend, projection=self.projection(heads.q, context))
+        return AttentionOutput(attend_each(heads, attend), None, {})
+
+    def _attend(self, heads: Heads, projection: Tensor) -> Tensor:
+        if heads.causal:
+            return self._causal(heads, projection, None)[0]
+        return linear_attention(heads.q, heads.k, heads.v, projection, scale=self.scale, key_mask=heads.key_mask)
+
+    def _causal(self, heads: Heads, projection: Tensor, state: State | None) -> tuple[Tensor, State]:
+        rule = dict(scale=self.scale, chunk=self.config.chunk)
+        return causal_linear_attention(
+            heads.q, heads.k, heads.v, projection, key_mask=heads.key_mask, state=state, **rule
+        )
+
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> PerformerCache:
+        return PerformerCache()
+
+    def fill_cache(self, x: Tensor, heads: Heads, cache: PerformerCache, context: AttentionContext) -> None:
+        self._advance(heads, cache, context)
+
+    def decode(
+        self, x: Tensor, heads: Heads, cache: PerformerCache, position: int, context: AttentionContext
+    ) -> Tensor:
+        return self._advance(heads, cache, context)
+
+    def _advance(self, heads: Heads, cache: PerformerCache, context: AttentionContext) -> Tensor:
+        if cache.projection is None:
+            cache.projection = self.projection(heads.q, context)
+        out, cache.state = self._causal(heads, cache.projection, cache.state)
+        return out

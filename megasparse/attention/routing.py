@@ -1,0 +1,161 @@
+"""Routing attention (Roy et al. 2021): clusters around centroids that follow queries and keys as a moving average.
+
+B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W clusters, M places of a cluster.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.attention.band import BandCache, band_attention
+from megasparse.attention.clusters import Lists, clusters_by_document
+from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.documents import Document
+from megasparse.attention.lha_hash import Sides, bucket_codes
+from megasparse.config.attention import RoutingAttentionConfig
+from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.cluster_attention import cluster_attention
+from megasparse.ops.random import derive, normal
+
+_TILE_ELEMENTS = 1 << 22  # similarities at a time
+
+
+class Routes(NamedTuple):
+    """Band: nearest centroids (B, H, L) of queries and of keys, in a decoder the same. top_k: lists of clusters."""
+
+    queries: Tensor
+    keys: Tensor
+
+
+class RoutingAttention(Attention):
+    """softmax(qkᵀ/√D)v inside clusters of spherical k-means: μ·q/|q| and μ·k/|k| decide, for unit centroids μ.
+
+    Decoders need one cluster a token: argmax μ·(q/|q| + k/|k|), as LHA's joint hash (Eq. 18), where the paper makes
+    queries and keys the same. The centroids, a persistent buffer, move once a step (`after_step`).
+    """
+
+    centroids: Tensor
+
+    def __init__(self, config: RoutingAttentionConfig, place: Place):
+        super().__init__()
+        self.config, self.place = config, place
+        self.window = Window("band", min(config.chunk, place.max_length))
+        self.buckets = -(-place.max_length // config.chunk)
+        self.rule = {"scale": place.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
+        self.register_buffer("centroids", torch.empty(place.heads, self.buckets, place.head_dim))  # (H, N, D)
+        self.initialise(0, "")
+        self._sums: Tensor | None = None  # of this step's members: (H, N, D + 1) float64, their number last
+        if config.window == "top_k" and place.causal:
+            self.leak = (
+                "later tokens decide who is among a centroid's nearest tokens; "
+                "attention.routing.window = band is strictly causal"
+            )
+
+    def initialise(self, seed: int, name: str) -> None:
+        """Random unit centroids, a pure function of seed, name and head."""
+        rows = torch.arange(self.place.heads * self.buckets).view(self.place.heads, self.buckets)
+        drawn = normal(derive(seed, "initial centroids", name), rows, self.place.head_dim)
+        self.centroids.copy_(F.normalize(drawn, dim=-1))
+
+    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+        routes = context.memory.keep(lambda: self._decide(heads, context))
+        if self.config.window == "band":
+            queries, keys = (codes.unsqueeze(2) for codes in routes)
+            out, _ = band_attention(heads, queries, None if heads.causal else keys, self.window, **self.rule)
+            return AttentionOutput(out, None, {})
+        out, z = cluster_attention(
+            heads.q,
+            heads.k,
+            heads.v,
+            *routes,
+            causal=heads.causal,
+            scale=self.rule["scale"],
+            count_clusters=True,
+        )
+        real = torch.ones_like(z, dtype=torch.bool) if heads.key_mask is None else heads.key_mask[:, None].expand_as(z)
+        alone = (z.isneginf() & real).sum() / real.sum().clamp_min(1)
+        return AttentionOutput(out, None, {"queries_in_no_cluster": alone})
+
+    @torch.no_grad()
+    def _decide(self, heads: Heads, context: AttentionContext) -> Routes:
+        """In the first pass only, so that a member counts once. Checkpointed layers come twice, which doubles sums and
+        numbers of members alike, and moves no mean.
+        """
+        queries, keys = self._sides(heads)
+        if context.draws.training:
+            self._remember(heads, queries, keys)
+        if self.config.window == "band":
+            return Routes(*self._codes(queries, keys))
+
+        def choose(document: Document) -> Lists:
+            nearest = [self._nearest([document.take(x) for x in side.inputs]) for side in (queries, keys)]
+            return nearest[0], nearest[1]
+
+        return Routes(*clusters_by_document(heads, choose))
+
+    def _sides(self, heads: Heads) -> tuple[Sides, Sides]:
+        """What the centroids are compared with: unit queries and unit keys, in a decoder their sum for both."""
+        q, k = (F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in (heads.q, heads.k))
+        weights = (self.centroids.transpose(1, 2),)  # (H, D, N)
+        if heads.causal:
+            both = Sides((q, k), (weights, weights))
+            return both, both
+        return Sides((q,), (weights,)), Sides((k,), (weights,))
+
+    def _codes(self, queries: Sides, keys: Sides) -> tuple[Tensor, Tensor]:
+        codes = bucket_codes(queries, self.buckets)
+        return codes, codes if keys is queries else bucket_codes(keys, self.buckets)
+
+    def _nearest(self, inputs: list[Tensor]) -> Tensor:
+        """The `chunk` tokens with the highest μ·x of every centroid, x the sum of inputs (B, H, n, D): (B, H, N,
+        min(chunk, n)).
+
+        Some centroids at a time, so that no tensor holds all tokens with all centroids.
+        """
+        x = sum(inputs[1:], inputs[0]).transpose(-1, -2)
+        step = max(1, _TILE_ELEMENTS // (x[..., 0, :].numel()))
+        size = min(self.config.chunk, x.shape[-1])
+        tiles = self.centroids.to(x.dtype).split(step, dim=1)
+        return torch.cat([(tile @ x).topk(size, dim=-1, sorted=False).indices for tile in tiles], dim=2)
+
+    def _remember(self, heads: Heads, queries: Sides, keys: Sides) -> None:
+        """Adds unit queries and unit keys to the sums of their nearest centroids. Padding is no member."""
+        if self._sums is None:
+            shape = (*self.centroids.shape[:2], self.centroids.shape[2] + 1)
+            self._sums = torch.zeros(shape, dtype=torch.float64, device=heads.q.device)
+        first = torch.arange(heads.q.shape[1], device=heads.q.device)[:, None] * self.buckets
+        for x, codes in zip((queries.inputs[0], keys.inputs[-1]), self._codes(queries, keys), strict=True):
+            members = F.pad(x.double(), (0, 1), value=1.0)  # (B, H, L, D + 1)
+            if heads.key_mask is not None:
+                members = members.masked_fill(~heads.key_mask[:, None, :, None], 0.0)
+            self._sums.flatten(0, 1).index_add_(0, (first + codes).flatten(), members.flatten(0, 2))
+
+    @torch.no_grad()
+    def after_step(self, applied: bool, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """μ ← normalise(decay·μ + (1 − decay)·mean of the members), queries and keys alike, of all micro-batches and
+        ranks of the step. A step that was not applied moves nothing; a centroid without members stays.
+        """
+        sums, self._sums = self._sums, None
+        if sums is None or not applied:
+            return
+        sums = sum_over_ranks(sums)
+        count, old = sums[..., -1:], self.centroids.double()
+        mean = sums[..., :-1] / count.clamp_min(1.0)
+        moved = self.config.decay * old + (1.0 - self.config.decay) * mean
+        length = moved.norm(dim=-1, keepdim=True)
+        self.centroids.copy_(torch.where((count > 0) & (length > 0), moved / length, old))
+
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
+        return BandCache.empty(batch, self.place, 1, self.buckets, self.window, like)
+
+    def fill_cache(self, x: Tensor, heads: Heads, cache: BandCache, context: AttentionContext) -> None:
+        cache.fill(heads, self._codes(*self._sides(heads))[0].unsqueeze(2), None)
+
+    def decode(self, x: Tensor, heads: Heads, cache: BandCache, position: int, context: AttentionContext) -> Tensor:
+        if self.config.window == "top_k":
+            raise ValueError(f"Routing attention cannot decode token by token here: {self.leak}")
+        codes = self._codes(*self._sides(heads))[0].unsqueeze(2)
+        return cache.decode(heads, codes, None, position, **self.rule)

@@ -1,0 +1,190 @@
+"""Smart Bird (Wu et al. 2021): a narrow single-head sketch of the attention says which few keys each query attends to.
+
+B batch, H heads, L length, D head dim, E width of the layer's input, d width of the sketch, K keys, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place, Targets
+from megasparse.attention.full import KeyValueCache
+from megasparse.config.attention import SmartBirdAttentionConfig
+from megasparse.errors import ConfigError
+from megasparse.ops.gathered_attention import gathered_attention
+from megasparse.ops.sketch import Noise, chosen_keys, sketched_attention
+from megasparse.ops.tiled import tiled
+
+_LOGIT_ELEMENTS = 1 << 22  # logits of the token objective that exist at a time
+_PROJECTED = 1 << 12  # tokens projected at a time in float64
+
+
+@dataclass
+class SketchCache:
+    """The heads' keys and values, and the sketch's keys (B, capacity, d) in float64."""
+
+    heads: KeyValueCache
+    sketch: Tensor
+
+
+class SmartBirdAttention(Attention):
+    """Each head attends to K keys a query: in training those of the highest s_ij ~ U(0, p_ij), p_ij = (1/log α_ij)²,
+    drawn by every head for itself (Eq. 2 and 3); α = softmax of the sketch (Eq. 1), which reads the layer's input.
+
+    In evaluation the K highest p_ij, the same for all heads: nothing is drawn, and of equal ones the first are taken.
+    (sampling = random draws then too, there being nothing else to choose by.) A row with no more than K visible
+    keys attends to all of them. Causal rows are those of a causal sketch: α_i is normalised over j <= i, so no later
+    token moves a choice.
+    The choice is hard, so the task does not train the sketch: its own objective does, and reaches nothing but the
+    sketch, which therefore reads a detached input.
+    """
+
+    def __init__(self, config: SmartBirdAttentionConfig, place: Place):
+        super().__init__()
+        self.config, self.place = config, place
+        self.query, self.key, self.value = (Projection(place.d_model, config.sketch_dim) for _ in range(3))
+        self.objective: nn.Module
+        if config.objective == "token":
+            self.objective = TokenObjective(config.sketch_dim, place.vocabulary)
+        else:
+            assert config.labels is not None
+            self.objective = PooledObjective(config.sketch_dim, config.labels)
+
+    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+        x = x.detach()
+        loss, statistics = None, {}
+        if context.targets is not None:
+            loss = self._objective(x, heads, context.targets)
+            statistics["sketch_loss"] = loss.detach()
+            loss = loss * (self.config.weight / self.place.layers)
+        index = context.memory.keep(
+            lambda: self._choose(_exactly(self.query, x), _exactly(self.key, x), heads, context)
+        )
+        out, _ = gathered_attention(heads.q, heads.k, heads.v, index, scale=heads.q.shape[-1] ** -0.5)
+        return AttentionOutput(out, loss, statistics)
+
+    def _objective(self, x: Tensor, heads: Heads, targets: Targets) -> Tensor:
+        by_token = targets.values.dim() == 2
+        if by_token != (self.config.objective == "token"):
+            given, other = ("a token a position", "token") if by_token else ("a label a sequence", "pooled")
+            raise ConfigError(
+                "model.attention.smart_bird.objective",
+                f'"{self.config.objective}" does not fit this task, which asks for {given}',
+                f'Set it to "{other}"',
+            )
+        h, _ = _sketch(self.query(x), self.key(x), self.value(x), heads)
+        return self.objective(h, targets, heads.key_mask)
+
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> SketchCache:
+        capacity = self.place.max_length
+        sketch = like.new_zeros(batch, capacity, self.config.sketch_dim)
+        return SketchCache(KeyValueCache.empty(batch, self.place, capacity, like), sketch.double())
+
+    def fill_cache(self, x: Tensor, heads: Heads, cache: SketchCache, context: AttentionContext) -> None:
+        length = x.shape[1]
+        cache.heads.k[:, :, :length], cache.heads.v[:, :, :length] = heads.k, heads.v
+        cache.sketch[:, :length] = _exactly(self.key, x)
+
+    def decode(self, x: Tensor, heads: Heads, cache: SketchCache, position: int, context: AttentionContext) -> Tensor:
+        here = slice(position, position + 1)
+        cache.heads.k[:, :, here], cache.heads.v[:, :, here] = heads.k, heads.v
+        cache.sketch[:, here] = _exactly(self.key, x)
+        seen = cache.sketch[:, : position + 1]
+        index = self._choose(_exactly(self.query, x), seen, heads, context, position)
+        return gathered_attention(heads.q, cache.heads.k, cache.heads.v, index, scale=heads.q.shape[-1] ** -0.5)[0]
+
+    @torch.no_grad()
+    def _choose(self, q: Tensor, k: Tensor, heads: Heads, context: AttentionContext, first_query: int = 0) -> Tensor:
+        """The index (B, H or 1, Lq, K) of the queries (B, Lq, d) from position `first_query` on."""
+        sampling, draws = self.config.sampling, context.draws
+        noise, level = None, None
+        if sampling == "random" or (draws.training and sampling != "top_k"):
+            rows = draws.rows(first_query + q.shape[1], q.device)[:, first_query:]
+            numbers = range(context.head_offset, context.head_offset + heads.q.shape[1])
+            noise = Noise(draws.key(context.layer, "sampled keys"), numbers, rows)
+            if sampling.startswith("inverse_log"):
+                _, level = _sketch(q.float(), k.float(), k.float(), heads)
+        return chosen_keys(
+            q,
+            k,
+            self.config.keys,
+            causal=heads.causal,
+            sampling=sampling,
+            noise=noise,
+            level=level,
+            key_mask=heads.key_mask,
+            segments=heads.segments,
+            first_query=first_query,
+        )
+
+
+class Projection(nn.Module):
+    """x (B, L, E) -> (B, L, d) in the dtype of x."""
+
+    def __init__(self, width_in: int, width_out: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width_out, width_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+@torch.no_grad()
+def _exactly(project: Projection, x: Tensor) -> Tensor:
+    """In float64, so that equal tokens tie, and go by their position, however many are projected at a time: decoding
+    would else choose others of them than the whole pass.
+    """
+    return torch.cat([project(piece.double()) for piece in x.split(_PROJECTED, dim=1)], dim=1)
+
+
+def _sketch(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    return sketched_attention(q, k, v, causal=heads.causal, key_mask=heads.key_mask, segments=heads.segments)
+
+
+class TokenObjective(nn.Module):
+    """The sketch's objective where there is no label: each position's output h_i predicts the model's own target there
+    (the next token, or the masked one). Mean nats a counted position.
+    """
+
+    def __init__(self, width: int, vocabulary: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, width))
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+
+    def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
+        """h: (B, L, d) in fp32 at least."""
+        counted = torch.ones(h.shape[:2], dtype=torch.bool, device=h.device)
+        for mask in (targets.counted, key_mask):
+            if mask is not None:
+                counted = counted & mask
+        wanted = targets.values.masked_fill(~counted, 0)
+
+        def score(wanted: Tensor, h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            logits = F.linear(h, weight.to(h.dtype), bias.to(h.dtype))  # (B, T, V)
+            return F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none")
+
+        tiles = -(-counted.numel() * len(self.weight) // _LOGIT_ELEMENTS)
+        nats = tiled(score, (wanted, h), (self.weight, self.bias), tiles)  # (B, L)
+        return torch.where(counted, nats, 0.0).sum() / counted.sum().clamp_min(1)
+
+
+class PooledObjective(nn.Module):
+    """The paper's: the outputs h_i of a sequence, pooled by attention Σ_i softmax_i(u·h_i) h_i, predict its label. Mean
+    nats a sequence.
+    """
+
+    def __init__(self, width: int, labels: int):
+        super().__init__()
+        self.pool = nn.Parameter(torch.empty(1, width))
+        self.weight = nn.Parameter(torch.empty(labels, width))
+        self.bias = nn.Parameter(torch.zeros(labels))
+
+    def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
+        """h: (B, L, d) in fp32 at least. targets.values: (B,) labels."""
+        score = F.linear(h, self.pool.to(h.dtype)).squeeze(-1)  # (B, L)
+        if key_mask is not None:
+            score = score.masked_fill(~key_mask, torch.finfo(h.dtype).min)
+        pooled = (torch.softmax(score, dim=-1).unsqueeze(-1) * h).sum(1)  # (B, d)
+        return F.cross_entropy(F.linear(pooled, self.weight.to(h.dtype), self.bias.to(h.dtype)), targets.values)

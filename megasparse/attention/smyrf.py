@@ -1,0 +1,76 @@
+"""SMYRF attention (Daras et al. 2020): queries and keys in equal clusters, cut from their order along random lines.
+
+B batch, H heads, R rounds, L length, n tokens of a document, D head dim, W clusters, M places of a cluster.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.attention.clusters import Lists, clusters_by_document
+from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.documents import Document
+from megasparse.config.attention import SMYRFAttentionConfig
+from megasparse.ops.cluster_attention import cluster_attention
+from megasparse.ops.random import normal
+
+
+class SMYRFAttention(Attention):
+    """softmax(qkᵀ/√D)v inside the clusters of each round; rounds are merged by log-sum-exp, and a pair that meets in
+    several counts in each, as in the paper.
+
+    Real tokens of a document alone make its clusters: ⌈n/chunk⌉ a round, only the last one smaller than `chunk`.
+    """
+
+    causal = False
+
+    def __init__(self, config: SMYRFAttentionConfig, place: Place):
+        super().__init__()
+        self.config = config
+
+    @torch.no_grad()
+    def assign(self, heads: Heads, context: AttentionContext) -> Lists:
+        draws, device = context.draws, heads.q.device
+        rounds = self.config.rounds
+        if not draws.training:
+            rounds = self.config.evaluation_rounds or rounds
+        head = torch.arange(context.head_offset, context.head_offset + heads.q.shape[1], device=device)
+        rows = head[:, None] * (1 << 16) + torch.arange(draws.rounds or rounds, device=device)
+        lines = normal(draws.key(context.layer, "smyrf projection"), rows, heads.q.shape[3] + 2)  # (H, R, D + 2)
+
+        def choose(document: Document) -> Lists:
+            turned = asymmetric(document.take(heads.q), document.take(heads.k))
+            queries, keys = (equal_clusters(lines.to(x.dtype) @ x.transpose(-1, -2), self.config.chunk) for x in turned)
+            return queries, keys
+
+        return clusters_by_document(heads, choose)
+
+    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+        queries, keys = context.memory.keep(lambda: self.assign(heads, context))
+        scale = heads.q.shape[-1] ** -0.5
+        out, _ = cluster_attention(
+            heads.q, heads.k, heads.v, queries, keys, causal=False, scale=scale, count_clusters=False
+        )
+        return AttentionOutput(out, None, {})
+
+
+def asymmetric(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """F(q) = [q; 0; √(M_Q² + M_K² − |q|²)] and G(k) = [k; √(M_Q² + M_K² − |k|²); 0] (LHA Eq. 3), M_Q and M_K the
+    greatest lengths among the tokens given: |F(q) − G(k)|² = 2(M_Q² + M_K²) − 2q·k, near where the score is high.
+
+    q, k: (..., n, D). Returns (..., n, D + 2) each, in fp32 at least.
+    """
+    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+    squares = [x.square().sum(-1, keepdim=True) for x in (q, k)]
+    radius = sum(square.amax(-2, keepdim=True) for square in squares)
+    missing_q, missing_k = ((radius - square).clamp_min(0.0).sqrt() for square in squares)
+    return torch.cat([F.pad(q, (0, 1)), missing_q], -1), F.pad(torch.cat([k, missing_k], -1), (0, 1))
+
+
+def equal_clusters(values: Tensor, size: int) -> Tensor:
+    """Tokens in the order of values (B, H, R, n), cut into pieces of `size`: (B, H, R·⌈n/size⌉, min(size, n)).
+    Of E2LSH's (a·x + b)/r only a·x decides the order.
+    """
+    order = values.argsort(dim=-1, stable=True)
+    size = min(size, order.shape[-1])
+    return F.pad(order, (0, -order.shape[-1] % size), value=-1).unflatten(-1, (-1, size)).flatten(2, 3)

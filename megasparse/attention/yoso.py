@@ -1,0 +1,181 @@
+"""YOSO attention: values are summed with weights that hash collisions sample (You Only Sample (Almost) Once).
+
+B batch, H heads, L length, D head dim, m hashes, τ code bits, S kernel size.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.full import KeyValueCache
+from megasparse.config.attention import YOSOAttentionConfig
+from megasparse.ops.hash_table_attention import expected_attention, hash_table_attention
+from megasparse.ops.hashing import sign_codes
+from megasparse.ops.random import Draws
+
+
+@dataclass
+class YOSOCache:
+    """tables: (B, H, m, 2^τ, D), the sums of the values by key code, fp32 at least; or, with the expectation, tokens:
+    unit keys and values so far. recent: (B, H, S − 1, D), the last values, for the convolution.
+    """
+
+    tables: Tensor | None
+    tokens: KeyValueCache | None
+    recent: Tensor
+
+
+class YOSOAttention(Attention):
+    """N-YOSO: out = y/|y|, y_i = Σ_j B_ij v_j, B_ij the share of m hashes in which q_i and k_j have the same τ sign
+    bits (Eq. 5 and 6), E[B_ij] = (1 − acos(q_i·k_j)/π)^τ for q and k scaled to length 1. A query that meets no key
+    gets 0. With `expectation` the weight is E[B_ij] itself; it has the same parameters and the same τ, so a model
+    trained with m hashes goes on with the expectation (YOSO-m-E), or is evaluated with more hashes.
+
+    Causal, the tables run along the sequence, so all a decoder keeps is the tables, whatever the position: m·2^τ·D
+    numbers a head. code_bits = null takes the most bits that keep that under a key-value cache's 2·max_length·D, for
+    the m of training: 4 bits at 512 tokens and 32 hashes, 11 at 65,536. Where one bit is too many already (m >=
+    max_length), where code_bits asks for more, or where evaluation_hashes does, the tables are larger:
+    `tables_exceed_cache`. The expectation has no such state: it decodes from a cache of keys and values.
+
+    The codes are recomputed with the layer, not kept: at 4·m bytes a token, head and layer they would outgrow the
+    residual streams within a few layers. A reversible backward rebuilds q and k only up to rounding, and a code flips
+    where that moves a vector across a hyperplane: a share of about τ/π times the relative error, 3e-7 of the codes of
+    9 bits for an error of 1e-7 (measured: none of 512,000; 2e-6 for an error of 1e-6). Each pass uses in its backward
+    the very codes of its own forward.
+    """
+
+    def __init__(self, config: YOSOAttentionConfig, place: Place):
+        super().__init__()
+        self.config, self.place = config, place
+        self.code_bits = config.code_bits or _code_bits(config.hashes, place)
+        self.convolution = None if config.convolution is None else _Convolution(place.heads, config.convolution)
+
+    @property
+    def tables_exceed_cache(self) -> bool:
+        """Whether a decoder's tables hold more numbers than a key-value cache of max_length tokens would."""
+        hashes = self.config.evaluation_hashes or self.config.hashes
+        return self.place.causal and hashes << self.code_bits >= 2 * self.place.max_length
+
+    def hashes(self, draws: Draws) -> int:
+        usual = self.config.hashes if draws.training else self.config.evaluation_hashes or self.config.hashes
+        return draws.rounds or usual
+
+    def codes(self, x: Tensor, hashes: int, context: AttentionContext) -> Tensor:
+        """(B, H, m, L). Queries and keys are hashed alike."""
+        heads = range(context.head_offset, context.head_offset + x.shape[1])
+        key = context.draws.key(context.layer, "yoso hash")
+        return sign_codes(x.detach(), key, heads, hashes, self.code_bits, self.config.projection)
+
+    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+        q, k, mask = unit(heads.q), unit(heads.k), heads.key_mask
+        masks = {"query_mask": mask, "key_mask": mask, "segments": heads.segments}
+        if self.config.expectation:
+            out, met = expected_attention(q, k, heads.v, code_bits=self.code_bits, causal=heads.causal, **masks)
+        else:
+            hashes = self.hashes(context.draws)
+            out, met = hash_table_attention(
+                q,
+                k,
+                heads.v,
+                self.codes(q, hashes, context),
+                self.codes(k, hashes, context),
+                code_bits=self.code_bits,
+                causal=heads.causal,
+                chunk=self.config.chunk,
+                backward=self.config.backward,
+                **masks,
+            )
+        out = unit(out)
+        if self.convolution is not None:
+            out = out + self.convolution(heads.v, mask, heads.segments, heads.causal)
+        real = mask.sum() if mask is not None else met[:, 0].numel()
+        return AttentionOutput(out.to(heads.q.dtype), None, {"collisions": met.sum() / (real * met.shape[1])})
+
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> YOSOCache:
+        heads, width = self.place.heads, self.place.head_dim
+        recent = like.new_zeros(batch, heads, (self.config.convolution or 1) - 1, width)
+        if self.config.expectation:
+            return YOSOCache(None, KeyValueCache.empty(batch, self.place, self.place.max_length, like), recent)
+        hashes = rounds or self.config.evaluation_hashes or self.config.hashes
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        tables = torch.zeros(batch, heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
+        return YOSOCache(tables, None, recent)
+
+    def fill_cache(self, x: Tensor, heads: Heads, cache: YOSOCache, context: AttentionContext) -> None:
+        self._take_in(unit(heads.k), heads.v, cache, 0, context)
+
+    def decode(self, x: Tensor, heads: Heads, cache: YOSOCache, position: int, context: AttentionContext) -> Tensor:
+        q, k, recent = unit(heads.q), unit(heads.k), cache.recent
+        self._take_in(k, heads.v, cache, position, context)
+        if cache.tokens is not None:
+            keys, values = (t[:, :, : position + 1].to(q.dtype) for t in (cache.tokens.k, cache.tokens.v))
+            out, _ = expected_attention(q, keys, values, code_bits=self.code_bits, causal=False)
+        else:
+            assert cache.tables is not None
+            code = self.codes(q, cache.tables.shape[2], context).to(torch.int64)  # (B, H, m, 1)
+            row = code[..., None].expand(*code.shape, cache.tables.shape[-1])
+            out = cache.tables.gather(3, row).mean(2)
+        out = unit(out)
+        if self.convolution is not None:
+            window = torch.cat([recent, heads.v.to(recent.dtype)], dim=2)
+            out = out + self.convolution(window, None, None, True)[:, :, -1:]
+        return out.to(heads.q.dtype)
+
+    def _take_in(self, k: Tensor, v: Tensor, cache: YOSOCache, position: int, context: AttentionContext) -> None:
+        """k (of length 1) and v: (B, H, L, D), the tokens from `position` on."""
+        if cache.tokens is not None:
+            cache.tokens.k[:, :, position : position + k.shape[2]] = k
+            cache.tokens.v[:, :, position : position + k.shape[2]] = v
+        else:
+            assert cache.tables is not None
+            code = self.codes(k, cache.tables.shape[2], context).to(torch.int64)
+            for table, number in zip(cache.tables.unbind(2), code.unbind(2), strict=True):  # of one hash
+                table.scatter_add_(2, number[..., None].expand(v.shape), v.to(table.dtype))
+        cache.recent = torch.cat([cache.recent, v.to(cache.recent.dtype)], dim=2)[:, :, v.shape[2] :]
+
+
+def _code_bits(hashes: int, place: Place) -> int:
+    """τ = log₂(max_length); in a decoder no more than keeps m·2^τ below 2·max_length, but one at least."""
+    bits = round(math.log2(place.max_length))
+    if place.causal:
+        bits = min(bits, ((2 * place.max_length - 1) // hashes).bit_length() - 1)
+    return max(1, bits)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x/|x| in fp32 at least; a zero vector stays zero, and gets no gradient."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.where(norm > 0, 1.0 / norm.masked_fill(norm == 0, 1.0), 0.0)
+
+
+class _Convolution(nn.Module):
+    """Depth-wise over the sequence, one filter a head: out_i = Σ_s w_s v_(i + s − offset), over real tokens of i's own
+    document; offset S − 1 (no later token) if causal, else S/2.
+    """
+
+    def __init__(self, heads: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, size))
+
+    def forward(self, v: Tensor, mask: Tensor | None, segments: Tensor | None, causal: bool) -> Tensor:
+        """v: (B, H, L, D); mask, segments: (B, L) or None. Returns (B, H, L, D) in fp32 at least; padding gets 0."""
+        length, size = v.shape[2], self.weight.shape[1]
+        before = size - 1 if causal else size // 2
+        if mask is not None:
+            v = v.masked_fill(~mask[:, None, :, None], 0.0)
+        around = (before, size - 1 - before)
+        padded = F.pad(v, (0, 0, *around))
+        documents = None if segments is None else F.pad(segments, around, value=-1)
+        weight = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        out = torch.zeros((), dtype=weight.dtype, device=v.device)
+        for s in range(size):
+            factor = weight[:, s, None, None]  # (H, 1, 1)
+            if documents is not None and segments is not None:
+                factor = factor * (documents[:, s : s + length] == segments)[:, None, :, None]  # (B, H, L, 1)
+            out = out + factor * padded[:, :, s : s + length]
+        return out if mask is None else out * mask[:, None, :, None]

@@ -1,0 +1,182 @@
+"""The schema of `model.attention`: a section for each mechanism, and which layer has which."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megasparse.config.section import Count, Fraction, Positive, Section
+
+
+class FullAttentionConfig(Section):
+    shared_qk: bool = False
+    """Queries are the keys too (Reformer section 2): logits q·q/|q|, a token sees itself only as last resort."""
+
+
+class LocalAttentionConfig(Section):
+    chunk: Positive = 128
+    """A token sees its own chunk of this many positions and the chunk before; an encoder's also the chunk after."""
+    relative: bool = False
+    """Relative positions as in Transformer-XL, in place of what `model.positions` gives."""
+
+
+class LSHAttentionConfig(Section):
+    shared_qk: bool = True
+    """The paper: keys are q/|q|. false: queries and keys of their own, hashed alike (the LSH baseline of LHA)."""
+    rounds: Positive = 2
+    """Hash rounds while training."""
+    evaluation_rounds: Positive | None = None
+    """Hash rounds in evaluation and generation; null takes `rounds`."""
+    chunk: Positive = 64
+    """M: the window, in tokens of the sorted order."""
+    buckets: Positive | list[Positive] | None = None
+    """Buckets per round: an even number, or two even factors whose product it is (each hashed by its own rotation).
+    null takes the paper's 2·max_length/chunk, in two factors above 128."""
+    window: Literal["band", "chunk"] = "band"
+    """`band`: the last M tokens of one's own bucket, strictly causal; in an encoder M on either side. `chunk`: the
+    paper's own chunk and the one before it, whose borders future tokens move: not strictly causal."""
+    same_bucket: bool = True
+    """Only tokens of the same bucket see each other (the paper). false: all of the window, as HuggingFace does it."""
+    count_rounds: bool = True
+    """A pair seen in N rounds counts once (log N of appendix A). false: N times, as HuggingFace does it."""
+
+
+class LHAAttentionConfig(Section):
+    hash: Literal["mlp", "linear", "random"] = "mlp"
+    """H_Q and H_K: two-layer MLPs (the paper's best), linear, or a random projection that nothing trains."""
+    chunk: Positive = 64
+    """N/B, tokens a bucket; max_length/chunk buckets, rounded up. The band's width, and top_k's size before √2."""
+    window: Literal["band", "top_k"] = "band"
+    """`band`: the last N/B tokens of one's own (argmax) bucket, strictly causal; in an encoder N/B on either side.
+    `top_k`: the paper's ⌊√2·N/B⌋ best queries and keys of every bucket; later tokens decide who is among them: not
+    strictly causal."""
+    count_buckets: bool = True
+    """top_k only: a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1 does it."""
+    utility: Literal["features", "exact"] = "features"
+    """ψ and ψ′ by positive random features (Eq. 16 and 17), or exactly, in O(L²) time."""
+    features: Positive = 64
+    """Number of positive random features."""
+    visible_utility: bool = False
+    """ψ sums over the keys that a causal query may see, in place of all (the paper). Encoders see all."""
+    weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    """λ of Eq. 19: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
+    sinusoidal_positions: bool = False
+    """Sinusoidal positions added to the queries and keys of every such layer, as the paper does for WikiText-103."""
+
+
+class YOSOAttentionConfig(Section):
+    hashes: Positive = 32
+    """m, hashes while training."""
+    evaluation_hashes: Positive | None = None
+    """Hashes in evaluation and generation; null takes `hashes`."""
+    expectation: bool = False
+    """The weight is (1 − acos(q·k)/π)^τ itself, in O(L²) time, in place of m samples of it (YOSO-E)."""
+    code_bits: Positive | None = None
+    """τ, sign bits a hash code. null takes log2(max_length), in a decoder no more than keeps its hash tables below a
+    key-value cache of max_length tokens, where one bit does."""
+    projection: Literal["hadamard", "gaussian"] = "hadamard"
+    """`hadamard`: fast, slightly biased. `gaussian`: dense projections, unbiased."""
+    backward: Literal["auto", "tables", "pairs"] = "auto"
+    """Gradients of q and k over the hash tables (cost L·m·D²), or over colliding pairs; `auto` takes the cheaper."""
+    convolution: Positive | None = None
+    """Kernel size (odd) of a depth-wise convolution of the values that is added to the output; null for none."""
+    chunk: Positive = 128
+    """Decoders only: tables grow chunk by chunk; inside a chunk collisions are found pair by pair."""
+
+
+class SmartBirdAttentionConfig(Section):
+    keys: Positive = 20
+    """K, keys a query attends to."""
+    sketch_dim: Positive = 4
+    """d, width of the single-head sketch."""
+    sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
+    """What makes a sampling score of a sketched weight (the paper's Figure 4)."""
+    objective: Literal["token", "pooled"] = "token"
+    """What the sketch itself learns: `token`, each position's target (language modelling, masked tokens); `pooled`, the
+    sequence's label, from an attention-pooled vector (the paper)."""
+    labels: Positive | None = None
+    """pooled only: number of labels."""
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Weight of the sketch's objective. Nothing else trains the sketch, and it trains nothing else."""
+
+
+class SMYRFAttentionConfig(Section):
+    rounds: Positive = 2
+    evaluation_rounds: Positive | None = None
+    """Hash rounds in evaluation; null takes `rounds`."""
+    chunk: Positive = 64
+    """Queries, and keys, of a cluster."""
+
+
+class RoutingAttentionConfig(Section):
+    chunk: Positive = 64
+    """Tokens a cluster; max_length/chunk centroids, rounded up."""
+    window: Literal["band", "top_k"] = "band"
+    """`band`: the last `chunk` tokens of one's own cluster, strictly causal. `top_k`: the paper's nearest tokens of
+    each centroid; later tokens decide who is among them: not strictly causal."""
+    decay: Fraction = 0.999
+    """Of the centroids' moving average, a step."""
+
+
+class RandomAttentionConfig(Section):
+    chunk: Positive = 64
+    """Tokens a bucket; max_length/chunk buckets, rounded up, drawn at random whatever the tokens are."""
+
+
+class SparseTransformerAttentionConfig(Section):
+    stride: Positive | None = None
+    """A token sees the tokens of the last `stride` positions and every stride-th one; null takes √max_length."""
+
+
+class LongformerAttentionConfig(Section):
+    chunk: Positive = 64
+    """Block size: a token sees its own block and its neighbours."""
+    globals: Count = 1
+    """First tokens that every token sees, and that see every token."""
+
+
+class BigBirdAttentionConfig(Section):
+    chunk: Positive = 64
+    """Block size: a token sees its own block and its neighbours."""
+    globals: Count = 1
+    """First blocks that every block sees, and that see every block."""
+    random: Count = 3
+    """Blocks more that each block sees, drawn at random."""
+
+
+class PerformerAttentionConfig(Section):
+    features: Positive = 256
+    """Number of positive random features."""
+    chunk: Positive = 128
+    """Decoders only: pairs of tokens this near are scored one by one, farther ones meet in running sums."""
+
+
+class LinformerAttentionConfig(Section):
+    projected: Positive = 256
+    """k: keys and values are projected from max_length to this many."""
+
+
+AttentionKind = Literal[
+    "full", "local", "lsh", "lha", "yoso", "smart_bird", "smyrf", "routing", "random", "sparse_transformer",
+    "longformer", "bigbird", "performer", "linformer",
+]  # fmt: skip
+HeadSplit = Annotated[dict[AttentionKind, Positive], Field(min_length=1)]
+
+
+class AttentionConfig(Section):
+    pattern: list[AttentionKind | HeadSplit] = Field(default=["local", "local", "lsh", "local"], min_length=1)
+    """Attention of each layer, repeated over the depth; as long as the depth, it is an explicit list. An entry is a
+    kind, or the number of heads of each of several kinds, such as {"local": 4, "lha": 4}."""
+    full: FullAttentionConfig = FullAttentionConfig()
+    local: LocalAttentionConfig = LocalAttentionConfig()
+    lsh: LSHAttentionConfig = LSHAttentionConfig()
+    lha: LHAAttentionConfig = LHAAttentionConfig()
+    yoso: YOSOAttentionConfig = YOSOAttentionConfig()
+    smart_bird: SmartBirdAttentionConfig = SmartBirdAttentionConfig()
+    smyrf: SMYRFAttentionConfig = SMYRFAttentionConfig()
+    routing: RoutingAttentionConfig = RoutingAttentionConfig()
+    random: RandomAttentionConfig = RandomAttentionConfig()
+    sparse_transformer: SparseTransformerAttentionConfig = SparseTransformerAttentionConfig()
+    longformer: LongformerAttentionConfig = LongformerAttentionConfig()
+    bigbird: BigBirdAttentionConfig = BigBirdAttentionConfig()
+    performer: PerformerAttentionConfig = PerformerAttentionConfig()
+    linformer: LinformerAttentionConfig = LinformerAttentionConfig()

@@ -1,0 +1,31 @@
+"""Which layer has which attention, read from `model.attention.pattern`."""
+
+from megasparse.config.schema import ModelConfig
+
+
+def heads_of_layer(model: ModelConfig, layer: int) -> dict[str, int]:
+    """The mechanisms of a layer and how many heads each has, in the order of the configuration."""
+    entry = model.attention.pattern[layer % len(model.attention.pattern)]
+    return {entry: model.heads} if isinstance(entry, str) else {kind: heads for kind, heads in entry.items()}
+
+
+def layers_with(model: ModelConfig, kind: str) -> int:
+    """Number of layers that have heads of this kind."""
+    return sum(kind in heads_of_layer(model, layer) for layer in range(model.layers))
+
+
+def kinds(model: ModelConfig) -> list[str]:
+    """The mechanisms of a model, each once, in the order of their first layers."""
+    layers = range(min(model.layers, len(model.attention.pattern)))
+    return list(dict.fromkeys(kind for layer in layers for kind in heads_of_layer(model, layer)))
+
+
+def evaluation_rounds(model: ModelConfig) -> dict[str, int]:
+    """Hash rounds (YOSO: hashes) in evaluation, of each of a model's mechanisms that has any."""
+    lsh, smyrf, yoso = model.attention.lsh, model.attention.smyrf, model.attention.yoso
+    rounds = {
+        "lsh": lsh.evaluation_rounds or lsh.rounds,
+        "smyrf": smyrf.evaluation_rounds or smyrf.rounds,
+        "yoso": yoso.evaluation_hashes or yoso.hashes,
+    }
+    return {kind: rounds[kind] for kind in kinds(model) if kind in rounds}

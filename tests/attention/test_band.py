@@ -1,0 +1,118 @@
+import itertools
+
+import pytest
+import torch
+
+from megasparse.attention.band import BandCache, band_attention
+from megasparse.attention.contract import Heads, Place
+from megasparse.ops.bucketed_attention import Window
+
+WINDOW = Window("band", 4)
+
+
+def random_heads(length, causal=True, dtype=torch.float64, **masks):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, length, 6, generator=generator, dtype=dtype) for _ in range(3))
+    return Heads(q, k, v, masks.get("key_mask"), masks.get("segments"), causal)
+
+
+def random_codes(length, rounds=2, buckets=3):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, buckets, (2, 2, rounds, length), generator=generator) for _ in range(2)]
+
+
+def defined(heads, query_codes, key_codes, window, *, scale, exclude_self, count_rounds):
+    """Query by query: the M keys of its bucket at or before it, and the M after it where attention is not causal."""
+    seen = torch.zeros(*query_codes.shape, heads.k.shape[2], dtype=torch.bool)  # (B, H, R, L, L)
+    for b, h, r, i in itertools.product(*map(range, query_codes.shape)):
+        same = key_codes[b, h, r] == query_codes[b, h, r, i]
+        if heads.key_mask is not None:
+            same = same & heads.key_mask[b] & heads.key_mask[b, i]
+        if heads.segments is not None:
+            same = same & (heads.segments[b] == heads.segments[b, i])
+        keys = same.nonzero().flatten()
+        seen[b, h, r, i, keys[keys <= i][-window.chunk :]] = True
+        if not heads.causal:
+            seen[b, h, r, i, keys[keys > i][: window.chunk]] = True
+    own = torch.eye(seen.shape[-1], dtype=torch.bool)
+    if exclude_self:
+        seen &= ~own
+    count = seen.sum(2)
+    real = torch.ones_like(own[:1]) if heads.key_mask is None else heads.key_mask[:, None, :, None]
+    count = count + (own & (count == 0).all(-1, keepdim=True) & real)
+    if count_rounds:
+        count = count.clamp_max(1)
+    weight = torch.exp(scale * heads.q @ heads.k.transpose(-1, -2)) * count
+    blind = ~(count > 0).any(-1)
+    total = weight.sum(-1).masked_fill(blind, 1.0)
+    return weight @ heads.v / total[..., None], total.log().masked_fill(blind, -torch.inf)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length,buckets", [(1, 3), (21, 1), (21, 3), (21, 40)])
+def test_separate_codes_are_as_defined_with_gradients(causal, length, buckets):
+    mask = torch.rand(2, length, generator=torch.Generator().manual_seed(2)) > 0.3
+    documents = (torch.arange(length) // 8).expand(2, -1)
+    codes = random_codes(length, buckets=buckets)
+    for exclude_self, count_rounds, masks in itertools.product(
+        [True, False], [True, False], [{}, {"key_mask": mask}, {"segments": documents}]
+    ):
+        rule = dict(scale=0.6, exclude_self=exclude_self, count_rounds=count_rounds)
+        results = []
+        for attend in (band_attention, defined):
+            heads = random_heads(length, causal, **masks)
+            leaves = [x.requires_grad_() for x in heads[:3]]
+            out, z = attend(heads, *codes, WINDOW, **rule)
+            blind = z == -torch.inf
+            loss = (out * out.detach().roll(1)).sum() + z.masked_fill(blind, 0.0).sin().sum()
+            results.append((out.detach(), z.detach(), *torch.autograd.grad(loss, leaves)))
+        for ours, dense in zip(*results, strict=True):
+            torch.testing.assert_close(ours, dense, rtol=1e-9, atol=1e-9)
+        if masks.get("key_mask") is not None:
+            assert (results[0][0].transpose(1, 2)[~mask] == 0).all()
+
+
+def test_a_query_that_sees_no_key_sees_itself():
+    heads = random_heads(10)
+    codes = torch.arange(10).expand(2, 2, 1, -1)
+    for causal in (True, False):
+        out, z = band_attention(
+            heads._replace(causal=causal), codes, codes + 10, WINDOW, scale=0.5, exclude_self=False, count_rounds=True
+        )
+        torch.testing.assert_close(out, heads.v)
+        torch.testing.assert_close(z, 0.5 * (heads.q * heads.k).sum(-1))
+
+
+@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize("buckets", [1, 3, 40])
+@pytest.mark.parametrize("prompt", [0, 1, 13])
+def test_decoding_is_the_whole_pass(separate, buckets, prompt):
+    length = 30
+    heads = random_heads(length)
+    queries, keys = random_codes(length, rounds=3, buckets=buckets)
+    place = Place(heads=2, head_dim=6, d_model=12, max_length=40, causal=True)
+
+    def part(start, stop):
+        cut = heads._replace(q=heads.q[:, :, start:stop], k=heads.k[:, :, start:stop], v=heads.v[:, :, start:stop])
+        return cut, queries[..., start:stop], keys[..., start:stop] if separate else None
+
+    for exclude_self, count_rounds in itertools.product([True, False], [True, False]):
+        rule = dict(scale=0.6, exclude_self=exclude_self, count_rounds=count_rounds)
+        whole, _ = band_attention(heads, queries, keys if separate else None, WINDOW, **rule)
+        cache = BandCache.empty(2, place, 3, buckets, WINDOW, heads.k)
+        if prompt:
+            cache.fill(*part(0, prompt))
+        for position in range(prompt, length):
+            out = cache.decode(*part(position, position + 1), position, **rule)
+            torch.testing.assert_close(out, whole[:, :, position : position + 1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_large_and_zero_inputs_stay_finite(causal):
+    codes = random_codes(30)
+    for factor in (1e4, 0.0):
+        heads = random_heads(30, causal, torch.float32)
+        heads = heads._replace(q=heads.q * factor, k=heads.k * factor)
+        leaves = [x.requires_grad_() for x in heads[:3]]
+        out, _ = band_attention(heads, *codes, WINDOW, scale=1.0, exclude_self=False, count_rounds=True)
+        assert all(torch.isfinite(x).all() for x in (out, *torch.autograd.grad(out.square().sum(), leaves)))

@@ -1,0 +1,90 @@
+"""Every mechanism decides and draws the same in a recomputation, after resume, and on any number of ranks."""
+
+import pytest
+import torch
+
+from megasparse.attention.contract import Memory
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from tests.helpers.models import Single, all_names, attention, causal_names, kind_of, named, random_tokens, small
+
+CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
+EVERY = pytest.mark.parametrize("name,causal", CASES, ids=[f"{n}, {'causal' if c else 'both'}" for n, c in CASES])
+WEIGHTS_BY_HEAD = {"lha", "routing", "local relative", "yoso gaussian, convolution"}
+"""Mechanisms whose own weights are by head: a single head of theirs has other weights."""
+
+
+@EVERY
+def test_the_same_place_gives_the_same_output_to_the_last_bit(name, causal):
+    first, second = (
+        Single(name, causal)(*Single(name, causal).inputs(60), training=True, step=7).out for _ in range(2)
+    )
+    assert torch.equal(first, second)
+
+
+@EVERY
+def test_a_sequence_does_not_depend_on_its_batch(name, causal):
+    """So the number of ranks, and the micro-batch, do not matter."""
+    single = Single(name, causal)
+    inputs = single.inputs(60)
+    both = single(*inputs, training=True, step=3, samples=torch.tensor([5, 9])).out
+    alone = single(*(t[1:] for t in inputs), training=True, step=3, samples=torch.tensor([9])).out
+    torch.testing.assert_close(alone[0], both[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in all_names() if not {n, kind_of(n)} & WEIGHTS_BY_HEAD])
+def test_a_head_draws_by_its_global_number(name):
+    """Ranks that share out the heads see the same draws."""
+    single = Single(name, False)
+    x, *heads = single.inputs(60)
+    both = single(x, *heads, training=True).out
+    alone = single(x, *(h[:, 1:] for h in heads), training=True, head_offset=1).out
+    torch.testing.assert_close(alone[:, 0], both[:, 1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name,causal", [case for case in CASES if kind_of(case[0]) != "yoso"])
+def test_a_recomputation_decides_nothing_again(name, causal):
+    """A reversible backward rebuilds x, q and k with other last bits. YOSO hashes again: see its flip rate."""
+    single, memory = Single(name, causal), Memory()
+    inputs = single.inputs(100)
+    out = single(*inputs, training=True, memory=memory).out
+    memory.replay()
+    generator = torch.Generator().manual_seed(5)
+    rebuilt = [t * (1 + 1e-3 * torch.randn(t.shape, generator=generator)) for t in inputs]
+    again = single(*rebuilt, training=True, memory=memory).out
+    assert (again - out).abs().max() < 0.05  # a key more or less would move it by a tenth of a value or more
+
+
+@pytest.mark.parametrize("name,causal", CASES)
+def test_reversible_gradients_are_those_of_stored_activations(name, causal):
+    gradients = []
+    for activations in ("reversible", "stored"):
+        config = small(
+            attention=named(name), kind="decoder" if causal else "encoder", vocabulary=260, dropout=0.1,
+            activations=activations,
+        )  # fmt: skip
+        model = build_model(config, 0)
+        tokens = random_tokens(2, 70)
+        objective, _ = model(tokens, Draws(0, 1, torch.arange(2), training=True))
+        objective.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() < 1e-4 * gradients[1].norm()
+
+
+def test_heads_of_a_split_layer_are_the_mechanisms_side_by_side():
+    """Each with the draws of its global head numbers."""
+    tokens = random_tokens(1, 90)
+    split = build_model(small(attention=attention({"local": 1, "lsh": 1}), layers=1), 0)
+    nats = split.token_scores(tokens, Draws.evaluation(0, 1)).nats
+    layer = split.layers[0].attention.attention
+    assert list(layer.split.items()) == [("local", 1), ("lsh", 1)]
+    assert layer.key.weight.shape == (16, 32)  # only the local head has keys of its own
+    with torch.no_grad():
+        layer.output.weight[:, 16:] = 0  # the LSH head is silenced
+    assert (split.token_scores(tokens, Draws.evaluation(0, 1)).nats - nats).abs().max() > 1e-3
+    with torch.no_grad():
+        layer.query.weight[16:] *= 3
+    silenced = split.token_scores(tokens, Draws.evaluation(0, 1)).nats
+    with torch.no_grad():
+        layer.query.weight[16:] *= 3
+    assert torch.equal(split.token_scores(tokens, Draws.evaluation(0, 1)).nats, silenced)

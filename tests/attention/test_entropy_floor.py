@@ -1,0 +1,58 @@
+"""Tokens drawn uniformly at random cannot be predicted: a causal model whose loss on fresh ones lies below ln V has seen
+them.
+
+The sharpest test of causality there is: training finds a leak wherever gradients can, however a window hides it.
+"""
+
+import math
+
+import pytest
+import torch
+
+from megasparse.config.schema import PositionsConfig
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from tests.helpers.models import named, random_tokens, small, strict_names
+
+LENGTH, SYMBOLS = 64, 4
+
+
+def below_the_floor(name: str, steps: int, fresh: int = 2048) -> float:
+    """Standard errors by which the loss on `fresh` new sequences lies below ln V, after `steps` steps of training."""
+    config = small(
+        attention=named(name), vocabulary=SYMBOLS, max_length=LENGTH, layers=2, d_model=32, d_ff=64,
+        activations="stored", positions=PositionsConfig(kind="learned"),
+    )  # fmt: skip
+    model = build_model(config, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        tokens = random_tokens(64, LENGTH, SYMBOLS, seed=step)
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1.0, step / 20, 1.02 - step / steps)
+        samples = torch.arange(step * 64, (step + 1) * 64)
+        objective, _ = model(tokens, Draws(0, step, samples, training=True))
+        optimizer.zero_grad()
+        objective.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    nats = []
+    for number in range(fresh // 256):
+        tokens = random_tokens(256, LENGTH, SYMBOLS, seed=10**6 + number)
+        nats.append(model.token_scores(tokens, Draws.evaluation(0, 256)).nats.double().flatten())
+    found = torch.cat(nats)
+    error = (found.mean().item() - math.log(SYMBOLS)) / (found.std().item() / len(found) ** 0.5)
+    print(
+        f"{name}: {found.mean().item() - math.log(SYMBOLS):+.5f} nats against ln {SYMBOLS}, {error:+.1f} standard errors"
+    )
+    return -error
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", strict_names())
+def test_no_strictly_causal_mechanism_gets_below_the_floor(name):
+    assert below_the_floor(name, steps=1000) < 3
+
+
+def test_the_test_sees_the_leak_of_the_top_k_window():
+    """LHA's own window: whether a token is among the best k of its bucket is decided against later ones too."""
+    assert below_the_floor("lha top_k", steps=400) > 6

@@ -1,0 +1,409 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import megasparse.ops.attention_utility.eager as utility_eager
+from megasparse.attention.contract import AttentionContext, Heads, Memory, Place
+from megasparse.attention.heads import build_mechanism
+from megasparse.attention.lha import LHAAttention
+from megasparse.attention.lha_hash import Example, divergence
+from megasparse.config.attention import LHAAttentionConfig
+from megasparse.model.build import build_model
+from megasparse.ops.attention_utility.reference import utilities
+from megasparse.ops.random import Draws
+from megasparse.ops.random_features import orthogonal_projections
+from megasparse.ops.random_features.reference import positive_features
+from tests.helpers.models import Single, attention, random_tokens, small, training_draws
+
+MASK = torch.ones(2, 40, dtype=torch.bool)
+MASK[0, 33:] = False
+MASK[1, 35:] = False
+SEGMENTS = torch.tensor([[0] * 11 + [1] * 29, [0] * 20 + [1] * 5 + [2] * 15])
+
+
+def lha(causal, **settings):
+    """2 heads, 16 wide, 128 positions, 16 buckets, 3 layers; in float64."""
+    single = Single("lha", causal)
+    kind = "decoder" if causal else "encoder"
+    single.mechanism = build_mechanism("lha", small(attention=attention("lha", lha=settings), kind=kind), 2).double()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in single.mechanism.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return single
+
+
+def heads_of(inputs, causal, key_mask=None, segments=None):
+    return Heads(*inputs[1:], key_mask, segments, causal)
+
+
+def scores_by_hand(mechanism, side, x):
+    """H of one side, (B, H, L, N), head by head."""
+    weights = {name: p.detach() for name, p in mechanism.hash.named_parameters() if name.startswith(side)}
+    found = []
+    for head in range(x.shape[1]):
+        y, first = x[:, head], weights[f"{side}_weight1"][head]
+        y = y @ first
+        if f"{side}_bias1" in weights:
+            y = torch.relu(y + weights[f"{side}_bias1"].view(x.shape[1], -1)[head])
+            y = y @ weights[f"{side}_weight2"][head] + weights[f"{side}_bias2"].view(x.shape[1], -1)[head]
+        found.append(y)
+    return torch.stack(found, 1)
+
+
+def both_scores(mechanism, q, k, causal):
+    query, key = scores_by_hand(mechanism, "query", q), scores_by_hand(mechanism, "key", k)
+    return (query + key, query + key) if causal else (query, key)
+
+
+def groups(key_mask, segments):
+    """Tokens of every document of every row."""
+    for row in range(2):
+        real = torch.ones(40, dtype=torch.bool) if key_mask is None else key_mask[row]
+        document = torch.zeros(40, dtype=torch.int64) if segments is None else segments[row]
+        for number in range(int(document.max()) + 1):
+            yield row, (real & (document == number)).nonzero()[:, 0]
+
+
+@pytest.mark.parametrize("masks", [{}, {"key_mask": MASK}, {"segments": SEGMENTS, "key_mask": MASK}], ids=len)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("utility", ["exact", "features"])
+@pytest.mark.parametrize("visible", [False, True])
+def test_the_loss_is_that_of_equation_19(masks, causal, utility, visible, monkeypatch):
+    monkeypatch.setattr(utility_eager, "_CPU_TILE_ELEMENTS", 1000)
+    single = lha(causal, utility=utility, visible_utility=visible, weight=0.2)
+    mechanism, inputs = single.mechanism, single.inputs(40, dtype=torch.float64)
+    result = single(*inputs, training=True, step=5, **masks)
+    _, q, k, _ = inputs
+    query_scores, key_scores = both_scores(mechanism, q, k, causal)
+    projection = orthogonal_projections(
+        Draws(0, 5, torch.arange(2), True).key(0, "lha features"), range(2), 16, 16, q.device
+    )
+    kl = torch.zeros(2, dtype=torch.float64)
+    kept, count = 0.0, 0
+    for row, tokens in groups(masks.get("key_mask"), masks.get("segments")):
+        own = [x[row : row + 1][:, :, tokens] for x in (q, k, query_scores, key_scores)]
+        codes = own[2].argmax(-1), own[3].argmax(-1)
+        if utility == "exact":
+            kernel = torch.exp(own[0] @ own[1].transpose(-1, -2) / 4)
+        else:
+            kernel = positive_features(own[0] / 2, projection) @ positive_features(own[1] / 2, projection).mT
+        psi = utilities(kernel, *codes, mechanism.buckets, visible and causal)
+        for side in range(2):
+            predicted = torch.log_softmax(own[2 + side], -1)
+            kl[side] += (torch.xlogy(psi[side], psi[side]) - psi[side] * predicted).sum()
+        kept += psi[0].gather(-1, codes[0][..., None]).sum()
+        count += 2 * len(tokens)
+    torch.testing.assert_close(result.statistics["kl_queries"], kl[0] / count)
+    torch.testing.assert_close(result.statistics["kl_keys"], kl[1] / count)
+    torch.testing.assert_close(result.statistics["attention_utility"], kept / count)
+    torch.testing.assert_close(result.auxiliary_loss, 0.2 * kl.sum() / count / 3)  # 3 layers
+    assert mechanism.task_weight == 0.8
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_the_loss_are_those_of_the_definition(kind, causal, monkeypatch):
+    monkeypatch.setattr(utility_eager, "_CPU_TILE_ELEMENTS", 1000)
+    single = lha(causal, hash=kind, utility="exact")
+    mechanism, inputs = single.mechanism, single.inputs(40, dtype=torch.float64)
+    names, parameters = zip(*mechanism.named_parameters(), strict=True)
+    assert len(names) == {"mlp": 8, "linear": 2}[kind]
+    ours = torch.autograd.grad(3 * single(*inputs, training=True).auxiliary_loss, parameters)
+    _, q, k, _ = inputs
+    sides = {}
+    for side, x in (("query", q), ("key", k)):
+        w = [p for n, p in zip(names, parameters, strict=True) if f"hash.{side}" in n]
+        if kind == "linear":
+            sides[side] = torch.einsum("bhld,hdn->bhln", x, w[0])
+        else:
+            w = {
+                n.split(".")[1].split("_")[1]: p for n, p in zip(names, parameters, strict=True) if f"hash.{side}" in n
+            }
+            hidden = torch.relu(torch.einsum("bhld,hde->bhle", x, w["weight1"]) + w["bias1"].view(2, 1, -1))
+            sides[side] = torch.einsum("bhle,hen->bhln", hidden, w["weight2"]) + w["bias2"].view(2, 1, -1)
+    scores = list(sides.values())
+    if causal:
+        scores = [sum(scores)] * 2
+    codes = [s.argmax(-1) for s in scores]
+    psi = utilities(torch.exp(q @ k.mT / 4), *codes, mechanism.buckets, False)
+    loss = sum(F.kl_div(torch.log_softmax(s, -1), p, reduction="sum") for s, p in zip(scores, psi, strict=True))
+    expected = torch.autograd.grad(0.05 * loss / (2 * 2 * 40), parameters)
+    for name, a, b in zip(names, ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, msg=name)
+        assert b.abs().max() > 1e-6
+
+
+def members_by_hand(scores, tokens, size):
+    """{bucket: set of tokens} of one head of one document, scores (n, N)."""
+    share = torch.softmax(scores, -1)
+    found = {}
+    for bucket in range(share.shape[1]):
+        order = sorted(range(len(tokens)), key=lambda i: (-share[i, bucket].item(), i))
+        found[bucket] = [tokens[i].item() for i in order[:size]]
+    return found
+
+
+@pytest.mark.parametrize("masks", [{}, {"key_mask": MASK}, {"segments": SEGMENTS, "key_mask": MASK}], ids=len)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("count_buckets", [False, True])
+def test_top_k_is_the_papers_algorithm(masks, causal, count_buckets, monkeypatch):
+    """Buckets of the ⌊√2·N/B⌋ best queries and keys; queries in several merge by the sums of their exponentials."""
+    monkeypatch.setattr(utility_eager, "_CPU_TILE_ELEMENTS", 700)
+    single = lha(causal, window="top_k", count_buckets=count_buckets)
+    mechanism, inputs = single.mechanism, single.inputs(40, dtype=torch.float64)
+    assert (mechanism.buckets, mechanism.bucket_size) == (16, math.floor(math.sqrt(2) * 8)) == (16, 11)
+    result = single(*inputs, **masks)
+    _, q, k, v = inputs
+    query_scores, key_scores = both_scores(mechanism, q, k, causal)
+    weight = torch.zeros(2, 2, 40, 40, dtype=torch.float64)  # how often query and key meet
+    for row, tokens in groups(masks.get("key_mask"), masks.get("segments")):
+        for head in range(2):
+            queries = members_by_hand(query_scores[row, head, tokens], tokens, 11)
+            keys = members_by_hand(key_scores[row, head, tokens], tokens, 11)
+            for bucket in queries:
+                for i in queries[bucket]:
+                    weight[row, head, i, keys[bucket]] += 1
+    if causal:
+        weight = weight.tril()
+    if count_buckets:
+        weight = weight.clamp(max=1)
+    weight = weight * torch.exp(q @ k.mT / 4)
+    total = weight.sum(-1, keepdim=True)
+    expected = torch.where(total > 0, weight @ v / total, 0.0)
+    torch.testing.assert_close(result.out, expected)
+    real = masks.get("key_mask", torch.ones(2, 40, dtype=torch.bool))[:, None, :, None]
+    missing = ((total == 0) & real).sum() / (2 * real.sum())
+    torch.testing.assert_close(result.statistics["queries_in_no_bucket"], missing)
+
+
+def test_queries_in_no_bucket_are_zero_and_counted():
+    single = lha(False, window="top_k")
+    result = single(*single.inputs(128))
+    share = (result.out == 0).all(-1).double().mean()
+    assert 0.01 < share < 0.5
+    assert result.statistics["queries_in_no_bucket"].item() == pytest.approx(share.item())
+
+
+def test_of_equal_tokens_the_earlier_ones_are_members():
+    """Repeated tokens score equally where no positions were added."""
+    single = lha(False, window="top_k")
+    x, q, k, v = single.inputs(40, dtype=torch.float64)
+    q, k = (t[:, :, :1].expand_as(t) for t in (q, k))
+    assigned = single.mechanism.assign(heads_of([x, q, k, v], False), evaluation())
+    assert (assigned.query_members == torch.arange(11, dtype=torch.int32)).all()
+    assert (assigned.key_members == torch.arange(11, dtype=torch.int32)).all()
+
+
+@pytest.mark.parametrize("masks", [{}, {"segments": SEGMENTS, "key_mask": MASK}], ids=len)
+def test_the_causal_band_is_the_last_tokens_of_the_joint_bucket(masks):
+    single = lha(True)
+    inputs = single.inputs(40, dtype=torch.float64)
+    result = single(*inputs, **masks)
+    _, q, k, v = inputs
+    codes = both_scores(single.mechanism, q, k, True)[0].argmax(-1)
+    out = torch.zeros_like(q)
+    for row, tokens in groups(masks.get("key_mask"), masks.get("segments")):
+        for head in range(2):
+            for i in tokens:
+                same = [j for j in tokens if j <= i and codes[row, head, j] == codes[row, head, i]][-8:]
+                weight = torch.softmax(k[row, head, same] @ q[row, head, i] / 4, 0)
+                out[row, head, i] = weight @ v[row, head, same]
+    torch.testing.assert_close(result.out, out)
+    assert result.statistics == {}
+
+
+def test_the_band_of_an_encoder_has_separate_buckets_and_reports_their_balance():
+    single = lha(False)
+    inputs = single.inputs(40, dtype=torch.float64)
+    masks = {"segments": SEGMENTS, "key_mask": MASK}
+    result = single(*inputs, **masks)
+    _, q, k, v = inputs
+    queries, keys = (s.argmax(-1) for s in both_scores(single.mechanism, q, k, False))
+    uneven, held, lonely, count = 0, 0, 0, 0
+    for row, tokens in groups(MASK, SEGMENTS):
+        for head in range(2):
+            for bucket in range(16):
+                n, m = ((c[row, head, tokens] == bucket).sum().item() for c in (queries, keys))
+                held += n + m > 0
+                uneven += n > 2 * m or m > 2 * n
+                lonely += n if m == 0 else 0
+                count += n
+                if m == 0:
+                    alone = tokens[queries[row, head, tokens] == bucket]
+                    assert torch.equal(result.out[row, head, alone], v[row, head, alone])
+    assert lonely > 0
+    assert result.statistics["bucket_imbalance"].item() == pytest.approx(uneven / held)
+    assert result.statistics["queries_in_no_bucket"].item() == pytest.approx(lonely / count)
+
+
+def evaluation(head_offset=0, seed=0, layer=0):
+    return AttentionContext(layer, Draws.evaluation(seed, 2), head_offset, Memory())
+
+
+def test_a_random_hash_is_one_projection_for_queries_and_keys_and_never_changes():
+    single = lha(False, hash="random")
+    mechanism, inputs = single.mechanism, single.inputs(40)
+    assert list(mechanism.parameters()) == [] and mechanism.task_weight == 1.0
+    assert single(*inputs, training=True).auxiliary_loss is None
+    x, q, _, v = inputs
+    heads = heads_of([x, q, 3 * q, v], False)
+    codes = mechanism.assign(heads, evaluation()).query_codes
+    assert torch.equal(codes, mechanism.assign(heads, evaluation()).key_codes)
+    assert not torch.equal(codes, mechanism.assign(heads, evaluation(seed=1)).query_codes)
+    assert not torch.equal(codes, mechanism.assign(heads, evaluation(layer=1)).query_codes)
+    for step in range(2):
+        training = AttentionContext(0, Draws(0, step, torch.arange(2), True), 0, Memory())
+        assert torch.equal(codes, mechanism.assign(heads, training).query_codes)
+    second = Heads(q[:, 1:], q[:, 1:], v[:, 1:], None, None, False)
+    assert torch.equal(codes[:, 1:], mechanism.assign(second, evaluation(head_offset=1)).query_codes)
+    opposite = mechanism.assign(heads._replace(q=-q), evaluation()).query_codes
+    assert torch.equal((opposite + 8) % 16, codes)  # x[R; −R]
+
+
+def test_only_the_loss_trains_the_hash_and_trains_nothing_else():
+    for causal in (True, False):
+        single = lha(causal)
+        inputs = [t.requires_grad_() for t in single.inputs(40, dtype=torch.float64)]
+        result = single(*inputs, training=True)
+        parameters = list(single.mechanism.parameters())
+        found = torch.autograd.grad(result.out.sum(), [*parameters, *inputs], allow_unused=True, retain_graph=True)
+        assert all(g is None for g in found[: len(parameters) + 1])
+        assert all(g.abs().max() > 0 for g in found[len(parameters) + 1 :])
+        found = torch.autograd.grad(result.auxiliary_loss, [*parameters, *inputs], allow_unused=True)
+        assert all(g is None for g in found[len(parameters) :])
+        assert all(g.abs().max() > 0 for g in found[: len(parameters)])
+
+
+def test_evaluation_has_no_loss():
+    single = lha(True)
+    result = single(*single.inputs(40))
+    assert result.auxiliary_loss is None and result.statistics == {}
+
+
+@pytest.mark.parametrize("window", ["band", "top_k"])
+@pytest.mark.parametrize("visible", [False, True])
+def test_reversible_layers_train_the_hash_as_stored_ones_do(window, visible):
+    section = {"window": window, "visible_utility": visible}
+    gradients = {}
+    for activations in ("reversible", "stored"):
+        model = build_model(small(attention=attention("lha", lha=section), activations=activations, dropout=0.1), 0)
+        objective, statistics = model(random_tokens(2, 90), training_draws(2))
+        assert objective.item() > 0.95 * (statistics["nats"] / statistics["tokens"]).item()
+        objective.backward()
+        gradients[activations] = {n: p.grad for n, p in model.named_parameters()}
+    for name, exact in gradients["stored"].items():
+        assert exact.abs().max() > 0, name
+        assert (gradients["reversible"][name] - exact).norm() < 1e-4 * exact.norm(), name
+
+
+def test_buckets_are_decided_once():
+    model = build_model(small(("lha",)), 0)
+    mechanism = model.blocks[0].attention.attention.mechanisms["lha"]
+    calls, assign = [], mechanism.assign
+    mechanism.assign = lambda heads, context: calls.append(1) or assign(heads, context)
+    model(random_tokens(1, 50), training_draws(1))[0].backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["lha", "lha top_k", "lha exact, visible"])
+def test_lower_precision_is_within_its_bar(name, dtype):
+    """Of the same inputs and weights in float64; buckets taken from there."""
+    for causal in (True, False):
+        single = Single(name, causal)
+        single.mechanism.to(dtype)
+        inputs = single.inputs(100, dtype=dtype)
+        memory = Memory()
+        result = single(*inputs, training=True, memory=memory)
+        single.mechanism.double()
+        memory.replay()
+        exact = single(*(t.double() for t in inputs), training=True, memory=memory)
+        assert result.out.dtype == dtype
+        bar = 1e-2 if dtype == torch.bfloat16 else 1e-5
+        assert (result.out - exact.out).norm() < bar * exact.out.norm()
+        assert result.auxiliary_loss.dtype == torch.float32
+        torch.testing.assert_close(result.auxiliary_loss.double(), exact.auxiliary_loss, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["lha", "lha top_k", "lha exact, visible"])
+@pytest.mark.parametrize("case", ["zero", "equal", "large"])
+def test_finite_in_hard_cases(name, case):
+    for causal in (True, False):
+        single = Single(name, causal)
+        x, q, k, v = single.inputs(40)
+        q, k = {"zero": (q * 0, k * 0), "equal": (q, q), "large": (q * 1e4, k * 1e4)}[case]
+        q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
+        result = single(x, q, k, v, training=True)
+        (result.out.square().sum() + result.auxiliary_loss).backward()
+        for t in (result.out, result.auxiliary_loss, q.grad, k.grad, v.grad):
+            assert torch.isfinite(t).all()
+        assert all(torch.isfinite(p.grad).all() for p in single.mechanism.parameters())
+
+
+def test_length_one_and_a_single_bucket():
+    for settings in ({}, {"window": "top_k"}, {"chunk": 200}, {"chunk": 200, "window": "top_k"}):
+        for causal in (True, False):
+            single = lha(causal, **settings)
+            inputs = single.inputs(1, dtype=torch.float64)
+            result = single(*inputs, training=True)
+            torch.testing.assert_close(result.out, inputs[3])
+            assert torch.isfinite(result.auxiliary_loss)
+            if settings == {"chunk": 200, "window": "top_k"} or (settings == {"chunk": 200} and causal):
+                inputs = single.inputs(100, dtype=torch.float64)
+                full = F.scaled_dot_product_attention(*inputs[1:], is_causal=causal)
+                torch.testing.assert_close(single(*inputs).out, full)
+
+
+@pytest.mark.parametrize("hash_", ["mlp", "linear"])
+def test_learned_buckets_hold_more_attention_than_random_ones(hash_):
+    """Queries of a cluster attend to the keys of another one: distance says nothing, so hashing must be learned."""
+    generator = torch.Generator().manual_seed(0)
+    place = Place(heads=1, head_dim=8, d_model=8, max_length=64, causal=False)
+    centre = torch.randn(2, 8, 8, generator=generator) * 2
+    cluster = torch.arange(64) % 8
+    q, k = (c[cluster] + 0.3 * torch.randn(64, 8, generator=generator) for c in centre)
+    q = q @ torch.linalg.pinv(centre[0]) @ torch.linalg.pinv(centre[1]).mT * 14  # q_i·k_j is large inside a cluster
+    heads = Heads(*(t[None, None] for t in (q, k, k)), None, None, False)
+
+    def utility(mechanism):
+        codes = mechanism.assign(heads, evaluation())
+        together = codes.query_codes[..., None] == codes.key_codes[..., None, :]
+        return (torch.softmax(q @ k.mT / 8**0.5, -1) * together).sum(-1).mean().item()
+
+    random = LHAAttention(LHAAttentionConfig(hash="random", chunk=8), place)
+    learned = LHAAttention(LHAAttentionConfig(hash=hash_, chunk=8, features=128), place)
+    with torch.no_grad():
+        for parameter in learned.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (parameter.dim() > 1) * 8**-0.5)
+    optimizer = torch.optim.Adam(learned.parameters(), lr=0.02)
+    before = utility(learned)
+    for step in range(100):
+        context = AttentionContext(0, Draws(0, step, torch.arange(1), True), 0, Memory())
+        optimizer.zero_grad()
+        learned(heads.q, heads, context).auxiliary_loss.backward()
+        optimizer.step()
+    assert utility(learned) > max(0.5, 2 * before, 2 * utility(random))
+
+
+def test_top_k_refuses_to_decode():
+    model = build_model(small(attention=attention("lha", lha={"window": "top_k"})), seed=0)
+    cache = model.new_cache(1, seed=0)
+    model.prefill(random_tokens(1, 5), cache)
+    with pytest.raises(ValueError, match="window = band"):
+        model.decode(torch.tensor([0]), cache)
+
+
+def test_a_token_whose_utility_underflowed_teaches_nothing():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(1, 1, 2, 4, generator=generator), torch.randn(1, 4, 3, generator=generator)
+    weight.requires_grad_()
+    utility = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]])[None, None]
+    codes = torch.zeros(1, 1, 2, dtype=torch.int16)
+    both, _ = divergence([Example((x,), utility, codes)], ((weight,),))
+    first, _ = divergence([Example((x[:, :, :1],), utility[:, :, :1], codes[..., :1])], ((weight,),))
+    assert both == first > 0
+    for a, b in zip(*(torch.autograd.grad(y, weight) for y in (both, first)), strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
+from megasparse.ops.local_attention.reference import relative_local_attention as defined_relative
+from megasparse.ops.positions import sinusoids
+from tests.helpers.huggingface import WIDTH, ours, run, theirs_local, without_wrap
+from tests.helpers.models import Single
+
+CHUNK, LENGTH = 8, 64
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_huggingface_gives_the_same(causal):
+    """A decoder: every token, with HuggingFace's layer untouched. An encoder: HuggingFace lays the ends of the sequence
+    together, so that the first chunk sees the last one and the last the first; all other chunks are compared as it is,
+    and every token once that is taken away (see `without_wrap`).
+    """
+    torch.manual_seed(0)
+    theirs = theirs_local(causal, CHUNK)
+    layer = ours("local", {"chunk": CHUNK}, causal, query=theirs.query, key=theirs.key, value=theirs.value)
+    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1)) * 4
+    out, expected = run(layer, x), theirs(x).hidden_states
+    ends = slice(0 if causal else CHUNK, LENGTH if causal else LENGTH - CHUNK)
+    torch.testing.assert_close(out[:, ends], expected[:, ends], rtol=1e-5, atol=1e-5)
+    alone = without_wrap(theirs, LENGTH // CHUNK)(x).hidden_states
+    torch.testing.assert_close(out, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_it_is_the_definition(causal):
+    single = Single("local", causal)
+    x, q, k, v = single.inputs(50)
+    codes = torch.zeros(2, 2, 1, 50, dtype=torch.int64)
+    window = Window("chunk", CHUNK, ahead=not causal)
+    expected, _ = defined(q, k, v, codes, window, causal=causal, scale=0.25, exclude_self=False)
+    torch.testing.assert_close(single(x, q, k, v).out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_relative_positions_are_those_of_transformer_xl(causal):
+    single = Single("local relative", causal)
+    x, q, k, v = single.inputs(50)
+    positions = single.mechanism.relative
+    steps = range(2 * CHUNK - 1, -CHUNK if causal else -2 * CHUNK, -1)
+    embedded = torch.cat([sinusoids(step, 1, 32) for step in steps])
+    r = torch.einsum("es,hsd->hed", embedded, positions.projection)
+    u, w = positions.content_bias, positions.distance_bias
+    expected = defined_relative(q, k, v, r, u, w, CHUNK, causal=causal, scale=0.25)
+    out = single(x, q, k, v).out
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(out.square().sum(), list(positions.parameters()))
+    dense = torch.autograd.grad(expected.square().sum(), list(positions.parameters()))
+    for a, b in zip(gradients, dense, strict=True):
+        assert b.norm() > 0 and (a - b).norm() < 1e-4 * b.norm()
+
+
+def test_relative_positions_know_only_distances():
+    """A sequence moved by whole chunks has the same outputs, but for its first chunk, which has none before it."""
+    single = Single("local relative", True)
+    inputs = single.inputs(40)
+    out = single(*inputs).out
+    x, *heads = inputs
+    moved = single(x[:, 16:], *(h[:, :, 16:] for h in heads)).out
+    torch.testing.assert_close(moved[:, :, 8:], out[:, :, 24:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["local", "local relative"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_bf16_is_near_fp32(name, causal):
+    single = Single(name, causal)
+    low = single.inputs(60, dtype=torch.bfloat16)
+    out, exact = single(*low).out, single(*(x.float() for x in low)).out
+    assert out.dtype == torch.bfloat16
+    assert (out.float() - exact).norm() < 1e-2 * exact.norm()

@@ -1,0 +1,141 @@
+import pytest
+import torch
+
+from megasparse.attention.contract import AttentionContext, Heads
+from megasparse.attention.heads import build_mechanism, normalized
+from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
+from megasparse.ops.random import Draws, rotations
+from tests.helpers.huggingface import HEADS, WIDTH, ours, run, theirs_lsh, without_wrap
+from tests.helpers.models import Single, attention, small
+
+CHUNK, LENGTH, BUCKETS = 8, 64, 8
+AS_HUGGINGFACE = {"window": "chunk", "same_bucket": False, "count_rounds": False, "chunk": CHUNK, "buckets": BUCKETS}
+
+
+def same_layers(causal, rounds, monkeypatch):
+    """HuggingFace's layer and ours: the same weights, and the rotations that ours draws.
+
+    In float64: a token that sees nothing in any round has a log-sum-exp of −1e5 in HuggingFace's, which fp32 rounds so
+    coarsely that the rounds' shares sum to 1 only to 0.4 %.
+    """
+    torch.manual_seed(0)
+    theirs = theirs_lsh(causal, CHUNK, rounds, BUCKETS).double()
+    layer = ours("lsh", {**AS_HUGGINGFACE, "rounds": rounds}, causal, query=theirs.query_key, value=theirs.value)
+    key = Draws.evaluation(5, 2).key(0, "lsh rotation")
+    drawn = rotations(key, range(HEADS), rounds, WIDTH // HEADS, [BUCKETS], torch.device("cpu"))
+    monkeypatch.setattr(torch, "randn", lambda *shape, **_: drawn.double().permute(0, 2, 1, 3))  # (H, D, R, N/2)
+    return theirs, layer.double()
+
+
+def inputs(length=LENGTH):
+    # Four times wider than a normal layer's: then logits tell tokens apart.
+    return torch.empty(2, length, WIDTH, dtype=torch.float64).normal_(generator=torch.Generator().manual_seed(1)) * 4
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_huggingface_gives_the_same(causal, rounds, monkeypatch):
+    """HuggingFace's layer untouched, but for its random rotations, against ours with its conventions: the chunk window
+    without the same-bucket mask, a pair seen in N rounds counted N times.
+
+    One convention is left: it lays all rounds end to end and the ends together, so that the first chunk of each round
+    sees the last chunk of another round (or of its own, with one round). Compared is every token that stands in no
+    round's first chunk: all others see the same keys. With the same-bucket mask there is nothing to compare with, as
+    HuggingFace has no such mask; there the definition is the reference.
+    """
+    theirs, layer = same_layers(causal, rounds, monkeypatch)
+    x = inputs()
+    expected = theirs(x)
+    order = expected.buckets.sort(dim=-1, stable=True).indices  # (B, H, R, L)
+    first = torch.zeros_like(order, dtype=torch.bool).scatter_(
+        -1, order[..., :CHUNK], torch.ones_like(order, dtype=torch.bool)
+    )
+    compared = ~first.any(2).transpose(1, 2)  # (B, L, H)
+    assert compared.float().mean() > 0.4
+    both = [out.unflatten(-1, (HEADS, -1))[compared] for out in (run(layer, x), expected.hidden_states)]
+    torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_huggingface_without_its_wrap_gives_the_same_for_every_token(causal, rounds, monkeypatch):
+    """Here HuggingFace's layer is kept from looking over the ends of a round (see `without_wrap`), which is all that
+    was left: every token is compared, and the gradients of the input and of the weights.
+    """
+    theirs, layer = same_layers(causal, rounds, monkeypatch)
+    theirs = without_wrap(theirs, LENGTH // CHUNK)
+    x = inputs()
+    toward = x.roll(1)
+    results = []
+    for attend, weights in (
+        (lambda x: theirs(x).hidden_states, [theirs.query_key.weight, theirs.value.weight]),
+        (lambda x: run(layer, x), [layer.query.weight, layer.value.weight]),
+    ):
+        leaf = x.clone().requires_grad_()
+        out = attend(leaf)
+        results.append((out.detach(), *torch.autograd.grad((out * toward).sum(), [leaf, *weights])))
+    (expected, *their_grads), (out, *our_grads) = results
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for ours_, theirs_ in zip(our_grads, their_grads, strict=True):
+        assert (ours_ - theirs_).norm() < 1e-4 * theirs_.norm()
+
+
+def test_huggingface_gives_the_same_where_one_chunk_holds_all(monkeypatch):
+    for causal in (True, False):
+        with monkeypatch.context() as patch:
+            theirs, layer = same_layers(causal, 2, patch)
+            x = inputs(CHUNK)
+            torch.testing.assert_close(run(layer, x), theirs(x).hidden_states, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", ["band", "chunk"])
+def test_the_shared_form_is_the_definition_on_its_own_codes(causal, window):
+    single = Single("lsh", causal)
+    mechanism = build_mechanism("lsh", settings(causal, window=window), 2)
+    _, q, _, v = single.inputs(50)
+    heads = Heads(q, normalized(q), v, None, None, causal)
+    context = AttentionContext(0, Draws.evaluation(0, 2))
+    codes, keys = mechanism.assign(heads, context)
+    assert keys is None and codes.max() < 32
+    out = mechanism(None, heads, context).out
+    expected, _ = defined(*(x.double() for x in heads[:3]), codes, Window(window, 8), causal=causal)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def settings(causal, **changes):
+    return small(attention=attention("lsh", lsh=changes), kind="decoder" if causal else "encoder")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_separate_queries_and_keys_meet_where_their_hashes_agree(causal):
+    """Buckets so wide that the window is the whole bucket: then only the hash decides."""
+    mechanism = build_mechanism("lsh", settings(causal, shared_qk=False, rounds=2, chunk=64, buckets=4), 2)
+    assert not mechanism.shared_qk and mechanism.leak is None
+    _, q, k, v = (x.double() for x in Single("lsh", causal).inputs(50))
+    heads = Heads(q, k, v, None, None, causal)
+    context = AttentionContext(0, Draws.evaluation(0, 2))
+    query_codes, key_codes = mechanism.assign(heads, context)
+    shared = build_mechanism("lsh", settings(causal, rounds=2, chunk=64, buckets=4), 2)
+    assert torch.equal(key_codes, shared.assign(heads._replace(q=k), context)[0])
+    seen = (query_codes[..., :, None] == key_codes[..., None, :]).any(2)
+    if causal:
+        seen = seen.tril()
+    seen = seen | (torch.eye(50, dtype=torch.bool) & ~seen.any(-1, keepdim=True))
+    score = (q @ k.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf)
+    torch.testing.assert_close(mechanism(None, heads, context).out, torch.softmax(score, -1) @ v)
+
+
+@pytest.mark.parametrize("name", ["lsh", "lsh separate", "lsh chunk"])
+def test_bf16_is_near_fp32(name):
+    for causal in (True, False):
+        single = Single(name, causal)
+        low = single.inputs(60, dtype=torch.bfloat16)
+        out = single(*low).out
+        assert out.dtype == torch.bfloat16
+        if single.mechanism.shared_qk:
+            # bf16 queries, fp32 from here on: the hash sees the same numbers.
+            low[2] = low[1]
+        exact = single(*(x.float() for x in low)).out
+        assert (out.float() - exact).norm() < 1e-2 * exact.norm()

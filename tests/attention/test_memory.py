@@ -1,0 +1,65 @@
+"""Memory grows with the length, not with its square, forward and backward, counted allocation by allocation."""
+
+import pytest
+import torch
+
+from megasparse.attention.heads import build_mechanism
+from tests.helpers.models import SMALL, VARIANTS, Single, all_names, causal_names, kind_of, small
+from tests.helpers.peak_memory import PeakMemory
+
+LONG = 32768
+QUADRATIC_TIME = ["smart_bird", "yoso expectation", "lha exact, visible"]
+"""They compare all pairs, a tile at a time: shorter lengths here, the full ones among the soak tests."""
+NOT_LINEAR = ["full", "full shared"]
+"""The baseline: its memory is that of torch's kernel."""
+NAMES = [name for name in all_names() if name not in NOT_LINEAR and not name.startswith("smart_bird ")]
+CASES = [(name, True) for name in NAMES if name in causal_names()] + [(name, False) for name in NAMES]
+
+
+def peak(name: str, causal: bool, length: int, longest: int) -> PeakMemory:
+    """One head of width 8, forward and backward, of a mechanism built for `longest` tokens."""
+    kind = kind_of(name)
+    wide = {"chunk": 64, "keys": 8, "stride": 128, "projected": 32, "features": 16, "hashes": 4, "code_bits": 4}
+    settings = {k: wide.get(k, v) for k, v in {**SMALL.get(kind, {}), **VARIANTS.get(name, (kind, {}))[1]}.items()}
+    config = small((kind,), max_length=longest, d_model=8, heads=1, positions={"kind": "none"},
+                   kind="decoder" if causal else "encoder")  # fmt: skip
+    section = getattr(config.attention, kind)
+    section = type(section).model_validate({**section.model_dump(), **settings})
+    config = config.model_copy(update={"attention": config.attention.model_copy(update={kind: section})})
+    single = Single.__new__(Single)
+    single.causal, single.mechanism = causal, build_mechanism(kind, config, heads=1)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in single.mechanism.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    x = torch.randn(1, length, 8, generator=generator)
+    q, k, v = (torch.randn(1, 1, length, 8, generator=generator).requires_grad_() for _ in range(3))
+    with PeakMemory() as memory:
+        result = single(x, q, k, v, training=True)
+        (result.out.sum() + (0 if result.auxiliary_loss is None else result.auxiliary_loss)).backward()
+    return memory
+
+
+def check(name: str, causal: bool, longest: int) -> None:
+    half, whole = (peak(name, causal, length, longest) for length in (longest // 2, longest))
+    print(
+        f"{name}, {'causal' if causal else 'both'}: {half.peak / 1e6:.1f} MB at {longest // 2}, {whole.peak / 1e6:.1f}"
+    )
+    assert whole.peak < 2.2 * half.peak
+    assert whole.largest < 4 * longest**2 / 8, "a tensor of a size that grows with the square"
+
+
+@pytest.mark.parametrize("name,causal", CASES)
+def test_peak_memory_is_linear(name, causal):
+    check(name, causal, 8192 if name in QUADRATIC_TIME else LONG)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name,causal", [case for case in CASES if case[0] in QUADRATIC_TIME])
+def test_peak_memory_is_linear_where_all_pairs_are_compared(name, causal):
+    check(name, causal, LONG)
+
+
+def test_the_check_sees_a_quadratic_tensor():
+    with PeakMemory() as memory:
+        torch.ones(1, 1, 4096, 4096)
+    assert memory.largest >= 4 * 4096**2 / 8

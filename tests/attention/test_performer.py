@@ -1,0 +1,76 @@
+"""Performer: the definition, per document; new features at every step; a cache of one size."""
+
+import torch
+
+from megasparse.attention.contract import AttentionContext, Heads
+from megasparse.ops.linear_attention.reference import linear_attention as defined
+from megasparse.ops.random import Draws
+from tests.helpers.models import Single
+
+
+def masks():
+    segments = torch.tensor([[0] * 7 + [1] * 12 + [2] * 5, [5] * 24])
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    mask[0, 21:] = mask[1, :3] = False
+    return {"key_mask": mask, "segments": segments}
+
+
+def gradients(function, inputs):
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = function(*inputs)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+
+def test_it_is_the_definition_with_padding_and_documents():
+    for causal in (True, False):
+        single = Single("performer", causal)
+        x, *heads = single.inputs(24, dtype=torch.float64)
+        projection = single.mechanism.projection(heads[0], AttentionContext(0, Draws.evaluation(0, 2)))
+        for given in ({}, {"key_mask": masks()["key_mask"]}, masks()):
+            real = given.get("key_mask", torch.ones(2, 24, dtype=torch.bool))[:, None, :, None]
+
+            def dense(q, k, v, given=given, real=real, causal=causal, projection=projection):
+                return defined(q, k, v, projection, causal=causal, scale=0.25, **given).masked_fill(~real, 0.0)
+
+            exact = gradients(dense, heads)
+            ours = gradients(lambda *qkv, given=given, single=single, x=x: single(x, *qkv, **given).out, heads)
+            for a, b in zip(ours, exact, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_with_many_features_it_is_softmax_attention():
+    single = Single("performer", False)
+    x, q, k, v = single.inputs(40)
+    q, k = q / 2, k / 2
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    errors = []
+    for features in (16, 256, 4096):
+        single.mechanism.config = single.mechanism.config.model_copy(update={"features": features})
+        errors.append(((single(x, q, k, v).out - exact).norm() / exact.norm()).item())
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.15
+
+
+def test_features_are_new_at_every_step_and_those_of_the_global_head():
+    single = Single("performer", True)
+    inputs = single.inputs(20)
+    first = single(*inputs, training=True, step=0).out
+    assert torch.equal(single(*inputs, training=True, step=0).out, first)
+    assert not torch.allclose(single(*inputs, training=True, step=1).out, first, atol=1e-3)
+    x, *heads = inputs
+    second_head = single(x, *(h[:, 1:] for h in heads), training=True, head_offset=1).out
+    torch.testing.assert_close(second_head, first[:, 1:])
+
+
+def test_the_cache_does_not_grow():
+    single = Single("performer", True)
+    x, *heads = single.inputs(60)
+    context = AttentionContext(0, Draws.evaluation(0, 2))
+    whole = single(x, *heads).out
+    cache = single.mechanism.new_cache(2, x, None)
+    for position in range(60):
+        one = Heads(*(h[:, :, position : position + 1] for h in heads), None, None, True)
+        out = single.mechanism.decode(x[:, position : position + 1], one, cache, position, context)
+        torch.testing.assert_close(out, whole[:, :, position : position + 1], rtol=1e-4, atol=1e-5)
+        assert cache.state.total.shape == (2, 2, 32, 17)

@@ -1,0 +1,70 @@
+"""Random buckets: the definition, and what their draws depend on."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megasparse.attention.contract import AttentionContext, Heads
+from megasparse.ops.random import Draws
+from tests.helpers.models import Single
+
+EVALUATION = Draws.evaluation(0, 2)
+
+
+def codes(draws=EVALUATION, layer=0, head_offset=0, length=40, first=0, seed=0):
+    single = Single("random", causal=True)
+    _, q, k, v = single.inputs(length, seed)
+    context = AttentionContext(layer, draws, head_offset)
+    return single.mechanism.assign(Heads(q, k, v, None, None, True), first, context)[:, :, 0]
+
+
+def dense(single, q, k, v, mask):
+    """softmax over the keys of one's bucket whose rank inside it is less than 8 from one's own."""
+    code = codes(length=q.shape[2])
+    same = (code[..., :, None] == code[..., None, :]) & mask[:, None, :, None] & mask[:, None, None, :]
+    rank = same.tril().sum(-1)  # one's own place among the real tokens of the bucket
+    seen = same & ((rank[..., :, None] - rank[..., None, :]).abs() < 8)
+    seen = seen.tril() if single.causal else seen
+    score = (q @ k.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf).masked_fill(~mask[:, None, :, None], 0.0)
+    return (torch.softmax(score, -1) @ v).masked_fill(~mask[:, None, :, None], 0.0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [1, 37, 128])
+def test_forward_and_gradients_are_those_of_the_definition(causal, length):
+    single = Single("random", causal)
+    x, *heads = single.inputs(length, dtype=torch.float64)
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[1, length // 2 + 1 :] = False
+    found = []
+    for attend in (lambda *h: single(x, *h, key_mask=mask).out, lambda *h: dense(single, *h, mask)):
+        leaves = [h.clone().requires_grad_() for h in heads]
+        out = attend(*leaves)
+        found.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)))
+    for ours, defined in zip(*found, strict=True):
+        torch.testing.assert_close(ours, defined, rtol=1e-9, atol=1e-9)
+
+
+def test_a_bucket_is_a_function_of_head_and_position_alone():
+    whole = codes()
+    assert torch.equal(codes(seed=1), whole)  # other tokens
+    assert torch.equal(codes(length=17), whole[..., :17]) and torch.equal(codes(length=9, first=31), whole[..., 31:])
+    assert torch.equal(codes(dataclasses.replace(EVALUATION, samples=torch.tensor([7, 9]))), whole)
+    assert torch.equal(codes(head_offset=1)[:, 0], whole[:, 1])
+    assert not torch.equal(whole[:, 0], whole[:, 1]) and not torch.equal(codes(layer=1), whole)
+
+
+def test_training_draws_anew_each_step_and_evaluation_never():
+    first, second = (codes(Draws(0, step, torch.arange(2), training=True)) for step in (1, 2))
+    assert not torch.equal(first, second)
+    assert torch.equal(codes(Draws(0, 1, torch.arange(2), training=True)), first)
+    assert torch.equal(codes(), codes())
+
+
+def test_all_buckets_are_equally_likely():
+    drawn = torch.cat([codes(layer=layer, length=128)[0].flatten() for layer in range(100)])
+    counts = torch.bincount(drawn, minlength=16)
+    assert len(counts) == 16
+    expected = len(drawn) / 16
+    assert ((counts - expected) ** 2 / expected).sum() < 44  # χ² of 15 degrees of freedom: once in 10,000

@@ -1,0 +1,245 @@
+"""Routing attention: the definitions of both windows, the centroids' moving average, and that checkpoints keep them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megasparse.attention.contract import Memory
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from megasparse.training.checkpoint import Checkpoint, load_weights, persistent_buffers
+from megasparse.training.engine import build_engine
+from megasparse.training.ranks import Ranks
+from megasparse.training.saving import Saver
+from tests.helpers.models import Single, random_tokens, small, training_draws
+from tests.helpers.tiny import MadeUpBatches, tiny_config
+
+
+def similarities(single, q, k):
+    """μ·x of every token and centroid, (B, H, L, N), of queries and of keys."""
+    centroids = single.mechanism.centroids.double()[None]
+    each = [F.normalize(x.double(), dim=-1) @ centroids.transpose(-1, -2) for x in (q, k)]
+    return [sum(each), sum(each)] if single.causal else each
+
+
+def band(single, q, k, mask, documents):
+    """Tokens whose buckets agree and that stand near each other among their bucket's real tokens."""
+    queries, keys = (s.argmax(-1) for s in similarities(single, q, k))
+    real = mask[:, None, :, None] & mask[:, None, None, :] & (documents[:, None, :, None] == documents[:, None, None])
+    same = (queries[..., :, None] == keys[..., None, :]) & real
+    before = same.tril().sum(-1, keepdim=True)  # c: keys of the query's bucket at or before it
+    rank = same.cumsum(-1) - 1  # of the keys in the query's bucket
+    seen = same & (rank >= before - 8) & (rank < before + 8)
+    seen = seen.tril() if single.causal else seen
+    alone = ~seen.any(-1, keepdim=True) & mask[:, None, :, None]
+    return seen | (alone & torch.eye(q.shape[2], dtype=torch.bool))
+
+
+def top_k(single, q, k, mask, documents):
+    """Pairs that are both among the 8 nearest tokens of some centroid, chosen inside their document."""
+    seen = torch.zeros(*q.shape[:3], q.shape[2], dtype=torch.bool)
+    for b in range(len(q)):
+        for document in documents[b].unique():
+            inside = mask[b] & (documents[b] == document)
+            size = min(8, int(inside.sum()))
+            members = []
+            for similarity in similarities(single, q, k):
+                chosen = similarity[b].masked_fill(~inside[None, :, None], -torch.inf).topk(size, dim=1).indices
+                members.append(torch.zeros_like(similarity[b]).scatter_(1, chosen, 1.0))
+            seen[b] |= members[0] @ members[1].transpose(-1, -2) > 0
+    return seen.tril() if single.causal else seen
+
+
+@pytest.mark.parametrize("name,pattern", [("routing", band), ("routing top_k", top_k)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [1, 9, 70])
+def test_forward_and_gradients_are_those_of_the_definition(name, pattern, causal, length):
+    single = Single(name, causal)
+    x, *heads = single.inputs(length, dtype=torch.float64)
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[1, length // 2 + 1 :] = False
+    segments = (torch.arange(length) >= length // 3).long().expand(2, -1)
+    seen = pattern(single, *heads[:2], mask, segments)
+
+    def dense(q, k, v):
+        blind = ~seen.any(-1, keepdim=True)
+        score = (q @ k.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf).masked_fill(blind, 0.0)
+        return (torch.softmax(score, -1) @ v).masked_fill(blind, 0.0)
+
+    found = []
+    for attend in (lambda *h: single(x, *h, key_mask=mask, segments=segments).out, dense):
+        leaves = [h.clone().requires_grad_() for h in heads]
+        out = attend(*leaves)
+        found.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)))
+    for ours, defined in zip(*found, strict=True):
+        torch.testing.assert_close(ours, defined, rtol=1e-9, atol=1e-9)
+    if pattern is top_k:
+        blind = ~seen.any(-1) & mask[:, None]
+        statistic = single(x, *heads, key_mask=mask, segments=segments).statistics["queries_in_no_cluster"]
+        assert statistic.item() == pytest.approx(blind.sum().item() / (2 * mask.sum().item()))
+
+
+def passed(single, *batches, step=0, **masks):
+    """The centroids' mechanism after forward passes in training, one a micro-batch, and the step's end."""
+    for batch in batches:
+        single(*batch, training=True, step=step, **masks)
+    single.mechanism.after_step(True, lambda sums: sums)
+    return single.mechanism.centroids
+
+
+@pytest.mark.parametrize("name", ["routing", "routing top_k"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_moving_average_is_that_of_its_definition_over_all_micro_batches(name, causal):
+    single = Single(name, causal)
+    single.mechanism.config = single.mechanism.config.model_copy(update={"decay": 0.7})
+    old = single.mechanism.centroids.clone().double()
+    batches = [single.inputs(50, seed) for seed in (1, 2)]
+    expected = old.clone()
+    q, k = (torch.cat([batch[i] for batch in batches]) for i in (1, 2))
+    codes = [s.argmax(-1) for s in similarities(single, q, k)]
+    for head in range(2):
+        for bucket in range(16):
+            chosen = zip((q, k), codes, strict=True)
+            members = torch.cat([F.normalize(x.double(), dim=-1)[:, head][c[:, head] == bucket] for x, c in chosen])
+            if len(members):
+                moved = 0.7 * old[head, bucket] + 0.3 * members.mean(0)
+                expected[head, bucket] = moved / moved.norm()
+    whole = Single(name, causal)
+    whole.mechanism.config = single.mechanism.config
+    ours = passed(single, *batches)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours.norm(dim=-1), torch.ones(2, 16))
+    joined = [torch.cat(pair) for pair in zip(*batches, strict=True)]
+    torch.testing.assert_close(passed(whole, joined), ours, rtol=0, atol=2e-7)
+
+
+def test_padding_and_evaluation_move_nothing_and_neither_does_a_skipped_step():
+    single, other = Single("routing", True), Single("routing", True)
+    before = single.mechanism.centroids.clone()
+    inputs = single.inputs(40)
+    single(*inputs)
+    single.mechanism.after_step(True, lambda sums: sums)
+    assert torch.equal(single.mechanism.centroids, before)
+    single(*inputs, training=True)
+    single.mechanism.after_step(False, lambda sums: sums)
+    assert torch.equal(single.mechanism.centroids, before)
+    single.mechanism.after_step(True, lambda sums: sums)  # and the skipped step's sums are gone
+    assert torch.equal(single.mechanism.centroids, before)
+
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[:, 30:] = False
+    x, *heads = inputs
+    shorter = [x[:, :30], *(h[:, :, :30] for h in heads)]
+    torch.testing.assert_close(passed(single, inputs, key_mask=mask), passed(other, shorter))
+    assert not torch.equal(single.mechanism.centroids, before)
+
+
+def test_a_replay_neither_routes_nor_counts_again():
+    single = Single("routing", True)
+    memory, inputs = Memory(), single.inputs(40)
+    first = single(*inputs, training=True, memory=memory).out
+    sums = single.mechanism._sums.clone()
+    memory.replay()
+    single.mechanism.initialise(5, "elsewhere")
+    assert torch.equal(single(*inputs, training=True, memory=memory).out, first)
+    assert torch.equal(single.mechanism._sums, sums)
+
+
+@pytest.mark.parametrize("activations", ["reversible", "checkpoint"])
+def test_recomputed_activations_give_the_same_centroids(activations):
+    blocks = "reversible" if activations == "reversible" else "ordinary"
+    found = []
+    for kept in ("stored", activations):
+        model = build_model(small(("routing",), layers=2, blocks=blocks, activations=kept), seed=0)
+        model(random_tokens(2, 60), training_draws(2))[0].backward()
+        for module in model.modules():
+            if hasattr(module, "after_step"):
+                module.after_step(True, lambda sums: sums)
+        found.append(persistent_buffers(model))
+    assert len(found[0]) == 2
+    for name in found[0]:
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=0, atol=1e-6)
+
+
+def test_the_first_centroids_depend_on_seed_and_layer():
+    first, again, other = (persistent_buffers(build_model(small(("routing",)), seed)) for seed in (0, 0, 1))
+    names = list(first)
+    assert len(names) == 3 and all(torch.equal(first[n], again[n]) for n in names)
+    assert not torch.equal(first[names[0]], first[names[1]]) and not torch.equal(first[names[0]], other[names[0]])
+    torch.testing.assert_close(first[names[0]].norm(dim=-1), torch.ones(2, 16))
+
+
+MODEL: dict[str, Any] = {
+    "max_length": 24,
+    "layers": 2,
+    "d_model": 16,
+    "d_ff": 16,
+    "heads": 2,
+    "positions": {"kind": "learned"},
+    "attention": {"pattern": ["routing"], "routing": {"chunk": 4, "decay": 0.5}},
+}
+
+
+def draws(step, samples):
+    return Draws(0, step, samples, training=True)
+
+
+def run(config, ranks, last, checkpoint=None, save=None):
+    """An engine after steps up to `last`, and the losses of its steps."""
+    opened = Checkpoint.open(checkpoint) if checkpoint else None
+    engine = build_engine(build_model(config.model, 0), config, draws, ranks, opened)
+    start, losses = (opened.step, opened.sequences) if opened else (0, 0), []
+    for step, data in zip(range(start[0] + 1, last + 1), MadeUpBatches(config, ranks, start[1]), strict=False):
+        losses.append(engine.train_step(data.micro_batches, step, 0.01).loss)
+    if save is not None:
+        save.save(engine, last, last * config.training.global_batch)
+    return engine, losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(tmp_path, precision):
+    config = tiny_config(tmp_path, model=MODEL, training={"precision": precision})
+    straight, losses = run(config, Ranks(), 5)
+    saver = Saver(config, Ranks(), "data", {})
+    _, before = run(config, Ranks(), 2, save=saver)
+    resumed, after = run(config, Ranks(), 5, checkpoint=tmp_path / "checkpoints" / "00000002")
+    assert before + after == losses
+    ours, expected = (persistent_buffers(engine.module) for engine in (resumed, straight))
+    for name, buffer in expected.items():
+        assert torch.equal(ours[name], buffer) and buffer.dtype == torch.float32
+        assert not torch.equal(buffer, persistent_buffers(build_model(config.model, 0))[name])
+    model = build_model(config.model, 9)
+    saver.save(straight, 5, 40)
+    load_weights(model, Checkpoint.open(tmp_path / "checkpoints" / "00000005"))
+    assert all(torch.equal(persistent_buffers(model)[name], buffer) for name, buffer in expected.items())
+
+
+@pytest.mark.parametrize("micro_batch", [1, 8])
+def test_micro_batches_do_not_change_the_centroids(tmp_path, micro_batch):
+    found = []
+    for size in (2, micro_batch):
+        config = tiny_config(tmp_path, model=MODEL, training={"micro_batch": size})
+        found.append(persistent_buffers(run(config, Ranks(), 1)[0].module))
+    for name, buffer in found[0].items():
+        torch.testing.assert_close(found[1][name], buffer, rtol=0, atol=1e-6)
+
+
+def test_a_step_that_is_not_finite_leaves_the_centroids(tmp_path):
+    config = tiny_config(tmp_path, model=MODEL)
+    engine, _ = run(config, Ranks(), 0)
+    before = {name: buffer.clone() for name, buffer in persistent_buffers(engine.module).items()}
+    weight = next(engine.module.parameters())
+    kept = weight.detach().clone()
+    data = next(iter(MadeUpBatches(config, Ranks(), 0)))
+    with torch.no_grad():
+        weight.fill_(math.nan)
+    assert not engine.train_step(data.micro_batches, 1, 0.01).applied
+    assert all(torch.equal(buffer, before[name]) for name, buffer in persistent_buffers(engine.module).items())
+    with torch.no_grad():
+        weight.copy_(kept)
+    engine.train_step(data.micro_batches, 1, 0.01)
+    expected = persistent_buffers(run(config, Ranks(), 1)[0].module)
+    assert all(torch.equal(buffer, expected[name]) for name, buffer in persistent_buffers(engine.module).items())

@@ -1,0 +1,172 @@
+"""Smart Bird: what is chosen in training and in evaluation, and what the sketch learns from."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import megasparse.attention.smart_bird as smart_bird
+from megasparse.attention.contract import Memory, Targets
+from megasparse.attention.heads import build_mechanism
+from megasparse.errors import ConfigError
+from megasparse.model.build import build_model
+from megasparse.ops.gathered_attention.reference import gathered_attention as gathered
+from megasparse.ops.random import Draws
+from megasparse.ops.sketch.reference import chosen_keys as defined
+from megasparse.ops.sketch.reference import sketched_weights
+from tests.helpers.models import Single, attention, named, random_tokens, small, training_draws
+
+LABELS = Targets(torch.tensor([2, 0]), None)
+
+
+def pooled(causal=False):
+    single = Single("smart_bird", causal)
+    section = attention("smart_bird", smart_bird={"objective": "pooled", "labels": 3})
+    single.mechanism = build_mechanism("smart_bird", small(attention=section), heads=2)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in single.mechanism.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return single
+
+
+def words(length, counted=None):
+    return Targets(random_tokens(2, length, seed=9), counted)
+
+
+def index_of(single, inputs, **arguments):
+    """The keys that were chosen."""
+    memory = Memory()
+    single(*inputs, memory=memory, **arguments)
+    memory.replay()
+    return memory.keep(lambda: None)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_evaluation_attends_to_the_k_largest_weights_of_the_sketch(causal):
+    single = Single("smart_bird", causal)
+    single.mechanism.double()
+    x, q, k, v = single.inputs(40, dtype=torch.float64)
+    x = x / 4
+    alpha, seen = sketched_weights(single.mechanism.query(x), single.mechanism.key(x), causal=causal, rounded=True)
+    index = defined(alpha, seen, 6, sampling="inverse_log_squared", uniform=None)
+    expected, _ = gathered(q, k, v, index, scale=16**-0.5)
+    torch.testing.assert_close(single(x, q, k, v).out, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_with_no_more_keys_than_k_it_is_full_attention(causal):
+    single = Single("smart_bird", causal)
+    inputs = single.inputs(6)
+    for training in (True, False):
+        out = single(*inputs, training=training).out
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(*inputs[1:], is_causal=causal))
+
+
+def test_training_draws_by_head_and_step_and_evaluation_draws_nothing():
+    single = Single("smart_bird", True)
+    inputs = single.inputs(60)
+    first, later = (index_of(single, inputs, training=True, step=step) for step in (1, 2))
+    assert first.dtype == torch.int32 and first.shape == (2, 2, 60, 6)
+    assert not torch.equal(first, later) and not torch.equal(first[:, 0], first[:, 1])
+    assert torch.equal(index_of(single, inputs, training=True, step=1), first)
+    assert index_of(single, inputs).shape == (2, 1, 60, 6)
+    assert torch.equal(
+        index_of(single, inputs), index_of(Single("smart_bird top_k", True), inputs, training=True, step=5)
+    )
+    chance = Single("smart_bird random", True)
+    fixed = index_of(chance, inputs)
+    assert torch.equal(index_of(chance, inputs), fixed) and not torch.equal(fixed[:, 0], fixed[:, 1])
+    for index in (first, fixed):
+        assert (index <= torch.arange(60)[:, None]).all()
+        assert ((index >= 0).sum(-1) == torch.arange(1, 61).clamp(max=6)).all()
+
+
+def test_the_objective_of_each_token_is_its_cross_entropy(monkeypatch):
+    monkeypatch.setattr(smart_bird, "_LOGIT_ELEMENTS", 2 * 256 * 7)
+    single = Single("smart_bird", True)
+    single.mechanism.double()
+    x, *heads = single.inputs(30, dtype=torch.float64)
+    counted = torch.rand(2, 30, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask = torch.arange(30).expand(2, -1) < torch.tensor([[30], [20]])
+    targets = words(30, counted)
+    targets.values[~mask] = -100  # what padding is to be does not matter
+    result = single(x, *heads, training=True, targets=targets, key_mask=mask)
+    m = single.mechanism
+    alpha, _ = sketched_weights(m.query(x), m.key(x), causal=True, key_mask=mask)
+    h = alpha @ m.value(x)
+    logits = h @ m.objective.weight.T + m.objective.bias
+    some = counted & mask
+    expected = F.cross_entropy(logits[some], targets.values[some])
+    torch.testing.assert_close(result.auxiliary_loss, expected / 3)  # three layers have it
+    torch.testing.assert_close(result.statistics["sketch_loss"], expected.detach())
+    ours, exact = (torch.autograd.grad(y, list(m.parameters())) for y in (result.auxiliary_loss, expected / 3))
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_pooled_objective_is_that_of_the_label_and_padding_is_not_pooled():
+    single = pooled()
+    m = single.mechanism.double()
+    x, *heads = single.inputs(30, dtype=torch.float64)
+    loss = single(x, *heads, training=True, targets=LABELS).statistics["sketch_loss"]
+    alpha, _ = sketched_weights(m.query(x), m.key(x), causal=False)
+    h = alpha @ m.value(x)
+    share = torch.softmax((h * m.objective.pool).sum(-1, keepdim=True), dim=1)
+    logits = (share * h).sum(1) @ m.objective.weight.T + m.objective.bias
+    torch.testing.assert_close(loss, F.cross_entropy(logits, LABELS.values))
+    longer = [F.pad(t, (0, 0, 0, 5), value=1e4) for t in (x, *heads)]
+    mask = (torch.arange(35) < 30).expand(2, -1)
+    padded = single(*longer, training=True, targets=LABELS, key_mask=mask).statistics["sketch_loss"]
+    torch.testing.assert_close(padded, loss)
+    nothing = single(*longer, training=True, targets=LABELS, key_mask=torch.zeros_like(mask))
+    assert nothing.auxiliary_loss.isfinite()
+
+
+def test_its_objective_trains_the_sketch_alone_and_nothing_else_does():
+    for single, targets in ((Single("smart_bird", True), words(30)), (pooled(), LABELS)):
+        inputs = [t.requires_grad_() for t in single.inputs(30)]
+        parameters = list(single.mechanism.parameters())
+        result = single(*inputs, training=True, targets=targets)
+        by_task = torch.autograd.grad(result.out.sum(), [*inputs, *parameters], allow_unused=True)
+        assert [g is not None for g in by_task] == [False] + [True] * 3 + [False] * len(parameters)
+        by_own = torch.autograd.grad(result.auxiliary_loss, [*inputs, *parameters], allow_unused=True)
+        assert [g is not None for g in by_own] == [False] * 4 + [True] * len(parameters)
+        assert all((g != 0).any() for g in by_own[4:])
+
+
+def test_equal_tokens_tie_alike_in_decoding_and_in_the_whole_pass():
+    """Without positions in its input a sketch gives equal tokens equal weights, and the first of them are chosen."""
+    config = small(attention=named("smart_bird"), positions={"kind": "rotary"})
+    model = build_model(config, seed=3)
+    for seed in range(3):
+        tokens = random_tokens(2, 80, vocabulary=5, seed=seed)
+        nats = model.token_scores(tokens, Draws.evaluation(7, 2)).nats
+        cache = model.new_cache(2, seed=7)
+        logits = [model.prefill(tokens[:, :40], cache), *(model.decode(tokens[:, t], cache) for t in range(40, 79))]
+        decoded = F.cross_entropy(torch.stack(logits, -1), tokens[:, 40:], reduction="none")
+        torch.testing.assert_close(decoded, nats[:, 40:], rtol=1e-4, atol=1e-4)
+
+
+def test_without_targets_there_is_no_objective():
+    result = Single("smart_bird", True)(*Single("smart_bird", True).inputs(20), training=True)
+    assert result.auxiliary_loss is None and result.statistics == {}
+
+
+def test_an_objective_that_does_not_fit_the_task_is_refused():
+    for single, targets, mend in ((Single("smart_bird", False), LABELS, "pooled"), (pooled(), words(20), "token")):
+        with pytest.raises(ConfigError, match=f'smart_bird.objective: .*Set it to "{mend}"'):
+            single(*single.inputs(20), training=True, targets=targets)
+
+
+def test_a_model_learns_with_it_and_its_sketch_too():
+    model = build_model(small(attention=named("smart_bird"), layers=2), seed=0)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    tokens = torch.arange(64).remainder(7).expand(2, -1)
+    own, task = [], []
+    for step in range(15):
+        objective, statistics = model(tokens, training_draws(2, step))
+        optimizer.zero_grad()
+        objective.backward()
+        optimizer.step()
+        own.append(statistics["attention/smart_bird/sketch_loss"].item())
+        task.append((statistics["nats"] / statistics["tokens"]).item())
+    assert own[-1] < own[0] - 0.3 and task[-1] < task[0] - 0.5

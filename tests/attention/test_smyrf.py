@@ -1,0 +1,123 @@
+"""SMYRF: the definition, the transformation, and clusters that are equal whatever else is in the batch."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megasparse.attention.contract import AttentionContext, Heads
+from megasparse.attention.smyrf import asymmetric, equal_clusters
+from megasparse.ops.random import Draws, normal
+from tests.helpers.models import Single
+
+EVALUATION = Draws.evaluation(0, 2)
+
+
+def lists(q, k, key_mask=None, segments=None, draws=EVALUATION, head_offset=0, **settings):
+    single = Single("smyrf", causal=False)
+    single.mechanism.config = single.mechanism.config.model_copy(update=settings)
+    heads = Heads(q, k, k, key_mask, segments, False)
+    return single.mechanism.assign(heads, AttentionContext(0, draws, head_offset))
+
+
+def test_distance_falls_as_the_score_rises():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 3, n, 5, generator=generator, dtype=torch.float64) for n in (7, 9))
+    turned_q, turned_k = asymmetric(q, 3 * k)
+    constant = 2 * (q.norm(dim=-1).amax(-1) ** 2 + (3 * k).norm(dim=-1).amax(-1) ** 2)
+    distance = (turned_q[..., :, None, :] - turned_k[..., None, :, :]).square().sum(-1)
+    torch.testing.assert_close(distance, constant[..., None, None] - 2 * q @ (3 * k).transpose(-1, -2))
+    assert asymmetric(q.bfloat16(), k.bfloat16())[0].dtype == torch.float32
+
+
+def test_clusters_are_pieces_of_the_sorted_order():
+    values = torch.tensor([3.0, 1.0, 2.0, 5.0, 4.0]).expand(1, 1, 2, 5)
+    expected = torch.tensor([[1, 2], [0, 4], [3, -1]]).repeat(2, 1)
+    assert torch.equal(equal_clusters(values, 2)[0, 0], expected)
+    assert torch.equal(equal_clusters(values, 9)[0, 0], torch.tensor([[1, 2, 0, 4, 3]]).repeat(2, 1))
+
+
+def test_clusters_are_equal_among_the_real_tokens_of_every_document():
+    single = Single("smyrf", causal=False)
+    _, q, k, _ = single.inputs(60)
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    mask[1, 50:] = False
+    segments = torch.tensor([0] * 21 + [1] * 39).expand(2, -1)
+    for index in lists(q, k, mask, segments):
+        for row, sizes in ((0, [8, 8, 5, 8, 8, 8, 8, 7]), (1, [8, 8, 5, 8, 8, 8, 5])):
+            for head in index[row]:
+                clusters = [cluster[cluster >= 0] for cluster in head if (cluster >= 0).any()]
+                assert sorted(len(cluster) for cluster in clusters) == sorted(sizes * 2)  # 2 rounds
+                assert all(len(segments[row, cluster].unique()) == 1 for cluster in clusters)
+                counts = torch.bincount(torch.cat(clusters), minlength=60)
+                assert torch.equal(counts, 2 * mask[row].long())
+
+
+def dense(q, k, v, mask, documents):
+    """Rounds one by one, every cluster's softmax by itself, merged by their log-sum-exps."""
+    scale, outs = q.shape[-1] ** -0.5, torch.zeros_like(v)
+    lines = normal(EVALUATION.key(0, "smyrf projection"), torch.tensor([[0, 1], [1 << 16, (1 << 16) + 1]]), 18).double()
+    for b in range(len(q)):
+        for h in range(q.shape[1]):
+            score = torch.full((2, *q.shape[2:3], q.shape[2]), -torch.inf, dtype=q.dtype)
+            for document in documents[b].unique():
+                tokens = (mask[b] & (documents[b] == document)).nonzero().squeeze(-1)
+                if len(tokens) == 0:
+                    continue
+                turned = [x.float().double() for x in asymmetric(q[b, h, tokens].detach(), k[b, h, tokens].detach())]
+                for r in range(2):
+                    queries, keys = (tokens[(x @ lines[h, r]).argsort()].split(8) for x in turned)
+                    for mine, theirs in zip(queries, keys, strict=True):
+                        block = scale * q[b, h, mine] @ k[b, h, theirs].T
+                        score[r] = score[r].index_put((mine[:, None], theirs[None]), block)
+            blind = (score == -torch.inf).all(-1, keepdim=True)
+            z = score.masked_fill(blind, 0.0).logsumexp(-1, keepdim=True)
+            each = torch.softmax(score.masked_fill(blind, 0.0), -1) @ v[b, h]
+            out = (torch.softmax(z, 0) * each).sum(0)
+            outs[b, h] = out.masked_fill(blind[0], 0.0)
+    return outs
+
+
+@pytest.mark.parametrize("length", [1, 8, 45])
+def test_forward_and_gradients_are_those_of_the_definition(length):
+    single = Single("smyrf", causal=False)
+    x, *heads = single.inputs(length, dtype=torch.float64)
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[1, length // 2 + 1 :] = False
+    segments = (torch.arange(length) >= length // 3).long().expand(2, -1)
+    found = []
+    for attend in (
+        lambda *h: single(x, *h, key_mask=mask, segments=segments).out,
+        lambda *h: dense(*h, mask, segments),
+    ):
+        leaves = [h.clone().requires_grad_() for h in heads]
+        out = attend(*leaves)
+        found.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)))
+    for ours, defined in zip(*found, strict=True):
+        torch.testing.assert_close(ours, defined, rtol=1e-9, atol=1e-9)
+
+
+def test_rounds_and_draws():
+    _, q, k, _ = Single("smyrf", causal=False).inputs(40)
+    usual = lists(q, k)[0]
+    assert usual.shape == (2, 2, 10, 8)
+    more = lists(q, k, draws=dataclasses.replace(EVALUATION, rounds=3))[0]
+    assert more.shape[2] == 15 and torch.equal(more[:, :, :10], usual)
+    assert lists(q, k, evaluation_rounds=4)[0].shape[2] == 20
+    training = Draws(0, 1, torch.arange(2), training=True)
+    assert lists(q, k, draws=training, evaluation_rounds=4)[0].shape[2] == 10
+    assert not torch.equal(lists(q, k, draws=training)[0], usual)
+    shifted = lists(q[:, 1:], k[:, 1:], head_offset=1)[0]
+    assert torch.equal(shifted[:, 0], usual[:, 1])
+
+
+def test_random_lines_find_more_of_the_attention_than_chance():
+    """Share of full attention's weight between tokens of one cluster, with structured queries and keys."""
+    generator = torch.Generator().manual_seed(0)
+    centre = 3 * torch.randn(1, 1, 8, 1, 16, generator=generator)
+    q, k = ((centre + 0.3 * torch.randn(2, 2, 8, 8, 16, generator=generator)).flatten(2, 3) for _ in range(2))
+    weights = torch.softmax(q @ k.transpose(-1, -2) / 4, -1)
+    queries, keys = lists(q, k, draws=dataclasses.replace(EVALUATION, rounds=1))
+    rows = torch.arange(2)[:, None, None, None, None], torch.arange(2)[:, None, None, None]
+    kept = weights[(*rows, queries[..., None].long(), keys[..., None, :].long())].sum((-1, -2, -3)) / 64
+    assert kept.mean() > 2 * 8 / 64

@@ -1,0 +1,243 @@
+import pytest
+import torch
+from transformers.models.yoso.configuration_yoso import YosoConfig
+from transformers.models.yoso.modeling_yoso import YosoSelfAttention
+
+from megasparse.attention.contract import AttentionContext, Heads, Place
+from megasparse.attention.yoso import YOSOAttention, unit
+from megasparse.config.attention import YOSOAttentionConfig
+from megasparse.ops.hash_table_attention import expected_attention, hash_table_attention
+from megasparse.ops.hashing import sign_codes
+from megasparse.ops.random import Draws
+
+
+def yoso(place=None, **settings):
+    place = place or dict(causal=False)
+    place = Place(**{**dict(heads=2, head_dim=16, d_model=32, max_length=128), **place})
+    mechanism = YOSOAttention(YOSOAttentionConfig(**settings), place)
+    for parameter in mechanism.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(5))
+    return mechanism
+
+
+def random_heads(length, causal=False, batch=2, dim=16, seed=0, **masks):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, 2, length, dim, generator=generator) for _ in range(3))
+    return Heads(q, k, v, masks.get("key_mask"), masks.get("segments"), causal)
+
+
+def attend(mechanism, heads, training=False, rounds=None):
+    batch = len(heads.q)
+    draws = Draws(0, 0, torch.arange(batch), True, rounds) if training else Draws.evaluation(0, batch, rounds)
+    return mechanism(torch.empty(0), heads, AttentionContext(0, draws))
+
+
+def sampled_and_expected(kind, hashes, heads=200, length=16, dim=8, bits=6):
+    """Sums of the same 16 tokens sampled in many heads, each with hashes of its own, and their expectation."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, length, dim, generator=generator, dtype=torch.float64) for _ in range(3))
+    q = unit(q + 0.5 * k)
+    k = unit(k)
+    expected, _ = expected_attention(q, k, v, code_bits=bits, causal=False)
+    many = [x.expand(-1, heads, -1, -1) for x in (q, k, v)]
+    codes = [sign_codes(x, 3, range(heads), hashes, bits, kind) for x in many[:2]]
+    return hash_table_attention(*many, *codes, code_bits=bits, causal=False)[0][0], expected[0]
+
+
+def largest_z(kind):
+    sampled, expected = sampled_and_expected(kind, hashes=16)
+    return ((sampled.mean(0) - expected[0]) / (sampled.std(0) / len(sampled) ** 0.5)).abs().max().item()
+
+
+def test_gaussian_samples_are_unbiased():
+    z = largest_z("gaussian")
+    print(f"largest |z| of 128 numbers: {z:.2f}")
+    assert z < 4
+
+
+def test_the_error_falls_with_the_square_root_of_the_hashes():
+    hashes = [1, 2, 4, 8, 16, 32, 64]
+    errors = [(s - e).pow(2).mean().sqrt().item() for s, e in (sampled_and_expected("gaussian", m) for m in hashes)]
+    x, y = (torch.tensor(t).log() for t in (hashes, errors))
+    slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).pow(2).sum()
+    print(f"slope {slope:.3f}")
+    assert abs(slope + 0.5) < 0.05
+
+
+def test_the_bias_of_the_fast_projection_is_small():
+    sampled, expected = sampled_and_expected("hadamard", hashes=32, heads=300, dim=64)
+    mean, noise = sampled.mean(0), (sampled.std(0).norm() / 300**0.5).item()
+    scale = ((mean * expected[0]).sum() / (expected[0] ** 2).sum()).item()
+    error = (mean - expected[0]).norm().item()
+    print(f"mean of samples = {scale:.4f} × expectation; its error is {error / noise:.2f} × the noise")
+    assert abs(scale - 1) < 0.02 and error < 1.5 * noise
+
+
+def test_expectation_gives_the_outputs_of_huggingface():
+    """Where it is right: no padding. Its attention_mask is 0 for real tokens."""
+    config = YosoConfig(hidden_size=32, num_attention_heads=2, use_expectation=True, hash_code_len=9, conv_window=None,
+                        attention_probs_dropout_prob=0.0)  # fmt: skip
+    torch.manual_seed(0)
+    theirs = YosoSelfAttention(config).eval()
+    x = torch.randn(2, 50, 32)
+    with torch.no_grad():
+        q, k, v = (p(x).view(2, 50, 2, 16).transpose(1, 2) for p in (theirs.query, theirs.key, theirs.value))
+        expected = theirs(x, torch.zeros(2, 50))[0].view(2, 50, 2, 16).transpose(1, 2)
+        ours = attend(yoso(expectation=True, code_bits=9), Heads(q, k, v, None, None, False)).out
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_convolution_is_that_of_huggingface():
+    """Its filters, on the values; in its layer a mask of zeros for real tokens switches the branch off."""
+    config = YosoConfig(hidden_size=32, num_attention_heads=2, conv_window=5)
+    theirs = YosoSelfAttention(config)
+    mechanism, heads = yoso(expectation=True, convolution=5), random_heads(20)
+    with torch.no_grad():
+        mechanism.convolution.weight.copy_(theirs.conv.weight.view(2, 5))
+        branch = attend(mechanism, heads).out - attend(yoso(expectation=True), heads).out
+        torch.testing.assert_close(branch, theirs.conv(heads.v), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_convolution_stays_inside_a_document_and_among_real_tokens(causal):
+    mechanism = yoso(convolution=5)
+    v = torch.randn(1, 2, 12, 16, generator=torch.Generator().manual_seed(0))
+    segments = torch.tensor([[0] * 4 + [1] * 8])
+    mask = torch.tensor([[True] * 9 + [False] * 3])
+    whole = mechanism.convolution(v, mask, segments, causal)
+    for document in (slice(0, 4), slice(4, 9)):
+        torch.testing.assert_close(whole[:, :, document], mechanism.convolution(v[:, :, document], None, None, causal))
+    assert (whole[:, :, 9:] == 0).all()
+    weight = mechanism.convolution.weight
+    inside = weight[0, 4] * v[0, 0, 6] + weight[0, 3] * v[0, 0, 5] + weight[0, 2] * v[0, 0, 4]
+    if not causal:
+        inside = sum(weight[0, s] * v[0, 0, 4 + s] for s in range(5))
+    torch.testing.assert_close(whole[0, 0, 6], inside)
+
+
+def test_outputs_have_length_one_or_are_zero_where_nothing_is_met():
+    heads = random_heads(40)
+    out = attend(yoso(hashes=1, code_bits=9), heads).out
+    length = out.norm(dim=-1)
+    assert ((length - 1).abs().lt(1e-5) | (length == 0)).all()
+    assert (length == 0).any() and (length > 0).any()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("expectation", [True, False])
+def test_zero_vectors_and_values_have_finite_gradients(causal, expectation):
+    heads = random_heads(30, causal)
+    leaves = [x.clone() for x in heads[:3]]
+    for leaf in leaves:
+        leaf[:, :, 3:7] = 0
+        leaf.requires_grad_()
+    mechanism = yoso(dict(causal=causal), expectation=expectation)
+    attend(mechanism, heads._replace(q=leaves[0], k=leaves[1], v=leaves[2])).out.sum().backward()
+    assert all(leaf.grad.abs().max() < 1e3 for leaf in leaves)
+
+
+def test_training_and_evaluation_have_their_numbers_of_hashes_and_can_be_overruled():
+    heads = random_heads(30)
+    mechanism = yoso(hashes=4, evaluation_hashes=16)
+    for training, rounds, hashes in ((True, None, 4), (False, None, 16), (True, 7, 7), (False, 7, 7)):
+        assert mechanism.hashes(Draws(0, 0, torch.arange(2), training, rounds)) == hashes
+    plain = yoso(hashes=16)
+    torch.testing.assert_close(attend(mechanism, heads).out, attend(plain, heads).out)
+    torch.testing.assert_close(attend(mechanism, heads, training=True).out, attend(plain, heads, True, 4).out)
+    assert not torch.equal(attend(mechanism, heads).out, attend(mechanism, heads, training=True).out)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_hashes_come_to_the_expectation_of_the_same_model(causal):
+    """YOSO-m-E: same parameters, same τ."""
+    heads = random_heads(30, causal)
+    settings = dict(hashes=8, convolution=3, projection="gaussian")
+    sampled, certain = (yoso(dict(causal=causal), **settings, expectation=e) for e in (False, True))
+    assert sampled.code_bits == certain.code_bits
+    certain.load_state_dict(sampled.state_dict())
+    exact = attend(certain, heads).out
+    errors = [(attend(sampled, heads, rounds=m).out - exact).norm() / exact.norm() for m in (8, 128, 2048)]
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 0.1
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_both_backward_procedures_of_the_configuration_agree(causal):
+    grads = []
+    for backward in ("tables", "pairs", "auto"):
+        heads = random_heads(40, causal)
+        leaves = [x.clone().requires_grad_() for x in heads[:3]]
+        mechanism = yoso(dict(causal=causal), hashes=8, code_bits=3, backward=backward, chunk=16)
+        out = attend(mechanism, heads._replace(q=leaves[0], k=leaves[1], v=leaves[2])).out
+        (out * torch.arange(16)).sum().backward()
+        grads.append(torch.stack([leaf.grad for leaf in leaves]))
+    for other in grads[1:]:
+        assert (other - grads[0]).norm() < 1e-5 * grads[0].norm()
+
+
+@pytest.mark.parametrize(
+    "causal,length,hashes,bits,exceed",
+    [
+        (False, 512, 32, 9, False),
+        (False, 65536, 32, 16, False),
+        (True, 512, 32, 4, False),
+        (True, 65536, 32, 11, False),
+        (True, 1024, 1, 10, False),
+        (True, 32, 31, 1, False),
+        (True, 32, 32, 1, True),
+        (True, 1, 8, 1, True),
+        (False, 1, 8, 1, False),
+    ],
+)
+def test_code_bits_keep_a_decoders_tables_below_a_key_value_cache(causal, length, hashes, bits, exceed):
+    mechanism = yoso(dict(causal=causal, max_length=length), hashes=hashes)
+    assert (mechanism.code_bits, mechanism.tables_exceed_cache) == (bits, exceed)
+    if causal and length <= 1024:
+        cache = mechanism.new_cache(1, torch.zeros(()), None)
+        assert (cache.tables.numel() >= 2 * 2 * length * 16) == exceed
+
+
+def test_tables_larger_than_a_cache_are_told():
+    assert yoso(dict(causal=True), code_bits=9).tables_exceed_cache
+    more = yoso(dict(causal=True), evaluation_hashes=1000)
+    assert more.tables_exceed_cache and more.code_bits == yoso(dict(causal=True)).code_bits
+
+
+def test_decoding_keeps_a_state_of_constant_size():
+    mechanism = yoso(dict(causal=True), hashes=4, convolution=3)
+    heads, context = random_heads(30, True), AttentionContext(0, Draws.evaluation(0, 2))
+    whole = mechanism(torch.empty(0), heads, context).out
+    cache = mechanism.new_cache(2, torch.zeros(()), None)
+    sizes = set()
+    for t in range(30):
+        token = heads._replace(q=heads.q[:, :, [t]], k=heads.k[:, :, [t]], v=heads.v[:, :, [t]])
+        out = mechanism.decode(torch.empty(0), token, cache, t, context)
+        torch.testing.assert_close(out, whole[:, :, [t]], rtol=1e-4, atol=1e-5)
+        sizes.add((cache.tables.numel(), cache.recent.numel()))
+    assert len(sizes) == 1
+
+
+def test_codes_recomputed_from_rounded_vectors_hardly_flip():
+    """What a reversible backward does to q and k: a relative error of about 1e-7."""
+    x = unit(torch.randn(1, 2, 4000, 64, generator=torch.Generator().manual_seed(0)))
+    noise = unit(torch.randn(1, 2, 4000, 64, generator=torch.Generator().manual_seed(1)))
+    rates = {}
+    for error in (1e-7, 1e-6):  # of which ours is the first
+        codes = [sign_codes(y, 1, range(2), 32, 9, "hadamard") for y in (x, x + error * noise)]
+        rates[error] = (codes[0] != codes[1]).float().mean().item()
+    print(rates)
+    assert rates[1e-6] < 1e-4
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_collisions_are_the_keys_that_a_query_meets_in_a_hash(causal):
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    mask[1, 20:] = False
+    heads = random_heads(30, causal, key_mask=mask)
+    mechanism = yoso(dict(causal=causal), hashes=8, code_bits=2)
+    context = AttentionContext(0, Draws.evaluation(0, 2))
+    q, k = (mechanism.codes(unit(x), 8, context) for x in (heads.q, heads.k))
+    met = (q[..., :, None] == k[..., None, :]).float().mean(2) * mask[:, None, :, None] * mask[:, None, None]
+    if causal:
+        met = met.tril()
+    expected = met.sum() / (2 * 50)
+    torch.testing.assert_close(attend(mechanism, heads).statistics["collisions"], expected)

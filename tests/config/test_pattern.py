@@ -1,0 +1,49 @@
+"""Which layer has which attention, and what a wrong pattern answers."""
+
+import pytest
+
+from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.checks import BIDIRECTIONAL_ONLY
+from megasparse.config.load import build_config
+from megasparse.config.pattern import heads_of_layer, kinds, layers_with
+from megasparse.errors import ConfigError
+
+
+def model(pattern, **changes):
+    settings = {"layers": 4, "d_model": 32, "heads": 4, "max_length": 64, "attention": {"pattern": pattern}, **changes}
+    return build_config({"model": settings, "data": {"sequence_length": 64}}, []).model
+
+
+def test_a_pattern_repeats_over_the_depth():
+    mixed = model(["local", {"local": 1, "lsh": 3}])
+    assert [heads_of_layer(mixed, layer) for layer in range(4)] == [{"local": 4}, {"local": 1, "lsh": 3}] * 2
+    assert layers_with(mixed, "local") == 4 and layers_with(mixed, "lsh") == 2 and layers_with(mixed, "lha") == 0
+    assert kinds(mixed) == ["local", "lsh"]
+
+
+def test_a_list_as_long_as_the_depth_puts_mechanisms_on_top():
+    top = model(["local", "local", "lha", "lha"])
+    assert [list(heads_of_layer(top, layer)) for layer in range(4)] == [["local"], ["local"], ["lha"], ["lha"]]
+
+
+@pytest.mark.parametrize(
+    "pattern,changes,said",
+    [
+        ([{"local": 2, "lsh": 3}], {}, ["model.attention.pattern[0]", "has 5 heads", "sum to 4"]),
+        (["local", {"lsh": 3}], {}, ["model.attention.pattern[1]", "has 3 heads"]),
+        (["smyrf"], {}, ["model.attention.pattern[0]", '"smyrf" cannot be causal', '"encoder"']),
+        ([{"local": 2, "linformer": 2}], {}, ['"linformer" cannot be causal']),
+        (["lhs"], {}, ["model.attention.pattern", '"lsh"']),
+        ([{}], {}, ["model.attention.pattern"]),
+        ([], {}, ["model.attention.pattern"]),
+        ([{"local": 0, "lsh": 4}], {}, ["model.attention.pattern"]),
+    ],
+)
+def test_a_wrong_pattern_names_the_key_and_the_mend(pattern, changes, said):
+    with pytest.raises(ConfigError) as error:
+        model(pattern, **changes)
+    assert all(part in str(error.value) for part in said), str(error.value)
+
+
+def test_the_configuration_knows_which_mechanisms_cannot_be_causal():
+    assert set(BIDIRECTIONAL_ONLY) == {kind for kind, mechanism in MECHANISMS.items() if not mechanism.causal}
