@@ -1,1 +1,1 @@
-"""Models: embeddings and positions, blocks (reversible or ordinary), and the decoder built of them."""
+"""Models: embeddings and positions, blocks (reversible or ordinary), and the decoder and encoder built of them."""

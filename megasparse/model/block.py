@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasparse.attention.contract import AttentionContext, Memory
+from megasparse.attention.contract import AttentionContext, Memory, Targets
 from megasparse.attention.heads import AttentionLayer, Padding
 from megasparse.config.schema import ModelConfig
 from megasparse.model.feed_forward import FeedForward
@@ -24,11 +24,14 @@ Streams = tuple[Tensor, ...]
 
 @dataclass
 class Pass:
-    """One forward pass: what its draws depend on, its padding, and what its layers decided (one Memory each)."""
+    """One forward pass: what its draws depend on, its padding, what its layers decided (one Memory each), and in
+    training what the model is to tell.
+    """
 
     draws: Draws
     padding: Padding
-    memories: list[Memory] = field(default_factory=list)
+    memories: list[Memory]
+    targets: Targets | None = None
     statistics: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
@@ -45,18 +48,18 @@ class Norm(nn.Module):
 
 
 class AttentionBranch(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, kind: str):
+    def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.layer, self.kind, self.rate = layer, kind, config.dropout
+        self.layer, self.rate = layer, config.dropout
         self.norm = Norm(config.d_model)
-        self.attention = AttentionLayer(config, kind)
+        self.attention = AttentionLayer(config, layer)
 
     def forward(self, x: Tensor, run: Pass, cache: Any = None) -> tuple[Tensor, Tensor | None]:
         """x: (B, L, E). Returns what to add to the stream and the auxiliary loss."""
-        context = AttentionContext(self.layer, run.draws, memory=run.memories[self.layer])
+        context = AttentionContext(self.layer, run.draws, memory=run.memories[self.layer], targets=run.targets)
         output = self.attention(self.norm(x), context, run.padding, cache=cache)
         for name, value in output.statistics.items():
-            run.statistics.setdefault(f"attention/{self.kind}/{name}", []).append(value)
+            run.statistics.setdefault(f"attention/{name}", []).append(value)
         return _dropped(output.out, self.rate, run.draws, self.layer, "attention dropout"), output.auxiliary_loss
 
     def decode(self, x: Tensor, cache: Any, position: int, draws: Draws) -> Tensor:
@@ -80,9 +83,9 @@ class Block(nn.Module):
     one stream.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, kind: str):
+    def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.attention = AttentionBranch(config, layer, kind)
+        self.attention = AttentionBranch(config, layer)
         self.feed_forward = FeedForwardBranch(config, layer)
 
     def forward(self, run: Pass, cache: Any, *streams: Tensor) -> tuple[Tensor | None, ...]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.config.schema import ModelConfig
+from megasparse.ops.positions import sinusoids
 
 
 class Positions(nn.Module):
@@ -34,7 +35,7 @@ class Positions(nn.Module):
         if self.kind == "learned":
             return self.table[first : first + count]
         if self.kind == "sinusoidal":
-            return self._sinusoidal(first, count)
+            return sinusoids(first, count, self.width)
         return None  # rotary positions turn queries and keys instead
 
     def _axial(self, first: int, count: int) -> Tensor:
@@ -45,32 +46,26 @@ class Positions(nn.Module):
             parts.append(table[position // below % size])
         return torch.cat(parts, dim=-1)
 
-    def _sinusoidal(self, first: int, count: int) -> Tensor:
-        half = (self.width + 1) // 2
-        frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-        angle = torch.arange(first, first + count, dtype=torch.float64)[:, None] * frequency
-        return torch.cat([torch.sin(angle).float(), torch.cos(angle).float()], dim=-1)[:, : self.width]
-
 
 class Embedding(nn.Module):
-    """The decoder's input at position t: the embedding of token t − 1 (a learned start vector at 0) plus position t,
-    in fp32.
+    """The input at position t, in fp32: position t plus the embedding of token t in an encoder, of token t − 1 in a
+    decoder (a learned start vector at 0).
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.d_model))
-        self.start = nn.Parameter(torch.empty(1, config.d_model))
+        self.start = nn.Parameter(torch.empty(1, config.d_model)) if config.kind == "decoder" else None
         self.positions = Positions(config)
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:
-        """tokens: (B, n), the tokens before each of the positions [first, first + n); at first = 0 without the start:
-        (B, n − 1).
+        """tokens: (B, n), those of the positions [first, first + n); in a decoder those before each position, at
+        first = 0 without the start: (B, n − 1).
 
         Returns (B, n, E) fp32.
         """
         x = F.embedding(tokens, self.weight)
-        if first == 0:
+        if first == 0 and self.start is not None:
             x = torch.cat([self.start.expand(tokens.shape[0], 1, -1), x], dim=1)
         x = x.float()
         positions = self.positions(first, x.shape[1])

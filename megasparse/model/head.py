@@ -2,8 +2,6 @@
 vocabulary.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,15 +11,6 @@ from megasparse.model.block import Streams
 from megasparse.ops.tiled import tiled
 
 
-class TokenScores(NamedTuple):
-    """How well each token was predicted from those before it."""
-
-    nats: Tensor
-    """−ln p(token), (B, L) fp32."""
-    correct: Tensor
-    """Whether the token was the likeliest one, (B, L) bool."""
-
-
 class OutputHead(nn.Module):
     """softmax(W·norm(streams)).
 
@@ -29,7 +18,8 @@ class OutputHead(nn.Module):
     Reformer; tied, their mean is, against the token embedding / √E.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, embedding: nn.Parameter):
+        """embedding: (V, E), a tied head's weight too."""
         super().__init__()
         streams = 2 if config.blocks == "reversible" else 1
         self.tiles, self.tied = config.loss_tiles, config.tied_embeddings
@@ -37,18 +27,15 @@ class OutputHead(nn.Module):
         # Parameters of this very module: under ZeRO 3 its call gathers them once for all tiles.
         self.norm_weight = nn.Parameter(torch.ones(width))
         self.norm_bias = nn.Parameter(torch.zeros(width))
-        if not self.tied:
-            self.weight = nn.Parameter(torch.empty(config.vocabulary, width))
+        self.weight = embedding if self.tied else nn.Parameter(torch.empty(config.vocabulary, width))
 
-    def forward(self, streams: Streams, targets: Tensor | None, embedding: Tensor | None) -> TokenScores | Tensor:
-        """The scores of every target; without targets the logits of the last position, (B, V) fp32.
+    def forward(self, streams: Streams, targets: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
+        """−ln p of every target, (B, L) fp32, and whether it was the likeliest, (B, L) bool; without targets the
+        logits of the last position, (B, V) fp32.
 
-        Norm, logits and softmax exist for L/tiles positions at a time, forward and backward. embedding: (V, E), tied
-        heads only.
+        Norm, logits and softmax exist for L/tiles positions at a time, forward and backward.
         """
-        weight = embedding if self.tied else self.weight
-        assert weight is not None
-        weights = (self.norm_weight, self.norm_bias, weight)
+        weights = (self.norm_weight, self.norm_bias, self.weight)
         if targets is None:
             return self._logits([x[:, -1:] for x in streams], *weights)[:, 0]
 
@@ -58,7 +45,7 @@ class OutputHead(nn.Module):
             return torch.stack([nats, (logits.argmax(-1) == targets).to(nats.dtype)], dim=-1)
 
         nats, correct = tiled(score, (targets, *streams), weights, self.tiles).unbind(-1)
-        return TokenScores(nats, correct.bool())
+        return nats, correct.bool()
 
     def _logits(self, streams: Streams | list[Tensor], gain: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
         if self.tied:

@@ -42,7 +42,7 @@ class _Reversible(torch.autograd.Function):
         y1, y2 = ctx.saved_tensors
         run: Pass = ctx.run
         # A pass of its own: what is recomputed adds nothing to the statistics, and takes decisions from the memories.
-        replay = Pass(run.draws, run.padding, run.memories)
+        replay = Pass(run.draws, run.padding, run.memories, run.targets)
         for memory in run.memories:
             memory.replay()
         for block in reversed(ctx.blocks):

@@ -1,9 +1,20 @@
 """Floating point operations of training, by formula.
 
-E d_model, F d_ff, H heads, D head dim, V vocabulary, T sequence length, R rounds, M window, C local chunk.
+E d_model, F d_ff, H heads, D head dim, V vocabulary, T sequence length, R rounds, M window, N buckets.
 """
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megasparse.attention.contract import Attention
+from megasparse.attention.heads import build_mechanism, head_dim
+from megasparse.attention.yoso import YOSOAttention
+from megasparse.config.attention import AttentionConfig
 from megasparse.config.buckets import lsh_buckets
+from megasparse.config.pattern import heads_of_layer
 from megasparse.config.schema import ModelConfig
 
 
@@ -11,49 +22,190 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs a token of one forward and backward pass, for the model FLOPs utilisation.
 
     A product of matrices counts 2 operations a weight and token forward and 4 backward: 6·(weights in products).
-    Attention adds 12·H·D for each key a query sees on average (scores and values). What is recomputed in the backward,
-    masked inside a block, or done elementwise is not counted.
+    Attention adds 12·D in each head for each key a query sees on average (scores and values). What is recomputed in the
+    backward, masked inside a block, or done elementwise (sorting, sampling) is not counted.
     """
-    layers = [model.attention.pattern[i % len(model.attention.pattern)] for i in range(model.layers)]
     streams = 2 if model.blocks == "reversible" and not model.tied_embeddings else 1  # side by side in the output head
     total = 6.0 * streams * model.d_model * model.vocabulary + model.layers * 12.0 * model.d_model * model.d_ff
-    for kind in layers:
-        total += _projections(kind, model) + _attention(kind, model, sequence_length)
+    for layer in range(model.layers):
+        for kind, heads in heads_of_layer(model, layer).items():
+            with torch.device("meta"):
+                mechanism = build_mechanism(kind, model, heads)
+            layer_of = Layer(model, mechanism, heads, sequence_length)
+            projections = 3 if mechanism.shared_qk else 4  # queries, keys, values, output; shared QK has no keys
+            total += 6.0 * projections * model.d_model * heads * layer_of.head_dim + ATTENTION[kind](layer_of)
     return total
 
 
-def _width(model: ModelConfig) -> int:
-    return model.heads * (model.head_dim or model.d_model // model.heads)
+@dataclass(frozen=True)
+class Layer:
+    """The heads of one mechanism in a layer, at a sequence length."""
+
+    model: ModelConfig
+    mechanism: Attention
+    heads: int
+    length: int
+
+    @property
+    def config(self) -> AttentionConfig:
+        return self.model.attention
+
+    @property
+    def causal(self) -> bool:
+        return self.model.kind == "decoder"
+
+    @property
+    def head_dim(self) -> int:
+        return head_dim(self.model)
+
+    @property
+    def visible(self) -> float:
+        """Mean number of keys that a query may see."""
+        return (self.length + 1) / 2 if self.causal else self.length
+
+    def pairs(self, keys: float) -> float:
+        """12·H·D·(keys a query sees)."""
+        return 12.0 * self.heads * self.head_dim * min(keys, self.visible)
+
+    def band(self, window: int, shared_codes: bool) -> float:
+        """The last M keys of the bucket. Both ways: M − 1 more of codes that queries and keys share, else M more."""
+        return window if self.causal else 2 * window - shared_codes
+
+    def chunks(self, chunk: int) -> float:
+        """Mean over queries of their own chunk's keys and the chunk before's; both ways: the chunk after's too."""
+        full, rest = divmod(self.length, chunk)
+        own = full * chunk * chunk + rest * rest
+        before = chunk * max(0, self.length - chunk)
+        if self.causal:
+            return ((own + self.length) / 2 + before) / self.length
+        return (own + 2 * before) / self.length
+
+    def clusters(self, count: int, size: int) -> float:
+        """Mean keys of a query in `count` clusters of `size` queries and keys each."""
+        size = min(size, self.length)
+        return count * size * ((size + 1) / 2 if self.causal else size) / self.length
 
 
-def _projections(kind: str, model: ModelConfig) -> float:
-    """6·E·H·D for each of queries, keys, values and output; shared QK has no keys of its own."""
-    shared = kind == "lsh" or (kind == "full" and model.attention.full.shared_qk)
-    return 6.0 * (3 if shared else 4) * model.d_model * _width(model)
+def _local(layer: Layer) -> float:
+    """Relative positions have scores of their own: 6·D more a key."""
+    local = layer.config.local
+    return layer.pairs(layer.chunks(local.chunk)) * (1.5 if local.relative else 1.0)
 
 
-def _attention(kind: str, model: ModelConfig, length: int) -> float:
-    """12·H·D·(keys a query sees on average).
-
-    full:  (T + 1)/2.
-    local: the earlier part of its own chunk and the chunk before, 1.5·C for T much longer than C.
-    lsh:   in each round a band of M keys, or 1.5·M of the paper's chunk window; and the hashing, forward only:
-           2·D products with each of half as many rotation vectors as there are buckets (Σ of the factors).
+def _lsh(layer: Layer) -> float:
+    """In each round the window; and the hashing, forward only, of what has codes of its own: 2·D products with each of
+    half as many rotation vectors as there are buckets (Σ of the factors).
     """
-    width = _width(model)
-    if kind == "full":
-        return 12.0 * width * (length + 1) / 2
-    if kind == "local":
-        return 12.0 * width * _local_keys(length, model.attention.local.chunk)
-    lsh = model.attention.lsh
-    keys = min(lsh.chunk, (length + 1) / 2) if lsh.window == "band" else _local_keys(length, lsh.chunk)
-    hashing = width * sum(lsh_buckets(lsh, model.max_length))
-    return lsh.rounds * (12.0 * width * keys + hashing)
+    lsh = layer.config.lsh
+    keys = layer.band(lsh.chunk, lsh.shared_qk) if lsh.window == "band" else layer.chunks(lsh.chunk)
+    hashed = 1 if lsh.shared_qk else 2
+    hashing = hashed * layer.heads * layer.head_dim * sum(lsh_buckets(lsh, layer.model.max_length))
+    return lsh.rounds * (layer.pairs(keys) + hashing)
 
 
-def _local_keys(length: int, chunk: int) -> float:
-    """Mean over positions of: the earlier positions of the own chunk, itself, and the whole chunk before."""
-    chunks, rest = divmod(length, chunk)
-    own = chunks * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2
-    before = chunk * max(0, length - chunk)
-    return (own + before) / length
+def _lha(layer: Layer) -> float:
+    """Both hash functions (random ones forward only), and the utilities that they learn, forward only: random features
+    of q and k and their products with N sums over buckets, or all scores twice.
+    """
+    lha, dim = layer.config.lha, layer.head_dim
+    buckets = math.ceil(layer.model.max_length / lha.chunk)
+    size = math.floor(math.sqrt(2) * layer.model.max_length / buckets)
+    keys = layer.band(lha.chunk, False) if lha.window == "band" else layer.clusters(buckets, size)
+    if lha.hash == "random":
+        return layer.pairs(keys) + layer.heads * 2 * 2.0 * dim * buckets
+    weights = dim * buckets + (dim * dim if lha.hash == "mlp" else 0)
+    utility = 4.0 * lha.features * (dim + buckets) if lha.utility == "features" else 4.0 * dim * layer.visible
+    return layer.pairs(keys) + layer.heads * (2 * 6.0 * weights + utility)
+
+
+def _yoso(layer: Layer) -> float:
+    """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v; those of q and k
+    by tables, 4·D² each, or by the 1/2^τ of pairs that collide at random, 6·D each: the cheaper, or the one configured.
+    """
+    yoso, dim = layer.config.yoso, layer.head_dim
+    if yoso.expectation:
+        return layer.pairs(layer.visible)
+    assert isinstance(layer.mechanism, YOSOAttention)
+    bits = layer.mechanism.code_bits
+    bit = 3.0 * math.log2(max(2, dim)) if yoso.projection == "hadamard" else 2.0 * dim
+    gradients = {"tables": 8.0 * dim * dim, "pairs": 6.0 * dim * layer.visible / 2**bits}
+    gradient = gradients.get(yoso.backward, min(gradients.values()))
+    convolution = 6.0 * dim * (yoso.convolution or 0)
+    return layer.heads * (yoso.hashes * (2 * bits * bit + 4.0 * dim + gradient) + convolution)
+
+
+def _smart_bird(layer: Layer) -> float:
+    """K keys; and the sketch, one of all heads: 12·d a key, 2·d more to choose by, its projections of an input without
+    gradient (4 a weight), and its objective's output over the vocabulary or the labels.
+    """
+    bird = layer.config.smart_bird
+    outputs = layer.model.vocabulary if bird.objective == "token" else 0
+    projections = 3 * 4.0 * layer.model.d_model + 6.0 * outputs
+    return layer.pairs(bird.keys) + bird.sketch_dim * (14.0 * layer.visible + projections)
+
+
+def _smyrf(layer: Layer) -> float:
+    """In each round one cluster, and a projection of q and of k, two numbers longer, to a line."""
+    smyrf = layer.config.smyrf
+    return smyrf.rounds * (layer.pairs(smyrf.chunk) + layer.heads * 2 * 2.0 * (layer.head_dim + 2))
+
+
+def _routing(layer: Layer) -> float:
+    """The window, and the products of q and k with N centroids, forward only."""
+    routing = layer.config.routing
+    count = math.ceil(layer.model.max_length / routing.chunk)
+    keys = layer.band(routing.chunk, False) if routing.window == "band" else layer.clusters(count, routing.chunk)
+    return layer.pairs(keys) + layer.heads * 2 * 2.0 * layer.head_dim * count
+
+
+def _sparse_transformer(layer: Layer) -> float:
+    """The last s positions (both ways: s on either side) and every s-th one."""
+    stride = layer.config.sparse_transformer.stride or round(math.sqrt(layer.model.max_length))
+    return layer.pairs(stride * (1 if layer.causal else 2) + layer.visible / stride)
+
+
+def _longformer(layer: Layer) -> float:
+    """Neighbouring blocks and the G global tokens; both ways: G queries see all keys, G more a query on average."""
+    longformer = layer.config.longformer
+    return layer.pairs(layer.chunks(longformer.chunk) + longformer.globals * (1 if layer.causal else 2))
+
+
+def _bigbird(layer: Layer) -> float:
+    """As Longformer, in global blocks, and random blocks."""
+    bird = layer.config.bigbird
+    blocks = bird.random + bird.globals * (1 if layer.causal else 2)
+    return layer.pairs(layer.chunks(bird.chunk) + blocks * bird.chunk)
+
+
+def _performer(layer: Layer) -> float:
+    """Features of q and of k, 6·D each a feature, and 12·D a feature in place of a key; causal: pairs inside a chunk,
+    whose scores are products of features.
+    """
+    performer, dim = layer.config.performer, layer.head_dim
+    inside = (min(performer.chunk, layer.length) + 1) / 2 if layer.causal else 0.0
+    return layer.heads * (24.0 * dim * performer.features + 6.0 * (performer.features + dim) * inside)
+
+
+def _linformer(layer: Layer) -> float:
+    """k projected keys, and the projections of keys and of values, 6·D each a projected one."""
+    projected = layer.config.linformer.projected
+    return layer.heads * 24.0 * layer.head_dim * projected
+
+
+ATTENTION: dict[str, Callable[[Layer], float]] = {
+    "full": lambda layer: layer.pairs(layer.visible),
+    "local": _local,
+    "lsh": _lsh,
+    "lha": _lha,
+    "yoso": _yoso,
+    "smart_bird": _smart_bird,
+    "smyrf": _smyrf,
+    "routing": _routing,
+    "random": lambda layer: layer.pairs(layer.band(layer.config.random.chunk, True)),
+    "sparse_transformer": _sparse_transformer,
+    "longformer": _longformer,
+    "bigbird": _bigbird,
+    "performer": _performer,
+    "linformer": _linformer,
+}
+"""FLOPs a token of a mechanism's heads, beside the projections of every mechanism."""

@@ -36,7 +36,7 @@ class Fragment:
     kind: str
     """`weight`, or the name of an optimizer state (`exp_avg`, ...)."""
     name: str
-    """Of the parameter."""
+    """Of the parameter or the buffer."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
     start: int
@@ -168,12 +168,18 @@ class Checkpoint:
         return self._open_files[name]
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What a module has learned beside its parameters, such as moving averages, by name."""
+    names = module.state_dict(keep_vars=True).keys() - dict(module.named_parameters(remove_duplicate=False)).keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in names}
+
+
 def load_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill a freshly built module with the checkpoint's weights.
+    """Fill a freshly built module with the checkpoint's weights and persistent buffers.
 
     Raises CheckpointError where their names or shapes differ from the module's.
     """
-    parameters = dict(module.named_parameters())
+    parameters = {**dict(module.named_parameters()), **persistent_buffers(module)}
     mend = "Build the model from the checkpoint's own configuration"
     for name in checkpoint.manifest["tensors"]["weight"]:
         if name not in parameters:

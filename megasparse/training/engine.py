@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
 from megasparse.errors import ConfigError
-from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights
+from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
 from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
 
@@ -44,11 +44,11 @@ class StepResult:
     """What one optimizer step did, the same on every rank."""
 
     loss: float
-    """Mean nats per token over the global batch."""
+    """Mean nats per scored token over the global batch."""
     statistics: dict[str, float]
     """The model's other scalars, mean over micro-batches and ranks."""
     tokens: int
-    """Tokens scored, over all ranks."""
+    """Tokens read, over all ranks."""
     grad_norm: float
     """L2 norm of the gradient before clipping."""
     applied: bool
@@ -69,7 +69,9 @@ class Engine(ABC):
         self.optimizer: torch.optim.Optimizer
 
     def train_step(self, micro_batches: Sequence[Batch], step: int, learning_rate: float) -> StepResult:
-        """One optimizer step on this rank's micro-batches; all of them, on all ranks, have equally many tokens."""
+        """One optimizer step on this rank's micro-batches; all of them, on all ranks, have equally many tokens, and
+        equally many that are scored.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         sums: dict[str, Tensor] = {}
@@ -83,9 +85,13 @@ class Engine(ABC):
         totals = self.ranks.sum(torch.stack([sums[name].to(self.ranks.device) for name in names]))
         total = dict(zip(names, totals.tolist(), strict=True))
         grad_norm, applied = self._update(math.isfinite(total["objective"]))
-        nats, tokens, share = total.pop("nats"), int(total.pop("tokens")), len(micro_batches) * self.ranks.world_size
+        for module in self.module.modules():  # what moves once a step, and by no gradient
+            if (after_step := getattr(module, "after_step", None)) is not None:
+                after_step(applied, self.ranks.sum)
+        loss, share = total.pop("nats") / total.pop("tokens"), len(micro_batches) * self.ranks.world_size
         means = {name: value / share for name, value in total.items()}
-        return StepResult(nats / tokens, means, tokens, grad_norm, applied)
+        read = sum(batch.tokens.numel() for batch in micro_batches) * self.ranks.world_size
+        return StepResult(loss, means, read, grad_norm, applied)
 
     @abstractmethod
     def evaluate(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -109,10 +115,15 @@ class Engine(ABC):
 
     def fragments(self) -> list[Fragment]:
         """What this rank must save: over all ranks, every number exactly once."""
+        buffers = [
+            Fragment.of("weight", name, tuple(buffer.shape), 0, buffer.view(-1))
+            for name, buffer in persistent_buffers(self.module).items()
+            if self.ranks.rank == 0  # whole and the same on every rank
+        ]
         if not self.replicated:
-            return list(self._state())
+            return [*self._state(), *buffers]
         turns = {name: i % self.ranks.world_size for i, name in enumerate(self._shapes)}
-        return [fragment for fragment in self._state() if turns[fragment.name] == self.ranks.rank]
+        return [fragment for fragment in self._state() if turns[fragment.name] == self.ranks.rank] + buffers
 
     def steps_done(self) -> int:
         """Optimizer updates applied so far; a skipped step is none."""

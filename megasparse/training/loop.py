@@ -4,6 +4,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
+from torch import Tensor
+
 from megasparse.config.schema import Config
 from megasparse.data.batches import Step
 from megasparse.errors import TrainingError
@@ -12,8 +14,8 @@ from megasparse.training.monitor import Monitor
 from megasparse.training.saving import Saver
 from megasparse.training.schedule import learning_rate
 
-Evaluate = Callable[[int], Mapping[str, float | str]]
-"""step -> scalars, and texts for TensorBoard, by their names. Called on every rank."""
+Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
+"""step -> scalars, and texts and pictures for TensorBoard, by their names. Called on every rank."""
 
 
 def train(
@@ -40,18 +42,23 @@ def train(
         monitor.say(f"nothing left to do: {done} steps are done (training.steps)")
         return
     source, skipped_in_a_row = iter(batches), 0
+    evaluations = (config.evaluation.every, config.logging.attention_quality_every)
     for step in range(start_step + 1, last + 1):
         began = time.perf_counter()
         data = next(source)
         rate = learning_rate(step, steps, config.optimizer)
         result = engine.train_step(data.micro_batches, step, rate)
         scalars = _describe(result, rate, skipped=step - engine.steps_done())
+        if config.model.kind == "decoder":  # an encoder sees both sides of a token: no code length
+            scalars["train/bits_per_dim"] = result.loss / math.log(2)
         scalars |= monitor.speed(result.tokens, time.perf_counter() - began, data.wait_seconds)
 
-        if evaluate is not None and _due(step, config.evaluation.every):
+        if evaluate is not None and any(_due(step, every) for every in evaluations):
             for name, value in evaluate(step).items():
                 if isinstance(value, str):
                     monitor.text(step, name, value)
+                elif isinstance(value, Tensor):
+                    monitor.image(step, name, value)
                 else:
                     scalars[name] = value
 
@@ -77,7 +84,6 @@ def _due(step: int, every: int) -> bool:
 def _describe(result: StepResult, rate: float, skipped: int) -> dict[str, float]:
     return {
         "train/loss": result.loss,
-        "train/bits_per_dim": result.loss / math.log(2),
         "train/skipped_steps": skipped,
         "optimizer/learning_rate": rate,
         "optimizer/gradient_norm": result.grad_norm,

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -74,11 +75,11 @@ class Monitor:
         self._lines.write(json.dumps({"step": step, **finite}) + "\n")
         self._lines.flush()
         self._bar.update()
-        evaluated = any(name.startswith("evaluation/") for name in scalars)
+        evaluated = any(name.startswith(("evaluation/", "quality/")) for name in scalars)
         if step % self._every == 0 or step == self._steps or evaluated:
             for name, value in scalars.items():
                 self._board.add_scalar(name, value, step)
-            self._show_progress(step, scalars)
+            self._show_progress(step, scalars, evaluated)
 
     def text(self, step: int, name: str, text: str) -> None:
         """A text sample, to TensorBoard."""
@@ -86,21 +87,31 @@ class Monitor:
             self._board.add_text(name, f"```\n{text}\n```", step)
             self._board.flush()
 
+    def image(self, step: int, name: str, picture: Tensor) -> None:
+        """A picture (height, width, 3) uint8, to TensorBoard."""
+        if self.writing:
+            self._board.add_image(name, picture.cpu(), step, dataformats="HWC")
+            self._board.flush()
+
     def say(self, message: str) -> None:
         """A line for people, on rank 0's stderr."""
         if self.writing:
             self._bar.write(message, file=sys.stderr)
 
-    def _show_progress(self, step: int, scalars: dict[str, float]) -> None:
-        told = [f"loss {scalars['train/loss']:.4f}", f"{scalars['train/bits_per_dim']:.4f} bits/dim"]
+    def _show_progress(self, step: int, scalars: dict[str, float], evaluated: bool) -> None:
+        told = [f"loss {scalars['train/loss']:.4f}"]
+        if "train/bits_per_dim" in scalars:
+            told.append(f"{scalars['train/bits_per_dim']:.4f} bits/dim")
         told += [f"lr {scalars['optimizer/learning_rate']:.2e}", f"{scalars['speed/tokens_per_second']:,.0f} tokens/s"]
         if "evaluation/bits_per_dim" in scalars:
             told.append(f"held-out {scalars['evaluation/bits_per_dim']:.4f} bits/dim")
+        elif "evaluation/loss" in scalars:
+            told.append(f"held-out loss {scalars['evaluation/loss']:.4f}")
         if not self._bar.disable:
             self._bar.set_postfix_str(", ".join(told))
             return
         now = time.monotonic()
-        if now - self._last_plain >= PLAIN_LINE_SECONDS or step == self._steps or "evaluation/bits_per_dim" in scalars:
+        if now - self._last_plain >= PLAIN_LINE_SECONDS or step == self._steps or evaluated:
             self._last_plain = now
             left = (now - self._began) / (step - self._start_step) * (self._steps - step)
             print(f"step {step}/{self._steps}: {', '.join(told)}, {_clock(left)} left", file=sys.stderr, flush=True)

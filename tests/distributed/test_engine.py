@@ -18,7 +18,7 @@ from torch import Tensor
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.evaluation.generate import generate
-from megasparse.model.decoder import build_decoder
+from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
 from megasparse.training.checkpoint import Checkpoint, find_newest
 from megasparse.training.engine import Engine, build_engine
@@ -84,7 +84,7 @@ def run(
     written: takes the tokens that the model writes after step 5 by cached decoding, beyond several windows.
     """
     opened = Checkpoint.open(checkpoint) if checkpoint else None
-    engine = build_engine(build_decoder(config.model, 0), config, draws, ranks, opened)
+    engine = build_engine(build_model(config.model, 0), config, draws, ranks, opened)
     losses, position = [], opened.sequences if opened else 0
     for step, data in zip(range(first, last + 1), MadeUpBatches(config, ranks, position), strict=False):
         result = engine.train_step(data.micro_batches, step, learning_rate(step, 20, config.optimizer))

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from megasparse.config.schema import PositionsConfig
-from megasparse.model.decoder import build_decoder
+from megasparse.model.build import build_model
 from megasparse.model.embedding import Positions
 from megasparse.ops.random import Draws
 from tests.helpers.models import AXIAL, attention, random_tokens, small, training_draws
 
 
 def test_weights_are_a_function_of_seed_and_name():
-    a, b, other = build_decoder(small(), 0), build_decoder(small(), 0), build_decoder(small(), 1)
-    deeper = build_decoder(small(layers=6), 0)
+    a, b, other = build_model(small(), 0), build_model(small(), 0), build_model(small(), 1)
+    deeper = build_model(small(layers=6), 0)
     for name, weight in a.named_parameters():
         assert torch.equal(weight, b.get_parameter(name))
         assert weight.dim() < 2 or not torch.equal(weight, other.get_parameter(name))
@@ -22,23 +22,24 @@ def test_weights_are_a_function_of_seed_and_name():
 
 def test_every_weight_is_trained():
     for config in (small(), small(tied_embeddings=True), small(blocks="ordinary", activations="stored")):
-        model = build_decoder(config, 0)
+        model = build_model(config, 0)
         model(random_tokens(2, 128), training_draws(2))[0].backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None and parameter.grad.norm() > 0, name
 
 
 def test_a_fresh_model_knows_nothing():
-    nats = build_decoder(small(), 0).token_scores(random_tokens(4, 128), Draws.evaluation(0, 4)).nats
+    nats = build_model(small(), 0).token_scores(random_tokens(4, 128), Draws.evaluation(0, 4)).nats
     assert nats.shape == (4, 128)
     assert abs(nats.mean() - math.log(256)) < 1.0
 
 
 def test_the_objective_is_the_mean_of_scored_nats():
-    model = build_decoder(small(score_from=30), 0)
+    model = build_model(small(score_from=30), 0)
     tokens = random_tokens(2, 100)
     objective, statistics = model(tokens, Draws.evaluation(0, 2))
-    nats, correct = (x[:, 30:] for x in model.token_scores(tokens, Draws.evaluation(0, 2)))
+    nats, correct, scored = (x[:, 30:] for x in model.token_scores(tokens, Draws.evaluation(0, 2)))
+    assert scored.all()
     assert statistics["tokens"] == 140
     torch.testing.assert_close(objective, nats.mean())
     torch.testing.assert_close(statistics["nats"], nats.sum())
@@ -46,7 +47,7 @@ def test_the_objective_is_the_mean_of_scored_nats():
 
 
 def test_dropout_only_in_training_and_only_by_step_and_sample():
-    model = build_decoder(small(dropout=0.2), 0)
+    model = build_model(small(dropout=0.2), 0)
     tokens = random_tokens(2, 60)
     evaluated = model.token_scores(tokens, Draws.evaluation(0, 2)).nats
     assert torch.equal(evaluated, model.token_scores(tokens, Draws.evaluation(0, 2)).nats)
@@ -58,7 +59,7 @@ def test_dropout_only_in_training_and_only_by_step_and_sample():
 
 
 def test_rounds_are_changed_at_evaluation():
-    model = build_decoder(small(("lsh",), attention=attention("lsh", lsh={"rounds": 1, "evaluation_rounds": 4})), 0)
+    model = build_model(small(("lsh",), attention=attention("lsh", lsh={"rounds": 1, "evaluation_rounds": 4})), 0)
     tokens = random_tokens(2, 100)
     default = model.token_scores(tokens, Draws.evaluation(0, 2)).nats
     assert torch.equal(default, model.token_scores(tokens, Draws.evaluation(0, 2, rounds=4)).nats)
@@ -88,7 +89,7 @@ def test_sinusoidal_positions_are_the_published_ones():
 @pytest.mark.parametrize("kind", ["axial", "sinusoidal", "learned", "rotary"])
 def test_positions_tell_order(kind):
     positions = AXIAL if kind == "axial" else PositionsConfig(kind=kind)
-    model = build_decoder(small(("full",), positions=positions), 0)
+    model = build_model(small(("full",), positions=positions), 0)
     tokens = random_tokens(1, 30)
     swapped = tokens.clone()
     swapped[:, [3, 20]] = tokens[:, [20, 3]]

@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megasparse.config.schema import AttentionConfig, LSHAttentionConfig, ModelConfig, PositionsConfig
+from megasparse.config.attention import AttentionConfig, LSHAttentionConfig
+from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.data.corpora import duplication
 from megasparse.data.corpora.source import Source
-from megasparse.model.decoder import Decoder, build_decoder
+from megasparse.model.build import build_model
+from megasparse.model.decoder import Decoder
 from megasparse.ops.random import Draws
 
 LENGTH, SYMBOLS, BATCH, STEPS = 128, 31, 8, 1000
@@ -32,7 +34,7 @@ def build(seed: int) -> Decoder:
         positions=PositionsConfig(kind="learned"),
         attention=AttentionConfig(pattern=["lsh"], lsh=LSHAttentionConfig(rounds=4, chunk=16, buckets=16)),
     )
-    return build_decoder(config, seed)
+    return build_model(config, seed)
 
 
 def sequences(seed: int) -> dict[str, Tensor]:

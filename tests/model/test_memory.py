@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megasparse.config.schema import LocalAttentionConfig, LSHAttentionConfig, ModelConfig
-from megasparse.model.decoder import build_decoder
+from megasparse.config.attention import LocalAttentionConfig, LSHAttentionConfig
+from megasparse.config.schema import ModelConfig
+from megasparse.model.build import build_model
 from tests.helpers.models import attention, random_tokens, training_draws
 from tests.helpers.peak_memory import PeakMemory
 
@@ -17,7 +18,7 @@ def step_memory(**changes) -> PeakMemory:
         update={"local": LocalAttentionConfig(chunk=64), "lsh": LSHAttentionConfig(chunk=64, rounds=1)}
     )
     settings = dict(max_length=LENGTH, layers=2, d_model=512, d_ff=512, heads=2, head_dim=16, attention=layers)
-    model = build_decoder(ModelConfig(**{**settings, **changes}), seed=0)
+    model = build_model(ModelConfig(**{**settings, **changes}), seed=0)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     tokens = random_tokens(1, LENGTH)

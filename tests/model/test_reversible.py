@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megasparse.attention.contract import AttentionOutput
-from megasparse.model.decoder import build_decoder
+from megasparse.model.build import build_model
 from tests.helpers.models import attention, random_tokens, small, training_draws
 
 
@@ -24,7 +24,7 @@ def error(ours, exact):
 def reversible_and_stored(dtype=torch.float32, **changes):
     config = small(**changes)
     stored = config.model_copy(update={"activations": "stored"})
-    return build_decoder(config, 0, dtype), build_decoder(stored, 0, dtype)
+    return build_model(config, 0, dtype), build_model(stored, 0, dtype)
 
 
 def test_gradients_at_depth_12_with_dropout_and_lsh_in_fp32():
@@ -42,7 +42,7 @@ def test_gradients_at_depth_24_in_bf16():
 
 
 def test_tiles_inside_reversible_blocks_change_nothing():
-    whole, tiled = (build_decoder(small(dropout=0.1, feed_forward_tiles=t, loss_tiles=t), 0) for t in (1, 5))
+    whole, tiled = (build_model(small(dropout=0.1, feed_forward_tiles=t, loss_tiles=t), 0) for t in (1, 5))
     tokens = random_tokens(2, 90)
     (loss, a), (tiled_loss, b) = gradients(whole, tokens), gradients(tiled, tokens)
     torch.testing.assert_close(loss, tiled_loss)
@@ -50,7 +50,7 @@ def test_tiles_inside_reversible_blocks_change_nothing():
 
 
 def test_a_second_forward_before_the_first_backward_changes_nothing():
-    model = build_decoder(small(dropout=0.1), 0)
+    model = build_model(small(dropout=0.1), 0)
     tokens, others = random_tokens(2, 100), random_tokens(3, 70, seed=1)
     _, expected = gradients(model, tokens)
     model.zero_grad()
@@ -64,8 +64,8 @@ def test_a_second_forward_before_the_first_backward_changes_nothing():
 
 def test_codes_are_kept_not_hashed_again():
     """Without its memory, a recomputed layer would hash its rebuilt input, whose last bits differ."""
-    model = build_decoder(small(("lsh",)), 0)
-    mechanism = model.blocks[0].attention.attention.mechanism
+    model = build_model(small(("lsh",)), 0)
+    mechanism = model.blocks[0].attention.attention.mechanisms["lsh"]
     calls = []
     assign = mechanism.assign
     mechanism.assign = lambda q, context: calls.append(1) or assign(q, context)
@@ -75,7 +75,7 @@ def test_codes_are_kept_not_hashed_again():
 
 def test_an_auxiliary_loss_trains_what_only_it_reads():
     class WithAuxiliary(torch.nn.Module):
-        shared_qk, leak = False, None
+        shared_qk, adds_positions, leak, task_weight = False, False, None, 1.0
 
         def __init__(self):
             super().__init__()
@@ -86,22 +86,22 @@ def test_an_auxiliary_loss_trains_what_only_it_reads():
 
     results = {}
     for activations in ("reversible", "stored"):
-        model = build_decoder(small(("full",), activations=activations, layers=3), 0)
-        model.blocks[1].attention.attention.mechanism = WithAuxiliary()
+        model = build_model(small(("full",), activations=activations, layers=3), 0)
+        model.blocks[1].attention.attention.mechanisms["full"] = WithAuxiliary()
         tokens = random_tokens(2, 40)
         objective, statistics = model(tokens, training_draws(2))
         assert statistics["attention/full/size"] == 1.0
         assert objective.item() > (statistics["nats"] / statistics["tokens"]).item() + 0.1
         results[activations] = gradients(model, tokens)[1]
-    assert results["stored"]["blocks.1.attention.attention.mechanism.own"] > 0.1
+    assert results["stored"]["blocks.1.attention.attention.mechanisms.full.own"] > 0.1
     assert error(results["reversible"], results["stored"]) < 1e-5
 
 
 @pytest.mark.parametrize("activations", ["checkpoint", "checkpoint_cpu"])
 def test_checkpointed_ordinary_blocks_are_as_stored_ones(activations):
     settings = dict(blocks="ordinary", dropout=0.1, attention=attention("local", "lsh"))
-    stored = build_decoder(small(activations="stored", **settings), 0)
-    checkpointed = build_decoder(small(activations=activations, **settings), 0)
+    stored = build_model(small(activations="stored", **settings), 0)
+    checkpointed = build_model(small(activations=activations, **settings), 0)
     assert [n for n, _ in stored.named_parameters()] == [n for n, _ in checkpointed.named_parameters()]
     tokens = random_tokens(2, 100)
     (loss, a), (stored_loss, b) = gradients(checkpointed, tokens), gradients(stored, tokens)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megasparse.config.load import build_config
-from megasparse.model.decoder import build_decoder
+from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
 from megasparse.planning.dry_run import dry_run
 from megasparse.planning.flops import model_flops_per_token
@@ -42,14 +42,14 @@ def run(values, *overrides):
     config = build_config(values, overrides)
     seed = config.run.seed
     return config, dry_run(
-        config, lambda c: build_decoder(c.model, seed), lambda s, samples: Draws(seed, s, samples, True)
+        config, lambda c: build_model(c.model, seed), lambda s, samples: Draws(seed, s, samples, True)
     )
 
 
 def test_it_measures_one_step_and_writes_nothing(empty_folder):
     config, found = run(VALUES)
     assert list(empty_folder.iterdir()) == []
-    assert found.parameters == sum(p.numel() for p in build_decoder(config.model, 0).parameters())
+    assert found.parameters == sum(p.numel() for p in build_model(config.model, 0).parameters())
     assert found.flops_per_step == model_flops_per_token(config.model, 64) * 6 * 64
     assert found.seconds > 0
     assert abs(found.loss - math.log(256)) < 2  # random weights know nothing

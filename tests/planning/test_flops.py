@@ -1,11 +1,14 @@
 """FLOPs against counts made by hand, and against brute force over every query and key."""
 
+from typing import get_args
+
 import pytest
 
+from megasparse.config.attention import AttentionKind
 from megasparse.config.load import build_config
 from megasparse.config.schema import ModelConfig
-from megasparse.model.decoder import build_decoder
-from megasparse.planning.flops import model_flops_per_token
+from megasparse.model.build import build_model
+from megasparse.planning.flops import ATTENTION, model_flops_per_token
 
 BASE = {"max_length": 64, "layers": 1, "d_model": 32, "d_ff": 48, "heads": 4, "vocabulary": 256}
 
@@ -14,8 +17,14 @@ def model(**changed) -> ModelConfig:
     return build_config({"model": {**BASE, **changed}, "data": {"sequence_length": BASE["max_length"]}}).model
 
 
-def attention(pattern: str, **kinds) -> dict:
+def attention(pattern: str | dict, **kinds) -> dict:
     return {"pattern": [pattern], **kinds}
+
+
+def encoder(pattern: str, **kinds) -> float:
+    """FLOPs of an encoder with 256 outputs, as the decoders here have: what its mask token adds is taken off."""
+    made = model(kind="encoder", vocabulary=257, attention=attention(pattern, **kinds))
+    return model_flops_per_token(made, 64) - 6 * 64
 
 
 FEED_FORWARD = 6 * 2 * 32 * 48
@@ -38,8 +47,75 @@ def test_full_attention_by_hand():
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64])
 def test_local_attention_by_counting_pairs(chunk, length):
     pairs = sum(1 for q in range(length) for k in range(q + 1) if k // chunk >= q // chunk - 1)
-    found = model_flops_per_token(model(attention=attention("local", local={"chunk": chunk})), length)
-    assert found == pytest.approx(rest(4) + 12 * 32 * pairs / length)
+    config = model(attention=attention("local", local={"chunk": chunk}))
+    assert model_flops_per_token(config, length) == pytest.approx(rest(4) + 12 * 32 * pairs / length)
+    pairs = sum(1 for q in range(length) for k in range(length) if abs(k // chunk - q // chunk) <= 1)
+    both = config.model_copy(update={"kind": "encoder"})
+    assert model_flops_per_token(both, length) == pytest.approx(rest(4) + 12 * 32 * pairs / length)
+
+
+BIRD = {"keys": 5, "sketch_dim": 4}
+HADAMARD = 3 * 3  # operations a sign bit of 8 numbers
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "flops"),
+    [  # of 4 heads of 8 numbers at 64 tokens; beside the projections
+        ("full", {}, 12 * 32 * 32.5),
+        ("local", {"chunk": 100, "relative": True}, 18 * 32 * 32.5),
+        # Hash networks of 8·8 and 8·4 weights for queries and for keys; 16 features and their products with 4 buckets.
+        ("lha", {"chunk": 16, "features": 16}, 12 * 32 * 16 + 4 * (2 * 6 * 96 + 4 * 16 * (8 + 4))),
+        ("lha", {"chunk": 16, "hash": "random"}, 12 * 32 * 16 + 4 * 2 * 2 * 8 * 4),
+        # 4 buckets of ⌊16·√2⌋ = 22 tokens, each of which sees 11.5 of them.
+        ("lha", {"chunk": 16, "hash": "random", "window": "top_k"}, 12 * 32 * 22 * 4 * 11.5 / 64 + 4 * 2 * 2 * 8 * 4),
+        ("yoso", {"expectation": True}, 12 * 32 * 32.5),
+        ("yoso", {"hashes": 3, "code_bits": 5, "backward": "tables"}, 4 * 3 * (2 * 5 * HADAMARD + 32 + 8 * 64)),
+        ("yoso", {"hashes": 3, "code_bits": 5}, 4 * 3 * (2 * 5 * HADAMARD + 32 + 6 * 8 * 32.5 / 32)),
+        ("smart_bird", BIRD, 12 * 32 * 5 + 4 * (14 * 32.5 + 3 * 4 * 32 + 6 * 256)),
+        ("routing", {"chunk": 16}, 12 * 32 * 16 + 4 * 2 * 2 * 8 * 4),
+        ("random", {"chunk": 16}, 12 * 32 * 16),
+        ("sparse_transformer", {"stride": 8}, 12 * 32 * (8 + 32.5 / 8)),
+        ("longformer", {"chunk": 8, "globals": 2}, 12 * 32 * (4.5 + 8 * 56 / 64 + 2)),
+        ("bigbird", {"chunk": 8, "globals": 1, "random": 1}, 12 * 32 * (4.5 + 8 * 56 / 64 + 16)),
+        ("bigbird", {"chunk": 32}, 12 * 32 * 32.5),  # no more than there are
+        ("performer", {"features": 16, "chunk": 8}, 4 * (24 * 8 * 16 + 6 * (16 + 8) * 4.5)),
+    ],
+)
+def test_causal_mechanisms_by_hand(kind, section, flops):
+    found = model_flops_per_token(model(attention=attention(kind, **{kind: section})), 64)
+    assert found == pytest.approx(rest(4) + flops)
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "flops"),
+    [
+        ("full", {}, 12 * 32 * 64),
+        ("lha", {"chunk": 16, "hash": "random"}, 12 * 32 * 32 + 4 * 2 * 2 * 8 * 4),
+        ("lha", {"chunk": 16, "hash": "random", "window": "top_k"}, 12 * 32 * 22 * 4 * 22 / 64 + 4 * 2 * 2 * 8 * 4),
+        ("smart_bird", BIRD, 12 * 32 * 5 + 4 * (14 * 64 + 3 * 4 * 32 + 6 * 257)),
+        ("smyrf", {"chunk": 8, "rounds": 3}, 3 * (12 * 32 * 8 + 4 * 2 * 2 * 10)),
+        ("routing", {"chunk": 16, "window": "top_k"}, 12 * 32 * 16 + 4 * 2 * 2 * 8 * 4),
+        ("random", {"chunk": 16}, 12 * 32 * 31),
+        ("sparse_transformer", {"stride": 8}, 12 * 32 * (16 + 8)),
+        ("longformer", {"chunk": 8, "globals": 2}, 12 * 32 * (8 + 2 * 8 * 56 / 64 + 4)),
+        ("bigbird", {"chunk": 8, "globals": 1, "random": 1}, 12 * 32 * (8 + 2 * 8 * 56 / 64 + 24)),
+        ("performer", {"features": 16}, 4 * 24 * 8 * 16),
+        ("linformer", {"projected": 16}, 4 * 24 * 8 * 16),
+    ],
+)
+def test_bidirectional_mechanisms_by_hand(kind, section, flops):
+    assert encoder(kind, **{kind: section}) == pytest.approx(rest(4) + flops)
+
+
+def test_every_mechanism_has_a_formula():
+    assert set(ATTENTION) == set(get_args(AttentionKind))
+
+
+def test_heads_of_a_layer_add_up():
+    local = {"local": {"chunk": 16}}
+    both = (model_flops_per_token(model(attention=attention(kind, **local)), 64) for kind in ("full", "local"))
+    split = model(attention=attention({"full": 2, "local": 2}, **local))
+    assert model_flops_per_token(split, 64) == pytest.approx(sum(both) / 2)
 
 
 def test_lsh_attention_by_hand():
@@ -49,6 +125,12 @@ def test_lsh_attention_by_hand():
     chunked = model(attention=attention("lsh", lsh={"chunk": 8, "window": "chunk", "rounds": 1}))
     pairs = sum(1 for q in range(64) for k in range(q + 1) if k // 8 >= q // 8 - 1)
     assert model_flops_per_token(chunked, 64) == pytest.approx(rest(3) + 12 * 32 * pairs / 64 + 4 * 8 * 8 * 2)
+
+
+def test_lsh_attention_both_ways_and_with_keys_of_their_own():
+    assert encoder("lsh", lsh={"chunk": 8, "rounds": 3}) == pytest.approx(rest(3) + 3 * (12 * 32 * 15 + 4 * 8 * 8 * 2))
+    separate = encoder("lsh", lsh={"chunk": 8, "rounds": 3, "shared_qk": False})
+    assert separate == pytest.approx(rest(4) + 3 * (12 * 32 * 16 + 2 * 4 * 8 * 8 * 2))
 
 
 def test_layers_add_up_by_the_pattern():
@@ -63,7 +145,7 @@ def test_layers_add_up_by_the_pattern():
 def test_products_with_weights_are_those_of_the_model(changed, pattern):
     """6 × the weights that the built model multiplies by: all its matrices but embeddings and positions."""
     config = model(**changed, attention=attention(pattern, local={"chunk": 64}, lsh={"chunk": 64}))
-    matrices = {name: p for name, p in build_decoder(config, 0).named_parameters() if p.dim() == 2}
+    matrices = {name: p for name, p in build_model(config, 0).named_parameters() if p.dim() == 2}
     weights = sum(p.numel() for name, p in matrices.items() if not name.startswith("embedding."))
     weights += 256 * 32 if config.tied_embeddings else 0
     keys = 32.5 if pattern != "lsh" else config.attention.lsh.rounds * 32.5  # one window holds everything

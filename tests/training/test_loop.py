@@ -82,7 +82,7 @@ def test_every_step_has_one_line_with_every_scalar(tmp_path: Path) -> None:
         assert line["train/skipped_steps"] == 0
         assert line["memory/peak_bytes"] > 1e6 and line["speed/data_wait_seconds"] == 0.0
         rate = line["speed/tokens_per_second"]
-        assert rate == pytest.approx(8 * 23 / line["speed/step_seconds"])
+        assert rate == pytest.approx(8 * 24 / line["speed/step_seconds"])
         assert line["speed/model_flops_utilisation"] == pytest.approx(1e6 * rate / 0.5e12)
         assert ("evaluation/bits_per_dim" in line) == (line["step"] % 6 == 0)
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000010", "00000020"]

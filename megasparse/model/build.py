@@ -1,0 +1,35 @@
+"""A model out of its configuration, with its initial weights."""
+
+import torch
+from torch import Tensor
+
+from megasparse.config.schema import ModelConfig
+from megasparse.model.decoder import Decoder
+from megasparse.model.encoder import Encoder
+from megasparse.ops.random import derive
+
+
+def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder | Encoder:
+    """A model whose every weight, and every buffer that training moves, is a pure function of (seed, its name).
+
+    Embeddings are standard normal; projections normal with deviation 1/√fan-in, those into a stream divided by
+    √(2·layers) so that the streams' scale does not grow with depth; norms 1, biases 0.
+    """
+    model = Decoder(config) if config.kind == "decoder" else Encoder(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            generator = torch.Generator().manual_seed(derive(seed, "initial weights", name) >> 1)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * _deviation(name, parameter, config))
+    for name, module in model.named_modules():
+        if (initialise := getattr(module, "initialise", None)) is not None:  # of its buffers
+            initialise(seed, name)
+    return model.to(dtype)
+
+
+def _deviation(name: str, parameter: Tensor, config: ModelConfig) -> float:
+    if name.startswith("embedding."):
+        return 1.0
+    scale = parameter.shape[1] ** -0.5
+    return scale * (2 * config.layers) ** -0.5 if name.endswith((".output.weight", ".down")) else scale

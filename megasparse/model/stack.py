@@ -1,0 +1,107 @@
+"""What decoder and encoder share: embedding, a stack of blocks, a tiled output projection, and the objective.
+
+B batch, L length, E d_model, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from fairscale.nn import checkpoint_wrapper
+from torch import Tensor, nn
+
+from megasparse.attention.contract import Attention, Memory, Targets
+from megasparse.attention.heads import Padding
+from megasparse.config.schema import ModelConfig
+from megasparse.model.block import Block, Pass, Streams
+from megasparse.model.embedding import Embedding
+from megasparse.model.head import OutputHead
+from megasparse.model.reversible import reversible
+from megasparse.ops.random import Draws, dropout
+
+
+class TokenScores(NamedTuple):
+    """How well a model tells each token of a batch: (B, L) each."""
+
+    nats: Tensor
+    """−ln p(token), fp32."""
+    correct: Tensor
+    """Whether the token was the likeliest one."""
+    scored: Tensor
+    """Whether the token counts: the model was to tell it."""
+
+
+class Transformer(nn.Module, ABC):
+    """A stack of blocks that tells tokens; which ones, and from what, is its kind's."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.layers = [Block(config, layer) for layer in range(config.layers)]
+        self.blocks = nn.ModuleList(self.layers)
+        self.head = OutputHead(config, self.embedding.weight)
+        self.task_weight = min(mechanism.task_weight for _, mechanism in self._mechanisms())
+        if config.activations in ("checkpoint", "checkpoint_cpu"):
+            for block in self.layers:
+                checkpoint_wrapper(block, offload_to_cpu=config.activations == "checkpoint_cpu")
+
+    @abstractmethod
+    def task(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[Tensor, Tensor]:
+        """What the embedding reads, and which tokens the model is to tell: (B, L) bool. tokens: (B, L) int64."""
+
+    def forward(self, tokens: Tensor, draws: Draws, padding: Padding | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """tokens: (B, L) int64. Returns the objective, mean nats a scored token plus auxiliary losses (LHA's is a
+        convex combination of the two), and statistics.
+
+        statistics: `nats` the sum over scored tokens and `tokens` their number; any others are means to log, among them
+        `accuracy`, the share of scored tokens that were the likeliest. Where nothing is scored, loss and accuracy are
+        0.
+        """
+        scores, auxiliary, statistics = self._scores(tokens, draws, padding or Padding())
+        total, count = torch.where(scores.scored, scores.nats, 0.0).sum(), scores.scored.sum()
+        divisor = count.clamp_min(1)
+        statistics |= {
+            "nats": total.detach(),
+            "tokens": count,
+            "accuracy": (scores.correct & scores.scored).sum() / divisor,
+        }
+        return self.task_weight * total / divisor + auxiliary, statistics
+
+    @torch.no_grad()
+    def token_scores(self, tokens: Tensor, draws: Draws, padding: Padding | None = None) -> TokenScores:
+        return self._scores(tokens, draws, padding or Padding())[0]
+
+    def _scores(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[TokenScores, Tensor, dict[str, Tensor]]:
+        """The scores, the sum of auxiliary losses, and the layers' statistics, mean over layers."""
+        read, scored = self.task(tokens, draws, padding)
+        run = self._new_pass(draws, padding, Targets(tokens, scored) if draws.training else None)
+        streams, auxiliary = self._stack(self._enter(read, 0, draws), run)
+        nats, correct = self.head(streams, tokens)
+        statistics = {name: torch.stack(values).mean() for name, values in run.statistics.items()}
+        return TokenScores(nats, correct, scored), auxiliary, statistics
+
+    def _mechanisms(self) -> Iterator[tuple[int, Attention]]:
+        for layer, block in enumerate(self.layers):
+            for kind in block.attention.attention.split:
+                yield layer, block.attention.attention.mechanism(kind)
+
+    def _new_pass(self, draws: Draws, padding: Padding, targets: Targets | None = None) -> Pass:
+        return Pass(draws, padding, [Memory() for _ in self.blocks], targets)
+
+    def _enter(self, tokens: Tensor, first: int, draws: Draws) -> Streams:
+        x = self.embedding(tokens, first)
+        if draws.training:
+            x = dropout(x, self.config.dropout, draws.key(-1, "embedding dropout"), draws.rows(x.shape[1], x.device))
+        return (x, x) if self.config.blocks == "reversible" else (x,)
+
+    def _stack(self, streams: Streams, run: Pass, caches: Sequence[Any] | None = None) -> tuple[Streams, Tensor]:
+        if self.config.activations == "reversible" and torch.is_grad_enabled():
+            return reversible(self.layers, streams, run)
+        total = torch.zeros((), device=streams[0].device)
+        for i, block in enumerate(self.layers):
+            auxiliary, *streams = block(run, caches[i] if caches is not None else None, *streams)
+            if auxiliary is not None:
+                total = total + auxiliary
+        return tuple(streams), total

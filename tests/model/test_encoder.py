@@ -1,0 +1,160 @@
+"""The encoder: what it masks, what it scores, and that it sees both sides."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megasparse.attention.heads import Padding
+from megasparse.config.schema import MaskingConfig
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from tests.helpers.models import all_names, named, random_tokens, small, training_draws
+
+MASK, VOCABULARY = 256, 260
+
+
+def encoder(pattern=("local", "lsh", "full"), **changes):
+    return build_model(small(pattern, kind="encoder", vocabulary=VOCABULARY, **changes), 0)
+
+
+def asked(model, tokens, draws, key_mask=None):
+    return model.task(tokens, draws, Padding(key_mask))
+
+
+def test_rates_of_masking_are_those_of_bert():
+    tokens = torch.full((500, 128), 7)
+    read, scored = asked(encoder(), tokens, training_draws(500))
+    assert (scored.sum(1) == round(0.15 * 128)).all()
+    assert torch.equal(read[~scored], tokens[~scored])
+    hidden = read[scored]
+    count = len(hidden)  # 9,500
+    masked, stay = (hidden == MASK).sum() / count, (hidden == 7).sum() / count
+    deviation = (0.1 * 0.9 / count) ** 0.5
+    assert abs(masked - 0.8) < 4 * (0.8 * 0.2 / count) ** 0.5
+    assert abs(stay - 0.1) < 4 * deviation + 1 / VOCABULARY
+    others = hidden[(hidden != MASK) & (hidden != 7)].bincount(minlength=VOCABULARY)
+    assert abs(others.sum() / count - 0.1) < 4 * deviation + 1 / VOCABULARY
+    assert len(others) == VOCABULARY and (others > 0).sum() > 200 and others.max() < 30  # all over the vocabulary
+    assert others[:50].sum() / others.sum() == pytest.approx(50 / VOCABULARY, abs=0.06)
+    where = scored.float().mean(0)  # and all over the positions
+    assert (where - 0.15).abs().max() < 5 * (0.15 * 0.85 / 500) ** 0.5
+
+
+def test_a_random_token_is_never_the_mask_token():
+    tokens = torch.zeros(500, 128, dtype=torch.int64)
+    model = build_model(small(kind="encoder", vocabulary=3, masking=MaskingConfig(token=1)), 0)
+    read, scored = asked(model, tokens, training_draws(500))
+    shares = read[scored].bincount(minlength=3) / scored.sum()
+    torch.testing.assert_close(shares, torch.tensor([0.15, 0.8, 0.05]), rtol=0, atol=0.016)
+
+
+def test_masks_are_a_function_of_seed_step_and_sample_alone():
+    model, tokens = encoder(), random_tokens(4, 100)
+    read, scored = asked(model, tokens, training_draws(4))
+    again = asked(model, tokens, training_draws(4))
+    assert torch.equal(read, again[0]) and torch.equal(scored, again[1])
+    part = asked(model, tokens[2:], Draws(0, 0, torch.tensor([2, 3]), training=True))
+    assert torch.equal(read[2:], part[0]) and torch.equal(scored[2:], part[1])
+    for other in (training_draws(4, step=1), Draws(1, 0, torch.arange(4), True), Draws(0, 0, torch.arange(4, 8), True)):
+        assert not torch.equal(scored, asked(model, tokens, other)[1])
+    assert not torch.equal(scored[0], scored[1])
+    fixed = asked(model, tokens, Draws.evaluation(0, 4))[1]
+    assert torch.equal(fixed, asked(model, tokens, Draws.evaluation(0, 4, rounds=3))[1])
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_sequence_has_a_masked_token_however_short(length):
+    _, scored = asked(encoder(), random_tokens(3, length), training_draws(3))
+    assert (scored.sum(1) == 1).all()
+
+
+def test_only_masked_tokens_are_scored():
+    model, tokens = encoder(masking=MaskingConfig(rate=0.3, token=MASK)), random_tokens(3, 100)
+    draws = Draws.evaluation(0, 3)
+    nats, correct, scored = model.token_scores(tokens, draws)
+    assert scored.sum() == 3 * 30
+    objective, statistics = model(tokens, draws)
+    assert statistics["tokens"] == 90
+    torch.testing.assert_close(objective, nats[scored].mean())
+    torch.testing.assert_close(statistics["nats"], nats[scored].sum())
+    torch.testing.assert_close(statistics["accuracy"], correct[scored].float().mean())
+    assert abs(nats[scored].mean() - math.log(VOCABULARY)) < 1.0
+
+
+def test_scores_are_of_the_hidden_tokens_themselves():
+    """What is told at t is token t, whose embedding the model does not read where it is masked."""
+    model, tokens, draws = encoder(), random_tokens(1, 60), Draws.evaluation(0, 1)
+    read, scored = asked(model, tokens, draws)
+    nats = model.token_scores(tokens, draws).nats
+    at = ((read == MASK) & scored)[0].nonzero()[0].item()
+    others = tokens.repeat(VOCABULARY, 1)
+    others[:, at] = torch.arange(VOCABULARY)
+    same_masks = dataclasses.replace(draws, samples=torch.zeros(VOCABULARY, dtype=torch.int64))
+    told = model.token_scores(others, same_masks).nats
+    assert torch.exp(-told[:, at].double()).sum().item() == pytest.approx(1.0, abs=1e-4)
+    told[:, at] = nats[0, at]
+    torch.testing.assert_close(told, nats.expand_as(told))
+
+
+@pytest.mark.parametrize("kind", ["full", "local", "lsh"])
+def test_a_token_sees_both_sides(kind):
+    model, tokens, draws = encoder((kind,)), random_tokens(1, 100), Draws.evaluation(0, 1)
+    scored = asked(model, tokens, draws)[1]
+    nats = model.token_scores(tokens, draws).nats
+    for changed in (60, 62, 64):  # one of three neighbours at least is not masked
+        tokens[0, changed] = (tokens[0, changed] + 1) % 256
+    moved = (model.token_scores(tokens, draws).nats - nats)[0].abs() > 1e-4
+    assert moved[:60].any() and moved[65:].any()
+    assert not scored[0, [60, 62, 64]].all()
+
+
+@pytest.mark.parametrize("name", all_names())
+def test_every_mechanism_trains_with_the_gradients_of_stored_activations(name):
+    tokens, found = random_tokens(2, 60), {}
+    for activations in ("reversible", "stored"):
+        model = encoder(attention=named(name), layers=2, dropout=0.1, activations=activations)
+        objective, statistics = model(tokens, training_draws(2))
+        objective.backward()
+        assert statistics["tokens"] == 2 * 9
+        found[activations] = {key: p.grad for key, p in model.named_parameters()}
+    for key, gradient in found["stored"].items():
+        assert gradient is not None and gradient.norm() > 0, key
+        assert (found["reversible"][key] - gradient).norm() < 1e-4 * gradient.norm(), key
+
+
+def test_padding_is_neither_masked_nor_scored():
+    model, tokens = encoder(), random_tokens(2, 90)
+    mask = torch.ones(2, 90, dtype=torch.bool)
+    mask[0, 50:] = False
+    read, scored = asked(model, tokens, training_draws(2), mask)
+    assert scored.sum(1).tolist() == [round(0.15 * 50), round(0.15 * 90)]
+    assert not scored[0, 50:].any() and torch.equal(read[0, 50:], tokens[0, 50:])
+    alone = model.token_scores(tokens[:1, :50], Draws.evaluation(0, 1))
+    padded = model.token_scores(tokens, Draws.evaluation(0, 2), Padding(mask))
+    assert torch.equal(alone.scored[0], padded.scored[0, :50])
+    torch.testing.assert_close(alone.nats[0], padded.nats[0, :50], rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_but_padding_costs_nothing():
+    objective, statistics = encoder()(random_tokens(1, 9), training_draws(1), Padding(torch.zeros(1, 9).bool()))
+    assert objective == 0 and statistics["tokens"] == 0 and statistics["accuracy"] == 0
+    objective.backward()
+
+
+def test_targets_are_told_in_training_only(monkeypatch):
+    model, tokens, seen = encoder(("local",)), random_tokens(2, 40), []
+    mechanism = model.blocks[0].attention.attention.mechanisms["local"]
+    forward = mechanism.forward
+
+    def recording(x, heads, context):
+        seen.append(context.targets)
+        return forward(x, heads, context)
+
+    monkeypatch.setattr(mechanism, "forward", recording)
+    model(tokens, training_draws(2))
+    assert torch.equal(seen[0].values, tokens)
+    assert torch.equal(seen[0].counted, asked(model, tokens, training_draws(2))[1])
+    model(tokens, Draws.evaluation(0, 2))
+    assert seen[1] is None

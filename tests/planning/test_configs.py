@@ -1,0 +1,65 @@
+"""Every file of configs/ loads, and trains one step at a small size with its own layers, positions and precision."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megasparse.config.load import build_config, load_config
+from megasparse.config.schema import Config
+from megasparse.model.build import build_model
+from megasparse.model.decoder import Decoder
+from megasparse.model.encoder import Encoder
+from megasparse.ops.random import Draws
+from megasparse.planning.dry_run import dry_run
+
+FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
+LENGTH, CHUNK, HEAD_DIM = 64, 8, 4
+
+
+def reduced(config: Config) -> Config:
+    """One layer of each kind that the pattern has, heads of 4 numbers, 64 positions."""
+    model = config.model
+    width = HEAD_DIM * model.heads
+    values: dict[str, Any] = config.model_dump(mode="json")
+    pattern = [entry for i, entry in enumerate(model.attention.pattern) if entry not in model.attention.pattern[:i]]
+    for section in values["model"]["attention"].values():
+        if isinstance(section, dict) and "chunk" in section:
+            section["chunk"] = CHUNK
+    values["model"]["attention"]["pattern"] = pattern
+    values["model"]["attention"]["lsh"]["buckets"] = None
+    values["model"]["attention"]["yoso"] |= {"hashes": 4, "code_bits": 4}
+    values["model"] |= {"max_length": LENGTH, "layers": len(pattern), "d_model": width, "head_dim": HEAD_DIM, "d_ff": 8}
+    values["model"]["score_from"] = min(model.score_from, LENGTH // 2)
+    if shape := model.positions.axial_shape:
+        rest = len(shape) - 1
+        small = [2] * rest + [LENGTH // 2**rest]
+        values["model"]["positions"] |= {"axial_shape": small, "axial_dims": [4] * rest + [width - 4 * rest]}
+    values["data"]["sequence_length"] = LENGTH
+    values["evaluation"]["sample_tokens"] = min(config.evaluation.sample_tokens, LENGTH)
+    values["training"] |= {"global_batch": 2, "micro_batch": 2}
+    values["run"]["device"] = "cpu"
+    return build_config(values)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_configuration_loads_and_trains_a_step_at_a_small_size(path):
+    config = reduced(load_config(path))
+    seed = config.run.seed
+    found = dry_run(config, lambda c: build_model(c.model, seed), lambda step, s: Draws(seed, step, s, training=True))
+    assert abs(found.loss - math.log(config.model.vocabulary)) < 2.5  # random weights know nothing
+    assert found.flops_per_step > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("lha_wikitext103", 39e6, 42e6), ("yoso_bert_512", 85e6, 87e6), ("yoso_bert_4096", 88e6, 90e6)],
+)
+def test_sizes_are_those_of_the_papers_without_their_vocabularies(name, least, most):
+    """LHA: 153M, of which 110M embed 267,735 words; BERT-base: 110M, of which 23M embed 30,522 word pieces."""
+    config = load_config(next(path for path in FILES if path.stem == name)).model
+    with torch.device("meta"):
+        model = Decoder(config) if config.kind == "decoder" else Encoder(config)
+    assert least < sum(p.numel() for p in model.parameters()) < most
