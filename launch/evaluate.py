@@ -1,4 +1,4 @@
-"""Held-out bits/dim and accuracy of a trained model.
+"""Held-out bits/dim and accuracy of a trained decoder; an encoder's loss and accuracy on masked tokens.
 
     python launch/evaluate.py --checkpoint runs/quickstart --data data/quickstart --json runs/quickstart/test.json
     python launch/evaluate.py --checkpoint runs/quickstart --data data/quickstart --stride 1024 --rounds 8
@@ -11,12 +11,15 @@ import json
 from pathlib import Path
 
 from megasparse.config.command_line import checkpoint_parser
+from megasparse.config.pattern import evaluation_rounds
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizer import build_tokenizer
 from megasparse.errors import report_user_errors
-from megasparse.evaluation.bits_per_dim import Protocol, evaluate, refuse_leaks
+from megasparse.evaluation import bits_per_dim, masked_tokens
+from megasparse.evaluation.bits_per_dim import Protocol, refuse_leaks
 from megasparse.evaluation.restore import restore
+from megasparse.model.decoder import Decoder
 
 
 def arguments() -> argparse.Namespace:
@@ -28,7 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=positive, metavar="N", help="score only the first N windows")
     parser.add_argument("--batch", type=positive, default=1, help="windows scored at once")
     parser.add_argument(
-        "--hash-seeds", type=positive, default=1, metavar="N", help="repeat with N draws of the rotations"
+        "--hash-seeds", type=positive, default=1, metavar="N", help="repeat with N draws of the rotations (and masks)"
     )
     parser.add_argument("--allow-leaking-attention", action="store_true", help="score a model that sees later tokens")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the number and its protocol to this file")
@@ -45,32 +48,28 @@ def positive(text: str) -> int:
 @report_user_errors
 def main() -> None:
     args = arguments()
-    decoder, config, checkpoint, device = restore(args.checkpoint, args.set)
-    if not args.allow_leaking_attention:
-        refuse_leaks(decoder.leaks)
+    model, config, checkpoint, device = restore(args.checkpoint, args.set)
+    if isinstance(model, Decoder) and not args.allow_leaking_attention:
+        refuse_leaks(model.leaks)
     index = Index.load(args.data or config.data.path)
     index.require_tokenizer(build_tokenizer(config.data.tokenizer))
-    lsh = config.model.attention.lsh
-    rounds = args.rounds or lsh.evaluation_rounds or lsh.rounds
     protocol = Protocol(
         split=args.split,
         sequence_length=config.data.sequence_length,
         stride=args.stride or config.data.sequence_length,
         score_from=config.model.score_from,
-        rounds=rounds if "lsh" in config.model.attention.pattern else None,
+        rounds=args.rounds,
+        configured_rounds=evaluation_rounds(config.model),
         seeds=[config.run.seed + i for i in range(args.hash_seeds)],
         precision=config.training.precision,
-        leaks=decoder.leaks,
         checkpoint=str(checkpoint.path),
         checkpoint_step=checkpoint.step,
         data_fingerprint=index.fingerprint,
         trained_on_fingerprint=checkpoint.manifest["data_fingerprint"],
     )
-    result = evaluate(decoder, EvaluationStream(index, args.split), protocol, args.batch, args.limit, device)
-    found = f"{result['bits_per_dim']:.4f} bits/dim, accuracy {100 * result['accuracy']:.2f} %"
-    covered = f"{result['dims']:,} of {result['protocol']['split_dims']:,} symbols of {args.split}"
-    windows = f"windows of {protocol.sequence_length}, stride {protocol.stride}"
-    print(f"{found} ({covered}; {windows}; step {checkpoint.step})")
+    measure = bits_per_dim if isinstance(model, Decoder) else masked_tokens
+    result = measure.evaluate(model, EvaluationStream(index, args.split), protocol, args.batch, args.limit, device)
+    print(measure.summary(result))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=2) + "\n")

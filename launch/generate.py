@@ -10,10 +10,11 @@ import sys
 
 from megasparse.config.command_line import checkpoint_parser
 from megasparse.data.tokenizer import build_tokenizer
-from megasparse.errors import report_user_errors
+from megasparse.errors import ConfigError, report_user_errors
 from megasparse.evaluation.bits_per_dim import refuse_leaks
 from megasparse.evaluation.generate import as_text, check_request, generate
 from megasparse.evaluation.restore import restore
+from megasparse.model.decoder import Decoder
 
 
 def arguments() -> argparse.Namespace:
@@ -32,6 +33,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     decoder, config, _, device = restore(args.checkpoint, args.set)
+    if not isinstance(decoder, Decoder):
+        raise ConfigError("--checkpoint", "an encoder tells masked tokens and writes no text", "Give a decoder's")
     refuse_leaks(decoder.leaks)
     tokenizer = build_tokenizer(config.data.tokenizer)
     prompt = os.fsencode(args.prompt)  # the bytes that the shell passed, UTF-8 or not

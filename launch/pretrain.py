@@ -1,4 +1,4 @@
-"""Pretrain a decoder from a configuration file.
+"""Pretrain a decoder, or an encoder, from a configuration file.
 
     deepspeed launch/pretrain.py --config configs/quickstart.json     # every GPU of this machine, or its CPU
     python launch/pretrain.py --config configs/quickstart.json        # one process
@@ -9,7 +9,7 @@ Started again, the run goes on from its newest checkpoint in `run.directory`.
 
 import argparse
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasparse.config.command_line import config_from, config_parser
 from megasparse.config.schema import Config
@@ -18,7 +18,7 @@ from megasparse.data.index import Index
 from megasparse.data.tokenizer import build_tokenizer
 from megasparse.errors import report_user_errors
 from megasparse.evaluation.held_out import held_out
-from megasparse.model.decoder import Decoder, build_decoder
+from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
 from megasparse.planning.dry_run import dry_run
 from megasparse.planning.flops import model_flops_per_token
@@ -48,7 +48,7 @@ def main() -> None:
         return Draws(config.run.seed, step, samples, training=True)
 
     if args.dry_run:
-        print(dry_run(config, build_model, make_draws).lines(config))
+        print(dry_run(config, fresh_model, make_draws).lines(config))
         return
     index = Index.load(config.data.path)
     index.require_tokenizer(build_tokenizer(config.data.tokenizer))
@@ -56,7 +56,7 @@ def main() -> None:
     saver = Saver(config, ranks, index.fingerprint, index.file.tokenizer.model_dump())
     start = find_start(args.resume, saver, args.allow_changed_config)
     step, position = (start.step, start.sequences) if start else (0, 0)
-    engine = build_engine(build_model(config), config, make_draws, ranks, start)
+    engine = build_engine(fresh_model(config), config, make_draws, ranks, start)
     flops = model_flops_per_token(config.model, config.data.sequence_length)
     with Monitor(config, ranks, step, flops) as monitor, batches(config, index, ranks, position) as data:
         train(engine, config, data, saver, monitor, step, held_out(engine, index, config), args.stop_at)
@@ -64,8 +64,8 @@ def main() -> None:
     ranks.stop()
 
 
-def build_model(config: Config) -> Decoder:
-    return build_decoder(config.model, config.run.seed)
+def fresh_model(config: Config) -> nn.Module:
+    return build_model(config.model, config.run.seed)
 
 
 def batches(config: Config, index: Index, ranks: Ranks, position: int) -> TrainingBatches:

@@ -8,6 +8,7 @@ Sums are taken in float64, and sums and counts are what is added up over batches
 B batch, T window.
 """
 
+import dataclasses
 import math
 import statistics
 import typing
@@ -23,9 +24,9 @@ from tqdm import tqdm
 from megasparse.errors import ConfigError, UserError
 from megasparse.ops.random import Draws
 
-Scorer = Callable[[Tensor, Draws, int], tuple[Tensor, Tensor]]
-"""(tokens (B, T) int64, draws, n) -> sum of the nats, and number of right predictions, of all but each window's first n
-tokens."""
+Scorer = Callable[[Tensor, Draws, int], tuple[Tensor, Tensor, Tensor]]
+"""(tokens (B, T) int64, draws, n) -> sum of the nats, number of right predictions, and number of what was scored, of
+all but each window's first n tokens."""
 
 
 class Stream(typing.Protocol):
@@ -38,7 +39,7 @@ class Stream(typing.Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """nats: their sum over `dims` symbols. correct: how many of these the model held to be the likeliest."""
+    """nats: their sum over `dims` scored symbols. correct: how many of these the model held to be the likeliest."""
 
     nats: float
     correct: float
@@ -106,10 +107,10 @@ def score(
 ) -> Score:
     """Score a split, or its first `limit` windows.
 
-    scorer: the model, see `of_decoder` and `of_engine`. seed: of the hash rotations. rounds: hash rounds in place of
-    the configured ones. batch: windows scored at once; it changes nothing but speed. In a process group every rank must
-    call this: the ranks share the windows, make equally many calls of the model (as ZeRO-3 needs), and all get the same
-    Score.
+    scorer: the model, see `of_model` and `of_engine`. seed: of the draws (hash rotations, an encoder's masks). rounds:
+    hash rounds in place of the configured ones. batch: windows scored at once; it changes nothing but speed. In a
+    process group every rank must call this: the ranks share the windows, make equally many calls of the model (as
+    ZeRO-3 needs), and all get the same Score.
     Raises ConfigError for a stride or limit that cannot be, UserError where the model's nats are not finite.
     """
     if limit is not None and limit < 1:
@@ -123,11 +124,12 @@ def score(
         mine = first + rank
         group = batches[min(mine, len(batches) - 1)]
         tokens = torch.stack([stream.read(window.start, window.stop) for window in group]).to(device)
-        nats, correct = scorer(tokens, Draws.evaluation(seed, len(group), rounds), group[0].shape[1])
+        # A window is known by its start: what is drawn for its tokens is the same whatever batch it stands in.
+        samples = torch.tensor([window.start for window in group])
+        draws = dataclasses.replace(Draws.evaluation(seed, len(group), rounds), samples=samples)
+        found = scorer(tokens, draws, group[0].shape[1])
         if mine < len(batches):
-            sums[0] += nats
-            sums[1] += correct
-            sums[2] += sum(window.stop - window.first for window in group)
+            sums += torch.stack([each.to(device, torch.float64) for each in found])
     if world_size > 1:
         dist.all_reduce(sums)
     if (
@@ -137,12 +139,12 @@ def score(
     return Score(float(sums[0]), float(sums[1]), int(sums[2]))
 
 
-def of_decoder(decoder: Any) -> Scorer:
-    """Scorer of a decoder with `token_scores`."""
+def of_model(model: Any) -> Scorer:
+    """Scorer of a model with `token_scores`."""
 
-    def sums(tokens: Tensor, draws: Draws, skip: int) -> tuple[Tensor, Tensor]:
-        nats, correct = decoder.token_scores(tokens, draws)
-        return nats[:, skip:].double().sum(), correct[:, skip:].sum()
+    def sums(tokens: Tensor, draws: Draws, skip: int) -> tuple[Tensor, Tensor, Tensor]:
+        nats, correct, scored = (x[:, skip:] for x in model.token_scores(tokens, draws))
+        return nats[scored].double().sum(), correct[scored].sum(), scored.sum()
 
     return sums
 
@@ -150,9 +152,9 @@ def of_decoder(decoder: Any) -> Scorer:
 def of_engine(evaluate: Callable[[Tensor, Draws], tuple[Tensor, dict[str, Tensor]]]) -> Scorer:
     """Scorer of a training engine's `evaluate`, which itself sums over what is scored: for windows without a stride."""
 
-    def sums(tokens: Tensor, draws: Draws, skip: int) -> tuple[Tensor, Tensor]:
-        statistics = evaluate(tokens, draws)[1]
-        return statistics["nats"], statistics["accuracy"] * statistics["tokens"]
+    def sums(tokens: Tensor, draws: Draws, skip: int) -> tuple[Tensor, Tensor, Tensor]:
+        found = evaluate(tokens, draws)[1]
+        return found["nats"], found["accuracy"] * found["tokens"], found["tokens"]
 
     return sums
 
@@ -171,7 +173,7 @@ def _batches(cut: list[Window], batch: int) -> Iterator[list[Window]]:
 
 @dataclass(frozen=True)
 class Protocol:
-    """All that a bits/dim is to be read with."""
+    """All that a score is to be read with."""
 
     split: str
     sequence_length: int
@@ -179,32 +181,25 @@ class Protocol:
     score_from: int
     """Tokens at the start of each window that are not scored; 0 for text."""
     rounds: int | None
-    """Hash rounds; None where nothing is hashed."""
+    """Hash rounds (YOSO: hashes) asked for in place of the configured ones."""
+    configured_rounds: dict[str, int]
+    """Those of evaluation by the configuration, for each mechanism that has any."""
     seeds: list[int]
-    """Of the hash rotations: one pass over the split each."""
+    """Of the draws, such as hash rotations: one pass over the split each."""
     precision: str
-    leaks: list[str]
-    """Layers that are not strictly causal; the number is a code length only where there is none."""
     checkpoint: str
     checkpoint_step: int
     data_fingerprint: str
     trained_on_fingerprint: str
-    context_start: str = "learned start vector"
 
 
-def evaluate(
-    decoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
-) -> dict[str, Any]:
-    """Score a split by a protocol: {"bits_per_dim", "accuracy", "nats", "dims", "bytes", "standard_deviation",
-    "protocol"}.
-
-    accuracy: share of the dims that the model held to be the likeliest. Over several hash seeds it is a mean, nats and
-    bits/dim are means of code lengths (averaged probabilities would be an ensemble's), and the deviation is the sample
-    standard deviation of bits/dim. A dim is a byte, the only tokens there are so far.
-    """
-    scores = [
+def score_seeds(
+    model: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
+) -> list[Score]:
+    """Score a split by a protocol, once for each of its seeds."""
+    return [
         score(
-            of_decoder(decoder),
+            of_model(model),
             stream,
             protocol.sequence_length,
             seed,
@@ -218,9 +213,24 @@ def evaluate(
         )
         for seed in protocol.seeds
     ]
+
+
+def evaluate(
+    decoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
+) -> dict[str, Any]:
+    """Score a split by a protocol: {"bits_per_dim", "accuracy", "nats", "dims", "bytes", "standard_deviation",
+    "protocol"}.
+
+    accuracy: share of the dims that the model held to be the likeliest. Over several hash seeds it is a mean, nats and
+    bits/dim are means of code lengths (averaged probabilities would be an ensemble's), and the deviation is the sample
+    standard deviation of bits/dim. A dim is a byte, the only tokens there are so far. The protocol also names the
+    layers that are not strictly causal: the number is a code length only where there is none.
+    """
+    scores = score_seeds(decoder, stream, protocol, batch, limit, device)
     values = [each.bits_per_dim for each in scores]
     nats, correct = (math.fsum(sums) / len(scores) for sums in zip(*((s.nats, s.correct) for s in scores), strict=True))
     mean = Score(nats, correct, scores[0].dims)
+    own = {"leaks": decoder.leaks, "context_start": "learned start vector", "split_dims": stream.tokens}
     return {
         "bits_per_dim": mean.bits_per_dim,
         "accuracy": mean.accuracy,
@@ -228,8 +238,17 @@ def evaluate(
         "dims": mean.dims,
         "bytes": mean.dims,
         "standard_deviation": statistics.stdev(values) if len(values) > 1 else None,
-        "protocol": {**asdict(protocol), "split_dims": stream.tokens},
+        "protocol": {**asdict(protocol), **own},
     }
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The line that launch/evaluate.py prints."""
+    protocol = result["protocol"]
+    found = f"{result['bits_per_dim']:.4f} bits/dim, accuracy {100 * result['accuracy']:.2f} %"
+    covered = f"{result['dims']:,} of {protocol['split_dims']:,} symbols of {protocol['split']}"
+    windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
+    return f"{found} ({covered}; {windows}; step {protocol['checkpoint_step']})"
 
 
 def refuse_leaks(leaks: list[str]) -> None:
@@ -238,5 +257,5 @@ def refuse_leaks(leaks: list[str]) -> None:
         raise ConfigError(
             "model.attention",
             f"not strictly causal ({', '.join(leaks)}), so its bits/dim is not a code length",
-            'Train with model.attention.lsh.window = "band" (evaluation alone also takes --allow-leaking-attention)',
+            'Train with the strictly causal setting, window = "band" (evaluation alone: --allow-leaking-attention)',
         )

@@ -1,4 +1,4 @@
-"""The evaluation inside training: held-out loss and a text sample, every so many steps."""
+"""The evaluation inside training, every so many steps: held-out loss, a text sample, quality of the attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,26 +10,42 @@ from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizer import build_tokenizer
+from megasparse.evaluation.attention_quality import attention_quality
 from megasparse.evaluation.bits_per_dim import of_engine, score
 from megasparse.evaluation.generate import as_text, generate
 from megasparse.training.engine import Engine
 
+Found = dict[str, float | str | Tensor]
+"""Scalars, texts and pictures by their names."""
 
-def held_out(engine: Engine, index: Index, config: Config) -> Callable[[int], dict[str, float | str]] | None:
-    """What the training loop calls on every rank with the step; None where `evaluation.every` is 0.
 
-    It returns "evaluation/loss" (nats a token), "evaluation/bits_per_dim", "evaluation/accuracy", and where asked for
-    "evaluation/sample", a text written from nothing.
+def held_out(engine: Engine, index: Index, config: Config) -> Callable[[int], Found] | None:
+    """What the training loop calls on every rank with the step; None where neither `evaluation.every` nor
+    `logging.attention_quality_every` asks for it.
+
+    It returns what is due at the step: all that `attention_quality` finds; of the evaluation "evaluation/loss" (nats a
+    token; an encoder's of a masked token) and "evaluation/accuracy", of a decoder also "evaluation/bits_per_dim" and,
+    where asked for, "evaluation/sample", a text written from nothing.
     Raises DataError where the data has no split `evaluation.split`.
     """
-    if not config.evaluation.every:
+    every = {"evaluation": config.evaluation.every, "quality": config.logging.attention_quality_every}
+    if not any(every.values()):
         return None
     settings, device = config.evaluation, engine.ranks.device
-    decoder: Any = engine.module
+    model: Any = engine.module
     stream = EvaluationStream(index, settings.split)
+    quality = attention_quality(engine, index, config) if every["quality"] else None
 
-    def evaluate(step: int) -> dict[str, float | str]:
-        decoder.eval()
+    def evaluate(step: int) -> Found:
+        due = {name for name, steps in every.items() if steps and step % steps == 0}
+        model.eval()
+        found = losses() if "evaluation" in due else {}
+        if quality is not None and "quality" in due:
+            found |= quality()
+        model.train()
+        return found
+
+    def losses() -> Found:
         result = score(
             of_engine(engine.evaluate),
             stream,
@@ -39,14 +55,14 @@ def held_out(engine: Engine, index: Index, config: Config) -> Callable[[int], di
             limit=settings.sequences,
             device=device,
         )
-        found: dict[str, float | str] = {
+        found: Found = {
             "evaluation/loss": result.nats / result.dims,
-            "evaluation/bits_per_dim": result.bits_per_dim,
             "evaluation/accuracy": result.accuracy,
         }
-        if settings.sample_tokens and not decoder.leaks:
-            found["evaluation/sample"] = _sample(decoder, config, device)
-        decoder.train()
+        if config.model.kind == "decoder":
+            found["evaluation/bits_per_dim"] = result.bits_per_dim
+        if settings.sample_tokens and not model.leaks:
+            found["evaluation/sample"] = _sample(model, config, device)
         return found
 
     return evaluate

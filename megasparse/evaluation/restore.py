@@ -8,12 +8,16 @@ import torch
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError
-from megasparse.model.decoder import Decoder, build_decoder
+from megasparse.model.build import build_model
+from megasparse.model.decoder import Decoder
+from megasparse.model.encoder import Encoder
 from megasparse.training.checkpoint import MANIFEST, Checkpoint, find_newest, load_weights
 from megasparse.training.ranks import start_ranks
 
 
-def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Decoder, Config, Checkpoint, torch.device]:
+def restore(
+    directory: str | Path, overrides: Sequence[str] = ()
+) -> tuple[Decoder | Encoder, Config, Checkpoint, torch.device]:
     """Build the model of a checkpoint, with its weights, in the precision and on the device that its run used.
 
     directory: a checkpoint, or a run's folder, whose newest checkpoint is taken. overrides: `section.key=value`, on the
@@ -23,12 +27,12 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Decod
     checkpoint = Checkpoint.open(find_checkpoint(Path(directory)))
     config = build_config(checkpoint.config.model_dump(mode="json"), overrides)
     device = start_ranks(config.run.model_copy(update={"engine": "torch"})).device
-    decoder = build_decoder(config.model, config.run.seed)
-    load_weights(decoder, checkpoint)
+    model = build_model(config.model, config.run.seed)
+    load_weights(model, checkpoint)
     if config.training.precision == "bf16":
-        for parameter in decoder.parameters():
+        for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-    return decoder.to(device).eval(), config, checkpoint, device
+    return model.to(device).eval(), config, checkpoint, device
 
 
 def find_checkpoint(directory: Path) -> Path:

@@ -12,13 +12,13 @@ from megasparse.evaluation.bits_per_dim import (
     Protocol,
     Score,
     evaluate,
-    of_decoder,
     of_engine,
+    of_model,
     refuse_leaks,
     score,
     windows,
 )
-from megasparse.model.head import TokenScores
+from megasparse.model.stack import TokenScores
 from megasparse.ops.random import Draws
 
 
@@ -47,7 +47,7 @@ class Model:
         self.draws.append(draws)
         before = torch.cat([torch.zeros_like(tokens[:, :1]), tokens[:, :-1]], dim=1)
         nats = 0.5 + torch.sin(tokens.double() * 0.37 + before.double() * 1.3) ** 2
-        return TokenScores(nats.float(), tokens > before)
+        return TokenScores(nats.float(), tokens > before, torch.ones_like(tokens, dtype=torch.bool))
 
 
 def constant(nats: float) -> Any:
@@ -55,7 +55,8 @@ def constant(nats: float) -> Any:
 
     class Constant:
         def token_scores(self, tokens: torch.Tensor, draws: Draws) -> TokenScores:
-            return TokenScores(torch.full(tokens.shape, nats), torch.zeros(tokens.shape, dtype=torch.bool))
+            all_of_them = torch.ones(tokens.shape, dtype=torch.bool)
+            return TokenScores(torch.full(tokens.shape, nats), ~all_of_them, all_of_them)
 
     return Constant()
 
@@ -76,7 +77,7 @@ def expected(stream: Tokens, scored: list[tuple[int, int, int]]) -> Score:
 def test_non_overlapping_windows_score_every_token_once(batch):
     stream = Tokens(1003)  # 62 windows of 16 and a ragged one of 11
     want = expected(stream, [(a, min(a + 16, 1003), a) for a in range(0, 1003, 16)])
-    found = score(of_decoder(Model()), stream, 16, seed=0, batch=batch)
+    found = score(of_model(Model()), stream, 16, seed=0, batch=batch)
     assert want.dims == 1003 == found.dims
     assert found.nats == pytest.approx(want.nats, rel=1e-9)
     assert found.bits_per_dim == pytest.approx(want.nats / math.log(2) / 1003, rel=1e-9)
@@ -90,7 +91,7 @@ def test_stride_scores_only_what_is_new(batch):
     scored = [(0, 16, 0), (6, 22, 16), (12, 28, 22), (18, 34, 28), (24, 40, 34), (30, 46, 40), (36, 50, 46)]
     assert [(w.start, w.stop, w.first) for w in windows(50, 16, 6)] == scored
     want = expected(stream, scored)
-    found = score(of_decoder(Model()), stream, 16, seed=0, stride=6, batch=batch)
+    found = score(of_model(Model()), stream, 16, seed=0, stride=6, batch=batch)
     assert found == Score(pytest.approx(want.nats, rel=1e-9), want.correct, 50)
 
 
@@ -110,17 +111,17 @@ def test_tokens_before_score_from_are_left_out_of_each_window():
     found = [(w.start, w.stop, w.first) for w in windows(37, 16, None, score_from=8)]
     assert found == [(0, 16, 8), (16, 32, 24)]  # the last window is too short to have a scored token
     with pytest.raises(ConfigError, match=r"model\.score_from"):
-        score(of_decoder(Model()), Tokens(5), 16, seed=0, score_from=8)
+        score(of_model(Model()), Tokens(5), 16, seed=0, score_from=8)
 
 
 def test_a_uniform_model_needs_eight_bits():
-    found = score(of_decoder(constant(math.log(256))), Tokens(333), 64, seed=0)
+    found = score(of_model(constant(math.log(256))), Tokens(333), 64, seed=0)
     assert found.bits_per_dim == pytest.approx(8.0, rel=1e-7)
 
 
 def test_sums_are_float64():
     # 1 + 2^-20 in every token: float32 sums of 200,000 such numbers lose the fraction
-    found = score(of_decoder(constant(1.0 + 2.0**-20)), Tokens(200_000), 20_000, seed=0)
+    found = score(of_model(constant(1.0 + 2.0**-20)), Tokens(200_000), 20_000, seed=0)
     assert found.nats == pytest.approx(200_000 * (1 + 2.0**-20), rel=1e-12)
 
 
@@ -128,30 +129,31 @@ def test_an_engine_gives_the_same_number():
     model, stream = Model(), Tokens(100)
 
     def engine_evaluate(tokens, draws):
-        nats, correct = model.token_scores(tokens, draws)
+        nats, correct, _ = model.token_scores(tokens, draws)
         tokens, accuracy = torch.tensor(nats.numel()), correct.float().mean()
         return nats.mean(), {"nats": nats.sum(), "tokens": tokens, "accuracy": accuracy}
 
     found = score(of_engine(engine_evaluate), stream, 16, seed=0)
-    want = score(of_decoder(model), stream, 16, seed=0)
+    want = score(of_model(model), stream, 16, seed=0)
     assert found == Score(pytest.approx(want.nats, rel=1e-6), pytest.approx(want.correct, rel=1e-6), 100)
 
 
 def test_draws_are_of_evaluation_with_the_rounds_asked_for():
     model = Model()
-    score(of_decoder(model), Tokens(20), 16, seed=7, rounds=4)
+    score(of_model(model), Tokens(20), 16, seed=7, rounds=4)
     assert all((d.seed, d.rounds, d.training) == (7, 4, False) for d in model.draws)
     assert len({d.step for d in model.draws}) == 1
+    assert [d.samples.tolist() for d in model.draws] == [[0], [16]]  # each window's own, whatever batch it stands in
 
 
 def test_limit_scores_the_first_windows():
     want = expected(Tokens(1003), [(0, 16, 0), (16, 32, 16), (32, 48, 32)])
-    found = score(of_decoder(Model()), Tokens(1003), 16, seed=0, batch=2, limit=3)
+    found = score(of_model(Model()), Tokens(1003), 16, seed=0, batch=2, limit=3)
     assert found == Score(pytest.approx(want.nats, rel=1e-9), want.correct, 48)
 
 
 def test_several_ranks_give_the_same_sums_in_equally_many_calls(monkeypatch):
-    stream, whole, calls = Tokens(1003), score(of_decoder(Model()), Tokens(1003), 16, seed=0, batch=4), []
+    stream, whole, calls = Tokens(1003), score(of_model(Model()), Tokens(1003), 16, seed=0, batch=4), []
     totals = torch.zeros(3, dtype=torch.float64)
     monkeypatch.setattr(bits_per_dim.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(bits_per_dim.dist, "get_world_size", lambda: 3)
@@ -159,7 +161,7 @@ def test_several_ranks_give_the_same_sums_in_equally_many_calls(monkeypatch):
         monkeypatch.setattr(bits_per_dim.dist, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(bits_per_dim.dist, "all_reduce", lambda sums: sums.copy_(totals.add_(sums)))
         model = Model()
-        together = score(of_decoder(model), stream, 16, seed=0, batch=4)
+        together = score(of_model(model), stream, 16, seed=0, batch=4)
         calls.append(len(model.draws))
     assert together == Score(pytest.approx(whole.nats, rel=1e-9), whole.correct, whole.dims)
     assert calls == [6, 6, 6]  # 17 batches: 16 of 4 windows less one, and the ragged one
@@ -167,28 +169,31 @@ def test_several_ranks_give_the_same_sums_in_equally_many_calls(monkeypatch):
 
 def test_nats_that_are_not_finite_are_an_error():
     with pytest.raises(UserError, match="not finite"):
-        score(of_decoder(constant(float("nan"))), Tokens(20), 16, seed=0)
+        score(of_model(constant(float("nan"))), Tokens(20), 16, seed=0)
 
 
 @pytest.mark.parametrize("stride", [0, 17, -1])
 def test_a_stride_that_cannot_cover_is_refused(stride):
     with pytest.raises(ConfigError, match=f"--stride: {stride} "):
-        score(of_decoder(Model()), Tokens(20), 16, seed=0, stride=stride)
+        score(of_model(Model()), Tokens(20), 16, seed=0, stride=stride)
     with pytest.raises(ConfigError, match="--limit: 0 "):
-        score(of_decoder(Model()), Tokens(20), 16, seed=0, limit=0)
+        score(of_model(Model()), Tokens(20), 16, seed=0, limit=0)
 
 
 def protocol(**changed) -> Protocol:
     values = {"split": "test", "sequence_length": 16, "stride": 16, "score_from": 0, "rounds": 2, "seeds": [0]}
+    values |= {"configured_rounds": {}, "checkpoint_step": 5}
     names = ("precision", "checkpoint", "data_fingerprint", "trained_on_fingerprint")
-    return Protocol(**{**values, **dict.fromkeys(names, "x"), "leaks": [], "checkpoint_step": 5, **changed})
+    return Protocol(**{**values, **dict.fromkeys(names, "x"), **changed})
 
 
 def test_seeds_average_nats_and_deviate_by_the_definition():
     class Seeded:
+        leaks: list[str] = []  # noqa: RUF012
+
         def token_scores(self, tokens, draws):
             right = torch.arange(tokens.shape[1]).expand(tokens.shape) < draws.seed
-            return TokenScores(torch.full(tokens.shape, float(draws.seed)), right)
+            return TokenScores(torch.full(tokens.shape, float(draws.seed)), right, torch.ones_like(right))
 
     result = evaluate(Seeded(), Tokens(20), protocol(seeds=[1, 2, 6]), batch=1, limit=None, device="cpu")
     assert result["nats"] == pytest.approx(60.0)

@@ -1,5 +1,6 @@
 """From a trained checkpoint to numbers and text, by the commands that a user types."""
 
+import copy
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from megasparse.data.index import Index
 from megasparse.data.prepare import prepare
 from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.restore import restore
-from megasparse.ops.random import Draws
+from megasparse.ops.random import EVALUATION_STEP, Draws
 
 ROOT = Path(__file__).parents[2]
 MODEL = {
@@ -32,7 +34,9 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """data/: a little text, a tenth of it for testing. run/: three steps of training. leaky/: the chunk window."""
+    """data/: a little text, a tenth of it for testing. Three steps of training each: run/, leaky/ with a leaking
+    window, encoder/.
+    """
     folder = tmp_path_factory.mktemp("launchers")
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(50)]
@@ -47,17 +51,21 @@ def folder(tmp_path_factory) -> Path:
         shard_bytes=2048,
         command="a test",
     )
-    for name, window in (("run", "band"), ("leaky", "chunk")):
-        config = {
+    for name in ("run", "leaky", "encoder"):
+        config: dict[str, dict[str, Any]] = {
             "run": {"directory": str(folder / name), "engine": "torch", "device": "cpu"},
-            "model": MODEL,
+            "model": copy.deepcopy(MODEL),
             "data": {"path": str(folder / "data"), "sequence_length": 64},
             "training": {"steps": 3, "global_batch": 2, "micro_batch": 2},
             "optimizer": {"learning_rate": 0.02},  # enough to learn which letter is the most frequent
             "checkpoint": {"every": 2},
             "evaluation": {"every": 2, "sequences": 2, "sample_tokens": 4},
         }
-        config["model"]["attention"]["lsh"]["window"] = window
+        if name == "leaky":
+            config["model"]["attention"]["lsh"]["window"] = "chunk"
+        if name == "encoder":
+            config["model"] |= {"kind": "encoder", "vocabulary": 257}
+            config["evaluation"]["sample_tokens"] = 0
         (folder / f"{name}.json").write_text(json.dumps(config))
         run(pretrain, "--config", folder / f"{name}.json")
     return folder
@@ -107,7 +115,8 @@ def test_evaluate_writes_the_number_with_its_protocol(folder, capsys):
         "split": "test",
         "sequence_length": 64,
         "stride": 64,
-        "rounds": 1,
+        "rounds": None,
+        "configured_rounds": {"lsh": 1},
         "seeds": [0],
         "leaks": [],
     }.items():
@@ -180,6 +189,51 @@ def test_training_logged_its_held_out_evaluation(folder):
     found = json.loads((folder / "step_2.json").read_text())
     for name in ("bits_per_dim", "accuracy"):
         assert found[name] == pytest.approx(lines[1][f"evaluation/{name}"], rel=1e-6)
+
+
+def test_an_encoder_is_scored_on_the_tokens_it_masks(folder, capsys):
+    out = folder / "encoder.out"
+    arguments = ["--checkpoint", folder / "encoder", "--data", folder / "data", "--json", out]
+    run(evaluate, *arguments, "--batch", 5)
+    found = json.loads(out.read_text())
+    model, *_ = restore(folder / "encoder")
+    stream = EvaluationStream(Index.load(folder / "data"), "test")
+    nats, correct, masked = [], 0, 0
+    for start in range(0, stream.tokens, 64):  # a window's masks depend on where it starts, not on its batch
+        tokens = stream.read(start, min(start + 64, stream.tokens))[None]
+        scores = model.token_scores(tokens, Draws(0, EVALUATION_STEP, torch.tensor([start]), training=False))
+        nats.append(float(scores.nats[scores.scored].double().sum()))
+        correct += int(scores.correct[scores.scored].sum())
+        masked += int(scores.scored.sum())
+    assert found["dims"] == masked == pytest.approx(0.15 * stream.tokens, rel=0.06)
+    assert found["nats"] == pytest.approx(math.fsum(nats), rel=1e-6)
+    assert found["loss"] == pytest.approx(found["nats"] / masked)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert found["accuracy"] == correct / masked
+    assert "bits_per_dim" not in found
+    assert found["protocol"]["masking"] == {"rate": 0.15, "token": 256}
+    line = f"{found['loss']:.4f} nats a masked token, perplexity {found['perplexity']:.3f}, accuracy "
+    assert line in capsys.readouterr().out
+    run(evaluate, *arguments, "--hash-seeds", 2)
+    both = json.loads(out.read_text())
+    assert both["dims"] == 2 * masked and both["standard_deviation"] > 0
+
+
+def test_an_encoder_logs_losses_of_masked_tokens_and_no_code_length(folder):
+    lines = [json.loads(line) for line in (folder / "encoder" / "metrics.jsonl").read_text().splitlines()]
+    assert not any(name.endswith(("bits_per_dim", "sample")) for line in lines for name in line)
+    assert all({"train/loss", "model/accuracy"} <= line.keys() for line in lines)
+    assert lines[0]["speed/tokens_per_second"] * lines[0]["speed/step_seconds"] == pytest.approx(2 * 64)
+    there = ["--checkpoint", folder / "encoder" / "checkpoints" / "00000002", "--data", folder / "data"]
+    run(evaluate, *there, "--split", "validation", "--limit", 2, "--json", folder / "encoder_2.json")
+    found = json.loads((folder / "encoder_2.json").read_text())
+    for name in ("loss", "accuracy"):
+        assert found[name] == pytest.approx(lines[1][f"evaluation/{name}"], rel=1e-6)
+
+
+def test_an_encoder_writes_no_text(folder, capsys):
+    message = refused(capsys, generate, "--checkpoint", folder / "encoder", "--tokens", 3)
+    assert "an encoder tells masked tokens and writes no text" in message
 
 
 @pytest.mark.parametrize("name", ["evaluate", "generate"])

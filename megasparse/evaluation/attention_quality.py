@@ -1,0 +1,92 @@
+"""How near each attention of a model comes to full attention, measured on one held-out window inside training."""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megasparse.attention.observation import Call, attention_map, calls, weights_of
+from megasparse.attention.quality import attention_utility, imbalance, recall_of_top, relative_error, upper_bound
+from megasparse.config.schema import Config
+from megasparse.data.index import Index
+from megasparse.data.reader import EvaluationStream
+from megasparse.ops.random import Draws
+from megasparse.training.engine import Engine
+
+WINDOW = 1024
+"""Tokens at most: the L² weights of each head are held."""
+TOP = 16
+"""Largest exact weights of a query that its recall counts."""
+HEADS_SHOWN = 2
+
+
+def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[[], dict[str, float | str | Tensor]]:
+    """A function that measures the first tokens of `evaluation.split`; every rank calls it and has the same result.
+
+    For each kind of attention but full, mean over its layers and heads: quality/KIND/output_error, .../recall_top,
+    .../utility, .../utility_bound and .../utility_floor, of LSH and LHA also .../bucket_ratio, .../bucket_size and
+    .../bucket_largest (see `measure`), and of its first layer .../maps, a picture.
+    """
+    stream = EvaluationStream(index, config.evaluation.split)
+    length = min(WINDOW, config.data.sequence_length, stream.tokens)
+    tokens = stream.read(0, length).unsqueeze(0).to(engine.ranks.device)
+
+    @torch.no_grad()
+    def quality() -> dict[str, float | str | Tensor]:
+        found: dict[str, list[float]] = defaultdict(list)
+        pictures: dict[str, float | str | Tensor] = {}
+        for call in watch(engine.module, tokens, config.run.seed):
+            if call.kind == "full":
+                continue
+            exact, own = weights_of(call, call.exact()), weights_of(call, call.attention())
+            for name, value in measure(call, exact, own).items():
+                found[f"quality/{call.kind}/{name}"].append(value)
+            pictures.setdefault(f"quality/{call.kind}/maps", _picture(exact, own))
+        return pictures | {name: sum(values) / len(values) for name, values in found.items()}
+
+    return quality
+
+
+@torch.no_grad()
+def watch(model: nn.Module, tokens: Tensor, seed: int) -> list[Call]:
+    """What each mechanism of a model is called with on tokens (B, L), in evaluation."""
+    training = model.training
+    model.eval()
+    with calls(model) as found:
+        model(tokens, Draws.evaluation(seed, len(tokens)))
+    model.train(training)
+    return found
+
+
+def measure(call: Call, exact: Tensor, own: Tensor) -> dict[str, float]:
+    """One layer's attention against full attention of the same queries and keys; means over heads and queries.
+
+    exact, own: the two attention matrices (B, H, L, L).
+    output_error: ‖output − exact output‖ / ‖exact output‖. recall_top: share of the TOP largest exact weights that are
+    among the TOP largest of its own. utility: exact attention on the pairs that it sees (LHA Eq. 5); utility_bound: the
+    most that so many keys a query can have; utility_floor: what so many keys taken at random have. Where tokens have
+    buckets also bucket_ratio, bucket_size and bucket_largest, see `Imbalance`.
+    """
+    visible = own != 0
+    keys = visible.sum(-1)
+    seen, allowed = keys.double(), (exact != 0).sum(-1).clamp_min(1)
+    values = {
+        "output_error": relative_error(call.run(call.attention()), call.run(call.exact())),
+        "recall_top": recall_of_top(exact, own, TOP),
+        "utility": attention_utility(exact, visible),
+        "utility_bound": upper_bound(exact, keys),
+        "utility_floor": (seen / allowed).clamp_max(1.0),
+    }
+    if (codes := call.codes()) is not None:
+        values |= {f"bucket_{name}": value for name, value in imbalance(*codes)._asdict().items()}
+    return {name: float(value.double().mean()) for name, value in values.items()}
+
+
+def _picture(exact: Tensor, own: Tensor) -> Tensor:
+    """The exact map beside its own, of the first heads of the first sequence, one below the other: (S, S', 3) uint8."""
+    rows = [
+        torch.cat([attention_map(w[0, head], w[0, head] != 0) for w in (exact, own)], dim=1)
+        for head in range(min(HEADS_SHOWN, exact.shape[1]))
+    ]
+    return torch.cat(rows)

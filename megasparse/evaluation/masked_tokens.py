@@ -1,0 +1,49 @@
+"""How well an encoder tells the tokens that are masked: mean nats, perplexity and accuracy over a split.
+
+The split is cut into windows as in bits_per_dim, and each window's masks are a function of (seed, the window's start):
+the same at every evaluation. No code length: each token is told from both its sides.
+"""
+
+import math
+import statistics
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from megasparse.evaluation.bits_per_dim import Protocol, Stream, score_seeds
+
+
+def evaluate(
+    encoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
+) -> dict[str, Any]:
+    """Score a split by a protocol: {"loss", "perplexity", "accuracy", "nats", "dims", "standard_deviation",
+    "protocol"}.
+
+    dims: masked tokens that were scored. loss: mean nats of one; perplexity: exp(loss). Each seed hashes, and masks,
+    anew: sums are over all of them, and the deviation is the sample standard deviation of their losses.
+    """
+    scores = score_seeds(encoder, stream, protocol, batch, limit, device)
+    nats, masked = math.fsum(s.nats for s in scores), sum(s.dims for s in scores)
+    losses = [s.nats / s.dims for s in scores]
+    own = {"masking": encoder.config.masking.model_dump(), "split_tokens": stream.tokens}
+    return {
+        "loss": nats / masked,
+        "perplexity": math.exp(nats / masked),
+        "accuracy": sum(s.correct for s in scores) / masked,
+        "nats": nats,
+        "dims": masked,
+        "standard_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
+        "protocol": {**asdict(protocol), **own},
+    }
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The line that launch/evaluate.py prints."""
+    protocol = result["protocol"]
+    found = f"{result['loss']:.4f} nats a masked token, perplexity {result['perplexity']:.3f}"
+    covered = f"{result['dims']:,} masked tokens of {protocol['split']}"
+    windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
+    return (
+        f"{found}, accuracy {100 * result['accuracy']:.2f} % ({covered}; {windows}; step {protocol['checkpoint_step']})"
+    )

@@ -1,0 +1,99 @@
+"""Attention quality inside training: what is measured, when, and that it changes nothing. Training LHA's hashes."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megasparse.attention.observation import Call, weights_of
+from megasparse.attention.quality import attention_utility, attention_weights, same_bucket
+from megasparse.evaluation.attention_quality import measure, watch
+from megasparse.evaluation.attention_study import Interval
+from megasparse.evaluation.hash_training import hash_scores, train_hashes
+from megasparse.model.build import build_model
+from tests.helpers.models import random_tokens, small
+from tests.helpers.trained import prepared, trained
+
+NAMES = {"output_error", "recall_top", "utility", "utility_bound", "utility_floor"}
+
+
+def test_a_run_measures_its_attention_when_asked(tmp_path):
+    data, pattern = prepared(tmp_path), ["local", {"lsh": 2, "local": 2}, "full"]
+    evaluation = {"every": 3, "sequences": 2}
+    asked, plain = (
+        trained(
+            data, tmp_path / str(every), pattern, 5, evaluation=evaluation, logging={"attention_quality_every": every}
+        )
+        for every in (2, 0)
+    )
+    found = [{name for name in line if name.startswith("quality/")} for line in asked]
+    expected = {f"quality/{kind}/{name}" for kind in ("local", "lsh") for name in NAMES}
+    expected |= {f"quality/lsh/bucket_{name}" for name in ("ratio", "size", "largest")}
+    assert found == [set(), expected, set(), expected, set()]
+    assert ["evaluation/loss" in line for line in asked] == [False, False, True, False, False]
+    for mine, other in zip(asked, plain, strict=True):
+        assert not any(name.startswith("quality/") for name in other)
+        assert mine["train/loss"] == other["train/loss"]  # nothing else of the run has changed
+    for line in (asked[1], asked[3]):
+        for kind in ("local", "lsh"):
+            assert line[f"quality/{kind}/utility"] <= line[f"quality/{kind}/utility_bound"] + 1e-6
+            assert 0 < line[f"quality/{kind}/utility_floor"] < 1 and 0 <= line[f"quality/{kind}/recall_top"] <= 1
+    board = EventAccumulator(str(tmp_path / "2" / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("quality/lsh/utility")] == [2, 4]
+    assert [event.step for event in board.Images("quality/lsh/maps")] == [2, 4]
+
+
+def local_call() -> Call:
+    model = build_model(small(("local",), layers=1), 0).train()
+    (call,) = watch(model, random_tokens(1, 64), 0)
+    assert model.training
+    return call
+
+
+def test_measures_of_local_attention_are_those_of_its_band():
+    call = local_call()
+    exact, own = (weights_of(call, mechanism) for mechanism in (call.exact(), call.mechanism))
+    row = torch.arange(64)
+    band = (row <= row[:, None]) & (row // 8 >= row[:, None] // 8 - 1)
+    found = measure(call, exact, own)
+    assert found["utility"] == pytest.approx(float((exact * band).sum(-1).mean()), rel=1e-5)
+    assert found["utility_floor"] == pytest.approx(float((band.sum(-1) / (row + 1)).mean()), rel=1e-5)
+    assert 0 < found["output_error"] < 2
+    itself = measure(call.replaced(call.exact()), exact, exact)
+    assert itself == {name: pytest.approx(float(name != "output_error")) for name in NAMES}
+
+
+def planted(seed: int) -> list[Call]:
+    """Queries of 8 directions, and keys of 8 others. A query of each kind attends to one kind of key, which nothing but
+    the attention itself can tell.
+    """
+    directions = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    answers = 4 * torch.linalg.pinv(directions).T
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(2, 1, 2, 64, 16, generator=generator)
+    kinds = torch.randint(0, 8, (2, 64), generator=generator)
+    q, k = 4 * directions[kinds[0]] + 0.1 * noise[0], 4 * answers[kinds[1]] + 0.02 * noise[1]
+    call = local_call()
+    return [dataclasses.replace(call, heads=call.heads._replace(q=q, k=k))]
+
+
+def test_trained_hashes_find_planted_buckets_and_do_not_collapse():
+    (functions,), history = train_hashes(map(planted, range(80)), buckets=4, seed=0)
+    assert history[-1] < 0.3 * history[0]
+    (call,) = planted(1000)
+    codes = [scores.argmax(-1) for scores in hash_scores(functions, call)]
+    weights = attention_weights(call.heads.q, call.heads.k)
+    assert weights.amax(-1).mean() > 0.05  # the plan works: a query attends to one kind of key
+    assert attention_utility(weights, same_bucket(*codes)).min() > 0.8
+    for side in codes:
+        assert F.one_hot(side, 4).sum(-2).max() <= 40, "most tokens fell into one bucket"
+
+
+def test_interval_of_a_mean():
+    """Against Student's t of 9 degrees of freedom, 2.262157."""
+    interval = Interval.of([float(x) for x in range(10)])
+    assert interval.mean == 4.5
+    assert interval.half == pytest.approx(2.262157 * (82.5 / 9) ** 0.5 / 10**0.5, rel=2e-4)

@@ -1,0 +1,77 @@
+"""The command itself, on a model of two steps."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from tests.helpers.trained import prepared, trained
+from tools import attention_quality
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quality")
+    trained(prepared(folder), folder / "run", ["full", "lsh"], 2)
+    return folder
+
+
+def measured(folder, *arguments):
+    basics = ["--checkpoint", folder / "run", "--windows", 3, "--length", 32, "--hash-steps", 3, "--top", 4]
+    attention_quality.main([str(word) for word in [*basics, *arguments]])
+
+
+def test_it_measures_every_layer_and_writes_what_it_says(folder, capsys):
+    measured(folder, "--json", folder / "out" / "quality.json", "--picture", folder / "maps")
+    table = capsys.readouterr().out
+    result = json.loads((folder / "out" / "quality.json").read_text())
+    assert [layer["name"] for layer in result["layers"]] == ["layer 0 full", "layer 1 lsh"]
+    assert result["protocol"]["windows"] == 3 and result["protocol"]["split"] == "validation"
+    assert result["paper_imbalance"] == {"ratio": 0.613, "size": 0.359}
+    assert len(result["hash_divergence"]) == 3
+    for row in [*result["layers"], result["all"]]:
+        assert row["name"] in table
+        assert set(row["utility"]) == {"chunks", "random", "smyrf", "lsh", "lha", "bound", "floor"}
+        for number in row["utility"].values():
+            assert number["mean"] <= row["utility"]["bound"]["mean"] + 1e-6
+            assert len(number["windows"]) == 3 and number["mean"] == pytest.approx(sum(number["windows"]) / 3)
+        assert row["utility"]["floor"]["mean"] == 0.25
+        assert set(row["recall"]) == {"chunks", "random", "smyrf", "lsh", "lha"}
+        assert set(row["imbalance"]) == {"lsh", "lha"}
+        errors = [row["output_error"]["yoso"][hashes]["mean"] for hashes in ("8", "128")]
+        assert errors[0] > errors[1] > 0
+    utilities = [layer["utility"]["lsh"]["windows"] for layer in result["layers"]]
+    assert result["all"]["utility"]["lsh"]["windows"] == pytest.approx(
+        [sum(x) / 2 for x in zip(*utilities, strict=True)]
+    )
+    pictures = sorted((folder / "maps").iterdir())
+    assert [path.name for path in pictures] == ["00_layer0_full.png", "01_layer1_lsh.png"]
+    assert Image.open(pictures[0]).size == (6 * (32 + 8), 4 * (32 + 8))
+
+
+def test_the_same_command_gives_the_same_numbers(folder):
+    for name in ("a", "b"):
+        measured(folder, "--json", folder / f"{name}.json")
+    assert (folder / "a.json").read_text() == (folder / "b.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--split", "train"], "error: --split: "),
+        (["--split", "validaton"], "validation"),
+        (["--length", 65], "error: --length: 65"),
+        (["--buckets", 3], "error: --buckets: 3"),
+        (["--windows", 1], "error: --windows: "),
+        (["--windows", 20], "error: --windows: 20 windows of 32 tokens do not fit"),
+        (["--top", 0], "error: --top: "),
+        (["--hash-steps", 0], "error: --hash-steps: "),
+        (["--data", "nowhere"], "there is no data here"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(folder, capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        measured(folder, *arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
