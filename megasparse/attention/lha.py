@@ -33,6 +33,7 @@ from megasparse.ops.attention_utility import (
 )
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.cluster_attention import cluster_attention
+from megasparse.ops.random import random_bits
 from megasparse.ops.random_features import orthogonal_projections, positive_features
 
 
@@ -128,17 +129,11 @@ class LHAAttention(Attention):
 
     def _learn(self, heads: Heads, assigned: Assignment, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """λ·mean(KL_Q + KL_K) over real tokens, heads and layers (the second summand of Eq. 19), and what to log."""
-        projection = None
-        if self.config.utility == "features":
-            numbers = range(context.head_offset, context.head_offset + heads.q.shape[1])
-            key = context.draws.key(context.layer, "lha features")
-            size = self.config.features, heads.q.shape[3]
-            projection = orthogonal_projections(key, numbers, *size, heads.q.device)
 
         def job(query: Weights, key: Weights) -> tuple[Tensor, ...]:
             queries, keys = _sides(heads, query, key)
-            of_queries = self._examples(queries, False, heads, assigned, projection)
-            of_keys = self._examples(keys, True, heads, assigned, projection)
+            of_queries = self._examples((queries, keys), False, heads, assigned, context)
+            of_keys = self._examples((keys, queries), True, heads, assigned, context)
             return *divergence(of_queries, queries.weights), *divergence(of_keys, keys.weights)
 
         queries, kept, keys, _ = (total / _real(heads) for total in self.hash(job, heads.q, context))
@@ -147,24 +142,46 @@ class LHAAttention(Attention):
         return loss, {name: value.detach() for name, value in statistics.items()}
 
     def _examples(
-        self, sides: Sides, of_keys: bool, heads: Heads, assigned: Assignment, projection: Tensor | None
+        self, sides: tuple[Sides, Sides], of_keys: bool, heads: Heads, assigned: Assignment, context: AttentionContext
     ) -> Iterator[Example]:
+        """sides: what is to learn, and the other one, whose utility it learns.
+
+        A bucket's members here are its best, the same number of every bucket, whatever the window (section 4.4). By the
+        buckets of the plain argmax one bucket that holds all tokens would be a perfect solution, and training soon
+        finds it.
+        """
         visible = heads.causal and self.config.visible_utility
         for document in documents(heads.key_mask, heads.segments):
             q, k = (document.take(x.detach()) for x in (heads.q, heads.k))
-            query_codes, key_codes = document.take(assigned.query_codes), document.take(assigned.key_codes)
-            inputs = [document.take(x) for x in sides.inputs]
-            own, other = (key_codes, query_codes) if of_keys else (query_codes, key_codes)
-            if projection is None:
-                exact = exact_keys if of_keys else exact_queries
-                found = exact(q, k, other, self.buckets, scale=q.shape[-1] ** -0.5, visible=visible)
-            else:
+            inputs = [document.take(x) for x in sides[0].inputs]
+            own = document.take(assigned.key_codes if of_keys else assigned.query_codes)
+            members, weight = self._members(sides[1], document), 1.0
+            if self.config.utility == "features":
                 features = feature_keys if of_keys else feature_queries
-                found = features(
-                    _features(q, projection), _features(k, projection), other, self.buckets, visible=visible
-                )
+                found = features(*self._features(q, k, context), members, visible=visible)
+            else:
+                exact = exact_keys if of_keys else exact_queries
+                sample = self._sample(q, context) if self.config.utility == "sampled" else None
+                found = exact(q, k, members, scale=q.shape[-1] ** -0.5, visible=visible, sample=sample)
+                if sample is not None and not of_keys:
+                    weight = q.shape[2] / len(sample)
             for tokens, utility in found:
-                yield Example(tuple(x[:, :, tokens] for x in inputs), utility, own[:, :, tokens])
+                yield Example(tuple(x[:, :, tokens] for x in inputs), utility, own[:, :, tokens], weight)
+
+    def _sample(self, q: Tensor, context: AttentionContext) -> Tensor:
+        """Queries of a document to learn from in this step, (S,) token numbers: the same of every head and sequence."""
+        position = torch.arange(q.shape[2], device=q.device)
+        bits = random_bits(context.draws.key(context.layer, "lha sample"), position, 1).squeeze(-1)
+        return bits.argsort(stable=True)[: self.config.samples]
+
+    def _features(self, q: Tensor, k: Tensor, context: AttentionContext) -> tuple[Features, Features]:
+        """Of exp(q·k/√D). Each row has a shift of its own, that no other token's size makes it underflow."""
+        numbers = range(context.head_offset, context.head_offset + q.shape[1])
+        key = context.draws.key(context.layer, "lha features")
+        projection = orthogonal_projections(key, numbers, self.config.features, q.shape[3], q.device)
+        scaled = (x * x.shape[-1] ** -0.25 for x in (q, k))
+        of_queries, of_keys = (Features(*positive_features(x, projection, per_row=True)) for x in scaled)
+        return of_queries, of_keys
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
         return BandCache.empty(batch, self.place, 1, self.buckets, self.window, like)
@@ -187,11 +204,6 @@ def _sides(heads: Heads, query: Weights, key: Weights) -> tuple[Sides, Sides]:
         joint = Sides((q, k), (query, key))
         return joint, joint
     return Sides((q,), (query,)), Sides((k,), (key,))
-
-
-def _features(x: Tensor, projection: Tensor) -> Features:
-    """Of exp(q·k/√D). Each row has a shift of its own, that no other token's size makes it underflow."""
-    return Features(*positive_features(x * x.shape[-1] ** -0.25, projection, per_row=True))
 
 
 def _real(heads: Heads) -> Tensor | int:

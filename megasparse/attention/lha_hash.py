@@ -64,7 +64,7 @@ class HashFunctions(nn.Module):
 
 def bucket_codes(sides: Sides, buckets: int) -> Tensor:
     """argmax of the scores (Eq. 8 and 18): (B, H, L), int16 where that is enough."""
-    codes = [_scores(inputs, sides.weights).argmax(-1) for _, inputs in _in_tiles(sides, buckets)]
+    codes = [scores_of(inputs, sides.weights).argmax(-1) for _, inputs in _in_tiles(sides, buckets)]
     return torch.cat(codes, dim=-1).to(torch.int16 if buckets <= 1 << 15 else torch.int32)
 
 
@@ -75,7 +75,7 @@ def bucket_members(sides: Sides, buckets: int, size: int) -> Tensor:
     best = torch.empty(0)
     for tokens, inputs in _in_tiles(sides, buckets):
         # Bits of a positive number are ordered as the number is. With the token's number below them no two are equal.
-        penalty = -_scores(inputs, sides.weights).log_softmax(-1).float().transpose(-1, -2)  # (B, H, N, T)
+        penalty = -scores_of(inputs, sides.weights).log_softmax(-1).float().transpose(-1, -2)  # (B, H, N, T)
         rank = penalty.abs().contiguous().view(torch.int32).long() << 32
         rank = rank + torch.arange(tokens.start, tokens.stop, device=rank.device)
         best = rank if tokens.start == 0 else torch.cat([best, rank], dim=-1)
@@ -84,13 +84,14 @@ def bucket_members(sides: Sides, buckets: int, size: int) -> Tensor:
 
 
 class Example(NamedTuple):
-    """A tile of tokens, as in `Sides.inputs`, the utilities (B, H, T, N) that their hash is to tell, and their buckets
-    (B, H, T).
+    """A tile of tokens, as in `Sides.inputs`, the utilities (B, H, T, N) that their hash is to tell, their buckets (B,
+    H, T), and how many tokens each of them stands for.
     """
 
     inputs: tuple[Tensor, ...]
     utility: Tensor
     codes: Tensor
+    weight: float = 1.0
 
 
 def divergence(examples: Iterable[Example], weights: tuple[Weights, ...]) -> tuple[Tensor, Tensor]:
@@ -112,14 +113,14 @@ class _Divergence(torch.autograd.Function):
         grouped = [tuple(wide[i * each : (i + 1) * each]) for i in range(sides)]
         sums = torch.zeros(2, dtype=torch.float64, device=weights[0].device)
         grads = [torch.zeros_like(w, requires_grad=False) for w in wide]
-        for inputs, utility, codes in examples:
+        for inputs, utility, codes, weight in examples:
             with torch.set_grad_enabled(learn):
-                scores = _scores(inputs, grouped)
+                scores = scores_of(inputs, grouped)
             logarithm = scores.detach().log_softmax(-1)
-            sums[0] += (torch.xlogy(utility, utility) - utility * logarithm).sum()
-            sums[1] += utility.gather(-1, codes.long().unsqueeze(-1)).sum()
+            sums[0] += weight * (torch.xlogy(utility, utility) - utility * logarithm).sum()
+            sums[1] += weight * utility.gather(-1, codes.long().unsqueeze(-1)).sum()
             if learn:
-                error = logarithm.exp_() * utility.sum(-1, keepdim=True) - utility
+                error = weight * (logarithm.exp_() * utility.sum(-1, keepdim=True) - utility)
                 for total, grad in zip(grads, torch.autograd.grad(scores, wide, error.to(scores.dtype)), strict=True):
                     total += grad
         ctx.save_for_backward(*grads)
@@ -137,7 +138,7 @@ def _in_tiles(sides: Sides, buckets: int) -> Iterable[tuple[slice, tuple[Tensor,
         yield tokens, tuple(x[:, :, tokens] for x in sides.inputs)
 
 
-def _scores(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
+def scores_of(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
     """H_Q, H_K, or H_Q + H_K: (B, H, T, N), in fp32 at least."""
     each = [_score(x, w) for x, w in zip(inputs, weights, strict=True)]
     return each[0] if len(each) == 1 else each[0] + each[1]

@@ -51,10 +51,13 @@ class LHAAttentionConfig(Section):
     strictly causal."""
     count_buckets: bool = True
     """top_k only: a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1 does it."""
-    utility: Literal["features", "exact"] = "features"
-    """ψ and ψ′ by positive random features (Eq. 16 and 17), or exactly, in O(L²) time."""
+    utility: Literal["sampled", "features", "exact"] = "sampled"
+    """What the hash learns, ψ and ψ′. `sampled`: exactly, from some queries a step. `features`: by positive random
+    features (Eq. 16 and 17), the paper's; long queries and keys drown in their noise. `exact`: in O(L²) time."""
+    samples: Positive = 256
+    """sampled only: queries of each document that the hash learns from in a step."""
     features: Positive = 64
-    """Number of positive random features."""
+    """features only: number of positive random features."""
     visible_utility: bool = False
     """ψ sums over the keys that a causal query may see, in place of all (the paper). Encoders see all."""
     weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05

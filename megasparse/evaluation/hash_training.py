@@ -3,14 +3,22 @@
 B batch, H heads, L length, D head dim, N buckets.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from megasparse.attention.assignment import balanced
-from megasparse.attention.lha_hash import Example, HashFunctions, Weights, divergence
-from megasparse.attention.lha_hash import _scores as scores
+from megasparse.attention.lha_hash import (
+    Example,
+    HashFunctions,
+    Sides,
+    Weights,
+    bucket_codes,
+    bucket_members,
+    divergence,
+    scores_of,
+)
 from megasparse.attention.observation import Call
 from megasparse.ops.attention_utility import Tile, exact_keys, exact_queries
 from megasparse.ops.random import derive
@@ -22,8 +30,7 @@ def train_hashes(steps: Iterable[list[Call]], buckets: int, seed: int) -> tuple[
     """Train H_Q and H_K, two-layer networks, of every attention of a model, one step of Adam after another.
 
     steps: what the model's mechanisms were called with, on text of that step. The targets ψ and ψ′ (Eq. 11 and 14) are
-    exact, and their buckets hold equally many tokens each: by the buckets of the plain argmax, all tokens in one bucket
-    would be a perfect solution, and training soon finds it. Returns the functions in the order of the calls, and the
+    exact, those of a mechanism's own training (see LHAAttention). Returns the functions in the order of the calls, and the
     divergence KL_Q + KL_K of each step, mean over tokens, heads and calls.
     """
     functions: list[HashFunctions] = []
@@ -44,7 +51,7 @@ def train_hashes(steps: Iterable[list[Call]], buckets: int, seed: int) -> tuple[
 def hash_scores(functions: HashFunctions, call: Call) -> tuple[Tensor, Tensor]:
     """H_Q(q) and H_K(k): (B, H, L, N) each."""
     q, k = call.heads.q, call.heads.k
-    return functions(lambda query, key: (scores((q,), (query,)), scores((k,), (key,))), q, call.context)
+    return functions(lambda query, key: (scores_of((q,), (query,)), scores_of((k,), (key,))), q, call.context)
 
 
 def _fresh(call: Call, buckets: int, key: int) -> HashFunctions:
@@ -62,19 +69,24 @@ def _loss(call: Call, functions: HashFunctions, buckets: int) -> Tensor:
     q, k, scale = call.heads.q, call.heads.k, call.scale
 
     def job(query: Weights, key: Weights) -> Tensor:
+        queries, keys = Sides((q,), (query,)), Sides((k,), (key,))
         with torch.no_grad():
-            query_codes, key_codes = balanced(scores((q,), (query,))), balanced(scores((k,), (key,)))
-        of_queries = exact_queries(q, k, key_codes, buckets, scale=scale, visible=False)
-        of_keys = exact_keys(q, k, query_codes, buckets, scale=scale, visible=False)
+            size = math.floor(math.sqrt(2) * q.shape[2] / buckets)
+            of_query, of_key = (bucket_members(side, buckets, size) for side in (queries, keys))
+        utilities = (
+            exact_queries(q, k, of_key, scale=scale, visible=False),
+            exact_keys(q, k, of_query, scale=scale, visible=False),
+        )
         losses = [
-            divergence(_examples(x, tiles, codes), (weights,))[0]
-            for x, tiles, codes, weights in ((q, of_queries, query_codes, query), (k, of_keys, key_codes, key))
+            divergence(_examples(side, tiles, buckets), side.weights)[0]
+            for side, tiles in zip((queries, keys), utilities, strict=True)
         ]
         return losses[0] + losses[1]
 
     return functions(job, q, call.context) / q[..., 0].numel()
 
 
-def _examples(x: Tensor, tiles: Iterator[Tile], codes: Tensor) -> Iterator[Example]:
+def _examples(side: Sides, tiles: Iterator[Tile], buckets: int) -> Iterator[Example]:
+    (x,), codes = side.inputs, bucket_codes(side, buckets)
     for tokens, utility in tiles:
         yield Example((x[:, :, tokens],), utility, codes[:, :, tokens])

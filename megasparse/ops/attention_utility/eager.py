@@ -1,11 +1,12 @@
 """Attention utility per bucket, tile after tile: never all tokens with all buckets at once.
 
-ψ_i[b] = Σ_{j: h_K(j) = b} A_ij is how much of query i's attention goes to the keys of bucket b (LHA Eq. 11), ψ′_j[b] ∝
-Σ_{i: h_Q(i) = b} A_ij how much of the attention that key j gets comes from the queries of bucket b (Eq. 14); A =
-softmax(qkᵀ/√D). Both are targets to learn: nothing here has a gradient. A sequence is one document without padding.
+ψ_i[b] ∝ Σ_{j in b} A_ij is how much of query i's attention goes to the keys of bucket b (LHA Eq. 11), ψ′_j[b] ∝
+Σ_{i in b} A_ij how much of the attention that key j gets comes from the queries of bucket b (Eq. 14); A =
+softmax(qkᵀ/√D). Which tokens a bucket holds comes as a list of members, (B, H, N, M) token numbers; a token may be in
+several, or in none. Both are targets to learn: nothing here has a gradient. A sequence is one document without padding.
 `visible`: only pairs j <= i count; else all pairs do, under a causal mask too (the paper).
 
-B batch, H heads, L length, D head dim, F features, N buckets, T tokens of a tile.
+B batch, H heads, L length, D head dim, F features, N buckets, M members of a bucket, T tokens of a tile.
 """
 
 import math
@@ -20,9 +21,12 @@ _GPU_TILE_ELEMENTS = 1 << 25
 
 
 class Tile(NamedTuple):
-    """utility: (B, H, T, N), ψ or ψ′ of the tokens `tokens`, each row of sum 1, or 0 where all of it underflowed."""
+    """utility: (B, H, T, N), ψ or ψ′ of the tokens `tokens`, each row of sum 1, or 0 where all of it underflowed.
 
-    tokens: slice
+    tokens: a slice, or token numbers (T,).
+    """
+
+    tokens: slice | Tensor
     utility: Tensor
 
 
@@ -35,48 +39,67 @@ class Features(NamedTuple):
 
 @torch.no_grad()
 def exact_queries(
-    q: Tensor, k: Tensor, key_codes: Tensor, buckets: int, *, scale: float, visible: bool
+    q: Tensor, k: Tensor, key_members: Tensor, *, scale: float, visible: bool, sample: Tensor | None = None
 ) -> Iterator[Tile]:
-    """ψ in O(L²) time. q: (B, H, Lq, D). k: (B, H, Lk, D). key_codes: (B, H, Lk). scale: 1/√D."""
-    for tokens in tiles(q, max(buckets, k.shape[2])):
-        attention = torch.softmax(_query_scores(q, k, tokens, scale, visible), dim=-1)
-        yield Tile(tokens, _by_bucket(attention, key_codes, buckets))
+    """ψ, exactly, in O(L²) time, or O(S·L) for the queries of a sample alone, (S,) token numbers.
+
+    q: (B, H, Lq, D). k: (B, H, Lk, D). scale: 1/√D.
+    """
+    rows = torch.arange(q.shape[2], device=q.device) if sample is None else sample
+    for part in tiles(rows.expand(*q.shape[:2], -1), max(key_members[0, 0].numel(), k.shape[2])):
+        attention = torch.softmax(_query_scores(q, k, rows[part], scale, visible), dim=-1)
+        tokens = part if sample is None else rows[part]
+        yield Tile(tokens, _normalized(_by_bucket(attention, key_members)))
 
 
 @torch.no_grad()
 def exact_keys(
-    q: Tensor, k: Tensor, query_codes: Tensor, buckets: int, *, scale: float, visible: bool
+    q: Tensor, k: Tensor, query_members: Tensor, *, scale: float, visible: bool, sample: Tensor | None = None
 ) -> Iterator[Tile]:
-    """ψ′ in O(L²) time, as `exact_queries`. query_codes: (B, H, Lq)."""
-    z = [_query_scores(q, k, tokens, scale, visible).logsumexp(-1) for tokens in tiles(q, k.shape[2])]
-    level = torch.cat(z, dim=-1).unsqueeze(-2)  # (B, H, 1, Lq)
-    query = torch.arange(q.shape[2], device=q.device)
-    for tokens in tiles(k, max(buckets, q.shape[2])):
-        logarithm = _products(k[:, :, tokens], q, scale) - level  # ln A, (B, H, T, Lq)
+    """ψ′, as `exact_queries`; with a sample, every key's from the queries of the sample alone, in O(S·L) time: before
+    the normalisation its expectation is the whole sum, as a part of it.
+    """
+    rows = torch.arange(q.shape[2], device=q.device) if sample is None else sample
+    parts = tiles(rows.expand(*q.shape[:2], -1), k.shape[2])
+    z = [_query_scores(q, k, rows[part], scale, visible).logsumexp(-1) for part in parts]
+    level = torch.cat(z, dim=-1).unsqueeze(-2)  # (B, H, 1, S)
+    member = None if sample is None else _membership(query_members, sample, q.shape[2])
+    for tokens in tiles(k, max(query_members[0, 0].numel(), len(rows))):
+        logarithm = _products(k[:, :, tokens], q[:, :, rows], scale) - level  # ln A, (B, H, T, S)
         if visible:
-            logarithm = logarithm.masked_fill(query < query[tokens, None], -torch.inf)
-        # A softmax over the queries: its normaliser is one that ψ′ has anyway, and it cannot underflow.
-        yield Tile(tokens, _by_bucket(torch.softmax(logarithm, dim=-1), query_codes, buckets))
+            key = torch.arange(tokens.start, tokens.stop, device=k.device)
+            logarithm = logarithm.masked_fill(rows < key[:, None], -torch.inf)
+        # A softmax over the queries: its normaliser is one that ψ′ has anyway, and it cannot underflow. A key that no
+        # query of the sample sees has none.
+        attention = torch.softmax(logarithm, dim=-1).nan_to_num(0.0)
+        found = _by_bucket(attention, query_members) if member is None else attention @ member.to(attention.dtype)
+        yield Tile(tokens, _normalized(found))
 
 
-def feature_queries(q: Features, k: Features, key_codes: Tensor, buckets: int, *, visible: bool) -> Iterator[Tile]:
-    """ψ_i[b] ∝ φ(q_i)·Σ_{j: h_K(j) = b} φ(k_j) (Eq. 16) in O(L·N) time. q, k: features of x/D^(1/4). key_codes: (B, H,
-    Lk).
-    """
-    return _visible_queries(q, k, key_codes, buckets) if visible else _all_queries(q, k, key_codes, buckets)
+def feature_queries(q: Features, k: Features, key_members: Tensor, *, visible: bool) -> Iterator[Tile]:
+    """ψ_i[b] ∝ φ(q_i)·Σ_{j in b} φ(k_j) (Eq. 16) in O(L·N) time. q, k: features of x/D^(1/4)."""
+    return (_visible_queries if visible else _all_queries)(q, k, key_members)
 
 
-def feature_keys(q: Features, k: Features, query_codes: Tensor, buckets: int, *, visible: bool) -> Iterator[Tile]:
-    """ψ′_j[b] ∝ Σ_{i: h_Q(i) = b} φ(q_i)/(φ(q_i)·Σ_j′ φ(k_j′)) · φ(k_j) (Eq. 17) in O(L·N) time. query_codes: (B, H,
-    Lq).
-    """
-    return _visible_keys(q, k, query_codes, buckets) if visible else _all_keys(q, k, query_codes, buckets)
+def feature_keys(q: Features, k: Features, query_members: Tensor, *, visible: bool) -> Iterator[Tile]:
+    """ψ′_j[b] ∝ Σ_{i in b} φ(q_i)/(φ(q_i)·Σ_j′ φ(k_j′)) · φ(k_j) (Eq. 17) in O(L·N) time."""
+    return (_visible_keys if visible else _all_keys)(q, k, query_members)
 
 
-def bucket_sums(x: Tensor, codes: Tensor, buckets: int) -> Tensor:
-    """Σ_{j: codes_j = b} x_j of every bucket: (B, H, N, F) from x (B, H, L, F) and codes (B, H, L)."""
-    sums = x.new_zeros(*x.shape[:2], buckets, x.shape[3])
-    return sums.scatter_add_(2, codes.long().unsqueeze(-1).expand_as(x), x)
+def bucket_sums(x: Tensor, members: Tensor) -> Tensor:
+    """Σ_{j in b} x_j of every bucket: (B, H, N, F) from x (B, H, L, F)."""
+    index = members.long().flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[3])
+    return x.gather(2, index).unflatten(2, members.shape[2:]).sum(3)
+
+
+def _membership(members: Tensor, tokens: Tensor, length: int) -> Tensor:
+    """Whether each of `tokens` (T,) is in each bucket: (B, H, T, N) bool."""
+    place = torch.full((length + 1,), len(tokens), dtype=torch.int64, device=members.device)
+    place[tokens] = torch.arange(len(tokens), device=members.device)
+    found = place[members.long()].transpose(-1, -2)  # (B, H, M, N), T for the tokens not asked for
+    shape = (*members.shape[:2], len(tokens) + 1, members.shape[2])
+    asked = torch.zeros(shape, dtype=torch.bool, device=members.device)
+    return asked.scatter_(2, found, True)[:, :, :-1]
 
 
 def tiles(x: Tensor, width: int, *, pairs: bool = False) -> Iterator[slice]:
@@ -93,22 +116,19 @@ def _products(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return (x.to(dtype) * scale) @ y.to(dtype).transpose(-1, -2)
 
 
-def _query_scores(q: Tensor, k: Tensor, tokens: slice, scale: float, visible: bool) -> Tensor:
-    """scale·q_i·k_j of the queries `tokens`, −∞ where not visible: (B, H, T, Lk)."""
-    score = _products(q[:, :, tokens], k, scale)
+def _query_scores(q: Tensor, k: Tensor, rows: Tensor, scale: float, visible: bool) -> Tensor:
+    """scale·q_i·k_j of the queries `rows` (T,), −∞ where not visible: (B, H, T, Lk)."""
+    score = _products(q[:, :, rows], k, scale)
     if not visible:
         return score
     key = torch.arange(k.shape[2], device=k.device)
-    return score.masked_fill(key > key[tokens, None], -torch.inf)
+    return score.masked_fill(key > rows[:, None], -torch.inf)
 
 
-def _by_bucket(weights: Tensor, codes: Tensor, buckets: int) -> Tensor:
+def _by_bucket(weights: Tensor, members: Tensor) -> Tensor:
     """Sums weights (B, H, T, L) over the tokens of each bucket: (B, H, T, N)."""
-    return _add_pairs(weights.new_zeros(*weights.shape[:3], buckets), weights, codes)
-
-
-def _add_pairs(total: Tensor, weights: Tensor, codes: Tensor) -> Tensor:
-    return total.scatter_add_(-1, codes.long().unsqueeze(-2).expand_as(weights), weights)
+    index = members.long().flatten(2).unsqueeze(2).expand(-1, -1, weights.shape[2], -1)
+    return weights.gather(-1, index).unflatten(-1, members.shape[2:]).sum(-1)
 
 
 def _normalized(utility: Tensor) -> Tensor:
@@ -117,21 +137,21 @@ def _normalized(utility: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _all_queries(q: Features, k: Features, key_codes: Tensor, buckets: int) -> Iterator[Tile]:
+def _all_queries(q: Features, k: Features, members: Tensor) -> Iterator[Tile]:
     highest = k.shift.amax(-2, keepdim=True)
-    sums = bucket_sums(k.values * torch.exp(k.shift - highest), key_codes, buckets).transpose(-1, -2)
-    for tokens in tiles(q.values, buckets):
+    sums = bucket_sums(k.values * torch.exp(k.shift - highest), members).transpose(-1, -2)
+    for tokens in tiles(q.values, members.shape[2]):
         yield Tile(tokens, _normalized(q.values[:, :, tokens] @ sums))
 
 
 @torch.no_grad()
-def _all_keys(q: Features, k: Features, query_codes: Tensor, buckets: int) -> Iterator[Tile]:
+def _all_keys(q: Features, k: Features, members: Tensor) -> Iterator[Tile]:
     highest = k.shift.amax(-2, keepdim=True)
     total = (k.values * torch.exp(k.shift - highest)).sum(-2, keepdim=True)
     normaliser = (q.values * total).sum(-1, keepdim=True)  # at any scale of φ(q): it cancels
     weights = torch.where(normaliser > 0, q.values / normaliser, 0.0)
-    sums = bucket_sums(weights, query_codes, buckets).transpose(-1, -2)
-    for tokens in tiles(k.values, buckets):
+    sums = bucket_sums(weights, members).transpose(-1, -2)
+    for tokens in tiles(k.values, members.shape[2]):
         yield Tile(tokens, _normalized(k.values[:, :, tokens] @ sums))
 
 
@@ -147,37 +167,42 @@ def _visible_pairs(q: Tensor, k: Features, level: Tensor, tokens: slice) -> Tens
     return (q[:, :, tokens] @ k.values[:, :, tokens].transpose(-1, -2)) * decay.masked_fill(later, -torch.inf).exp()
 
 
+def _members_of(tokens: slice, members: Tensor, like: Tensor) -> Tensor:
+    rows = torch.arange(tokens.start, tokens.stop, device=members.device)
+    return _membership(members, rows, like.shape[2]).to(like.dtype)
+
+
 @torch.no_grad()
-def _visible_queries(q: Features, k: Features, key_codes: Tensor, buckets: int) -> Iterator[Tile]:
+def _visible_queries(q: Features, k: Features, members: Tensor) -> Iterator[Tile]:
     """Sums over the tiles before, at the level `before`, and pairs inside the tile."""
     level = _levels(k)
     before = torch.full_like(level[:, :, :1], -torch.inf)
-    sums = k.values.new_zeros(*k.values.shape[:2], buckets, k.values.shape[3])
-    for tokens in tiles(k.values, buckets, pairs=True):
-        codes, last = key_codes[:, :, tokens], level[:, :, tokens.stop - 1 : tokens.stop]
+    sums = k.values.new_zeros(*members.shape[:3], k.values.shape[3])
+    for tokens in tiles(k.values, members.shape[2], pairs=True):
+        member, last = _members_of(tokens, members, k.values), level[:, :, tokens.stop - 1 : tokens.stop]
         utility = (q.values[:, :, tokens] @ sums.transpose(-1, -2)) * torch.exp(before - level[:, :, tokens])
-        yield Tile(tokens, _normalized(_add_pairs(utility, _visible_pairs(q.values, k, level, tokens), codes)))
+        yield Tile(tokens, _normalized(utility + _visible_pairs(q.values, k, level, tokens) @ member))
         keys = k.values[:, :, tokens] * torch.exp(k.shift[:, :, tokens] - last)
-        sums = sums * torch.exp(before - last) + bucket_sums(keys, codes, buckets)
+        sums = sums * torch.exp(before - last) + member.transpose(-1, -2) @ keys
         before = last
 
 
 @torch.no_grad()
-def _visible_keys(q: Features, k: Features, query_codes: Tensor, buckets: int) -> Iterator[Tile]:
+def _visible_keys(q: Features, k: Features, members: Tensor) -> Iterator[Tile]:
     """From the last tile to the first: sums over the tiles after, at the level `after`, and pairs inside the tile."""
     level = _levels(k)
-    weights = _visible_weights(q, k, level, buckets)
+    weights = _visible_weights(q, k, level, members.shape[2])
     after = level[:, :, -1:]
-    sums = k.values.new_zeros(*k.values.shape[:2], buckets, k.values.shape[3])
-    for tokens in reversed(list(tiles(k.values, buckets, pairs=True))):
+    sums = k.values.new_zeros(*members.shape[:3], k.values.shape[3])
+    for tokens in reversed(list(tiles(k.values, members.shape[2], pairs=True))):
         keys, queries, own = k.values[:, :, tokens], weights[:, :, tokens], level[:, :, tokens]
-        codes, first = query_codes[:, :, tokens], own[:, :, :1]
+        member, first = _members_of(tokens, members, k.values), own[:, :, :1]
         earlier = torch.ones(own.shape[2], own.shape[2], dtype=torch.bool, device=own.device).tril(-1)
         decay = (own - own.transpose(-1, -2)).masked_fill(earlier, -torch.inf)  # 0 and below: levels only rise
         pairs = (keys @ queries.transpose(-1, -2)) * decay.exp()
         utility = (keys @ sums.transpose(-1, -2)) * torch.exp(own - after)
-        yield Tile(tokens, _normalized(_add_pairs(utility, pairs, codes)))
-        sums = sums * torch.exp(first - after) + bucket_sums(queries * torch.exp(first - own), codes, buckets)
+        yield Tile(tokens, _normalized(utility + pairs @ member))
+        sums = sums * torch.exp(first - after) + member.transpose(-1, -2) @ (queries * torch.exp(first - own))
         after = first
 
 
