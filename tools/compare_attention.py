@@ -2,12 +2,12 @@
 
     python tools/compare_attention.py configs/comparisons/duplication.json
     python tools/compare_attention.py configs/comparisons/masked_text.json --seeds 0 1 2 --jobs 2
-    python tools/compare_attention.py configs/comparisons/duplication.json --arms lsh lha --seeds 0    (a CPU, two minutes)
+    python tools/compare_attention.py configs/comparisons/duplication.json --arms full lha        (a CPU, two minutes)
 
 A comparison is a JSON file: `prepare`, the arguments of tools/prepare_data.py that make the data; `config`, the run's
 configuration; `evaluate`, further arguments of launch/evaluate.py; and `arms`, name -> what differs, as
-`section.key=value` each. Arms differ in nothing else, the order of the data and the initial weights they share included.
-Every step is an ordinary command. What is done already is not done again, so an interrupted comparison goes on.
+`section.key=value` each. Arms differ in nothing else: the data come in the same order, and weights that arms share
+start alike. Every step is an ordinary command. What is done already is not done again, so an interrupted comparison goes on.
 """
 
 import argparse

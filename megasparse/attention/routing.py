@@ -33,8 +33,9 @@ class Routes(NamedTuple):
 class RoutingAttention(Attention):
     """softmax(qkᵀ/√D)v inside clusters of spherical k-means: μ·q/|q| and μ·k/|k| decide, for unit centroids μ.
 
-    Decoders need one cluster a token: argmax μ·(q/|q| + k/|k|), as LHA's joint hash (Eq. 18), where the paper makes
-    queries and keys the same. The centroids, a persistent buffer, move once a step (`after_step`).
+    Decoders need one cluster a token, so there queries are the keys too, as in the paper: logits q·q/|q| as Reformer
+    has them, and in the band a token sees itself only as last resort. The centroids, a persistent buffer, move once a
+    step (`after_step`).
     """
 
     centroids: Tensor
@@ -44,7 +45,9 @@ class RoutingAttention(Attention):
         self.config, self.place = config, place
         self.window = Window("band", min(config.chunk, place.max_length))
         self.buckets = -(-place.max_length // config.chunk)
-        self.rule = {"scale": place.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
+        self.shared_qk = place.causal
+        scale = 1.0 if self.shared_qk else place.head_dim**-0.5
+        self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": False}
         self.register_buffer("centroids", torch.empty(place.heads, self.buckets, place.head_dim))  # (H, N, D)
         self.initialise(0, "")
         self._sums: Tensor | None = None  # of this step's members: (H, N, D + 1) float64, their number last

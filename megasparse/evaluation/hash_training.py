@@ -30,8 +30,8 @@ def train_hashes(steps: Iterable[list[Call]], buckets: int, seed: int) -> tuple[
     """Train H_Q and H_K, two-layer networks, of every attention of a model, one step of Adam after another.
 
     steps: what the model's mechanisms were called with, on text of that step. The targets ψ and ψ′ (Eq. 11 and 14) are
-    exact, those of a mechanism's own training (see LHAAttention). Returns the functions in the order of the calls, and the
-    divergence KL_Q + KL_K of each step, mean over tokens, heads and calls.
+    exact, those of a mechanism's own training (see LHAAttention). Returns the functions in the order of the calls, and
+    the divergence KL_Q + KL_K of each step, mean over tokens, heads and calls.
     """
     functions: list[HashFunctions] = []
     history = []

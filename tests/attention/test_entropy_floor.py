@@ -40,10 +40,9 @@ def below_the_floor(name: str, steps: int, fresh: int = 2048) -> float:
         tokens = random_tokens(256, LENGTH, SYMBOLS, seed=10**6 + number)
         nats.append(model.token_scores(tokens, Draws.evaluation(0, 256)).nats.double().flatten())
     found = torch.cat(nats)
-    error = (found.mean().item() - math.log(SYMBOLS)) / (found.std().item() / len(found) ** 0.5)
-    print(
-        f"{name}: {found.mean().item() - math.log(SYMBOLS):+.5f} nats against ln {SYMBOLS}, {error:+.1f} standard errors"
-    )
+    above = found.mean().item() - math.log(SYMBOLS)
+    error = above / (found.std().item() / len(found) ** 0.5)
+    print(f"{name}: {above:+.5f} nats against ln {SYMBOLS}, {error:+.1f} standard errors")
     return -error
 
 

@@ -19,10 +19,9 @@ from tests.helpers.tiny import MadeUpBatches, tiny_config
 
 
 def similarities(single, q, k):
-    """μ·x of every token and centroid, (B, H, L, N), of queries and of keys."""
+    """μ·x of every token and centroid, (B, H, L, N), of queries and of keys; in a decoder the queries are the keys."""
     centroids = single.mechanism.centroids.double()[None]
-    each = [F.normalize(x.double(), dim=-1) @ centroids.transpose(-1, -2) for x in (q, k)]
-    return [sum(each), sum(each)] if single.causal else each
+    return [F.normalize(x.double(), dim=-1) @ centroids.transpose(-1, -2) for x in (q, q if single.causal else k)]
 
 
 def band(single, q, k, mask, documents):
@@ -33,7 +32,7 @@ def band(single, q, k, mask, documents):
     before = same.tril().sum(-1, keepdim=True)  # c: keys of the query's bucket at or before it
     rank = same.cumsum(-1) - 1  # of the keys in the query's bucket
     seen = same & (rank >= before - 8) & (rank < before + 8)
-    seen = seen.tril() if single.causal else seen
+    seen = seen.tril(-1) if single.causal else seen  # shared QK: itself only as last resort
     alone = ~seen.any(-1, keepdim=True) & mask[:, None, :, None]
     return seen | (alone & torch.eye(q.shape[2], dtype=torch.bool))
 
@@ -66,14 +65,16 @@ def test_forward_and_gradients_are_those_of_the_definition(name, pattern, causal
 
     def dense(q, k, v):
         blind = ~seen.any(-1, keepdim=True)
-        score = (q @ k.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf).masked_fill(blind, 0.0)
+        logits = q @ F.normalize(q, dim=-1).transpose(-1, -2) if causal else q @ k.transpose(-1, -2) / 4
+        score = logits.masked_fill(~seen, -torch.inf).masked_fill(blind, 0.0)
         return (torch.softmax(score, -1) @ v).masked_fill(blind, 0.0)
 
     found = []
     for attend in (lambda *h: single(x, *h, key_mask=mask, segments=segments).out, dense):
         leaves = [h.clone().requires_grad_() for h in heads]
         out = attend(*leaves)
-        found.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)))
+        read = [leaves[0], leaves[2]] if causal else leaves
+        found.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), read)))
     for ours, defined in zip(*found, strict=True):
         torch.testing.assert_close(ours, defined, rtol=1e-9, atol=1e-9)
     if pattern is top_k:
@@ -102,7 +103,7 @@ def test_the_moving_average_is_that_of_its_definition_over_all_micro_batches(nam
     codes = [s.argmax(-1) for s in similarities(single, q, k)]
     for head in range(2):
         for bucket in range(16):
-            chosen = zip((q, k), codes, strict=True)
+            chosen = zip((q, q if causal else k), codes, strict=True)
             members = torch.cat([F.normalize(x.double(), dim=-1)[:, head][c[:, head] == bucket] for x, c in chosen])
             if len(members):
                 moved = 0.7 * old[head, bucket] + 0.3 * members.mean(0)
