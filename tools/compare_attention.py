@@ -7,7 +7,8 @@
 A comparison is a JSON file: `prepare`, the arguments of tools/prepare_data.py that make the data; `config`, the run's
 configuration; `evaluate`, further arguments of launch/evaluate.py; and `arms`, name -> what differs, as
 `section.key=value` each. Arms differ in nothing else: the data come in the same order, and weights that arms share
-start alike. Every step is an ordinary command. What is done already is not done again, so an interrupted comparison goes on.
+start alike. Every step is an ordinary command. What is done already is not done again, so an interrupted comparison
+goes on.
 """
 
 import argparse

@@ -4,7 +4,7 @@ B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W c
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ class RoutingAttention(Attention):
         self.buckets = -(-place.max_length // config.chunk)
         self.shared_qk = place.causal
         scale = 1.0 if self.shared_qk else place.head_dim**-0.5
-        self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": False}
+        self.rule: dict[str, Any] = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": False}
         self.register_buffer("centroids", torch.empty(place.heads, self.buckets, place.head_dim))  # (H, N, D)
         self.initialise(0, "")
         self._sums: Tensor | None = None  # of this step's members: (H, N, D + 1) float64, their number last

@@ -1,5 +1,4 @@
-"""Tokens drawn uniformly at random cannot be predicted: a causal model whose loss on fresh ones lies below ln V has seen
-them.
+"""Tokens drawn uniformly at random cannot be predicted: a causal model whose loss on fresh ones is below ln V saw them.
 
 The sharpest test of causality there is: training finds a leak wherever gradients can, however a window hides it.
 """
