@@ -1,0 +1,90 @@
+"""Every mechanism on two ranks under ZeRO 2 and 3: the losses of one process of plain torch.
+
+Draws, sampled keys and hashes depend on the global sample and head, so the number of ranks moves nothing.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.schema import Config
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from megasparse.training.engine import build_engine
+from megasparse.training.ranks import Ranks, start_ranks
+from tests.helpers.models import SMALL
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import MadeUpBatches, tiny_config
+
+STAGES = (2, 3)
+STEPS = 4
+PATTERNS: dict[str, list[dict[str, int]]] = {
+    "decoder": [
+        {"lha": 1, "yoso": 1, "local": 1},
+        {"smart_bird": 1, "performer": 1, "bigbird": 1},
+        {"routing": 1, "random": 1, "lsh": 1},
+        {"longformer": 1, "sparse_transformer": 1, "full": 1},
+    ],
+    "encoder": [{"smyrf": 1, "linformer": 1, "lha": 1}, {"yoso": 1, "smart_bird": 1, "lsh": 1}],
+}
+
+
+def config_of(folder: Path, engine: str, kind: str, **sections: dict[str, Any]) -> Config:
+    settings = SMALL | {"yoso": SMALL["yoso"] | {"convolution": 3}, "local": {"chunk": 8, "relative": True}}
+    model = {
+        "kind": kind,
+        "vocabulary": 257,
+        "max_length": 24,
+        "layers": len(PATTERNS[kind]),
+        "d_model": 33,
+        "d_ff": 17,
+        "heads": 3,
+        "dropout": 0.1,
+        "positions": {"kind": "learned"},
+        "attention": {"pattern": PATTERNS[kind], **settings},
+    }
+    return tiny_config(folder, engine, model=model, **sections)
+
+
+def losses(config: Config, ranks: Ranks) -> list[float]:
+    def draws(step: int, samples: torch.Tensor) -> Draws:
+        return Draws(0, step, samples, training=True)
+
+    engine = build_engine(build_model(config.model, 0), config, draws, ranks)
+    steps = zip(range(1, STEPS + 1), MadeUpBatches(config, ranks), strict=False)
+    found = [engine.train_step(data.micro_batches, step, 0.003) for step, data in steps]
+    engine.close()
+    assert all(result.applied for result in found)
+    return [value for result in found for value in (result.loss, result.grad_norm)]
+
+
+def on_two_ranks(folder: str) -> dict[str, list[float]]:
+    found = {}
+    for kind in PATTERNS:
+        for stage in STAGES:
+            zero = {"zero_optimization": {"stage": stage}}
+            config = config_of(Path(folder) / f"{kind}{stage}", "deepspeed", kind, deepspeed=zero)
+            ranks = start_ranks(config.run)
+            found[f"{kind} {stage}"] = losses(config, ranks)
+    ranks.stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
+    return run_ranks(on_two_ranks, timeout=240, folder=str(tmp_path_factory.mktemp("two")))
+
+
+def test_every_mechanism_is_there() -> None:
+    assert {kind for pattern in PATTERNS.values() for split in pattern for kind in split} == set(MECHANISMS)
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_are_one(found: list[dict[str, list[float]]], kind: str, stage: int, tmp_path: Path) -> None:
+    alone = losses(config_of(tmp_path, "torch", kind), Ranks())
+    for rank in found:
+        assert rank[f"{kind} {stage}"] == pytest.approx(alone, rel=1e-5)
