@@ -100,11 +100,11 @@ class RoutingAttention(Attention):
         return Routes(*clusters_by_document(heads, choose))
 
     def _sides(self, heads: Heads) -> tuple[Sides, Sides]:
-        """What the centroids are compared with: unit queries and unit keys, in a decoder their sum for both."""
+        """What the centroids are compared with: unit queries and unit keys, in a decoder one and the same."""
         q, k = (F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in (heads.q, heads.k))
         weights = (self.centroids.transpose(1, 2),)  # (H, D, N)
         if heads.causal:
-            both = Sides((q, k), (weights, weights))
+            both = Sides((q,), (weights,))
             return both, both
         return Sides((q,), (weights,)), Sides((k,), (weights,))
 

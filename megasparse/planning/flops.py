@@ -104,8 +104,9 @@ def _lsh(layer: Layer) -> float:
 
 
 def _lha(layer: Layer) -> float:
-    """Both hash functions (random ones forward only), and the utilities that they learn, forward only: random features
-    of q and k and their products with N sums over buckets, or all scores twice.
+    """Both hash functions (random ones forward only), and the utilities that they learn, forward only: the scores of a
+    sample of queries twice, with the sums over N buckets for the keys; or of all queries; or random features of q and k
+    and their products with the buckets' sums.
     """
     lha, dim = layer.config.lha, layer.head_dim
     buckets = math.ceil(layer.model.max_length / lha.chunk)
@@ -114,7 +115,12 @@ def _lha(layer: Layer) -> float:
     if lha.hash == "random":
         return layer.pairs(keys) + layer.heads * 2 * 2.0 * dim * buckets
     weights = dim * buckets + (dim * dim if lha.hash == "mlp" else 0)
-    utility = 4.0 * lha.features * (dim + buckets) if lha.utility == "features" else 4.0 * dim * layer.visible
+    sample = min(lha.samples, layer.length)
+    utility = {
+        "sampled": sample * (4.0 * dim + 2.0 * buckets),
+        "exact": 4.0 * dim * layer.visible,
+        "features": 4.0 * lha.features * (dim + buckets),
+    }[lha.utility]
     return layer.pairs(keys) + layer.heads * (2 * 6.0 * weights + utility)
 
 
@@ -151,11 +157,11 @@ def _smyrf(layer: Layer) -> float:
 
 
 def _routing(layer: Layer) -> float:
-    """The window, and the products of q and k with N centroids, forward only."""
+    """The window, and the products of q and of a k of its own with N centroids, forward only."""
     routing = layer.config.routing
     count = math.ceil(layer.model.max_length / routing.chunk)
     keys = layer.band(routing.chunk, False) if routing.window == "band" else layer.clusters(count, routing.chunk)
-    return layer.pairs(keys) + layer.heads * 2 * 2.0 * layer.head_dim * count
+    return layer.pairs(keys) + layer.heads * (1 if layer.causal else 2) * 2.0 * layer.head_dim * count
 
 
 def _sparse_transformer(layer: Layer) -> float:

@@ -64,7 +64,7 @@ def exact_keys(
     z = [_query_scores(q, k, rows[part], scale, visible).logsumexp(-1) for part in parts]
     level = torch.cat(z, dim=-1).unsqueeze(-2)  # (B, H, 1, S)
     member = None if sample is None else _membership(query_members, sample, q.shape[2])
-    for tokens in tiles(k, max(query_members[0, 0].numel(), len(rows))):
+    for tokens in tiles(k, max(len(rows), query_members[0, 0].numel() if member is None else query_members.shape[2])):
         logarithm = _products(k[:, :, tokens], q[:, :, rows], scale) - level  # ln A, (B, H, T, S)
         if visible:
             key = torch.arange(tokens.start, tokens.stop, device=k.device)
