@@ -168,7 +168,7 @@ HeadSplit = Annotated[dict[AttentionKind, Positive], Field(min_length=1)]
 class AttentionConfig(Section):
     pattern: list[AttentionKind | HeadSplit] = Field(default=["local", "local", "lsh", "local"], min_length=1)
     """Attention of each layer, repeated over the depth; as long as the depth, it is an explicit list. An entry is a
-    kind, or the number of heads of each of several kinds, such as {"local": 4, "lha": 4}."""
+    kind, or the number of heads of each of several kinds, such as {"local": 4, "lha": 4}, in whatever order."""
     full: FullAttentionConfig = FullAttentionConfig()
     local: LocalAttentionConfig = LocalAttentionConfig()
     lsh: LSHAttentionConfig = LSHAttentionConfig()

@@ -1,12 +1,20 @@
 """Which layer has which attention, read from `model.attention.pattern`."""
 
+from typing import get_args
+
+from megasparse.config.attention import AttentionKind
 from megasparse.config.schema import ModelConfig
 
 
 def heads_of_layer(model: ModelConfig, layer: int) -> dict[str, int]:
-    """The mechanisms of a layer and how many heads each has, in the order of the configuration."""
+    """The mechanisms of a layer and how many heads each has, the first heads first.
+
+    In the order of AttentionKind, whatever the file's: keys of a JSON object have none, and checkpoints sort them.
+    """
     entry = model.attention.pattern[layer % len(model.attention.pattern)]
-    return {entry: model.heads} if isinstance(entry, str) else {kind: heads for kind, heads in entry.items()}
+    if isinstance(entry, str):
+        return {entry: model.heads}
+    return {kind: entry[kind] for kind in get_args(AttentionKind) if kind in entry}
 
 
 def layers_with(model: ModelConfig, kind: str) -> int:

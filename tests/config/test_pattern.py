@@ -21,6 +21,12 @@ def test_a_pattern_repeats_over_the_depth():
     assert kinds(mixed) == ["local", "lsh"]
 
 
+def test_the_order_of_an_objects_keys_means_nothing():
+    """A checkpoint's manifest sorts them."""
+    one, other = model([{"lsh": 3, "local": 1}]), model([{"local": 1, "lsh": 3}])
+    assert list(heads_of_layer(one, 0).items()) == list(heads_of_layer(other, 0).items()) == [("local", 1), ("lsh", 3)]
+
+
 def test_a_list_as_long_as_the_depth_puts_mechanisms_on_top():
     top = model(["local", "local", "lha", "lha"])
     assert [list(heads_of_layer(top, layer)) for layer in range(4)] == [["local"], ["local"], ["lha"], ["lha"]]
