@@ -22,6 +22,13 @@ class Document(NamedTuple):
         return x if self.tokens is None else x.index_select(2, self.tokens)
 
 
+def begins_with_real_tokens(key_mask: Tensor | None, segments: Tensor | None) -> bool:
+    """Whether every row is one document with its padding, if any, behind it: positions are then those of the row."""
+    if segments is not None:
+        return False
+    return key_mask is None or bool((key_mask[:, :-1] >= key_mask[:, 1:]).all())
+
+
 def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Document]:
     """key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers. With neither, the whole batch
     comes as one: its rows are alike and apart.

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.contract import Heads
-from megasparse.attention.documents import Document, documents
+from megasparse.attention.documents import Document, begins_with_real_tokens, documents
 
 
 def attend_each(heads: Heads, attend: Callable[[Heads], Tensor]) -> Tensor:
-    """attend(heads) -> (B, H, L, D), for each document by itself where there are documents.
+    """attend(heads) -> (B, H, L, D), for each document by itself where there are several, or padding before them.
 
-    What depends on positions then counts them from the document's first real token. Padding gets 0.
+    So what depends on positions counts them from the document's first real token. Padding gets 0.
     """
-    if heads.segments is None:
+    if begins_with_real_tokens(heads.key_mask, heads.segments):
         out = attend(heads)
         return out if heads.key_mask is None else out.masked_fill(~heads.key_mask[:, None, :, None], 0.0)
     each = list(documents(heads.key_mask, heads.segments))

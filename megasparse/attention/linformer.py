@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
-from megasparse.attention.documents import documents
+from megasparse.attention.documents import begins_with_real_tokens, documents
 from megasparse.attention.each_document import alone, join
 from megasparse.config.attention import LinformerAttentionConfig
 
@@ -37,7 +37,7 @@ class LinformerAttention(Attention):
         self.values = SequenceProjection(config.projected, place.max_length)
 
     def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
-        if heads.segments is None:
+        if begins_with_real_tokens(heads.key_mask, heads.segments):
             return AttentionOutput(self._whole(heads), None, {})
         each = list(documents(heads.key_mask, heads.segments))
         pieces = [alone(heads, document) for document in each]

@@ -28,13 +28,15 @@ class RandomAttention(Attention):
         self.rule = {"scale": place.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
 
     def assign(self, heads: Heads, first: int, context: AttentionContext) -> Tensor:
-        """The bucket of every position from `first` on: (B, H, 1, L), one draw for the whole batch."""
+        """The bucket of every position from `first` on: (B, H, 1, L). Padding has no position."""
         batch, count, length = heads.q.shape[:3]
         head = torch.arange(context.head_offset, context.head_offset + count, device=heads.q.device)
-        position = torch.arange(first, first + length, device=heads.q.device)
-        rows = head[:, None] * (1 << 32) + position  # (H, L)
+        position = torch.arange(first, first + length, device=heads.q.device).expand(batch, -1)
+        if heads.key_mask is not None:
+            position = (heads.key_mask.cumsum(-1) - 1).clamp_min(0)
+        rows = head[:, None] * (1 << 32) + position[:, None]  # (B, H, L)
         bits = random_bits(context.draws.key(context.layer, "random bucket"), rows, 1)
-        return torch.remainder(bits, self.buckets).view(1, count, 1, length).expand(batch, -1, -1, -1)
+        return torch.remainder(bits, self.buckets).transpose(-1, -2)
 
     def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
         codes = self.assign(heads, 0, context)

@@ -35,6 +35,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "full shared": ("full", {"shared_qk": True}),
     "local relative": ("local", {"relative": True}),
     "lsh 4 rounds, factorised": ("lsh", {"rounds": 4, "buckets": [4, 8]}),
+    "lsh 4 rounds, few buckets": ("lsh", {"rounds": 4, "buckets": 2}),
     "lsh 3 rounds, few buckets, not counted": ("lsh", {"rounds": 3, "buckets": 4, "count_rounds": False}),
     "lsh chunk": ("lsh", {"window": "chunk", "rounds": 1}),
     "lsh separate": ("lsh", {"shared_qk": False}),
