@@ -16,6 +16,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import torch
 from PIL import Image
@@ -29,7 +30,7 @@ from megasparse.data.tokenizer import build_tokenizer
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.evaluation.attention_quality import watch
 from megasparse.evaluation.attention_study import Protocol, maps, study, summary
-from megasparse.evaluation.hash_training import train_hashes
+from megasparse.evaluation.hash_training import Utility, train_hashes
 from megasparse.evaluation.restore import restore
 
 
@@ -43,6 +44,12 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top", type=int, default=16, help="weights a query that recall counts (default: %(default)s)")
     parser.add_argument(
         "--hash-steps", type=int, default=300, help="training of LHA's hashes, a window a step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hash-utility",
+        choices=get_args(Utility),
+        default="exact",
+        help="how the targets of LHA's hashes are found (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and their protocol to this file")
     parser.add_argument(
@@ -68,6 +75,7 @@ def main(given: Sequence[str] | None = None) -> None:
         top=args.top,
         hash_split=config.data.split,
         hash_steps=args.hash_steps,
+        hash_utility=args.hash_utility,
         seed=config.run.seed,
     )
     held_out, training = EvaluationStream(index, args.split), EvaluationStream(index, protocol.hash_split)
@@ -79,7 +87,7 @@ def main(given: Sequence[str] | None = None) -> None:
     order = torch.randperm(protocol.hash_steps, generator=torch.Generator().manual_seed(config.run.seed)).tolist()
     progress = tqdm(order, desc="training hashes", unit="step", disable=None)
     steps = (calls(training, protocol.hash_steps, number) for number in progress)
-    hashes, divergence = train_hashes(steps, protocol.buckets, config.run.seed)
+    hashes, divergence = train_hashes(steps, protocol.buckets, config.run.seed, args.hash_utility)
     measured = partial(calls, held_out, protocol.windows)
     result = {**study(measured, hashes, protocol, config.model.attention), "hash_divergence": divergence}
     print(summary(result))
@@ -88,8 +96,8 @@ def main(given: Sequence[str] | None = None) -> None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     if args.picture:
         args.picture.mkdir(parents=True, exist_ok=True)
-        for number, (call, functions) in enumerate(zip(measured(0), hashes, strict=True)):
-            picture = maps(call, functions, protocol)
+        for number, (call, mechanism) in enumerate(zip(measured(0), hashes, strict=True)):
+            picture = maps(call, mechanism, protocol)
             Image.fromarray(picture.cpu().numpy()).save(
                 args.picture / f"{number:02d}_layer{call.context.layer}_{call.kind}.png"
             )

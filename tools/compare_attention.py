@@ -1,8 +1,10 @@
-"""One task, many attention mechanisms: train each alike, evaluate each alike, print the table.
+r"""One task, many attention mechanisms: train each alike, evaluate each alike, print the table.
 
     python tools/compare_attention.py configs/comparisons/duplication.json
     python tools/compare_attention.py configs/comparisons/masked_text.json --seeds 0 1 2 --jobs 2
     python tools/compare_attention.py configs/comparisons/duplication.json --arms full lha        (a CPU, two minutes)
+    python tools/compare_attention.py configs/comparisons/duplication.json --arms lha --set training.steps=3000 \
+      --output runs/longer
 
 A comparison is a JSON file: `prepare`, the arguments of tools/prepare_data.py that make the data; `config`, the run's
 configuration; `evaluate`, further arguments of launch/evaluate.py; and `arms`, name -> what differs, as
@@ -23,6 +25,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megasparse.config.command_line import add_overrides
 from megasparse.config.strict_json import parse
 from megasparse.errors import ConfigError, UserError, report_user_errors
 
@@ -34,13 +37,16 @@ def main() -> None:
     args = arguments()
     comparison = load(args.comparison)
     arms = {name: comparison["arms"][name] for name in chosen(args.arms, comparison["arms"])}
+    if args.set and args.output is None:
+        raise ConfigError("--set", "makes other runs than the comparison's own", "Give them a folder with --output")
     output = args.output or Path("runs") / args.comparison.stem
     call("tools/prepare_data.py", *comparison["prepare"], log=output / "prepare.log")
     runs = [(name, seed) for seed in args.seeds for name in arms]
     progress = tqdm(total=len(runs), unit="run")
 
     def run(name: str, seed: int) -> dict[str, float]:
-        result = train_and_evaluate(comparison, output / f"{name.replace(' ', '_')}-{seed}", seed, arms[name])
+        folder = output / f"{name.replace(' ', '_')}-{seed}"
+        result = train_and_evaluate(comparison, folder, seed, [*arms[name], *args.set])
         progress.update()
         return result
 
@@ -59,6 +65,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("comparison", type=Path, metavar="COMPARISON", help="a file of configs/comparisons/")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a run of every arm for each (default: 0)")
     parser.add_argument("--arms", nargs="+", help="only these; all where left out")
+    add_overrides(parser)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one CPU thread (default: 1)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the runs (default: runs/COMPARISON)")
     return parser.parse_args()

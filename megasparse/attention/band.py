@@ -94,7 +94,7 @@ class BandCache:
         """Takes a whole prompt into an empty cache. Codes as in `band_attention`."""
         codes = (query_codes if key_codes is None else key_codes).to(torch.int64)
         length, chunk = codes.shape[-1], self.last.shape[-1]
-        self.tokens.k[:, :, :length], self.tokens.v[:, :, :length] = heads.k, heads.v
+        self.tokens.put(heads.k, heads.v)
         self.size.scatter_add_(-1, codes, torch.ones_like(codes))
         order = codes.argsort(dim=-1, stable=True)
         first = self.size.cumsum(-1) - self.size  # sorted index of each bucket's first token
@@ -137,7 +137,7 @@ class BandCache:
         return torch.where(alone[..., None], heads.v, out)
 
     def _append(self, heads: Heads, code: Tensor, position: int) -> None:
-        self.tokens.k[:, :, position], self.tokens.v[:, :, position] = heads.k[:, :, 0], heads.v[:, :, 0]
+        self.tokens.put(heads.k, heads.v, position)
         rank, chunk = self.size.gather(-1, code), self.last.shape[-1]  # (B, H, R, 1): earlier keys of the bucket
         self.codes[..., position], self.rank[..., position] = code[..., 0], rank[..., 0]
         place = code * chunk + rank % chunk

@@ -37,12 +37,10 @@ class FixedPatternAttention(Attention):
         return KeyValueCache.empty(batch, self.place, self.place.max_length, like)
 
     def fill_cache(self, x: Tensor, heads: Heads, cache: KeyValueCache, context: AttentionContext) -> None:
-        cache.k[:, :, : heads.k.shape[2]] = heads.k
-        cache.v[:, :, : heads.v.shape[2]] = heads.v
+        cache.put(heads.k, heads.v)
 
     def decode(self, x: Tensor, heads: Heads, cache: KeyValueCache, position: int, context: AttentionContext) -> Tensor:
-        cache.k[:, :, position] = heads.k[:, :, 0]
-        cache.v[:, :, position] = heads.v[:, :, 0]
+        cache.put(heads.k, heads.v, position)
         head = torch.arange(self.place.heads, device=cache.k.device)[:, None]
         seen = self.visible(position, context, cache.k.device)
         return F.scaled_dot_product_attention(heads.q, cache.k[:, head, seen], cache.v[:, head, seen])

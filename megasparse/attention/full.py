@@ -25,6 +25,11 @@ class KeyValueCache:
     def empty(batch: int, place: Place, capacity: int, like: Tensor) -> "KeyValueCache":
         return KeyValueCache(*(like.new_zeros(batch, place.heads, capacity, place.head_dim) for _ in range(2)))
 
+    def put(self, k: Tensor, v: Tensor, first: int = 0) -> None:
+        """Takes in the tokens from position `first` on: (B, H, n, D) each."""
+        self.k[:, :, first : first + k.shape[2]] = k
+        self.v[:, :, first : first + v.shape[2]] = v
+
 
 class FullAttention(Attention):
     """softmax(qkᵀ/√D)v; with shared QK softmax(q·k̂ᵀ)v, k̂ = q/|q|, a token seeing itself only when it sees nothing
@@ -60,12 +65,10 @@ class FullAttention(Attention):
         return KeyValueCache.empty(batch, self.place, self.place.max_length, like)
 
     def fill_cache(self, x: Tensor, heads: Heads, cache: KeyValueCache, context: AttentionContext) -> None:
-        cache.k[:, :, : heads.k.shape[2]] = heads.k
-        cache.v[:, :, : heads.v.shape[2]] = heads.v
+        cache.put(heads.k, heads.v)
 
     def decode(self, x: Tensor, heads: Heads, cache: KeyValueCache, position: int, context: AttentionContext) -> Tensor:
-        cache.k[:, :, position] = heads.k[:, :, 0]
-        cache.v[:, :, position] = heads.v[:, :, 0]
+        cache.put(heads.k, heads.v, position)
         if self.shared_qk and position == 0:
             return heads.v
         stop = position if self.shared_qk else position + 1

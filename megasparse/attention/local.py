@@ -87,8 +87,7 @@ class LocalAttention(Attention):
 
     def decode(self, x: Tensor, heads: Heads, cache: LocalCache, position: int, context: AttentionContext) -> Tensor:
         capacity, dtype = 2 * self.chunk, torch.promote_types(heads.q.dtype, torch.float32)
-        cache.tokens.k[:, :, position % capacity] = heads.k[:, :, 0]
-        cache.tokens.v[:, :, position % capacity] = heads.v[:, :, 0]
+        cache.tokens.put(heads.k, heads.v, position % capacity)
         first = max(0, position // self.chunk - 1) * self.chunk
         seen = torch.arange(first, position + 1, device=heads.q.device)
         k, v = (cached[:, :, seen % capacity].to(dtype) for cached in (cache.tokens.k, cache.tokens.v))

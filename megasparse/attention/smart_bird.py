@@ -83,14 +83,12 @@ class SmartBirdAttention(Attention):
         return SketchCache(KeyValueCache.empty(batch, self.place, capacity, like), sketch.double())
 
     def fill_cache(self, x: Tensor, heads: Heads, cache: SketchCache, context: AttentionContext) -> None:
-        length = x.shape[1]
-        cache.heads.k[:, :, :length], cache.heads.v[:, :, :length] = heads.k, heads.v
-        cache.sketch[:, :length] = _exactly(self.key, x)
+        cache.heads.put(heads.k, heads.v)
+        cache.sketch[:, : x.shape[1]] = _exactly(self.key, x)
 
     def decode(self, x: Tensor, heads: Heads, cache: SketchCache, position: int, context: AttentionContext) -> Tensor:
-        here = slice(position, position + 1)
-        cache.heads.k[:, :, here], cache.heads.v[:, :, here] = heads.k, heads.v
-        cache.sketch[:, here] = _exactly(self.key, x)
+        cache.heads.put(heads.k, heads.v, position)
+        cache.sketch[:, position : position + 1] = _exactly(self.key, x)
         seen = cache.sketch[:, : position + 1]
         index = self._choose(_exactly(self.query, x), seen, heads, context, position)
         return gathered_attention(heads.q, cache.heads.k, cache.heads.v, index, scale=heads.q.shape[-1] ** -0.5)[0]

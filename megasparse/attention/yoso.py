@@ -128,8 +128,7 @@ class YOSOAttention(Attention):
     def _take_in(self, k: Tensor, v: Tensor, cache: YOSOCache, position: int, context: AttentionContext) -> None:
         """k (of length 1) and v: (B, H, L, D), the tokens from `position` on."""
         if cache.tokens is not None:
-            cache.tokens.k[:, :, position : position + k.shape[2]] = k
-            cache.tokens.v[:, :, position : position + k.shape[2]] = v
+            cache.tokens.put(k, v, position)
         else:
             assert cache.tables is not None
             code = self.codes(k, cache.tables.shape[2], context).to(torch.int64)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from megasparse.attention.assignment import balanced, cut, lsh_scores, random_codes, smyrf_values
 from megasparse.attention.contract import Attention
-from megasparse.attention.lha_hash import HashFunctions
+from megasparse.attention.lha import LHAAttention
 from megasparse.attention.lsh import LSHAttention
 from megasparse.attention.observation import Call, attention_map
 from megasparse.attention.quality import (
@@ -62,6 +62,7 @@ class Protocol:
     """Largest weights of a query that its recall counts."""
     hash_split: str
     hash_steps: int
+    hash_utility: str
     seed: int
     mask: str = "no causal mask on the weights of utility, bound and recall, as in the paper; output errors with it"
     balance: str = (
@@ -91,7 +92,7 @@ class Interval:
 
 
 def study(
-    watch: Callable[[int], list[Call]], hashes: list[HashFunctions], protocol: Protocol, attention: AttentionConfig
+    watch: Callable[[int], list[Call]], hashes: list[LHAAttention], protocol: Protocol, attention: AttentionConfig
 ) -> dict[str, Any]:
     """Measure every attention of a model on `protocol.windows` windows.
 
@@ -102,8 +103,8 @@ def study(
     """
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for window in tqdm(range(protocol.windows), desc="windows", unit="window", disable=None):
-        for i, (call, functions) in enumerate(zip(watch(window), hashes, strict=True)):
-            found = _quality(call, functions, protocol, window) | _output_errors(call, attention)
+        for i, (call, mechanism) in enumerate(zip(watch(window), hashes, strict=True)):
+            found = _quality(call, mechanism, protocol, window) | _output_errors(call, attention)
             for name, value in found.items():
                 values[f"{i:03d} layer {call.context.layer} {call.kind}"][name].append(value)
     layers = [{"name": name[4:], **_report(found)} for name, found in sorted(values.items())]
@@ -116,13 +117,13 @@ def study(
 
 
 @torch.no_grad()
-def assignments(call: Call, functions: HashFunctions, buckets: int, key: int, window: int) -> dict[str, dict[str, Any]]:
+def assignments(call: Call, mechanism: LHAAttention, buckets: int, key: int, window: int) -> dict[str, dict[str, Any]]:
     """Each method's codes of queries and keys, (B, H, L) each: "balanced" ones, and of a hash with buckets of its own
     "plain" ones. Hashes are drawn anew for every window.
     """
     q, k = call.heads.q, call.heads.k
     lsh = lsh_scores(q, buckets, key, window), lsh_scores(k, buckets, key, window)
-    lha = hash_scores(functions, call)
+    lha = hash_scores(mechanism, call)
     place = torch.arange(q.shape[2], device=q.device).expand(q.shape[:3])
     return {
         "chunks": {"balanced": [cut(place, buckets)] * 2},
@@ -134,12 +135,12 @@ def assignments(call: Call, functions: HashFunctions, buckets: int, key: int, wi
 
 
 @torch.no_grad()
-def _quality(call: Call, functions: HashFunctions, protocol: Protocol, window: int) -> dict[str, float]:
+def _quality(call: Call, mechanism: LHAAttention, protocol: Protocol, window: int) -> dict[str, float]:
     """Name -> mean over heads: utility/METHOD, recall/METHOD, imbalance/METHOD/SHARE."""
     weights = attention_weights(call.heads.q, call.heads.k, call.scale)
     keys = -(-protocol.length // protocol.buckets)
     found = {"utility/bound": upper_bound(weights, keys), "utility/floor": torch.tensor(1 / protocol.buckets)}
-    for method, codes in assignments(call, functions, protocol.buckets, _key(call, protocol), window).items():
+    for method, codes in assignments(call, mechanism, protocol.buckets, _key(call, protocol), window).items():
         visible = same_bucket(*codes["balanced"])
         found[f"utility/{method}"] = attention_utility(weights, visible)
         found[f"recall/{method}"] = recall_of_top(weights, weights * visible, protocol.top)
@@ -176,12 +177,12 @@ def _output_errors(call: Call, attention: AttentionConfig) -> dict[str, float]:
 
 
 @torch.no_grad()
-def maps(call: Call, functions: HashFunctions, protocol: Protocol, heads: int = 4) -> Tensor:
+def maps(call: Call, mechanism: LHAAttention, protocol: Protocol, heads: int = 4) -> Tensor:
     """Attention maps of a call's first window: a head a row; full, then what each method of METHODS sees of it. (S, S′,
     3) uint8.
     """
     weights = attention_weights(call.heads.q, call.heads.k, call.scale)[0, :heads]
-    codes = assignments(call, functions, protocol.buckets, _key(call, protocol), 0)
+    codes = assignments(call, mechanism, protocol.buckets, _key(call, protocol), 0)
     seen = [torch.ones_like(weights, dtype=torch.bool)]
     seen += [same_bucket(*codes[method]["balanced"])[0, :heads] for method in METHODS]
     pictures = [F.pad(attention_map(weights, visible), (0, 0, 0, GAP, 0, GAP), value=255) for visible in seen]

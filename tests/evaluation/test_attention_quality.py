@@ -80,11 +80,12 @@ def planted(seed: int) -> list[Call]:
     return [dataclasses.replace(call, heads=call.heads._replace(q=q, k=k))]
 
 
-def test_trained_hashes_find_planted_buckets_and_do_not_collapse():
-    (functions,), history = train_hashes(map(planted, range(80)), buckets=4, seed=0)
+@pytest.mark.parametrize("utility", ["exact", "sampled"])
+def test_trained_hashes_find_planted_buckets_and_do_not_collapse(utility):
+    (mechanism,), history = train_hashes(map(planted, range(80)), buckets=4, seed=0, utility=utility)
     assert history[-1] < 0.3 * history[0]
     (call,) = planted(1000)
-    codes = [scores.argmax(-1) for scores in hash_scores(functions, call)]
+    codes = [scores.argmax(-1) for scores in hash_scores(mechanism, call)]
     weights = attention_weights(call.heads.q, call.heads.k)
     assert weights.amax(-1).mean() > 0.05  # the plan works: a query attends to one kind of key
     assert attention_utility(weights, same_bucket(*codes)).min() > 0.8
