@@ -1,7 +1,14 @@
 """What a user can get wrong, as exceptions that name the key or file, the value and the mend.
 
-Every entry point wraps its `main` in `report_user_errors`: a `UserError` ends as one line on stderr and exit code 2,
-never as a traceback. A bug of ours keeps its traceback.
+Every entry point wraps its `main` in `report_user_errors`: a `UserError` ends as one line on stderr, never as a
+traceback, with an exit code that says what to do. A bug of ours keeps its traceback, and exit code 1.
+
+    0  done, or saved and stopped as a signal asked for
+    2  a mistake in configuration, data or command: mend it
+    3  a checkpoint could not be written: mend the storage
+    4  training diverged: starting again does the same again
+    5  the run hung; what it was doing was printed
+    6  another rank was lost, and its own message says why
 """
 
 import difflib
@@ -10,9 +17,14 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 
+HANG = 5
+LOST_PEER = 6
+
 
 class UserError(Exception):
     """Something the user can mend. The message is one line: what is wrong, where, its value, and what to do."""
+
+    exit_code = 2
 
 
 class ConfigError(UserError):
@@ -39,8 +51,16 @@ class CheckpointError(UserError):
         self.path = os.fspath(path)
 
 
+class StorageError(CheckpointError):
+    """A checkpoint could not be written; the older ones are untouched."""
+
+    exit_code = 3
+
+
 class TrainingError(UserError):
-    """Training cannot go on: the loss is not finite step after step, or a rank failed."""
+    """Training cannot go on: the loss is not finite step after step."""
+
+    exit_code = 4
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -51,7 +71,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def report_user_errors(main: Callable[..., None]) -> Callable[..., None]:
-    """Run an entry point; a `UserError` becomes one line on stderr and exit code 2."""
+    """Run an entry point; a `UserError` becomes one line on stderr and its exit code."""
 
     @functools.wraps(main)
     def run(*args: object, **kwargs: object) -> None:
@@ -60,6 +80,6 @@ def report_user_errors(main: Callable[..., None]) -> Callable[..., None]:
         except UserError as error:
             rank = int(os.environ.get("RANK", "0"))
             print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
-            sys.exit(2)
+            sys.exit(error.exit_code)
 
     return run

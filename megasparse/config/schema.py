@@ -17,6 +17,11 @@ class RunConfig(Section):
     """`deepspeed`: ZeRO on any number of ranks. `torch`: the same loop on plain torch in one process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU where there is one."""
+    hang_timeout: Annotated[float, Field(ge=0.0)] = 120.0
+    """Seconds without progress on some rank after which the run ends and names it; 0 never ends it. Ten times as long
+    until the first step is done, and never shorter than four times the longest step."""
+    deterministic: bool = False
+    """Only deterministic GPU kernels, so that a resumed run is bit-identical there too. On the CPU it always is."""
 
 
 class PositionsConfig(Section):
@@ -79,6 +84,8 @@ class DataConfig(Section):
     """Sequences are shuffled over this many shards at a time, the shards themselves over all."""
     prefetch: Count = 2
     """Batches read ahead by a background thread; 0 reads in the loop."""
+    max_damaged: Fraction = 0.0
+    """Part of a split's samples that may be damaged: they are skipped, counted and named. 0 stops at the first one."""
 
 
 class TrainingConfig(Section):
@@ -93,7 +100,10 @@ class TrainingConfig(Section):
     gradient_clipping: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest L2 norm of the gradient; 0 does not clip."""
     max_skipped_steps: Positive = 20
-    """The run stops after this many steps in a row whose loss or gradient was not finite (none of them is applied)."""
+    """The run stops after this many steps in a row that were not applied: their loss or gradient was not finite, or
+    they were skipped as loss spikes."""
+    skip_loss_spikes: bool = False
+    """Do not apply a step whose loss is 6 standard deviations above the mean of the last 128; otherwise only tell."""
 
 
 class OptimizerConfig(Section):
@@ -126,6 +136,10 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 saves only at the end."""
     keep: Positive = 2
     """Newest checkpoints kept."""
+    asynchronous: bool = False
+    """Copy the state, and write it while training goes on. Takes as much CPU memory as a checkpoint has bytes."""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """When a checkpoint cannot be written: end with exit code 3, or tell it and go on to the next."""
 
 
 class LoggingConfig(Section):

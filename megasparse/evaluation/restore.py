@@ -11,8 +11,9 @@ from megasparse.errors import CheckpointError
 from megasparse.model.build import build_model
 from megasparse.model.decoder import Decoder
 from megasparse.model.encoder import Encoder
-from megasparse.training.checkpoint import MANIFEST, Checkpoint, find_newest, load_weights
+from megasparse.training.checkpoint import MANIFEST, Checkpoint, load_weights
 from megasparse.training.ranks import start_ranks
+from megasparse.training.run_folder import find_newest
 
 
 def restore(

@@ -11,8 +11,9 @@ from typing import Any
 
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError, ConfigError
-from megasparse.training.checkpoint import Checkpoint, find_newest, list_checkpoints
+from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.ranks import Ranks
+from megasparse.training.run_folder import find_newest, list_checkpoints
 from megasparse.training.saving import Saver, remove_leftovers
 
 FREE_TO_CHANGE = (

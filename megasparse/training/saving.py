@@ -24,11 +24,10 @@ import torch
 
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError, UserError
-from megasparse.training.checkpoint import FORMAT, MANIFEST, Fragment, list_checkpoints, seal
+from megasparse.training.checkpoint import FORMAT, MANIFEST, Fragment, seal
 from megasparse.training.engine import Engine
 from megasparse.training.ranks import Ranks
-
-TEMPORARY = ".tmp-"
+from megasparse.training.run_folder import TEMPORARY, list_checkpoints
 
 
 @dataclass(frozen=True)

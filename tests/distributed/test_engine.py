@@ -20,10 +20,11 @@ from megasparse.errors import CheckpointError, ConfigError
 from megasparse.evaluation.generate import generate
 from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
-from megasparse.training.checkpoint import Checkpoint, find_newest
+from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.engine import Engine, build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from megasparse.training.resume import find_start
+from megasparse.training.run_folder import find_newest
 from megasparse.training.saving import Saver
 from megasparse.training.schedule import learning_rate
 from tests.helpers.run_ranks import run_ranks

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megasparse.errors import CheckpointError
-from megasparse.training.checkpoint import MANIFEST, Checkpoint, find_newest, load_weights, seal
+from megasparse.training.checkpoint import MANIFEST, Checkpoint, load_weights, seal
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks
+from megasparse.training.run_folder import find_newest
 from megasparse.training.saving import Saver
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 

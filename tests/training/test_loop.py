@@ -12,12 +12,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasparse.config.schema import Config
 from megasparse.data.batches import Step
 from megasparse.errors import TrainingError
-from megasparse.training.checkpoint import list_checkpoints
 from megasparse.training.engine import build_engine
 from megasparse.training.loop import train
 from megasparse.training.monitor import Monitor, cut_metrics
 from megasparse.training.ranks import Ranks
 from megasparse.training.resume import find_start
+from megasparse.training.run_folder import list_checkpoints
 from megasparse.training.saving import Saver
 from megasparse.training.schedule import learning_rate
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config

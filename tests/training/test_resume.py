@@ -8,10 +8,11 @@ import pytest
 
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError
-from megasparse.training.checkpoint import Checkpoint, find_newest
+from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks
 from megasparse.training.resume import find_start
+from megasparse.training.run_folder import find_newest
 from megasparse.training.saving import Saver
 from tests.helpers.tiny import TinyModel, make_draws, tiny_config
 

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from megasparse.errors import CheckpointError
 from megasparse.training import saving
-from megasparse.training.checkpoint import Checkpoint, find_newest, list_checkpoints
+from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.engine import Engine, build_engine
 from megasparse.training.ranks import Ranks
 from megasparse.training.resume import find_start
+from megasparse.training.run_folder import find_newest, list_checkpoints
 from megasparse.training.saving import Saver
 from tests.helpers.tiny import TinyModel, make_draws, tiny_config
 

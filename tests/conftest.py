@@ -1,0 +1,30 @@
+"""Figures that the long tests report; `make soak` prints them together at its end."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+FIGURES = pytest.StashKey[dict[str, float]]()
+LARGEST = ("seconds", "ratio", "slope")
+"""Endings of names of which the largest counts; the others are added up."""
+
+Report = Callable[..., None]
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> Iterator[Report]:
+    """Call it with figures by their names: kills=20, bit_differences=0, longest_detection_seconds=1.2."""
+    told: dict[str, float] = {}
+    yield lambda **values: told.update(values)
+    total = request.config.stash.setdefault(FIGURES, {})
+    for name, value in told.items():
+        largest = name.endswith(LARGEST)
+        total[name] = max(total.get(name, value), value) if largest else total.get(name, 0) + value
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    told = config.stash.get(FIGURES, {})
+    if told:
+        terminalreporter.section("figures")
+    for name, value in sorted(told.items()):
+        terminalreporter.write_line(f"{name.replace('_', ' '):40} {value:,.6g}")
