@@ -1,33 +1,20 @@
 """Pretrain a decoder, or an encoder, from a configuration file.
 
     deepspeed launch/pretrain.py --config configs/quickstart.json     # every GPU of this machine, or its CPU
+    python launch/supervise.py --ranks 2 --restarts 3 launch/pretrain.py --config configs/quickstart.json
     python launch/pretrain.py --config configs/quickstart.json        # one process
     python launch/pretrain.py --config configs/quickstart.json --dry-run
 
-Started again, the run goes on from its newest checkpoint in `run.directory`.
+Started again, the run goes on from its newest checkpoint in `run.directory`. SIGTERM, SIGINT and SIGUSR1 make it save
+and end after the step at hand.
 """
 
 import argparse
-
-from torch import Tensor, nn
+from typing import Any
 
 from megasparse.config.command_line import config_from, config_parser
-from megasparse.config.schema import Config
-from megasparse.data.batches import TrainingBatches
-from megasparse.data.index import Index
-from megasparse.data.tokenizer import build_tokenizer
 from megasparse.errors import report_user_errors
-from megasparse.evaluation.held_out import held_out
-from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
-from megasparse.planning.dry_run import dry_run
-from megasparse.planning.flops import model_flops_per_token
-from megasparse.training.engine import build_engine
-from megasparse.training.loop import train
-from megasparse.training.monitor import Monitor
-from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.resume import find_start
-from megasparse.training.saving import Saver
+from megasparse.training.signals import StopSignals
 
 
 def arguments() -> argparse.Namespace:
@@ -43,37 +30,48 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     config = config_from(args)
-
-    def make_draws(step: int, samples: Tensor) -> Draws:
-        return Draws(config.run.seed, step, samples, training=True)
+    if not args.dry_run:
+        signals = StopSignals()
+        signals.follow_launcher()
+    # Imported when the configuration is known to be right: a mistake in it should not take seconds to be told.
+    from megasparse.data.index import Index
+    from megasparse.data.tokenizer import build_tokenizer
+    from megasparse.evaluation.held_out import held_out
+    from megasparse.model.build import build_model
+    from megasparse.ops.random import Draws
+    from megasparse.planning.dry_run import dry_run
+    from megasparse.planning.flops import model_flops_per_token
+    from megasparse.training.batches import training_batches
+    from megasparse.training.engine import build_engine
+    from megasparse.training.loop import train
+    from megasparse.training.monitor import Monitor
+    from megasparse.training.ranks import start_ranks
+    from megasparse.training.resume import find_start
+    from megasparse.training.saving import Saver
+    from megasparse.training.watch import watching
 
     if args.dry_run:
-        print(dry_run(config, fresh_model, make_draws).lines(config))
+        print(dry_run(config).lines(config))
         return
-    index = Index.load(config.data.path)
+
+    def make_draws(step: int, samples: Any) -> Draws:
+        return Draws(config.run.seed, step, samples, training=True)
+
+    index = Index.load(config.data.path, tolerant=config.data.max_damaged > 0)
     index.require_tokenizer(build_tokenizer(config.data.tokenizer))
     ranks = start_ranks(config.run)
-    saver = Saver(config, ranks, index.fingerprint, index.file.tokenizer.model_dump())
-    start = find_start(args.resume, saver, args.allow_changed_config)
-    step, position = (start.step, start.sequences) if start else (0, 0)
-    engine = build_engine(fresh_model(config), config, make_draws, ranks, start)
-    flops = model_flops_per_token(config.model, config.data.sequence_length)
-    with Monitor(config, ranks, step, flops) as monitor, batches(config, index, ranks, position) as data:
-        train(engine, config, data, saver, monitor, step, held_out(engine, index, config), args.stop_at)
-    engine.close()
-    ranks.stop()
-
-
-def fresh_model(config: Config) -> nn.Module:
-    return build_model(config.model, config.run.seed)
-
-
-def batches(config: Config, index: Index, ranks: Ranks, position: int) -> TrainingBatches:
-    data, training = config.data, config.training
-    sizes = {"global_batch": training.global_batch, "micro_batch": training.micro_batch}
-    place = {"rank": ranks.rank, "world_size": ranks.world_size, "start": position, "prefetch": data.prefetch}
-    order = {"seed": config.run.seed, "shuffle_shards": data.shuffle_shards}
-    return TrainingBatches(index, data.split, sequence_length=data.sequence_length, **sizes, **place, **order)
+    with watching(config.run, ranks, signals) as watch:
+        saver = Saver(config, ranks, index.fingerprint, index.file.tokenizer.model_dump(), watch.alive)
+        start = find_start(args.resume, saver, args.allow_changed_config)
+        step, position = (start.step, start.sequences) if start else (0, 0)
+        engine = build_engine(build_model(config.model, config.run.seed), config, make_draws, ranks, start)
+        evaluate = held_out(engine, index, config, watch)
+        flops = model_flops_per_token(config.model, config.data.sequence_length)
+        data = training_batches(config, index, ranks, position, watch.stop_wanted)
+        with data, Monitor(config, ranks, step, flops) as monitor:
+            train(engine, config, data, saver, monitor, start, evaluate, args.stop_at, watch, data.damage.summary)
+        engine.close()
+        ranks.stop()
 
 
 if __name__ == "__main__":

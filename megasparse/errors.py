@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 
 HANG = 5
 LOST_PEER = 6
+"""Exit codes of the watchdog, and of a rank that lost another."""
 
 
 class UserError(Exception):
@@ -63,6 +64,12 @@ class TrainingError(UserError):
     exit_code = 4
 
 
+class LostPeer(UserError):
+    """Another rank has ended, or cannot go on; its own message says why."""
+
+    exit_code = LOST_PEER
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`Did you mean "x"?` for the nearest of `known`, or the list of them where none is near."""
     known = sorted(known)
@@ -71,15 +78,27 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def report_user_errors(main: Callable[..., None]) -> Callable[..., None]:
-    """Run an entry point; a `UserError` becomes one line on stderr and its exit code."""
+    """Run an entry point; a `UserError`, or the loss of another rank, becomes one line on stderr and an exit code."""
 
     @functools.wraps(main)
     def run(*args: object, **kwargs: object) -> None:
         try:
             main(*args, **kwargs)
-        except UserError as error:
+        except Exception as error:
+            if isinstance(error, UserError):
+                problem = error
+            elif _is_broken_connection(error):
+                problem = LostPeer("the connection to another rank broke; that rank's own message says why")
+            else:
+                raise
             rank = int(os.environ.get("RANK", "0"))
-            print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
-            sys.exit(error.exit_code)
+            print(f"error: {problem}" if rank == 0 else f"error on rank {rank}: {problem}", file=sys.stderr)
+            sys.exit(problem.exit_code)
 
     return run
+
+
+def _is_broken_connection(error: Exception) -> bool:
+    """Whether torch.distributed says that another process is gone: a secondary error, of no use to a reader."""
+    own_types = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+    return type(error).__name__ in own_types or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))

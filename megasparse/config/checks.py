@@ -1,17 +1,20 @@
 """What must hold between keys. Each rule raises a ConfigError that names the key, its value and the mend."""
 
 import math
+from typing import Any
 
 from megasparse.config import deepspeed_section
 from megasparse.config.attention import LSHAttentionConfig, SmartBirdAttentionConfig, YOSOAttentionConfig
 from megasparse.config.buckets import lsh_buckets
+from megasparse.config.messages import show
 from megasparse.config.pattern import heads_of_layer, kinds
 from megasparse.config.schema import Config, MaskingConfig, ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for the first rule that `config` breaks."""
+    """Raise ConfigError for the first rule that `config` breaks. What takes an import of seconds to tell comes last."""
+    _check_sizes(config)
     _check_model(config.model)
     _check_positions(config.model.positions, config.model)
     if "lsh" in kinds(config.model):
@@ -25,14 +28,33 @@ def check(config: Config) -> None:
     _check_lengths(config)
     _check_masking(config)
     _check_batches(config)
-    deepspeed_section.check(config.deepspeed)
+    deepspeed_section.check_keys(config.deepspeed)
     _check_optimizer(config)
+    deepspeed_section.check_values(config.deepspeed)
+
+
+LARGEST = 2**31 - 1
+"""Of every whole number: what a tensor's side and a position can be."""
+
+
+def _check_sizes(config: Config) -> None:
+    def walk(key: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, part in value.items():
+                walk(f"{key}.{name}" if key else name, part)
+        elif isinstance(value, list | tuple):
+            for number, part in enumerate(value):
+                walk(f"{key}[{number}]", part)
+        elif isinstance(value, int) and value > (largest := 2**63 - 1 if key == "run.seed" else LARGEST):
+            raise ConfigError(key, f"{show(value)} is too large", f"Set it to {largest} or less")
+
+    walk("", config.model_dump(exclude={"deepspeed"}))
 
 
 def _check_model(model: ModelConfig) -> None:
     if model.head_dim is None and model.d_model % model.heads:
-        divisors = [n for n in range(1, model.d_model + 1) if model.d_model % n == 0]
-        near = min(divisors, key=lambda n: abs(n - model.heads))
+        around = range(max(1, model.heads - 1000), model.heads + 1000)
+        near = min((n for n in around if model.d_model % n == 0), key=lambda n: abs(n - model.heads), default=1)
         raise ConfigError(
             "model.heads",
             f"{model.heads} heads do not divide model.d_model = {model.d_model}",

@@ -1,18 +1,22 @@
 """Every key of the `deepspeed` section, at every depth, checked before DeepSpeed sees it.
 
 DeepSpeed ignores an unknown key at the top level in silence, and some known ones would fight with megasparse's own
-settings. Its classes are imported only when there is something to check: the import takes seconds.
+settings. `check_keys` tells without DeepSpeed what can be told without it; `check_values` imports it, which takes a
+second or two.
 """
 
+import ast
 import difflib
+import importlib.util
 import logging
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
 from megasparse.config.messages import as_config_error, dotted, known_keys, show
 from megasparse.config.section import Positive, Section
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, did_you_mean
 
 HELD_BY_MEGASPARSE = {
     "train_batch_size": "training.global_batch",
@@ -111,8 +115,22 @@ class DeepSpeedSection(Section):
     wall_clock_breakdown: bool = False
 
 
-def check(section: dict[str, Any]) -> None:
-    """Raise ConfigError for the first key of the section that is unknown, ours, or has a value of the wrong kind."""
+ZERO_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "offload_param.device": ("cpu", "none"),
+    "offload_optimizer.device": ("cpu", "none"),
+    "offload_optimizer.ratio": (1.0,),
+    "offload_optimizer.super_offload": (False,),
+    "round_robin_gradients": (False,),  # DeepSpeed's own map from weights to their pieces is wrong under it
+    "mics_shard_size": (-1,),
+    "zenflow": (None,),
+}
+"""Keys of `deepspeed.zero_optimization` that decide where the state lies, with the values that checkpoints can follow:
+the first is DeepSpeed's default, or what to use instead."""
+
+
+def check_keys(section: dict[str, Any]) -> None:
+    """Raise ConfigError for the first key that is ours, not used or unknown, at the top level and in zero_optimization,
+    and for offloading that the stage cannot do."""
     if not section:
         return
     known = known_keys(DeepSpeedSection)
@@ -128,13 +146,25 @@ def check(section: dict[str, Any]) -> None:
             problem = f"unknown key (its value is {show(value)}), near DeepSpeed's {near[0]}"
             raise ConfigError(dotted([key], "deepspeed"), problem, f"Set {HELD_BY_MEGASPARSE[near[0]]} instead")
     _validate(DeepSpeedSection, section, "deepspeed")
+    zero, zero_keys = section.get("zero_optimization", {}), _zero_keys()
+    for key, value in zero.items():
+        if key not in zero_keys:
+            problem = f"unknown key (its value is {show(value)})"
+            raise ConfigError(dotted([key], "deepspeed.zero_optimization"), problem, did_you_mean(key, zero_keys))
+    _check_stage(zero)
+
+
+def check_values(section: dict[str, Any]) -> None:
+    """Raise ConfigError for the first key or value that DeepSpeed's own models, or our checkpoints, refuse."""
+    if not section:
+        return
     for path, model in _models().items():
         values: Any = section
         for key in path.split("."):
             values = values.get(key, {})
         # strict: without it DeepSpeed drops every "auto", which only HuggingFace's trainer fills in
         _validate(model, values, f"deepspeed.{path}", strict=True)
-    _check_zero(section.get("zero_optimization", {}))
+    _check_supported(section.get("zero_optimization", {}))
 
 
 def _validate(model: type[BaseModel], values: dict[str, Any], prefix: str, **options: bool) -> None:
@@ -166,14 +196,47 @@ def _models() -> dict[str, type[BaseModel]]:
     }
 
 
-def _check_zero(zero: dict[str, Any]) -> None:
-    """Offloading that the stage cannot do; DeepSpeed itself would say so only after the model is built, or never."""
+def _zero_keys() -> set[str]:
+    """The fields of DeepSpeedZeroConfig and their aliases, read from its source."""
+    package = importlib.util.find_spec("deepspeed")
+    assert package is not None and package.origin is not None
+    source = Path(package.origin).with_name("runtime") / "zero" / "config.py"
+    model = next(
+        node
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == "DeepSpeedZeroConfig"
+    )
+    fields = [node for node in model.body if isinstance(node, ast.AnnAssign)]
+    calls = [field.value for field in fields if isinstance(field.value, ast.Call)]
+    aliases = [ast.literal_eval(k.value) for call in calls for k in call.keywords if k.arg == "alias"]
+    return {*(ast.unparse(field.target) for field in fields), *aliases}
+
+
+def _check_stage(zero: dict[str, Any]) -> None:
+    """A stage there is none of; and what DeepSpeed itself would say only after the model is built, or never."""
     stage = zero.get("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:  # DeepSpeed would take "3" too, and true
+        mend = "It must be 0 or 1 or 2 or 3"
+        raise ConfigError("deepspeed.zero_optimization.stage", f"{show(stage)} does not fit", mend)
     for key, least in (("offload_param", 3), ("offload_optimizer", 1)):
-        device = (zero.get(key) or {}).get("device", "none")
-        if device != "none" and stage < least:
+        offload = zero.get(key)
+        device = offload.get("device") if isinstance(offload, dict) else None
+        if device in ("cpu", "nvme") and stage < least:
             raise ConfigError(
                 f"deepspeed.zero_optimization.{key}.device",
                 f"{show(device)} needs stage {least} or more, but stage = {stage}",
                 f"Set deepspeed.zero_optimization.stage to {least}{' or more' if least < 3 else ''}, or remove {key}",
             )
+
+
+def _check_supported(zero: dict[str, Any]) -> None:
+    """Where the optimizer's state lies, as far as the checkpoints know."""
+    for key, supported in ZERO_SUPPORTED.items():
+        *parts, last = key.split(".")
+        section = zero
+        for part in parts:
+            section = section.get(part) or {}
+        if section.get(last, supported[0]) not in supported:
+            problem = f"{show(section[last])} puts the optimizer's state where checkpoints cannot find it"
+            mend = f"Remove it, or set it to {show(supported[0])}"
+            raise ConfigError(f"deepspeed.zero_optimization.{key}", problem, mend)

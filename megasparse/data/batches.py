@@ -8,18 +8,30 @@ their number is, and each has equally many micro-batches.
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megasparse.data.damage import Damage, DamagedSample
 from megasparse.data.index import Index
+from megasparse.data.index_file import AGAIN
 from megasparse.data.order import Order
 from megasparse.data.reader import ShardReader
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, DataError
 
 MOST_OPEN_FILES = 256  # well under the usual limit of 1,024 descriptors a process
+POLL_SECONDS = 0.1
+CLOSE_SECONDS = 1.0
+
+
+class WaitingStopped(Exception):
+    """`stop_waiting` ended the wait for data that is slow to come. Nothing is lost: `next` may be called again."""
+
+
+def never() -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,7 @@ class Batch:
     tokens: Tensor
     """int64 (micro_batch, T)."""
     samples: Tensor
-    """Global sample numbers, int64 (micro_batch,)."""
+    """Global sample numbers, int64 (micro_batch,): also of those that were replaced for damage."""
     position: int
     """First global sample number of the next step."""
 
@@ -43,14 +55,20 @@ class Step:
     """First global sample number of the next step: what a checkpoint stores."""
     wait_seconds: float
     """Time the training loop stood still for this step's data."""
+    skipped: int = 0
+    """Sequences of this rank's that were damaged and replaced."""
 
 
 class TrainingBatches(Iterator[Step]):
     """Endless iterator of `Step`s; epochs follow each other, in each every sequence comes exactly once.
 
     `start` is the first global sample number, 0 or a checkpoint's position. `prefetch` is the number of steps read
-    ahead; with 0 they are read when asked for. An error of the background thread is raised by `next`. `close` ends the
-    thread; use it, or a `with` statement.
+    ahead; with 0 they are read when asked for. An error of the background thread is raised by `next`. While `next`
+    waits for that thread it asks `stop_waiting` every 0.1 s, and raises WaitingStopped when that says so. `close` ends
+    the thread; use it, or a `with` statement.
+
+    `max_damaged`: part of the split's samples that may be damaged; with 0 the first one is an error. `damage` counts
+    them.
 
     Raises ConfigError naming training.global_batch or data.sequence_length when they do not fit the ranks or the data.
     """
@@ -69,6 +87,8 @@ class TrainingBatches(Iterator[Step]):
         world_size: int,
         start: int = 0,
         prefetch: int = 2,
+        max_damaged: float = 0.0,
+        stop_waiting: Callable[[], bool] = never,
     ):
         assert 0 <= rank < world_size and start >= 0
         share = micro_batch * world_size
@@ -90,7 +110,11 @@ class TrainingBatches(Iterator[Step]):
         self.micro_batch = micro_batch
         self.rank = rank
         self.world_size = world_size
-        self._reader = ShardReader(index, split, open_files=min(shuffle_shards, MOST_OPEN_FILES))
+        self.damage = Damage(index, split, max_damaged)
+        tolerated = self.damage if max_damaged > 0 else None
+        self._reader = ShardReader(index, split, min(shuffle_shards, MOST_OPEN_FILES), tolerated)
+        self._split = split
+        self._stop_waiting = stop_waiting
         self._steps = self._read_steps(start)
         self._queue: queue.Queue[Step | BaseException] | None = queue.Queue(prefetch) if prefetch else None
         self._thread: threading.Thread | None = None
@@ -128,7 +152,12 @@ class TrainingBatches(Iterator[Step]):
         if self._thread is None:
             self._thread = threading.Thread(target=self._read_ahead, args=(steps,), name="data", daemon=True)
             self._thread.start()
-        return steps.get()
+        while True:
+            try:
+                return steps.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                if self._stop_waiting():
+                    raise WaitingStopped from None
 
     def _read_ahead(self, steps: "queue.Queue[Step | BaseException]") -> None:
         item: Step | BaseException | None = None
@@ -136,7 +165,7 @@ class TrainingBatches(Iterator[Step]):
             item = self._try_next()
             while not self._closing.is_set():
                 try:
-                    steps.put(item, timeout=0.1)
+                    steps.put(item, timeout=POLL_SECONDS)
                     break
                 except queue.Full:
                     continue
@@ -146,23 +175,47 @@ class TrainingBatches(Iterator[Step]):
         while True:
             after = position + self.global_batch
             firsts = [position + (m * self.world_size + self.rank) * self.micro_batch for m in range(micro_batches)]
-            yield Step([self._read_batch(first, after) for first in firsts], after, 0.0)
+            yield self._read_step(firsts, after)
             position = after
 
-    def _read_batch(self, first: int, position: int) -> Batch:
-        samples = range(first, first + self.micro_batch)
-        rows = []
-        for sample in samples:
-            shard, sequence = self.order.locate(sample)
-            begin = sequence * self.sequence_length
-            rows.append(self._reader.read(shard, begin, begin + self.sequence_length))
-        return Batch(torch.stack(rows), torch.tensor(samples), position)
+    def _read_step(self, firsts: list[int], position: int) -> Step:
+        micro_batches = []
+        skipped = 0
+        for first in firsts:
+            samples = range(first, first + self.micro_batch)
+            rows = [self._read_sequence(sample) for sample in samples]
+            skipped += sum(replaced for _, replaced in rows)
+            tokens = torch.stack([row for row, _ in rows])
+            micro_batches.append(Batch(tokens, torch.tensor(samples), position))
+        return Step(micro_batches, position, 0.0, skipped)
+
+    def _read_sequence(self, sample: int) -> tuple[Tensor, bool]:
+        """The tokens of a sample number, and whether they replace damaged ones."""
+        try:
+            return self._read_window(*self.order.locate(sample)), False
+        except DamagedSample:
+            pass
+        for place in self.order.substitutes(sample, self._reader.is_lost):
+            try:
+                return self._read_window(*place), True
+            except DamagedSample:
+                continue
+        raise DataError(self._reader.index.directory, f'no sequence of "{self._split}" is undamaged', AGAIN)
+
+    def _read_window(self, shard: int, sequence: int) -> Tensor:
+        begin = sequence * self.sequence_length
+        return self._reader.read(shard, begin, begin + self.sequence_length)
 
     def close(self) -> None:
-        """End the background thread and close the shards. May be called twice."""
+        """End the background thread and close the shards. May be called twice.
+
+        A thread that is stuck in a read (a dead file server) is left behind after a second, with its files.
+        """
         self._closing.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                return
             self._thread = None
         self._reader.close()
 

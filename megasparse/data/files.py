@@ -1,5 +1,6 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and what identifies their content."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,3 +39,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_sha256(file: Path | int) -> str:
+    """sha256 of a whole file, given by its path or an open descriptor."""
+    digest = hashlib.sha256()
+    with open(file, "rb", closefd=not isinstance(file, int)) as stream:
+        stream.seek(0)
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -5,7 +5,8 @@ trained on (`unused_tokens`). In each epoch the shards are permuted, taken in gr
 permuted among themselves: a run keeps few shards open, and holds one group's permutation in memory.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -48,6 +49,20 @@ class Order:
         member = int(np.searchsorted(starts, sequence, side="right")) - 1
         return int(members[member]), int(sequence - starts[member])
 
+    def substitutes(self, sample: int, skip: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
+        """(shard, sequence) to take instead of sample number `sample`, in turn until one is undamaged.
+
+        The others of its shard, then those of the shards after it, each once; whole shards that `skip` names are left
+        out. Big steps: what neighbours are replaced with is not the same.
+        """
+        shard, sequence = self.locate(sample)
+        for distance in range(len(self.sequences)):
+            other = (shard + distance) % len(self.sequences)
+            count = int(self.sequences[other])
+            step = _big_step(count)
+            for k in range(0 if distance else 1, 0 if skip(other) else count):
+                yield other, (sequence + k * step) % count
+
     def _shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's permutation of the shards, and the first place of each group of them."""
         if self._epoch is None or self._epoch[0] != epoch:
@@ -68,3 +83,11 @@ class Order:
 def _starts(counts: np.ndarray) -> np.ndarray:
     """Where each of consecutive runs of these lengths begins: the exclusive cumulative sum."""
     return np.cumsum(counts) - counts
+
+
+def _big_step(count: int) -> int:
+    """About 0.618 of `count`, and prime to it: steps of it around a circle of `count` places reach each of them."""
+    step = max(1, round(0.618 * count))
+    while math.gcd(step, count) > 1:
+        step += 1
+    return step

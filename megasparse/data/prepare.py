@@ -6,6 +6,7 @@ same byte for byte. A folder that was begun from another source, or with other s
 """
 
 import fcntl
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -18,8 +19,9 @@ from webdataset.writer import TarWriter
 
 from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.source import ByteStream, Source
-from megasparse.data.files import partial_name, replacing
-from megasparse.data.index import INDEX_FILE, IndexFile, Shard, Split, TokenizerEntry, file_sha256, parse, verify_shard
+from megasparse.data.files import file_sha256, partial_name, replacing
+from megasparse.data.index_file import INDEX_FILE, MOST_SAMPLES, IndexFile, Shard, Split, TokenizerEntry, parse
+from megasparse.data.members import verify_shard
 from megasparse.data.tokenizer import ByteTokenizer
 from megasparse.errors import DataError
 
@@ -76,12 +78,13 @@ def _write(plan: Progress, streams: Iterable[tuple[str, Iterable[bytes]]], outpu
     if complete and all(_is_whole(output, shard) for shard in finished.values()):
         return False
     sample_bytes, shard_bytes = plan.settings["sample_bytes"], plan.settings["shard_bytes"]
+    size = max(1, min(shard_bytes // sample_bytes, MOST_SAMPLES))
     splits: dict[str, Split] = {}
     with tqdm(desc="writing shards", total=plan.source["bytes"], unit="B", unit_scale=True, disable=None) as bar:
         for name, pieces in streams:
             samples = _samples(pieces, sample_bytes, bar)
             shards: list[Shard] = []
-            for number, shard_samples in enumerate(_groups(samples, max(1, shard_bytes // sample_bytes))):
+            for number, shard_samples in enumerate(_groups(samples, size)):
                 file = f"{name}-{number:06d}.tar"
                 if file in finished and _is_whole(output, finished[file]):
                     shards.append(finished[file])
@@ -116,16 +119,17 @@ def _groups(samples: Iterator[tuple[int, bytes]], size: int) -> Iterator[Iterato
 
 def _write_shard(path: Path, samples: Iterable[tuple[int, bytes]]) -> Shard:
     """A tar file that depends on nothing but its samples: owner and time are fixed."""
-    count = tokens = 0
+    crc32: list[str] = []
+    tokens = 0
     with replacing(path) as file:
         with TarWriter(file, user="megasparse", group="megasparse", mtime=0, encoder=False) as tar:
             for number, sample in samples:
                 tar.write({"__key__": f"{number:09d}", "bin": sample})
-                count += 1
+                crc32.append(f"{zlib.crc32(sample):08x}")
                 tokens += len(sample)
         file.flush()
         size, sha256 = file.tell(), file_sha256(partial_name(path))
-    return Shard(file=path.name, samples=count, tokens=tokens, bytes=size, sha256=sha256)
+    return Shard(file=path.name, samples=len(crc32), tokens=tokens, bytes=size, sha256=sha256, crc32="".join(crc32))
 
 
 def _split(shards: list[Shard]) -> Split:
@@ -168,7 +172,7 @@ def _refuse_another(plan: IndexFile, earlier: IndexFile, output: Path) -> None:
 
 def _is_whole(output: Path, shard: Shard) -> bool:
     try:
-        verify_shard(output / shard.file, shard, output / shard.file)
+        verify_shard(output / shard.file, shard, output / shard.file, None)
     except DataError:
         return False
     return True

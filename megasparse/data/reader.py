@@ -1,12 +1,10 @@
-"""Tokens out of the shards by position, without unpacking: each member's place in the tar file is listed once.
+"""Tokens out of the shards by position, without unpacking: each sample's place in the tar file is listed once.
 
-Damage is never silent. A shard is verified against its sha256 before its first token is used, again when the file
-changed since, and its members must be exactly the samples that the index counts.
+Damage is never silent. A shard is verified against its sha256 before its first token is used, and again when the file
+changed since. Damage is an error; or, where a `Damage` is given to count it, `DamagedSample` for the tokens it has.
 """
 
 import os
-import re
-import tarfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -14,129 +12,177 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.data.index import AGAIN, Index, Shard, verify_shard
+from megasparse.data.damage import Damage, DamagedSample
+from megasparse.data.index import Index
+from megasparse.data.index_file import AGAIN, Shard
+from megasparse.data.members import (
+    BLOCK,
+    BadMember,
+    Places,
+    Run,
+    expected_places,
+    find_damage,
+    list_members,
+    open_shard,
+    unreadable,
+    verify_shard,
+)
 from megasparse.errors import DataError
 
-BLOCK = tarfile.BLOCKSIZE
-MEMBER_NAME = re.compile(r"\A[0-9]+\.bin\Z")
+Signature = tuple[int, ...]
 
-_verified: dict[tuple[str, str], tuple[int, ...]] = {}
-"""(path, sha256) of each shard verified by this process -> its signature then, so that it is hashed once."""
+_examined: dict[tuple[str, str], tuple[Signature, list[Run] | None]] = {}
+"""(path, sha256) of each shard examined by this process -> its signature then, so that it is hashed once, and what of
+it is damaged: None where it is intact."""
 
 
-def _signature(status: os.stat_result) -> tuple[int, ...]:
+def _signature(status: os.stat_result) -> Signature:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class ShardFile:
-    """One open, verified shard. `read` gives any range of its tokens."""
+    """One open, verified shard. `read` gives any range of its tokens.
 
-    def __init__(self, path: Path, shard: Shard):
+    Damage raises DataError. With `damage` it is counted there, and DamagedSample raised for what it concerns.
+    """
+
+    def __init__(self, path: Path, shard: Shard, sample_bytes: int | None, damage: Damage | None = None):
         self.path = path
         self.shard = shard
+        self._sample_bytes = sample_bytes
+        self._damage = damage
+        self._seen: Signature | None = None
         try:
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.descriptor = open_shard(path)
         except OSError as error:
-            raise DataError(path, f"this shard cannot be read: {error.strerror}", AGAIN) from None
+            raise self._unreadable(error) from None
         try:
-            self._verify_if_changed()
-            self.offsets, sizes = list_members(path, self.descriptor, shard)
-        except DataError:
+            self._examine_if_changed()
+        except BaseException:
             self.close()
             raise
-        self.starts = np.cumsum(sizes) - sizes  # of each member, in tokens from the start of the shard
 
     def close(self) -> None:
         os.close(self.descriptor)
 
-    def _verify_if_changed(self) -> None:
+    def _examine_if_changed(self) -> None:
+        try:
+            signature = _signature(os.fstat(self.descriptor))
+            if signature == self._seen:
+                return
+            places, runs = self._examine(signature)
+        except OSError as error:
+            raise self._unreadable(error) from None
+        self._offsets, sizes = places
+        self._starts = np.cumsum(sizes) - sizes  # of each sample, in tokens from the start of the shard
+        if self._damage is not None:
+            self._damage.add(self.shard, runs)
+        self._seen = signature
+
+    def _examine(self, signature: Signature) -> tuple[Places, list[Run]]:
+        """Where the samples are, and which are damaged. Raises DataError in place of the latter without `damage`."""
         key = (str(self.path), self.shard.sha256)
-        signature = _signature(os.fstat(self.descriptor))
-        if _verified.get(key) != signature:
-            verify_shard(self.path, self.shard, self.descriptor)
-            _verified[key] = signature
+        seen, runs = _examined.get(key, (None, None))
+        if seen != signature or (runs is not None and self._damage is None):
+            runs = self._verify()
+        if runs is None:
+            try:
+                places = list_members(self.descriptor, self.shard)
+                _examined[key] = (signature, None)
+                return places, []
+            except BadMember as error:
+                runs = self._salvage(DataError(self.path, str(error), AGAIN))
+        _examined[key] = (signature, runs)
+        nowhere = np.empty(0, dtype=np.int64)
+        return expected_places(self.shard, self._sample_bytes) or Places(nowhere, nowhere), runs
+
+    def _verify(self) -> list[Run] | None:
+        try:
+            verify_shard(self.path, self.shard, self.descriptor, self._sample_bytes if self._damage is None else None)
+            return None
+        except DataError as error:
+            return self._salvage(error)
+
+    def _salvage(self, error: DataError) -> list[Run]:
+        if self._damage is None:
+            raise error
+        return find_damage(self.descriptor, self.shard, self._sample_bytes)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Tokens start..stop of the shard: int64 (stop - start,). Raises DataError when the file was damaged meanwhile.
+        """Tokens start..stop of the shard: int64 (stop - start,). 0 <= start < stop <= its tokens.
 
-        0 <= start < stop <= its tokens.
+        Raises DataError, or DamagedSample, also when the file was damaged meanwhile.
         """
         assert 0 <= start < stop <= self.shard.tokens, (start, stop, self.shard.tokens)
-        self._verify_if_changed()
+        self._examine_if_changed()
+        member = int(np.searchsorted(self._starts, start, side="right")) - 1
+        after = int(np.searchsorted(self._starts, stop, side="left"))
+        damage = self._damage
+        if damage is not None and (damage.is_lost(self.shard) or damage.overlaps(self.shard, member, after)):
+            raise DamagedSample
         raw = bytearray(stop - start)
         view = memoryview(raw)
-        member = int(np.searchsorted(self.starts, start, side="right")) - 1
         done = 0
         while done < len(raw):
-            inside = start + done - int(self.starts[member])
-            end = int(self.starts[member + 1]) if member + 1 < len(self.starts) else self.shard.tokens
-            take = min(end - int(self.starts[member]) - inside, len(raw) - done)
-            offset = int(self.offsets[member]) + inside
-            if os.preadv(self.descriptor, [view[done : done + take]], offset) != take:
-                raise DataError(self.path, f"this shard ends before byte {offset + take}", AGAIN)
+            inside = start + done - int(self._starts[member])
+            end = int(self._starts[member + 1]) if member + 1 < len(self._starts) else self.shard.tokens
+            take = min(end - int(self._starts[member]) - inside, len(raw) - done)
+            self._read_into(view[done : done + take], member, inside)
             done += take
             member += 1
         return torch.frombuffer(raw, dtype=torch.uint8).long()
 
+    def _read_into(self, view: memoryview, member: int, inside: int) -> None:
+        begin = int(self._offsets[member])
+        try:
+            count = os.preadv(self.descriptor, [view], begin + inside)
+            reason = "cut off" if count < len(view) else None
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
+        if reason:
+            raise self._failure(Run(member, member + 1, begin - BLOCK, reason))
 
-def list_members(path: Path, descriptor: int, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-    """Byte offset and size of each member's data: int64 (samples,) each.
+    def _unreadable(self, error: OSError) -> DataError | DamagedSample:
+        if self._damage is None:
+            return unreadable(self.path, error)
+        return self._failure(Run(0, self.shard.samples, 0, f"cannot be read: {error.strerror}"))
 
-    Only plain regular members named by digits are taken: no links, devices, extended or sparse headers. Each header
-    moves us forward by a whole block at least, so that no file can hold us up. Raises DataError naming member and
-    byte offset.
-    """
-    offsets: list[int] = []
-    sizes: list[int] = []
-    position = 0
-    while header := _header(path, descriptor, position, len(offsets)):
-        data = position + BLOCK
-        problem = None
-        if header.type != tarfile.REGTYPE or not MEMBER_NAME.match(header.name):
-            problem = "is not a sample: a regular file named by digits and .bin is expected"
-        elif not 0 < header.size <= shard.bytes - data:
-            problem = f"claims {header.size} bytes, where the shard has {shard.bytes - data} left"
-        if problem:
-            where = f"member {len(offsets)} ({header.name[:60]!a}) at byte {position}"
-            raise DataError(path, f"{where} {problem}", AGAIN)
-        offsets.append(data)
-        sizes.append(header.size)
-        position = data + -(-header.size // BLOCK) * BLOCK
-    if (len(sizes), sum(sizes)) != (shard.samples, shard.tokens):
-        problem = f"it ends at byte {position} after {len(sizes)} samples of {sum(sizes)} tokens"
-        raise DataError(path, f"{problem}; the index says {shard.samples} samples of {shard.tokens} tokens", AGAIN)
-    return np.asarray(offsets, dtype=np.int64), np.asarray(sizes, dtype=np.int64)
-
-
-def _header(path: Path, descriptor: int, position: int, member: int) -> tarfile.TarInfo | None:
-    """The tar header at a byte offset; None at the end-of-archive mark."""
-    block = os.pread(descriptor, BLOCK, position)
-    if block == bytes(BLOCK):
-        return None
-    try:
-        return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-    except tarfile.HeaderError as error:  # type: ignore[attr-defined]
-        raise DataError(path, f"member {member} at byte {position} has no valid header ({error})", AGAIN) from None
+    def _failure(self, run: Run) -> DataError | DamagedSample:
+        if self._damage is None:
+            return DataError(self.path, f"this shard is damaged: {run}", AGAIN)
+        self._damage.add(self.shard, [run])
+        return DamagedSample()
 
 
 class ShardReader:
     """Any range of tokens of any shard of a split; keeps the `open_files` shards last used open."""
 
-    def __init__(self, index: Index, split: str, open_files: int = 16):
+    def __init__(self, index: Index, split: str, open_files: int = 16, damage: Damage | None = None):
         self.index = index
         self.shards = index.split(split).shards
         self.open_files = open_files
+        self.damage = damage
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
 
     def read(self, shard: int, start: int, stop: int) -> Tensor:
-        """Tokens start..stop of a shard by its number: int64 (stop - start,). Raises DataError naming a damaged one."""
+        """Tokens start..stop of a shard by its number: int64 (stop - start,).
+
+        Raises DataError naming what is damaged; with `damage` DamagedSample, and DataError when that is too much.
+        """
+        if self.is_lost(shard):
+            raise DamagedSample
         return self._file(shard).read(start, stop)
+
+    def is_lost(self, shard: int) -> bool:
+        """Whether every sample of a shard is known to be damaged."""
+        return self.damage is not None and self.damage.is_lost(self.shards[shard])
 
     def _file(self, shard: int) -> ShardFile:
         if shard not in self._open:
             while len(self._open) >= self.open_files:
                 self._open.popitem(last=False)[1].close()
-            self._open[shard] = ShardFile(self.index.path(self.shards[shard]), self.shards[shard])
+            entry = self.shards[shard]
+            self._open[shard] = ShardFile(self.index.path(entry), entry, self.index.sample_bytes, self.damage)
         self._open.move_to_end(shard)
         return self._open[shard]
 
@@ -146,7 +192,7 @@ class ShardReader:
 
 
 class EvaluationStream:
-    """A split as one stream of tokens, contiguous across its shards, for evaluation.
+    """A split as one stream of tokens, contiguous across its shards, for evaluation: any damage is an error.
 
     `tokens`: its length.
     """

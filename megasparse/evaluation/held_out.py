@@ -14,18 +14,25 @@ from megasparse.evaluation.attention_quality import attention_quality
 from megasparse.evaluation.bits_per_dim import of_engine, score
 from megasparse.evaluation.generate import as_text, generate
 from megasparse.training.engine import Engine
+from megasparse.training.watch import Watch, heed
 
 Found = dict[str, float | str | Tensor]
 """Scalars, texts and pictures by their names."""
 
 
-def held_out(engine: Engine, index: Index, config: Config) -> Callable[[int], Found] | None:
+def held_out(
+    engine: Engine,
+    index: Index,
+    config: Config,
+    watch: Watch = Watch(),  # noqa: B008  (frozen)
+) -> Callable[[int], Found] | None:
     """What the training loop calls on every rank with the step; None where neither `evaluation.every` nor
     `logging.attention_quality_every` asks for it.
 
     It returns what is due at the step: all that `attention_quality` finds; of the evaluation "evaluation/loss" (nats a
     token; an encoder's of a masked token) and "evaluation/accuracy", of a decoder also "evaluation/bits_per_dim" and,
     where asked for, "evaluation/sample", a text written from nothing.
+    Between its windows it heeds `watch`: then what is called raises StopWanted, on all ranks.
     Raises DataError where the data has no split `evaluation.split`.
     """
     every = {"evaluation": config.evaluation.every, "quality": config.logging.attention_quality_every}
@@ -39,15 +46,22 @@ def held_out(engine: Engine, index: Index, config: Config) -> Callable[[int], Fo
     def evaluate(step: int) -> Found:
         due = {name for name, steps in every.items() if steps and step % steps == 0}
         model.eval()
-        found = losses() if "evaluation" in due else {}
-        if quality is not None and "quality" in due:
-            found |= quality()
-        model.train()
+        try:
+            found = losses() if "evaluation" in due else {}
+            if quality is not None and "quality" in due:
+                heed(watch, engine.ranks, "quality of attention")
+                found |= quality()
+        finally:
+            model.train()
         return found
+
+    def window(tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        heed(watch, engine.ranks, "evaluation")
+        return engine.evaluate(tokens, draws)
 
     def losses() -> Found:
         result = score(
-            of_engine(engine.evaluate),
+            of_engine(window),
             stream,
             config.data.sequence_length,
             config.run.seed,
@@ -62,6 +76,7 @@ def held_out(engine: Engine, index: Index, config: Config) -> Callable[[int], Fo
         if config.model.kind == "decoder":
             found["evaluation/bits_per_dim"] = result.bits_per_dim
         if settings.sample_tokens and not model.leaks:
+            heed(watch, engine.ranks, "writing a sample")
             found["evaluation/sample"] = _sample(model, config, device)
         return found
 

@@ -3,17 +3,17 @@
 import contextlib
 import resource
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
 from megasparse.planning.flops import model_flops_per_token
-from megasparse.training.engine import MakeDraws, build_engine
+from megasparse.training.engine import build_engine
 from megasparse.training.ranks import start_ranks
 
 
@@ -48,10 +48,10 @@ class DryRun:
         )
 
 
-def dry_run(config: Config, build_model: Callable[[Config], nn.Module], make_draws: MakeDraws) -> DryRun:
+def dry_run(config: Config) -> DryRun:
     """Build everything and take one optimizer step on one micro-batch of random tokens, in this process on plain torch.
 
-    build_model: the model of a configuration. make_draws: see training.engine. Writes nothing and needs no data.
+    Writes nothing and needs no data.
     """
     micro = config.training.micro_batch
     alone = config.model_copy(
@@ -62,9 +62,9 @@ def dry_run(config: Config, build_model: Callable[[Config], nn.Module], make_dra
     )
     ranks = start_ranks(alone.run)
     before = _reset_peak(ranks.device)
-    model = build_model(alone)
+    model = build_model(alone.model, alone.run.seed)
     parameters = sum(p.numel() for p in model.parameters())
-    engine = build_engine(model, alone, make_draws, ranks)
+    engine = build_engine(model, alone, lambda step, samples: Draws(alone.run.seed, step, samples, True), ranks)
     generator = torch.Generator().manual_seed(config.run.seed)
     tokens = torch.randint(256, (micro, config.data.sequence_length), generator=generator)
     started = time.perf_counter()

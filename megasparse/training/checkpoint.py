@@ -1,6 +1,7 @@
 """Checkpoints: what is in one, and how to open one that may be damaged. saving.py writes them.
 
-    RUN/checkpoints/00000500/manifest.json           step, data position, configuration, digests, where each tensor lies
+    RUN/checkpoints/00000500/manifest.json           step, data position, the loop's own state, configuration, digests,
+                                                     where each tensor lies
     RUN/checkpoints/00000500/rank-00000.safetensors  what rank 0 held: flat fp32 pieces of weights and optimizer state
     RUN/checkpoints/latest                           a hint for people; a checkpoint is found by its directory
 
@@ -10,7 +11,6 @@ Nothing in it is pickled.
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError
+from megasparse.training.manifest import MANIFEST, RESTORE, read_manifest, size_of
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-RESTORE = "Restore it from a copy, or resume from an older checkpoint with --resume PATH"
+
+def silent(doing: str) -> None:
+    """Takes what is being done now, and tells nobody."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +42,26 @@ class Fragment:
     """Of the whole tensor."""
     start: int
     """First element of the piece in the flattened tensor."""
-    numel: int
-    read: Callable[[], Tensor]
-    """The piece, flat, on the CPU."""
-    write: Callable[[Tensor], Any]
-    """Fill the piece."""
+    memory: Tensor
+    """Where it lives: flat, fp32."""
 
     @staticmethod
     def of(kind: str, name: str, shape: tuple[int, ...], start: int, memory: Tensor) -> "Fragment":
         """The piece that `memory`, flat and fp32, holds."""
         assert memory.dtype == torch.float32 and memory.ndim == 1
-        return Fragment(kind, name, shape, start, memory.numel(), memory.cpu, memory.copy_)
+        return Fragment(kind, name, shape, start, memory)
 
+    @property
+    def numel(self) -> int:
+        return self.memory.numel()
 
-def seal(manifest: dict[str, Any]) -> str:
-    """The manifest as the text of its file, with a digest of its own contents."""
-    manifest = {key: value for key, value in manifest.items() if key != "sha256"}
-    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**manifest, "sha256": digest}, indent=1, sort_keys=True) + "\n"
+    def read(self) -> Tensor:
+        """The piece on the CPU; where it lives there already, no copy."""
+        return self.memory.cpu()
+
+    def write(self, numbers: Tensor) -> None:
+        """Fill the piece."""
+        self.memory.copy_(numbers)
 
 
 class Checkpoint:
@@ -69,29 +72,30 @@ class Checkpoint:
         self._open_files: dict[str, Any] = {}
 
     @staticmethod
-    def open(path: str | Path, rank: int = 0, world_size: int = 1) -> "Checkpoint":
+    def open(
+        path: str | Path, rank: int = 0, world_size: int = 1, progress: Callable[[str], None] = silent
+    ) -> "Checkpoint":
         """Verify and open: the manifest's own digest, then all sizes, then digests, then the files' headers.
 
         Ranks that open it together share out the digests: rank r checks every world_size-th file.
+        progress: called every few MB with what is being done.
         Raises CheckpointError naming the first file that is missing, of the wrong size, changed, or not expected.
         """
         path = Path(path)
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
         checkpoint = Checkpoint(path, manifest)
+        if path.name.isdecimal() and int(path.name) != checkpoint.step:
+            raise CheckpointError(path, f"is the checkpoint of step {checkpoint.step}", "Give it its own name")
         for name, expected in sorted(manifest["files"].items()):
-            if not (path / name).is_file():
-                raise CheckpointError(path / name, "missing", RESTORE)
-            size = (path / name).stat().st_size
-            if size != expected["bytes"]:
+            if (size := size_of(path / name)) != expected["bytes"]:
                 raise CheckpointError(path / name, f"{size} bytes instead of {expected['bytes']}", RESTORE)
         for entry in sorted(path.iterdir()):
             if entry.name not in manifest["files"] and entry.name != MANIFEST:
                 raise CheckpointError(entry, "not part of this checkpoint", "Move it elsewhere")
         for name, expected in sorted(manifest["files"].items())[rank::world_size]:
-            if sha256_of(path / name) != expected["sha256"]:
+            if sha256_of(path / name, lambda: progress(f"verifying {path}")) != expected["sha256"]:
                 raise CheckpointError(path / name, "changed since it was written (sha256 differs)", RESTORE)
-        for name in manifest["files"]:
-            checkpoint._file(name)
+        checkpoint._check_headers()
         return checkpoint
 
     @property
@@ -106,6 +110,11 @@ class Checkpoint:
     @property
     def optimizer_steps(self) -> int:
         return int(self.manifest["optimizer_steps"])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the loop gave to be kept; empty where an older version wrote the checkpoint."""
+        return dict(self.manifest.get("state", {}))
 
     @property
     def config(self) -> Config:
@@ -142,6 +151,26 @@ class Checkpoint:
             raise CheckpointError(self.path, f"has no {kind} of {name}: it is of another model", mend)
         return entry
 
+    def _check_headers(self) -> None:
+        """Every file holds the pieces that the manifest lists, as flat fp32, and nothing else."""
+        listed: dict[str, dict[str, int]] = {name: {} for name in self.manifest["files"]}
+        for tensors in self.manifest["tensors"].values():
+            for tensor in tensors.values():
+                for piece in tensor["pieces"]:
+                    if piece["key"] in listed[piece["file"]]:
+                        problem = f"lists {piece['key']} of {piece['file']} twice"
+                        raise CheckpointError(self.path / MANIFEST, problem, "Do not trust it")
+                    listed[piece["file"]][piece["key"]] = piece["numel"]
+        for name, pieces in listed.items():
+            file = self._file(name)
+            if file.metadata() or set(file.keys()) != pieces.keys():
+                raise CheckpointError(self.path / name, "holds what the manifest does not list", "Do not trust it")
+            for key, numel in pieces.items():
+                stored = file.get_slice(key)
+                if (stored.get_dtype(), stored.get_shape()) != ("F32", [numel]):
+                    problem = f"{key} is {stored.get_dtype()} {stored.get_shape()} instead of F32 [{numel}]"
+                    raise CheckpointError(self.path / name, problem, "Do not trust it")
+
     def _file(self, name: str) -> Any:
         if name not in self._open_files:
             try:
@@ -175,36 +204,17 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
         parameter.data.copy_(weight)
 
 
-def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's contents."""
+def sha256_of(path: Path, progress: Callable[[], None]) -> str:
+    """Hexadecimal SHA-256 of a file's contents; `progress` is called every 4 MB. Raises CheckpointError."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / MANIFEST
-    if not path.is_dir():
-        raise CheckpointError(path, "no such checkpoint", "Give the directory of one, such as checkpoints/00001000")
     try:
-        text = file.read_bytes().decode()
-        manifest = json.loads(text)
-        intact = isinstance(manifest, dict) and seal(manifest) == text
-    except FileNotFoundError:
-        raise CheckpointError(file, "missing", RESTORE) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(file, f"cannot be read ({type(error).__name__})", RESTORE) from None
-    if not intact:
-        raise CheckpointError(file, "changed since it was written (sha256 differs)", RESTORE)
-    if manifest.get("format") != FORMAT:
-        problem = f"format {manifest.get('format')}, this version of megasparse reads {FORMAT}"
-        raise CheckpointError(file, problem, "Use the version of megasparse that wrote it")
-    for name in manifest["files"]:
-        if not re.fullmatch(r"rank-\d{5,}\.safetensors", name):
-            raise CheckpointError(file, f"names a file {name!r}, which no checkpoint of ours does", "Do not trust it")
-    return manifest
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+                progress()
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read ({error.strerror})", RESTORE) from None
+    return digest.hexdigest()
 
 
 def _numel(shape: list[int]) -> int:

@@ -4,7 +4,6 @@ Both engines share one interface and give the same losses. Only this file knows 
 run asks for it.
 """
 
-import json
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -21,22 +20,10 @@ from megasparse.errors import ConfigError
 from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
 from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
+from megasparse.training.stopwatch import Stopwatch
 
 MakeDraws = Callable[[int, Tensor], Any]
 """(optimizer step, global sample numbers (B,)) -> what the model's random draws depend on."""
-
-
-ZERO_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "offload_param.device": ("cpu", "none"),
-    "offload_optimizer.device": ("cpu", "none"),
-    "offload_optimizer.ratio": (1.0,),
-    "offload_optimizer.super_offload": (False,),
-    "round_robin_gradients": (False,),  # DeepSpeed's own map from weights to their pieces is wrong under it
-    "mics_shard_size": (-1,),
-    "zenflow": (None,),
-}
-"""Keys of `deepspeed.zero_optimization` that decide where the state lies, with the values that checkpoints can follow:
-the first is DeepSpeed's default, or what to use instead."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +39,18 @@ class StepResult:
     grad_norm: float
     """L2 norm of the gradient before clipping."""
     applied: bool
-    """False where the loss or the gradient of any rank was not finite: then no weight of any rank has changed."""
+    """False where the loss or the gradient of any rank was not finite, or the loss not accepted: then no weight of any
+    rank has changed."""
+    forward_seconds: float
+    """This rank's own time in the model's forward passes, which wait for no other rank (but under ZeRO 3)."""
+
+
+def _always(loss: float) -> bool:
+    return True
+
+
+def _ignore(doing: str) -> None:
+    pass
 
 
 class Engine(ABC):
@@ -64,46 +62,68 @@ class Engine(ABC):
     def __init__(self, model: nn.Module, config: Config, make_draws: MakeDraws, ranks: Ranks):
         assert all(p.requires_grad for p in model.parameters()), "a checkpoint keeps trained weights only"
         self.module, self.ranks, self._make_draws = model, ranks, make_draws
+        self._forward_time = Stopwatch(ranks.device)
         self._clipping = config.training.gradient_clipping
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.optimizer: torch.optim.Optimizer
 
-    def train_step(self, micro_batches: Sequence[Batch], step: int, learning_rate: float) -> StepResult:
+    def train_step(
+        self,
+        micro_batches: Sequence[Batch],
+        step: int,
+        learning_rate: float,
+        accept: Callable[[float], bool] = _always,
+        progress: Callable[[str], None] = _ignore,
+    ) -> StepResult:
         """One optimizer step on this rank's micro-batches; all of them, on all ranks, have equally many tokens, and
         equally many that are scored.
+
+        accept: whether to apply a step of this loss (nats a token, the same on all ranks). progress: told of each
+        micro-batch.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         sums: dict[str, Tensor] = {}
         for number, batch in enumerate(micro_batches, start=1):
+            progress(f"step {step}, micro-batch {number}")
             last = number == len(micro_batches)
             draws = self._make_draws(step, batch.samples.to(self.ranks.device))
-            scalars = self._backward(batch.tokens.to(self.ranks.device), draws, len(micro_batches), last)
-            for name, value in scalars.items():
+            with self._forward_time.running():
+                objective, statistics = self._forward(batch.tokens.to(self.ranks.device), draws)
+            for name, value in {**statistics, "objective": objective}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
-        names = sorted(sums)
-        totals = self.ranks.sum(torch.stack([sums[name].to(self.ranks.device) for name in names]))
-        total = dict(zip(names, totals.tolist(), strict=True))
-        grad_norm, applied = self._update(math.isfinite(total["objective"]))
+            if last:  # known before the last backward, which can still spoil the gradient of a step not to be applied
+                names = sorted(sums)
+                totals = self.ranks.sum(torch.stack([sums[name].to(self.ranks.device) for name in names]))
+                total = dict(zip(names, totals.tolist(), strict=True))
+                loss = total.pop("nats") / total.pop("tokens")
+                wanted = math.isfinite(total["objective"]) and accept(loss)
+            self._backward(objective, len(micro_batches), last, spoilt=last and not wanted)
+        grad_norm, applied = self._update(wanted)
         for module in self.module.modules():  # what moves once a step, and by no gradient
             if (after_step := getattr(module, "after_step", None)) is not None:
                 after_step(applied, self.ranks.sum)
-        loss, share = total.pop("nats") / total.pop("tokens"), len(micro_batches) * self.ranks.world_size
+        share = len(micro_batches) * self.ranks.world_size
         means = {name: value / share for name, value in total.items()}
         read = sum(batch.tokens.numel() for batch in micro_batches) * self.ranks.world_size
-        return StepResult(loss, means, read, grad_norm, applied)
+        return StepResult(loss, means, read, grad_norm, applied, self._forward_time.seconds())
 
     @abstractmethod
     def evaluate(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The model's objective and statistics without gradients. Every rank calls it equally often."""
 
     @abstractmethod
-    def _backward(self, tokens: Tensor, draws: Any, micro_batches: int, last: bool) -> dict[str, Tensor]:
-        """Add a micro-batch's gradient; return its statistics, and its `objective`."""
+    def _forward(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """A micro-batch's objective and statistics."""
 
     @abstractmethod
-    def _update(self, finite: bool) -> tuple[float, bool]:
-        """Apply the accumulated gradient, if it is finite and `finite`: (gradient norm, whether it was applied)."""
+    def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
+        """Add the gradient of one of `micro_batches`, which are averaged. `spoilt`: make the step's gradient not
+        finite, if that is what it takes to have the step not applied."""
+
+    @abstractmethod
+    def _update(self, wanted: bool) -> tuple[float, bool]:
+        """Apply the accumulated gradient, if it is finite and `wanted`: (gradient norm, whether it was applied)."""
 
     @abstractmethod
     def _state(self) -> Iterator[Fragment]:
@@ -183,8 +203,10 @@ class TorchEngine(Engine):
         with torch.no_grad():
             return self.module(tokens, draws)
 
-    def _backward(self, tokens: Tensor, draws: Any, micro_batches: int, last: bool) -> dict[str, Tensor]:
-        objective, statistics = self.module(tokens, draws)
+    def _forward(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.module(tokens, draws)
+
+    def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
         (objective / micro_batches).backward()
         if self._rounded:  # accumulate in fp32
             for name, p in self.module.named_parameters():
@@ -192,12 +214,11 @@ class TorchEngine(Engine):
                     master, grad = self._masters[name], p.grad.float()
                     master.grad = grad if master.grad is None else master.grad + grad
                     p.grad = None
-        return {**statistics, "objective": objective}
 
-    def _update(self, finite: bool) -> tuple[float, bool]:
+    def _update(self, wanted: bool) -> tuple[float, bool]:
         masters = self._masters.values()
         norm = torch.nn.utils.get_total_norm([p.grad for p in masters if p.grad is not None])
-        applied = finite and math.isfinite(norm)
+        applied = wanted and math.isfinite(norm)
         if applied:
             if self._clipping > 0:
                 torch.nn.utils.clip_grads_with_norm_(masters, self._clipping, norm)
@@ -227,7 +248,7 @@ class DeepSpeedEngine(Engine):
         zero = config.deepspeed.get("zero_optimization", {})
         self._stage = int(zero.get("stage", 0))
         self._rounded = config.training.precision == "bf16"
-        self._check(config, zero)
+        self._check(config)
         self.replicated = self._stage == 0
         self._names = {id(p): name for name, p in model.named_parameters()}
         self.optimizer = build_optimizer(model.parameters(), config.optimizer)
@@ -236,39 +257,29 @@ class DeepSpeedEngine(Engine):
         )[0]
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
 
-    def _check(self, config: Config, zero: dict[str, Any]) -> None:
+    def _check(self, config: Config) -> None:
         if config.optimizer.name == "adafactor" and (self._stage > 0 or self._rounded):
             problem = "adafactor needs each weight's own shape, and ZeRO hands the optimizer flat pieces"
             mend = 'Use "adamw", or fp32 with deepspeed.zero_optimization.stage 0, or run.engine="torch"'
             raise ConfigError("optimizer.name", problem, mend)
-        for key, supported in ZERO_SUPPORTED.items():
-            *parts, last = key.split(".")
-            section = zero
-            for part in parts:
-                section = section.get(part) or {}
-            if section.get(last, supported[0]) not in supported:
-                problem = f"{json.dumps(section[last])} puts the optimizer's state where checkpoints cannot find it"
-                mend = f"Remove it, or set it to {json.dumps(supported[0])}"
-                raise ConfigError(f"deepspeed.zero_optimization.{key}", problem, mend)
 
     def evaluate(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
             return self._engine(tokens, draws)
 
-    def _backward(self, tokens: Tensor, draws: Any, micro_batches: int, last: bool) -> dict[str, Tensor]:
-        self._engine.set_gradient_accumulation_boundary(last)
-        objective, statistics = self._engine(tokens, draws)
-        # A loss that is not finite can have a finite gradient. This spoils that gradient too, so that every rank's norm
-        # of the averaged gradient tells, and DeepSpeed skips the step everywhere.
-        spoil = torch.where(torch.isfinite(objective.detach()), 1.0, torch.nan)
-        self._engine.backward(objective * spoil)
-        return {**statistics, "objective": objective}
+    def _forward(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._engine(tokens, draws)
 
-    def _update(self, finite: bool) -> tuple[float, bool]:
+    def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed leaves a step out if its gradient is not finite, and then on every rank
+        self._engine.backward(objective * torch.nan if spoilt else objective)
+
+    def _update(self, wanted: bool) -> tuple[float, bool]:
         if self._stage == 0 and not self._rounded:  # here DeepSpeed would apply a gradient of NaN
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients).item()
-            if not (finite and math.isfinite(norm)):
+            if not (wanted and math.isfinite(norm)):
                 self._engine.zero_grad()
                 return norm, False
             self._engine.step()

@@ -1,21 +1,70 @@
-"""The training loop: step, evaluate, log, save, stop."""
+"""The training loop: agree, step, evaluate, log, save, stop."""
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from megasparse.config.schema import Config
-from megasparse.data.batches import Step
-from megasparse.errors import TrainingError
+from megasparse.data.batches import Step, WaitingStopped
+from megasparse.errors import LostPeer, StorageError, TrainingError
+from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.engine import Engine, StepResult
 from megasparse.training.monitor import Monitor
 from megasparse.training.saving import Saver
 from megasparse.training.schedule import learning_rate
+from megasparse.training.spikes import LossGuard
+from megasparse.training.stragglers import Stragglers
+from megasparse.training.watch import RollCall, StopWanted, Watch, call_roll
 
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
-"""step -> scalars, and texts and pictures for TensorBoard, by their names. Called on every rank."""
+"""step -> scalars, and texts and pictures for TensorBoard, by their names. Called on every rank, where it may raise
+StopWanted, on all of them together."""
+
+
+Damaged = dict[str, dict[str, int]]
+"""Damaged samples by shard and reason."""
+
+
+class Progress:
+    """How far a run is: what a checkpoint keeps of the loop."""
+
+    def __init__(self, start: Checkpoint | None, skip_loss_spikes: bool):
+        state: dict[str, Any] = start.state if start else {}
+        self.step = start.step if start else 0
+        self.sequences = start.sequences if start else 0
+        """Position in the data."""
+        self.skipped_sequences = int(state.get("skipped_sequences", 0))
+        self.saved = self.step
+        """Step of the newest checkpoint."""
+        self.guard = LossGuard(skip_loss_spikes)
+        self.guard.restore(state.get("loss_guard", {}))
+
+    def advance(self, data: Step, skipped_sequences: int, result: StepResult) -> None:
+        """One step is done; over all ranks, `skipped_sequences` of its sequences were damaged."""
+        self.step += 1
+        self.sequences = data.position
+        self.skipped_sequences += skipped_sequences
+        self.guard.note(result.loss, result.applied)
+
+    def save(self, engine: Engine, saver: Saver) -> None:
+        """A checkpoint of here, unless there is one, or one of here is being written."""
+        self.finish(saver)
+        if self.saved != self.step:
+            state = {"skipped_sequences": self.skipped_sequences, "loss_guard": self.guard.state()}
+            self._note(saver.save(engine, self.step, self.sequences, state))
+
+    def finish(self, saver: Saver) -> None:
+        """Complete the checkpoint that is being written, if any."""
+        self._note(saver.finish())
+
+    def _note(self, path: Path | None) -> None:
+        if path is not None:
+            self.saved = int(path.name)
 
 
 def train(
@@ -24,68 +73,171 @@ def train(
     batches: Iterable[Step],
     saver: Saver,
     monitor: Monitor,
-    start_step: int,
+    start: Checkpoint | None = None,
     evaluate: Evaluate | None = None,
     stop_at: int | None = None,
+    watch: Watch = Watch(),  # noqa: B008  (frozen)
+    damage: Callable[[], Damaged] = dict,
 ) -> None:
-    """Train from after `start_step` to `config.training.steps`, saving as `config.checkpoint` says and at the end.
+    """Train from after `start` to `config.training.steps`, saving as `config.checkpoint` says and at the end.
 
     stop_at: end after that step instead, saving; schedules still end at `training.steps`, so the run can go on exactly.
+    watch: a stop that it wants on any rank takes effect on all of them before the next step, after a save.
+    damage: what this rank has found damaged in the data so far.
 
-    Raises TrainingError after `training.max_skipped_steps` steps in a row whose loss or gradient was not finite;
-    CheckpointError where a checkpoint cannot be written.
+    Raises TrainingError after `training.max_skipped_steps` steps in a row that were not applied; StorageError where a
+    checkpoint cannot be written; DataError where a rank cannot read its data, and LostPeer on the other ranks.
     """
-    steps = config.training.steps
+    steps, source = config.training.steps, iter(batches)
+    here = Progress(start, config.training.skip_loss_spikes)
     last = min(steps, stop_at or steps)
-    if start_step >= last:
-        done = f"all {steps}" if last == steps else f"{start_step} of {steps}"
+    if here.step >= last:
+        done = f"all {steps}" if last == steps else f"{here.step} of {steps}"
         monitor.say(f"nothing left to do: {done} steps are done (training.steps)")
         return
-    source, skipped_in_a_row = iter(batches), 0
-    evaluations = (config.evaluation.every, config.logging.attention_quality_every)
-    for step in range(start_step + 1, last + 1):
+    stragglers, own_seconds, stall_seconds = Stragglers(engine.ranks.world_size), 0.0, 0.0
+    guard = here.guard
+
+    def accept(loss: float) -> bool:
+        return not (guard.skip and guard.is_spike(loss))
+
+    for step in range(here.step + 1, last + 1):
         began = time.perf_counter()
-        data = next(source)
+        data = _next(source, step, watch)
+        roll = _agree(engine, saver, watch, data, own_seconds)
+        if not roll.writing:
+            here.finish(saver)
+        if roll.stop:
+            break
+        assert isinstance(data, Step)
         rate = learning_rate(step, steps, config.optimizer)
-        result = engine.train_step(data.micro_batches, step, rate)
-        scalars = _describe(result, rate, skipped=step - engine.steps_done())
-        if config.model.kind == "decoder":  # an encoder sees both sides of a token: no code length
-            scalars["train/bits_per_dim"] = result.loss / math.log(2)
+        result = engine.train_step(data.micro_batches, step, rate, accept, watch.progress)
+        spike = guard.is_spike(result.loss)
+        here.advance(data, roll.skipped, result)
+        own_seconds = data.wait_seconds + result.forward_seconds
+
+        scalars = _describe(config, engine, here, result, rate)
+        scalars |= {"speed/straggler_ratio": stragglers.worst_ratio, "checkpoint/stall_seconds": stall_seconds}
         scalars |= monitor.speed(result.tokens, time.perf_counter() - began, data.wait_seconds)
-
-        if evaluate is not None and any(_due(step, every) for every in evaluations):
-            for name, value in evaluate(step).items():
-                if isinstance(value, str):
-                    monitor.text(step, name, value)
-                elif isinstance(value, Tensor):
-                    monitor.image(step, name, value)
-                else:
-                    scalars[name] = value
-
+        events = [*_events(step, result, spike), *stragglers.add(roll.seconds)]
+        if roll.skipped:
+            found = _merge(engine.ranks.gather(damage()))
+            scalars |= {f"data/damaged_samples/{reason}": count for reason, count in _by_reason(found).items()}
+            events.append(f"step {step}: {roll.skipped} sequences are damaged, others took their place; so far {found}")
+        if evaluate is not None:
+            scalars |= _evaluate(evaluate, config, monitor, step)
         monitor.write(step, scalars)
-        skipped_in_a_row = 0 if result.applied else skipped_in_a_row + 1
-        if not result.applied:
-            monitor.say(f"STEP {step} SKIPPED on all ranks: loss {result.loss}, gradient norm {result.grad_norm}")
-        if skipped_in_a_row >= config.training.max_skipped_steps:
+        for event in events:
+            monitor.event(step, event)
+        if guard.skipped_in_a_row >= config.training.max_skipped_steps:
             raise TrainingError(
-                f"step {step}: loss or gradient not finite in {skipped_in_a_row} steps in a row, none of them applied "
-                "(training.max_skipped_steps). Lower optimizer.learning_rate, or warm up for longer"
+                f"step {step}: {guard.skipped_in_a_row} steps in a row were not applied (training.max_skipped_steps), "
+                f"the last with loss {result.loss} and gradient norm {result.grad_norm}. "
+                "Lower optimizer.learning_rate, or warm up for longer"
             )
 
-        if _due(step, config.checkpoint.every) or step == last:
-            saver.save(engine, step, data.position)
-    monitor.say(f"done: {steps} steps" if last == steps else f"stopped at step {last} of {steps}, as asked")
+        began = time.perf_counter()
+        if _due(step, config.checkpoint.every):
+            here.save(engine, saver)
+        stall_seconds = time.perf_counter() - began
+    here.save(engine, saver)
+    here.finish(saver)
+    if here.saved != here.step:
+        raise StorageError(saver.directory, f"step {here.step}, the last, is not saved", "Mend that and start again")
+    if here.step == steps:
+        monitor.say(f"done: {steps} steps")
+    else:
+        monitor.say(f"stopped after step {here.step} of {steps}, as asked; started again, the run goes on from there")
+
+
+def _next(source: Iterator[Step], step: int, watch: Watch) -> Step | Exception:
+    """The data of a step, or why this rank has none."""
+    watch.progress(f"step {step}: reading data")
+    try:
+        return next(source)
+    except Exception as error:  # the other ranks must hear of it, whatever it is
+        return error
+
+
+def _agree(engine: Engine, saver: Saver, watch: Watch, data: Step | Exception, own_seconds: float) -> RollCall:
+    """What all ranks do next: train, stop, or fail together."""
+    stopped, failed = isinstance(data, WaitingStopped), isinstance(data, Exception)
+    roll = call_roll(
+        engine.ranks,
+        stop=stopped or watch.stop_wanted(),
+        failed=failed and not stopped,
+        writing=saver.pending(),
+        skipped=data.skipped if isinstance(data, Step) else 0,
+        seconds=own_seconds + (data.wait_seconds if isinstance(data, Step) else 0.0),
+    )
+    if roll.failed:
+        failures = engine.ranks.gather(f"{type(data).__name__}" if failed and not stopped else None)
+        if isinstance(data, Exception) and not stopped:
+            raise data
+        failing = ", ".join(f"rank {rank} ({name})" for rank, name in enumerate(failures) if name)
+        raise LostPeer(f"{failing} cannot read its data; its own message says why")
+    return roll
+
+
+def _evaluate(evaluate: Evaluate, config: Config, monitor: Monitor, step: int) -> dict[str, float]:
+    """The scalars of an evaluation, if one is due and is not broken off; texts and pictures go to the monitor."""
+    scalars: dict[str, float] = {}
+    if not any(_due(step, every) for every in (config.evaluation.every, config.logging.attention_quality_every)):
+        return scalars
+    try:
+        found = evaluate(step)
+    except StopWanted:
+        return scalars
+    for name, value in found.items():
+        if isinstance(value, str):
+            monitor.text(step, name, value)
+        elif isinstance(value, Tensor):
+            monitor.image(step, name, value)
+        else:
+            scalars[name] = value
+    return scalars
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _describe(result: StepResult, rate: float, skipped: int) -> dict[str, float]:
-    return {
+def _describe(config: Config, engine: Engine, here: Progress, result: StepResult, rate: float) -> dict[str, float]:
+    scalars = {
         "train/loss": result.loss,
-        "train/skipped_steps": skipped,
+        "train/skipped_steps": here.step - engine.steps_done(),
+        "train/loss_spikes": here.guard.spikes,
+        "data/skipped_sequences": here.skipped_sequences,
         "optimizer/learning_rate": rate,
         "optimizer/gradient_norm": result.grad_norm,
         **{f"model/{name}": value for name, value in result.statistics.items()},
     }
+    if config.model.kind == "decoder":  # an encoder sees both sides of a token: no code length
+        scalars["train/bits_per_dim"] = result.loss / math.log(2)
+    return scalars
+
+
+def _events(step: int, result: StepResult, spike: bool) -> Iterator[str]:
+    """What happened in a step that should not."""
+    if not result.applied:
+        why = "a loss spike" if spike else "not finite"
+        yield f"STEP {step} SKIPPED on all ranks ({why}): loss {result.loss}, gradient norm {result.grad_norm}"
+    elif spike:
+        yield f"step {step}: loss spike, {result.loss} (applied; training.skip_loss_spikes would leave it out)"
+
+
+def _merge(found: Iterable[Damaged]) -> Damaged:
+    """What the ranks have found; where several read the same shard, they found the same in it, or less so far."""
+    merged: Damaged = {}
+    for rank in found:
+        for shard, counts in rank.items():
+            known = merged.setdefault(shard, {})
+            known |= {reason: max(count, known.get(reason, 0)) for reason, count in counts.items()}
+    return merged
+
+
+def _by_reason(found: Damaged) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for counts in found.values():
+        total.update(counts)
+    return total

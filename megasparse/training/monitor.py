@@ -1,23 +1,26 @@
 """What a run reports: every scalar of every step to metrics.jsonl, some to TensorBoard and to the progress line.
 
-docs/monitoring.md lists the scalars. Only rank 0 writes.
+docs/monitoring.md lists the scalars. Only rank 0 writes. Storage or a terminal that fails ends no training.
 """
 
-import json
+import contextlib
 import math
-import os
 import resource
 import sys
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from megasparse.config.schema import Config
+from megasparse.data.files import replacing
+from megasparse.errors import ConfigError
+from megasparse.training.board import Board
+from megasparse.training.json_lines import JsonLines
 from megasparse.training.ranks import Ranks
 
 PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}
@@ -42,16 +45,24 @@ class Monitor:
         self._flops_per_token = flops_per_token
         if not self.writing:
             return
-        directory = Path(config.run.directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-        cut_metrics(directory / "metrics.jsonl", start_step)
-        self._lines = (directory / "metrics.jsonl").open("a")
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=start_step + 1)
         self._bar = tqdm(
             total=self._steps, initial=start_step, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
         )
         self._began, self._start_step, self._last_plain = time.monotonic(), start_step, -math.inf
+        directory = Path(config.run.directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            mend = "Choose a folder that can be written"
+            raise ConfigError("run.directory", f"{directory} cannot be made ({error.strerror})", mend) from None
+        try:
+            with replacing(directory / "config.json") as file:
+                file.write(config.model_dump_json(indent=2).encode() + b"\n")
+        except OSError as error:
+            self.say(f"{directory / 'config.json'} cannot be written ({error.strerror})")
+        self._lines = JsonLines(directory / "metrics.jsonl", self.say, start_step)
+        self._events = JsonLines(directory / "events.jsonl", self.say)
+        self._board = Board(directory / "tensorboard", start_step + 1, self.say)
 
     def speed(self, tokens: int, step_seconds: float, wait_seconds: float) -> dict[str, float]:
         """The scalars of speed and memory for a step of `tokens` tokens over all ranks."""
@@ -72,31 +83,37 @@ class Monitor:
         if not self.writing:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
-        self._lines.write(json.dumps({"step": step, **finite}) + "\n")
-        self._lines.flush()
-        self._bar.update()
+        self._lines.append({"step": step, **finite})
+        with _no_terminal_matters():
+            self._bar.update()
         evaluated = any(name.startswith(("evaluation/", "quality/")) for name in scalars)
         if step % self._every == 0 or step == self._steps or evaluated:
-            for name, value in scalars.items():
-                self._board.add_scalar(name, value, step)
+            self._board.scalars(step, scalars)
             self._show_progress(step, scalars, evaluated)
 
     def text(self, step: int, name: str, text: str) -> None:
         """A text sample, to TensorBoard."""
         if self.writing:
-            self._board.add_text(name, f"```\n{text}\n```", step)
-            self._board.flush()
+            self._board.text(step, name, f"```\n{text}\n```")
 
     def image(self, step: int, name: str, picture: Tensor) -> None:
         """A picture (height, width, 3) uint8, to TensorBoard."""
         if self.writing:
-            self._board.add_image(name, picture.cpu(), step, dataformats="HWC")
-            self._board.flush()
+            self._board.image(step, name, picture)
+
+    def event(self, step: int, message: str) -> None:
+        """Something out of the ordinary: to stderr, to TensorBoard, and to events.jsonl, which restarts leave whole."""
+        if self.writing:
+            self.say(message)
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            self._events.append({"step": step, "time": now, "message": message})
+            self._board.text(step, "events", message)
 
     def say(self, message: str) -> None:
         """A line for people, on rank 0's stderr."""
         if self.writing:
-            self._bar.write(message, file=sys.stderr)
+            with _no_terminal_matters():
+                self._bar.write(message, file=sys.stderr)
 
     def _show_progress(self, step: int, scalars: dict[str, float], evaluated: bool) -> None:
         told = [f"loss {scalars['train/loss']:.4f}"]
@@ -108,13 +125,16 @@ class Monitor:
         elif "evaluation/loss" in scalars:
             told.append(f"held-out loss {scalars['evaluation/loss']:.4f}")
         if not self._bar.disable:
-            self._bar.set_postfix_str(", ".join(told))
+            with _no_terminal_matters():
+                self._bar.set_postfix_str(", ".join(told))
             return
         now = time.monotonic()
         if now - self._last_plain >= PLAIN_LINE_SECONDS or step == self._steps or evaluated:
             self._last_plain = now
             left = (now - self._began) / (step - self._start_step) * (self._steps - step)
-            print(f"step {step}/{self._steps}: {', '.join(told)}, {_clock(left)} left", file=sys.stderr, flush=True)
+            line = f"step {step}/{self._steps}: {', '.join(told)}, {_clock(left)} left"
+            with _no_terminal_matters():
+                print(line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Monitor":
         return self
@@ -123,29 +143,15 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.writing:
-            self._bar.close()
-            self._lines.close()
-            self._board.close()
+            with _no_terminal_matters():
+                self._bar.close()
+            for part in (self._lines, self._events, self._board):
+                part.close()
 
 
-def cut_metrics(path: Path, last_step: int) -> None:
-    """Drop the lines of steps after `last_step`, and a line that a crash cut short. The file changes all at once."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] > last_step:
-                continue
-        except (ValueError, KeyError, TypeError):
-            continue
-        kept.append(f"{line}\n")
-    temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("w") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def _no_terminal_matters() -> contextlib.suppress:
+    """stderr may be a pipe whose reader is gone, or a file on a full disk."""
+    return contextlib.suppress(OSError)
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ class Ranks:
             torch.distributed.all_reduce(values)
         return values
 
+    def any(self, here: bool) -> bool:
+        """Whether it is true on some rank. Waits for all of them."""
+        return bool(self.sum(torch.tensor(float(here), device=self.device)))
+
     def stop(self) -> None:
         """Take leave of the other ranks."""
         if torch.distributed.is_initialized():
@@ -52,7 +57,8 @@ class Ranks:
 def start_ranks(run: RunConfig) -> Ranks:
     """Join the other processes that the launcher started; without a launcher, be the only one.
 
-    Raises ConfigError where the device does not exist, or where `run.engine=torch` meets several processes.
+    Raises ConfigError where the device does not exist, where `run.engine=torch` meets several processes, and where
+    the address at which they meet is taken or out of reach.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if run.engine == "torch" and world_size > 1:
@@ -67,14 +73,38 @@ def start_ranks(run: RunConfig) -> Ranks:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, local)))
     else:
         torch.cuda.set_device(device)
+    if run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+        torch.use_deterministic_algorithms(True)
     if run.engine == "torch":
         return Ranks(0, 1, device)
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone, MASTER_PORT=str(_free_port()))
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        _meet(run, device)
     return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
+
+
+def _meet(run: RunConfig, device: torch.device) -> None:
+    """Start the process group. What hangs is found by the watchdog, which knows a slow save from a dead rank; the
+    group's own time limit is the second line, far behind it, and then NCCL writes down what it was doing.
+    """
+    recorder = os.path.join(run.directory, "flight-recorder-rank-")
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "2000"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", recorder),
+    ):
+        os.environ.setdefault(name, value)
+    limit = timedelta(seconds=max(3600.0, 20 * run.hang_timeout))
+    try:
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
+    except torch.distributed.DistNetworkError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        problem = f"the ranks cannot meet at {place} ({str(error).splitlines()[0]})"
+        mend = "Choose a port that is free on the first host, and that the other hosts reach"
+        raise ConfigError("MASTER_ADDR:MASTER_PORT", problem, mend) from None
 
 
 def _choose_device(run: RunConfig) -> torch.device:

@@ -6,12 +6,14 @@ with a configuration or data that would make it another run.
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.identity import differences, flatten, versions
 from megasparse.training.ranks import Ranks
 from megasparse.training.run_folder import find_newest, list_checkpoints
 from megasparse.training.saving import Saver, remove_leftovers
@@ -20,16 +22,22 @@ FREE_TO_CHANGE = (
     "run.directory",
     "run.engine",
     "run.device",
+    "run.hang_timeout",
+    "run.deterministic",
     "data.path",  # what counts is the fingerprint of the data
     "data.prefetch",
+    "data.max_damaged",
     "training.steps",
     "training.micro_batch",
+    "training.skip_loss_spikes",
+    "training.max_skipped_steps",
     "evaluation",
     "checkpoint",
     "logging",
     "deepspeed",
 )
-"""Keys, and sections, that a run may go on with changed: they do not change what it computes."""
+"""Keys, and sections, that a run may go on with changed: they do not change what it computes, or say what becomes of
+steps and samples that are bad."""
 
 
 def find_start(choice: str, saver: Saver, allow_changed_config: bool = False) -> Checkpoint | None:
@@ -37,13 +45,15 @@ def find_start(choice: str, saver: Saver, allow_changed_config: bool = False) ->
 
     choice: "auto" (the newest one, if there is any), "never", or the path of a checkpoint. saver: of the run to start.
     Raises CheckpointError, on every rank, where going on would lose or mix up something; ConfigError where the ranks
-    were not given the same run.
+    were not given the same run or do not run the same code.
     """
     directory, ranks = saver.directory, saver.ranks
-    _check_same_on_all(saver)  # and nobody cleans up before everybody has come
+    _check_same_on_all(
+        saver, {"resume": choice, "allow_changed_config": allow_changed_config}
+    )  # and nobody cleans up before everybody has come
     if ranks.rank == 0:
         remove_leftovers(directory)
-    newest = find_newest(directory)
+    newest = _newest_of_all(directory, ranks)
     if choice == "never" and newest is not None:
         mend = "Choose another run.directory, or leave --resume out to go on"
         raise CheckpointError(newest, "a new run here would overwrite this one", mend)
@@ -53,28 +63,38 @@ def find_start(choice: str, saver: Saver, allow_changed_config: bool = False) ->
     if newest is not None and path.resolve().parent != directory.resolve():
         problem = f"this run has checkpoints of its own, such as {newest}, and was asked to go on from {path}"
         raise CheckpointError(directory, problem, "Choose another run.directory")
-    checkpoint = _open(path, ranks, None if path != newest else directory)
+    checkpoint = _open(path, saver, None if path != newest else directory)
     _check_data(checkpoint, saver)
     _check_config(checkpoint, saver.config, allow_changed_config, ranks)
-    if ranks.rank == 0:
-        _set_aside_later(directory, checkpoint)
-    ranks.gather(None)
+    trouble = _set_aside_later(directory, checkpoint) if ranks.rank == 0 else None
+    if (trouble := ranks.gather(trouble)[0]) is not None:
+        raise CheckpointError(directory, trouble, "Let this run write there, or choose another run.directory")
     return checkpoint
 
 
-def _check_same_on_all(saver: Saver) -> None:
-    own = {"config": json.loads(saver.config.model_dump_json()), "data": saver.data_fingerprint}
-    for rank, other in enumerate(saver.ranks.gather(own)):
-        if other != own:
-            problem = f"rank {rank} and rank {saver.ranks.rank} were given different configurations or data"
-            raise ConfigError("--config", problem, "Give all machines the same files")
+def _check_same_on_all(saver: Saver, command: dict[str, Any]) -> None:
+    config = json.loads(saver.config.model_dump_json())
+    data = {"data": saver.data_fingerprint, "tokenizer": saver.tokenizer}
+    own = {"config": config, **data, "code": versions(), "command": command}
+    if unlike := differences(saver.ranks.gather(own)):
+        problem = f"the ranks were given different configurations, data or code: {unlike}"
+        raise ConfigError("--config", problem, "Give all machines the same files and the same versions")
 
 
-def _open(path: Path, ranks: Ranks, directory: Path | None) -> Checkpoint:
+def _newest_of_all(directory: Path, ranks: Ranks) -> Path | None:
+    newest = find_newest(directory)
+    if unlike := differences([{"newest": name} for name in ranks.gather(newest and newest.name)]):
+        mend = "Put run.directory where all machines see the same files"
+        raise CheckpointError(directory, f"the ranks find different checkpoints: {unlike}", mend)
+    return newest
+
+
+def _open(path: Path, saver: Saver, directory: Path | None) -> Checkpoint:
     """Open on all ranks or on none. `directory`: where to look for an older complete one to recommend."""
     problem = checkpoint = None
+    ranks = saver.ranks
     try:
-        checkpoint = Checkpoint.open(path, ranks.rank, ranks.world_size)
+        checkpoint = Checkpoint.open(path, ranks.rank, ranks.world_size, saver.progress)
     except CheckpointError as error:
         problem = str(error)
     problems = [problem for problem in ranks.gather(problem) if problem is not None]
@@ -82,17 +102,17 @@ def _open(path: Path, ranks: Ranks, directory: Path | None) -> Checkpoint:
         mend = "There is no older complete checkpoint"
         if directory is None:
             mend = "Choose another checkpoint"
-        elif (older := _newest_complete(list_checkpoints(directory)[:-1])) is not None:
+        elif (older := _newest_complete(list_checkpoints(directory)[:-1], saver.progress)) is not None:
             mend = f"To go on from the newest complete one: --resume {older}"
         raise CheckpointError(path, f"this checkpoint is damaged: {problems[0]}", mend)
     assert checkpoint is not None
     return checkpoint
 
 
-def _newest_complete(paths: list[Path]) -> Path | None:
+def _newest_complete(paths: list[Path], progress: Callable[[str], None]) -> Path | None:
     for path in reversed(paths):
         try:
-            Checkpoint.open(path)
+            Checkpoint.open(path, progress=progress)
             return path
         except CheckpointError:
             continue
@@ -100,20 +120,20 @@ def _newest_complete(paths: list[Path]) -> Path | None:
 
 
 def _check_data(checkpoint: Checkpoint, saver: Saver) -> None:
-    mend = "Point data.path at the data it was trained on, or choose another run.directory to start a new run"
-    for what, then, now in (
-        ("tokenizer", checkpoint.manifest["tokenizer"], saver.tokenizer),
-        ("data", checkpoint.manifest["data_fingerprint"], saver.data_fingerprint),
-    ):
-        if then != now:
-            raise CheckpointError(checkpoint.path, f"was trained on other data: {what} was {then}, is now {now}", mend)
+    manifest = checkpoint.manifest
+    then = flatten({"data": manifest["data_fingerprint"], "tokenizer": manifest["tokenizer"]})
+    now = flatten({"data": saver.data_fingerprint, "tokenizer": saver.tokenizer})
+    if changed := _changed(then, now):
+        problem = f"it was trained on other data: {_listed(then, now, changed)}"
+        mend = "Point data.path at the data it was trained on, or choose another run.directory to start a new run"
+        raise CheckpointError(checkpoint.path, problem, mend)
 
 
 def _check_config(checkpoint: Checkpoint, config: Config, allow_changed: bool, ranks: Ranks) -> None:
-    then, now = _flatten(checkpoint.config), _flatten(config)
-    changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
+    then, now = (flatten(json.loads(one.model_dump_json())) for one in (checkpoint.config, config))
+    changed = _changed(then, now)
     kept = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)]
-    listed = "; ".join(f"{key}: {json.dumps(then.get(key))} -> {json.dumps(now.get(key))}" for key in kept)
+    listed = _listed(then, now, kept)
     if kept and not allow_changed:
         mend = (
             "Put them back, choose another run.directory to start a new run, "
@@ -127,23 +147,18 @@ def _check_config(checkpoint: Checkpoint, config: Config, allow_changed: bool, r
         print(moved.format(then["training.steps"], now["training.steps"]), file=sys.stderr)
 
 
-def _flatten(config: Config) -> dict[str, Any]:
-    """Dotted key -> value."""
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for key, part in value.items():
-                walk(f"{prefix}.{key}" if prefix else key, part)
-        else:
-            flat[prefix] = value
-
-    walk("", json.loads(config.model_dump_json()))
-    return flat
+def _changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
 
 
-def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
-    """Rename checkpoints later than the one to go on from, so that they are not taken for this run's newest."""
+def _listed(then: dict[str, Any], now: dict[str, Any], keys: list[str]) -> str:
+    return "; ".join(f"{key}: {json.dumps(then.get(key))} -> {json.dumps(now.get(key))}" for key in keys)
+
+
+def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> str | None:
+    """Rename checkpoints later than the one to go on from, so that they are not taken for this run's newest. Returns
+    what went wrong.
+    """
     for path in list_checkpoints(directory):
         if int(path.name) > checkpoint.step:
             aside = path.with_name(f"set-aside-{path.name}")
@@ -151,5 +166,9 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
             while aside.exists():
                 number += 1
                 aside = path.with_name(f"set-aside-{path.name}-{number}")
-            path.rename(aside)
+            try:
+                path.rename(aside)
+            except OSError as error:
+                return f"{path}, later than the checkpoint to go on from, cannot be renamed: {error.strerror}"
             print(f"{path} is later than the checkpoint to go on from: renamed to {aside}", file=sys.stderr)
+    return None

@@ -3,105 +3,198 @@
 All ranks write into one temporary directory and fsync every file; the manifest comes last; a rename makes the
 checkpoint appear, complete, in one instant. What is to be deleted is renamed first, so that nothing half-deleted is
 ever found.
+
+A save that is asynchronous differs in one thing: a thread writes this rank's file, from a copy, while training goes
+on. Everything that ranks do together is done by the thread that trains.
 """
 
-import hashlib
-import importlib.metadata
 import json
-import math
 import os
-import platform
 import shutil
 import sys
+import threading
+import traceback
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megasparse.config.schema import Config
-from megasparse.errors import CheckpointError, UserError
-from megasparse.training.checkpoint import FORMAT, MANIFEST, Fragment, seal
+from megasparse.data.files import sync_folder
+from megasparse.errors import CheckpointError, StorageError, TrainingError, UserError
+from megasparse.training.checkpoint import silent
 from megasparse.training.engine import Engine
+from megasparse.training.identity import differences, versions
+from megasparse.training.manifest import FORMAT, MANIFEST, gap, seal
+from megasparse.training.rank_file import RankFile, durable, make_folder
 from megasparse.training.ranks import Ranks
 from megasparse.training.run_folder import TEMPORARY, list_checkpoints
 
+UNTOUCHED = "Older checkpoints are untouched"
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class Saver:
-    """Saves a run's checkpoints, and keeps the newest `config.checkpoint.keep` of them; knows what tells runs apart."""
+    """Saves a run's checkpoints, and keeps the newest `config.checkpoint.keep` of them; knows what tells runs apart.
+
+    progress: called with what is being done, at every block that is written or verified.
+    """
 
     config: Config
     ranks: Ranks
     data_fingerprint: str
     tokenizer: dict[str, str]
     """`name` and `sha256`."""
+    progress: Callable[[str], None] = silent
+    _under_way: "_Save | None" = field(default=None, init=False)
+    _copy: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
+    """This rank's numbers as an asynchronous save found them; the memory is kept for the next."""
 
     @property
     def directory(self) -> Path:
         """Where the run's checkpoints lie."""
         return Path(self.config.run.directory) / "checkpoints"
 
-    def save(self, engine: Engine, step: int, sequences: int) -> Path:
-        """Write the checkpoint of `step`; `sequences` is the data's position. All ranks call it, all return its path.
+    def save(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
+        """Write the checkpoint of `step`; all ranks call it. Returns its path on all of them.
 
-        Raises CheckpointError, the same on every rank, if any rank could not write its part or holds a number that is
-        not finite. Then nothing is left of the attempt, and the older checkpoints are untouched.
+        sequences: the data's position. state: JSON, the same on every rank, given back as `Checkpoint.state`.
+
+        With `checkpoint.asynchronous` it returns None as soon as the state is copied; `finish` ends the save. One that
+        is still under way is finished first.
+
+        Raises, the same on every rank, and nothing is left of the attempt: StorageError where any rank could not write
+        (with `checkpoint.on_failure` "continue" this is told on stderr, and None returned); TrainingError where a
+        number is not finite; CheckpointError where the ranks are not saving the same.
         """
-        temporary = self.directory / self.ranks.gather(f"{TEMPORARY}{step:08d}-{uuid.uuid4().hex}")[0]
-        final = self.directory / f"{step:08d}"
+        self.finish()
+        try:
+            save, file = self._agree(engine, step, sequences, state)
+        except StorageError as error:
+            self._go_on_without(error)
+            return None
+        self._under_way = save
+        if not self.config.checkpoint.asynchronous:
+            save.write(file, lambda: self.progress(save.doing))
+            return self.finish()
+        if (copied := save.attempt(lambda: file.copy(self._copy))) is not None:
+            copy, self._copy = copied
+            save.write_in_thread(copy)
+        return None
 
-        def write_own_part() -> dict[str, Any]:
-            temporary.mkdir(parents=True, exist_ok=True)
-            name = f"rank-{self.ranks.rank:05d}.safetensors"
-            return {"file": name, **_write_fragments(temporary / name, engine.fragments())}
+    def pending(self) -> bool:
+        """Whether this rank's part of an asynchronous save is still being written."""
+        return self._under_way is not None and self._under_way.writing()
 
-        def finish() -> None:
+    def finish(self) -> Path | None:
+        """End the save that is under way, waiting for all ranks' threads; all ranks call it. Returns the checkpoint's
+        path, None where nothing was under way. Raises as `save` does.
+        """
+        save, self._under_way = self._under_way, None
+        if save is None:
+            return None
+        save.join(self.progress)
+        reports = self.ranks.gather({"part": save.part, "problem": save.problem})
+        try:
+            self._refuse(save, [report["problem"] for report in reports])
             if self.ranks.rank == 0:
-                _write(temporary / MANIFEST, seal(self._manifest(engine, step, sequences, parts)).encode())
-                _sync_directory(temporary)
-                temporary.rename(final)
-                _sync_directory(self.directory)
-                self._tidy(final)
+                save.attempt(lambda: self._publish(save, [report["part"] for report in reports]))
+            self._refuse(save, self.ranks.gather(save.problem))
+        except StorageError as error:
+            self._go_on_without(error)
+            return None
+        return save.final
 
-        parts = self._together(write_own_part, temporary)
-        self._together(finish, temporary)
-        return final
+    def _agree(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
+        """Begin a save on all ranks or on none: the same of the same, and with room for it."""
+        save = _Save(self.directory, self.ranks.rank, step, sequences, state)
+        file = save.attempt(lambda: self._prepare(save, engine))
+        own = {"step": step, "sequences": sequences, "state": state}
+        reports = self.ranks.gather(
+            {"own": own, "name": save.temporary.name, "room": [save.bytes, save.free], "problem": save.problem}
+        )
+        save.temporary = self.directory / reports[0]["name"]
+        if unlike := differences([report["own"] for report in reports]):
+            problem = f"the ranks are not saving the same, and nothing was saved: {unlike}"
+            raise CheckpointError(self.directory, problem, UNTOUCHED)
+        self._refuse(save, [report["problem"] for report in reports])
+        save.bytes, free = sum(report["room"][0] for report in reports), reports[0]["room"][1]
+        if save.bytes > free:
+            problem = f"no room for the checkpoint of step {step}: {save.bytes:,} bytes needed, {free:,} bytes free"
+            raise StorageError(self.directory, problem, f"{UNTOUCHED}. Make room")
+        assert file is not None
+        return save, file
+
+    def _prepare(self, save: "_Save", engine: Engine) -> RankFile:
+        if os.path.lexists(save.final):
+            raise CheckpointError(save.final, "exists already", "Choose another run.directory, or move it elsewhere")
+        file = RankFile(engine.fragments())
+        save.bytes, save.free = file.bytes, free_bytes(self.directory)
+        save.part |= {"bytes": file.bytes, "pieces": file.pieces}
+        save.optimizer_steps = engine.steps_done()
+        return file
+
+    def _publish(self, save: "_Save", parts: list[dict[str, Any]]) -> None:
+        """Give a checkpoint that is written its manifest and its name."""
+        text = seal(self._manifest(save, parts)).encode()
+        with durable(save.temporary / MANIFEST, len(text)) as file:
+            file.write(text)
+        sync_folder(save.temporary)
+        os.rename(save.temporary, save.final)
+        try:
+            sync_folder(self.directory)
+        except OSError:
+            os.rename(save.final, save.temporary)  # to be deleted as after any failure
+            raise
+        self._tidy(save.final)
 
     def _tidy(self, newest: Path) -> None:
         """Point `latest` at the newest checkpoint and delete the oldest. Saving is done: trouble here is only told."""
+        hint, text = self.directory / f"{TEMPORARY}latest-{uuid.uuid4().hex}", f"{newest.name}\n".encode()
         try:
-            _write(self.directory / f"{TEMPORARY}latest", f"{newest.name}\n".encode())
-            os.replace(self.directory / f"{TEMPORARY}latest", self.directory / "latest")
-            for old in list_checkpoints(self.directory)[: -self.config.checkpoint.keep]:
+            try:
+                with durable(hint, len(text)) as file:
+                    file.write(text)
+                os.replace(hint, self.directory / "latest")
+            finally:
+                hint.unlink(missing_ok=True)
+            older = [path for path in list_checkpoints(self.directory) if int(path.name) < int(newest.name)]
+            for old in older[: max(0, len(older) + 1 - self.config.checkpoint.keep)]:
+                self.progress(f"deleting {old}")
                 remove(old)
+            remove_leftovers(self.directory)  # of a save that failed so badly that it could not be cleaned up
         except OSError as error:
             print(f"warning: {newest} is saved, but older ones could not be deleted: {error}", file=sys.stderr)
 
-    def _together(self, work: Callable[[], Any], temporary: Path) -> list[Any]:
-        """Do `work` on every rank and gather the results; if any rank fails, all of them clean up and raise."""
-        report: dict[str, Any] = {"problem": None, "result": None}
-        try:
-            report["result"] = work()
-        except OSError as error:
-            free = shutil.disk_usage(next(p for p in [temporary, *temporary.parents] if p.exists())).free
-            report["problem"] = f"{error.filename or temporary}: {error.strerror or error} ({free:,} bytes free)"
-        except Exception as error:  # told to the other ranks, who would otherwise wait for this one for ever
-            report["problem"] = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        reports = self.ranks.gather(report)
-        for rank, other in enumerate(reports):
-            if other["problem"] is not None:
-                if self.ranks.rank == 0:
-                    shutil.rmtree(temporary, ignore_errors=True)
-                mend = "Older checkpoints are untouched: mend it and start again"
-                problem = f"the checkpoint was not saved. Rank {rank}: {other['problem']}"
-                raise CheckpointError(self.directory, problem, mend)
-        return [other["result"] for other in reports]
+    def _refuse(self, save: "_Save", problems: list[dict[str, str] | None]) -> None:
+        """If any rank has a problem, clean up and raise it on all."""
+        told = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
+        if not told:
+            return
+        if self.ranks.rank == 0:
+            shutil.rmtree(save.temporary, ignore_errors=True)
+        rank, problem = min(told, key=lambda one: one[1]["kind"] == "storage")  # what is no fault of the storage first
+        text = f"the checkpoint of step {save.step} was not saved. Rank {rank}: {problem['text']}"
+        if problem["kind"] == "numbers":
+            mend = "Resume from an older checkpoint, with a lower learning rate"
+            raise TrainingError(f"{self.directory}: {text}. {UNTOUCHED}. {mend}")
+        if problem["kind"] == "storage":
+            raise StorageError(self.directory, text, f"{UNTOUCHED}. Make room, or mend the storage")
+        raise CheckpointError(self.directory, text, UNTOUCHED)
 
-    def _manifest(self, engine: Engine, step: int, sequences: int, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    def _go_on_without(self, error: StorageError) -> None:
+        """Do with a checkpoint that could not be written as `checkpoint.on_failure` says."""
+        if self.config.checkpoint.on_failure == "stop":
+            raise error
+        if self.ranks.rank == 0:
+            print(f"warning: going on without a checkpoint, as checkpoint.on_failure says: {error}", file=sys.stderr)
+
+    def _manifest(self, save: "_Save", parts: list[dict[str, Any]]) -> dict[str, Any]:
         tensors: dict[str, dict[str, Any]] = {}
         for part in parts:
             for kind, name, shape, piece in part["pieces"]:
@@ -109,105 +202,120 @@ class Saver:
                 entry["pieces"].append({"file": part["file"], **piece})
         for kind, entries in tensors.items():
             for name, entry in entries.items():
-                _check_covered(kind, name, entry)
+                assert (problem := gap(entry)) is None, f"{kind} of {name}: {problem}"
         return {
             "format": FORMAT,
-            "step": step,
-            "sequences": sequences,
-            "optimizer_steps": engine.steps_done(),
+            "step": save.step,
+            "sequences": save.sequences,
+            "state": save.state,
+            "optimizer_steps": save.optimizer_steps,
             "world_size": self.ranks.world_size,
             "config": json.loads(self.config.model_dump_json()),
             "data_fingerprint": self.data_fingerprint,
             "tokenizer": self.tokenizer,
-            "versions": _versions(),
+            "versions": versions(),
             "files": {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts},
             "tensors": tensors,
         }
+
+
+class _Save:
+    """A save under way, as one rank sees it."""
+
+    def __init__(self, directory: Path, rank: int, step: int, sequences: int, state: dict[str, Any]):
+        self.step, self.sequences = step, sequences
+        self.state: dict[str, Any] = json.loads(json.dumps(state))  # what training changes later is not this step's
+        self.temporary = directory / f"{TEMPORARY}{step:08d}-{uuid.uuid4().hex}"
+        self.final = directory / f"{step:08d}"
+        self.doing = f"saving step {step}"
+        self.bytes = self.free = self.optimizer_steps = 0
+        self.part: dict[str, Any] = {"file": f"rank-{rank:05d}.safetensors"}
+        """What the manifest will say of this rank's file."""
+        self.problem: dict[str, str] | None = None
+        """`kind` ("storage", "numbers" or "other") and `text`."""
+        self._thread: threading.Thread | None = None
+        self._blocks = 0
+
+    def attempt(self, work: Callable[[], Any]) -> Any:
+        """Do `work`. An exception becomes this rank's problem, to be told to the other ranks, who would otherwise wait
+        for this one for ever.
+        """
+        try:
+            return work()
+        except OSError as error:
+            place = error.filename or self.temporary
+            room = f"{self.bytes:,} bytes needed"
+            with suppress(OSError):
+                room += f", {free_bytes(self.temporary):,} bytes free"
+            self.problem = {"kind": "storage", "text": f"{place}: {error.strerror or error} ({room})"}
+        except TrainingError as error:
+            self.problem = {"kind": "numbers", "text": str(error)}
+        except UserError as error:
+            self.problem = {"kind": "other", "text": str(error)}
+        except Exception as error:
+            traceback.print_exc()
+            self.problem = {"kind": "other", "text": f"{type(error).__name__}: {error}"}
+        return None
+
+    def write(self, file: RankFile, progress: Callable[[], None]) -> None:
+        """Write this rank's file."""
+
+        def work() -> None:
+            make_folder(self.temporary)
+            self.part["sha256"] = file.write(self.temporary / self.part["file"], progress)
+
+        self.attempt(work)
+
+    def write_in_thread(self, file: RankFile) -> None:
+        """The same, while training goes on. The thread does not say that it makes progress: that would hide it if
+        training made none.
+        """
+
+        def count() -> None:
+            self._blocks += 1
+
+        self._thread = threading.Thread(target=self.write, args=(file, count), name=self.doing, daemon=True)
+        self._thread.start()
+
+    def writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self, progress: Callable[[str], None]) -> None:
+        """Wait for the thread, and say as it gets on."""
+        told = -1
+        while self._thread is not None and self._thread.is_alive():
+            if told != self._blocks:
+                told = self._blocks
+                progress(self.doing)
+            self._thread.join(0.1)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes free on the file system of a folder, which need not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def remove(path: Path) -> None:
     """Delete a checkpoint so that it is never found half-deleted."""
     doomed = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex}")
     path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    _delete(doomed)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what an interrupted save or deletion left in `directory`."""
-    if directory.is_dir():
-        for path in directory.iterdir():
-            if path.name.startswith(TEMPORARY):
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink()
-
-
-def _check_covered(kind: str, name: str, entry: dict[str, Any]) -> None:
-    """Over all ranks, a tensor's pieces follow each other without gap or overlap."""
-    end = 0
-    for piece in sorted(entry["pieces"], key=lambda piece: piece["start"]):
-        assert piece["start"] == end, (
-            f"{kind} of {name}: a piece starts at {piece['start']}, the last one ended at {end}"
-        )
-        end += piece["numel"]
-    assert end == math.prod(entry["shape"]), f"{kind} of {name}: {end} numbers for the shape {entry['shape']}"
-
-
-def _write_fragments(path: Path, fragments: list[Fragment]) -> dict[str, Any]:
-    """Write one rank's fragments as a safetensors file, one at a time: {bytes, sha256, pieces}.
-
-    The format is the length of a JSON header (8 bytes), the header, and the numbers, little endian. It is written here
-    and not by the library, which would first put all of it together in memory.
-    """
-    assert sys.byteorder == "little"
-    header: dict[str, Any] = {}
-    pieces, end = [], 0
-    for number, f in enumerate(fragments):
-        key, begin, end = str(number), end, end + 4 * f.numel
-        header[key] = {"dtype": "F32", "shape": [f.numel], "data_offsets": [begin, end]}
-        pieces.append((f.kind, f.name, list(f.shape), {"key": key, "start": f.start, "numel": f.numel}))
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # numbers start at a multiple of 8
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for block in (len(text).to_bytes(8, "little"), text):
-            digest.update(block)
-            file.write(block)
-        for f in fragments:
-            tensor = f.read().contiguous()
-            if not bool(torch.isfinite(tensor).all()):
-                mend = "Resume from an older checkpoint, with a lower learning rate"
-                raise CheckpointError(path, f"{f.kind} of {f.name} holds a number that is not finite", mend)
-            numbers = tensor.numpy().data.cast("B") if f.numel else b""
-            digest.update(numbers)
-            file.write(numbers)
-        _sync(file)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest(), "pieces": pieces}
-
-
-def _write(path: Path, contents: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(contents)
-        _sync(file)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Delete what an interrupted save or deletion left in `directory`. Trouble is only told: it is in nobody's way."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        for path in directory.iterdir() if directory.is_dir() else ():
+            if path.name.startswith(TEMPORARY):
+                _delete(path)
+    except OSError as error:
+        print(f"warning: what an interrupted save left could not be deleted: {error}", file=sys.stderr)
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("megasparse", "torch", "deepspeed", "safetensors"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

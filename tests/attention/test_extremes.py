@@ -1,4 +1,7 @@
-"""Outputs and gradients are finite wherever the definition is: zeros, equal vectors, huge ones, one token, bf16."""
+"""Outputs and gradients are finite wherever the definition is: zeros, equal vectors, huge ones, one token, bf16. What
+is not finite stays in its own sequence."""
+
+import math
 
 import pytest
 import torch
@@ -25,13 +28,13 @@ def check_finite(single, inputs, **arguments):
 
 
 @EVERY
-def test_zero_vectors(name, causal):
+def test_N4_zero_vectors(name, causal):
     single = Single(name, causal)
     check_finite(single, [torch.zeros_like(t) for t in single.inputs(40)])
 
 
 @EVERY
-def test_equal_vectors_all_in_one_bucket(name, causal):
+def test_N4_equal_vectors_all_in_one_bucket_and_the_others_empty(name, causal):
     """Queries are keys, and all tokens are the same; what is seen has one value, so the output does not vary."""
     single = Single(name, causal)
     x, q, _, v = (t[..., :1, :].expand(t.shape).clone() for t in single.inputs(40))
@@ -39,14 +42,64 @@ def test_equal_vectors_all_in_one_bucket(name, causal):
 
 
 @EVERY
-@pytest.mark.parametrize("scale", [1e4, 1e-8])
-def test_huge_and_tiny_inputs(name, causal, scale):
+@pytest.mark.parametrize("scale", [1e4, 1e-8, 1e-40])
+def test_N4_huge_and_tiny_inputs(name, causal, scale):
+    """1e-40 is a denormal number of fp32."""
     single = Single(name, causal)
     check_finite(single, [t * scale for t in single.inputs(40)])
+    x, q, k, v = single.inputs(40)
+    check_finite(single, [x, q * scale, k, v])
+    check_finite(single, [x, q, k * scale, v])
 
 
 @EVERY
-def test_one_token_and_one_of_padding(name, causal):
+def test_N4_inputs_as_large_as_fp16_knows(name, causal):
+    single = Single(name, causal)
+    signs = [torch.sign(t) * 65504.0 for t in single.inputs(40)]
+    check_finite(single, signs)
+    single.mechanism.to(torch.bfloat16)
+    check_finite(single, [t.bfloat16() for t in signs])
+
+
+@EVERY
+def test_N4_some_vectors_are_zero(name, causal):
+    single = Single(name, causal)
+    x, q, k, v = single.inputs(40)
+    for t in (x, q, k, v):
+        t[..., ::3, :] = 0.0
+    check_finite(single, [x, q, k, v])
+
+
+@EVERY
+@pytest.mark.parametrize("length", [7, 8, 9, 41])
+def test_N4_lengths_around_a_chunk(name, causal, length):
+    single = Single(name, causal)
+    assert check_finite(single, single.inputs(length)).shape == (2, 2, length, 16)
+
+
+@EVERY
+def test_N4_what_is_not_finite_stays_in_its_own_sequence(name, causal):
+    """Outputs and gradients of the other sequence have the same bits, whatever one token of this one is."""
+    single = Single(name, causal)
+
+    def first_sequence(inputs):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = single(*leaves, training=True).out
+        out[0].square().sum().backward()
+        return [out[0].detach(), *(leaf.grad[0] for leaf in leaves if leaf.grad is not None)]
+
+    clean = first_sequence(single.inputs(40))
+    assert len(clean) >= 2
+    for value in (math.nan, math.inf, -math.inf, 3e38):
+        inputs = single.inputs(40)
+        for t in inputs:
+            t[1, ..., 13, :] = value
+        for ours, expected in zip(first_sequence(inputs), clean, strict=True):
+            assert torch.equal(ours, expected), value
+
+
+@EVERY
+def test_N4_one_token_and_one_of_padding(name, causal):
     single = Single(name, causal)
     out = check_finite(single, single.inputs(1))
     assert out.shape == (2, 2, 1, 16)
@@ -58,7 +111,7 @@ def test_one_token_and_one_of_padding(name, causal):
 
 
 @EVERY
-def test_bfloat16(name, causal):
+def test_N4_bfloat16(name, causal):
     single = Single(name, causal)
     single.mechanism.to(torch.bfloat16)
     out = check_finite(single, single.inputs(40, dtype=torch.bfloat16))

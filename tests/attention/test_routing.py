@@ -196,7 +196,7 @@ def run(config, ranks, last, checkpoint=None, save=None):
     for step, data in zip(range(start[0] + 1, last + 1), MadeUpBatches(config, ranks, start[1]), strict=False):
         losses.append(engine.train_step(data.micro_batches, step, 0.01).loss)
     if save is not None:
-        save.save(engine, last, last * config.training.global_batch)
+        save.save(engine, last, last * config.training.global_batch, {})
     return engine, losses
 
 
@@ -213,7 +213,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(tmp_path, precision):
         assert torch.equal(ours[name], buffer) and buffer.dtype == torch.float32
         assert not torch.equal(buffer, persistent_buffers(build_model(config.model, 0))[name])
     model = build_model(config.model, 9)
-    saver.save(straight, 5, 40)
+    saver.save(straight, 5, 40, {})
     load_weights(model, Checkpoint.open(tmp_path / "checkpoints" / "00000005"))
     assert all(torch.equal(persistent_buffers(model)[name], buffer) for name, buffer in expected.items())
 

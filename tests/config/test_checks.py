@@ -29,6 +29,11 @@ def axial(shape: str, dims: str) -> list[str]:
     ("overrides", "key", "words"),
     [
         (["model.heads=5"], "model.heads", ["5 heads", "d_model = 32", "such as 4", "model.head_dim"]),
+        (["model.heads=5", "model.d_model=1000000007"], "model.heads", ["5 heads", "such as 1"]),
+        (["model.d_ff=2147483648"], "model.d_ff", ["2147483648", "too large", "2147483647"]),
+        ([f"model.max_length={10**30}"], "model.max_length", ["too large"]),
+        ([f"model.attention.lsh.buckets=[2, {10**18}]"], "model.attention.lsh.buckets[1]", ["too large"]),
+        ([f"run.seed={2**63}"], "run.seed", ["too large", str(2**63 - 1)]),
         (["model.positions.kind=rotary", "model.head_dim=7"], "model.positions.kind", ["rotary", "7", "even"]),
         (axial("[8, 7]", "[16, 16]"), "model.positions.axial_shape", ["56 positions", "max_length = 64"]),
         (axial("[8, 8]", "[16, 8]"), "model.positions.axial_dims", ["sums to 24", "d_model = 32"]),
@@ -123,6 +128,7 @@ def test_rule(overrides, key, words):
     [
         [],
         ["model.heads=5", "model.head_dim=8"],
+        [f"run.seed={2**63 - 1}", "model.d_ff=2147483647"],
         ["model.positions.kind=rotary"],
         axial("[8, 8]", "[16, 16]"),
         axial("[9, 8]", "[16, 16]"),

@@ -1,6 +1,7 @@
 """The launchers' arguments, in a process as a user starts it: exit codes, one line on stderr, no traceback."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,22 @@ def test_a_mistake_is_exit_code_2_and_one_line(arguments, key):
     assert found.stdout == ""
     assert found.stderr.startswith(f"error: {key}: ")
     assert found.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("override", ["model.layers=0", "model.heads=5", "deepspeed.zero_optimization.stge=1"])
+def test_F1_pretraining_tells_a_mistake_before_the_imports_that_take_seconds(override):
+    code = """
+import runpy, sys
+try:
+    runpy.run_path("launch/pretrain.py", run_name="__main__")
+except SystemExit as end:
+    print(end.code, sorted({"torch", "deepspeed"} & {*sys.modules}))
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code, "--config", QUICKSTART, "--set", override],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
+    )  # fmt: skip
+    assert found.stdout == "2 []\n", found.stderr
 
 
 def test_print_config_prints_all_defaults_and_stops(capsys):

@@ -1,10 +1,17 @@
 """Every key of the `deepspeed` section is known to DeepSpeed, not ours, and of the right kind."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from megasparse.config import deepspeed_section
 from megasparse.config.load import build_config
+from megasparse.config.messages import known_keys
 from megasparse.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 
 def refused(**section: object) -> str:
@@ -79,10 +86,20 @@ def test_features_that_megasparse_does_not_run_on(key):
             "zero_optimization.prefetch_bucket_size: 1 is given under the other name of this key too. Remove one",
         ),
         ({"zero_optimization": {"offload_param": "auto"}}, 'offload_param: "auto" does not fit. It must be an object'),
-        ({"zero_optimization": {"strict": True}}, "deepspeed.zero_optimization: DeepSpeed refuses it"),
+        ({"zero_optimization": {"strict": True}}, "deepspeed.zero_optimization.strict: unknown key"),
         ({"zero_optimization": {"compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
         ({"zero_optimization": {"leaf_module": 3}}, "deepspeed.zero_optimization: DeepSpeed refuses it"),
         ({"zero_optimization": {"mics_shard_size": 1}}, "zero_optimization.mics_shard_size: unknown key"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            'offload_param.device: "nvme" puts the optimizer\'s state where checkpoints cannot find it. Remove it, or '
+            'set it to "cpu"',
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "offload_optimizer.ratio: 0.5 puts",
+        ),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients: true puts"),
         (
             {"comms_logger": {"enabeld": True}},
             'comms_logger.enabeld: unknown key (its value is true). Did you mean "enabled"?',
@@ -128,3 +145,42 @@ def test_what_is_right_is_handed_over_as_it_is():
         "wall_clock_breakdown": True,
     }
     assert build_config({"deepspeed": section}).deepspeed == section
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": "3", "offload_param": {"device": "cpu"}},
+        {"stage": [], "offload_param": 7},
+        {"stage": None, "offload_optimizer": {"device": {}}},
+        {"offload_param": {"device": ["cpu"]}, "zenflow": 3},
+    ],
+)
+def test_values_of_odd_kinds_are_one_line(zero):
+    assert refused(zero_optimization=zero).startswith("deepspeed.zero_optimization")
+
+
+def test_the_keys_read_from_deepspeeds_source_are_those_it_takes():
+    model = deepspeed_section._models()["zero_optimization"]
+    assert deepspeed_section._zero_keys() == set(known_keys(model))
+
+
+def test_what_needs_no_deepspeed_is_told_without_importing_it():
+    code = """
+import sys
+from megasparse.config.load import build_config
+from megasparse.errors import ConfigError
+for override in (
+    "model.layers=0", "model.heads=5", "deepspeed.gradient_clipping=1", "deepspeed.zero_optimisation={}",
+    "deepspeed.zero_optimization.stge=1", "deepspeed.zero_optimization.stage=4",
+    "optimizer.name=adafactor", "deepspeed.zero_optimization.offload_param.device=cpu",
+):
+    try:
+        build_config({"deepspeed": {"zero_optimization": {"stage": 1}}}, [override])
+    except ConfigError:
+        continue
+    print("loaded", override)
+print({"torch", "deepspeed"} & {*sys.modules})
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout == "set()\n"

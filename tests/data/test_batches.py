@@ -1,3 +1,6 @@
+import os
+import random
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -6,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from megasparse.data.batches import Step, TrainingBatches
+from megasparse.data.batches import Step, TrainingBatches, WaitingStopped
 from megasparse.data.index import Index
+from megasparse.data.index_file import IndexFile, Shard, Split, TokenizerEntry
 from megasparse.data.order import Order
 from megasparse.data.reader import ShardReader
 from megasparse.errors import ConfigError, DataError
+from tests.conftest import Report
+from tests.data.damages import HARMS
 
 Make = Callable[..., Index]
 T = 30  # 33 sequences in each of seven shards of 1,000 tokens, none in the last of 13: 231 an epoch
@@ -44,7 +50,7 @@ def content(steps: list[Step]) -> list[tuple[int, list[list[int]], list[list[int
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro_batch", [1, 3])
-def test_ranks_share_the_global_batch(make_index: Make, corpus: bytes, world_size: int, micro_batch: int) -> None:
+def test_D8_ranks_share_the_global_batch(make_index: Make, corpus: bytes, world_size: int, micro_batch: int) -> None:
     index = make_index(corpus)
     order = Order([shard.tokens for shard in index.split("train").shards], T, 3, 2)
     ranks = [
@@ -69,13 +75,43 @@ def test_ranks_share_the_global_batch(make_index: Make, corpus: bytes, world_siz
         assert sorted(seen) == list(range(s * 36, s * 36 + 36))
 
 
-def test_an_epoch_has_each_sequence_once_and_the_next_follows_inside_a_step(make_index: Make, corpus: bytes) -> None:
+def test_D8_an_epoch_has_each_sequence_once_and_the_next_follows_inside_a_step(make_index: Make, corpus: bytes) -> None:
     data = batches(make_index(corpus), global_batch=10)
     assert (data.sequences_per_epoch, data.unused_tokens) == (231, 7013 - 231 * T)
     rows = [bytes(b.tokens.flatten().tolist()) for step in take(data, 47) for b in step.micro_batches]
     windows = {corpus[shard * 1000 + i * T :][:T] for shard in range(7) for i in range(33)}
     assert set(rows[:231]) == windows and set(rows[231:462]) == windows
     assert rows[:231] != rows[231:462]
+
+
+@pytest.mark.parametrize("micro_batches", [(1, 1, 1), (1, 3, 7), (7, 2, 3)])
+def test_R3_from_two_ranks_to_one_and_back_inside_an_epoch(
+    make_index: Make, corpus: bytes, micro_batches: tuple[int, ...]
+) -> None:
+    """231 sequences in 5.5 steps of 42: the epoch ends inside a step."""
+    index, order = make_index(corpus), Order([1000] * 7 + [13], T, 3, 2)
+    position, global_batches, consumed = 0, [], []
+    for (world_size, steps), micro_batch in zip([(2, 2), (1, 2), (2, 2)], micro_batches, strict=True):
+        ranks = [
+            take(
+                batches(index, global_batch=42, micro_batch=micro_batch, rank=r, world_size=world_size, start=position),
+                steps,
+            )
+            for r in range(world_size)
+        ]
+        for s in range(steps):
+            rows: dict[int, bytes] = {}
+            for batch in (batch for rank in ranks for batch in rank[s].micro_batches):
+                rows |= {int(i): bytes(row.tolist()) for i, row in zip(batch.samples, batch.tokens, strict=True)}
+            global_batches.append(rows)
+            consumed += [order.locate(i) for i in rows if i < 231]
+        position += 42 * steps
+    assert [sorted(rows) for rows in global_batches] == [list(range(s * 42, s * 42 + 42)) for s in range(6)]
+    assert sorted(consumed) == [(shard, i) for shard in range(7) for i in range(33)]
+    alone = take(batches(index, global_batch=42), 6)
+    assert global_batches == [
+        {int(b.samples): bytes(b.tokens[0].tolist()) for b in step.micro_batches} for step in alone
+    ]
 
 
 def test_R3_another_number_of_ranks_in_mid_epoch_goes_on_where_the_last_stopped(
@@ -101,6 +137,15 @@ def test_R4_prefetch_changes_nothing(make_index: Make, corpus: bytes, prefetch: 
     assert content(take(batches(index, prefetch=prefetch), 30)) == content(take(batches(index), 30))
 
 
+def test_R4_prefetch_may_change_at_each_resume(make_index: Make, corpus: bytes) -> None:
+    index = make_index(corpus)
+    steps: list[Step] = []
+    for prefetch in (0, 1, 2, 7, 0, 2):
+        start = steps[-1].position if steps else 0
+        steps += take(batches(index, prefetch=prefetch, start=start), 5)
+    assert content(steps) == content(take(batches(index), 30))
+
+
 def test_prefetch_hides_the_reading(make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     index, read = make_index(corpus), ShardReader.read
 
@@ -117,7 +162,7 @@ def test_prefetch_hides_the_reading(make_index: Make, corpus: bytes, monkeypatch
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_read_error_reaches_the_loop_each_time_it_asks(make_index: Make, corpus: bytes, prefetch: int) -> None:
+def test_D7_a_read_error_reaches_the_loop_each_time_it_asks(make_index: Make, corpus: bytes, prefetch: int) -> None:
     index = make_index(corpus)
     path = index.directory / "train-000002.tar"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
@@ -158,3 +203,209 @@ def test_a_sequence_longer_than_every_shard_names_the_key(make_index: Make, corp
     with pytest.raises(ConfigError, match=r"data\.sequence_length: 1001 tokens, .*\"train\".* at most 1000"):
         batches(index, sequence_length=1001)
     assert batches(index, sequence_length=1000).sequences_per_epoch == 7
+
+
+def test_D8_fewer_shards_than_ranks(make_index: Make, corpus: bytes) -> None:
+    """One shard of 7 sequences, 12 a step on 4 ranks: every rank has its share, each epoch every sequence once."""
+    index = make_index(corpus[:215], sample_bytes=10)
+    assert len(index.split("train").shards) == 1
+    ranks = [take(batches(index, global_batch=12, rank=r, world_size=4), 7) for r in range(4)]
+    assert {len(step.micro_batches) for steps in ranks for step in steps} == {3}
+    for s in range(7):
+        assert len({steps[s].position for steps in ranks}) == 1
+    rows = {
+        int(b.samples): bytes(b.tokens[0].tolist()) for steps in ranks for step in steps for b in step.micro_batches
+    }
+    assert sorted(rows) == list(range(84))
+    for epoch in range(12):
+        windows = [corpus[i * T : i * T + T] for i in range(7)]
+        assert sorted(rows[i] for i in range(epoch * 7, epoch * 7 + 7)) == sorted(windows)
+
+
+def test_D8_an_epoch_of_one_sequence(make_index: Make, corpus: bytes) -> None:
+    data = batches(make_index(corpus[:T]), global_batch=4)
+    assert {bytes(b.tokens[0].tolist()) for step in take(data, 3) for b in step.micro_batches} == {corpus[:T]}
+
+
+# Damage
+def harm(index: Index) -> Index:
+    """A shard is missing, one cut at its middle, one flipped, one with nothing but broken headers."""
+    (index.directory / "train-000001.tar").unlink()
+    os.truncate(index.directory / "train-000004.tar", 5 * 1024)
+    for file, harm in (
+        ("train-000002.tar", "bit flipped in the text"),
+        ("train-000005.tar", "bit flipped in a header"),
+    ):
+        path = index.directory / file
+        path.write_bytes(HARMS[harm][0](path.read_bytes()))
+    return Index.load(index.directory, tolerant=True)
+
+
+def is_damaged(shard: int, sequence: int) -> bool:
+    """Whether the window has a byte of a sample that `harm` damaged."""
+    if shard == 2:
+        return sequence * T < 600 and sequence * T + T > 500
+    return shard == 1 or (shard == 4 and sequence * T + T > 500)
+
+
+def test_D7_damaged_sequences_are_replaced_and_the_ranks_keep_their_steps(make_index: Make, corpus: bytes) -> None:
+    index, order = harm(make_index(corpus)), Order([1000] * 7 + [13], T, 3, 2)
+    windows = {corpus[s * 1000 + i * T :][:T]: (s, i) for s in range(7) for i in range(33)}
+    for world_size in (1, 2, 4):
+        ranks = [batches(index, rank=r, world_size=world_size, max_damaged=0.3, prefetch=r) for r in range(world_size)]
+        taken = [take(rank, 40) for rank in ranks]
+        replaced = 0
+        for steps in taken:
+            for step in steps:
+                assert len(step.micro_batches) == 12 // world_size
+                damaged = [is_damaged(*order.locate(int(batch.samples))) for batch in step.micro_batches]
+                assert step.skipped == sum(damaged)
+                replaced += step.skipped
+                for batch, instead in zip(step.micro_batches, damaged, strict=True):
+                    place = windows[bytes(batch.tokens[0].tolist())]
+                    assert not is_damaged(*place)
+                    assert instead or place == order.locate(int(batch.samples))
+        assert replaced == sum(is_damaged(*order.locate(i)) for i in range(480))
+        found = {"train-000001.tar": 10, "train-000004.tar": 5, "train-000002.tar": 1}
+        for rank in ranks:
+            counts = {file: sum(reasons.values()) for file, reasons in rank.damage.summary().items()}
+            assert counts == found and rank.damage.samples == 16
+
+
+def test_R3_R4_substitutes_do_not_depend_on_ranks_prefetch_or_history(make_index: Make, corpus: bytes) -> None:
+    index = harm(make_index(corpus))
+
+    def rows(**options: Any) -> dict[int, list[int]]:
+        steps = take(batches(index, max_damaged=1.0, **options), 3)
+        return {int(b.samples): b.tokens.tolist() for step in steps for b in step.micro_batches}
+
+    whole = take(batches(index, max_damaged=1.0), 30)
+    want = {int(b.samples): b.tokens.tolist() for step in whole for b in step.micro_batches}
+    draw = random.Random(0)
+    for _ in range(40):
+        world_size = draw.choice([1, 2, 3, 4])
+        options = {"start": 12 * draw.randrange(27), "prefetch": draw.choice([0, 1, 2, 7]), "world_size": world_size}
+        got = rows(rank=draw.randrange(world_size), **options)
+        assert got == {i: want[i] for i in got}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_D3_too_much_damage_ends_the_run_with_the_counts(make_index: Make, corpus: bytes, prefetch: int) -> None:
+    index = harm(make_index(corpus))
+    with batches(index, max_damaged=0.2, prefetch=prefetch) as data:
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"1[56] of the 71 samples of .train. are damaged .*max_damaged = 0\.2"):
+                take(data, 40)
+
+
+def test_D1_without_a_limit_the_first_damage_is_an_error(make_index: Make, corpus: bytes) -> None:
+    with batches(harm(make_index(corpus))) as data:
+        with pytest.raises(DataError, match=r"train-00000[1245]\.tar: this shard"):
+            take(data, 40)
+        assert data.damage.samples == 0
+
+
+def test_D7_nothing_left_is_an_error_not_a_hang(make_index: Make, corpus: bytes) -> None:
+    index = make_index(corpus)
+    for shard in index.split("train").shards:
+        index.path(shard).unlink()
+    data = batches(Index.load(index.directory, tolerant=True), max_damaged=1.0, prefetch=1)
+    with data, pytest.raises(DataError, match='no sequence of "train" is undamaged'):
+        next(data)
+
+
+def test_D7_a_replaced_index_has_another_fingerprint(make_index: Make, corpus: bytes) -> None:
+    before = make_index(corpus)
+    for path in before.directory.iterdir():
+        path.unlink()
+    after = make_index(corpus[:-1] + b"!")
+    assert Index.load(after.directory, tolerant=True).fingerprint != before.fingerprint
+
+
+# Reads that take their time
+class Slow:
+    """Holds up every read of a shard until `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.go = threading.Event()
+        preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda *arguments: self.go.wait(60) and preadv(*arguments))
+
+
+def test_D7_waiting_for_slow_data_can_be_stopped_and_nothing_is_lost(
+    make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = make_index(corpus)
+    want = content(take(batches(index), 5))
+    slow, asked = Slow(monkeypatch), threading.Event()
+    with batches(index, prefetch=1, stop_waiting=asked.is_set) as data:
+        threading.Timer(0.3, asked.set).start()
+        began = time.perf_counter()
+        for _ in range(3):
+            with pytest.raises(WaitingStopped):
+                next(data)
+        assert 0.3 <= time.perf_counter() - began < 1.5
+        slow.go.set()
+        time.sleep(0.3)
+        assert content([next(data)]) == want[:1]  # what is there is given, whatever is asked
+        asked.clear()
+        assert content([next(data) for _ in range(4)]) == want[1:]
+
+
+def test_D7_close_does_not_wait_for_a_read_that_never_returns(
+    make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = make_index(corpus)
+    slow = Slow(monkeypatch)
+    data = batches(index, prefetch=1, stop_waiting=lambda: True)
+    with pytest.raises(WaitingStopped):
+        next(data)
+    began = time.perf_counter()
+    data.close()
+    assert time.perf_counter() - began < 2
+    assert data._reader._open  # the thread may still use its files
+    slow.go.set()
+    time.sleep(0.3)
+    data.close()
+    assert not data._reader._open
+
+
+def test_D7_a_dripping_disk_gives_the_same(make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read takes 5 ms: slower steps, and nothing else."""
+    index = make_index(corpus)
+    want = content(take(batches(index), 3))
+    preadv = os.preadv
+
+    def drip(*arguments: Any) -> int:
+        time.sleep(0.005)
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", drip)
+    assert content(take(batches(index, prefetch=2, max_damaged=0.5), 3)) == want
+
+
+@pytest.mark.soak
+def test_R6_the_first_batch_comes_as_soon_late_in_an_epoch_as_early(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, figures: Report
+) -> None:
+    """2,000 shards of 2,048 samples, 268 GB of text: the positions are computed, the reading itself is left out."""
+    shard = Shard(file="x.tar", samples=2048, tokens=2048 * 65_536, bytes=1 << 28, sha256="0" * 64)
+    shards = tuple(shard.model_copy(update={"file": f"x{i}.tar"}) for i in range(2000))
+    split = Split(tokens=2000 * shard.tokens, samples=2000 * shard.samples, shards=shards)
+    tokenizer = TokenizerEntry(name="bytes", sha256="0" * 64)
+    file = IndexFile(tokenizer=tokenizer, corpus="", command="", source={}, settings={}, splits={"train": split})
+    monkeypatch.setattr(ShardReader, "read", lambda reader, shard, start, stop: torch.zeros(stop - start).long())
+
+    def first_batch(part: float) -> float:
+        position = int(part * split.tokens // 1024) // 8 * 8
+        began = time.perf_counter()
+        options = {"sequence_length": 1024, "shuffle_shards": 16, "global_batch": 8, "start": position}
+        with batches(Index(tmp_path, file), **options) as data:
+            assert next(data).position == position + 8
+        return time.perf_counter() - began
+
+    first_batch(0.5)
+    times = [(first_batch(0.01), first_batch(0.99)) for _ in range(15)]
+    early, late = (statistics.median(column) for column in zip(*times, strict=True))
+    figures(resume_position_ratio=late / early, resume_first_batch_seconds=late)
+    assert late / early <= 1.2

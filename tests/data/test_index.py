@@ -1,4 +1,7 @@
-import json
+import os
+import random
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,16 +11,9 @@ import pytest
 from megasparse.data.index import Index
 from megasparse.data.tokenizer import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
+from tests.data.damages import edit, without_crc32
 
 Make = Callable[..., Index]
-
-
-def edit(index: Index, change: Callable[[dict[str, Any]], None]) -> Path:
-    path = index.directory / "index.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    return path
 
 
 def test_counts_are_those_of_the_text(make_index: Make, corpus: bytes) -> None:
@@ -92,3 +88,164 @@ def test_another_tokenizer_is_refused_naming_both(make_index: Make, corpus: byte
     edit(index, lambda c: c["tokenizer"].update(name="words"))
     with pytest.raises(ConfigError, match=r'data\.tokenizer: "bytes".*"words"'):
         Index.load(index.directory).require_tokenizer(ByteTokenizer())
+
+
+def test_crc32_is_of_each_sample(make_index: Make, corpus: bytes) -> None:
+    shard = make_index(corpus).split("train").shards[3]
+    assert shard.crc32 is not None
+    assert [shard.crc32[i * 8 : i * 8 + 8] for i in range(10)] == [
+        f"{zlib.crc32(corpus[start : start + 100]):08x}" for start in range(3000, 4000, 100)
+    ]
+
+
+def test_an_index_of_an_earlier_version_has_no_crc32(make_index: Make, corpus: bytes) -> None:
+    index = make_index(corpus)
+    earlier = without_crc32(index)
+    assert earlier.fingerprint == index.fingerprint
+    earlier.verify()
+    assert make_index(corpus).split("train").shards[0].crc32 is None  # all is done: nothing is written again
+
+
+@pytest.mark.parametrize("crc32", ["0" * 79, "0" * 88, "g" * 80, ""])
+def test_crc32_of_another_length_or_alphabet_is_refused(make_index: Make, corpus: bytes, crc32: str) -> None:
+    path = edit(make_index(corpus), lambda c: c["splits"]["train"]["shards"][0].update(crc32=crc32))
+    with pytest.raises(DataError, match=r"index\.json: .*crc32"):
+        Index.load(path.parent)
+
+
+def test_a_tolerant_load_leaves_missing_and_resized_shards_to_the_reader(make_index: Make, corpus: bytes) -> None:
+    index = make_index(corpus)
+    (index.directory / "train-000001.tar").unlink()
+    (index.directory / "train-000002.tar").write_bytes(b"")
+    with pytest.raises(DataError, match=r"train-000001\.tar"):
+        Index.load(index.directory)
+    assert Index.load(index.directory, tolerant=True).fingerprint == index.fingerprint
+
+
+VALID = (
+    '{"tokenizer": {"name": "bytes", "sha256": "SHA256"}, "corpus": "text", "command": "", "source": {}, '
+    '"settings": {}, "splits": {"train": {"tokens": 5, "samples": 1, "shards": '
+    '[{"file": "a.tar", "samples": 1, "tokens": 5, "bytes": 9, "sha256": "SHA256"}]}}}'
+).replace("SHA256", "0" * 64)
+
+
+def test_D4_the_valid_index_that_the_next_test_spoils(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(VALID)
+    assert Index.load(tmp_path, tolerant=True).split("train").tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    {
+        "depth bomb of lists": (b"[" * 5_000_000, "nested too deeply"),
+        "depth bomb of objects": (b'{"a":' * 1_000_000, "nested too deeply"),
+        "depth bomb in an open entry": (
+            VALID.replace('"settings": {}', '"settings": ' + '{"a":' * 5000 + "1" + "}" * 5000).encode(),
+            "nested too deeply",
+        ),
+        "NaN": (VALID.replace('"tokens": 5', '"tokens": NaN').encode(), "NaN is not JSON"),
+        "NaN in an open entry": (VALID.replace('"settings": {}', '"settings": {"a": NaN}').encode(), "NaN is not"),
+        "Infinity": (VALID.replace('"source": {}', '"source": {"a": [-Infinity]}').encode(), "-Infinity is not"),
+        "1e999": (VALID.replace('"tokens": 5', '"tokens": 1e999').encode(), "tokens"),
+        "2**80": (VALID.replace('"bytes": 9', f'"bytes": {2**80}').encode(), "bytes"),
+        "digits": (VALID.replace('"bytes": 9', f'"bytes": 1{"0" * 5000}').encode(), "JSON"),
+        "duplicate keys": (
+            VALID.replace('"tokens": 5', '"tokens": 4, "tokens": 5').encode(),
+            '"tokens" is given twice',
+        ),
+        "duplicate splits": (
+            VALID.replace('"splits": {', '"splits": {"train": 1, ').encode(),
+            '"train" is given twice',
+        ),
+        "100 MB of text": (VALID.replace('"command": ""', f'"command": "{"x" * 10**8}"').encode(), "100,000,000 char"),
+        "100 MB of a key": (f'{{"{"x" * 10**8}": 1}}'.encode(), "100,000,000 char"),
+        "wrong types": (VALID.replace('"tokens": 5', '"tokens": "5"').encode(), "tokens"),
+        "a float": (VALID.replace('"tokens": 5', '"tokens": 5.0').encode(), "tokens"),
+        "null": (VALID.replace('"tokens": 5', '"tokens": null').encode(), "tokens"),
+        "BOM": (b"\xef\xbb\xbf" + VALID.encode(), "BOM"),
+        "UTF-16": (VALID.encode("utf-16"), "utf-8"),
+        "not UTF-8": (VALID.replace("text", "t\xe4xt").encode("latin-1"), "utf-8"),
+        "a lone surrogate": (VALID.replace("text", "\\ud800").encode(), "JSON|surrogate"),
+        "a file name of two lines": (VALID.replace("a.tar", "a\\nb.tar").encode(), "file"),
+        "a key of two lines": (VALID.replace('"corpus"', '"a\\nb": 1, "corpus"').encode(), "a.*b"),
+        "a list": (b"[]", "the file"),
+        "nothing": (b"", "JSON"),
+        "two values": (VALID.encode() * 2, "JSON"),
+    }.values(),
+    ids=lambda value: None if isinstance(value, bytes) else value,
+)
+def test_D4_a_hostile_index_is_one_line_in_bounded_memory(tmp_path: Path, content: bytes, problem: str) -> None:
+    path = tmp_path / "index.json"
+    path.write_bytes(content)
+    size = len(content)
+    del content
+    tracemalloc.start()
+    with pytest.raises(DataError, match=problem) as caught:
+        Index.load(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert caught.value.path == str(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+    assert peak < 5e6 + 6 * size
+
+
+@pytest.mark.parametrize("kind", ["huge", "fifo", "folder", "device"])
+def test_D4_what_cannot_be_an_index_is_not_even_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "index.json"
+    if kind == "huge":
+        path.touch()
+        os.truncate(path, (1 << 30) + 1)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    tracemalloc.start()
+    with pytest.raises(
+        DataError,
+        match=r"index\.json: (1,073,741,825 bytes are too many|this is not a regular file|cannot be read: Is a dir)",
+    ):
+        Index.load(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 5e6
+    tracemalloc.stop()
+
+
+def test_D4_no_mutation_of_an_index_crashes(make_index: Make, corpus: bytes) -> None:
+    path = make_index(corpus, shard_bytes=3000).directory / "index.json"
+    valid = path.read_bytes()
+    draw = random.Random(0)
+    refused = 0
+    for _ in range(1000):
+        mutant = bytearray(valid)
+        for _ in range(draw.randrange(1, 4)):
+            place = draw.randrange(len(mutant))
+            mutant[place : place + draw.choice([0, 1, 1, 30])] = draw.choice(
+                [
+                    b"",
+                    bytes([draw.randrange(256)]),
+                    b'"',
+                    b"[",
+                    b"{}",
+                    b"null",
+                    b"-1",
+                    b"1e9",
+                    b"NaN",
+                    b"\xff",
+                    b"\\u0000",
+                ]
+            )
+        path.write_bytes(mutant)
+        try:
+            Index.load(path.parent, tolerant=True)
+        except DataError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 500
+
+
+def test_D6_a_pipe_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="there is no data here"):
+        Index.load("pipe:touch marker")
+    assert os.listdir(tmp_path) == []

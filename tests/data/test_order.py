@@ -82,3 +82,27 @@ def test_a_late_sample_costs_no_more_than_an_early_one(monkeypatch: pytest.Monke
     sizes.clear()
     order.locate(123_456_789_012)
     assert sizes == []
+
+
+@pytest.mark.parametrize("shard_tokens", [[40, 12, 0, 28, 4], [4], [64, 4, 4]])
+def test_substitutes_are_all_others_and_those_of_the_same_shard_first(shard_tokens: list[int]) -> None:
+    order = Order(shard_tokens, 4, 5, 2)
+    for sample in range(2 * order.sequences_per_epoch):
+        shard, sequence = order.locate(sample)
+        found = list(order.substitutes(sample, lambda shard: False))
+        assert sorted([(shard, sequence), *found]) == windows(shard_tokens, 4)
+        own = [place for place in found if place[0] == shard]
+        assert found[: len(own)] == own and len(own) == shard_tokens[shard] // 4 - 1
+        left = list(order.substitutes(sample, {0, shard}.__contains__))
+        assert left == [place for place in found if place[0] not in (0, shard)]
+
+
+def test_neighbours_have_different_substitutes() -> None:
+    """A lost stretch of text must not be replaced by one sequence again and again."""
+    order = Order([400, 400], 4, 5, 2)
+    for lost in ({(0, i) for i in range(10, 40)}, {(0, i) for i in range(100)}):
+        found = []
+        for sample in range(200):
+            if order.locate(sample) in lost:
+                found += [next(p for p in order.substitutes(sample, lambda shard: False) if p not in lost)]
+        assert len(set(found)) == len(found) == len(lost)

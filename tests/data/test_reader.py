@@ -1,19 +1,19 @@
-import hashlib
-import io
 import os
 import random
-import tarfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megasparse.data.index import Index, Shard
+from megasparse.data.index import Index
+from megasparse.data.members import find_damage
 from megasparse.data.reader import EvaluationStream, ShardFile, ShardReader
 from megasparse.errors import DataError
+from tests.conftest import Report
+from tests.data.damages import HARMS, HOSTILE, STRUCTURE, shard_of, without_crc32
 
 Make = Callable[..., Index]
-Damage = Callable[[bytes], bytes]
 
 
 def test_any_range_of_a_shard_is_that_range_of_the_text(make_index: Make, corpus: bytes) -> None:
@@ -34,6 +34,9 @@ def test_files_are_closed(make_index: Make, corpus: bytes) -> None:
     for shard in range(8):
         reader.read(shard, 0, 1)
     assert len(os.listdir("/proc/self/fd")) == before + 3
+    os.truncate(reader.index.directory / "train-000003.tar", 5 * 1024)
+    with pytest.raises(DataError):
+        reader.read(3, 0, 1)
     reader.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -47,66 +50,61 @@ def test_evaluation_stream_is_contiguous_over_shards(make_index: Make, corpus: b
     stream.close()
 
 
-# Damage. The shard has 10 members of 100 bytes: a header of 512 bytes and a data block of 512 each, then zeros.
-def flip(byte: int) -> Damage:
-    return lambda tar: tar[:byte] + bytes([tar[byte] ^ 1]) + tar[byte + 1 :]
-
-
-STRUCTURE: dict[str, Damage] = {
-    "cut at a member boundary": lambda tar: tar[: 5 * 1024],
-    "cut inside a header": lambda tar: tar[: 5 * 1024 + 100],
-    "cut inside data": lambda tar: tar[: 5 * 1024 + 550],
-    "cut inside padding": lambda tar: tar[: 5 * 1024 + 700],
-    "bit flipped in a header": flip(5 * 1024 + 3),
-    "bit flipped in a size": flip(5 * 1024 + 130),
-    "zero-byte file": lambda tar: b"",
-    "garbage": lambda tar: random.Random(0).randbytes(10_240),
-    "lone zero block": lambda tar: bytes(512),
-    "end mark too early": lambda tar: tar[: 5 * 1024] + bytes(1024),
-    "member missing": lambda tar: tar[:1024] + tar[2048:],
-    "member twice": lambda tar: tar[:1024] + tar,
+# Damage is an error here; tests/data/test_damage.py is on runs that tolerate some.
+FIRST = {  # what is named of each: with the index's crc32, and without
+    "bit flipped in the text": ("member 5 at byte 5120: its crc32 differs", None),
+    "garbage in place of the text": ("member 5 at byte 5120: its crc32 differs", None),
+    "members swapped": ("members 0 to 1 at byte 0: its crc32 differs", None),
+    "nothing but the padding": (None, None),
+    "cut inside padding": ("members 6 to 9 at byte 6144: cut off", "member 6 at byte 6144 "),
+    "cut inside data": ("members 5 to 9 at byte 5120: cut off", "member 6 at byte 6144 "),
+    "cut between header and data": ("members 5 to 9 at byte 5120: cut off", "member 6 at byte 6144 "),
+    "zero-byte file": ("members 0 to 9 at byte 0: cut off", "member 0 at byte 0 "),
+    "garbage": ("at byte 0: its crc32 differs", "member 0 at byte 0 "),
+    "lone zero block": ("members 0 to 9 at byte 0: cut off", "it ends at byte 0 after 0 samples"),
+    "end mark too early": ("member 5 at byte 5120: its crc32 differs", "it ends at byte 5120 after 5 samples"),
+    "member missing": ("members 1 to 9 at byte 1024: its crc32 differs", "it ends at byte 9216 after 9 samples"),
+    "member twice": ("members 1 to 9 at byte 1024: its crc32 differs", "it ends at byte 11264 after 11 samples"),
+    "same key twice, not adjacent": ("member 8 at byte 8192: its crc32 differs", None),
 }
-CONTENT: dict[str, Damage] = {
-    "bit flipped in the text": flip(5 * 1024 + 520),
-    "members swapped": lambda tar: tar[1024:2048] + tar[:1024] + tar[2048:],
-}
+ELSEWHERE = ("at byte 5120", "at byte 5120")
 
 
-@pytest.mark.parametrize("damage", [*STRUCTURE, *CONTENT])
-def test_D1_damage_is_an_error_that_names_the_shard(make_index: Make, corpus: bytes, damage: str) -> None:
-    index = make_index(corpus)
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("crc32", [True, False], ids=["crc32", "no crc32"])
+def test_D1_damage_is_an_error_that_names_shard_member_and_byte(
+    make_index: Make, corpus: bytes, harm: str, crc32: bool, figures: Report
+) -> None:
+    index = make_index(corpus) if crc32 else without_crc32(make_index(corpus))
     path = index.directory / "train-000003.tar"
-    path.write_bytes({**STRUCTURE, **CONTENT}[damage](path.read_bytes()))
+    path.write_bytes(HARMS[harm][0](path.read_bytes()))
     with pytest.raises(DataError) as caught:
         EvaluationStream(Index.load(index.directory), "train").read(0, 7013)
     assert caught.value.path == str(path)
-    with pytest.raises(DataError):
+    named = FIRST.get(harm, ELSEWHERE)[0 if crc32 else 1]
+    assert named in str(caught.value) if named else "at byte" not in str(caught.value)
+    with pytest.raises(DataError) as verified:
         index.verify()
+    assert str(verified.value) == str(caught.value)
+    figures(damages_done=1, damages_detected=1)
 
 
-def shard_of(path: Path, tar: bytes, samples: int = 10, tokens: int = 1000) -> Shard:
-    """A file of these bytes, and an index entry that vouches for them: only the structure can be wrong now."""
-    path.write_bytes(tar)
-    digest = hashlib.sha256(tar).hexdigest()
-    return Shard(file="x.tar", samples=samples, tokens=tokens, bytes=max(1, len(tar)), sha256=digest)
-
-
-@pytest.mark.parametrize("damage", [name for name in STRUCTURE if name != "zero-byte file"])
-def test_D1_damage_that_the_index_vouches_for_names_the_byte(make_index: Make, corpus: bytes, damage: str) -> None:
+@pytest.mark.parametrize("harm", [name for name in STRUCTURE if name != "zero-byte file"])
+def test_D1_damage_that_the_index_vouches_for_names_the_byte(make_index: Make, corpus: bytes, harm: str) -> None:
     tar = (make_index(corpus).directory / "train-000003.tar").read_bytes()
     path = Path(make_index(corpus).directory / "x.tar")
     with pytest.raises(DataError, match=r"x\.tar: .*at byte \d+"):
-        ShardFile(path, shard_of(path, STRUCTURE[damage](tar)))
+        ShardFile(path, shard_of(path, STRUCTURE[harm][0](tar)), None)
 
 
-def test_a_shard_of_another_size_is_found_at_the_start(make_index: Make, corpus: bytes) -> None:
+def test_D1_a_shard_of_another_size_is_found_at_the_start(make_index: Make, corpus: bytes) -> None:
     index = make_index(corpus)
     os.truncate(index.directory / "train-000003.tar", 5 * 1024)
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard has 5120 bytes, index\.json says \d+"):
         Index.load(index.directory)
 
 
-def test_a_missing_and_a_replaced_shard(make_index: Make, corpus: bytes) -> None:
+def test_D7_a_missing_and_a_replaced_shard(make_index: Make, corpus: bytes) -> None:
     index = make_index(corpus)
     (index.directory / "train-000003.tar").write_bytes((index.directory / "train-000004.tar").read_bytes())
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard is damaged: its sha256"):
@@ -137,7 +135,7 @@ def test_a_shard_is_hashed_once_in_a_process(make_index: Make, corpus: bytes, mo
     index = make_index(corpus)
     hashed = []
     verify = "megasparse.data.reader.verify_shard"
-    monkeypatch.setattr(verify, lambda path, shard, file: hashed.append(shard.file))
+    monkeypatch.setattr(verify, lambda path, shard, *file: hashed.append(shard.file))
     for _ in range(3):
         reader = ShardReader(index, "train", open_files=1)
         for shard in (0, 1, 0, 1):
@@ -145,52 +143,80 @@ def test_a_shard_is_hashed_once_in_a_process(make_index: Make, corpus: bytes, mo
     assert hashed == ["train-000000.tar", "train-000001.tar"]
 
 
-def member(name: str, data: bytes = b"x" * 100, **header: object) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        info = tarfile.TarInfo(name)
-        info.size = len(data)
-        for key, value in header.items():
-            setattr(info, key, value)
-        tar.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
-def claim(size: bytes) -> bytes:
-    """A member whose header states another size, with a checksum that is right."""
-    tar = bytearray(member("000000000.bin"))
-    tar[124:136] = size
-    tar[148:156] = b" " * 8
-    tar[148:156] = b"%06o\0 " % sum(tar[:512])
-    return bytes(tar)
-
-
-@pytest.mark.parametrize(
-    "tar",
-    {
-        "8 GiB": claim(b"100000000000"),
-        "2**80": claim(b"\x80\0" + (2**70).to_bytes(10, "big")),
-        "negative": claim(b"\xff" * 12),
-        "empty": member("000000000.bin", b""),
-        "absolute": member("/etc/000000000.bin"),
-        "parent": member("../000000000.bin"),
-        "other suffix": member("000000000.pkl"),
-        "folder": member("1.bin", b"", type=tarfile.DIRTYPE),
-        "long name (pax)": member("1" * 5000 + ".bin"),
-        "pax header": member("1.bin", pax_headers={"GNU.sparse.major": "1"}),
-        "symlink": member("1.bin", b"", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
-        "hard link": member("1.bin", b"", type=tarfile.LNKTYPE, linkname="2.bin"),
-        "fifo": member("1.bin", b"", type=tarfile.FIFOTYPE),
-        "device": member("1.bin", b"", type=tarfile.CHRTYPE),
-        "sparse": member("1.bin", type=tarfile.GNUTYPE_SPARSE),
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_D2_D5_hostile_members_are_refused(tmp_path: Path, tar: tuple[str, bytes]) -> None:
+@pytest.mark.parametrize("name", HOSTILE)
+def test_D2_D5_D6_hostile_members_are_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "x.tar"
     with pytest.raises(DataError, match=r"x\.tar: member 0 .*at byte 0 "):
-        ShardFile(path, shard_of(path, tar[1], samples=1, tokens=100))
+        ShardFile(path, shard_of(path, HOSTILE[name], samples=1, tokens=100), None)
     assert os.listdir(tmp_path) == ["x.tar"]
+
+
+@pytest.mark.parametrize("name", ["8 GiB", "2**80"])
+def test_D2_a_claimed_size_is_never_allocated(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "x.tar"
+    shard = shard_of(path, HOSTILE[name], samples=1, tokens=8 << 30, crc32="00000000")
+    tracemalloc.start()
+    for sample_bytes in (None, 65_536, 8 << 30):
+        with pytest.raises(DataError, match=r"x\.tar: member 0 .*at byte 0 "):
+            ShardFile(path, shard, sample_bytes)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5e6
+
+
+def test_D2_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(make_index: Make, corpus: bytes) -> None:
+    """The index and the file agree on 256 MiB (a hole): its crc32 is computed in a bounded memory."""
+    index = make_index(corpus)
+    path = index.directory / "x.tar"
+    shard = shard_of(path, bytes(512), samples=1, tokens=1 << 28, crc32="00000000")
+    os.truncate(path, 1 << 29)
+    shard = shard.model_copy(update={"bytes": 1 << 29})
+    descriptor = os.open(path, os.O_RDONLY)
+    tracemalloc.start()
+    runs = find_damage(descriptor, shard, 1 << 28)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    os.close(descriptor)
+    assert [run.reason for run in runs] == ["its crc32 differs"] and peak < 5e6
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_D7_what_is_no_regular_file_is_refused_at_once(make_index: Make, corpus: bytes, kind: str) -> None:
+    index = make_index(corpus)
+    path = index.directory / "train-000003.tar"
+    path.unlink()
+    os.mkfifo(path) if kind == "fifo" else path.mkdir()
+    with pytest.raises(DataError, match=r"train-000003\.tar: this shard"):
+        Index.load(index.directory)
+    with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: this is not a regular file"):
+        ShardReader(index, "train").read(3, 0, 10)
+
+
+def test_D7_a_read_that_fails_is_an_error_that_names_the_sample(
+    make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = ShardReader(make_index(corpus), "train")
+    reader.read(3, 0, 10)
+
+    def fail(*arguments: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(DataError, match=r"train-000003\.tar: .*member 2 at byte 2048: cannot be read: Input/output"):
+        reader.read(3, 250, 260)
+
+
+def test_D7_a_shard_that_may_not_be_read(make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, refuse = ShardReader(make_index(corpus), "train"), os.open
+
+    def guarded(path: str, *arguments: int, **named: int) -> int:
+        if str(path).endswith("train-000003.tar"):
+            raise PermissionError(13, "Permission denied")
+        return refuse(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", guarded)
+    with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: Permission denied"):
+        reader.read(3, 0, 10)
 
 
 def test_D10_no_mutation_crashes_or_loses_tokens(make_index: Make, corpus: bytes) -> None:
@@ -205,7 +231,7 @@ def test_D10_no_mutation_crashes_or_loses_tokens(make_index: Make, corpus: bytes
             mutant[place] = draw.randrange(256)
         path = index.directory / "x.tar"
         try:
-            file = ShardFile(path, shard_of(path, bytes(mutant)))
+            file = ShardFile(path, shard_of(path, bytes(mutant)), None)
             assert len(file.read(0, 1000)) == 1000
             file.close()
         except DataError:

@@ -17,6 +17,12 @@ def test_D9_text_is_utf8_lone_surrogates_included(text: str) -> None:
     assert ByteTokenizer().decode(ByteTokenizer().encode(text)).decode("utf-8", "surrogatepass") == text
 
 
+def test_D9_every_code_point_comes_back() -> None:
+    """Unassigned ones, surrogates and non-characters among them, on one line of 4 MB."""
+    text = "".join(map(chr, range(0x110000))).replace("\n", "")
+    assert ByteTokenizer().decode(ByteTokenizer().encode(text)).decode("utf-8", "surrogatepass") == text
+
+
 @pytest.mark.parametrize("token", [-1, 256])
 def test_a_token_that_is_no_byte_is_refused(token: int) -> None:
     with pytest.raises(ValueError):

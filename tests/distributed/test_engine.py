@@ -3,6 +3,7 @@
 One launch of two gloo ranks (`everything`) runs all cases one after another; the tests look at what it reports.
 """
 
+import dataclasses
 import itertools
 import math
 import os
@@ -27,6 +28,7 @@ from megasparse.training.resume import find_start
 from megasparse.training.run_folder import find_newest
 from megasparse.training.saving import Saver
 from megasparse.training.schedule import learning_rate
+from megasparse.training.watch import StopWanted, Watch, call_roll, heed
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 
@@ -96,7 +98,7 @@ def run(
             written += generate(engine.module, torch.arange(5), 27, hash_seed=0)
             engine.module.train()
     if save:
-        save.save(engine, last, position)
+        save.save(engine, last, position, {})
     return losses, engine
 
 
@@ -146,7 +148,8 @@ def agrees(folder: Path, ranks: Ranks, names: Sequence[str], **sections: dict[st
 
 
 def skips(folder: Path, name: str, ranks: Ranks, precision: str) -> dict[str, Any]:
-    """Steps spoiled by one sequence on rank 1: by a loss of NaN, of infinity, and by its gradient alone."""
+    """Steps spoiled by one sequence on rank 1, by a loss of NaN, of infinity, and by its gradient alone; and one that
+    was not accepted."""
     training = {"precision": precision}
     config = tiny_config(folder, "deepspeed", training=training, deepspeed={"zero_optimization": ZERO[name]})
     model = TinyModel()
@@ -154,9 +157,9 @@ def skips(folder: Path, name: str, ranks: Ranks, precision: str) -> dict[str, An
     model.poisoned_gradient = {26}  # of step 4
     engine = build_engine(model, config, make_draws, ranks)
     applied, unchanged = [], []
-    for step, data in zip(range(1, 7), MadeUpBatches(config, ranks), strict=False):
+    for step, data in zip(range(1, 8), MadeUpBatches(config, ranks), strict=False):
         before = weights(engine, ranks)
-        result = engine.train_step(data.micro_batches, step, 0.01)
+        result = engine.train_step(data.micro_batches, step, 0.01, accept=lambda loss, step=step: step != 5)  # type: ignore
         applied.append(result.applied)
         unchanged.append(weights(engine, ranks) == before)
     steps_done = engine.steps_done()
@@ -173,7 +176,7 @@ def fails_to_save(folder: Path, ranks: Ranks) -> dict[str, Any]:
         engine.fragments = lambda: (_ for _ in ()).throw(OSError(28, "No space left on device", "disk"))  # type: ignore
     began = time.monotonic()
     try:
-        save.save(engine, 3, 24)
+        save.save(engine, 3, 24, {})
         message = ""
     except CheckpointError as error:
         message = str(error)
@@ -194,6 +197,22 @@ def strangers(folder: Path, ranks: Ranks) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def rolls(ranks: Ranks) -> dict[str, Any]:
+    """Rank 1 has no data, is asked to stop, and needs longer; rank 0 still writes and skipped three sequences."""
+    here = ranks.rank == 1
+    call = call_roll(
+        ranks, stop=here, failed=here, writing=not here, skipped=0 if here else 3, seconds=0.5 + ranks.rank
+    )
+    stopped = []
+    for wanted in (False, here):
+        try:
+            heed(Watch(stop_wanted=lambda wanted=wanted: wanted), ranks, "evaluation")  # type: ignore[misc]
+            stopped.append(False)
+        except StopWanted:
+            stopped.append(True)
+    return {"call": dataclasses.asdict(call), "stopped": stopped}
 
 
 def across(folder: Path, ranks: Ranks, checkpoints: dict[str, str]) -> dict[str, Any]:
@@ -229,6 +248,7 @@ def everything(folder: str) -> dict[str, Any]:
     report["across"] = across(place, ranks, {name: case["checkpoint"] for name, case in report["fp32"].items()})
     report["skips"] = {name: skips(place, name, ranks, "fp32") for name in ZERO}
     report["skips"] |= {f"{name} bf16": skips(place, name, ranks, "bf16") for name in BF16}
+    report["rolls"] = rolls(ranks)
     report["strangers"] = strangers(place, ranks)
     report["abort"] = fails_to_save(place, ranks)
     report["shared_memory"] = [p.name for p in Path("/dev/shm").glob(f"deepspeed*_{os.environ['MASTER_PORT']}_*")]
@@ -239,7 +259,7 @@ def everything(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     first, second = run_ranks(everything, timeout=240, folder=str(tmp_path_factory.mktemp("ranks")))
-    for case in ("fp32", "bf16", "adafactor", "tied", "checkpointed", "across", "skips"):
+    for case in ("fp32", "bf16", "adafactor", "tied", "checkpointed", "across", "skips", "rolls"):
         assert first[case] == second[case], "the ranks disagree"
     return first
 
@@ -291,24 +311,29 @@ def test_resume_is_bit_identical(report: dict[str, Any], group: str, name: str) 
     assert case["same_state"]
 
 
-def test_resume_at_another_stage_or_number_of_ranks(report: dict[str, Any]) -> None:
+def test_R3_resume_at_another_stage_or_number_of_ranks(report: dict[str, Any]) -> None:
     for name, losses in report["across"].items():
         assert difference(losses, report["torch"][20:30]) < 1e-6, name
 
 
 @pytest.mark.parametrize("name", [*ZERO, *(f"{name} bf16" for name in BF16)])
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(report: dict[str, Any], name: str) -> None:
+def test_N1_what_is_not_finite_on_one_rank_is_skipped_on_all(report: dict[str, Any], name: str) -> None:
     case = report["skips"][name]
-    assert case["applied"] == [True, False, False, False, True, True]
-    assert case["unchanged"] == [False, True, True, True, False, False]
+    assert case["applied"] == [True, False, False, False, False, True, True]
+    assert case["unchanged"] == [False, True, True, True, True, False, False]
     assert case["steps_done"] == 3
 
 
-def test_ranks_with_different_configurations_do_not_start(report: dict[str, Any]) -> None:
+def test_what_one_rank_knows_all_ranks_act_on(report: dict[str, Any]) -> None:
+    answers = {"stop": True, "failed": True, "writing": True, "skipped": 3, "seconds": [0.5, 1.5]}
+    assert report["rolls"] == {"call": answers, "stopped": [False, True]}
+
+
+def test_F2_ranks_with_different_configurations_do_not_start(report: dict[str, Any]) -> None:
     assert "different configurations" in report["strangers"]
 
 
-def test_a_failing_rank_aborts_the_save_of_all(report: dict[str, Any]) -> None:
+def test_C4_a_failing_rank_aborts_the_save_of_all(report: dict[str, Any]) -> None:
     case = report["abort"]
     assert "Rank 1" in case["message"] and "No space left on device" in case["message"]
     assert case["seconds"] < 5

@@ -47,7 +47,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
         config = config_of(Path(folder) / str(stage), "deepspeed", deepspeed={"zero_optimization": {"stage": stage}})
         ranks = start_ranks(config.run)
         engine = after_a_step(config, ranks)
-        Saver(config, ranks, "data", {}).save(engine, 1, 8)
+        Saver(config, ranks, "data", {}).save(engine, 1, 8, {})
         buffers = persistent_buffers(engine.module)
         found[str(stage)] = {name: [str(buffer.dtype), buffer.tolist()] for name, buffer in buffers.items()}
         engine.close()

@@ -40,7 +40,7 @@ def gradients(attention, heads, codes, window, **rule):
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("length", [1, 29])
-def test_forward_and_gradients_are_those_of_the_definition(window, length, monkeypatch):
+def test_N5_forward_and_gradients_are_those_of_the_definition(window, length, monkeypatch):
     monkeypatch.setattr(chunks, "_SCORE_ELEMENTS", 70)  # several blocks
     monkeypatch.setattr(chunks, "_ROW_ELEMENTS", 3 * 6 * length)  # several groups of rows
     heads = random_heads(length)
@@ -61,7 +61,7 @@ def test_forward_and_gradients_are_those_of_the_definition(window, length, monke
             torch.testing.assert_close(ours, dense, rtol=1e-10, atol=1e-10)
 
 
-def test_fp32_is_within_its_bar_of_the_definition_at_length():
+def test_N5_fp32_is_within_its_bar_of_the_definition_at_length():
     heads = random_heads(500, dim=32)
     codes = random_codes(500, 4, buckets=20)
     window = Window("band", 32)
@@ -71,7 +71,7 @@ def test_fp32_is_within_its_bar_of_the_definition_at_length():
         assert (a - b).norm() / b.norm() < (1e-5 if name in ("out", "z") else 1e-4), name
 
 
-def test_bf16_is_within_its_bar_of_the_definition_on_the_same_inputs():
+def test_N5_bf16_is_within_its_bar_of_the_definition_on_the_same_inputs():
     heads = [x.bfloat16() for x in random_heads(200, dim=32)]
     codes = random_codes(200, 2, buckets=10)
     window = Window("band", 32)
@@ -162,7 +162,7 @@ def test_packed_documents_are_as_if_alone():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_gradcheck(causal):
+def test_N5_gradcheck(causal):
     q, k, v = (x.requires_grad_() for x in random_heads(9, batch=1, heads=1, dim=3))
     codes = random_codes(9, 2, batch=1, heads=1)
     assert torch.autograd.gradcheck(

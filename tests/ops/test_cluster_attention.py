@@ -41,7 +41,7 @@ def assert_equal_to_the_definition(heads, lists, bar=1e-9, **rule):
 
 @pytest.mark.parametrize("elements", [1, 150, 1 << 18])
 @pytest.mark.parametrize("length", [1, 4, 23])
-def test_forward_and_gradients_are_those_of_the_definition(length, elements, monkeypatch):
+def test_N5_forward_and_gradients_are_those_of_the_definition(length, elements, monkeypatch):
     monkeypatch.setattr(eager, "_CPU_BLOCK_ELEMENTS", elements)
     heads = random_heads(length, length)
     generator = torch.Generator().manual_seed(3)
@@ -67,7 +67,7 @@ def test_views_of_other_tensors_are_as_good():
     assert_equal_to_the_definition(heads, lists, causal=False, scale=1.0, count_clusters=True)
 
 
-def test_gradcheck():
+def test_N5_gradcheck():
     heads = [x[:1, :1].clone().requires_grad_() for x in random_heads(6, 6, dim=2)]
     lists = random_lists((1, 1, 3), 6, 5), random_lists((1, 1, 3), 6, 5, seed=5)
 
@@ -127,7 +127,7 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
 
 
 @pytest.mark.parametrize("dtype,bars", [(torch.float32, (1e-5, 1e-4)), (torch.bfloat16, (1e-2, 3e-2))], ids=str)
-def test_narrow_types_are_within_their_bars(dtype, bars):
+def test_N5_narrow_types_are_within_their_bars(dtype, bars):
     heads = [x.to(dtype) for x in random_heads(200, 200, dim=32)]
     lists = random_lists((2, 3, 9), 200, 40), random_lists((2, 3, 9), 200, 40, seed=5)
     rule = dict(causal=False, scale=0.2, count_clusters=True)

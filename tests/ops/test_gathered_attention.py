@@ -34,7 +34,7 @@ def gradients(attention, heads, index, scale=0.7):
 
 @pytest.mark.parametrize("queries,keys", [(1, 1), (1, 9), (17, 17), (13, 6), (5, 20)])
 @pytest.mark.parametrize("places", [1, 4, 30])
-def test_forward_and_gradients_are_those_of_the_definition(queries, keys, places, monkeypatch):
+def test_N5_forward_and_gradients_are_those_of_the_definition(queries, keys, places, monkeypatch):
     monkeypatch.setattr(eager, "_GATHERED_ELEMENTS", 7 * 5 * places)  # several blocks, some across heads
     heads = random_heads(queries, keys)
     for batch, count in ((2, 3), (1, 3), (2, 1), (1, 1)):
@@ -63,7 +63,7 @@ def test_a_query_with_no_key_gets_zero_and_gives_no_gradient():
     assert all((x == 0).all() for i, x in enumerate(results) if i != 1)
 
 
-def test_fp32_and_bf16_are_within_their_bars_of_the_definition_at_length():
+def test_N5_fp32_and_bf16_are_within_their_bars_of_the_definition_at_length():
     index = random_index(300, 300, 20)
     for dtype, forward, backward in ((torch.float32, 1e-5, 1e-4), (torch.bfloat16, 1e-2, 3e-2)):
         heads = [x.to(dtype) for x in random_heads(300, dim=32)]
@@ -89,7 +89,7 @@ def test_finite_in_hard_cases():
                 torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
-def test_gradcheck():
+def test_N5_gradcheck():
     q, k, v = (x.requires_grad_() for x in random_heads(5, 4, batch=1, heads=2, dim=3))
     index = torch.randint(0, 4, (1, 2, 5, 3), generator=torch.Generator().manual_seed(0))
     index[..., 2] = -1

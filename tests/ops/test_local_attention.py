@@ -25,7 +25,7 @@ def gradients(attend, inputs, chunk, **rule):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length,chunk", [(1, 4), (3, 1), (12, 4), (29, 4), (9, 16)])
-def test_forward_and_all_gradients_are_those_of_the_definition(length, chunk, causal, monkeypatch):
+def test_N5_forward_and_all_gradients_are_those_of_the_definition(length, chunk, causal, monkeypatch):
     monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 300)  # several tiles
     generator = torch.Generator().manual_seed(3)
     mask = torch.rand(2, length, generator=generator) > 0.3
@@ -59,7 +59,7 @@ def test_each_pair_takes_the_vector_of_its_distance():
                 assert out[i, j] == 0
 
 
-def test_gradcheck():
+def test_N5_gradcheck():
     inputs = [x.requires_grad_() for x in random_inputs(7, 2, True)]
     assert torch.autograd.gradcheck(lambda *x: relative_local_attention(*x, 2, causal=True, scale=0.5), inputs)
 
@@ -73,7 +73,7 @@ def test_finite_in_hard_cases():
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype,forward,backward", [(torch.float32, 1e-5, 1e-4), (torch.bfloat16, 1e-2, 3e-2)])
-def test_low_precision_is_within_its_bar(causal, dtype, forward, backward):
+def test_N5_low_precision_is_within_its_bar(causal, dtype, forward, backward):
     inputs = random_inputs(100, 16, causal, dtype)
     ours = gradients(relative_local_attention, inputs, 16, causal=causal, scale=0.4)
     exact = gradients(defined, [x.double() for x in inputs], 16, causal=causal, scale=0.4)

@@ -31,7 +31,7 @@ def test_tiles_change_neither_value_nor_gradients(tiles):
         torch.testing.assert_close(a, b)
 
 
-def test_gradcheck():
+def test_N5_gradcheck():
     x, shift, up, down = inputs(4, width=3, hidden=4)
     assert torch.autograd.gradcheck(lambda x, up, down: tiled(mlp, (x, shift), (up, down), 3), (x, up, down))
 

@@ -12,7 +12,6 @@ import pytest
 
 from megasparse.config.load import build_config
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
 from megasparse.planning.dry_run import dry_run
 from megasparse.planning.flops import model_flops_per_token
 
@@ -40,10 +39,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 def run(values, *overrides):
     config = build_config(values, overrides)
-    seed = config.run.seed
-    return config, dry_run(
-        config, lambda c: build_model(c.model, seed), lambda s, samples: Draws(seed, s, samples, True)
-    )
+    return config, dry_run(config)
 
 
 def test_it_measures_one_step_and_writes_nothing(empty_folder):

@@ -1,6 +1,7 @@
 """Opening checkpoints: every damage is found and named, and the numbers come back whatever pieces they lie in."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,24 +10,33 @@ import pytest
 import torch
 
 from megasparse.errors import CheckpointError
-from megasparse.training.checkpoint import MANIFEST, Checkpoint, load_weights, seal
+from megasparse.training.checkpoint import Checkpoint, load_weights
 from megasparse.training.engine import build_engine
+from megasparse.training.manifest import MANIFEST, seal
 from megasparse.training.ranks import Ranks
 from megasparse.training.run_folder import find_newest
 from megasparse.training.saving import Saver
+from tests.conftest import Report
+from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 
-FILES = (MANIFEST, "rank-00000.safetensors")
+FILES = (MANIFEST, "rank-00000.safetensors", "rank-00001.safetensors")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint after two steps."""
+    """A checkpoint of two ranks after two steps."""
     config = tiny_config(tmp_path_factory.mktemp("run"))
-    engine = build_engine(TinyModel(), config, make_draws, Ranks())
-    for step, data in zip((1, 2), MadeUpBatches(config, Ranks()), strict=False):
-        engine.train_step(data.micro_batches, step, 0.01)
-    return Saver(config, Ranks(), "data", {}).save(engine, 2, 16)
+
+    def work(ranks: Ranks) -> Path | None:
+        engine = build_engine(TinyModel(), config, make_draws, ranks)
+        for step, data in zip((1, 2), MadeUpBatches(config, Ranks()), strict=False):
+            engine.train_step(data.micro_batches, step, 0.01)
+        return Saver(config, ranks, "data", {}).save(engine, 2, 16, {})
+
+    path = run_in_threads(work)[0]
+    assert isinstance(path, Path), path
+    return path
 
 
 @pytest.fixture
@@ -34,36 +44,95 @@ def copy(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / saved.name))
 
 
+def found(copy: Path, name: str) -> bool:
+    """Whether opening it is refused with an error that names the file."""
+    try:
+        Checkpoint.open(copy)
+    except CheckpointError as error:
+        return str(error).startswith(f"{copy / name}: ")
+    return False
+
+
 @pytest.mark.parametrize("file", FILES)
-def test_one_flipped_bit_is_found_wherever_it_is(copy: Path, file: str) -> None:
+def test_C6_one_flipped_bit_is_found_wherever_it_is(copy: Path, file: str, figures: Report) -> None:
     whole = (copy / file).read_bytes()
     generator = torch.Generator().manual_seed(0)
     places = [0, 7, 8, len(whole) - 1, *torch.randint(len(whole), (60,), generator=generator).tolist()]
+    done = detected = 0
     for place in places:
         for bit in (1, 16, 128):
             (copy / file).write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
-            with pytest.raises(CheckpointError, match=file):
-                Checkpoint.open(copy)
+            done, detected = done + 1, detected + found(copy, file)
     (copy / file).write_bytes(whole)
     Checkpoint.open(copy)
+    figures(checkpoint_damages=done, checkpoint_damages_detected=detected)
+    assert detected == done
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_that_is_cut_or_gone_is_found(copy: Path, file: str) -> None:
+def test_C6_a_file_that_is_cut_or_gone_is_found(copy: Path, file: str, figures: Report) -> None:
     whole = (copy / file).read_bytes()
-    for length in (0, 1, 8, len(whole) // 2, len(whole) - 1):
+    detected, lengths = 0, (0, 1, 8, len(whole) // 2, len(whole) - 1)
+    for length in lengths:
         (copy / file).write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match=file):
-            Checkpoint.open(copy)
+        detected += found(copy, file)
+    (copy / file).write_bytes(whole + b"\0")
+    detected += found(copy, file)
     (copy / file).unlink()
+    detected += found(copy, file)
     with pytest.raises(CheckpointError, match=f"{file}: missing"):
         Checkpoint.open(copy)
+    figures(checkpoint_damages=len(lengths) + 2, checkpoint_damages_detected=detected)
+    assert detected == len(lengths) + 2
 
 
-def test_a_file_too_many_is_found(copy: Path) -> None:
-    (copy / "rank-00001.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors: not part of this checkpoint"):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_C6_two_files_that_changed_places_are_found(copy: Path, world_size: int) -> None:
+    first, second = (copy / name for name in FILES[1:])
+    first.rename(copy / "aside")
+    second.rename(first)
+    (copy / "aside").rename(second)
+    for rank in range(world_size):
+        with pytest.raises(CheckpointError, match=r"rank-0000\d.safetensors: .*(bytes instead of|sha256 differs)"):
+            Checkpoint.open(copy, rank, world_size)
+
+
+def test_C6_each_of_two_ranks_verifies_half_of_the_files(copy: Path) -> None:
+    for rank, name in enumerate(FILES[1:]):
+        whole = (copy / name).read_bytes()
+        (copy / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        Checkpoint.open(copy, 1 - rank, 2)
+        with pytest.raises(CheckpointError, match=f"{name}: changed since"):
+            Checkpoint.open(copy, rank, 2)
+        (copy / name).write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["rank-00002.safetensors", "model.pt", ".hidden", "folder"])
+def test_C6_a_file_too_many_is_found(copy: Path, name: str) -> None:
+    (copy / name).mkdir() if name == "folder" else (copy / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{name}: not part of this checkpoint"):
         Checkpoint.open(copy)
+
+
+def test_C6_what_is_no_regular_file_is_not_read(copy: Path) -> None:
+    for name in FILES:
+        (copy / name).rename(copy.parent / name)
+        (copy / name).symlink_to(copy.parent / name)
+        assert found(copy, name)
+        (copy / name).unlink()
+        os.mkfifo(copy / name)  # opening it would wait for ever
+        assert found(copy, name)
+        (copy / name).unlink()
+        (copy.parent / name).rename(copy / name)
+    Checkpoint.open(copy)
+
+
+def test_C6_another_steps_checkpoint_under_this_name_is_found(copy: Path) -> None:
+    copy.rename(copy.parent / "00000007")
+    with pytest.raises(CheckpointError, match=r"00000007: is the checkpoint of step 2"):
+        Checkpoint.open(copy.parent / "00000007")
+    (copy.parent / "00000007").rename(copy.parent / "best")
+    assert Checkpoint.open(copy.parent / "best").step == 2
 
 
 def edit_format(manifest: dict) -> None:
@@ -82,13 +151,45 @@ def edit_pieces(manifest: dict) -> None:
     manifest["tensors"]["weight"]["norm.weight"]["pieces"].clear()
 
 
+def edit_overlap(manifest: dict) -> None:
+    (piece,) = manifest["tensors"]["weight"]["norm.weight"]["pieces"]
+    piece["start"] = -5
+
+
+def edit_twice(manifest: dict) -> None:
+    tensors = manifest["tensors"]["weight"]
+    tensors["norm.weight"]["pieces"] = tensors["norm.bias"]["pieces"]
+
+
+def edit_piece_of_another_file(manifest: dict) -> None:
+    manifest["tensors"]["weight"]["norm.weight"]["pieces"][0]["file"] = "/etc/passwd"
+
+
+def edit_types(manifest: dict) -> None:
+    manifest["files"] = list(manifest["files"])
+
+
+def edit_step(manifest: dict) -> None:
+    manifest["step"] = True
+
+
+def edit_absence(manifest: dict) -> None:
+    del manifest["tensors"]
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (edit_format, "format 2, this version of megasparse reads 1"),
         (edit_file_name, "names a file '../outside'"),
         (edit_config, "model.wings"),
-        (edit_pieces, "has 0 of 13 numbers of weight of norm.weight"),
+        (edit_pieces, r"weight of norm.weight: 0 numbers for the shape \[13\]"),
+        (edit_overlap, r"norm.weight.pieces.0.start: .*greater than or equal to 0"),
+        (edit_twice, r"twice"),
+        (edit_piece_of_another_file, r"a piece in a file '/etc/passwd'"),
+        (edit_types, r"files: .*valid dictionary"),
+        (edit_step, r"step: .*valid integer"),
+        (edit_absence, r"tensors: Field required"),
     ],
 )
 def test_a_manifest_of_another_making_is_refused(copy: Path, edit: Callable[[dict], None], message: str) -> None:
@@ -119,7 +220,7 @@ def test_the_newest_is_the_highest_step(tmp_path: Path) -> None:
     for name in ("00000009", "00000010", "123456789", ".tmp-00000300-a", "set-aside-00000400", "00000500.txt", "notes"):
         (tmp_path / name).mkdir()
     assert find_newest(tmp_path) == tmp_path / "123456789"
-    (tmp_path / "123456789").rmdir()
+    (tmp_path / "123456789").rename(tmp_path / "away")
     assert find_newest(tmp_path) == tmp_path / "00000010"
 
 
@@ -129,3 +230,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "00000001").mkdir()
     with pytest.raises(CheckpointError, match=r"manifest.json: missing"):
         Checkpoint.open(tmp_path / "00000001")
+    (tmp_path / "00000002").write_text("")
+    with pytest.raises(CheckpointError, match=r"00000002: is no folder"):
+        Checkpoint.open(tmp_path / "00000002")
+    (tmp_path / "00000003").symlink_to(tmp_path / "00000001")
+    with pytest.raises(CheckpointError, match=r"00000003: is a symbolic link"):
+        Checkpoint.open(tmp_path / "00000003")

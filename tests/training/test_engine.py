@@ -98,7 +98,7 @@ def test_resume_is_bit_identical(tmp_path: Path, sections: dict[str, Any]) -> No
     straight = train(build_engine(TinyModel(), config, make_draws, Ranks()), config, 1, 20)
     engine = build_engine(TinyModel(), config, make_draws, Ranks())
     before = train(engine, config, 1, 10)
-    saved = Checkpoint.open(Saver(config, Ranks(), "data", {}).save(engine, 10, 80))
+    saved = Checkpoint.open(Saver(config, Ranks(), "data", {}).save(engine, 10, 80, {}))
     assert (saved.step, saved.sequences, saved.optimizer_steps, saved.config) == (10, 80, 10, config)
     resumed = build_engine(TinyModel(seed=1), config, make_draws, Ranks(), saved)
     assert before + train(resumed, config, 11, 20) == straight
@@ -107,7 +107,7 @@ def test_resume_is_bit_identical(tmp_path: Path, sections: dict[str, Any]) -> No
 def test_a_checkpoint_before_the_first_update(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     engine = build_engine(TinyModel(), config, make_draws, Ranks())
-    saved = Checkpoint.open(Saver(config, Ranks(), "data", {}).save(engine, 1, 8))
+    saved = Checkpoint.open(Saver(config, Ranks(), "data", {}).save(engine, 1, 8, {}))
     resumed = build_engine(TinyModel(seed=1), config, make_draws, Ranks(), saved)
     assert train(resumed, config, 1, 3) == train(engine, config, 1, 3)
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_before_the_first_update(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     engine = build_engine(TinyModel(), config, make_draws, Ranks())
-    saved = Checkpoint.open(Saver(config, Ranks(), "data", {}).save(engine, 1, 8))
+    saved = Checkpoint.open(Saver(config, Ranks(), "data", {}).save(engine, 1, 8, {}))
     with pytest.raises(CheckpointError, match=r"embedding.weight has shape \[256, 13\], in the model \[256, 7\]"):
         build_engine(TinyModel(width=7), config, make_draws, Ranks(), saved)
 
@@ -125,20 +125,6 @@ def test_adafactor_under_zero_is_refused(tmp_path: Path, sections: dict[str, Any
     training = {"precision": sections.pop("precision", "fp32")}
     config = tiny_config(tmp_path, "deepspeed", optimizer={"name": "adafactor"}, training=training, **sections)
     with pytest.raises(ConfigError, match=r"optimizer.name.*adamw"):
-        build_engine(TinyModel(), config, make_draws, Ranks())
-
-
-@pytest.mark.parametrize(
-    ("zero", "message"),
-    [
-        ({"round_robin_gradients": True}, "zero_optimization.round_robin_gradients: true .*set it to false"),
-        ({"offload_param": {"device": "nvme"}}, 'offload_param.device: "nvme" .*set it to "cpu"'),
-        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio: 0.5 .*set it to 1.0"),
-    ],
-)
-def test_what_checkpoints_cannot_follow_is_refused(tmp_path: Path, zero: dict[str, Any], message: str) -> None:
-    config = tiny_config(tmp_path, "deepspeed", deepspeed={"zero_optimization": {"stage": 3, **zero}})
-    with pytest.raises(ConfigError, match=message):
         build_engine(TinyModel(), config, make_draws, Ranks())
 
 

@@ -14,12 +14,13 @@ from megasparse.data.batches import Step
 from megasparse.errors import TrainingError
 from megasparse.training.engine import build_engine
 from megasparse.training.loop import train
-from megasparse.training.monitor import Monitor, cut_metrics
+from megasparse.training.monitor import Monitor
 from megasparse.training.ranks import Ranks
 from megasparse.training.resume import find_start
 from megasparse.training.run_folder import list_checkpoints
 from megasparse.training.saving import Saver
 from megasparse.training.schedule import learning_rate
+from megasparse.training.watch import Watch
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 
 
@@ -32,6 +33,7 @@ def launch(
     model: TinyModel | None = None,
     interrupt_after: int | None = None,
     stop_at: int | None = None,
+    watch: Watch = Watch(),  # noqa: B008
 ) -> list[int]:
     """As launch/pretrain.py; returns the steps at which it evaluated."""
     evaluated = []
@@ -47,7 +49,7 @@ def launch(
     if interrupt_after is not None:
         batches = interrupted(batches, interrupt_after - first)
     with Monitor(config, Ranks(), first, flops_per_token=1e6) as monitor:
-        train(engine, config, batches, Saver(config, Ranks(), "data", {}), monitor, first, evaluate, stop_at)
+        train(engine, config, batches, Saver(config, Ranks(), "data", {}), monitor, start, evaluate, stop_at, watch)
     return evaluated
 
 
@@ -145,16 +147,6 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
 def test_the_last_step_is_saved_even_without_an_interval(tmp_path: Path) -> None:
     launch(tiny_config(tmp_path, checkpoint={"every": 0}, training={"steps": 7}))
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000007"]
-
-
-def test_cutting_metrics_drops_later_and_broken_lines(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    cut_metrics(path, 3)
-    assert not path.exists()
-    path.write_text('{"step": 1}\n{"step": 2, "x": 0.1}\nrubbish\n{"step": 3}\n{"step": 4}\n[5]\n{"step": 2')
-    cut_metrics(path, 3)
-    assert path.read_text() == '{"step": 1}\n{"step": 2, "x": 0.1}\n{"step": 3}\n'
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Config:
     config = tiny_config(tmp_path / "run", checkpoint={"keep": 3})
     engine = build_engine(TinyModel(), config, make_draws, Ranks())
     for step in (1, 2, 3):
-        Saver(config, Ranks(), "data", BYTES).save(engine, step, step * 8)
+        Saver(config, Ranks(), "data", BYTES).save(engine, step, step * 8, {})
     return config
 
 
@@ -49,14 +49,57 @@ def test_never_does_not_overwrite_a_run(run: Config) -> None:
         start(run, "never")
 
 
-@pytest.mark.parametrize("hint", [None, b"", b"00000099\n", b"../../etc\n", b"\0" * 10_000])
-def test_the_hint_is_never_trusted(run: Config, hint: bytes | None) -> None:
+def missing(latest: Path) -> None:
+    pass
+
+
+def link(latest: Path) -> None:
+    latest.symlink_to(latest.with_name("00000001"))
+
+
+def folder(latest: Path) -> None:
+    latest.mkdir()
+
+
+def text(contents: bytes) -> Callable[[Path], Any]:
+    return lambda latest: latest.write_bytes(contents)
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [missing, link, folder]
+    + [text(t) for t in (b"", b"00000001\n", b"00000099\n", b"../../etc\n", b"\0", b"7" * 10_000, b"\0" * 10_000)],
+)
+def test_C7_the_hint_is_never_trusted(run: Config, hint: Callable[[Path], Any]) -> None:
     latest = checkpoints(run) / "latest"
     latest.unlink()
-    if hint is not None:
-        latest.write_bytes(hint)
+    hint(latest)
     found = start(run)
     assert found is not None and found.step == 3
+
+
+def file_entry(path: Path) -> None:
+    path.write_text("")
+
+
+def link_entry(path: Path) -> None:
+    path.symlink_to(path.with_name("00000003"))
+
+
+def dangling_entry(path: Path) -> None:
+    path.symlink_to(path.with_name("nowhere"))
+
+
+@pytest.mark.parametrize("entry", [file_entry, link_entry, dangling_entry, Path.mkdir])
+def test_C7_a_numbered_entry_that_is_no_checkpoint_is_refused_by_name(
+    run: Config, entry: Callable[[Path], None]
+) -> None:
+    entry(checkpoints(run) / "00000004")
+    with pytest.raises(CheckpointError, match=r"00000004.*damaged.*--resume \S*00000003") as caught:
+        start(run)
+    found = start(run, str(caught.value).rpartition("--resume ")[2])
+    assert found is not None and found.step == 3
+    assert not (checkpoints(run) / "00000004").exists(), "what is later was set aside"
 
 
 def truncate(path: Path) -> None:
@@ -68,7 +111,7 @@ def forget(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, forget])
-def test_a_damaged_newest_is_refused_and_an_older_one_named(run: Config, damage: Callable[[Path], None]) -> None:
+def test_C6_a_damaged_newest_is_refused_and_an_older_one_named(run: Config, damage: Callable[[Path], None]) -> None:
     damage(checkpoints(run) / "00000003")
     damage(checkpoints(run) / "00000002")
     with pytest.raises(CheckpointError, match=r"00000003.*damaged.*--resume \S*00000001") as caught:
@@ -81,9 +124,10 @@ def test_a_damaged_newest_is_refused_and_an_older_one_named(run: Config, damage:
     assert find_newest(checkpoints(run)) == checkpoints(run) / "00000001"
 
 
-def test_when_all_are_damaged_the_run_does_not_start_at_zero(run: Config) -> None:
+@pytest.mark.parametrize("damage", [truncate, forget])
+def test_C7_when_all_are_damaged_the_run_does_not_start_at_zero(run: Config, damage: Callable[[Path], None]) -> None:
     for path in checkpoints(run).glob("0*"):
-        truncate(path)
+        damage(path)
     with pytest.raises(CheckpointError, match="no older complete checkpoint"):
         start(run)
 
@@ -94,33 +138,35 @@ def test_another_runs_checkpoint_starts_a_new_directory_only(run: Config, tmp_pa
     assert found is not None and found.step == 3
     own = tiny_config(tmp_path / "own")
     engine = build_engine(TinyModel(), own, make_draws, Ranks())
-    Saver(own, Ranks(), "data", BYTES).save(engine, 7, 56)
+    Saver(own, Ranks(), "data", BYTES).save(engine, 7, 56, {})
     with pytest.raises(CheckpointError, match=r"checkpoints of its own.*Choose another run.directory"):
         start(own, newest)
 
 
-def test_an_edited_configuration_is_refused_key_by_key(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    edited = tiny_config(
-        run.run.directory, optimizer={"learning_rate": 0.02}, model={"attention": {"pattern": ["full"]}}
-    )
+def test_C11_an_edited_configuration_is_refused_key_by_key(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = {"attention": {"pattern": ["full"]}, "layers": 3, "vocabulary": 300}
+    edited = tiny_config(run.run.directory, optimizer={"learning_rate": 0.02}, model=changed)
     with pytest.raises(CheckpointError) as caught:
         start(edited)
     message = str(caught.value)
     assert 'model.attention.pattern: ["local", "local", "lsh", "local"] -> ["full"]' in message
     assert "optimizer.learning_rate: 0.01 -> 0.02" in message
+    assert "model.layers: 12 -> 3" in message and "model.vocabulary: 256 -> 300" in message
     assert "Put them back, choose another run.directory" in message and "--allow-changed-config" in message
     assert "checkpoint.keep" not in message
     found = start(edited, allow_changed_config=True)
     assert found is not None and found.step == 3
-    assert "optimizer.learning_rate: 0.01 -> 0.02" in capsys.readouterr().err
+    logged = capsys.readouterr().err
+    assert "as asked" in logged and "optimizer.learning_rate: 0.01 -> 0.02" in logged and "model.layers" in logged
 
 
-def test_what_does_not_change_the_run_may_be_edited(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
+def test_C11_what_does_not_change_the_run_may_be_edited(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
     edited = tiny_config(
         run.run.directory,
         "deepspeed",
-        training={"steps": 40, "micro_batch": 4},
-        data={"path": "elsewhere", "prefetch": 0},
+        run={"hang_timeout": 5.0, "deterministic": True},
+        training={"steps": 40, "micro_batch": 4, "skip_loss_spikes": True, "max_skipped_steps": 3},
+        data={"path": "elsewhere", "prefetch": 0, "max_damaged": 0.5},
         checkpoint={"keep": 9},
         evaluation={"every": 3},
         logging={"every": 3},
@@ -130,8 +176,26 @@ def test_what_does_not_change_the_run_may_be_edited(run: Config, capsys: pytest.
     assert "training.steps: 20 -> 40" in capsys.readouterr().err
 
 
-def test_other_data_or_another_tokenizer_is_refused(run: Config) -> None:
-    with pytest.raises(CheckpointError, match=r"data was data, is now other.*data.path"):
-        start(run, data="other")
-    with pytest.raises(CheckpointError, match="tokenizer"):
-        start(run, tokenizer={"name": "bytes", "sha256": "c"})
+@pytest.mark.parametrize("allowed", [False, True])
+def test_C11_other_data_or_another_tokenizer_is_refused_even_where_the_configuration_may_change(
+    run: Config, allowed: bool
+) -> None:
+    with pytest.raises(CheckpointError, match=r'other data: data: "data" -> "other"\. Point data.path'):
+        start(run, data="other", allow_changed_config=allowed)
+    with pytest.raises(CheckpointError, match=r'other data: tokenizer.sha256: "b" -> "c"\. Point'):
+        start(run, tokenizer={"name": "bytes", "sha256": "c"}, allow_changed_config=allowed)
+
+
+def test_what_cannot_be_set_aside_is_told(run: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(CheckpointError, match=r"00000003, later than .* cannot be renamed: Permission denied"):
+        start(run, str(checkpoints(run) / "00000002"))
+
+
+def test_opening_says_that_it_gets_on(run: Config) -> None:
+    told: list[str] = []
+    assert find_start("auto", Saver(run, Ranks(), "data", BYTES, told.append)) is not None
+    assert told == [f"verifying {checkpoints(run) / '00000003'}"]

@@ -1,8 +1,10 @@
 """Saving: a crash at any moment leaves the newest complete checkpoint whole."""
 
 import dataclasses
+import json
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megasparse.errors import CheckpointError
-from megasparse.training import saving
+from megasparse.errors import CheckpointError, TrainingError
+from megasparse.training import rank_file, saving
 from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.engine import Engine, build_engine
+from megasparse.training.manifest import MANIFEST, seal
 from megasparse.training.ranks import Ranks
 from megasparse.training.resume import find_start
 from megasparse.training.run_folder import find_newest, list_checkpoints
@@ -26,12 +29,26 @@ class Killed(BaseException):
     """As SIGKILL: nothing of ours may catch it and clean up."""
 
 
-def prepare(folder: Path) -> tuple[Saver, Engine]:
-    config = tiny_config(folder, checkpoint={"keep": 2})
+class AtOnce(threading.Thread):
+    """A thread whose work is done before `start` returns, and whose death is that of its process."""
+
+    def start(self) -> None:
+        self.run()
+
+    def is_alive(self) -> bool:
+        return False
+
+
+def prepare(folder: Path, **checkpoint: Any) -> tuple[Saver, Engine]:
+    config = tiny_config(folder, checkpoint={"keep": 2, **checkpoint})
     return Saver(config, Ranks(), "data", {}), build_engine(TinyModel(), config, make_draws, Ranks())
 
 
-def die_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> Callable[[], int]:
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def die_at(monkeypatch: pytest.MonkeyPatch, saver: Saver, moment: int) -> Callable[[], int]:
     """Die just before the file system's `moment`-th change, counted from 0; returns the number of changes so far."""
     count = 0
 
@@ -45,54 +62,99 @@ def die_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> Callable[[], int]:
 
         return instead
 
-    for owner, name in (
-        (os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"),
-        (Path, "open"), (Path, "rename"), (Path, "mkdir"), (saving.shutil, "rmtree"),
-    ):  # fmt: skip
-        monkeypatch.setattr(owner, name, dying(getattr(owner, name)))
+    for name in ("open", "fdopen", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
+        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+    monkeypatch.setattr(saving.shutil, "rmtree", dying(saving.shutil.rmtree))
+    monkeypatch.setattr(saver, "progress", dying(saver.progress))  # between two blocks of a file
     return lambda: count
 
 
-def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_C2_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
     moment, finished, outcomes = 0, False, []
     while not finished:
-        saver, engine = prepare(tmp_path / str(moment))
+        saver, engine = prepare(tmp_path / str(moment), asynchronous=asynchronous)
         for step in (1, 2):
-            saver.save(engine, step, step * 8)
+            saver.save(engine, step, step * 8, {})
+            saver.finish()
         with pytest.MonkeyPatch.context() as patch:
-            die_at(patch, moment)
+            patch.setattr(threading, "Thread", AtOnce)
+            die_at(patch, saver, moment)
             try:
-                saver.save(engine, 3, 24)
+                saver.save(engine, 3, 24, {})
+                saver.finish()
                 finished = True
             except Killed:
                 pass
         complete = [Checkpoint.open(path).step for path in list_checkpoints(saver.directory)]
         assert complete in ([1, 2], [1, 2, 3], [2, 3])
         outcomes.append(complete)
-        start = find_start("auto", saver)
+        start = find_start("auto", Saver(saver.config, Ranks(), "data", {}))
         assert start is not None and start.step == complete[-1]
         assert not list(saver.directory.glob(".tmp-*")), "the next start cleans up"
         moment += 1
-    assert moment > 10 and outcomes[0] == [1, 2] and outcomes[-1] == [2, 3] and [1, 2, 3] in outcomes
+    assert moment > 15 and outcomes[0] == [1, 2] and outcomes[-1] == [2, 3] and [1, 2, 3] in outcomes
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     saver, engine = prepare(tmp_path)
     for step in range(1, 6):
-        assert saver.save(engine, step, step * 8).name == f"{step:08d}"
-    assert [path.name for path in list_checkpoints(saver.directory)] == ["00000004", "00000005"]
+        assert saver.save(engine, step, step * 8, {}) == saver.directory / f"{step:08d}"
+    assert names(saver.directory) == ["00000004", "00000005", "latest"]
     assert (saver.directory / "latest").read_text() == "00000005\n"
-    assert sorted(path.name for path in saver.directory.iterdir()) == ["00000004", "00000005", "latest"]
 
 
-def test_what_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+def test_the_newest_is_kept_beside_a_stranger_of_a_later_step(tmp_path: Path) -> None:
+    saver, engine = prepare(tmp_path, keep=1)
+    (saver.directory / "99999999").mkdir(parents=True)
+    for step in (1, 2):
+        saver.save(engine, step, step * 8, {})
+    assert names(saver.directory) == ["00000002", "99999999", "latest"]
+
+
+def test_what_could_not_be_cleaned_up_goes_with_the_next_save(tmp_path: Path) -> None:
     saver, engine = prepare(tmp_path)
-    saver.save(engine, 1, 8)
+    (saver.directory / ".tmp-00000001-a").mkdir(parents=True)
+    (saver.directory / ".tmp-latest-b").write_text("")
+    (saver.directory / ".tmp-link").symlink_to(tmp_path)
+    saver.save(engine, 2, 16, {})
+    assert names(saver.directory) == ["00000002", "latest"] and tmp_path.exists()
+
+
+def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
+    saver, engine = prepare(tmp_path)
+    path = saver.save(engine, 1, 8, {})
+    assert path is not None
+    before = (path / MANIFEST).read_bytes()
+    with pytest.raises(CheckpointError, match="00000001: exists already"):
+        saver.save(engine, 1, 8, {})
+    assert (path / MANIFEST).read_bytes() == before and names(saver.directory) == ["00000001", "latest"]
+
+
+def test_the_loops_state_comes_back_exactly(tmp_path: Path) -> None:
+    saver, engine = prepare(tmp_path)
+    state = {"losses": [0.1, 1 / 3, 5e-324, 1.7976931348623157e308], "skipped": 3, "deep": {"names": ["ä", None]}}
+    path = saver.save(engine, 1, 8, state)
+    assert path is not None and Checkpoint.open(path).state == state
+    manifest = json.loads((path / MANIFEST).read_text())
+    del manifest["state"]  # as an older version wrote it
+    (path / MANIFEST).write_text(seal(manifest))
+    assert Checkpoint.open(path).state == {}
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_N2_what_is_not_finite_is_not_saved(tmp_path: Path, number: float, asynchronous: bool) -> None:
+    saver, engine = prepare(tmp_path, asynchronous=asynchronous)
+    saver.save(engine, 1, 8, {})
+    saver.finish()
     with torch.no_grad():
-        engine.module.get_parameter("hidden.bias")[2] = float("nan")
-    with pytest.raises(CheckpointError, match=r"weight of hidden.bias holds a number that is not finite"):
-        saver.save(engine, 2, 16)
-    assert sorted(path.name for path in saver.directory.iterdir()) == ["00000001", "latest"]
+        engine.module.get_parameter("hidden.bias")[2] = number
+    with pytest.raises(TrainingError, match=r"weight of hidden.bias holds a number that is not finite") as caught:
+        saver.save(engine, 2, 16, {})
+        saver.finish()
+    assert caught.value.exit_code == 4
+    assert names(saver.directory) == ["00000001", "latest"]
     assert Checkpoint.open(find_newest(saver.directory) or "").step == 1
 
 
@@ -102,42 +164,65 @@ def test_pieces_that_do_not_add_up_are_not_saved(tmp_path: Path, monkeypatch: py
     for wrong in (fragments[1:] + fragments[2:3], [dataclasses.replace(fragments[0], start=1), *fragments[1:]]):
         monkeypatch.setattr(engine, "fragments", lambda wrong=wrong: wrong)
         with pytest.raises(CheckpointError, match=r"was not saved.*weight of"):
-            saver.save(engine, 1, 8)
-    assert find_newest(saver.directory) is None
+            saver.save(engine, 1, 8, {})
+    assert names(saver.directory) == []
 
 
-@pytest.mark.parametrize("call", range(5))
-def test_a_disk_that_refuses_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """The `call`-th fsync of a save fails: of a file, of the manifest, of a directory."""
+def test_files_are_ordinary_safetensors(tmp_path: Path) -> None:
     saver, engine = prepare(tmp_path)
-    saver.save(engine, 1, 8)
-    calls, fsync = 0, os.fsync
-
-    def full(descriptor: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == call + 1:
-            raise OSError(28, "No space left on device")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
-    if call == 4:  # of `latest`, when the new checkpoint is complete: only told
-        saver.save(engine, 2, 16)
-        return
-    with pytest.raises(CheckpointError, match=r"No space left on device \([\d,]+ bytes free\)"):
-        saver.save(engine, 2, 16)
-    assert not list(saver.directory.glob(".tmp-*"))
-    assert all(Checkpoint.open(path) for path in list_checkpoints(saver.directory))
-
-
-def test_files_are_ordinary_safetensors_and_not_writable_by_all(tmp_path: Path) -> None:
-    saver, engine = prepare(tmp_path)
-    path = saver.save(engine, 1, 8)
+    path = saver.save(engine, 1, 8, {})
+    assert path is not None
     stored = load_file(path / "rank-00000.safetensors")
     weights = Checkpoint.open(path).manifest["tensors"]["weight"]
     for name, parameter in engine.module.named_parameters():
         (piece,) = weights[name]["pieces"]
         assert torch.equal(stored[piece["key"]], parameter.detach().view(-1))
         assert weights[name]["shape"] == list(parameter.shape)
-    for entry in (path, *path.iterdir()):
-        assert not entry.stat().st_mode & stat.S_IWOTH
+
+
+def test_large_tensors_are_written_in_blocks_and_each_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, engine = prepare(tmp_path)
+    whole = saver.save(engine, 1, 8, {})
+    assert whole is not None
+    monkeypatch.setattr(rank_file, "BLOCK", 100)
+    monkeypatch.setattr(rank_file, "SYNC_EVERY", 4096)
+    told: list[str] = []
+    saver.progress = told.append
+    cut = saver.save(engine, 2, 16, {})
+    assert cut is not None
+    assert (cut / "rank-00000.safetensors").read_bytes() == (whole / "rank-00000.safetensors").read_bytes()
+    assert told == ["saving step 2"] * sum(-(-f.numel // 100) for f in engine.fragments())
+    told.clear()
+    Checkpoint.open(cut, progress=told.append)
+    assert told == [f"verifying {cut}"]
+
+
+@pytest.mark.parametrize("umask", [0, 0o027, 0o077])
+def test_X5_nothing_is_writable_by_others_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    saver, engine = prepare(tmp_path / "run")
+    before = os.umask(umask)
+    try:
+        path = saver.save(engine, 1, 8, {})
+    finally:
+        os.umask(before)
+    assert path is not None
+    for entry in (tmp_path / "run", saver.directory, *saver.directory.iterdir(), *path.iterdir()):
+        mode = stat.S_IMODE(entry.stat().st_mode)
+        assert mode == (0o755 if entry.is_dir() else 0o644) & ~umask, entry
+
+
+def test_X5_a_planted_link_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, engine = prepare(tmp_path / "run")
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    saver.directory.mkdir(parents=True)
+    (saver.directory / "latest").symlink_to(victim)
+    assert saver.save(engine, 1, 8, {}) is not None
+    assert victim.read_text() == "precious" and not (saver.directory / "latest").is_symlink()
+    monkeypatch.setattr(saving.uuid, "uuid4", lambda: type("Guessed", (), {"hex": "0"}))
+    guessed = saver.directory / ".tmp-00000002-0"
+    guessed.mkdir()
+    (guessed / "rank-00000.safetensors").symlink_to(victim)
+    with pytest.raises(CheckpointError, match="was not saved"):
+        saver.save(engine, 2, 16, {})
+    assert victim.read_text() == "precious"

@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import time
 import urllib.error
 import urllib.request
 from http.client import HTTPException, HTTPResponse
@@ -12,12 +14,12 @@ from urllib.parse import unquote, urlsplit
 
 from tqdm import tqdm
 
-from megasparse.data.files import replacing, sync_folder
-from megasparse.data.index import file_sha256
+from megasparse.data.files import file_sha256, replacing, sync_folder
 from megasparse.errors import ConfigError, DataError
 
 PIECE = 1 << 20
 TIMEOUT_SECONDS = 60
+LEAST_BYTES = 60_000  # that must come in each such time: a server that drips would hold us up for ever
 
 
 def is_url(location: str) -> bool:
@@ -32,7 +34,8 @@ def download(url: str, folder: Path) -> Path:
     """The local copy of `url` in `folder`, downloaded unless it is there already.
 
     Beside it NAME.json records the URL and the sha256 of what came. Raises DataError when the server refuses, the
-    connection ends early (the next call goes on from there), or the copy was altered since.
+    connection ends early or hardly gets on (the next call goes on from there), the disk has no room for what the
+    server announces, or the copy was altered since.
     """
     name = unquote(urlsplit(url).path).rsplit("/", 1)[-1]
     name = f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{re.sub(r'[^A-Za-z0-9._-]', '_', name)[-120:]}"
@@ -72,14 +75,20 @@ def _fetch(url: str, partial: Path, validator: Path) -> None:
     with response:
         have = _resumed_at(response, have)
         total = have + _length(response)
+        _check_room(partial.parent, total - have)
         with partial.open("r+b" if have else "wb") as file:
             _remember(validator, response)  # after the truncation: what it names is always what is in the file
             file.seek(have)
             file.truncate()
             with tqdm(desc="downloading", total=total, initial=have, unit="B", unit_scale=True, disable=None) as bar:
-                while have < total and (piece := response.read(min(PIECE, total - have))):
+                due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
+                while have < total and (piece := response.read1(min(PIECE, total - have))):
                     have += file.write(piece)
                     bar.update(len(piece))
+                    if time.monotonic() > due:
+                        if have < min(enough, total):
+                            raise TimeoutError(f"less than {LEAST_BYTES:,} bytes came in {TIMEOUT_SECONDS} s")
+                        due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
             file.flush()
             os.fsync(file.fileno())
     if have < total:
@@ -112,6 +121,12 @@ def _length(response: HTTPResponse) -> int:
     if length is None:
         raise ValueError("the server does not say how long the file is")
     return int(length)
+
+
+def _check_room(folder: Path, wanted: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if wanted > free:
+        raise OSError(f"the server announces {wanted:,} bytes more, the disk has {free:,} free")
 
 
 def _opener() -> urllib.request.OpenerDirector:

@@ -1,13 +1,16 @@
+import contextlib
 import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
+from megasparse.data.corpora import download as download_module
 from megasparse.data.corpora.download import download
 from megasparse.errors import DataError
 
@@ -21,6 +24,8 @@ class Server(HTTPServer):
     cut: int | None = None  # bytes after which the connection ends
     ranges = True
     etag = '"1"'
+    claimed = 0  # bytes that it says there are more than there are
+    pause = 0.0  # seconds between any two bytes
     requests: list[str | None]
 
     def url(self, path: str = "/corpus.txt") -> str:
@@ -51,11 +56,17 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.send_response(200)
         if self.path != "/unknown-length":
-            self.send_header("Content-Length", str(len(self.server.body) - start))
+            self.send_header("Content-Length", str(len(self.server.body) - start + self.server.claimed))
         self.send_header("ETag", self.server.etag)
         self.end_headers()
         stop = None if self.server.cut is None else start + self.server.cut
-        self.wfile.write(self.server.body[start:stop])
+        if not self.server.pause:
+            self.wfile.write(self.server.body[start:stop])
+            return
+        with contextlib.suppress(OSError):
+            for byte in self.server.body[start:stop]:
+                self.wfile.write(bytes([byte]))
+                time.sleep(self.server.pause)
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -123,8 +134,42 @@ def test_no_server(tmp_path: Path) -> None:
         download("http://127.0.0.1:9/x", tmp_path)
 
 
-def test_an_altered_copy_is_refused(server: Server, tmp_path: Path) -> None:
+def test_D6_an_altered_copy_is_refused(server: Server, tmp_path: Path) -> None:
     copy = download(server.url(), tmp_path)
     copy.write_bytes(BODY[:-1])
     with pytest.raises(DataError, match="altered"):
         download(server.url(), tmp_path)
+
+
+def test_D6_more_than_the_disk_holds_is_refused_before_it_comes(server: Server, tmp_path: Path) -> None:
+    server.claimed = 1 << 60
+    with pytest.raises(DataError, match=r"announces [\d,]+ bytes more, the disk has [\d,]+ free"):
+        download(server.url(), tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == 0
+
+
+def test_D6_a_server_that_drips_is_given_up_and_gone_on_with(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", 1.0)
+    server.pause = 0.01
+    with pytest.raises(DataError, match=r"less than 60,000 bytes came in 1\.0 s .*goes on from there"):
+        download(server.url(), tmp_path)
+    server.pause = 0.0
+    assert download(server.url(), tmp_path).read_bytes() == BODY
+    assert server.requests[1] is not None  # a Range: what had come was kept
+
+
+def test_D6_a_server_that_says_nothing_is_given_up(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", 0.3)
+    server.pause = 1.0
+    with pytest.raises(DataError, match="timed out"):
+        download(server.url(), tmp_path)
+
+
+def test_D6_a_small_file_may_come_slowly(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", 1.0)
+    server.body, server.pause = b"abc", 0.6
+    assert download(server.url(), tmp_path).read_bytes() == b"abc"

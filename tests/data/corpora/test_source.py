@@ -86,16 +86,18 @@ def test_a_zip_member_with_a_flipped_bit_is_named(tmp_path: Path) -> None:
         open_source(path)
 
 
-@pytest.mark.parametrize("url", ["ftp://x/y", "file:///etc/passwd", "data://x"])
-def test_other_urls_are_refused(url: str) -> None:
+@pytest.mark.parametrize("url", ["ftp://x/y", "pipe://touch marker", "file:///etc/passwd", "data://x"])
+def test_D6_other_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--source"):
         Source.open([url], None, Path("/nowhere"))
 
 
-@pytest.mark.parametrize("path", ["no/such/file", "pipe:cat /etc/passwd"])
-def test_a_missing_source_is_named(path: str) -> None:
+@pytest.mark.parametrize("path", ["no/such/file", "pipe:touch marker", "| touch marker"])
+def test_D6_a_missing_source_or_a_command_is_named(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="there is no such file or folder"):
         Source.open([path], None, Path("/nowhere"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:

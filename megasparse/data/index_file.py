@@ -1,0 +1,153 @@
+"""index.json as it is on disk: its entries, and how it is read. It may come from anyone: nothing in it is believed."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megasparse.errors import DataError
+
+INDEX_FILE = "index.json"
+AGAIN = "Prepare the data again with tools/prepare_data.py: it rewrites what is damaged"
+ANEW = "Delete the folder and prepare the data again with tools/prepare_data.py"
+MOST_BYTES = 1 << 30  # of index.json: 50 million samples take less
+MOST_SAMPLES = 1 << 21  # of a shard
+LONGEST_TEXT = 8 * MOST_SAMPLES  # a name or entry, in characters: what the crc32 of that many samples take
+
+Count = Annotated[int, Field(ge=1, le=1 << 50)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Entry(BaseModel):
+    """A part of index.json: nothing unknown in it, nothing coerced."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Shard(Entry):
+    """One tar file of samples."""
+
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\.tar$")]  # a plain name: never a path
+    samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    tokens: Count
+    bytes: Count
+    """Size of the tar file."""
+    sha256: Sha256
+    """Of the tar file."""
+    crc32: Annotated[str, Field(pattern=r"^[0-9a-f]+$")] | None = None
+    """zlib.crc32 of each sample, 8 digits each, in order. Folders prepared by earlier versions have none."""
+
+
+class Split(Entry):
+    """The shards of one split, in the order of the corpus."""
+
+    tokens: Count
+    samples: Count
+    shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
+
+
+class TokenizerEntry(Entry):
+    """Which tokenizer the tokens were made with."""
+
+    name: str
+    sha256: Sha256
+
+
+class IndexFile(Entry):
+    """index.json as it is on disk."""
+
+    format: Literal[1] = 1
+    tokenizer: TokenizerEntry
+    corpus: str
+    command: str
+    """The command that made the folder."""
+    source: dict[str, Any]
+    """Where the corpus came from: as the user named it, with the size and sha256 of its text."""
+    settings: dict[str, Any]
+    """How it was cut."""
+    splits: Annotated[dict[str, Split], Field(min_length=1)]
+
+
+File = TypeVar("File", bound=IndexFile)
+
+
+def parse(path: Path, kind: type[File]) -> File:
+    """Read and check an index file. Raises DataError naming the entry that is wrong.
+
+    Memory is bounded by the file's size, and that by MOST_BYTES.
+    """
+    raw = _read(path)
+    try:
+        _check_json(raw)
+        file = kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise DataError(path, f"{_short(where)}: {_short(first['msg'])}", ANEW) from None
+    except RecursionError:
+        raise DataError(path, "its JSON is nested too deeply to be an index", ANEW) from None
+    except ValueError as error:  # among them JSONDecodeError and UnicodeDecodeError
+        raise DataError(path, f"it is not the JSON of an index: {_short(str(error))}", ANEW) from None
+    _check_counts(path, file)
+    return file
+
+
+def _read(path: Path) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a fifo must not hold us up
+        with open(descriptor, "rb") as stream:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise DataError(path, "this is not a regular file", ANEW)
+            if status.st_size > MOST_BYTES:
+                raise DataError(
+                    path, f"{status.st_size:,} bytes are too many for an index (at most {MOST_BYTES:,})", ANEW
+                )
+            return stream.read(status.st_size)
+    except OSError as error:
+        raise DataError(path, f"cannot be read: {error.strerror}", "Check the path and its permissions") from None
+
+
+def _check_json(raw: bytes) -> None:
+    """Raises ValueError for what JSON parsers take in different ways, RecursionError for too deep a nesting."""
+    json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f'"{key[:60]}" is given twice')
+        for text in (key, value):
+            if isinstance(text, str) and len(text) > LONGEST_TEXT:
+                raise ValueError(f'"{key[:60]}" is or has a text of {len(text):,} characters')
+        found[key] = value
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _short(text: str) -> str:
+    """What the file made us say, on one line."""
+    return text if len(text) <= 200 and text.isprintable() else ascii(text[:200])
+
+
+def _check_counts(path: Path, file: IndexFile) -> None:
+    seen: set[str] = set()
+    for name, split in file.splits.items():
+        for shard in split.shards:
+            if shard.file in seen:
+                raise DataError(path, f"{shard.file} is listed more than once", ANEW)
+            seen.add(shard.file)
+            if shard.crc32 is not None and len(shard.crc32) != 8 * shard.samples:
+                problem = f"crc32 of {shard.file} has {len(shard.crc32)} digits for {shard.samples} samples"
+                raise DataError(path, f"{problem}, 8 each are expected", ANEW)
+        for what in ("tokens", "samples"):
+            total, stated = sum(getattr(shard, what) for shard in split.shards), getattr(split, what)
+            if total != stated:
+                raise DataError(path, f"splits.{_short(name)}.{what} is {stated}, but its shards have {total}", ANEW)

@@ -1,0 +1,57 @@
+"""TensorBoard, which may fail without consequences: metrics.jsonl has every number too."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+
+class Board:
+    """A SummaryWriter that the first trouble switches off until the run is started again.
+
+    tell: called then. first_step: what an earlier process wrote of this step and later ones is hidden.
+    """
+
+    def __init__(self, directory: Path, first_step: int, tell: Callable[[str], None]):
+        self._directory, self._tell = directory, tell
+        self._writer: SummaryWriter | None = None
+        with self._surviving():
+            self._writer = SummaryWriter(str(directory), purge_step=first_step)
+
+    def scalars(self, step: int, scalars: dict[str, float]) -> None:
+        with self._surviving():
+            for name, value in scalars.items():
+                if self._writer is not None:
+                    self._writer.add_scalar(name, value, step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        with self._surviving():
+            if self._writer is not None:
+                self._writer.add_text(name, text, step)
+                self._writer.flush()
+
+    def image(self, step: int, name: str, picture: Tensor) -> None:
+        """picture: (height, width, 3) uint8."""
+        with self._surviving():
+            if self._writer is not None:
+                self._writer.add_image(name, picture.cpu(), step, dataformats="HWC")
+                self._writer.flush()
+
+    def close(self) -> None:
+        with self._surviving():
+            if self._writer is not None:
+                self._writer.close()
+        self._writer = None
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # its background thread's is raised at the next call, of whatever kind it was
+            self._writer = None
+            self._tell(
+                f"{self._directory}: TensorBoard is switched off until the run is started again ({error}). "
+                "metrics.jsonl has every number"
+            )

@@ -1,0 +1,134 @@
+"""A checkpoint's manifest: the text of its file, and how one that may be damaged or forged is read. No torch here."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megasparse.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+RESTORE = "Restore it from a copy, or resume from an older checkpoint with --resume PATH"
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _File(_Part):
+    bytes: _Count
+    sha256: str
+
+
+class _Piece(_Part):
+    file: str
+    key: str
+    start: _Count
+    numel: _Count
+
+
+class _Tensor(_Part):
+    shape: list[_Count]
+    pieces: list[_Piece]
+
+
+class _Manifest(_Part):
+    """What the code relies on; the configuration is checked when it is used."""
+
+    step: _Count
+    sequences: _Count
+    optimizer_steps: _Count
+    state: dict[str, Any] = {}
+    """Absent where an older version wrote it."""
+    config: dict[str, Any]
+    data_fingerprint: str
+    tokenizer: dict[str, str]
+    files: dict[str, _File]
+    tensors: dict[str, dict[str, _Tensor]]
+
+
+def seal(manifest: dict[str, Any]) -> str:
+    """The manifest as the text of its file, with a digest of its own contents."""
+    manifest = {key: value for key, value in manifest.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": digest}, indent=1, sort_keys=True) + "\n"
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint in the folder `path`.
+
+    Raises CheckpointError where there is none, where it has changed since it was written, or where it says what no
+    checkpoint of ours does.
+    """
+    file = path / MANIFEST
+    if path.is_symlink():
+        raise CheckpointError(path, "is a symbolic link, as no checkpoint of ours is", "Give the folder that it names")
+    if not path.is_dir():
+        problem = "is no folder" if path.exists() else "no such checkpoint"
+        raise CheckpointError(path, problem, "Give the folder of one, such as checkpoints/00001000")
+    size_of(file)
+    try:
+        text = file.read_bytes().decode()
+        manifest = json.loads(text)
+        intact = isinstance(manifest, dict) and seal(manifest) == text
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(file, f"cannot be read ({type(error).__name__})", RESTORE) from None
+    if not intact:
+        raise CheckpointError(file, "changed since it was written (sha256 differs)", RESTORE)
+    if manifest.get("format") != FORMAT:
+        problem = f"format {manifest.get('format')}, this version of megasparse reads {FORMAT}"
+        raise CheckpointError(file, problem, "Use the version of megasparse that wrote it")
+    if (strange := _strange(manifest)) is not None:
+        raise CheckpointError(file, f"{strange}, which no checkpoint of ours has", "Do not trust it")
+    return manifest
+
+
+def size_of(file: Path) -> int:
+    """Bytes of a checkpoint's file. Raises CheckpointError where it is missing, a link or a pipe."""
+    try:
+        status = os.lstat(file)
+    except FileNotFoundError:
+        raise CheckpointError(file, "missing", RESTORE) from None
+    except OSError as error:
+        raise CheckpointError(file, f"cannot be read ({error.strerror})", RESTORE) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(file, "is no regular file", RESTORE)
+    return status.st_size
+
+
+def gap(tensor: dict[str, Any]) -> str | None:
+    """Where an entry's pieces do not follow each other to the end of the tensor, without gap or overlap."""
+    end = 0
+    for piece in sorted(tensor["pieces"], key=lambda piece: piece["start"]):
+        if piece["start"] != end:
+            return f"a piece that starts at {piece['start']} after one that ended at {end}"
+        end += piece["numel"]
+    return None if end == math.prod(tensor["shape"]) else f"{end} numbers for the shape {tensor['shape']}"
+
+
+def _strange(manifest: dict[str, Any]) -> str | None:
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    for name in manifest["files"]:
+        if not re.fullmatch(r"rank-\d{5,}\.safetensors", name):
+            return f"names a file {name!r}"
+    for kind, tensors in manifest["tensors"].items():
+        for name, tensor in tensors.items():
+            if (problem := gap(tensor)) is not None:
+                return f"{kind} of {name}: {problem}"
+            for piece in tensor["pieces"]:
+                if piece["file"] not in manifest["files"]:
+                    return f"{kind} of {name}: a piece in a file {piece['file']!r}"
+    return None

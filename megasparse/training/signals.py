@@ -1,0 +1,107 @@
+"""Being asked to stop: by a signal, or by the end of the launcher that started this rank.
+
+What asks is noticed by a thread, through the byte that Python's own C handler writes for each signal: the main thread
+may be inside a collective for minutes, and runs no Python until that returns.
+"""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ONE_REQUEST = 0.5
+"""Seconds within which more signals are the same request: launchers send SIGINT and SIGTERM 0.1 s apart."""
+POLL = 0.5
+"""Seconds between looks at the launcher's launcher."""
+PR_SET_PDEATHSIG = 1
+
+
+class StopSignals:
+    """Notes SIGTERM, SIGINT and SIGUSR1; the training loop reads `wanted` and stops by itself, saving.
+
+    A second SIGTERM or SIGINT, at least 0.5 s after the first, ends the process at once with exit code 128 + its
+    number; SIGUSR1 never does. SIGUSR2 prints the stacks of all threads, and nothing else. Made on the main thread.
+    """
+
+    wanted: str | None = None
+    """Why to stop ("SIGTERM", "the launcher ended"); None while nobody asked."""
+
+    def __init__(self) -> None:
+        self._parent = os.getppid()
+        self._told = threading.Lock()
+        arrived, arriving = os.pipe()
+        os.set_blocking(arriving, False)
+        signal.set_wakeup_fd(arriving, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_forget)
+        threading.Thread(target=self._listen, args=(arrived,), name="stop signals", daemon=True).start()
+        for number in STOPPING:
+            signal.signal(number, self._handle)
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+
+    def follow_launcher(self) -> None:
+        """Stop when the launcher ends without a word, even by SIGKILL. Without a launcher (no RANK) this does nothing.
+
+        DeepSpeed starts ranks through a process of its own, which outlives its `deepspeed` command: that is followed
+        too.
+        """
+        if "RANK" not in os.environ:
+            return
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGUSR1))
+        if os.getppid() != self._parent:  # it ended before the kernel was asked to tell
+            self._ask("the launcher ended")
+            return
+        with suppress(OSError):
+            if b"deepspeed.launcher.launch" in Path(f"/proc/{self._parent}/cmdline").read_bytes().split(b"\0"):
+                command = _parent_of(self._parent)
+                threading.Thread(target=self._follow, args=(command,), name="launcher", daemon=True).start()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = self.wanted or self._why(number)
+
+    def _listen(self, arrived: int) -> None:
+        first = None
+        while True:
+            number = os.read(arrived, 1)[0]
+            if number in STOPPING:
+                self._ask(self._why(number))
+            if number in (signal.SIGTERM, signal.SIGINT):
+                now = time.monotonic()
+                first = first or now
+                if now - first >= ONE_REQUEST:
+                    os._exit(128 + number)
+
+    def _why(self, number: int) -> str:
+        ended = number == signal.SIGUSR1 and os.getppid() != self._parent
+        return "the launcher ended" if ended else signal.Signals(number).name
+
+    def _ask(self, why: str) -> None:
+        self.wanted = self.wanted or why
+        if self._told.acquire(blocking=False):  # and never released: told once
+            again = "; once more ends at once" if why in ("SIGTERM", "SIGINT") else ""
+            with suppress(OSError):  # nobody may be reading any more
+                os.write(2, f"{why}: saving and stopping after this step{again}\n".encode())
+
+    def _follow(self, command: int) -> None:
+        with suppress(OSError):  # the launcher itself is gone: the kernel tells
+            while _parent_of(self._parent) == command:
+                time.sleep(POLL)
+            self._ask("the launcher ended")
+
+
+def _forget() -> None:
+    """In a forked child: be like any process, and do not speak through the parent's pipe."""
+    signal.set_wakeup_fd(-1)
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _parent_of(process: int) -> int:
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.split("\nPPid:", 1)[1].split(maxsplit=1)[0])

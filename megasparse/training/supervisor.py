@@ -1,0 +1,279 @@
+"""Start the ranks of this node, pass signals on, end all when one ends badly, and start again where that may help.
+
+A rank leads a session of its own: a terminal's Ctrl-C reaches the supervisor alone, which passes it on once, and a rank
+is ended together with what it has started. A save that a signal asked for may take as long as it takes. No torch here:
+this process must start in no time, and must never be what breaks.
+"""
+
+import argparse
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasparse.config.load import load_config
+from megasparse.errors import HANG, LOST_PEER, ConfigError, StorageError, TrainingError, UserError
+from megasparse.training.run_folder import find_newest
+
+POLL = 0.05
+LAST_WORDS = 3.0
+"""Seconds that the other ranks have to end by themselves once one has ended badly. Then they are killed."""
+NORMAL_END = 60.0
+"""Seconds that the other ranks have once one has ended well, unless a signal has asked all of them to save and stop."""
+AGAIN = 0.5
+"""Seconds after a SIGTERM or SIGINT from which another one means: at once."""
+AT_ONCE = 5.0
+"""Seconds that the ranks then have."""
+FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
+"""Seconds before a restart; doubled with every restart that leads nowhere."""
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+USELESS_TO_RESTART = (UserError.exit_code, TrainingError.exit_code)
+EXIT_CODES = {
+    1: "an error of the program",
+    UserError.exit_code: "a mistake to mend",
+    StorageError.exit_code: "a checkpoint could not be written",
+    TrainingError.exit_code: "training diverged, and would again",
+    HANG: "the run hung",
+    LOST_PEER: "it lost another rank",
+}
+SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
+
+
+def checkpoints_folder(script_arguments: Sequence[str], restarts: int = 0) -> Path:
+    """Where the run that a training script is given by its arguments (--config, --set) has its checkpoints.
+
+    Raises ConfigError where that configuration is wrong (all of it but the `deepspeed` section, which is DeepSpeed's to
+    check, and importing that takes seconds), or where every one of several starts would begin at the same checkpoint.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--config")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--resume", default="auto")
+    args, _ = parser.parse_known_args(script_arguments)
+    if args.config is None:
+        raise ConfigError("--config", "is not given", "Add the run's JSON file to the arguments of the script")
+    if restarts and args.resume != "auto":
+        problem = f"every one of {restarts} restarts would begin there again"
+        raise ConfigError(f"--resume {args.resume}", problem, "Leave out --restarts, or --resume")
+    return Path(load_config(args.config, [*args.set, "deepspeed={}"]).run.directory) / "checkpoints"
+
+
+def reserve_port(host: str, port: int) -> socket.socket:
+    """A socket bound to the port (0: a free one); while it lives, nobody is handed that port by chance.
+
+    With SO_REUSEADDR on both sides, and as this one never listens, rank 0 can listen there nevertheless.
+    Raises OSError where somebody else listens.
+    """
+    reserved = socket.socket()
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, port))
+    except OSError:
+        reserved.close()
+        raise
+    return reserved
+
+
+@dataclass(frozen=True)
+class Place:
+    """The ranks of this node among all, and where they meet. address: (host, port) of rank 0; None on a single node."""
+
+    ranks: int = 1
+    nodes: int = 1
+    node_rank: int = 0
+    address: tuple[str, int] | None = None
+
+    @contextmanager
+    def meeting_point(self) -> Iterator[tuple[str, int]]:
+        """Host and port of rank 0; reserved meanwhile, where that one runs here. Raises UserError where it is taken."""
+        if self.address and self.node_rank > 0:
+            yield self.address
+            return
+        host, port = self.address or ("127.0.0.1", 0)
+        try:
+            reserved = reserve_port("" if self.address else host, port)
+        except OSError as error:
+            mend = "End what listens there (ss -ltnp shows it), or choose another port"
+            raise UserError(f"--address {host}:{port}: the port cannot be had ({error.strerror}). {mend}") from None
+        with reserved:
+            yield host, reserved.getsockname()[1]
+
+    def environment(self, local_rank: int, address: tuple[str, int]) -> dict[str, str]:
+        values: dict[str, object] = {
+            "RANK": self.node_rank * self.ranks + local_rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": self.nodes * self.ranks,
+            "LOCAL_WORLD_SIZE": self.ranks,
+            "LOCAL_SIZE": self.ranks,  # DeepSpeed's name for it
+            "MASTER_ADDR": address[0],
+            "MASTER_PORT": address[1],
+        }
+        return {**os.environ, **{key: str(value) for key, value in values.items()}}
+
+
+class RankProcess:
+    """One rank. It is not reaped before `reap`, so that its number cannot have come to mean another process."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]):
+        self.rank = environment["RANK"]
+        self.process = subprocess.Popen(command, env=environment, start_new_session=True)
+        self.code: int | None = None
+        """Its exit code, or minus the number of the signal that killed it; None while it runs, or if we killed it."""
+        self.ended_at = math.inf
+
+    def ended(self) -> bool:
+        if self.code is None:
+            state = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if state is not None:
+                self.code = state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+                self.ended_at = time.monotonic()
+        return self.code is not None
+
+    def send(self, signum: int) -> None:
+        if not self.ended():
+            os.kill(self.process.pid, signum)
+
+    def kill(self) -> None:
+        """End it and all it has started, stopped ones too."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        self.process.wait()
+
+    def __str__(self) -> str:
+        name = f"rank {self.rank} (pid {self.process.pid})"
+        if self.code is None:
+            return f"{name} was still running {NORMAL_END:g} s after another had ended well, and was killed"
+        if self.code < 0:
+            memory = "; was the machine out of memory?" if self.code == -signal.SIGKILL else ""
+            return f"{name} was killed by {SIGNAL_NAMES.get(-self.code, -self.code)}{memory}"
+        words = f" ({EXIT_CODES[self.code]})" if self.code in EXIT_CODES else ""
+        return f"{name} ended with exit code {self.code}{words}"
+
+
+class Supervisor:
+    """Runs `command` as the ranks of `place` until they end well or a signal has ended them.
+
+    checkpoints: the run's folder of them, which shows its progress. restarts: how often in a row a failure may be
+    followed by another start without a new checkpoint in between.
+    """
+
+    def __init__(self, command: list[str], place: Place, checkpoints: Path, restarts: int = 0):
+        self.command, self.place, self.checkpoints, self.restarts = command, place, checkpoints, restarts
+        self.arrived: list[int] = []
+        """Signals that are still to be passed on, and"""
+        self.forwarded: set[int] = set()
+        """those that were."""
+        self.asked_at: float | None = None
+        """When the first SIGTERM or SIGINT came."""
+        self.insisted: tuple[int, float] | None = None
+        """The second one, and when it came."""
+
+    def run(self) -> int:
+        """The exit code: 0 where all ended well, else that of the rank that caused the end (128 + n: signal n)."""
+        for signum in FORWARDED:
+            signal.signal(signum, lambda number, _: self.arrived.append(number))
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would take the exit codes away
+        failures = 0
+        while True:
+            before = self._newest_step()
+            code, cause = self._run_once()
+            if code == 0:
+                return 0
+            after = self._newest_step()
+            failures = 1 if after > before else failures + 1
+            useless = code in USELESS_TO_RESTART
+            if self.restarts and failures > self.restarts and not useless:
+                where = f"at the same checkpoint {after:08d}" if after >= 0 else "before the first checkpoint"
+                cause = f"stopped: ended {failures} times {where} without getting further; the last cause: {cause}"
+            tell(cause)
+            if failures > self.restarts or useless or self._stopping():
+                return code
+            seconds = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
+            tell(f"starting again in {seconds:g} s (restart {failures} of {self.restarts} without a new checkpoint)")
+            self._wait(seconds)
+            if self._stopping():
+                return code
+
+    def _run_once(self) -> tuple[int, str]:
+        """From the start of the ranks to the end of the last; the exit code, and the cause in words."""
+        ranks: list[RankProcess] = []
+        with self.place.meeting_point() as address:
+            try:
+                for local_rank in range(self.place.ranks):
+                    ranks.append(RankProcess(self.command, self.place.environment(local_rank, address)))
+                while not all([rank.ended() for rank in ranks]) and time.monotonic() < self._limit(ranks):
+                    time.sleep(POLL)
+                    self._forward(ranks)
+            finally:
+                for rank in ranks:
+                    rank.kill()
+                for rank in ranks:
+                    rank.reap()
+        return self._verdict(ranks)
+
+    def _forward(self, ranks: list[RankProcess]) -> None:
+        while self.arrived:
+            signum, now = self.arrived.pop(0), time.monotonic()
+            if signum != signal.SIGUSR1:
+                if self.asked_at is None:
+                    self.asked_at = now
+                elif now < self.asked_at + AGAIN:
+                    continue  # the same request: some launchers send SIGINT and SIGTERM together
+                else:
+                    self.insisted = self.insisted or (signum, now)
+            for rank in ranks:
+                rank.send(signum)
+            self.forwarded.add(signum)
+
+    def _limit(self, ranks: list[RankProcess]) -> float:
+        """When those that still run are killed."""
+        limits = [rank.ended_at + LAST_WORDS for rank in ranks if rank.code]
+        if not self._stopping():
+            limits += [rank.ended_at + NORMAL_END for rank in ranks if rank.code == 0]
+        if self.insisted:
+            limits.append(self.insisted[1] + AT_ONCE)
+        return min(limits, default=math.inf)
+
+    def _verdict(self, ranks: list[RankProcess]) -> tuple[int, str]:
+        if all(rank.code == 0 for rank in ranks):
+            return 0, ""
+        if self.insisted:
+            return 128 + self.insisted[0], f"ended at once, as a second {SIGNAL_NAMES[self.insisted[0]]} asked for"
+        if any(rank.code == -signum for rank in ranks for signum in self.forwarded):
+            return 0, ""  # before it could handle the signal: nothing was running yet that could be saved
+        failed = sorted((rank for rank in ranks if rank.code), key=lambda rank: rank.ended_at)
+        if not failed:
+            return HANG, str(next(rank for rank in ranks if rank.code is None))
+        # A rank that lost another may well be seen first; what the other died of is the cause.
+        cause = next((rank for rank in failed if rank.code != LOST_PEER), failed[0])
+        assert cause.code is not None
+        return cause.code if cause.code > 0 else 128 - cause.code, str(cause)
+
+    def _newest_step(self) -> int:
+        """Step of the newest checkpoint; -1 where there is none, or where the storage cannot tell right now."""
+        try:
+            newest = find_newest(self.checkpoints)
+        except OSError:
+            return -1
+        return int(newest.name) if newest else -1
+
+    def _stopping(self) -> bool:
+        return bool(self.arrived or self.forwarded)
+
+    def _wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._stopping():
+            time.sleep(POLL)
+
+
+def tell(line: str) -> None:
+    print(f"supervisor: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,86 @@
+"""What training asks and tells of the world outside it: whether to stop, and that it is alive."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megasparse.config.schema import RunConfig
+from megasparse.training.ranks import Ranks
+from megasparse.training.signals import StopSignals
+from megasparse.training.watchdog import Watchdog
+
+
+def _never() -> bool:
+    return False
+
+
+def _ignore(doing: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The default is a run that nobody stops or watches."""
+
+    stop_wanted: Callable[[], bool] = _never
+    """Whether this rank knows that the run should save and end. Ranks may learn of it at different steps."""
+    progress: Callable[[str], None] = _ignore
+    """Told what is done next, alike on all ranks: who hangs stands still, and has been told less than the others."""
+    alive: Callable[[str], None] = _ignore
+    """Told the same in work of which ranks may have different parts, such as files."""
+
+
+@contextmanager
+def watching(run: RunConfig, ranks: Ranks, signals: StopSignals) -> Iterator[Watch]:
+    """The watch of a real run: a signal to any rank stops all, and a rank that hangs ends the run."""
+
+    def signalled() -> bool:
+        return signals.wanted is not None
+
+    launch = ranks.gather(uuid.uuid4().hex)[0]
+    directory = Path(run.directory) / "heartbeats"
+    with Watchdog(directory, launch, ranks.rank, ranks.world_size, run.hang_timeout, signalled) as watchdog:
+        yield Watch(lambda: signalled() or watchdog.stop_elsewhere(), watchdog.progress, watchdog.alive)
+
+
+class StopWanted(Exception):
+    """Raised on all ranks together, out of long work that may be left unfinished."""
+
+
+def heed(watch: Watch, ranks: Ranks, doing: str) -> None:
+    """Between pieces of work that can be left out, such as evaluation. All ranks call it equally often.
+
+    Raises StopWanted on every rank if any of them should stop.
+    """
+    watch.progress(doing)
+    if ranks.any(watch.stop_wanted()):
+        raise StopWanted
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """What all ranks know of each other before a step."""
+
+    stop: bool
+    """Some rank was asked to stop."""
+    failed: bool
+    """Some rank has no data for the step."""
+    writing: bool
+    """Some rank is still writing its part of a checkpoint."""
+    skipped: int
+    """Sequences of the step that were skipped as damaged, over all ranks."""
+    seconds: list[float]
+    """What each rank needed for its own part of the step before: reading, and the model's forward passes."""
+
+
+def call_roll(ranks: Ranks, *, stop: bool, failed: bool, writing: bool, skipped: int, seconds: float) -> RollCall:
+    """Every rank's own answers, shared in one small all-reduce, so that all of them do the same next."""
+    answers = torch.zeros(4 + ranks.world_size, dtype=torch.float64)
+    answers[:4] = torch.tensor([stop, failed, writing, skipped], dtype=torch.float64)
+    answers[4 + ranks.rank] = seconds
+    stopping, failing, busy, missing, *each = ranks.sum(answers.to(ranks.device)).tolist()
+    return RollCall(stopping > 0, failing > 0, busy > 0, int(missing), each)

@@ -1,0 +1,293 @@
+"""Notices that a rank makes no progress, says which one and what it was doing, and ends this process.
+
+Each rank rewrites one small file, its heartbeat, and reads those of the others. Only the writer's clock measures how
+long ago its progress was, and only the reader's how long a heartbeat has stood still: no clock is compared across
+hosts. One thread exchanges heartbeats; another judges, because the first may be inside a file system that has stopped
+answering.
+"""
+
+import errno
+import faulthandler
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from megasparse.errors import HANG
+
+SIZE = 4096
+"""Bytes of a heartbeat file, always: rewriting it in place needs no space on a full disk."""
+START = 10
+"""Times the time-out that starting, and the first step, may take."""
+GAPS = 4
+"""Times the longest time between two signs of progress that the limit is at least."""
+NAMED = 8
+"""Ranks named in a verdict, at most."""
+LAST_WORDS = 2.0
+"""Seconds that printing the stacks may take: nobody may be reading stderr."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a rank says of itself."""
+
+    launch: str
+    rank: int
+    host: str
+    pid: int
+    beats: int
+    """Of the thread that writes: it stands still when the process is stopped, gone, or cannot write."""
+    counter: int
+    """Signs of progress so far; the rank with fewest is the one that the others wait for."""
+    age: float
+    """Seconds since the last one."""
+    doing: str
+    stop: bool
+    """Was asked to stop."""
+    limit: float
+    """Seconds without progress after which this rank hangs."""
+    ended: bool
+
+
+class Watchdog:
+    """Around training: `with Watchdog(...) as watchdog`, and `watchdog.progress("step 3, ...")` at every turn.
+
+    It fires when no rank has made progress for its limit: then one line names the rank that is behind, the stacks of
+    all threads go to stderr, and the process exits with errors.HANG. While some rank makes progress, a slow save say,
+    the others wait for it and nobody fires.
+
+    directory: of the heartbeats, the same for all ranks. launch: tells the launches of a run apart, the same on all
+    ranks. timeout: seconds, 0 never fires; ten times as long until a second step begins, and never less than four
+    times the longest time between two calls of `progress` since then. stop_wanted: whether this rank was asked to stop.
+
+    A rank whose main thread holds Python's lock runs no watchdog: a timer of faulthandler's then prints its stacks and
+    ends it, with exit code 1, a second after the limit; the others name it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        launch: str,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        stop_wanted: Callable[[], bool],
+    ):
+        self._directory = directory
+        self._launch, self._rank, self._world_size = launch, rank, world_size
+        self._timeout, self._stop_wanted = timeout, stop_wanted
+        self._period = min(1.0, timeout / 10) if timeout else 1.0
+        self._host, self._began = socket.gethostname(), time.monotonic()
+        self._latest = (0, self._began, "starting")  # counter, when, what; replaced as one, so that it needs no lock
+        self._first_step: str | None = None
+        self._longest: float | None = None  # None: still in the first step
+        self._beats, self._storage_fails = 0, False
+        self._others: list[tuple[Heartbeat, float] | None] = [None] * world_size  # and when it was new to us
+        self._over = threading.Event()
+        self._exchange_thread = threading.Thread(target=self._exchange, name="heartbeats", daemon=True)
+        self._judge_thread = threading.Thread(target=self._judge, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        self._exchange_thread.start()
+        self._judge_thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._judge_thread.join(LAST_WORDS)
+        faulthandler.cancel_dump_traceback_later()
+        # A rank that fails says nothing more: others that go on waiting for it then name it.
+        if error is None:
+            self._write_last(replace(self._own(), ended=True))
+
+    def progress(self, doing: str) -> None:
+        """A sign of progress, and what comes now, "step 12, micro-batch 3". Main thread only; alike on all ranks."""
+        self._note(doing, 1)
+
+    def alive(self, doing: str) -> None:
+        """A sign of life in what other ranks may do less of, or none: a block of a file. Main thread only."""
+        self._note(doing, 0)
+
+    def _note(self, doing: str, progress: int) -> None:
+        counter, before, _ = self._latest
+        now = time.monotonic()
+        if self._longest is not None:
+            self._longest = max(self._longest, now - before)
+        elif step := re.match(r"step \d+", doing):
+            self._first_step = self._first_step or step[0]
+            if step[0] != self._first_step:
+                self._longest = 0.0
+        self._latest = (counter + progress, now, doing)
+
+    def stop_elsewhere(self) -> bool:
+        """Whether another rank of this launch was asked to stop."""
+        return any(known[0].stop for known in self._others if known)
+
+    def _own(self) -> Heartbeat:
+        counter, when, doing = self._latest
+        limit = START * self._timeout if self._longest is None else max(self._timeout, GAPS * self._longest)
+        return Heartbeat(
+            launch=self._launch,
+            rank=self._rank,
+            host=self._host,
+            pid=os.getpid(),
+            beats=self._beats,
+            counter=counter,
+            age=time.monotonic() - when,
+            doing=doing[:200],
+            stop=self._stop_wanted(),
+            limit=limit,
+            ended=False,
+        )
+
+    def _exchange(self) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._storage_failed(error)
+        while True:
+            self._beats += 1
+            self._write(self._own())
+            for rank in range(self._world_size):
+                if rank != self._rank:
+                    self._read(rank)
+            if self._over.wait(self._period):
+                return
+
+    def _path(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank:05}.json"
+
+    def _write(self, heartbeat: Heartbeat) -> None:
+        fields = asdict(heartbeat)
+        text = json.dumps({"crc32": _checksum(fields), "heartbeat": fields}).ljust(SIZE - 1) + "\n"
+        try:
+            # Opened anew each time: on a network file system it is closing that shows it to the others.
+            file = os.open(self._path(self._rank), os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                if os.pwrite(file, text.encode(), 0) < len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            finally:
+                os.close(file)
+        except OSError as error:
+            self._storage_failed(error)
+
+    def _write_last(self, heartbeat: Heartbeat) -> None:
+        self._over.set()
+        self._exchange_thread.join(LAST_WORDS / 4)
+        if not self._exchange_thread.is_alive():  # or it is stuck in the file system, as this thread would be
+            self._write(replace(heartbeat, beats=self._beats + 1))
+
+    def _read(self, rank: int) -> None:
+        try:
+            record = json.loads(self._path(rank).read_bytes())
+            if record["crc32"] != _checksum(record["heartbeat"]):
+                return
+            heartbeat = Heartbeat(**record["heartbeat"])
+        except FileNotFoundError:
+            return  # not started yet
+        except OSError as error:
+            self._storage_failed(error)
+            return
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return  # read while it was being written: the one before stays
+        known = self._others[rank]
+        if heartbeat.launch == self._launch and (known is None or known[0].beats != heartbeat.beats):
+            self._others[rank] = (heartbeat, time.monotonic())
+
+    def _storage_failed(self, error: OSError) -> None:
+        if not self._storage_fails:
+            self._storage_fails = True
+            _tell(
+                f"rank {self._rank}: heartbeats in {self._directory} fail ({error.strerror}). Training goes on; "
+                "a hang may not be noticed, or not name its rank"
+            )
+
+    def _judge(self) -> None:
+        while self._timeout:
+            own = self._own()
+            # A C thread, which needs no lock of Python's; each beat sets it anew.
+            faulthandler.dump_traceback_later(own.limit + 1, exit=True, file=2)
+            if self._hangs(own):
+                self._give_up(own)
+            if self._over.wait(self._period):
+                return
+
+    def _hangs(self, own: Heartbeat) -> bool:
+        now = time.monotonic()
+        starting = now - self._began < START * self._timeout and not self._storage_fails
+        for rank, known in enumerate(self._others):
+            if known is None:
+                if rank != self._rank and starting:
+                    return False
+            elif not known[0].ended and known[0].age < known[0].limit and now - known[1] < known[0].limit:
+                return False
+        return own.age >= own.limit
+
+    def _give_up(self, own: Heartbeat) -> None:
+        threading.Timer(LAST_WORDS, os._exit, [HANG]).start()
+        _tell(self._verdict(own))
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        self._write_last(own)  # or its silence would look like the cause to the others
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(HANG)
+
+    def _verdict(self, own: Heartbeat) -> str:
+        """Who is behind: ranks never heard of, or else those fallen silent, or else those with the least progress."""
+        now = time.monotonic()
+        heard = [(own, 0.0)] + [(known[0], now - known[1]) for known in self._others if known]
+        unheard = [r for r in range(self._world_size) if r != self._rank and self._others[r] is None]
+        alive = [(beat, silence) for beat, silence in heard if not beat.ended]
+        least = min(beat.counter for beat, _ in alive)
+        silent = [(beat, silence) for beat, silence in alive if silence >= beat.limit]
+        behind = silent or [(beat, silence) for beat, silence in alive if beat.counter == least]
+        if unheard and not self._storage_fails:
+            culprits = [
+                f"rank {rank} has not been heard of since the start, {now - self._began:.1f} s ago" for rank in unheard
+            ]
+        else:
+            culprits = [self._describe(beat, silence) for beat, silence in behind]
+        more = f" and {len(culprits) - NAMED} more" if len(culprits) > NAMED else ""
+        ended = [beat.rank for beat, _ in heard if beat.ended]
+        gone = f" (ended before: {', '.join(map(str, ended[:NAMED]))})" if ended else ""
+        return (
+            f"HANG: {'; '.join(culprits[:NAMED])}{more}{gone}. "
+            f'Rank {own.rank}, at "{own.doing}" for {own.age:.1f} s, ends with exit code {HANG}; its stacks follow '
+            f"(limit {own.limit:g} s, run.hang_timeout={self._timeout:g})"
+        )
+
+    def _describe(self, beat: Heartbeat, silence: float) -> str:
+        state = f", {_state(beat.pid)}" if beat.host == self._host else ""
+        where = f"rank {beat.rank} on {beat.host} (pid {beat.pid}{state})"
+        if silence >= beat.limit:
+            return f'{where} has been silent for {silence:.1f} s, before that at "{beat.doing}" for {beat.age:.1f} s'
+        return f'{where} has been at "{beat.doing}" for {beat.age + silence:.1f} s'
+
+
+def _checksum(fields: dict[str, object]) -> int:
+    return zlib.crc32(json.dumps(fields).encode())
+
+
+def _state(process: int) -> str:
+    """The kernel's word for a process of this host: "S (sleeping)", "T (stopped)", ..., or "gone"."""
+    try:
+        return Path(f"/proc/{process}/status").read_text().split("\nState:", 1)[1].split("\n", 1)[0].strip()
+    except OSError:
+        return "gone"
+
+
+def _tell(line: str) -> None:
+    with suppress(OSError):  # past sys.stderr, whose lock the main thread may hold
+        os.write(2, f"{line}\n".encode())

@@ -1,0 +1,75 @@
+"""Two ranks, then one, then two again in the middle of an epoch; each is asked to stop as a user or a cluster would."""
+
+import os
+import signal
+import time
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from megasparse.data.index import Index
+from megasparse.data.reader import ShardReader
+from tests.helpers.faults import Ended, Run, fault, patience, running
+
+
+@dataclass
+class Story:
+    run: Run
+    ends: list[Ended] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+    """The newest checkpoint after each end."""
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Story:
+    """Two ranks whose launcher gets SIGTERM in step 4, one rank that gets SIGUSR1 in step 7, two to the end."""
+    run = Run(tmp_path_factory.mktemp("ranks"), data)
+    story = Story(run)
+    with running(run):
+        for ranks, step in ((2, 4), (1, 7), (2, None)):
+            run.start(ranks=ranks, faults=[fault(f"forward {step}$", "sleep 1", rank=ranks - 1)] if step else [])
+            asked = None
+            if step is not None:
+                run.wait_for_fault(0)
+                pid, name = (run.launcher, signal.SIGTERM) if ranks == 2 else (run.rank(0), signal.SIGUSR1)
+                os.kill(pid, name)
+                asked = time.monotonic()
+            story.ends.append(run.wait(since=asked))
+            story.saved.append(max(run.checkpoints()))
+            assert run.leftovers() == []
+    return story
+
+
+def test_S1_a_signal_to_launcher_or_rank_saves_after_the_step_and_ends_well(story: Story) -> None:
+    assert [end.code for end in story.ends] == [0, 0, 0], [end.said for end in story.ends]
+    assert story.saved == [4, 7, 20]
+    assert max(end.seconds for end in story.ends[:2]) < 1 + 3 * patience()  # what was left of the step, and a save
+    assert "SIGTERM: saving and stopping" in story.ends[0].said
+    assert "SIGUSR1: saving and stopping" in story.ends[1].said
+
+
+def test_R3_every_sequence_of_the_epoch_comes_once(story: Story, clean: Run, data: Path) -> None:
+    assert story.run.samples() == clean.samples()
+    reader = ShardReader(Index.load(data), "train")
+    sequences = [
+        reader.read(number, start, start + 64).numpy().tobytes()
+        for number, shard in enumerate(reader.shards)
+        for start in range(0, shard.tokens - 63, 64)
+    ]
+    reader.close()
+    assert 7 * 4 < len(sequences) < 20 * 4, "the epoch ends after the changes, and within the run"
+    trained = {sample: crc for step in story.run.samples().values() for sample, crc in step.items()}
+    assert sorted(trained) == list(range(20 * 4))
+    assert Counter(trained[n] for n in range(len(sequences))) == Counter(map(zlib.crc32, sequences))
+
+
+def test_R3_losses_are_those_of_the_same_number_of_ranks_throughout(story: Story, clean: Run) -> None:
+    found = {step: float.fromhex(loss) for step, loss in story.run.losses().items()}
+    expected = {step: float.fromhex(loss) for step, loss in clean.losses().items()}
+    assert list(found) == list(range(1, 21))
+    assert [found[step] for step in range(1, 5)] == [expected[step] for step in range(1, 5)]
+    for step in range(5, 18):
+        assert found[step] == pytest.approx(expected[step], rel=1e-6), step

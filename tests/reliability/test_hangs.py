@@ -1,0 +1,81 @@
+"""A rank that stands still ends the run in time and is named; one that is slow is named too, and nothing else."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from megasparse.errors import HANG
+from tests.conftest import Report
+from tests.helpers.faults import Fault, Run, fault, running
+
+TIMEOUT = 10.0
+HANGS: dict[str, Fault] = {
+    "stopped": fault("forward 6$", "stop", rank=1),
+    "reading": fault("read 15 data", "sleep 10000", rank=1),
+    "lock": fault("forward 6$", "gil", rank=1),  # of the interpreter: no thread of Python runs any more
+    "saving": fault(r"write \S*-00000006\S*/rank-", "sleep 10000", rank=1),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", HANGS)
+def test_S3_a_rank_that_hangs_is_named_in_time(data: Path, tmp_path: Path, how: str, figures: Report) -> None:
+    run = Run(tmp_path / "run", data, run={"hang_timeout": TIMEOUT})
+    with running(run):
+        run.start(faults=[HANGS[how]])
+        note = run.wait_for_fault(0)
+        if how == "reading":
+            run.wait_for_step(6)  # the thread is ahead of the step that will lack its data
+        began = time.time()
+        run.wait_until(lambda: "HANG:" in run.said())
+        detected = time.time() - began
+        ended = run.wait()
+    figures(hangs=1, longest_detection_seconds=detected)
+    assert note["rank"] == 1
+    assert TIMEOUT - 1 < detected < TIMEOUT + 2
+    assert ended.code == HANG
+    verdict = next(line for line in ended.said.splitlines() if "HANG:" in line)
+    culprits = verdict.partition("HANG: ")[2].partition("Rank 0, at")[0]
+    assert "rank 1 on" in culprits and "rank 0 on" not in culprits, verdict
+    assert ("T (stopped)" in verdict) == (how == "stopped")
+    assert "most recent call first" in ended.said, "stacks"
+    if how == "lock":
+        assert "faulty_pretrain.py" in ended.said.partition("Timeout (")[2], "the stacks of the rank that hangs"
+    assert run.checkpoints() == ([4, 6] if how == "reading" else [2, 4])
+    assert run.leftovers() == [] and run.new_shared_memory() == set()
+
+
+@pytest.mark.soak
+def test_S3_a_save_that_is_slow_on_one_rank_is_no_hang(data: Path, tmp_path: Path) -> None:
+    """Each block of it is progress, so that the ranks that wait do not fire; see also tests/training."""
+    run = Run(tmp_path / "run", data, run={"hang_timeout": 2.0}, training={"steps": 6})
+    with running(run):
+        run.start(faults=[fault(r"(write|synced) \S*/rank-", "sleep 1.5", every=True, rank=1)])
+        ended = run.wait()
+    assert ended.code == 0, ended.said
+
+
+@pytest.mark.soak
+def test_S6_a_slow_rank_is_reported_within_20_steps(data: Path, tmp_path: Path, figures: Report) -> None:
+    """Half a second a step on one of two ranks, of which each has two micro-batches a step."""
+    run = Run(tmp_path / "run", data, training={"steps": 40}, checkpoint={"every": 0})
+    usual = fault("forward", "sleep 0.1", every=True)
+    slow = fault("forward", "sleep 0.25", every=True, rank=1)
+    with running(run):
+        run.start(faults=[usual, slow])
+        ended = run.wait()
+    assert ended.code == 0, ended.said
+    events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
+    told = [event for event in events if "straggler" in event["message"]]
+    assert [event["step"] <= 20 for event in told] == [True], events
+    found = re.search(r"rank 1 is a straggler: ([\d.]+) .*\(([\d.]+) s against ([\d.]+) s\)", told[0]["message"])
+    assert found is not None, told
+    ratio, own, other = map(float, found.groups())
+    true = other + 0.5
+    figures(straggler_error_ratio=abs(ratio / (true / other) - 1))
+    assert ratio == pytest.approx(true / other, rel=0.1) and own == pytest.approx(true, rel=0.1)
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["speed/straggler_ratio"] == pytest.approx(true / other, rel=0.1)

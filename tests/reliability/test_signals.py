@@ -1,0 +1,182 @@
+"""A run asked to stop saves and ends well, whoever is asked and whatever it is doing; one that breaks says why."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Report
+from tests.helpers.faults import Ended, Fault, Run, fault, is_complete, patience, running
+
+GRACE = 3.0
+"""Seconds for a step, a save and the end of the processes, from the moment at which the rank goes on."""
+
+
+def alone(tmp_path: Path, data: Path, **sections: dict[str, Any]) -> Run:
+    """A run of one process without DeepSpeed, which starts sooner."""
+    return Run(tmp_path / "alone", data, **{**sections, "run": {"engine": "torch"}})
+
+
+def ask(run: Run, name: str, to: str) -> float:
+    """Send a signal to the "launcher", to "rank 1", or to "all"; the moment."""
+    pids = [run.rank(int(to.split()[1]))] if to.startswith("rank") else [run.launcher]
+    for pid in [*pids, run.rank(0), run.rank(1)] if to == "all" else pids:
+        os.kill(pid, signal.Signals[name])
+    return time.monotonic()
+
+
+def stopped_well(run: Run, ended: Ended, step: int | None = None) -> None:
+    """It said so, its newest checkpoint is complete and of its last step, and nothing of it is left."""
+    assert ended.code == 0, ended.said
+    assert "Traceback" not in ended.said
+    last = max(run.losses(), default=0)
+    assert max(run.checkpoints(), default=0) == last and (step is None or last == step), ended.said
+    for number in run.checkpoints():
+        assert is_complete(run.directory / "checkpoints" / f"{number:08d}")
+    assert not [path for path in (run.directory / "checkpoints").glob(".tmp-*")]
+    assert run.leftovers() == []
+
+
+def test_S1_an_interrupt_during_a_stalled_read_does_not_wait_for_it(data: Path, tmp_path: Path) -> None:
+    run = alone(tmp_path, data)
+    with running(run):
+        run.start(ranks=None, faults=[fault(r"read 21 data", "sleep 60")])
+        run.wait_for_fault(0)
+        run.wait_for_step(5)
+        time.sleep(0.3)
+        asked = ask(run, "SIGINT", "launcher")
+        ended = run.wait(since=asked)
+    assert ended.seconds < GRACE * patience()
+    stopped_well(run, ended, step=5)
+
+
+def test_S1_a_second_signal_during_a_slow_save_ends_at_once(data: Path, tmp_path: Path) -> None:
+    run = alone(tmp_path, data)
+    with running(run):
+        run.start(
+            ranks=None, faults=[fault("forward 5$", "sleep 1"), fault(r"write \S*-00000005\S*/rank-", "sleep 60")]
+        )
+        run.wait_for_fault(0)
+        ask(run, "SIGTERM", "launcher")
+        run.wait_for_fault(1)
+        time.sleep(0.6)
+        asked = ask(run, "SIGTERM", "launcher")
+        ended = run.wait(since=asked)
+    assert ended.code == 128 + signal.SIGTERM and ended.seconds < 1 * patience()
+    assert run.checkpoints() == [2, 4] and run.leftovers() == []
+    assert all(is_complete(path) for path in (run.directory / "checkpoints").glob("0*"))
+
+
+def test_S1_a_signal_during_an_evaluation_breaks_it_off(data: Path, tmp_path: Path) -> None:
+    run = alone(tmp_path, data, evaluation={"every": 3, "sequences": 5})
+    with running(run):
+        run.start(ranks=None, faults=[fault("evaluate", "sleep 1.5"), fault("evaluate", "sleep 1", every=True)])
+        run.wait_for_fault(0)
+        asked = ask(run, "SIGTERM", "launcher")
+        ended = run.wait(since=asked)
+    assert ended.seconds < 2.5 + GRACE * patience()  # of the 6 s that it would have taken
+    stopped_well(run, ended, step=3)
+
+
+@pytest.mark.parametrize("place", ["handled", "build"])
+def test_S1_a_signal_at_the_start_ends_before_the_first_step(data: Path, tmp_path: Path, place: str) -> None:
+    run = alone(tmp_path, data)
+    with running(run):
+        run.start(ranks=None, faults=[fault(place, "sleep 0.5")])
+        run.wait_for_fault(0)
+        ask(run, "SIGTERM", "launcher")
+        ended = run.wait()
+    stopped_well(run, ended, step=0)
+    assert "SIGTERM" in ended.said
+
+
+def test_S4_an_error_of_the_thread_that_reads_ahead_ends_the_run(data: Path, tmp_path: Path) -> None:
+    run = alone(tmp_path, data)
+    with running(run):
+        run.start(ranks=None, faults=[fault(r"read 21 data", "raise the disk is gone")])
+        run.wait_for_fault(0)
+        ended = run.wait(since=time.monotonic())
+    assert ended.code == 1 and ended.seconds < 5 * patience()
+    assert "Injected: the disk is gone" in ended.said
+    assert run.checkpoints() == [2, 4]
+
+
+def test_S5_the_traceback_of_the_rank_that_failed_comes_first_and_is_the_only_one(data: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", data)
+    with running(run):
+        run.start(faults=[fault("forward 3$", "raise this rank is on fire", rank=1)])
+        note = run.wait_for_fault(0)
+        ended = run.wait()
+        seconds = time.time() - note["time"]
+    assert ended.code == 1 and seconds < 5 * patience()
+    assert ended.said.count("Traceback") == 1, ended.said
+    first = ended.said.index("Traceback")
+    assert "Injected: this rank is on fire" in ended.said
+    assert "connection to another rank broke" not in ended.said[:first]
+    assert run.leftovers() == [] and run.new_shared_memory() == set()
+    assert re.search(r"rank 1\b.* exit code 1", ended.said.splitlines()[-1])
+
+
+def test_F2_ranks_that_are_given_different_configurations_do_not_start(data: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", data, deepspeed={})
+    with running(run):
+        run.start(faults=[fault("start", "set model.dropout=0.2", rank=1)], supervise=["--restarts", "3"])
+        ended = run.wait()
+    assert ended.code == 2
+    assert "model.dropout: 0.1 on rank 0, 0.2 on rank 1" in ended.said
+    assert "Traceback" not in ended.said
+
+
+PLACES: dict[str, list[Fault]] = {
+    "step": [fault("forward 5$", "sleep 1", rank=1)],
+    "save": [fault(r"write \S*-00000004\S*/rank-", "sleep 1", rank=1)],
+    "evaluation": [fault("evaluate", "sleep 1", rank=1)],
+    "data": [fault(r"read 13 data", "sleep 20", rank=1)],
+    "start": [fault("build", "sleep 1", rank=1)],
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("to", ["launcher", "rank 0", "rank 1", "all"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("place", PLACES)
+def test_S1_every_signal_everywhere(
+    data: Path, tmp_path: Path, clean: Run, place: str, name: str, to: str, figures: Report
+) -> None:
+    """Then the run is started again, and is the one that nobody stopped."""
+    run = Run(tmp_path / "run", data, evaluation={"every": 5})
+    with running(run):
+        run.start(faults=PLACES[place])
+        run.wait_for_fault(0)
+        if place == "data":
+            run.wait_for_step(5)  # of its eight ranks' reads a step is two
+        asked = ask(run, name, to)
+        ended = run.wait(since=asked)
+        stopped_well(run, ended)
+        grace = {"start": 10.0}.get(place, GRACE)  # a start goes on to its first step
+        assert ended.seconds < 1 + grace * patience(), ended.said
+        at = max(run.losses(), default=0)
+        run.start("--stop-at", str(at + 3))
+        assert run.wait().code == 0, run.said()
+    figures(signals=1, longest_stop_seconds=ended.seconds)
+    found = run.losses()
+    assert found == {step: clean.losses()[step] for step in range(1, at + 4)}
+
+
+@pytest.mark.soak
+def test_S1_ranks_save_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", data)
+    with running(run):
+        run.start(faults=[fault("forward 5$", "sleep 1", rank=1)])
+        run.wait_for_fault(0)
+        ask(run, "SIGKILL", "launcher")
+        deadline = time.monotonic() + 1 + GRACE * patience()
+        while run.leftovers() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert run.leftovers() == []
+        assert max(run.checkpoints()) == max(run.losses())
+        assert "the launcher ended" in run.said()

@@ -1,0 +1,34 @@
+"""Every row of the table of promises has its test: a row's id stands in the name of each test that shows it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROWS = [
+    *(f"C{n}" for n in range(1, 12)),
+    *("R1", "R2", "R3", "R4", "R6"),
+    *(f"S{n}" for n in range(1, 9)),
+    *(f"D{n}" for n in range(1, 11)),
+    *(f"N{n}" for n in range(1, 8)),
+    *("X1", "X3", "X4", "X5", "F1", "F2", "E1"),
+]
+"""Commit of checkpoints, exactness of a resume, signals and death, data, numerics, security, configuration, endurance.
+"""
+
+
+def ids_in_names() -> set[str]:
+    found = set()
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                found |= set(node.name.split("_"))
+    return found
+
+
+FOUND = ids_in_names()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_has_a_test(row: str) -> None:
+    assert row in FOUND, f"no test is named test_{row}_..."

@@ -1,0 +1,186 @@
+"""Nothing that a configuration, a file or a checkpoint holds is ever executed: the gate over our own source."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megasparse.config.load import build_config, load_config
+from megasparse.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(path for folder in ("megasparse", "launch", "tools") for path in (ROOT / folder).rglob("*.py"))
+
+MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+CALLS = {
+    *("os.system", "os.popen", "tempfile.mktemp", "subprocess.getoutput", "subprocess.getstatusoutput"),
+    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "torch.hub.load"),
+    *("torch.hub.load_state_dict_from_url", "shutil.unpack_archive", "runpy.run_path", "runpy.run_module"),
+}
+METHODS = {"extractall", "extract"}
+
+
+def dotted(node: ast.expr, names: dict[str, str]) -> str:
+    """`t.hub.load` as `torch.hub.load` under `import torch as t`; "" for what is no plain name."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value, names)
+        return f"{before}.{node.attr}" if before else f"?.{node.attr}"
+    return ""
+
+
+def is_constant(call: ast.Call, name: str, value: object) -> bool:
+    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in call.keywords)
+
+
+def is_given(call: ast.Call, name: str) -> bool:
+    return any(k.arg == name for k in call.keywords)
+
+
+def findings(source: str) -> Iterator[str]:
+    tree = ast.parse(source)
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {
+                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
+            }
+            imported = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            imported = [f"{node.module}.{a.name}" for a in node.names]
+        else:
+            continue
+        for name in imported:
+            if name.split(".")[0] in MODULES or "torch.hub" in name:
+                yield f"line {node.lineno}: imports {name}"
+            if name in CALLS:
+                yield f"line {node.lineno}: imports {name}"
+    for node in ast.walk(tree):
+        where = f"line {getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Attribute) and dotted(node, names) in CALLS:
+            yield f"{where}: {dotted(node, names)}"
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func, names)
+        if name in BUILTINS or name.removeprefix("builtins.") in BUILTINS:
+            yield f"{where}: {name}"
+        if name == "torch.load" and not is_constant(node, "weights_only", True):
+            yield f"{where}: torch.load without weights_only=True"
+        if name == "numpy.load" and is_given(node, "allow_pickle") and not is_constant(node, "allow_pickle", False):
+            yield f"{where}: numpy.load with allow_pickle"
+        if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
+            yield f"{where}: {node.func.attr}"
+        if is_given(node, "shell") and not is_constant(node, "shell", False):
+            yield f"{where}: shell="
+        if is_given(node, "trust_remote_code") and not is_constant(node, "trust_remote_code", False):
+            yield f"{where}: trust_remote_code="
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_X4_nothing_in_our_source_executes_what_it_reads(path: Path) -> None:
+    assert not list(findings(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(f"import {name}" for name in sorted(MODULES)),
+        *("from pickle import loads", "import pickle as p", "def f():\n    import dill", "from joblib.x import y"),
+        *("eval('1')", "exec('1')", "compile('1', '', 'eval')", "import builtins as b\nb.eval('1')", "__import__('x')"),
+        *("import torch\ntorch.load('x')", "import torch as t\nt.load('x', weights_only=False)"),
+        *("from torch import load\nload('x')", "import torch\ntorch.load('x', weights_only=flag)"),
+        *(
+            "import yaml\nyaml.load(text, Loader=yaml.SafeLoader)",
+            "from yaml import load",
+            "import yaml\nf = yaml.load",
+        ),
+        *("archive.extractall()", "tarfile.open(x).extract(member)", "import shutil\nshutil.unpack_archive('x')"),
+        *("import subprocess as s\ns.run('x', shell=True)", "run('x', shell=wanted)"),
+        *("import os\nos.system('x')", "from os import popen", "import os\nf = os.popen"),
+        *("AutoModel.from_pretrained('x', trust_remote_code=True)", "load('x', trust_remote_code=wanted)"),
+        *("import numpy as np\nnp.load('x', allow_pickle=True)", "from numpy import load\nload('x', allow_pickle=y)"),
+        *("import torch\ntorch.hub.load('a', 'b')", "from torch.hub import load", "import torch.hub"),
+        *("import tempfile\ntempfile.mktemp()", "from tempfile import mktemp", "import runpy\nrunpy.run_path('x')"),
+    ],
+)
+def test_X4_the_gate_sees_it(source: str) -> None:
+    assert list(findings(source))
+
+
+def test_X4_the_gate_lets_the_safe_forms_pass() -> None:
+    safe = """
+import re, subprocess, numpy as np, torch
+torch.load("x", weights_only=True)
+np.load("x"); np.load("x", allow_pickle=False)
+subprocess.run(["x"]); subprocess.run(["x"], shell=False)
+re.compile("x"); model.eval(); torch.compile(model); table.load("x")
+"""
+    assert not list(findings(safe)) and len(SOURCES) > 100
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("$HOME", "${HOME}", "$(touch MARKER)", "`touch MARKER`", "~/runs", "%(HOME)s", "runs{HOME}", "!ENV HOME"),
+        *(
+            "!!python/object/apply:os.system ['touch MARKER']",
+            "@MARKER",
+            "@file:MARKER",
+            "${oc.env:HOME}",
+            "../../runs",
+        ),
+        *("__import__('os').system('touch MARKER')", "; touch MARKER", "| touch MARKER", "pipe:touch MARKER"),
+    ],
+)
+def test_X3_a_value_is_the_text_that_stands_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    value = value.replace("MARKER", "marker")
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"run": {"directory": value}}))
+    assert load_config(path).run.directory == value
+    assert build_config({}, [f"run.directory={value}"]).run.directory == value
+    with pytest.raises(ConfigError):
+        build_config({}, [f"training.steps={value}"])
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yaml", "run:\n  directory: !!python/object/apply:os.system ['touch marker']\n"),
+        ("run.yml", "--- !!python/object/apply:os.system ['touch marker']\n"),
+        ("run.py", "import os\nos.system('touch marker')\n"),
+        ("run.pkl", "cos\nsystem\n(S'touch marker'\ntR."),
+        ("run.json", "!!python/object/apply:os.system ['touch marker']"),
+        ("run.json", '{"run": !!python/object/apply:os.system ["touch marker"]}'),
+        ("run.toml", "[run]\nseed = 1\n"),
+        ("run.ini", "[run]\nseed = 1\n"),
+        ("run.json", '@include "other.json"'),
+    ],
+)
+def test_X3_a_configuration_that_is_no_json_is_refused_in_one_line_and_never_executed(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    code = f"from megasparse.config.load import load_config; load_config({str(tmp_path / name)!r})"
+    program = f"from megasparse.errors import report_user_errors\n@report_user_errors\ndef main():\n    {code}\nmain()"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        **{"capture_output": True, "text": True, "cwd": tmp_path, "env": {"PYTHONPATH": str(ROOT)}, "timeout": 60},
+    )
+    assert found.returncode == 2 and found.stderr.count("\n") == 1 and "not JSON" in found.stderr, found.stderr
+    assert name in found.stderr and [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("key", ["include", "extends", "$ref", "__class__", "_target_", "defaults", "<<"])
+def test_X3_no_key_brings_in_other_files_or_classes(key: str) -> None:
+    for place in ({key: "os.system"}, {"run": {key: "os.system"}}, {"deepspeed": {key: "os.system"}}):
+        with pytest.raises(ConfigError, match="unknown key"):
+            build_config(place)

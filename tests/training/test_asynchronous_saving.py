@@ -1,0 +1,247 @@
+"""Saving while training goes on: the same checkpoint as a synchronous save, whatever training does meanwhile."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megasparse.errors import CheckpointError, StorageError
+from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.engine import Engine, build_engine
+from megasparse.training.manifest import MANIFEST
+from megasparse.training.rank_file import RankFile
+from megasparse.training.ranks import Ranks
+from megasparse.training.resume import find_start
+from megasparse.training.run_folder import list_checkpoints
+from megasparse.training.saving import Saver
+from tests.conftest import Report
+from tests.helpers.ranks_in_threads import run_in_threads
+from tests.helpers.run_ranks import ROOT
+from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+from tests.training.test_saving import names, prepare
+
+FILE = "rank-00000.safetensors"
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No rank's file is written before this event."""
+    event, write = threading.Event(), RankFile.write
+
+    def waits(file: RankFile, path: Path, progress: Callable[[], None]) -> str:
+        assert event.wait(20)
+        return write(file, path, progress)
+
+    monkeypatch.setattr(RankFile, "write", waits)
+    yield event
+    event.set()
+
+
+def train(engine: Engine, saver: Saver, first: int, last: int) -> None:
+    batches = iter(MadeUpBatches(saver.config, saver.ranks, (first - 1) * 8))
+    for step in range(first, last + 1):
+        engine.train_step(next(batches).micro_batches, step, 0.01)
+
+
+def test_C8_training_goes_on_and_the_checkpoint_is_that_of_a_synchronous_save(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    files = {}
+    for asynchronous in (True, False):
+        saver, engine = prepare(tmp_path / "run", asynchronous=asynchronous)
+        train(engine, saver, 1, 2)
+        state = {"losses": [0.1]}
+        if not asynchronous:
+            gate.set()
+        path = saver.save(engine, 2, 16, state)
+        if asynchronous:
+            assert path is None and saver.pending() and list_checkpoints(saver.directory) == []
+            state["losses"].append(0.2)
+            train(engine, saver, 3, 4)
+            assert saver.pending()
+            gate.set()
+            path = saver.finish()
+        assert path is not None and not saver.pending() and saver.finish() is None
+        opened = Checkpoint.open(path)
+        for what in ("config", "sha256"):  # `asynchronous` itself
+            opened.manifest.pop(what)
+        files[asynchronous] = (opened.manifest, (path / FILE).read_bytes())
+        (tmp_path / "run").rename(tmp_path / f"asynchronous-{asynchronous}")
+    assert files[True] == files[False]
+    assert files[True][0]["state"] == {"losses": [0.1]} and files[True][0]["optimizer_steps"] == 2
+
+
+def test_C8_one_save_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
+    saver, engine = prepare(tmp_path, asynchronous=True)
+    saver.save(engine, 1, 8, {})
+    threading.Timer(0.2, gate.set).start()
+    began = time.monotonic()
+    train(engine, saver, 1, 1)
+    saver.save(engine, 2, 16, {})  # ends the first one before it touches the copy
+    assert time.monotonic() - began >= 0.15
+    assert Checkpoint.open(saver.directory / "00000001").optimizer_steps == 0
+    assert saver.finish() == saver.directory / "00000002"
+    first, second = (Checkpoint.open(path) for path in list_checkpoints(saver.directory))
+    assert not torch.equal(first.tensor("weight", "out.bias"), second.tensor("weight", "out.bias"))
+
+
+def test_C8_waiting_for_a_save_says_that_it_gets_on_but_only_while_it_does(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    saver, engine = prepare(tmp_path, asynchronous=True)
+    told: list[str] = []
+    saver.progress = told.append
+    saver.save(engine, 1, 8, {})
+    assert told == [], "what a thread does must not hide that training hangs"
+    threading.Timer(0.5, gate.set).start()
+    saver.finish()
+    assert set(told) == {"saving step 1"} and len(told) <= 3
+
+
+def test_C8_a_failure_is_raised_when_the_save_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, engine = prepare(tmp_path, asynchronous=True)
+
+    def full(*_: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankFile, "write", full)
+        saver.save(engine, 1, 8, {})
+        with pytest.raises(StorageError, match=r"step 1 was not saved. Rank 0: .*No space left on device"):
+            saver.save(engine, 2, 16, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", lambda *_: (_ for _ in ()).throw(MemoryError("no memory for the copy")))
+        saver.save(engine, 2, 16, {})
+        with pytest.raises(CheckpointError, match=r"Rank 0: MemoryError: no memory for the copy"):
+            saver.finish()
+    assert not saver.pending() and saver.finish() is None
+    saver.save(engine, 3, 24, {})
+    saver.finish()
+    assert names(saver.directory) == ["00000003", "latest"]
+
+
+def test_C8_on_two_ranks_of_which_one_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, write = threading.Event(), RankFile.write
+
+    def waits(file: RankFile, path: Path, progress: Callable[[], None]) -> str:
+        assert path.name == FILE or slow.wait(20)
+        return write(file, path, progress)
+
+    monkeypatch.setattr(RankFile, "write", waits)
+    config = tiny_config(tmp_path, checkpoint={"asynchronous": True})
+
+    def work(ranks: Ranks) -> list[Any]:
+        engine = build_engine(TinyModel(), config, make_draws, ranks)
+        saver = Saver(config, ranks, "data", {})
+        assert saver.save(engine, 1, 8, {}) is None
+        while ranks.rank == 0 and saver.pending():
+            time.sleep(0.01)
+        pending = ranks.gather(saver.pending())
+        threading.Timer(0.2, slow.set).start()
+        return [pending, str(saver.finish()), saver.pending()]
+
+    path = tmp_path / "checkpoints" / "00000001"
+    assert run_in_threads(work) == [[[False, True], str(path), False]] * 2
+    assert names(path) == [MANIFEST, FILE, "rank-00001.safetensors"] and Checkpoint.open(path).step == 1
+
+
+DIES = """if True:
+    import os, sys, threading, time
+    from pathlib import Path
+    from tests.training.test_saving import prepare
+
+    saver, engine = prepare(Path(sys.argv[1]), asynchronous=True)
+    for step in (1, 2):
+        saver.save(engine, step, step * 8, {})
+        saver.finish()
+    reached = threading.Event()
+    os.fsync = lambda _: (reached.set(), time.sleep(60))
+    saver.save(engine, 3, 24, {})
+    assert reached.wait(20) and saver.pending()
+    if sys.argv[2] == "_exit":
+        os._exit(9)
+    raise SystemExit(9)
+    """
+
+
+@pytest.mark.parametrize("how", ["_exit", "exit"])
+def test_C8_the_process_ends_while_its_thread_writes(tmp_path: Path, how: str) -> None:
+    began = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", DIES, str(tmp_path), how], cwd=ROOT).returncode == 9
+    assert time.monotonic() - began < 50, "a process that ends waits for no writer"
+    saver, engine = prepare(tmp_path)
+    assert list(saver.directory.glob(".tmp-00000003-*/rank-00000.safetensors")), "it was to die in the middle"
+    start = find_start("auto", saver)
+    assert start is not None and start.step == 2
+    assert names(saver.directory) == ["00000001", "00000002", "latest"]
+    assert saver.save(engine, 3, 24, {}) is not None
+
+
+SAVES = """if True:
+    import sys
+    from pathlib import Path
+    from tests.training.test_saving import prepare
+
+    from megasparse.training.resume import find_start
+    from megasparse.training.saving import Saver
+    saver, engine = prepare(Path(sys.argv[1]), asynchronous=sys.argv[2] == "True", keep=2)
+    start = find_start("auto", Saver(saver.config, saver.ranks, "data", {}))
+    step = start.step if start else 0
+    print("ready", flush=True)
+    while True:
+        step += 1
+        saver.save(engine, step, step * 8, {})
+        saver.finish()
+    """
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_C9_a_complete_checkpoint_is_there_at_all_times(tmp_path: Path, asynchronous: bool, figures: Report) -> None:
+    """keep=2 while the process is killed in the middle of saving and deleting; a watcher opens them every 10 ms."""
+    directory = tmp_path / "checkpoints"
+    kills, looks, missing, ended = 12, 0, [], threading.Event()
+
+    def newest_opens() -> bool:
+        for path in reversed(list_checkpoints(directory)):
+            try:
+                Checkpoint.open(path)
+                return True
+            except (CheckpointError, OSError):  # deleted, or damaged: the next older one
+                continue
+        return False
+
+    def watch() -> None:
+        nonlocal looks
+        while not ended.wait(0.01):
+            looks += 1
+            if not newest_opens() and not newest_opens():  # both that it had listed may be old by now
+                missing.append(sorted(path.name for path in directory.iterdir()))
+
+    watcher = threading.Thread(target=watch)
+    highest = 0
+    for kill in range(kills):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVES, str(tmp_path), str(asynchronous)], cwd=ROOT, stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        if kill == 0:
+            while not newest_opens():
+                time.sleep(0.01)
+            watcher.start()
+        time.sleep(0.2 + 0.037 * kill)
+        process.kill()
+        process.wait()
+        complete = [Checkpoint.open(path).step for path in list_checkpoints(directory)]
+        assert complete and complete[-1] > highest and len(complete) <= 3
+        highest = complete[-1]
+    ended.set()
+    watcher.join()
+    assert missing == [] and looks > 20 * kills
+    figures(retention_kills=kills, retention_looks=looks, moments_without_a_checkpoint=len(missing))

@@ -1,0 +1,220 @@
+"""A run that stops anywhere and goes on is to the last bit the run that never stopped: every mechanism, dropout on."""
+
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import pretrain
+from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.model.decoder import Decoder
+from megasparse.model.encoder import Encoder
+from megasparse.training.run_folder import find_newest
+from tests.helpers.models import attention, causal_names, kind_of, named
+from tests.helpers.trained import prepared
+
+STEPS, STEPS_AN_EPOCH = 12, 5
+"""50 sequences of 64 bytes, 10 of them a step."""
+TIMES = ("speed/", "memory/", "checkpoint/")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("prepared"))
+
+
+class Died(Exception):
+    pass
+
+
+class Read:
+    """What the model was given in training: (step, sample numbers, digest of the tokens) of each micro-batch."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, fail_at: int | None = None):
+        self.batches: list[tuple[int, list[int], str]] = []
+        self.fail_at = fail_at
+        """The micro-batch in whose forward pass the process dies."""
+        for kind in (Decoder, Encoder):
+            patch.setattr(kind, "forward", self.recording(kind.forward))
+
+    def recording(self, forward: Any) -> Any:
+        def record(model: Any, tokens: Any, draws: Any) -> Any:
+            if draws.training:
+                if len(self.batches) == self.fail_at:
+                    raise Died
+                digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()
+                self.batches.append((draws.step, draws.samples.tolist(), digest))
+            return forward(model, tokens, draws)
+
+        return record
+
+
+def configuration(data: Path, run: Path, attention: dict[str, Any], /, **sections: dict[str, Any]) -> Path:
+    model = {"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 4, "dropout": 0.1}
+    values: dict[str, Any] = {
+        "run": {"directory": str(run), "engine": "torch", "device": "cpu"},
+        "model": {**model, "attention": attention},
+        "data": {"path": str(data), "sequence_length": 64},
+        "training": {"steps": STEPS, "global_batch": 10, "micro_batch": 5},
+        "optimizer": {"learning_rate": 0.01, "warmup_steps": 3},
+        "evaluation": {"every": 4, "sequences": 2},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    path = run.with_suffix(".json")
+    path.write_text(json.dumps(values))
+    return path
+
+
+def launch(config: Path, *arguments: str, fail_at: int | None = None) -> list[tuple[int, list[int], str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        read = Read(patch, fail_at)
+        patch.setattr("sys.argv", ["pretrain", "--config", str(config), *arguments])
+        try:
+            pretrain.main()
+        except Died:
+            assert fail_at is not None
+    return read.batches
+
+
+def told(run: Path) -> list[dict[str, float]]:
+    """Every number of metrics.jsonl that is not of time, memory or saving."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
+
+
+def state(run: Path) -> dict[str, bytes]:
+    """Weights, moments and buffers of the newest checkpoint, as bytes."""
+    newest = find_newest(run / "checkpoints")
+    assert newest is not None
+    return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
+    run = tmp_path_factory.mktemp("straight") / "run"
+    read = launch(configuration(data, run, attention("lsh", "lha").model_dump(mode="json")))
+    return read, told(run), state(run)
+
+
+def test_R1_the_run_has_epochs_and_accumulates(straight: tuple[Any, Any, Any]) -> None:
+    read, lines, _ = straight
+    assert [step for step, _, _ in read] == [step for step in range(1, STEPS + 1) for _ in range(2)]
+    digests = [digest for _, _, digest in read]
+    assert len(set(digests)) == len(digests), "each epoch has an order of its own"
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert len({line["train/loss"] for line in lines}) == STEPS
+
+
+@pytest.mark.parametrize(
+    "stop", [1, 3, STEPS_AN_EPOCH, STEPS], ids=["the first", "mid-epoch", "the end of an epoch", "the last"]
+)
+def test_R1_stopped_after_any_step_everything_later_has_the_same_bits(
+    data: Path, tmp_path: Path, straight: tuple[Any, Any, Any], stop: int
+) -> None:
+    config = configuration(data, tmp_path / "run", attention("lsh", "lha").model_dump(mode="json"))
+    read = launch(config, "--stop-at", str(stop))
+    assert [line["step"] for line in told(tmp_path / "run")] == list(range(1, stop + 1))
+    read += launch(config)
+    assert (read, told(tmp_path / "run"), state(tmp_path / "run")) == straight
+
+
+def test_R1_stopped_at_every_step(data: Path, tmp_path: Path, straight: tuple[Any, Any, Any]) -> None:
+    config = configuration(data, tmp_path / "run", attention("lsh", "lha").model_dump(mode="json"))
+    read = [batch for stop in range(1, STEPS + 1) for batch in launch(config, "--stop-at", str(stop))]
+    assert (read, told(tmp_path / "run"), state(tmp_path / "run")) == straight
+
+
+def test_R1_killed_in_the_middle_of_an_accumulation(data: Path, tmp_path: Path, straight: tuple[Any, Any, Any]) -> None:
+    """Of step 8's two micro-batches the first is done; the checkpoint is of step 6."""
+    attentions = attention("lsh", "lha").model_dump(mode="json")
+    config = configuration(data, tmp_path / "run", attentions, checkpoint={"every": 3})
+    read = launch(config, fail_at=15)
+    assert read[-1][0] == 8 and len(told(tmp_path / "run")) == 7
+    read = read[:12] + launch(config)
+    assert (read, told(tmp_path / "run"), state(tmp_path / "run")) == straight
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"training": {"precision": "bf16"}},
+        {"optimizer": {"name": "adafactor", "schedule": "inverse_sqrt"}},
+        {"optimizer": {"weight_decay": 0.1}, "training": {"gradient_clipping": 0.1, "skip_loss_spikes": True}},
+        {"model": {"blocks": "ordinary", "activations": "checkpoint", "positions": {"kind": "rotary"}}},
+    ],
+    ids=str,
+)
+def test_R1_whatever_the_precision_the_optimizer_and_the_blocks(
+    data: Path, tmp_path: Path, sections: dict[str, dict[str, Any]]
+) -> None:
+    runs, attentions = [], attention("local", "yoso").model_dump(mode="json")
+    sections = {**sections, "training": {"steps": 6, **sections.get("training", {})}}
+    for run, stops in ((tmp_path / "straight", []), (tmp_path / "stopped", ["--stop-at", "3"])):
+        config = configuration(data, run, attentions, **sections)
+        read = launch(config, *stops)
+        if stops:
+            read += launch(config)
+        runs.append((read, told(run), state(run)))
+    assert runs[0] == runs[1]
+
+
+@pytest.fixture
+def deterministic_kernels() -> Iterator[None]:
+    """What run.deterministic switches on is of the whole process."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("device", "steps"),
+    [
+        ("cpu", 6),
+        pytest.param("cuda", 100, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")),
+    ],
+)
+def test_N6_the_same_seed_twice_gives_the_same_bits(
+    data: Path, tmp_path: Path, device: str, steps: int, deterministic_kernels: None, figures: Callable[..., None]
+) -> None:
+    """On a GPU with deterministic kernels, and what those cost."""
+
+    def run_once(name: str, deterministic: bool) -> tuple[Any, float]:
+        run, mechanisms = tmp_path / name, attention("lsh", "lha", "yoso", "local").model_dump(mode="json")
+        where = {"device": device, "deterministic": deterministic}
+        config = configuration(data, run, mechanisms, run=where, training={"steps": steps}, model={"layers": 4})
+        read = launch(config)
+        lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+        return (read, told(run), state(run)), statistics.median(line["speed/step_seconds"] for line in lines)
+
+    fast = run_once("fast", False)[1]
+    (first, seconds), (second, _) = run_once("first", True), run_once("second", True)
+    assert first == second
+    if device == "cuda":
+        figures(deterministic_step_ratio=seconds / fast)
+
+
+BIDIRECTIONAL = [name for name, mechanism in MECHANISMS.items() if not mechanism.causal]
+CASES = [(name, "decoder") for name in causal_names()] + [(n, "encoder") for n in [*BIDIRECTIONAL, "lsh", "routing"]]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES, ids=[f"{name}, {kind}" for name, kind in CASES])
+def test_R2_every_mechanism_goes_on_with_the_same_bits(data: Path, tmp_path: Path, name: str, kind: str) -> None:
+    """Hash functions, rotations, samples, dropout, masks, centroids: all drawn, moved and read as if never stopped."""
+    settings = named(name).model_dump(mode="json")
+    model: dict[str, Any] = {"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 2, "dropout": 0.1}
+    model |= {"attention": settings, "kind": kind, "vocabulary": 256 if kind == "decoder" else 257}
+    small = {"training": {"steps": 6, "global_batch": 2, "micro_batch": 1}, "evaluation": {"every": 0}}
+    runs = []
+    for run, stops in ((tmp_path / "straight", []), (tmp_path / "stopped", ["--stop-at", "3"])):
+        config = configuration(data, run, settings, model=model, **small)
+        read = launch(config, *stops)
+        if stops:
+            read += launch(config)
+        runs.append((read, told(run), state(run)))
+    assert runs[0] == runs[1]
+    assert len(runs[0][1]) == 6 and settings["pattern"] == [kind_of(name)]

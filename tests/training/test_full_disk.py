@@ -1,0 +1,188 @@
+"""Storage that refuses: the message says what to mend, nothing is left of the attempt, and older checkpoints open."""
+
+import errno
+import io
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megasparse.errors import StorageError
+from megasparse.training import rank_file
+from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.engine import build_engine
+from megasparse.training.ranks import Ranks
+from megasparse.training.run_folder import list_checkpoints
+from megasparse.training.saving import Saver
+from tests.helpers.ranks_in_threads import run_in_threads
+from tests.helpers.run_ranks import ROOT
+from tests.helpers.tiny import TinyModel, make_draws, tiny_config
+from tests.training.test_saving import names, prepare
+
+ROOM = r"\([\d,]+ bytes needed, [\d,]+ bytes free\)"
+
+
+def refused(saver: Saver, save: Callable[[], Any], match: str) -> None:
+    """`save` raises StorageError as `match`, and checkpoint 1 is the only one, untouched."""
+    with pytest.raises(StorageError, match=match) as caught:
+        save()
+        saver.finish()
+    assert caught.value.exit_code == 3 and "Older checkpoints are untouched" in str(caught.value)
+    assert names(saver.directory) == ["00000001", "latest"]
+    assert Checkpoint.open(saver.directory / "00000001").step == 1
+
+
+def test_C5_too_little_room_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, engine = prepare(tmp_path)
+    path = saver.save(engine, 1, 8, {})
+    assert path is not None
+    needed = (path / "rank-00000.safetensors").stat().st_size
+    monkeypatch.setattr(os, "mkdir", lambda *_: pytest.fail("something was written"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    match = f"checkpoints: no room for the checkpoint of step 2: {needed:,} bytes needed, {needed - 1:,} bytes free"
+    refused(saver, lambda: saver.save(engine, 2, 16, {}), match)
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
+    assert saver.save(engine, 2, 16, {}) is not None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO"])
+@pytest.mark.parametrize("call", ["mkdir", "open", "fsync"])
+def test_C5_whatever_fails_is_named_and_a_later_save_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: str, asynchronous: bool
+) -> None:
+    saver, engine = prepare(tmp_path, asynchronous=asynchronous)
+    saver.save(engine, 1, 8, {})
+    saver.finish()
+    number, real = getattr(errno, code), getattr(os, call)
+
+    def fail(path: Any, *arguments: Any, **keywords: Any) -> Any:
+        if call == "open" and not arguments[0] & os.O_CREAT:
+            return real(path, *arguments, **keywords)
+        raise OSError(number, os.strerror(number), None if call == "fsync" else path)
+
+    monkeypatch.setattr(os, call, fail)
+    refused(saver, lambda: saver.save(engine, 2, 16, {}), rf"00000002-\w+\S*: {os.strerror(number)} {ROOM}")
+    monkeypatch.undo()
+    saver.save(engine, 2, 16, {})
+    saver.finish()
+    assert [Checkpoint.open(path).step for path in list_checkpoints(saver.directory)] == [1, 2]
+
+
+@pytest.mark.parametrize("call", range(5))
+def test_C5_a_disk_that_refuses_at_any_fsync_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Of a rank's file, the manifest, the new directory, the directory above, and of `latest`."""
+    saver, engine = prepare(tmp_path)
+    saver.save(engine, 1, 8, {})
+    calls, fsync = 0, os.fsync
+
+    def full(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call + 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    if call == 4:  # the new checkpoint is complete: only told
+        assert saver.save(engine, 2, 16, {}) is not None
+        assert names(saver.directory) == ["00000001", "00000002", "latest"]
+        return
+    refused(saver, lambda: saver.save(engine, 2, 16, {}), rf"No space left on device {ROOM}")
+    assert saver.save(engine, 2, 16, {}) is not None
+
+
+def test_C5_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, engine = prepare(tmp_path)
+    saver.save(engine, 1, 8, {})
+
+    class Short(io.FileIO):
+        def write(self, numbers: Any) -> int:
+            return super().write(bytes(numbers)[:100])
+
+    monkeypatch.setattr(rank_file.os, "fdopen", lambda descriptor, mode: Short(descriptor, mode))
+    refused(saver, lambda: saver.save(engine, 2, 16, {}), rf"[\d,]+ of [\d,]+ bytes were kept {ROOM}")
+    monkeypatch.undo()
+    assert saver.save(engine, 2, 16, {}) is not None
+
+
+def test_C5_a_folder_that_vanishes_is_named(tmp_path: Path) -> None:
+    saver, engine = prepare(tmp_path)
+    saver.save(engine, 1, 8, {})
+
+    def vanish(doing: str) -> None:
+        for path in saver.directory.glob(".tmp-*"):
+            shutil.rmtree(path)
+
+    saver.progress = vanish
+    refused(saver, lambda: saver.save(engine, 2, 16, {}), rf"manifest.json: No such file or directory {ROOM}")
+
+
+def test_C5_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path: Path) -> None:
+    """In the middle of the second save, in a process of its own; without the limit it works."""
+    script = """if True:
+        import resource, sys
+        from pathlib import Path
+        from megasparse.errors import report_user_errors
+        from tests.training.test_saving import prepare
+
+        def main():
+            saver, engine = prepare(Path(sys.argv[1]))
+            for step in (1, 2):
+                if step == 2:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+                saver.save(engine, step, step * 8, {})
+
+        report_user_errors(main)()
+        """
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 3, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert "checkpoints/.tmp-00000002-" in line and ": File too large (" in line
+    assert "bytes needed" in line and "bytes free" in line
+    assert names(tmp_path / "checkpoints") == ["00000001", "latest"]
+    saver, engine = prepare(tmp_path)
+    assert saver.save(engine, 2, 16, {}) is not None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_C5_training_goes_on_to_the_next_interval_if_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asynchronous: bool
+) -> None:
+    """On two ranks, of which the second cannot write: both go on without, and both have the next checkpoint."""
+    checkpoint = {"on_failure": "continue", "asynchronous": asynchronous}
+    config = tiny_config(tmp_path, checkpoint=checkpoint)
+    write = rank_file.RankFile.write
+
+    def fails_once(file: rank_file.RankFile, path: Path, progress: Callable[[], None]) -> str:
+        if path.name == "rank-00001.safetensors" and "00000002" in path.parent.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(file, path, progress)
+
+    monkeypatch.setattr(rank_file.RankFile, "write", fails_once)
+
+    def work(ranks: Ranks) -> list[bool]:
+        engine = build_engine(TinyModel(), config, make_draws, ranks)
+        saver = Saver(config, ranks, "data", {})
+        saved = []
+        for step in (1, 2, 3):
+            path = saver.save(engine, step, step * 8, {})
+            saved.append((path or saver.finish()) is not None)
+        return saved
+
+    assert run_in_threads(work) == [[True, False, True]] * 2
+    assert names(tmp_path / "checkpoints") == ["00000001", "00000003", "latest"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "checkpoint.on_failure" in line and "Rank 1" in line and "No space left on device" in line

@@ -1,0 +1,229 @@
+"""What a run reports outlives trouble with its storage: no line lost or torn once it works again, nothing raised."""
+
+import errno
+import io
+import json
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megasparse.config.schema import Config
+from megasparse.errors import ConfigError
+from megasparse.training.json_lines import JsonLines, cut_lines
+from megasparse.training.monitor import Monitor
+from megasparse.training.ranks import Ranks
+from tests.helpers.tiny import tiny_config
+
+SCALARS = {"train/loss": 1.25, "optimizer/learning_rate": 1e-3, "speed/tokens_per_second": 10.0}
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def no_file_longer_than(size: int) -> Iterator[None]:
+    """The kernel itself writes what still fits and refuses the rest, as a full disk or a quota does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+def test_a_line_that_did_not_fit_is_cut_off_and_written_when_it_fits(tmp_path: Path, told: list[str]) -> None:
+    file = JsonLines(tmp_path / "metrics.jsonl", told.append, last_step=0)
+    whole = 0
+    with no_file_longer_than(1000):
+        for step in range(1, 101):
+            file.append({"step": step, "text": "x" * 30})
+            assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n"), "no reader ever sees a torn line"
+            whole = max(whole, len(lines(tmp_path / "metrics.jsonl")))
+    assert 10 < whole < 30 and len(told) == 1, "some fitted; told once, not a hundred times"
+    assert str(tmp_path / "metrics.jsonl") in told[0] and "bytes are free" in told[0]
+    file.append({"step": 101})
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, 102))
+    assert len(told) == 2 and "no line is missing" in told[1]
+    file.close()
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.ESTALE])
+@pytest.mark.parametrize("calls", [["pwrite"], ["open"], ["pwrite", "ftruncate"], ["pwrite", "open", "close"]])
+def test_whatever_fails_no_line_is_lost(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch, code: int, calls: list[str]
+) -> None:
+    """Half of the data reaches the file before the error, and cutting it off may fail too."""
+    path = tmp_path / "metrics.jsonl"
+    real_pwrite, real_open = os.pwrite, os.open
+
+    def fail(*args: object, **kwargs: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    def tear(descriptor: int, data: bytes, offset: int) -> int:
+        real_pwrite(descriptor, data[: len(data) // 2], offset)
+        return fail()
+
+    def refuse(name: str | Path, flags: int, mode: int = 0o777) -> int:
+        return fail() if name == path else real_open(name, flags, mode)
+
+    failing = {"pwrite": tear, "open": refuse, "ftruncate": fail, "close": fail}
+    expected = []
+    file = JsonLines(path, told.append, last_step=0)
+    for step in range(1, 31):
+        with monkeypatch.context() as patch:
+            if 5 < step <= 10 or step in (15, 20, 29, 30):
+                for name in calls:
+                    patch.setattr(os, name, failing[name])
+            expected.append({"step": step, "x": 0.1 * step})
+            file.append(expected[-1])
+    file.close()
+    assert lines(path) == expected
+    failures = 0 if calls == ["open"] else 4  # an open file needs no opening
+    assert len(told) == 2 * failures
+
+
+def test_storage_that_fails_from_the_start_and_for_good(tmp_path: Path, told: list[str]) -> None:
+    file = JsonLines(tmp_path / "missing" / "metrics.jsonl", told.append, last_step=0)
+    for step in (1, 2):
+        file.append({"step": step})
+    assert len(told) == 1 and "No such file" in told[0]
+    file.close()
+    assert len(told) == 2 and "2 lines could not be written and are lost" in told[1]
+
+
+def test_what_could_not_be_cut_at_the_start_is_cut_later(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    with no_file_longer_than(0):
+        file = JsonLines(path, told.append, last_step=1)
+        file.append({"step": 2, "again": True})
+        assert lines(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    file.append({"step": 3})
+    assert lines(path) == [{"step": 1}, {"step": 2, "again": True}, {"step": 3}]
+    file.close()
+
+
+def test_cutting_drops_later_and_broken_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    cut_lines(path, 3)
+    assert not path.exists()
+    path.write_text('{"step": 1}\n{"step": 2, "x": 0.1}\nrubbish\n{"step": 3}\n{"step": 4}\n[5]\n{"step": 2')
+    cut_lines(path, 3)
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "x": 0.1}\n{"step": 3}\n'
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_file_that_cannot_be_rewritten_whole_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = "".join(f'{{"step": {step}}}\n' for step in range(100))
+    path.write_text(text)
+    with no_file_longer_than(100), pytest.raises(OSError):
+        cut_lines(path, 50)
+    assert path.read_text() == text and [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_events_are_told_written_and_kept_over_restarts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path)
+    with Monitor(config, Ranks(), 0) as monitor:
+        monitor.event(9, "LOSS SPIKE at step 9")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"step": 10, "ti')  # a crash
+    with Monitor(config, Ranks(), 5) as monitor:
+        monitor.event(7, "rank 1 is slow")
+    events = lines(tmp_path / "events.jsonl")
+    assert [(event["step"], event["message"]) for event in events] == [
+        (9, "LOSS SPIKE at step 9"),
+        (7, "rank 1 is slow"),
+    ]
+    assert all(datetime.fromisoformat(event["time"]).utcoffset() == timedelta(0) for event in events)
+    assert capsys.readouterr().err.splitlines() == ["LOSS SPIKE at step 9", "rank 1 is slow"]
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert "events/text_summary" in board.Tags()["tensors"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_a_run_goes_on_while_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path, training={"steps": 100})
+    monitor = Monitor(config, Ranks(), 0)
+    with no_file_longer_than(1500):
+        for step in range(1, 61):
+            monitor.write(step, SCALARS)
+            monitor.text(step, "evaluation/sample", "text " * 100)
+            monitor.image(step, "quality/map", torch.zeros(20, 20, 3, dtype=torch.uint8))
+        monitor.event(60, "a failed save")
+    for step in range(61, 101):
+        monitor.write(step, SCALARS)
+    monitor.__exit__(None, None, None)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, 101))
+    assert [event["message"] for event in lines(tmp_path / "events.jsonl")] == ["a failed save"]
+    said = capsys.readouterr().err
+    assert said.count("metrics.jsonl cannot be written") == 1 == said.count("metrics.jsonl can be written again")
+    assert said.count("TensorBoard is switched off") == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_can_start_and_end_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with no_file_longer_than(0), Monitor(config, Ranks(), 0) as monitor:
+        monitor.write(1, SCALARS)
+    assert (tmp_path / "config.json").read_text() == "{}", "the old one or the whole new one"
+    said = capsys.readouterr().err
+    assert "config.json cannot be written" in said and "1 lines could not be written and are lost" in said
+    with Monitor(config, Ranks(), 0):
+        assert Config.model_validate_json((tmp_path / "config.json").read_text()) == config
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run.directory: .*file/run cannot be made \(Not a directory\)"):
+        Monitor(tiny_config(tmp_path / "file" / "run"), Ranks(), 0)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_that_is_gone_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    class Gone(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+        def write(self, text: str) -> int:
+            if gone:
+                raise OSError(errno.EIO, "Input/output error")
+            return len(text)
+
+    gone = False
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with Monitor(tiny_config(tmp_path), Ranks(), 0) as monitor:
+        gone = True
+        for step in range(1, 21):
+            monitor.write(step, SCALARS)
+        monitor.say("hello")
+        monitor.event(3, "a spike")
+    assert len(lines(tmp_path / "metrics.jsonl")) == 20 and len(lines(tmp_path / "events.jsonl")) == 1
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    with Monitor(tiny_config(tmp_path / "run"), Ranks(rank=1, world_size=2), 0) as monitor:
+        monitor.write(1, SCALARS)
+        monitor.text(1, "evaluation/sample", "text")
+        monitor.event(1, "nothing")
+        monitor.say("hello")
+    assert not (tmp_path / "run").exists()

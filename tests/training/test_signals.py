@@ -1,0 +1,214 @@
+"""What asks a rank to stop, on processes of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+from megasparse.training.signals import StopSignals
+signals = StopSignals()
+folder = Path(sys.argv[1])
+{before}
+signals.follow_launcher()
+(folder / "ready.tmp").write_text(str(os.getpid()))
+(folder / "ready.tmp").rename(folder / "ready")
+end = time.monotonic() + 20
+while signals.wanted is None and time.monotonic() < end:
+    {turn}
+{after}
+(folder / "wanted.tmp").write_text(str(signals.wanted))
+(folder / "wanted.tmp").rename(folder / "wanted")
+"""
+
+
+def script(before: str = "", turn: str = "time.sleep(0.02)", after: str = "") -> str:
+    return RANK.format(before=before, turn=turn, after=after)
+
+
+def environment(**values: str) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if key != "RANK"}
+    return clean | {"PYTHONPATH": str(ROOT)} | values
+
+
+def start(folder: Path, code: str, **values: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**values),
+    )
+    wait_for((folder / "ready").exists)
+    return process
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return met
+
+
+def runs(pid: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
+def test_S1_a_signal_is_noted_and_the_process_ends_by_itself(tmp_path: Path, number: signal.Signals) -> None:
+    rank = start(tmp_path, script(after="time.sleep(0.3)"))
+    rank.send_signal(number)
+    _, said = rank.communicate(timeout=10)
+    assert rank.returncode == 0, said
+    assert (tmp_path / "wanted").read_text() == number.name
+    assert said.count("\n") == 1 and said.startswith(f"{number.name}: saving and stopping")
+
+
+def test_S1_the_note_is_there_at_once_for_the_thread_that_was_interrupted(tmp_path: Path) -> None:
+    turn = "os.kill(os.getpid(), 15); (folder / 'seen').write_text(str(signals.wanted))"
+    rank = start(tmp_path, script(turn=turn))
+    assert rank.wait(timeout=10) == 0
+    assert (tmp_path / "seen").read_text() == "SIGTERM"
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_S1_two_signals_within_half_a_second_are_one_and_a_later_one_ends_at_once(
+    tmp_path: Path, second: signal.Signals
+) -> None:
+    rank = start(tmp_path, script(after="time.sleep(20)"))
+    rank.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    rank.send_signal(signal.SIGTERM)
+    time.sleep(0.7)
+    assert rank.poll() is None
+    began = time.monotonic()
+    rank.send_signal(second)
+    _, said = rank.communicate(timeout=10)
+    assert rank.returncode == 128 + second
+    assert time.monotonic() - began < 1.0
+    assert said.count("saving and stopping") == 1
+
+
+def test_S1_sigusr1_is_never_the_second_signal_and_makes_none_the_second(tmp_path: Path) -> None:
+    rank = start(tmp_path, script(after="time.sleep(2.5)"))
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
+        rank.send_signal(number)
+        time.sleep(0.7)
+    _, said = rank.communicate(timeout=10)
+    assert rank.returncode == 0, said
+    assert (tmp_path / "wanted").read_text() == "SIGUSR1"
+
+
+def test_S1_signals_are_heard_while_the_main_thread_is_deep_in_a_library(tmp_path: Path) -> None:
+    locked = "import ctypes; c = ctypes.CDLL(None); m = ctypes.create_string_buffer(64); c.pthread_mutex_lock(m)"
+    rank = start(tmp_path, script(before=locked, turn="c.pthread_mutex_lock(m)"))  # which never comes back
+    time.sleep(0.2)
+    rank.send_signal(signal.SIGTERM)
+    assert rank.stderr is not None and rank.stderr.readline().startswith("SIGTERM: saving and stopping")
+    time.sleep(0.6)
+    assert rank.poll() is None
+    rank.send_signal(signal.SIGTERM)
+    assert rank.wait(timeout=1) == 128 + signal.SIGTERM
+
+
+def test_S1_nobody_reading_stderr_is_no_reason_to_fail(tmp_path: Path) -> None:
+    rank = start(tmp_path, script())
+    assert rank.stderr is not None
+    rank.stderr.close()
+    rank.send_signal(signal.SIGTERM)
+    assert rank.wait(timeout=10) == 0
+    assert (tmp_path / "wanted").read_text() == "SIGTERM"
+
+
+def test_S1_sigusr2_prints_the_stacks_and_asks_for_nothing(tmp_path: Path) -> None:
+    rank = start(tmp_path, "def waiting_for_data():\n    time.sleep(1)\n" + script(turn="waiting_for_data()"))
+    rank.send_signal(signal.SIGUSR2)
+    time.sleep(0.3)
+    rank.send_signal(signal.SIGTERM)
+    _, said = rank.communicate(timeout=10)
+    assert "in waiting_for_data" in said
+    assert (tmp_path / "wanted").read_text() == "SIGTERM"
+
+
+def test_S1_a_forked_child_takes_signals_for_itself(tmp_path: Path) -> None:
+    fork = "child = os.fork()\nif child == 0:\n    (folder / 'forked').touch()\n    time.sleep(20)\n"
+    fork += "(folder / 'child').write_text(str(child))"
+    turn = "time.sleep(0.5); (folder / 'status').write_text(str(os.waitpid(child, 0)[1])); break"
+    rank = start(tmp_path, script(before=fork, turn=turn))
+    assert wait_for((tmp_path / "forked").exists)
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGTERM)
+    assert rank.wait(timeout=10) == 0
+    assert os.WTERMSIG(int((tmp_path / "status").read_text())) == signal.SIGTERM
+    assert (tmp_path / "wanted").read_text() == "None"
+
+
+LAUNCHER = """
+import os, subprocess, sys
+sys.exit(subprocess.call(sys.argv[1:], env=os.environ | {"RANK": "0"}))
+"""
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["while following", "before following"])
+def test_S1_the_launcher_is_killed(tmp_path: Path, late: bool) -> None:
+    before = "(folder / 'ready').touch()\nwhile not (folder / 'killed').exists(): time.sleep(0.02)" if late else ""
+    command = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", script(before=before), str(tmp_path)]
+    launcher = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
+    assert wait_for((tmp_path / "ready").exists)
+    launcher.kill()
+    launcher.wait()
+    (tmp_path / "killed").touch()
+    assert wait_for((tmp_path / "wanted").exists, 2.0)
+    assert (tmp_path / "wanted").read_text() == "the launcher ended"
+
+
+def test_S1_without_a_launcher_the_end_of_the_shell_is_survived(tmp_path: Path) -> None:
+    shell = LAUNCHER.replace('os.environ | {"RANK": "0"}', "os.environ")
+    command = [sys.executable, "-c", shell, sys.executable, "-c", script(), str(tmp_path)]
+    parent = subprocess.Popen(command, env=environment())
+    assert wait_for((tmp_path / "ready").exists)
+    pid = int((tmp_path / "ready").read_text())
+    parent.kill()
+    parent.wait()
+    time.sleep(1.0)
+    assert not (tmp_path / "wanted").exists() and runs(pid)
+    os.kill(pid, signal.SIGTERM)
+    assert wait_for((tmp_path / "wanted").exists)
+
+
+@pytest.mark.parametrize("package", ["deepspeed", "another"])
+def test_S1_the_deepspeed_command_is_killed_and_its_launcher_lives_on(tmp_path: Path, package: str) -> None:
+    folder = tmp_path / "packages" / package / "launcher"
+    folder.mkdir(parents=True)
+    for init in (folder / "__init__.py", folder.parent / "__init__.py"):
+        init.touch()
+    (folder / "launch.py").write_text(LAUNCHER)
+    rank = [sys.executable, "-c", script(), str(tmp_path)]
+    module = [sys.executable, "-u", "-m", f"{package}.launcher.launch", *rank]
+    command = [sys.executable, "-c", f"import subprocess; subprocess.call({module!r})"]
+    top = subprocess.Popen(command, env=environment(PYTHONPATH=f"{tmp_path / 'packages'}:{ROOT}"))
+    assert wait_for((tmp_path / "ready").exists)
+    pid = int((tmp_path / "ready").read_text())
+    time.sleep(0.2)
+    assert not (tmp_path / "wanted").exists()
+    top.kill()
+    top.wait()
+    if package == "deepspeed":
+        assert wait_for((tmp_path / "wanted").exists, 2.0)
+        assert (tmp_path / "wanted").read_text() == "the launcher ended"
+    else:  # torchrun, say, whose own parent may be a shell that has ended
+        time.sleep(1.2)
+        assert not (tmp_path / "wanted").exists() and runs(pid)
+        os.kill(pid, signal.SIGTERM)
+        assert wait_for((tmp_path / "wanted").exists)

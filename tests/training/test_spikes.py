@@ -1,0 +1,112 @@
+"""Loss spikes: what is one, what is none, and the same judgement after a resume."""
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+
+from megasparse.training.spikes import DEVIATIONS, FEWEST, HISTORY, LossGuard
+
+
+def after(losses: list[float]) -> LossGuard:
+    guard = LossGuard(skip=False)
+    for loss in losses:
+        guard.note(loss, applied=True)
+    return guard
+
+
+def curve(steps: int, seed: int) -> list[float]:
+    """A language model's loss in nats: log(256) falling to about 1, each batch with noise of its own."""
+    draw = random.Random(seed)
+    floor = (1.0 + 3.0 * math.exp(-step / 300) + 1.5 * math.exp(-step / 3000) for step in range(steps))
+    return [loss * draw.lognormvariate(0.0, 0.08) for loss in floor]
+
+
+def test_N3_a_loss_of_ten_times_is_a_spike_at_any_time_after_the_first_steps():
+    losses = curve(2000, seed=0)
+    for step in range(FEWEST, len(losses), 97):
+        assert after(losses[:step]).is_spike(10 * losses[step])
+
+
+def test_N3_the_rule_is_the_definition():
+    losses = curve(300, seed=1)
+    window = losses[-HISTORY:]
+    edge = statistics.fmean(window) + DEVIATIONS * statistics.pstdev(window)
+    guard = after(losses)
+    assert guard.is_spike(edge * (1 + 1e-9)) and not guard.is_spike(edge * (1 - 1e-9))
+
+
+def test_N3_no_step_of_a_noisy_falling_loss_is_taken_for_a_spike(figures: Callable[..., None]):
+    flagged = sum(after(curve(10_000, seed)).spikes for seed in range(5))
+    figures(losses_judged=50_000, false_spikes=flagged)
+    assert flagged == 0
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_N3_rounding_noise_on_a_loss_that_stands_still_is_no_spike(scale: float):
+    guard = after([scale] * HISTORY)
+    assert not guard.is_spike(scale) and not guard.is_spike(scale * (1 + 1e-6))
+    assert guard.is_spike(scale * 1.01)
+    assert not after([0.0] * HISTORY).is_spike(0.0)
+
+
+def test_N3_without_32_losses_or_of_what_is_not_finite_there_is_no_spike():
+    assert not after([1.0] * (FEWEST - 1)).is_spike(1e38)
+    guard = after([1.0] * FEWEST)
+    assert guard.is_spike(1e38)
+    assert not guard.is_spike(math.nan) and not guard.is_spike(math.inf) and not guard.is_spike(-1e38)
+    huge = after([1e38 * (1 + i % 2) for i in range(HISTORY)])
+    assert not huge.is_spike(2e38) and huge.is_spike(1e39)
+
+
+def test_N3_a_spike_that_is_applied_enters_the_history_and_one_that_is_skipped_does_not():
+    applied, skipped = after(curve(200, 2)), after(curve(200, 2))
+    for step in range(6):
+        assert skipped.is_spike(50.0)
+        skipped.note(50.0, applied=False)
+        applied.note(50.0, applied=True)
+        assert skipped.skipped_in_a_row == step + 1
+    assert skipped.spikes == 6 and skipped.state()["losses"] == after(curve(200, 2)).state()["losses"]
+    assert applied.spikes == 4 and applied.skipped_in_a_row == 0, "√(124/4) < 6: four of 128 are no longer rare"
+
+
+def test_N1_steps_skipped_in_a_row_are_counted_until_one_is_applied():
+    guard = LossGuard(skip=True)
+    counts = []
+    for loss, applied in [(1.0, True), (math.nan, False), (math.inf, False), (2.0, True), (math.nan, False)]:
+        guard.note(loss, applied)
+        counts.append(guard.skipped_in_a_row)
+    assert counts == [0, 1, 2, 0, 1] and guard.spikes == 0
+    assert guard.state()["losses"] == [1.0, 2.0]
+
+
+def test_N3_R1_after_a_resume_every_judgement_is_the_same():
+    losses = [10 * loss if step % 50 == 49 else loss for step, loss in enumerate(curve(600, 3))]
+
+    def judge(guard: LossGuard, part: list[float]) -> list[bool]:
+        judged = []
+        for loss in part:
+            spike = guard.is_spike(loss)
+            judged.append(spike)
+            guard.note(loss, applied=not (spike and guard.skip))
+        return judged
+
+    straight = LossGuard(skip=True)
+    expected = judge(straight, losses)
+    assert sum(expected) == 12 == straight.spikes
+    for stop in (1, 31, 49, 50, 128, 333):
+        first, second = LossGuard(skip=True), LossGuard(skip=True)
+        before = judge(first, losses[:stop])
+        second.restore(json.loads(json.dumps(first.state())))
+        assert second.state() == first.state()
+        assert before + judge(second, losses[stop:]) == expected
+        assert second.state() == straight.state()
+
+
+def test_a_checkpoint_without_a_state_begins_anew():
+    guard = after(curve(200, 4))
+    guard.restore({})
+    assert guard.state() == LossGuard(skip=False).state() == {"losses": [], "skipped_in_a_row": 0, "spikes": 0}
