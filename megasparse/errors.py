@@ -64,6 +64,14 @@ class TrainingError(UserError):
     exit_code = 4
 
 
+class HubError(UserError):
+    """A HuggingFace model that is damaged, or that the other side cannot express."""
+
+    def __init__(self, path: str | os.PathLike[str], problem: str, mend: str):
+        super().__init__(f"{os.fspath(path)}: {problem}. {mend}")
+        self.path = os.fspath(path)
+
+
 class LostPeer(UserError):
     """Another rank has ended, or cannot go on; its own message says why."""
 

@@ -1,0 +1,1 @@
+"""HuggingFace: export, import, and a pretrained model's attention replaced."""
