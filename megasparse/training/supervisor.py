@@ -248,8 +248,9 @@ class Supervisor:
             return 0, ""
         if self.insisted:
             return 128 + self.insisted[0], f"ended at once, as a second {SIGNAL_NAMES[self.insisted[0]]} asked for"
-        if any(rank.code == -signum for rank in ranks for signum in self.forwarded):
-            return 0, ""  # before it could handle the signal: nothing was running yet that could be saved
+        if early := {-rank.code for rank in ranks if rank.code} & self.forwarded:
+            tell(f"stopped by {SIGNAL_NAMES[min(early)]} before training had begun: there was nothing to save")
+            return 0, ""
         failed = sorted((rank for rank in ranks if rank.code), key=lambda rank: rank.ended_at)
         if not failed:
             return HANG, str(next(rank for rank in ranks if rank.code is None))

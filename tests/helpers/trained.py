@@ -22,7 +22,7 @@ def prepared(folder: Path) -> Path:
 
 
 def trained(
-    data: Path, run: Path, pattern: list[Any], steps: int, **sections: dict[str, Any]
+    data: Path, run: Path, pattern: list[Any], steps: int, /, **sections: dict[str, Any]
 ) -> list[dict[str, float]]:
     """Trains a model of 64 positions, 4 heads and a layer for each entry of the pattern into the folder `run`. Returns
     the lines of its metrics.jsonl.

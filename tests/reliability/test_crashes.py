@@ -20,7 +20,6 @@ DELAY = 6.0
 
 CRASHES = [  # where it happens, in the order of a save; the newest checkpoint then
     (fault(r"write \S*tmp-00000004\S*/rank-00001", f"sleep {DELAY}", "kill", rank=1), 2),  # rank 0 has written its part
-    (fault(r"synced \S*tmp-00000006\S*/rank-00000", "kill", rank=0), 4),
     (fault(r"write \S*tmp-00000008\S*/manifest", "kill", rank=0), 6),
     (fault(r"rename \S*tmp-00000010\S* \S*/00000010$", "kill", rank=0), 8),  # the manifest is on the disk
     (fault(r"write \S*latest", "kill", rank=0), 10),  # right after the rename

@@ -1,5 +1,6 @@
 """The loop: one line a step whatever happens, saves on time, skipped steps told, and stops when it should."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -11,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megasparse.config.schema import Config
 from megasparse.data.batches import Step
-from megasparse.errors import TrainingError
+from megasparse.errors import DataError, StorageError, TrainingError
 from megasparse.training.engine import build_engine
 from megasparse.training.loop import train
 from megasparse.training.monitor import Monitor
@@ -20,7 +21,7 @@ from megasparse.training.resume import find_start
 from megasparse.training.run_folder import list_checkpoints
 from megasparse.training.saving import Saver
 from megasparse.training.schedule import learning_rate
-from megasparse.training.watch import Watch
+from megasparse.training.watch import StopWanted, Watch
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 
 
@@ -135,10 +136,10 @@ def test_a_skipped_step_is_told_and_counted(tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "metrics.jsonl").read_text().count("null") == 2, "what is not finite is null: NaN is no JSON"
 
 
-def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
+def test_N1_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
     config, model = tiny_config(tmp_path, training={"max_skipped_steps": 3}), TinyModel()
     model.poisoned = {sample: math.nan for sample in (8, 16, *range(88, 200))}  # steps 2 and 3; from step 12 on all
-    with pytest.raises(TrainingError, match=r"step 14.*3 steps in a row.*optimizer.learning_rate"):
+    with pytest.raises(TrainingError, match=r"step 14: 3 steps in a row were not applied.*optimizer.learning_rate"):
         launch(config, model)
     assert len(lines(config)) == 14
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000010"]
@@ -156,3 +157,88 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
         monitor.text(1, "evaluation/sample", "text")
         monitor.say("hello")
     assert not (tmp_path / "run").exists()
+
+
+def test_S1_a_wanted_stop_saves_before_the_next_step_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
+    straight, stopped = tiny_config(tmp_path / "straight"), tiny_config(tmp_path / "stopped")
+    launch(straight)
+    told: list[str] = []
+    launch(stopped, watch=Watch(stop_wanted=lambda: "step 14, micro-batch 1" in told, progress=told.append))
+    assert [line["step"] for line in lines(stopped)] == list(range(1, 15))
+    assert [path.name for path in list_checkpoints(tmp_path / "stopped" / "checkpoints")] == ["00000010", "00000014"]
+    launch(stopped, watch=Watch(stop_wanted=lambda: True))  # nothing is done and nothing is saved twice
+    launch(stopped)
+    assert [line["train/loss"] for line in lines(stopped)] == [line["train/loss"] for line in lines(straight)]
+
+
+def test_S1_a_stop_breaks_an_evaluation_off(tmp_path: Path) -> None:
+    config, wanted = tiny_config(tmp_path, evaluation={"every": 6}), []
+
+    def evaluate(step: int) -> dict[str, float]:
+        wanted.append(step)
+        raise StopWanted
+
+    with Monitor(config, Ranks(), 0) as monitor:
+        engine = build_engine(TinyModel(), config, make_draws, Ranks())
+        data, saver = MadeUpBatches(config, Ranks()), Saver(config, Ranks(), "data", {})
+        train(engine, config, data, saver, monitor, None, evaluate, watch=Watch(lambda: bool(wanted)))
+    assert wanted == [6] and [line["step"] for line in lines(config)] == list(range(1, 7))
+    assert not any(name.startswith("evaluation") for line in lines(config) for name in line)
+
+
+def test_data_that_cannot_be_read_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+
+    def damaged() -> Iterator[Step]:
+        yield from itertools.islice(MadeUpBatches(config, Ranks()), 3)
+        raise DataError("train-000003.tar", "damaged", "Prepare it again")
+
+    with Monitor(config, Ranks(), 0) as monitor, pytest.raises(DataError, match=r"train-000003\.tar"):
+        engine = build_engine(TinyModel(), config, make_draws, Ranks())
+        train(engine, config, damaged(), Saver(config, Ranks(), "data", {}), monitor)
+    assert len(lines(config)) == 3
+
+
+def test_C8_an_asynchronous_run_is_the_same(tmp_path: Path) -> None:
+    one, other = (
+        tiny_config(tmp_path / str(a), checkpoint={"every": 3, "keep": 9, "asynchronous": a}) for a in (False, True)
+    )
+    launch(one)
+    launch(other)
+    assert [line["train/loss"] for line in lines(one)] == [line["train/loss"] for line in lines(other)]
+    found = [list_checkpoints(Path(config.run.directory) / "checkpoints") for config in (one, other)]
+    assert [[int(path.name) for path in paths] for paths in found] == [[3, 6, 9, 12, 15, 18, 20]] * 2
+    for path, same in zip(*found, strict=True):
+        name = "rank-00000.safetensors"
+        assert (path / name).read_bytes() == (same / name).read_bytes()
+
+
+def strange(config: Config, step: int) -> Iterator[Step]:
+    """At `step` the text is noise, such as the model has never seen."""
+    for number, data in enumerate(MadeUpBatches(config, Ranks()), start=1):
+        if number == step:
+            noise = [dataclasses.replace(b, tokens=(97 * b.tokens**2) % 256) for b in data.micro_batches]
+            data = dataclasses.replace(data, micro_batches=noise)
+        yield data
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_N3_a_loss_spike_is_told_and_left_out_if_asked_for(tmp_path: Path, skip: bool) -> None:
+    config = tiny_config(tmp_path, training={"steps": 160, "skip_loss_spikes": skip})
+    with Monitor(config, Ranks(), 0) as monitor:
+        engine = build_engine(TinyModel(), config, make_draws, Ranks())
+        train(engine, config, strange(config, 150), Saver(config, Ranks(), "data", {}), monitor)
+    assert [line["train/loss_spikes"] for line in lines(config)] == [0] * 149 + [1] * 11
+    assert [line["train/skipped_steps"] for line in lines(config)] == [0] * 149 + [int(skip)] * 11
+    (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert event["step"] == 150 and ("SKIPPED" in event["message"]) == skip and "loss spike" in event["message"]
+
+
+def test_C5_a_run_whose_last_checkpoint_fails_does_not_end_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, checkpoint={"every": 10, "on_failure": "continue"})
+    monkeypatch.setattr("megasparse.training.saving.free_bytes", lambda folder: 5)
+    with pytest.raises(StorageError, match="step 20, the last, is not saved"):
+        launch(config)
+    assert len(lines(config)) == 20
