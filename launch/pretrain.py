@@ -61,7 +61,7 @@ def main() -> None:
     index.require_tokenizer(build_tokenizer(config.data.tokenizer))
     ranks = start_ranks(config.run)
     with watching(config.run, ranks, signals) as watch:
-        saver = Saver(config, ranks, index.fingerprint, index.file.tokenizer.model_dump(), watch.alive)
+        saver = Saver(config, ranks, index.fingerprint, index.file.tokenizer.model_dump(), watch)
         start = find_start(args.resume, saver, args.allow_changed_config)
         step, position = (start.step, start.sequences) if start else (0, 0)
         engine = build_engine(build_model(config.model, config.run.seed), config, make_draws, ranks, start)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError
 from megasparse.training.manifest import MANIFEST, RESTORE, read_manifest, size_of
+from megasparse.training.run_folder import find_newest
 
 
 def silent(doing: str) -> None:
@@ -178,6 +179,16 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(self.path / name, f"is no safetensors file ({error})", RESTORE) from None
         return self._open_files[name]
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """`directory` itself if it is a checkpoint, else the newest below it. CheckpointError where there is none."""
+    if (directory / MANIFEST).exists():
+        return directory
+    for folder in (directory / "checkpoints", directory):
+        if newest := find_newest(folder):
+            return newest
+    raise CheckpointError(directory, "holds no checkpoint", "Give a run's folder, or one of its checkpoints/00001000")
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

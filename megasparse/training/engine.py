@@ -79,7 +79,7 @@ class Engine(ABC):
         equally many that are scored.
 
         accept: whether to apply a step of this loss (nats a token, the same on all ranks). progress: told of each
-        micro-batch.
+        micro-batch's two passes.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -90,6 +90,7 @@ class Engine(ABC):
             draws = self._make_draws(step, batch.samples.to(self.ranks.device))
             with self._forward_time.running():
                 objective, statistics = self._forward(batch.tokens.to(self.ranks.device), draws)
+            progress(f"step {step}, micro-batch {number}, backward")  # which waits for the others
             for name, value in {**statistics, "objective": objective}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
             if last:  # known before the last backward, which can still spoil the gradient of a step not to be applied

@@ -157,6 +157,8 @@ def _next(source: Iterator[Step], step: int, watch: Watch) -> Step | Exception:
         return next(source)
     except Exception as error:  # the other ranks must hear of it, whatever it is
         return error
+    finally:
+        watch.progress(f"step {step}: meeting the other ranks")
 
 
 def _agree(engine: Engine, saver: Saver, watch: Watch, data: Step | Exception, own_seconds: float) -> RollCall:

@@ -15,6 +15,8 @@ from megasparse.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+NO_DATA = "none"
+"""Fingerprint of the data in a checkpoint whose weights were not trained here: any data may follow."""
 RESTORE = "Restore it from a copy, or resume from an older checkpoint with --resume PATH"
 
 _Count = Annotated[int, Field(ge=0)]

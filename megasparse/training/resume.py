@@ -14,6 +14,7 @@ from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.identity import differences, flatten, versions
+from megasparse.training.manifest import NO_DATA
 from megasparse.training.ranks import Ranks
 from megasparse.training.run_folder import find_newest, list_checkpoints
 from megasparse.training.saving import Saver, remove_leftovers
@@ -94,15 +95,16 @@ def _open(path: Path, saver: Saver, directory: Path | None) -> Checkpoint:
     problem = checkpoint = None
     ranks = saver.ranks
     try:
-        checkpoint = Checkpoint.open(path, ranks.rank, ranks.world_size, saver.progress)
+        checkpoint = Checkpoint.open(path, ranks.rank, ranks.world_size, saver.watch.alive)
     except CheckpointError as error:
         problem = str(error)
+    saver.watch.progress("checkpoint verified, waiting for the other ranks")
     problems = [problem for problem in ranks.gather(problem) if problem is not None]
     if problems:
         mend = "There is no older complete checkpoint"
         if directory is None:
             mend = "Choose another checkpoint"
-        elif (older := _newest_complete(list_checkpoints(directory)[:-1], saver.progress)) is not None:
+        elif (older := _newest_complete(list_checkpoints(directory)[:-1], saver.watch.alive)) is not None:
             mend = f"To go on from the newest complete one: --resume {older}"
         raise CheckpointError(path, f"this checkpoint is damaged: {problems[0]}", mend)
     assert checkpoint is not None
@@ -123,7 +125,7 @@ def _check_data(checkpoint: Checkpoint, saver: Saver) -> None:
     manifest = checkpoint.manifest
     then = flatten({"data": manifest["data_fingerprint"], "tokenizer": manifest["tokenizer"]})
     now = flatten({"data": saver.data_fingerprint, "tokenizer": saver.tokenizer})
-    if changed := _changed(then, now):
+    if changed := [key for key in _changed(then, now) if key != "data" or then["data"] != NO_DATA]:
         problem = f"it was trained on other data: {_listed(then, now, changed)}"
         mend = "Point data.path at the data it was trained on, or choose another run.directory to start a new run"
         raise CheckpointError(checkpoint.path, problem, mend)
@@ -133,6 +135,8 @@ def _check_config(checkpoint: Checkpoint, config: Config, allow_changed: bool, r
     then, now = (flatten(json.loads(one.model_dump_json())) for one in (checkpoint.config, config))
     changed = _changed(then, now)
     kept = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)]
+    if checkpoint.manifest["data_fingerprint"] == NO_DATA:  # nothing has been computed yet
+        kept = [key for key in kept if key.startswith("model.")]
     listed = _listed(then, now, kept)
     if kept and not allow_changed:
         mend = (
@@ -142,7 +146,7 @@ def _check_config(checkpoint: Checkpoint, config: Config, allow_changed: bool, r
         raise CheckpointError(checkpoint.path, f"the configuration has changed since: {listed}", mend)
     if ranks.rank == 0 and kept:
         print(f"going on with a changed configuration, as asked: {listed}", file=sys.stderr)
-    if ranks.rank == 0 and "training.steps" in changed:
+    if ranks.rank == 0 and "training.steps" in changed and checkpoint.step:
         moved = "training.steps: {} -> {}; a cosine schedule now ends there, so the learning rate differs from here on"
         print(moved.format(then["training.steps"], now["training.steps"]), file=sys.stderr)
 

@@ -27,13 +27,13 @@ from torch import Tensor
 from megasparse.config.schema import Config
 from megasparse.data.files import sync_folder
 from megasparse.errors import CheckpointError, StorageError, TrainingError, UserError
-from megasparse.training.checkpoint import silent
 from megasparse.training.engine import Engine
 from megasparse.training.identity import differences, versions
 from megasparse.training.manifest import FORMAT, MANIFEST, gap, seal
 from megasparse.training.rank_file import RankFile, durable, make_folder
 from megasparse.training.ranks import Ranks
 from megasparse.training.run_folder import TEMPORARY, list_checkpoints
+from megasparse.training.watch import Watch
 
 UNTOUCHED = "Older checkpoints are untouched"
 
@@ -42,7 +42,7 @@ UNTOUCHED = "Older checkpoints are untouched"
 class Saver:
     """Saves a run's checkpoints, and keeps the newest `config.checkpoint.keep` of them; knows what tells runs apart.
 
-    progress: called with what is being done, at every block that is written or verified.
+    watch: told of every block that is written or verified, and when this rank's part is written.
     """
 
     config: Config
@@ -50,7 +50,7 @@ class Saver:
     data_fingerprint: str
     tokenizer: dict[str, str]
     """`name` and `sha256`."""
-    progress: Callable[[str], None] = silent
+    watch: Watch = Watch()
     _under_way: "_Save | None" = field(default=None, init=False)
     _copy: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
     """This rank's numbers as an asynchronous save found them; the memory is kept for the next."""
@@ -80,7 +80,7 @@ class Saver:
             return None
         self._under_way = save
         if not self.config.checkpoint.asynchronous:
-            save.write(file, lambda: self.progress(save.doing))
+            save.write(file, lambda: self.watch.alive(save.doing))
             return self.finish()
         if (copied := save.attempt(lambda: file.copy(self._copy))) is not None:
             copy, self._copy = copied
@@ -98,7 +98,8 @@ class Saver:
         save, self._under_way = self._under_way, None
         if save is None:
             return None
-        save.join(self.progress)
+        save.join(self.watch.alive)
+        self.watch.progress(f"step {save.step}: saved, waiting for the other ranks' parts")
         reports = self.ranks.gather({"part": save.part, "problem": save.problem})
         try:
             self._refuse(save, [report["problem"] for report in reports])
@@ -165,7 +166,7 @@ class Saver:
                 hint.unlink(missing_ok=True)
             older = [path for path in list_checkpoints(self.directory) if int(path.name) < int(newest.name)]
             for old in older[: max(0, len(older) + 1 - self.config.checkpoint.keep)]:
-                self.progress(f"deleting {old}")
+                self.watch.alive(f"deleting {old}")
                 remove(old)
             remove_leftovers(self.directory)  # of a save that failed so badly that it could not be cleaned up
         except OSError as error:

@@ -230,8 +230,8 @@ class Watchdog:
             if known is None:
                 if rank != self._rank and starting:
                     return False
-            elif not known[0].ended and known[0].age < known[0].limit and now - known[1] < known[0].limit:
-                return False
+            elif not known[0].ended and known[0].age < known[0].limit and now - known[1] < own.limit:
+                return False  # a silent rank by our own limit: its last word may be from its first step
         return own.age >= own.limit
 
     def _give_up(self, own: Heartbeat) -> None:
@@ -251,14 +251,14 @@ class Watchdog:
         unheard = [r for r in range(self._world_size) if r != self._rank and self._others[r] is None]
         alive = [(beat, silence) for beat, silence in heard if not beat.ended]
         least = min(beat.counter for beat, _ in alive)
-        silent = [(beat, silence) for beat, silence in alive if silence >= beat.limit]
+        silent = [(beat, silence) for beat, silence in alive if silence >= own.limit]
         behind = silent or [(beat, silence) for beat, silence in alive if beat.counter == least]
         if unheard and not self._storage_fails:
             culprits = [
                 f"rank {rank} has not been heard of since the start, {now - self._began:.1f} s ago" for rank in unheard
             ]
         else:
-            culprits = [self._describe(beat, silence) for beat, silence in behind]
+            culprits = [self._describe(beat, silence, own.limit) for beat, silence in behind]
         more = f" and {len(culprits) - NAMED} more" if len(culprits) > NAMED else ""
         ended = [beat.rank for beat, _ in heard if beat.ended]
         gone = f" (ended before: {', '.join(map(str, ended[:NAMED]))})" if ended else ""
@@ -268,10 +268,10 @@ class Watchdog:
             f"(limit {own.limit:g} s, run.hang_timeout={self._timeout:g})"
         )
 
-    def _describe(self, beat: Heartbeat, silence: float) -> str:
+    def _describe(self, beat: Heartbeat, silence: float, limit: float) -> str:
         state = f", {_state(beat.pid)}" if beat.host == self._host else ""
         where = f"rank {beat.rank} on {beat.host} (pid {beat.pid}{state})"
-        if silence >= beat.limit:
+        if silence >= limit:
             return f'{where} has been silent for {silence:.1f} s, before that at "{beat.doing}" for {beat.age:.1f} s'
         return f'{where} has been at "{beat.doing}" for {beat.age + silence:.1f} s'
 

@@ -20,6 +20,7 @@ from megasparse.training.ranks import Ranks
 from megasparse.training.resume import find_start
 from megasparse.training.run_folder import list_checkpoints
 from megasparse.training.saving import Saver
+from megasparse.training.watch import Watch
 from tests.conftest import Report
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
@@ -96,7 +97,7 @@ def test_C8_waiting_for_a_save_says_that_it_gets_on_but_only_while_it_does(
 ) -> None:
     saver, engine = prepare(tmp_path, asynchronous=True)
     told: list[str] = []
-    saver.progress = told.append
+    saver.watch = Watch(alive=told.append)
     saver.save(engine, 1, 8, {})
     assert told == [], "what a thread does must not hide that training hangs"
     threading.Timer(0.5, gate.set).start()

@@ -14,6 +14,7 @@ from megasparse.training.ranks import Ranks
 from megasparse.training.resume import find_start
 from megasparse.training.run_folder import find_newest
 from megasparse.training.saving import Saver
+from megasparse.training.watch import Watch
 from tests.helpers.tiny import TinyModel, make_draws, tiny_config
 
 BYTES = {"name": "bytes", "sha256": "b"}
@@ -197,5 +198,5 @@ def test_what_cannot_be_set_aside_is_told(run: Config, monkeypatch: pytest.Monke
 
 def test_opening_says_that_it_gets_on(run: Config) -> None:
     told: list[str] = []
-    assert find_start("auto", Saver(run, Ranks(), "data", BYTES, told.append)) is not None
+    assert find_start("auto", Saver(run, Ranks(), "data", BYTES, Watch(alive=told.append))) is not None
     assert told == [f"verifying {checkpoints(run) / '00000003'}"]

@@ -22,6 +22,7 @@ from megasparse.training.ranks import Ranks
 from megasparse.training.resume import find_start
 from megasparse.training.run_folder import find_newest, list_checkpoints
 from megasparse.training.saving import Saver
+from megasparse.training.watch import Watch
 from tests.helpers.tiny import TinyModel, make_draws, tiny_config
 
 
@@ -65,7 +66,7 @@ def die_at(monkeypatch: pytest.MonkeyPatch, saver: Saver, moment: int) -> Callab
     for name in ("open", "fdopen", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
         monkeypatch.setattr(os, name, dying(getattr(os, name)))
     monkeypatch.setattr(saving.shutil, "rmtree", dying(saving.shutil.rmtree))
-    monkeypatch.setattr(saver, "progress", dying(saver.progress))  # between two blocks of a file
+    monkeypatch.setattr(saver, "watch", Watch(alive=dying(saver.watch.alive)))  # between two blocks of a file
     return lambda: count
 
 
@@ -187,7 +188,7 @@ def test_large_tensors_are_written_in_blocks_and_each_is_told(tmp_path: Path, mo
     monkeypatch.setattr(rank_file, "BLOCK", 100)
     monkeypatch.setattr(rank_file, "SYNC_EVERY", 4096)
     told: list[str] = []
-    saver.progress = told.append
+    saver.watch = Watch(alive=told.append)
     cut = saver.save(engine, 2, 16, {})
     assert cut is not None
     assert (cut / "rank-00000.safetensors").read_bytes() == (whole / "rank-00000.safetensors").read_bytes()
