@@ -70,7 +70,7 @@ class Watchdog:
     times the longest time between two calls of `progress` since then. stop_wanted: whether this rank was asked to stop.
 
     A rank whose main thread holds Python's lock runs no watchdog: a timer of faulthandler's then prints its stacks and
-    ends it, with exit code 1, a second after the limit; the others name it.
+    ends it, with exit code 1, a second after the limit, or three where others are to name it first.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Watchdog:
         self._directory = directory
         self._launch, self._rank, self._world_size = launch, rank, world_size
         self._timeout, self._stop_wanted = timeout, stop_wanted
-        self._period = min(1.0, timeout / 10) if timeout else 1.0
+        self._period = min(0.5, timeout / 20) if timeout else 0.5
         self._host, self._began = socket.gethostname(), time.monotonic()
         self._latest = (0, self._began, "starting")  # counter, when, what; replaced as one, so that it needs no lock
         self._first_step: str | None = None
@@ -216,8 +216,9 @@ class Watchdog:
     def _judge(self) -> None:
         while self._timeout:
             own = self._own()
-            # A C thread, which needs no lock of Python's; each beat sets it anew.
-            faulthandler.dump_traceback_later(own.limit + 1, exit=True, file=2)
+            # A C thread, which needs no lock of Python's; each beat sets it anew. The others, if any, speak first.
+            after_the_others = 3 if self._world_size > 1 else 1
+            faulthandler.dump_traceback_later(own.limit + after_the_others, exit=True, file=2)
             if self._hangs(own):
                 self._give_up(own)
             if self._over.wait(self._period):
