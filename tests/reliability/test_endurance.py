@@ -63,8 +63,11 @@ class Driver:
         self.done: Counter[str] = Counter()
         self.samples: list[Sample] = []
         self.launchers: list[Sample] = []
+        self.asked_to_stop = False
+        """The launcher was: then it does not start a rank again that hangs or dies before it has saved."""
 
     def start(self) -> None:
+        self.asked_to_stop = False
         slow = fault("forward", "sleep 0.1", every=True)
         self.run.start(faults=[slow], supervise=["--restarts", "5"])
 
@@ -81,7 +84,7 @@ class Driver:
         while time.monotonic() < moment:
             time.sleep(1.0)
             if self.run.process is not None and self.run.process.poll() is not None:
-                assert self.run.process.returncode == 0, self.run.said()
+                assert self.run.process.returncode == 0 or self.asked_to_stop, self.run.said()
                 self.start()
             step = max(self.run.losses(), default=0)
             with suppress(OSError, ValueError, KeyError):
@@ -96,6 +99,7 @@ class Driver:
                 (self.run.folder / f"ask-{rank}").write_text("raise a random exception")
             else:
                 pid = self.run.launcher if how == "term" and rank else self.run.rank(rank)
+                self.asked_to_stop |= pid == self.run.launcher
                 if pid in self.run.processes():
                     os.kill(pid, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[how])
 
