@@ -23,6 +23,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from megasparse.attention.hash_training import Utility, train_hashes
 from megasparse.config.command_line import checkpoint_parser
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
@@ -30,7 +31,6 @@ from megasparse.data.tokenizer import build_tokenizer
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.evaluation.attention_quality import watch
 from megasparse.evaluation.attention_study import Protocol, maps, study, summary
-from megasparse.evaluation.hash_training import Utility, train_hashes
 from megasparse.evaluation.restore import restore
 
 

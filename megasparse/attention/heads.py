@@ -5,7 +5,7 @@ B batch, L length, H heads, D head dim, E width.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -60,11 +60,12 @@ class AttentionLayer(nn.Module):
         self.split = heads_of_layer(config, layer)
         built = {kind: build_mechanism(kind, config, heads) for kind, heads in self.split.items()}
         self.mechanisms = nn.ModuleDict(built)
+        biased = config.style == "bert"
         keyed = sum(heads for kind, heads in self.split.items() if not built[kind].shared_qk)
-        self.query = _projection(config.d_model, self.heads * self.head_dim)
-        self.key = _projection(config.d_model, keyed * self.head_dim) if keyed else None
-        self.value = _projection(config.d_model, self.heads * self.head_dim)
-        self.output = _projection(self.heads * self.head_dim, config.d_model)
+        self.query = _projection(config.d_model, self.heads * self.head_dim, biased)
+        self.key = _projection(config.d_model, keyed * self.head_dim, biased) if keyed else None
+        self.value = _projection(config.d_model, self.heads * self.head_dim, biased)
+        self.output = _projection(self.heads * self.head_dim, config.d_model, biased)
 
     def forward(self, x: Tensor, context: AttentionContext, padding: Padding, cache: Any = None) -> AttentionOutput:
         """x: (B, L, E). Returns the layer's output (B, L, E), the sum of the mechanisms' auxiliary losses, and their
@@ -105,22 +106,8 @@ class AttentionLayer(nn.Module):
         k = q[:, :0] if self.key is None else self._split(self.key(x))
         if self.rotary:
             q, k = rotate(q, first_position), rotate(k, first_position)
-        first, first_key = 0, 0
-        for kind, heads in self.split.items():
-            mechanism = self.mechanism(kind)
-            mine, values = q[:, first : first + heads], v[:, first : first + heads]
-            keys = mine
-            if not mechanism.shared_qk:
-                keys = k[:, first_key : first_key + heads]
-                first_key += heads
-            if mechanism.adds_positions:
-                positions = sinusoids(first_position, x.shape[1], self.head_dim).to(x.device, x.dtype)
-                mine, keys = mine + positions, keys + positions
-            if mechanism.shared_qk:
-                keys = normalized(mine)
-            own = dataclasses.replace(context, head_offset=context.head_offset + first)
-            yield kind, Heads(mine, keys, values, padding.key_mask, padding.segments, self.causal), own
-            first += heads
+        mechanisms = {kind: self.mechanism(kind) for kind in self.split}
+        yield from shares(mechanisms, self.split, (q, k, v), padding, self.causal, context, first_position)
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, L, D)
@@ -130,9 +117,45 @@ class AttentionLayer(nn.Module):
         return self.output(x.transpose(1, 2).flatten(-2))  # (B, L, E)
 
 
-def _projection(width_in: int, width_out: int) -> nn.Linear:
-    """Without torch's own initialisation, which would draw from the global generator."""
-    return skip_init(nn.Linear, width_in, width_out, bias=False)
+def shares(
+    mechanisms: Mapping[str, Attention],
+    split: Mapping[str, int],
+    projected: tuple[Tensor, Tensor, Tensor],
+    padding: Padding,
+    causal: bool,
+    context: AttentionContext,
+    first_position: int = 0,
+) -> Iterator[tuple[str, Heads, AttentionContext]]:
+    """Each mechanism's share of a layer's heads, as it wants them, and its context.
+
+    split: number of heads of each mechanism. projected: q, k, v of all heads (B, H, L, D), k without the heads of
+    mechanisms that share queries and keys.
+    """
+    q, k, v = projected
+    first, first_key = 0, 0
+    for kind, heads in split.items():
+        mechanism = mechanisms[kind]
+        mine, values = q[:, first : first + heads], v[:, first : first + heads]
+        keys = mine
+        if not mechanism.shared_qk:
+            keys = k[:, first_key : first_key + heads]
+            first_key += heads
+        if mechanism.adds_positions:
+            positions = sinusoids(first_position, q.shape[2], q.shape[3]).to(q.device, q.dtype)
+            mine, keys = mine + positions, keys + positions
+        if mechanism.shared_qk:
+            keys = normalized(mine)
+        own = dataclasses.replace(context, head_offset=context.head_offset + first)
+        yield kind, Heads(mine, keys, values, padding.key_mask, padding.segments, causal), own
+        first += heads
+
+
+def _projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
+    """Without torch's own initialisation, which would draw from the global generator; a bias is 0."""
+    linear = skip_init(nn.Linear, width_in, width_out, bias=biased)
+    if biased:
+        nn.init.zeros_(linear.bias)
+    return linear
 
 
 def normalized(q: Tensor) -> Tensor:

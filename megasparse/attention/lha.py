@@ -127,6 +127,10 @@ class LHAAttention(Attention):
             alone = alone & heads.key_mask[:, None]
         return out, {"queries_in_no_bucket": alone.sum() / _real(heads)}
 
+    def learn(self, heads: Heads, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """What a training pass adds to the objective, and its statistics, without attending."""
+        return self._learn(heads, self.assign(heads, context), context)
+
     def _learn(self, heads: Heads, assigned: Assignment, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """λ·mean(KL_Q + KL_K) over real tokens, heads and layers (the second summand of Eq. 19), and what to log."""
 

@@ -15,22 +15,27 @@ from megasparse.errors import ConfigError
 def check(config: Config) -> None:
     """Raise ConfigError for the first rule that `config` breaks. What takes an import of seconds to tell comes last."""
     _check_sizes(config)
-    _check_model(config.model)
-    _check_positions(config.model.positions, config.model)
-    if "lsh" in kinds(config.model):
-        _check_lsh(config.model.attention.lsh, config.model)
-    if "local" in kinds(config.model):
-        _check_local(config.model)
-    if "yoso" in kinds(config.model):
-        _check_yoso(config.model.attention.yoso)
-    if "smart_bird" in kinds(config.model):
-        _check_smart_bird(config.model.attention.smart_bird)
+    check_model(config.model)
     _check_lengths(config)
     _check_masking(config)
     _check_batches(config)
     deepspeed_section.check_keys(config.deepspeed)
     _check_optimizer(config)
     deepspeed_section.check_values(config.deepspeed)
+
+
+def check_model(model: ModelConfig) -> None:
+    """The rules that concern the model alone, whatever it reads."""
+    _check_model(model)
+    _check_positions(model.positions, model)
+    if "lsh" in kinds(model):
+        _check_lsh(model.attention.lsh, model)
+    if "local" in kinds(model):
+        _check_local(model)
+    if "yoso" in kinds(model):
+        _check_yoso(model.attention.yoso)
+    if "smart_bird" in kinds(model):
+        _check_smart_bird(model.attention.smart_bird)
 
 
 LARGEST = 2**31 - 1
@@ -60,6 +65,7 @@ def _check_model(model: ModelConfig) -> None:
             f"{model.heads} heads do not divide model.d_model = {model.d_model}",
             f"Set model.heads to a divisor (such as {near}), or model.head_dim",
         )
+    _check_style(model)
     if model.activations == "reversible" and model.blocks != "reversible":
         raise ConfigError(
             "model.activations",
@@ -79,6 +85,23 @@ def _check_model(model: ModelConfig) -> None:
             f"Shorten the pattern to {model.layers} or fewer, or raise model.layers",
         )
     _check_heads(model)
+
+
+def _check_style(model: ModelConfig) -> None:
+    if model.style == "bert":
+        for key, value, wanted in (("kind", model.kind, "encoder"), ("blocks", model.blocks, "ordinary")):
+            if value != wanted:
+                raise ConfigError(
+                    "model.style",
+                    f'"bert" needs model.{key} = "{wanted}", but it is "{value}"',
+                    f'Set model.{key} to "{wanted}", or model.style to "reformer"',
+                )
+    elif model.token_types:
+        raise ConfigError(
+            "model.token_types",
+            f'{model.token_types} is given, but model.style = "{model.style}" has none',
+            'Set it to 0, or model.style to "bert"',
+        )
 
 
 BIDIRECTIONAL_ONLY = {
@@ -113,6 +136,12 @@ def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
             "model.positions.kind",
             f'"rotary" turns pairs of coordinates, but a head has {head_dim}',
             "Set model.head_dim to an even number",
+        )
+    if positions.offset and positions.kind != "learned":
+        raise ConfigError(
+            "model.positions.offset",
+            f'{positions.offset} is given, but model.positions.kind = "{positions.kind}" has no table',
+            'Set it to 0, or model.positions.kind to "learned"',
         )
     shape, dims = positions.axial_shape, positions.axial_dims
     if positions.kind != "axial":

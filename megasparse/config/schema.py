@@ -30,6 +30,8 @@ class PositionsConfig(Section):
     """Axial only: the grid of positions; its product is the longest length, e.g. [128, 512] for 65,536."""
     axial_dims: list[Positive] | None = None
     """Axial only: the width of each axis' embedding; they sum to `model.d_model`."""
+    offset: Count = 0
+    """Learned only: rows of the table before the first position's, which nothing reads (HuggingFace's YOSO has 2)."""
 
 
 class MaskingConfig(Section):
@@ -42,6 +44,9 @@ class MaskingConfig(Section):
 class ModelConfig(Section):
     kind: Literal["decoder", "encoder"] = "decoder"
     """`decoder`: a causal language model. `encoder`: every token sees both sides, and masked tokens are told."""
+    style: Literal["reformer", "bert"] = "reformer"
+    """`reformer`: branches read a normalised stream; projections without biases, ReLU. `bert`, for encoders of ordinary
+    blocks: the embedding and every sum are normalised; biases, GELU, a dense layer before the output projection."""
     vocabulary: Positive = 256
     """Number of token ids; 256 for bytes, in an encoder 257 with the mask token."""
     max_length: Positive = 65536
@@ -53,12 +58,15 @@ class ModelConfig(Section):
     head_dim: Positive | None = None
     """null takes d_model/heads."""
     blocks: Literal["reversible", "ordinary"] = "reversible"
-    """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary pre-norm residual blocks."""
+    """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary residual blocks on one."""
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
     """What the backward reads: recomputed from the output (reversible blocks only), all stored, or recomputed from each
     layer's stored input (ordinary blocks only; `checkpoint_cpu` keeps those inputs in CPU memory)."""
     dropout: Fraction = 0.0
-    """Rate after the embedding, after each attention, and inside and after each feed-forward."""
+    """Rate after the embedding, after each attention, and inside (`style` bert: not there) and after each
+    feed-forward."""
+    norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
+    """Added to the variance in every layer normalisation; BERT and its kin have 1e-12."""
     feed_forward_tiles: Positive = 1
     """Pieces of the sequence that the feed-forward works on one after another, backward included."""
     loss_tiles: Positive = 1
@@ -67,6 +75,10 @@ class ModelConfig(Section):
     """First position of a sequence whose token counts in loss and bits/dim, where the beginning cannot be predicted."""
     tied_embeddings: bool = False
     """The output projection is the token embedding."""
+    output_bias: bool = False
+    """The output projection has a bias, as published Reformers have. With `style` bert it has one in any case."""
+    token_types: Count = 0
+    """`style` bert only: number of token types with an embedding (BERT has 2). Every token is of the first."""
     positions: PositionsConfig = PositionsConfig()
     attention: AttentionConfig = AttentionConfig()
     masking: MaskingConfig = MaskingConfig()

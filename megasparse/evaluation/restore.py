@@ -7,13 +7,11 @@ import torch
 
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config
-from megasparse.errors import CheckpointError
 from megasparse.model.build import build_model
 from megasparse.model.decoder import Decoder
 from megasparse.model.encoder import Encoder
-from megasparse.training.checkpoint import MANIFEST, Checkpoint, load_weights
+from megasparse.training.checkpoint import Checkpoint, find_checkpoint, load_weights
 from megasparse.training.ranks import start_ranks
-from megasparse.training.run_folder import find_newest
 
 
 def restore(
@@ -34,13 +32,3 @@ def restore(
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     return model.to(device).eval(), config, checkpoint, device
-
-
-def find_checkpoint(directory: Path) -> Path:
-    """`directory` itself if it is a checkpoint, else the newest below it. CheckpointError where there is none."""
-    if (directory / MANIFEST).exists():
-        return directory
-    for folder in (directory / "checkpoints", directory):
-        if newest := find_newest(folder):
-            return newest
-    raise CheckpointError(directory, "holds no checkpoint", "Give a run's folder, or one of its checkpoints/00001000")

@@ -1,1 +1,51 @@
-"""HuggingFace: export, import, and a pretrained model's attention replaced."""
+"""HuggingFace: export, import, and a pretrained model's attention replaced.
+
+to_hf("runs/quickstart", "export/quickstart") writes a checkpoint of ours as a HuggingFace model;
+from_pretrained("google/reformer-enwik8") gives a HuggingFace model as one of ours;
+replace_attention(bert, {"kind": "lha"}) changes a model of HuggingFace's in place, train_hashes trains its hashes;
+save_replaced, load_replaced keep it.
+"""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megasparse.hub.export import to_hf as to_hf
+    from megasparse.hub.hash_training import train_hashes as train_hashes
+    from megasparse.hub.lengthen import extend_positions as extend_positions
+    from megasparse.hub.replace import auxiliary_loss as auxiliary_loss
+    from megasparse.hub.replace import replace_attention as replace_attention
+    from megasparse.hub.replaced_folder import load_replaced as load_replaced
+    from megasparse.hub.replaced_folder import save_replaced as save_replaced
+    from megasparse.model.decoder import Decoder
+    from megasparse.model.encoder import Encoder
+
+_PLACES = {
+    "to_hf": "export",
+    "replace_attention": "replace",
+    "auxiliary_loss": "replace",
+    "extend_positions": "lengthen",
+    "load_replaced": "replaced_folder",
+    "save_replaced": "replaced_folder",
+    "train_hashes": "hash_training",
+}
+"""Name -> module."""
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when it is asked for: transformers need not be installed for the rest."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megasparse.hub.{_PLACES[name]}"), name)
+
+
+def from_pretrained(name: str | Path) -> "Decoder | Encoder":
+    """A Reformer, a YOSO, or a model that `to_hf` wrote, as ours, in evaluation mode.
+
+    name: its folder, or its name in transformers' local cache; nothing is downloaded, and no code that comes with a
+    model is run. Raises HubError for what is missing, damaged, or of an architecture that ours does not express.
+    """
+    from megasparse.hub.foreign import Foreign
+
+    return Foreign.open(name).build()

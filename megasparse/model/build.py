@@ -1,7 +1,7 @@
 """A model out of its configuration, with its initial weights."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasparse.config.schema import ModelConfig
 from megasparse.model.decoder import Decoder
@@ -13,22 +13,33 @@ def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float
     """A model whose every weight, and every buffer that training moves, is a pure function of (seed, its name).
 
     Embeddings are standard normal; projections normal with deviation 1/√fan-in, those into a stream divided by
-    √(2·layers) so that the streams' scale does not grow with depth; norms 1, biases 0.
+    √(2·layers) so that the streams' scale does not grow with depth; norms 1, biases 0. With `style` bert all but the
+    mechanisms' own have BERT's deviation.
     """
     model = Decoder(config) if config.kind == "decoder" else Encoder(config)
+    initialise(model, config, seed)
+    return model.to(dtype)
+
+
+def initialise(module: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Gives a model, or any part of one, the initial weights that `build_model` describes."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in module.named_parameters():
             if parameter.dim() < 2:
                 continue
             generator = torch.Generator().manual_seed(derive(seed, "initial weights", name) >> 1)
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * _deviation(name, parameter, config))
-    for name, module in model.named_modules():
-        if (initialise := getattr(module, "initialise", None)) is not None:  # of its buffers
-            initialise(seed, name)
-    return model.to(dtype)
+    for name, part in module.named_modules():
+        if (buffers := getattr(part, "initialise", None)) is not None:
+            buffers(seed, name)
+
+
+BERT_DEVIATION = 0.02
 
 
 def _deviation(name: str, parameter: Tensor, config: ModelConfig) -> float:
+    if config.style == "bert" and "mechanisms." not in name:
+        return BERT_DEVIATION
     if name.startswith("embedding."):
         return 1.0
     scale = parameter.shape[1] ** -0.5

@@ -51,8 +51,7 @@ class Decoder(Transformer):
     def prefill(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
         """Takes a prompt (B, n), n >= 0, into an empty cache at once. Returns the logits (B, V) of token n."""
         assert cache.position == 0, "a prompt goes into an empty cache"
-        run = self._new_pass(cache.draws, Padding())
-        streams, _ = self._stack(self._enter(tokens, 0, cache.draws), run, cache.layers)
+        streams, _, _ = self.streams(tokens, cache.draws, Padding(), caches=cache.layers)
         cache.position = tokens.shape[1] + 1
         return self.head(streams, None)
 

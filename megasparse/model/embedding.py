@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.config.schema import ModelConfig
+from megasparse.model.norm import Norm
 from megasparse.ops.positions import sinusoids
 
 
@@ -20,20 +21,20 @@ class Positions(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.kind, self.width = config.positions.kind, config.d_model
+        self.kind, self.width, self.offset = config.positions.kind, config.d_model, config.positions.offset
         self.axial_shape = config.positions.axial_shape or []
         if self.kind == "axial":
             dims = config.positions.axial_dims or []
             pairs = zip(self.axial_shape, dims, strict=True)
             self.axes = nn.ParameterList(nn.Parameter(torch.empty(size, dim)) for size, dim in pairs)
         elif self.kind == "learned":
-            self.table = nn.Parameter(torch.empty(config.max_length, config.d_model))
+            self.table = nn.Parameter(torch.empty(self.offset + config.max_length, config.d_model))
 
     def forward(self, first: int, count: int) -> Tensor | None:
         if self.kind == "axial":
             return self._axial(first, count)
         if self.kind == "learned":
-            return self.table[first : first + count]
+            return self.table[self.offset + first : self.offset + first + count]
         if self.kind == "sinusoidal":
             return sinusoids(first, count, self.width)
         return None  # rotary positions turn queries and keys instead
@@ -49,14 +50,17 @@ class Positions(nn.Module):
 
 class Embedding(nn.Module):
     """The input at position t, in fp32: position t plus the embedding of token t in an encoder, of token t − 1 in a
-    decoder (a learned start vector at 0).
+    decoder (a learned start vector at 0). With `style` bert the embedding of the first token type is added, and the
+    sum is normalised.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.d_model))
         self.start = nn.Parameter(torch.empty(1, config.d_model)) if config.kind == "decoder" else None
+        self.token_types = nn.Parameter(torch.empty(config.token_types, config.d_model)) if config.token_types else None
         self.positions = Positions(config)
+        self.norm = Norm(config) if config.style == "bert" else None
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:
         """tokens: (B, n), those of the positions [first, first + n); in a decoder those before each position, at
@@ -68,5 +72,9 @@ class Embedding(nn.Module):
         if first == 0 and self.start is not None:
             x = torch.cat([self.start.expand(tokens.shape[0], 1, -1), x], dim=1)
         x = x.float()
+        if self.token_types is not None:
+            x = x + self.token_types[0].float()
         positions = self.positions(first, x.shape[1])
-        return x if positions is None else x + positions.to(x.device, torch.float32)
+        if positions is not None:
+            x = x + positions.to(x.device, torch.float32)
+        return x if self.norm is None else self.norm(x)

@@ -2,6 +2,8 @@
 F d_ff.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,13 +14,16 @@ from megasparse.ops.tiled import tiled
 
 
 class FeedForward(nn.Module):
-    """W2·dropout(relu(W1·x + b1)) + b2. With T tiles the hidden layer (B, L/T, F) exists for one tile at a time
-    (Reformer Eq. 9).
+    """W2·dropout(relu(W1·x + b1)) + b2, or with `style` bert W2·gelu(W1·x + b1) + b2. With T tiles the hidden layer
+    (B, L/T, F) exists for one tile at a time (Reformer Eq. 9).
     """
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.layer, self.rate, self.tiles = layer, config.dropout, config.feed_forward_tiles
+        self.layer, self.tiles = layer, config.feed_forward_tiles
+        bert = config.style == "bert"
+        self.activation: Callable[[Tensor], Tensor] = F.gelu if bert else F.relu
+        self.rate = 0.0 if bert else config.dropout
         # Parameters of this very module: under ZeRO 3 its call gathers them once for all tiles.
         self.up = nn.Parameter(torch.empty(config.d_ff, config.d_model))
         self.up_bias = nn.Parameter(torch.zeros(config.d_ff))
@@ -30,7 +35,7 @@ class FeedForward(nn.Module):
         key = draws.key(self.layer, "feed-forward hidden dropout")
 
         def tile(x: Tensor, rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
-            return F.linear(dropout(F.relu(F.linear(x, up, up_bias)), rate, key, rows), down, down_bias)
+            return F.linear(dropout(self.activation(F.linear(x, up, up_bias)), rate, key, rows), down, down_bias)
 
         rows = draws.rows(x.shape[1], x.device)
         return tiled(tile, (x, rows), (self.up, self.up_bias, self.down, self.down_bias), self.tiles)

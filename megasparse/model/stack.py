@@ -76,19 +76,35 @@ class Transformer(nn.Module, ABC):
     def _scores(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[TokenScores, Tensor, dict[str, Tensor]]:
         """The scores, the sum of auxiliary losses, and the layers' statistics, mean over layers."""
         read, scored = self.task(tokens, draws, padding)
-        run = self._new_pass(draws, padding, Targets(tokens, scored) if draws.training else None)
-        streams, auxiliary = self._stack(self._enter(read, 0, draws), run)
+        streams, auxiliary, statistics = self.streams(read, draws, padding, Targets(tokens, scored))
         nats, correct = self.head(streams, tokens)
-        statistics = {name: torch.stack(values).mean() for name, values in run.statistics.items()}
         return TokenScores(nats, correct, scored), auxiliary, statistics
+
+    def streams(
+        self,
+        read: Tensor,
+        draws: Draws,
+        padding: Padding,
+        targets: Targets | None = None,
+        caches: Sequence[Any] | None = None,
+    ) -> tuple[Streams, Tensor, dict[str, Tensor]]:
+        """What the head reads, for what the embedding reads from position 0 on; the sum of auxiliary losses, and the
+        layers' statistics, mean over layers. targets: for the mechanisms, in training. Empty caches, one a layer, take
+        in the whole sequence.
+        """
+        run = Pass(draws, padding, [Memory() for _ in self.blocks], targets if draws.training else None)
+        streams, auxiliary = self._stack(self._enter(read, 0, draws), run, caches)
+        return streams, auxiliary, {name: torch.stack(values).mean() for name, values in run.statistics.items()}
+
+    def logits(self, streams: Streams) -> Tensor:
+        """Of every position, (B, L, V) fp32: the head gives those of a sequence's last one, here of its only one."""
+        batch, length = streams[0].shape[:2]
+        return self.head([x.reshape(batch * length, 1, -1) for x in streams], None).view(batch, length, -1)
 
     def _mechanisms(self) -> Iterator[tuple[int, Attention]]:
         for layer, block in enumerate(self.layers):
             for kind in block.attention.attention.split:
                 yield layer, block.attention.attention.mechanism(kind)
-
-    def _new_pass(self, draws: Draws, padding: Padding, targets: Targets | None = None) -> Pass:
-        return Pass(draws, padding, [Memory() for _ in self.blocks], targets)
 
     def _enter(self, tokens: Tensor, first: int, draws: Draws) -> Streams:
         x = self.embedding(tokens, first)

@@ -26,7 +26,8 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     backward, masked inside a block, or done elementwise (sorting, sampling) is not counted.
     """
     streams = 2 if model.blocks == "reversible" and not model.tied_embeddings else 1  # side by side in the output head
-    total = 6.0 * streams * model.d_model * model.vocabulary + model.layers * 12.0 * model.d_model * model.d_ff
+    dense = model.d_model**2 if model.style == "bert" else 0  # before the output projection
+    total = 6.0 * (streams * model.d_model * model.vocabulary + dense + 2 * model.layers * model.d_model * model.d_ff)
     for layer in range(model.layers):
         for kind, heads in heads_of_layer(model, layer).items():
             with torch.device("meta"):

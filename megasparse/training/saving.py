@@ -50,7 +50,7 @@ class Saver:
     data_fingerprint: str
     tokenizer: dict[str, str]
     """`name` and `sha256`."""
-    watch: Watch = Watch()
+    watch: Watch = field(default_factory=Watch)
     _under_way: "_Save | None" = field(default=None, init=False)
     _copy: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
     """This rank's numbers as an asynchronous save found them; the memory is kept for the next."""

@@ -16,23 +16,32 @@ def head_and_streams(length=37, **changes):
     count = 2 if head.norm_weight.numel() == 64 or changes.get("tied_embeddings") else 1
     streams = tuple(torch.randn(2, length, 32, generator=generator, requires_grad=True) for _ in range(count))
     targets = torch.randint(0, 256, (2, length), generator=generator)
-    assert (head.weight is embedding) == head.tied
+    assert (head.weight is embedding) == head.tied and (head.bias is not None) == changes.get("output_bias", False)
     return head, streams, targets
 
 
 def defined(head, streams, targets):
-    """−ln softmax(W·norm(x)) in float64, by the formulas, and where the target's is the largest."""
+    """−ln softmax(W·norm(x) + b) in float64, by the formulas, and where the target's is the largest."""
     x = sum(s.double() for s in streams) / len(streams) if head.tied else torch.cat(streams, -1).double()
     x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
     x = x * head.norm_weight.double() + head.norm_bias.double()
     weight = head.weight.double() / 32**0.5 if head.tied else head.weight.double()
-    p = torch.softmax(x @ weight.T, -1)
+    p = torch.softmax(x @ weight.T + (0.0 if head.bias is None else head.bias.double()), -1)
     target = p.gather(-1, targets[..., None]).squeeze(-1)
     return -target.log(), target == p.max(-1).values
 
 
 @pytest.mark.parametrize("tiles", [1, 5])
-@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"blocks": "ordinary", "activations": "stored"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tied_embeddings": True},
+        {"blocks": "ordinary", "activations": "stored"},
+        {"output_bias": True},
+        {"output_bias": True, "tied_embeddings": True},
+    ],
+)
 def test_nats_and_gradients_are_those_of_the_formula(changes, tiles):
     head, streams, targets = head_and_streams(loss_tiles=tiles, **changes)
     with torch.no_grad():  # the likeliest token in half of the places, that there is something to be right about

@@ -4,7 +4,8 @@ B batch, H heads, L length, D head dim, N buckets.
 """
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -27,25 +28,42 @@ def train_hashes(
     """Train an encoder's LHA in place of every attention of a model, one step of Adam after another: two-layer networks
     H_Q and H_K for N buckets.
 
-    steps: what the model's mechanisms were called with, on text of that step. utility: how the targets ψ and ψ′ are
-    found (`attention.lha.utility`). Returns the mechanisms in the order of the calls, and the divergence KL_Q + KL_K of
-    each step, mean over tokens, heads and calls.
+    steps: what the model's mechanisms were called with, on text of that step, one step at least. utility: how the
+    targets ψ and ψ′ are found (`attention.lha.utility`). Returns the mechanisms in the order of the calls, and the
+    divergence KL_Q + KL_K of each step, mean over tokens, heads and calls.
     """
-    mechanisms: list[LHAAttention] = []
-    history = []
+    steps = iter(steps)
+    first = next(steps)
+    keys = (derive(seed, "hash functions", i) for i in range(len(first)))
+    mechanisms = [_fresh(call, buckets, key, utility) for call, key in zip(first, keys, strict=True)]
+    return mechanisms, list(training(itertools.chain([first], steps), mechanisms, seed))
+
+
+def training(steps: Iterable[list[Call]], mechanisms: Sequence[LHAAttention], seed: int) -> Iterator[float]:
+    """Trains the hashes of mechanisms that exist, in place, a step of Adam for each of `steps`; see `train_hashes`.
+
+    steps: for each mechanism a call that has its heads, of whatever mechanism. Yields the divergence of each step.
+    """
+    optimizer = torch.optim.Adam([p for each in mechanisms for p in each.parameters()], lr=LEARNING_RATE)
     for number, calls in enumerate(steps):
-        if not mechanisms:
-            keys = (derive(seed, "hash functions", i) for i in range(len(calls)))
-            mechanisms = [_fresh(call, buckets, key, utility) for call, key in zip(calls, keys, strict=True)]
-            optimizer = torch.optim.Adam([p for each in mechanisms for p in each.parameters()], lr=LEARNING_RATE)
-        draws = Draws(seed, number, torch.arange(1), training=True)
         # Each call's functions learn as if they were alone.
-        loss = torch.stack([_loss(each, call, draws) for call, each in zip(calls, mechanisms, strict=True)]).sum()
+        learned = (_learn(each, call, seed, number) for call, each in zip(calls, mechanisms, strict=True))
+        loss = torch.stack([divergence for divergence, _ in learned]).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        history.append(float(loss.detach()) / len(calls))
-    return mechanisms, history
+        yield float(loss.detach()) / len(calls)
+
+
+@torch.no_grad()
+def kept_attention(calls: Iterable[Call], mechanisms: Iterable[LHAAttention], seed: int) -> float:
+    """The share of full attention that lies between a query and the best members of its bucket, as many of every
+    bucket: mean over real tokens, heads and calls. What training raises; see `training` for `calls`.
+    """
+    found = [
+        float(_learn(each, call, seed, 0)[1]["attention_utility"]) for call, each in zip(calls, mechanisms, strict=True)
+    ]
+    return sum(found) / len(found)
 
 
 @torch.no_grad()
@@ -71,12 +89,12 @@ def _fresh(call: Call, buckets: int, key: int, utility: Utility) -> LHAAttention
     return mechanism.to(call.heads.q.device)
 
 
-def _loss(mechanism: LHAAttention, call: Call, draws: Draws) -> Tensor:
-    """KL_Q + KL_K (Eq. 13), mean over tokens and heads: the mechanism's own loss without its weight."""
+def _learn(mechanism: LHAAttention, call: Call, seed: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """KL_Q + KL_K (Eq. 13), mean over tokens and heads, the mechanism's own loss without its weight; its statistics."""
+    draws = Draws(seed, step, torch.arange(len(call.x)), training=True)
     context = dataclasses.replace(call.context, draws=draws, memory=Memory())
-    loss = mechanism(call.x, _heads(call), context).auxiliary_loss
-    assert loss is not None
-    return loss / mechanism.config.weight
+    loss, statistics = mechanism.learn(_heads(call), context)
+    return loss * (mechanism.place.layers / mechanism.config.weight), statistics
 
 
 def _heads(call: Call) -> Heads:

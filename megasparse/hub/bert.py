@@ -1,0 +1,301 @@
+"""BERT, and ours of `style` bert: the same network under other names."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from megasparse.config.checks import check_model
+from megasparse.config.pattern import heads_of_layer
+from megasparse.config.schema import Config, ModelConfig
+from megasparse.errors import HubError
+from megasparse.hub.formats import Exported, Imported
+from megasparse.hub.tensor_file import TensorFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HEAD, HEAD_BIAS = "cls.predictions.decoder.weight", "cls.predictions.bias"
+SECOND_BIAS = "cls.predictions.decoder.bias"
+"""The same parameter as `HEAD_BIAS` where embeddings are tied, and the one that counts where they are not."""
+TABLE, TYPES = "embedding.positions.table", "embedding.token_types"
+OWN_CONFIG = "Give a model with its own config.json"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of both models."""
+
+    ours: str
+    theirs: str
+    shape: tuple[int, ...]
+    """There; ours may lack rows of a table that nothing reads, and sides of length 1."""
+    our_shape: tuple[int, ...] | None = None
+    """Where it differs by sides of length 1."""
+
+
+class BERTFormat:
+    """`BertForMaskedLM`. Every parameter of either model is one of the other's, bit for bit, but for what follows.
+
+    Token types: the table is kept whole, though tokens of ours are all of the first type; where ours has no table,
+    theirs is one row of zeros. Positions: rows that nothing reads (`positions.offset`) are kept, and are zeros where
+    ours has fewer. A pooler and a next-sentence head are left out on import.
+
+    The mask token is `mask_token_id` of config.json, a key that HuggingFace's own configuration has not; without it,
+    the last token. Not carried over: what acts in training alone (dropout of attention weights), what trades memory for
+    time (tiles, activations), and the tokens that begin, end and pad a text.
+    """
+
+    name = "bert"
+    architecture = "BertForMaskedLM"
+    attention = "full"
+    """The kind, in our configuration, of every layer's attention."""
+    offset = 0
+    """Rows of the position table before the first position's."""
+    wanted: ClassVar[dict[str, Any]] = {
+        "hidden_act": "gelu",
+        "is_decoder": False,
+        "position_embedding_type": "absolute",
+    }
+    """What config.json must say."""
+    ignored: tuple[str, ...] = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
+    """How names of tensors begin that may be there and are not read."""
+
+    def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
+        """See formats.Format."""
+        model = config.model
+        self._check_expressible(model)
+        return Exported(self._hf_config(model), partial(self._export, model, weight))
+
+    def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
+        """See formats.Format."""
+        path = tensors.path / "config.json"
+        config = self._read_config(hf_config, path)
+        if (layers := config.num_hidden_layers) > (count := len(tensors.names())):
+            raise HubError(tensors.path, f"has {count} tensors, by its config.json {layers} layers", OWN_CONFIG)
+        model = self._model(config, path)
+        weights = list(self._weights(model))
+        stored = {weight.ours: _stored_name(weight.theirs, tensors) for weight in weights}
+        shapes = {stored[weight.ours]: weight.shape for weight in weights}
+        copies = [HEAD, SECOND_BIAS] if model.tied_embeddings else [HEAD_BIAS]
+        beside = [name for name in tensors.names() if name in copies or name.startswith(self.ignored)]
+        tensors.check(shapes | {name: tensors.shape(name) for name in beside})
+        if model.tied_embeddings:
+            _check_tied(tensors, HEAD, stored["embedding.weight"])
+            _check_tied(tensors, SECOND_BIAS, HEAD_BIAS)
+        found: dict[str, Callable[[], Tensor]] = {
+            weight.ours: partial(_read, tensors, stored[weight.ours], weight) for weight in weights
+        }
+        section = model.model_dump(mode="json", exclude_unset=True)
+        return Imported({"model": section, "data": {"sequence_length": model.max_length}}, found)
+
+    @torch.no_grad()
+    def outputs(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """See formats.Format. Of a branch, what is added to the stream."""
+        found: list[tuple[str, Tensor]] = []
+
+        def keep(name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+            found.append((name, output))
+
+        base: Any = getattr(model, self.name)
+        watched = {"embedding": base.embeddings}
+        for number, layer in enumerate(base.encoder.layer):
+            watched[f"layer {number} attention"] = layer.attention.output.dense
+            watched[f"layer {number} feed-forward"] = layer.output.dense
+        hooks = [module.register_forward_hook(partial(keep, name)) for name, module in watched.items()]
+        try:
+            logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
+        yield from found
+        yield "logits", logits
+
+    # What the attention adds to the two configurations and to the parameters.
+
+    def attention_of(self, config: Any, path: Path) -> dict[str, Any]:
+        """Our `model.attention`. Raises HubError naming `path` and the key that it cannot express."""
+        return {"pattern": [self.attention]}
+
+    def hf_attention(self, model: ModelConfig) -> dict[str, Any]:
+        """Keys of config.json. Raises HubError naming our key that they cannot express."""
+        self.must_be("attention.full.shared_qk", model.attention.full.shared_qk, False)
+        return {"attention_probs_dropout_prob": 0.0}
+
+    def attention_weights(self, model: ModelConfig, ours: str, theirs: str) -> Iterator[Weight]:
+        """Beside the projections; ours, theirs: how the names of a layer's attention begin."""
+        return iter(())
+
+    def must_be(self, key: str, value: Any, *only: Any) -> None:
+        """Raise HubError for a value of our configuration that HuggingFace's architecture has not."""
+        if value not in only:
+            there = " or ".join(map(repr, only))
+            problem = f"{value!r} is not in HuggingFace's {self.name}, which has only {there} there"
+            raise HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
+
+    def _check_expressible(self, model: ModelConfig) -> None:
+        self.must_be("kind", model.kind, "encoder")
+        self.must_be("style", model.style, "bert")
+        self.must_be("positions.kind", model.positions.kind, "learned")
+        self.must_be("positions.offset", model.positions.offset, *range(self.offset + 1))
+        self.must_be("head_dim", model.head_dim, None, model.d_model / model.heads)
+        for number, entry in enumerate(model.attention.pattern):
+            if heads_of_layer(model, number) != {self.attention: model.heads}:
+                self.must_be(f"attention.pattern[{number}]", entry, self.attention)
+
+    def _hf_config(self, model: ModelConfig) -> dict[str, Any]:
+        return {
+            "model_type": self.name,
+            "architectures": [self.architecture],
+            "vocab_size": model.vocabulary,
+            "hidden_size": model.d_model,
+            "num_hidden_layers": model.layers,
+            "num_attention_heads": model.heads,
+            "intermediate_size": model.d_ff,
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": model.dropout,
+            "max_position_embeddings": model.max_length,
+            "type_vocab_size": max(1, model.token_types),
+            "layer_norm_eps": model.norm_eps,
+            "tie_word_embeddings": model.tied_embeddings,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+            "mask_token_id": model.masking.token,
+            **self.hf_attention(model),
+        }
+
+    def _read_config(self, values: dict[str, Any], path: Path) -> Any:
+        """HuggingFace's configuration. Raises HubError naming `path` for what is none, or not expressible here."""
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import CONFIG_MAPPING
+
+        if values.get("model_type") != self.name:
+            raise HubError(path, f"its model_type is {values.get('model_type')!r}", f"Give a model of {self.name!r}")
+        try:
+            config = CONFIG_MAPPING[self.name].from_dict(values)
+        except (StrictDataclassError, TypeError, ValueError) as error:
+            problem = f"is no configuration of {self.name} ({' '.join(str(error).split())})"
+            raise HubError(path, problem, OWN_CONFIG) from None
+        for key, only in self.wanted.items():
+            if (value := getattr(config, key, only)) != only:
+                raise not_ours(path, key, value, repr(only))
+        if config.num_attention_heads < 1 or config.hidden_size % config.num_attention_heads:
+            only = f"a divisor of hidden_size = {config.hidden_size}"
+            raise not_ours(path, "num_attention_heads", config.num_attention_heads, only)
+        if config.type_vocab_size < 1:
+            raise not_ours(path, "type_vocab_size", config.type_vocab_size, "1 or more")
+        return config
+
+    def _model(self, config: Any, path: Path) -> ModelConfig:
+        mask = getattr(config, "mask_token_id", None)
+        section = {
+            "kind": "encoder",
+            "style": "bert",
+            "vocabulary": config.vocab_size,
+            "max_length": config.max_position_embeddings,
+            "layers": config.num_hidden_layers,
+            "d_model": config.hidden_size,
+            "d_ff": config.intermediate_size,
+            "heads": config.num_attention_heads,
+            "blocks": "ordinary",
+            "activations": "stored",
+            "dropout": float(config.hidden_dropout_prob),
+            "norm_eps": float(config.layer_norm_eps),
+            "tied_embeddings": config.tie_word_embeddings,
+            "token_types": config.type_vocab_size,
+            "positions": {"kind": "learned", "offset": self.offset},
+            "attention": self.attention_of(config, path),
+            "masking": {"token": config.vocab_size - 1 if mask is None else mask},
+        }
+        try:
+            model = ModelConfig.model_validate(section)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in ("model", *first["loc"]))
+            raise HubError(path, f"gives {key} = {first['input']!r} ({first['msg']})", OWN_CONFIG) from None
+        check_model(model)
+        return model
+
+    def _weights(self, model: ModelConfig) -> Iterator[Weight]:
+        width, inner, vocabulary = model.d_model, model.d_ff, model.vocabulary
+        embeddings = f"{self.name}.embeddings"
+        yield Weight("embedding.weight", f"{embeddings}.word_embeddings.weight", (vocabulary, width))
+        positions = self.offset + model.max_length
+        yield Weight(TABLE, f"{embeddings}.position_embeddings.weight", (positions, width))
+        types = max(1, model.token_types)
+        yield Weight(TYPES, f"{embeddings}.token_type_embeddings.weight", (types, width))
+        yield from _pair("embedding.norm.weight", "embedding.norm.bias", f"{embeddings}.LayerNorm", (width,))
+        for layer in range(model.layers):
+            ours, theirs = f"blocks.{layer}", f"{self.name}.encoder.layer.{layer}"
+            attention, feed = f"{ours}.attention.attention", f"{ours}.feed_forward.feed_forward"
+            for part, there in (
+                ("query", "self.query"),
+                ("key", "self.key"),
+                ("value", "self.value"),
+                ("output", "output.dense"),
+            ):
+                name = f"{attention}.{part}"
+                yield from _pair(f"{name}.weight", f"{name}.bias", f"{theirs}.attention.{there}", (width, width))
+            yield from self.attention_weights(model, attention, f"{theirs}.attention")
+            for branch, there in (("attention", "attention.output"), ("feed_forward", "output")):
+                name = f"{ours}.{branch}.norm"
+                yield from _pair(f"{name}.weight", f"{name}.bias", f"{theirs}.{there}.LayerNorm", (width,))
+            yield from _pair(f"{feed}.up", f"{feed}.up_bias", f"{theirs}.intermediate.dense", (inner, width))
+            yield from _pair(f"{feed}.down", f"{feed}.down_bias", f"{theirs}.output.dense", (width, inner))
+        transform = "cls.predictions.transform"
+        yield from _pair("head.dense", "head.dense_bias", f"{transform}.dense", (width, width))
+        yield from _pair("head.norm_weight", "head.norm_bias", f"{transform}.LayerNorm", (width,))
+        if not model.tied_embeddings:
+            yield Weight("head.weight", HEAD, (vocabulary, width))
+        yield Weight("head.bias", HEAD_BIAS if model.tied_embeddings else SECOND_BIAS, (vocabulary,))
+
+    def _export(self, model: ModelConfig, weight: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for one in self._weights(model):
+            if one.ours == TYPES and not model.token_types:
+                yield one.theirs, torch.zeros(one.shape)
+                continue
+            value = weight(one.ours)
+            if one.ours == TABLE:
+                value = F.pad(value, (0, 0, one.shape[0] - len(value), 0))
+            yield one.theirs, value.reshape(one.shape)
+            if one.theirs == SECOND_BIAS:
+                yield HEAD_BIAS, value
+
+
+FORMAT = BERTFormat()
+
+
+def not_ours(path: Path, key: str, value: Any, only: str) -> HubError:
+    """That config.json says what ours cannot express."""
+    return HubError(path, f"{key} is {value!r}, and ours has only {only} there", "Such a model cannot be imported")
+
+
+def _pair(ours: str, our_bias: str, theirs: str, shape: tuple[int, ...]) -> Iterator[Weight]:
+    """Weight and bias of a linear layer or a norm."""
+    yield Weight(ours, f"{theirs}.weight", shape)
+    yield Weight(our_bias, f"{theirs}.bias", shape[:1])
+
+
+def _stored_name(name: str, tensors: TensorFile) -> str:
+    """The name in the file: the first BERTs have LayerNorm.gamma and LayerNorm.beta."""
+    old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    return old if old in tensors.names() else name
+
+
+def _read(tensors: TensorFile, name: str, weight: Weight) -> Tensor:
+    value = tensors.read(name, weight.shape)
+    return value if weight.our_shape is None else value.view(weight.our_shape)
+
+
+def _check_tied(tensors: TensorFile, copy: str, of: str) -> None:
+    """Raise HubError where the file has a tied parameter twice, with different values."""
+    if copy in tensors.names() and not torch.equal(tensors.read(copy), tensors.read(of)):
+        problem = f"{copy} and {of} differ, though by its config.json they are one"
+        raise HubError(tensors.path, problem, 'Set "tie_word_embeddings" to false there, or remove the first one')

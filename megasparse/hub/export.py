@@ -1,0 +1,142 @@
+"""A checkpoint of ours as a folder that HuggingFace's classes load. V vocabulary."""
+
+import json
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megasparse.config.schema import Config, ModelConfig
+from megasparse.errors import HubError
+from megasparse.hub.card import card
+from megasparse.hub.compare import TOLERANCE, first_difference, our_outputs
+from megasparse.hub.formats import Exported, Format, comparable, format_named
+from megasparse.hub.importing import refuse_existing
+from megasparse.hub.megasparse_format import exported_class
+from megasparse.hub.output_folder import appearing
+from megasparse.hub.tensor_file import INDEX, WEIGHTS
+from megasparse.model.build import build_model
+from megasparse.training.checkpoint import Checkpoint, find_checkpoint, load_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHARD_BYTES = 5_000_000_000
+"""Largest file of tensors, unless one tensor is larger; so many bytes are in memory as they are written."""
+
+COMPARED = 3, 2, 512
+"""Texts, sequences in each and their longest length, on which both models are run."""
+
+
+def to_hf(
+    checkpoint: str | Path, output: str | Path, to: str = "megasparse", evaluation: str | Path | None = None
+) -> Path:
+    """Write the weights of a checkpoint as a HuggingFace model: OUTPUT, which appears whole or not at all.
+
+    checkpoint: a checkpoint's folder, or a run's (its newest), of any number of ranks and ZeRO stage. to: the
+    architecture, "megasparse", "reformer" or "yoso". evaluation: a result of launch/evaluate.py for the model card;
+    where left out, those in the run's folder.
+    Before OUTPUT gets its name, both models are run on the same text in fp32, ours first, then the one that
+    transformers loads from the written files.
+    Raises CheckpointError; ConfigError for another `to`; HubError where the architecture cannot express the model,
+    where OUTPUT exists or cannot be written, where the evaluation is of another model, and where the two models differ.
+    """
+    format, output = format_named(to), Path(output)
+    refuse_existing(output)
+    opened = Checkpoint.open(find_checkpoint(Path(checkpoint)))
+    config = opened.config
+    exported = format.export(config, lambda name: opened.tensor("weight", name))
+    text = card(opened, exported, to, evaluation)
+    with appearing(output) as folder:
+        files = {"config.json": json.dumps(exported.config, indent=2) + "\n", "README.md": text, **exported.files}
+        for name, content in files.items():
+            (folder / name).write_text(content, encoding="utf-8")
+        write_tensors(exported.tensors(), folder)
+        check(opened, config, exported, format, folder, output)
+    return output
+
+
+def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """model.safetensors, or where that would be larger than SHARD_BYTES several files and their index."""
+    shards: list[list[str]] = []
+    total, size, shard = 0, 0, dict[str, Tensor]()
+
+    def write() -> None:
+        shards.append(list(shard))
+        save_file(shard, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            write()
+            size = 0
+        shard[name] = tensor.contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    write()
+    if len(shards) == 1:
+        (folder / "1.safetensors").rename(folder / WEIGHTS)
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / file)
+        places |= {name: file for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def check(opened: Checkpoint, config: Config, exported: Exported, format: Format, folder: Path, output: Path) -> None:
+    """Raise HubError, naming the first layer where they part, unless the written model computes what ours does.
+
+    One text on which they agree is enough: a wrong weight differs on each, a hash that the last bits of two bucket
+    scores decide on one.
+    """
+    seed, texts = config.run.seed, text_tokens(config.model)
+    model = build_model(comparable(format, config).model, seed).eval()
+    load_weights(model, opened)
+    ours = [list(our_outputs(model, tokens, seed)) for tokens in texts]
+    del model
+    theirs = load_exported(exported, folder).eval()
+    parted = []
+    for tokens, outputs in zip(texts, ours, strict=True):
+        if (difference := first_difference(outputs, format.outputs(theirs, tokens, seed))) is None:
+            return
+        parted.append(difference)
+    layer, size = parted[0]
+    problem = f"not written: HuggingFace's model differs from ours by {size:.2g} at {layer} (over {TOLERANCE})"
+    raise HubError(output, problem, "Please report this with the run's configuration")
+
+
+def load_exported(exported: Exported, folder: Path) -> "PreTrainedModel":
+    """What transformers makes of a folder, in fp32. Raises HubError where it does not find a value for each of its
+    parameters, or finds more.
+    """
+    import transformers
+
+    own, architecture = exported.config["model_type"] == "megasparse", exported.config["architectures"][0]
+    found: Any = exported_class(folder) if own else nullcontext(getattr(transformers, architecture))
+    with found as loader:
+        model, info = loader.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[problem]:
+            named = f"transformers finds {problem} in it: {sorted(map(str, info[problem]))[0]}"
+            raise HubError(folder, named, "Please report this with the run's configuration")
+    return cast("PreTrainedModel", model)
+
+
+def text_tokens(model: ModelConfig) -> list[Tensor]:
+    """Real text, the source code of this file, in three pieces: (2, L) int64 each, L the longest length up to 512. In
+    an encoder every seventh token is masked.
+    """
+    pieces, count, length = *COMPARED[:2], min(model.max_length, COMPARED[2])
+    text = bytearray(Path(__file__).read_bytes()[: pieces * count * length])
+    tokens = torch.frombuffer(text, dtype=torch.uint8).long().view(pieces, count, length)
+    if model.kind == "encoder":
+        tokens[:, :, ::7] = model.masking.token
+    return list(tokens % model.vocabulary)

@@ -1,0 +1,144 @@
+"""A model of HuggingFace's in a local folder: which one it is, and what it is as one of ours."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megasparse.config import strict_json
+from megasparse.config.load import build_config
+from megasparse.config.schema import Config, ModelConfig
+from megasparse.errors import HubError, did_you_mean
+from megasparse.hub.compare import first_difference, our_outputs
+from megasparse.hub.formats import FORMATS, Format, comparable, format_named
+from megasparse.hub.tensor_file import TensorFile
+from megasparse.model.build import build_model
+from megasparse.model.decoder import Decoder
+from megasparse.model.encoder import Encoder
+from megasparse.training.checkpoint import persistent_buffers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LONGEST_COMPARED = 512
+"""Tokens on which the two models are compared."""
+DRAWS_COMPARED = 3
+"""Draws of the tokens of which one must agree. A wrong weight differs in all of them; a hash that the last bits of two
+bucket scores decide, in one."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A model of HuggingFace's that ours can express."""
+
+    folder: Path
+    format: Format
+    config: Config
+    """Of our model, which is in no run yet."""
+    tensors: dict[str, Callable[[], Tensor]]
+    """Our name of every weight, and its value, read when called."""
+
+    @staticmethod
+    def open(name: str | Path) -> "Foreign":
+        """name: a folder, or the name of a model in transformers' local cache. Nothing is downloaded, and no code that
+        comes with a model is run.
+
+        Raises HubError for what is missing, damaged or of an architecture that ours does not express; ConfigError where
+        the settings it gives do not go together.
+        """
+        folder = find_folder(name)
+        values = read_config(folder)
+        kind = format_named(_known_type(values, folder))
+        imported = kind.load(values, TensorFile.open(folder))
+        length = imported.config["model"].get("max_length", ModelConfig().max_length)
+        sections = {**imported.config, "data": {"sequence_length": length, **imported.config.get("data", {})}}
+        return Foreign(folder, kind, build_config(sections), imported.tensors)
+
+    def build(self, config: Config | None = None) -> Decoder | Encoder:
+        """Our model with its weights, in evaluation mode. config: another one with the same weights."""
+        config = config or self.config
+        model = build_model(config.model, config.run.seed)
+        with torch.no_grad():
+            for name, weight in {**dict(model.named_parameters()), **persistent_buffers(model)}.items():
+                weight.copy_(self.tensors[name]())
+        return model.eval()
+
+    def load_original(self) -> "PreTrainedModel":
+        """HuggingFace's own model, in fp32."""
+        classes: Any
+        if self.format.name == "megasparse":
+            from megasparse.hub.modelling import modeling_megasparse as classes
+
+            prefix = "Megasparse"
+        else:
+            import transformers as classes
+
+            prefix = "AutoModel"
+        task = "ForCausalLM" if self.config.model.kind == "decoder" else "ForMaskedLM"
+        try:
+            return getattr(classes, prefix + task).from_pretrained(
+                self.folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            problem = f"transformers does not load it ({' '.join(str(error).split())})"
+            raise HubError(self.folder, problem, "Give a model that it loads") from None
+
+    def compare(self) -> int:
+        """Run both models on the same made-up tokens; returns the number of them. Raises HubError naming the first
+        layer in which they differ.
+        """
+        ours, theirs = self.build(comparable(self.format, self.config)), self.load_original()
+        length, seed = min(self.config.model.max_length, LONGEST_COMPARED), self.config.run.seed
+        differences = []
+        for draw in range(DRAWS_COMPARED):
+            generator = torch.Generator().manual_seed(draw)
+            tokens = torch.randint(self.config.model.vocabulary, (1, length), generator=generator)
+            found = first_difference(our_outputs(ours, tokens, seed), self.format.outputs(theirs, tokens, seed))
+            if found is None:
+                return length
+            differences.append(found)
+        layer, difference = differences[0]
+        problem = f"our model differs from it, first in {layer}, by {difference:.2g}"
+        raise HubError(self.folder, problem, "Report it, with the model's config.json")
+
+
+def find_folder(name: str | Path) -> Path:
+    """`name` itself if it is a folder, else that of a model in the local cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(name), local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        mend = "Give the folder of a model, or download it first with the `hf download` command"
+        raise HubError(name, "is no folder, and no model of this name is in transformers' local cache", mend) from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder. Raises HubError where there is none, ConfigError where it is no JSON."""
+    path = folder / "config.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "no UTF-8"
+        raise HubError(path, f"cannot be read ({reason})", "Give the folder of a HuggingFace model") from None
+    values = strict_json.parse(text, str(path))
+    if not isinstance(values, dict):
+        raise HubError(path, "is no configuration", "Give the folder of a HuggingFace model")
+    return values
+
+
+def _known_type(values: dict[str, Any], folder: Path) -> str:
+    name = values.get("model_type")
+    if isinstance(name, str) and name in FORMATS:
+        return name
+    path = folder / "config.json"
+    if "auto_map" in values:
+        problem = f"model_type is {name!r}, whose code comes with the model, and such code is not run"
+        raise HubError(path, problem, f"Give a model of a known architecture: {', '.join(sorted(FORMATS))}")
+    raise HubError(path, f"model_type is {name!r}, which cannot be imported", did_you_mean(str(name), FORMATS))

@@ -1,0 +1,127 @@
+"""A checkpoint of ours out of weights that were not trained here."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from megasparse.config.schema import Config
+from megasparse.data.tokenizer import build_tokenizer
+from megasparse.errors import HubError
+from megasparse.hub.output_folder import appearing
+from megasparse.model.decoder import Decoder
+from megasparse.model.encoder import Encoder
+from megasparse.training.checkpoint import Fragment, persistent_buffers
+from megasparse.training.identity import versions
+from megasparse.training.manifest import FORMAT, MANIFEST, NO_DATA, seal
+from megasparse.training.rank_file import RankFile, durable, make_folder
+
+VOCABULARY = ("embedding.weight", "head.weight", "head.bias")
+"""Weights that have a row for each token."""
+
+FIRST = Path("checkpoints", "00000000")
+"""Of a checkpoint in a run's folder: no step was done yet."""
+
+
+def write_checkpoint(config: Config, tensors: Mapping[str, Callable[[], Tensor]], output: str | Path) -> Path:
+    """Write OUTPUT/checkpoints/00000000, a checkpoint of weights alone, and OUTPUT/config.json; returns its path.
+
+    A run goes on from it with `launch/pretrain.py --resume PATH`, on any data of its tokenizer and with any settings
+    but those of its model. tensors: the value (fp32) of every parameter and persistent buffer of `config.model`, read
+    one at a time. OUTPUT appears whole or not at all.
+    Raises HubError where OUTPUT exists, cannot be written, or a tensor is missing, unexpected, of another shape or not
+    finite.
+    """
+    output = Path(output)
+    fragments = _fragments(config, tensors)
+    name = "rank-00000.safetensors"
+    with appearing(output) as temporary:
+        make_folder(temporary / FIRST)
+        file = RankFile(cast(list[Fragment], fragments))
+        digest = file.write(temporary / FIRST / name, lambda: None)
+        manifest = {
+            "format": FORMAT,
+            "step": 0,
+            "sequences": 0,
+            "state": {},
+            "optimizer_steps": 0,
+            "world_size": 1,
+            "config": json.loads(config.model_dump_json()),
+            "data_fingerprint": NO_DATA,
+            "tokenizer": _identity(config),
+            "versions": versions(),
+            "files": {name: {"bytes": file.bytes, "sha256": digest}},
+            "tensors": {
+                "weight": {
+                    part: {"shape": shape, "pieces": [{"file": name, **piece}]} for _, part, shape, piece in file.pieces
+                }
+            },
+        }
+        _write(temporary / FIRST / MANIFEST, seal(manifest))
+        _write(temporary / "config.json", config.model_dump_json(indent=2) + "\n")
+    return output / FIRST
+
+
+def _write(path: Path, text: str) -> None:
+    encoded = text.encode()
+    with durable(path, len(encoded)) as file:
+        file.write(encoded)
+
+
+def turned(tensors: Mapping[str, Callable[[], Tensor]], first: int) -> dict[str, Callable[[], Tensor]]:
+    """The same model with token `first` as token 0, the one after it as token 1, and those before it at the end."""
+
+    def roll(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return lambda: read().roll(-first, dims=0)
+
+    return {name: roll(read) if name in VOCABULARY else read for name, read in tensors.items()}
+
+
+class _Unread:
+    """What `RankFile` needs of a Fragment, whose memory exists only while it is written."""
+
+    kind, start = "weight", 0
+
+    def __init__(self, name: str, shape: tuple[int, ...], read: Callable[[], Tensor]):
+        self.name, self.shape, self.numel, self._read = name, shape, math.prod(shape), read
+
+    @property
+    def memory(self) -> Tensor:
+        value = self._read()
+        if tuple(value.shape) != self.shape:
+            problem = f"has shape {list(value.shape)}, and {list(self.shape)} in the model"
+            raise HubError(self.name, problem, "Give a model with its own config.json")
+        if not value.isfinite().all():
+            raise HubError(self.name, "holds a number that is not finite", "Give a model that is sound")
+        return value.detach().to(torch.float32).contiguous().view(-1)
+
+
+def _fragments(config: Config, tensors: Mapping[str, Callable[[], Tensor]]) -> list[_Unread]:
+    """One a parameter and persistent buffer of the model, in its order."""
+    with torch.device("meta"):
+        model = Decoder(config.model) if config.model.kind == "decoder" else Encoder(config.model)
+    expected = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    mend = "Give a model with its own config.json"
+    for name in tensors:
+        if name not in expected:
+            raise HubError(name, "is no weight of the model", mend)
+    for name in expected:
+        if name not in tensors:
+            raise HubError(name, "a weight of the model, is missing", mend)
+    return [_Unread(name, tuple(weight.shape), tensors[name]) for name, weight in expected.items()]
+
+
+def _identity(config: Config) -> dict[str, str]:
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    return {"name": tokenizer.name, "sha256": tokenizer.sha256}
+
+
+def refuse_existing(output: Path) -> None:
+    """Raise HubError where there is something of this name."""
+    if os.path.lexists(output):
+        raise HubError(output, "exists already", "Give the name of a new folder")

@@ -1,0 +1,130 @@
+"""Our own architecture for HuggingFace: our modules themselves, bundled for `trust_remote_code`."""
+
+import importlib
+import json
+import sys
+import types
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from megasparse.config.checks import check_model
+from megasparse.config.schema import Config, ModelConfig
+from megasparse.errors import HubError
+from megasparse.hub.bundle import AUTO_MAP, bundle
+from megasparse.hub.compare import observed
+from megasparse.hub.formats import Exported, Imported
+from megasparse.hub.tensor_file import TensorFile
+from megasparse.hub.tokenizer_files import tokenizer_files
+from megasparse.model.decoder import Decoder
+from megasparse.model.encoder import Encoder
+from megasparse.training.checkpoint import persistent_buffers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PREFIX = "model."
+"""Before our names of the parameters."""
+
+
+class MegasparseFormat:
+    """config.json holds the `model` section whole and the run's seed; names of tensors are ours behind `model.`."""
+
+    name = "megasparse"
+
+    def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
+        decoder = config.model.kind == "decoder"
+        names = list(shapes(config.model))
+        other = "AutoModelForMaskedLM" if decoder else "AutoModelForCausalLM"
+        auto_map = {auto: place for auto, place in AUTO_MAP.items() if auto != other}
+        task = "AutoModelForCausalLM" if decoder else "AutoModelForMaskedLM"
+        hf_config = {
+            "model_type": self.name,
+            "architectures": [AUTO_MAP[task].split(".")[1]],
+            "auto_map": auto_map,
+            "dtype": "float32",
+            "model": json.loads(config.model.model_dump_json()),
+            "seed": config.run.seed,
+            "tokenizer": config.data.tokenizer,
+        }
+        longest = config.model.max_length - decoder
+        files = {**bundle(), **tokenizer_files(longest, None if decoder else config.model.masking.token)}
+        if decoder:
+            cached = not unfilled(config.model).leaks  # a cache cannot take back what a later token moves
+            files["generation_config.json"] = json.dumps({"use_cache": cached}, indent=2) + "\n"
+        return Exported(hf_config, lambda: ((PREFIX + name, weight(name)) for name in names), files)
+
+    def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
+        try:
+            model = ModelConfig.model_validate_json(json.dumps(hf_config["model"]))
+            seed, tokenizer = int(hf_config["seed"]), str(hf_config["tokenizer"])
+        except (ValidationError, LookupError, TypeError, ValueError) as error:
+            problem = f"its config.json is none that this version of megasparse reads ({_short(error)})"
+            raise HubError(tensors.path, problem, "Use the version that wrote it") from None
+        check_model(model)
+        expected = shapes(model)
+        tensors.check({PREFIX + name: shape for name, shape in expected.items()})
+        sections = {"model": hf_config["model"], "run": {"seed": seed}, "data": {"tokenizer": tokenizer}}
+        return Imported(sections, {name: partial(tensors.read, PREFIX + name) for name in expected})
+
+    @torch.no_grad()
+    def outputs(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """The seed is in the model's own configuration. HuggingFace's logits leave out a decoder's first token: its
+        are made of what the last layer gives the head.
+        """
+        inner: Any = model.model
+        decoder = bool(model.config.is_decoder)
+        last: list[Tensor] = []
+        handle = inner.layers[-1].register_forward_hook(lambda module, inputs, output: last.extend(output[1:]))
+        with observed(inner) as outputs:
+            logits = model(input_ids=tokens[:, :-1] if decoder else tokens).logits
+        handle.remove()
+        yield from outputs
+        first = inner.logits([x[:, :1] for x in last])
+        yield "logits", torch.cat([first, logits], dim=1) if decoder else logits
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of every parameter and learned buffer of a model, by our name."""
+    model = unfilled(config)
+    return {name: tuple(x.shape) for name, x in {**dict(model.named_parameters()), **persistent_buffers(model)}.items()}
+
+
+def unfilled(config: ModelConfig) -> Any:
+    """A Decoder or Encoder that takes no memory."""
+    with torch.device("meta"):
+        return Decoder(config) if config.kind == "decoder" else Encoder(config)
+
+
+@contextmanager
+def exported_class(folder: Path) -> Iterator[Any]:
+    """The class of a folder that was just written here, by the code in it."""
+    hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    package = types.ModuleType(f"exported_{uuid.uuid4().hex}")
+    package.__path__ = [str(folder)]
+    sys.modules[package.__name__] = package
+    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        module = importlib.import_module(f"{package.__name__}.modeling_megasparse")
+        yield getattr(module, hf_config["architectures"][0])
+    finally:
+        sys.dont_write_bytecode = written
+        for name in [name for name in sys.modules if name.partition(".")[0] == package.__name__]:
+            del sys.modules[name]
+
+
+def _short(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"model.{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return f"{type(error).__name__}: {error}"
+
+
+FORMAT = MegasparseFormat()

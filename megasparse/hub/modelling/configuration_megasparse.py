@@ -1,0 +1,45 @@
+"""The configuration of a megasparse model for HuggingFace's classes."""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+
+class MegasparseConfig(PretrainedConfig):
+    """model: the whole `model` section of the run's configuration. seed: of the run, on which its hashes depend.
+    tokenizer: what a token id means, `bytes` for the bytes of UTF-8.
+    """
+
+    model_type = "megasparse"
+
+    def __init__(
+        self, model: dict[str, Any] | None = None, seed: int = 0, tokenizer: str = "bytes", **kwargs: Any
+    ) -> None:
+        self.model, self.seed, self.tokenizer = model or {}, seed, tokenizer
+        kwargs["tie_word_embeddings"] = self.model.get("tied_embeddings", False)
+        super().__init__(**kwargs)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model["vocabulary"])
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model["d_model"])
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return int(self.model["layers"])
+
+    @property
+    def num_attention_heads(self) -> int:
+        return int(self.model["heads"])
+
+    @property
+    def is_decoder(self) -> bool:
+        return bool(self.model.get("kind", "decoder") == "decoder")
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Longest input. In a decoder one place is the start's, from which the first token is told."""
+        return int(self.model["max_length"]) - self.is_decoder

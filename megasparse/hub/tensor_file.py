@@ -1,0 +1,105 @@
+"""The tensors of a HuggingFace model's folder, read one at a time: safetensors only, nothing is unpickled."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megasparse.errors import HubError
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_AGAIN = "Copy or download it again"
+
+
+class TensorFile:
+    """The tensors of a model.safetensors, or of the files that a model.safetensors.index.json names."""
+
+    def __init__(self, path: Path, files: dict[str, Any]):
+        """path: the folder. files: the opened file of each tensor."""
+        self.path, self._files = path, files
+
+    @staticmethod
+    def open(folder: str | Path) -> "TensorFile":
+        """Raises HubError where there are none, where a file is missing or torn, or holds other tensors than the index
+        says.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise HubError(folder, "there is no such folder", "Give the folder of a HuggingFace model")
+        if (folder / WEIGHTS).exists():
+            file = _opened(folder / WEIGHTS)
+            return TensorFile(folder, dict.fromkeys(file.keys(), file))
+        if (folder / INDEX).exists():
+            return TensorFile(folder, _sharded(folder))
+        pickled = sorted(path.name for ending in ("*.bin", "*.pt", "*.pth") for path in folder.glob(ending))
+        if pickled:
+            mend = "Convert it to safetensors, with transformers' save_pretrained where the file can be trusted"
+            raise HubError(folder / pickled[0], "is a pickle, which could run any code as it is read", mend)
+        raise HubError(folder, f"has neither {WEIGHTS} nor {INDEX}", "Give the folder of a HuggingFace model")
+
+    def names(self) -> list[str]:
+        return sorted(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def read(self, name: str, shape: Iterable[int] | None = None) -> Tensor:
+        """One tensor, floating point as fp32. Raises HubError where it is missing, or not of the `shape` given."""
+        if shape is not None and self.shape(name) != tuple(shape):
+            raise self._wrong_shape(name, tuple(shape))
+        try:
+            tensor: Tensor = self._file(name).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise HubError(self.path, f"{name} cannot be read ({error})", _AGAIN) from None
+        return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
+
+    def check(self, expected: Mapping[str, Iterable[int]]) -> None:
+        """Raise HubError unless the tensors are exactly those expected: missing, wrong-shaped, or unexpected."""
+        for name, shape in expected.items():
+            if self.shape(name) != tuple(shape):
+                raise self._wrong_shape(name, tuple(shape))
+        for name in self.names():
+            if name not in expected:
+                mend = "Give a model of the architecture that its config.json names"
+                raise HubError(self.path, f"has a tensor {name} that its architecture has not", mend)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            raise HubError(self.path, f"has no tensor {name}", "Give a model that is whole, with its own config.json")
+        return self._files[name]
+
+    def _wrong_shape(self, name: str, expected: tuple[int, ...]) -> HubError:
+        problem = f"{name} has shape {list(self.shape(name))}, by its config.json {list(expected)}"
+        return HubError(self.path, problem, "Give a model with its own config.json")
+
+
+def _sharded(folder: Path) -> dict[str, Any]:
+    index = folder / INDEX
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = {str(name): str(file) for name, file in listed.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise HubError(index, "is no index of safetensors files", _AGAIN) from None
+    found: dict[str, Any] = {}
+    for name in sorted(set(places.values())):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise HubError(index, f'names "{name}", which is no safetensors file beside it', "Do not trust it")
+        if not (folder / name).exists():
+            raise HubError(folder / name, "missing", _AGAIN)
+        file = _opened(folder / name)
+        found |= dict.fromkeys(file.keys(), file)
+        if set(file.keys()) != (here := {tensor for tensor, place in places.items() if place == name}):
+            odd = sorted(set(file.keys()) ^ here)[0]
+            raise HubError(folder / name, f"does not hold what {INDEX} says of it, beginning with {odd}", _AGAIN)
+    return found
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise HubError(path, f"is no whole safetensors file ({error})", _AGAIN) from None

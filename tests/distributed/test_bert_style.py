@@ -1,0 +1,92 @@
+"""Encoders of `style` bert on two ranks under ZeRO: the losses of one process of plain torch, and an exact resume."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megasparse.config.schema import Config
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.engine import build_engine
+from megasparse.training.ranks import Ranks, start_ranks
+from megasparse.training.run_folder import find_newest
+from megasparse.training.saving import Saver
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import MadeUpBatches, tiny_config
+
+STAGES = (1, 2, 3)
+STEPS = 6
+MODEL: dict[str, Any] = {
+    "kind": "encoder",
+    "style": "bert",
+    "vocabulary": 257,
+    "max_length": 24,
+    "layers": 2,
+    "d_model": 33,
+    "d_ff": 17,
+    "heads": 3,
+    "blocks": "ordinary",
+    "activations": "checkpoint",
+    "dropout": 0.1,
+    "feed_forward_tiles": 3,
+    "loss_tiles": 2,
+    "tied_embeddings": True,
+    "token_types": 2,
+    "positions": {"kind": "learned", "offset": 2},
+    "attention": {"pattern": ["yoso", {"lsh": 1, "full": 2}], "yoso": {"hashes": 4}, "lsh": {"chunk": 8}},
+}
+
+
+def config_of(folder: Path, engine: str = "torch", **sections: dict[str, Any]) -> Config:
+    return tiny_config(folder, engine, model=MODEL, **sections)
+
+
+def losses(config: Config, ranks: Ranks, first: int = 1, last: int = STEPS, save: Saver | None = None) -> list[float]:
+    """Of steps first..last; with `save`, from its newest checkpoint, if any, to a new one."""
+
+    def draws(step: int, samples: torch.Tensor) -> Draws:
+        return Draws(0, step, samples, training=True)
+
+    newest = find_newest(save.directory) if save else None
+    opened = Checkpoint.open(newest) if newest else None
+    engine = build_engine(build_model(config.model, 0), config, draws, ranks, opened)
+    found, position = [], opened.sequences if opened else 0
+    for step, data in zip(range(first, last + 1), MadeUpBatches(config, ranks, position), strict=False):
+        result = engine.train_step(data.micro_batches, step, 0.003)
+        assert result.applied
+        found += [result.loss, result.grad_norm]
+        position = data.position
+    if save:
+        save.save(engine, last, position, {})
+    engine.close()
+    return found
+
+
+def on_two_ranks(folder: str) -> dict[str, list[float]]:
+    found = {}
+    for stage in STAGES:
+        place = Path(folder) / str(stage)
+        config = config_of(place, "deepspeed", deepspeed={"zero_optimization": {"stage": stage}})
+        ranks = start_ranks(config.run)
+        found[f"{stage}"] = losses(config, ranks)
+        save = Saver(config, ranks, "data", {})
+        found[f"{stage} resumed"] = losses(config, ranks, 1, 3, save) + losses(config, ranks, 4, STEPS, save)
+    ranks.stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
+    return run_ranks(on_two_ranks, timeout=240, folder=str(tmp_path_factory.mktemp("two")))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_are_one_and_resume_exactly(found: list[dict[str, list[float]]], stage: int, tmp_path: Path) -> None:
+    alone = losses(config_of(tmp_path), Ranks())
+    assert alone[-2] < alone[0]
+    for rank in found:
+        assert rank[f"{stage}"] == pytest.approx(alone, rel=1e-5)
+        assert rank[f"{stage} resumed"] == rank[f"{stage}"]

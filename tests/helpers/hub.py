@@ -1,0 +1,42 @@
+"""Models for tests of what goes to HuggingFace."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasparse.config.schema import Config, DataConfig, MaskingConfig, ModelConfig, RunConfig
+from megasparse.hub.importing import write_checkpoint
+from megasparse.model.build import build_model
+from megasparse.model.decoder import Decoder
+from megasparse.model.encoder import Encoder
+from megasparse.training.checkpoint import persistent_buffers
+from tests.helpers.models import named, small
+
+SEED = 7
+
+
+def decoder(name: str, **changes: Any) -> ModelConfig:
+    return small(**{"attention": named(name), "layers": 2, **changes})
+
+
+def encoder(name: str, **changes: Any) -> ModelConfig:
+    return decoder(name, kind="encoder", vocabulary=264, masking=MaskingConfig(token=256), **changes)
+
+
+def made(config: ModelConfig, seed: int = SEED) -> Decoder | Encoder:
+    """A model all of whose weights, norms, biases and learned buffers included, are random."""
+    model = build_model(config, seed).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in [*model.parameters(), *model.buffers()]:
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def checkpoint(config: ModelConfig, run: Path) -> tuple[Decoder | Encoder, Path]:
+    """A made model, and a checkpoint of it in the run's folder `run`."""
+    model = made(config)
+    whole = Config(run=RunConfig(seed=SEED), model=config, data=DataConfig(sequence_length=64))
+    weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    return model, write_checkpoint(whole, {name: weight.detach for name, weight in weights.items()}, run)

@@ -1,0 +1,234 @@
+"""Exported folders as their users have them: only torch, transformers and the folder."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+from megasparse.attention.heads import Padding
+from megasparse.data.tokenizer import ByteTokenizer
+from megasparse.hub.bundle import bundle
+from megasparse.hub.export import to_hf
+from megasparse.hub.modelling.stand_ins.section import Field, Section
+from megasparse.hub.tokenizer_files import alphabet, tokenizer_files
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from tests.helpers.hub import SEED, checkpoint, decoder, encoder
+from tests.helpers.models import random_tokens
+
+SCRIPT = """
+import importlib.abc, json, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"megasparse", "pydantic", "fairscale", "deepspeed", "webdataset", "tensorboard"}:
+            raise ImportError("not in this environment: " + name)
+
+sys.meta_path.insert(0, Refuse())
+import torch
+import transformers
+
+tokens, found = torch.tensor(json.loads(sys.argv[1])), {}
+for kind, folder in (("decoder", sys.argv[2]), ("encoder", sys.argv[3])):
+    auto = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModelForMaskedLM"}[kind]
+    model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    with torch.no_grad():
+        found[kind] = model(tokens).logits.tolist()
+    if kind == "decoder":
+        ids = model.generate(**tokenizer("ab", return_tensors="pt"), max_new_tokens=4)
+        found["text"] = tokenizer.decode(ids[0])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A decoder and an encoder of ours, and what was written of each."""
+    root = tmp_path_factory.mktemp("exported")
+    found = {}
+    for kind, config in (
+        ("decoder", decoder("lsh", blocks="ordinary", activations="checkpoint")),
+        ("encoder", encoder("lha")),
+    ):
+        model, path = checkpoint(config, root / f"{kind}-run")
+        found[kind] = model, to_hf(path, root / kind)
+    return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_modules_cache(tmp_path_factory):
+    """Where transformers copies code to."""
+    cache = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+        patch.setattr("transformers.utils.hub.HF_MODULES_CACHE", cache, raising=False)
+        patch.setattr(sys, "path", list(sys.path))
+        yield
+
+
+def expected_logits(model, tokens):
+    streams, _, _ = model.streams(tokens, Draws.evaluation(SEED, len(tokens)), Padding())
+    logits = model.logits(streams)
+    return logits[:, 1:] if model.config.kind == "decoder" else logits
+
+
+def check_alone(python, folders, cache):
+    """The exported folders give our logits, and text, in an environment of their own."""
+    tokens = random_tokens(2, 30)
+    paths = [str(folders[kind][1]) for kind in ("decoder", "encoder")]
+    environment = {**os.environ, "HF_HOME": str(cache), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [python, "-I", "-c", SCRIPT, json.dumps(tokens.tolist()), *paths]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cache)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["text"].startswith("ab")
+    for kind, (model, _) in folders.items():
+        with torch.no_grad():
+            logits = expected_logits(model, tokens)
+        torch.testing.assert_close(torch.tensor(found[kind]), logits, atol=1e-5, rtol=0)
+
+
+def test_exported_models_run_where_megasparse_and_what_it_needs_are_not(folders, tmp_path):
+    check_alone(sys.executable, folders, tmp_path)
+
+
+@pytest.mark.soak
+def test_exported_models_run_in_an_environment_of_torch_and_transformers_alone(folders, tmp_path):
+    """Needs a package index or a cache of pip, and minutes. (pydantic is there: transformers needs it itself.)"""
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    wanted = [f"torch=={torch.__version__.split('+')[0]}", f"transformers=={transformers.__version__}"]
+    subprocess.run([python, "-m", "pip", "install", "-q", *wanted], check=True)
+    listed = subprocess.run([python, "-m", "pip", "list"], check=True, capture_output=True, text=True).stdout
+    assert not any(package in listed for package in ("megasparse", "fairscale", "deepspeed"))
+    check_alone(python, folders, tmp_path)
+
+
+def test_every_auto_class_of_a_folder_loads_it(folders):
+    tokens = random_tokens(2, 20)
+    for kind, classes in (
+        ("decoder", [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification]),
+        ("encoder", [AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification]),
+    ):
+        model, folder = folders[kind]
+        loaded = [auto.from_pretrained(folder, trust_remote_code=True) for auto in classes]
+        for hf in loaded:
+            weights = {name.removeprefix("model."): value for name, value in hf.state_dict().items()}
+            assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+        with torch.no_grad():
+            torch.testing.assert_close(loaded[1](tokens).logits, expected_logits(model, tokens), atol=1e-5, rtol=0)
+            assert loaded[2](tokens).logits.shape == (2, 2)
+        fresh = classes[1].from_config(loaded[1].config, trust_remote_code=True).state_dict()
+        initial = build_model(model.config, SEED).state_dict()
+        assert all(torch.equal(fresh[f"model.{name}"], value) for name, value in initial.items())
+        other = AutoModelForMaskedLM if kind == "decoder" else AutoModelForCausalLM
+        with pytest.raises(ValueError):
+            other.from_pretrained(folder, trust_remote_code=True)
+
+
+def test_code_of_a_folder_is_not_run_unasked(folders, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(folders["decoder"][1], trust_remote_code=False)
+
+
+def test_what_is_saved_again_loads_again(folders, tmp_path):
+    tokens = random_tokens(1, 20)
+    for kind, auto in (("decoder", AutoModelForCausalLM), ("encoder", AutoModelForMaskedLM)):
+        _, folder = folders[kind]
+        hf = auto.from_pretrained(folder, trust_remote_code=True)
+        hf.save_pretrained(tmp_path / kind)
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=True).save_pretrained(tmp_path / kind)
+        again = auto.from_pretrained(tmp_path / kind, trust_remote_code=True)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / kind, trust_remote_code=True)
+        with torch.no_grad():
+            assert torch.equal(again(tokens).logits, hf(tokens).logits)
+        assert {path.name for path in folder.glob("*.py")} == {path.name for path in (tmp_path / kind).glob("*.py")}
+        assert tokenizer("ab")["input_ids"] == [97, 98]
+
+
+def test_pipelines_run(folders):
+    writer = pipeline("text-generation", model=str(folders["decoder"][1]), trust_remote_code=True)
+    one, two = writer(["ab", "abcdef"], max_new_tokens=3, do_sample=False, batch_size=2)
+    assert one[0]["generated_text"].startswith("ab") and two[0]["generated_text"].startswith("abcdef")
+    assert one[0]["generated_text"] == writer("ab", max_new_tokens=3, do_sample=False)[0]["generated_text"]
+    filler = pipeline("fill-mask", model=str(folders["encoder"][1]), trust_remote_code=True)
+    found = filler("a[MASK]c")
+    assert len(found) == 5 and all(each["sequence"].startswith("a") for each in found)
+    labels = pipeline("text-classification", model=str(folders["encoder"][1]), trust_remote_code=True)
+    assert labels("abc")[0]["label"] in ("LABEL_0", "LABEL_1")
+
+
+def test_the_code_imports_nothing_but_torch_and_transformers():
+    files = bundle()
+    for name, text in files.items():
+        assert text.startswith("# Part of megasparse") and "Apache License 2.0" in text
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= set(sys.stdlib_module_names) | {"torch"}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                assert node.module.split(".")[0] in {*sys.stdlib_module_names, "torch", "transformers"}, name
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 1 and f"{node.module}.py" in files, name
+
+
+def test_only_imports_differ_from_our_source():
+    package = Path(__file__).parents[2]
+    for text in bundle().values():
+        lines = text.splitlines()
+        source = (package / lines[0].split(" from ")[1].rstrip(".")).read_text().splitlines()
+        changed = [(ours, theirs) for ours, theirs in zip(source, lines[3:], strict=True) if ours != theirs]
+        assert all(
+            ours.lstrip().startswith("from ") and theirs.lstrip().startswith("from .") for ours, theirs in changed
+        )
+
+
+def test_sections_without_pydantic_hold_what_was_checked():
+    class Inner(Section):
+        size: int = 3
+        names: list[str] = Field(default=["a"], min_length=1)
+
+    class Outer(Section):
+        inner: Inner = Inner()
+        rate: float = 0.5
+
+    outer = Outer.model_validate({"inner": {"size": 4}})
+    assert (outer.inner.size, outer.inner.names, outer.rate, Inner().size) == (4, ["a"], 0.5, 3)
+    with pytest.raises(ValueError, match="no sise"):
+        Outer.model_validate({"inner": {"sise": 4}})
+
+
+def test_the_tokenizer_is_the_bytes_of_utf8(tmp_path):
+    text = "".join(chr(c) for c in [*range(0x250), *range(0x4E00, 0x4E40), *range(0x1F600, 0x1F640)]) + " [PAD] [MASK]"
+    ours = ByteTokenizer()
+    assert len(set(alphabet())) == 256
+    for name, mask in (("decoder", None), ("encoder", 256)):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, content in tokenizer_files(100_000, mask).items():
+            (folder / file).write_text(content, encoding="utf-8")
+        for tokenizer in (AutoTokenizer.from_pretrained(folder), PreTrainedTokenizerFast.from_pretrained(folder)):
+            plain = text if mask is None else text.replace("[PAD]", "").replace("[MASK]", "")
+            ids = tokenizer(plain)["input_ids"]
+            assert ids == ours.encode(plain).tolist()
+            assert tokenizer.decode(ids) == plain
+            padded = tokenizer(["a", "bcd"], padding=True)
+            assert padded["attention_mask"][0] == ([0, 0, 1] if mask is None else [1, 0, 0])
+            assert mask is None or tokenizer("a[MASK]")["input_ids"] == [97, 256]

@@ -1,0 +1,252 @@
+import json
+
+import pytest
+import torch
+from transformers import ReformerModelWithLMHead, YosoForMaskedLM
+
+from megasparse import hub
+from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.errors import CheckpointError, ConfigError, HubError
+from megasparse.hub import export
+from megasparse.hub.compare import first_difference, our_outputs
+from megasparse.hub.export import to_hf
+from megasparse.hub.importing import write_checkpoint
+from megasparse.hub.megasparse_format import FORMAT
+from megasparse.hub.tensor_file import TensorFile
+from megasparse.model.build import build_model
+from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights
+from megasparse.training.manifest import seal
+from megasparse.training.rank_file import RankFile
+from tests.helpers.hub import SEED, checkpoint, decoder, encoder
+from tests.helpers.models import attention, random_tokens
+from tests.helpers.trained import prepared, trained
+
+
+@pytest.mark.parametrize("kind", [decoder, encoder])
+def test_every_mechanism_is_exported_with_all_its_weights(tmp_path, kind):
+    """to_hf itself compares the outputs of both models, layer by layer."""
+    kinds = [name for name in MECHANISMS if kind is encoder or MECHANISMS[name].causal]
+    model, path = checkpoint(kind("full", attention=attention(*kinds), layers=len(kinds)), tmp_path / "run")
+    folder = to_hf(path, tmp_path / "out")
+    file = TensorFile.open(folder)
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    assert file.names() == sorted(state)
+    assert all(torch.equal(file.read(name), value) for name, value in state.items())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        decoder("local", tied_embeddings=True, activations="stored"),
+        decoder("lsh", blocks="ordinary", activations="checkpoint_cpu", tied_embeddings=True),
+        decoder("full", positions={"kind": "rotary"}, head_dim=8, score_from=3),
+        decoder("full", max_length=700, positions={"kind": "learned"}, vocabulary=300),
+        encoder("full", style="bert", blocks="ordinary", activations="stored", positions={"kind": "learned"}),
+    ],
+    ids=["tied", "ordinary", "rotary", "long", "bert"],
+)
+def test_a_model_comes_back_bit_for_bit(tmp_path, config):
+    model, path = checkpoint(config, tmp_path / "run")
+    folder = to_hf(path, tmp_path / "out")
+    imported = FORMAT.load(json.loads((folder / "config.json").read_text()), TensorFile.open(folder))
+    whole = Checkpoint.open(path).config.model_copy(update={"model": config})
+    again = Checkpoint.open(write_checkpoint(whole, imported.tensors, tmp_path / "again"))
+    assert imported.config["model"] == json.loads(config.model_dump_json())
+    assert imported.config["run"] == {"seed": SEED} and imported.config["data"] == {"tokenizer": "bytes"}
+    other = build_model(config, 0).eval()
+    load_weights(other, again)
+    tokens = random_tokens(2, 50)
+    assert first_difference(our_outputs(model, tokens, SEED), our_outputs(other, tokens, SEED), 0.0) is None
+
+
+def in_two(path):
+    """A checkpoint's weights anew, as two ranks that share each of them would have written them."""
+    opened = Checkpoint.open(path)
+    manifest, shares = json.loads((path / "manifest.json").read_text()), ([], [])
+    for name in manifest["tensors"]["weight"]:
+        weight = opened.tensor("weight", name)
+        for share, start, part in zip(shares, (0, weight.numel() // 3), cut(weight.flatten()), strict=True):
+            share.append(Fragment.of("weight", name, tuple(weight.shape), start, part))
+        manifest["tensors"]["weight"][name]["pieces"] = []
+    for rank, share in enumerate(shares):
+        name, file = f"rank-{rank:05}.safetensors", RankFile(share)
+        (path / name).unlink(missing_ok=True)
+        digest = file.write(path / name, lambda: None)
+        manifest["files"][name] = {"bytes": file.bytes, "sha256": digest}
+        for _, part, _, piece in file.pieces:
+            manifest["tensors"]["weight"][part]["pieces"].append({"file": name, **piece})
+    (path / "manifest.json").write_text(seal({**manifest, "world_size": 2}))
+
+
+def cut(flat):
+    return flat[: len(flat) // 3], flat[len(flat) // 3 :]
+
+
+def test_weights_that_several_ranks_share_are_put_together(tmp_path):
+    model, path = checkpoint(decoder("lsh"), tmp_path / "run")
+    in_two(path)
+    file = TensorFile.open(to_hf(tmp_path / "run", tmp_path / "out"))
+    assert all(torch.equal(file.read(f"model.{name}"), value) for name, value in model.state_dict().items())
+
+
+def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
+    model, path = checkpoint(decoder("local"), tmp_path / "run")
+    folder = to_hf(path, tmp_path / "out")
+    shards = sorted(file.name for file in folder.glob("*.safetensors"))
+    assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
+    largest = max(4 * value.numel() for value in model.state_dict().values())
+    assert all((folder / shard).stat().st_size < max(20_000, largest) + 2_000 for shard in shards)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(4 * value.numel() for value in model.state_dict().values())
+    file = TensorFile.open(folder)
+    assert all(torch.equal(file.read(f"model.{name}"), value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "spoiled, layer",
+    [("model.blocks.1.attention.attention.output.weight", "layer 1 attention"), ("model.head.weight", "logits")],
+)
+def test_what_does_not_agree_is_not_written(tmp_path, monkeypatch, spoiled, layer):
+    _, path = checkpoint(decoder("local"), tmp_path / "run")
+    write = export.write_tensors
+
+    def write_wrongly(tensors, folder):
+        write(((name, 1.01 * value if name == spoiled else value) for name, value in tensors), folder)
+
+    monkeypatch.setattr(export, "write_tensors", write_wrongly)
+    with pytest.raises(HubError, match=f"not written: HuggingFace's model differs from ours by .* at {layer}"):
+        to_hf(path, tmp_path / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("left_out, problem", [(True, "missing_keys"), (False, "unexpected_keys")])
+def test_a_weight_that_is_missing_or_too_much_is_noticed(tmp_path, monkeypatch, left_out, problem):
+    _, path = checkpoint(decoder("local"), tmp_path / "run")
+    write = export.write_tensors
+
+    def write_others(tensors, folder):
+        others = dict(tensors)
+        others.pop("model.embedding.start") if left_out else others.update(other=torch.zeros(1))
+        write(others.items(), folder)
+
+    monkeypatch.setattr(export, "write_tensors", write_others)
+    with pytest.raises(HubError, match=problem):
+        to_hf(path, tmp_path / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_card_tells_where_the_model_comes_from(tmp_path):
+    data = prepared(tmp_path)
+    trained(data, tmp_path / "run", ["local", "lsh"], 2)
+    newest = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000002")
+    protocol = {"split": "test", "sequence_length": 64, "stride": 32, "data_fingerprint": "abc", "checkpoint_step": 2}
+    protocol["trained_on_fingerprint"] = newest.manifest["data_fingerprint"]
+    result = {"bits_per_dim": 7.12345, "accuracy": 0.125, "dims": 400, "protocol": protocol}
+    (tmp_path / "run" / "test.json").write_text(json.dumps(result))
+    older = {**result, "bits_per_dim": 6.5, "protocol": {**protocol, "checkpoint_step": 1}}
+    (tmp_path / "run" / "older.json").write_text(json.dumps(older))
+    folder = to_hf(tmp_path / "run", tmp_path / "out")
+    text = (folder / "README.md").read_text()
+    header = text.split("---")[1]
+    assert "library_name: transformers" in header and "- lsh-attention" in header
+    assert f"index {newest.manifest['data_fingerprint']}" in text and "prepared with `a test`" in text
+    assert "2 steps of 2 sequences of 64 tokens" in text and "strictly causal: no output" in text
+    assert (
+        "7.1235 bits/dim, accuracy 12.50 %, on 400 symbols" in text and "6.5" not in text.split("## Configuration")[0]
+    )
+    assert '"pattern": [' in text and "trust_remote_code=True" in text
+    assert str(tmp_path) not in text
+    with pytest.raises(HubError, match="was measured at step 1"):
+        to_hf(tmp_path / "run", tmp_path / "other", evaluation=tmp_path / "run" / "older.json")
+    with pytest.raises(HubError, match="is no result"):
+        to_hf(tmp_path / "run", tmp_path / "other", evaluation=tmp_path / "run" / "config.json")
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_card_of_a_leaking_model_says_so(tmp_path):
+    _, path = checkpoint(decoder("lsh chunk"), tmp_path / "run")
+    folder = to_hf(path, tmp_path / "out")
+    assert "**It is not strictly causal** (layer 0: " in (folder / "README.md").read_text()
+    assert json.loads((folder / "generation_config.json").read_text()) == {"use_cache": False}
+
+
+def test_the_package_offers_what_users_need(tmp_path):
+    model, path = checkpoint(decoder("lsh"), tmp_path / "run")
+    again = hub.from_pretrained(hub.to_hf(path, tmp_path / "out"))
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    assert callable(hub.replace_attention)
+    with pytest.raises(AttributeError, match="to_hub"):
+        _ = hub.to_hub
+
+
+def test_wrong_requests_are_refused_and_leave_nothing(tmp_path):
+    _, path = checkpoint(decoder("local"), tmp_path / "run")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    before = sorted(entry.name for entry in tmp_path.iterdir())
+    for arguments, kind, problem in (
+        ((path, tmp_path / "there"), HubError, "exists already"),
+        ((path, tmp_path / "file"), HubError, "exists already"),
+        ((path, tmp_path / "file" / "below"), HubError, "cannot be written"),
+        ((tmp_path / "empty", tmp_path / "out"), CheckpointError, "holds no checkpoint"),
+        ((path, tmp_path / "out", "reformr"), ConfigError, 'Did you mean "reformer"'),
+    ):
+        with pytest.raises(kind, match=problem):
+            to_hf(*arguments)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == before
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    _, path = checkpoint(decoder("local"), tmp_path / "run")
+    file = path / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="bytes instead of"):
+        to_hf(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A decoder of ours, as it was written."""
+    root = tmp_path_factory.mktemp("exported")
+    _, path = checkpoint(decoder("local"), root / "run")
+    return to_hf(path, root / "out")
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        (lambda config: config["model"].update(layers=3), "has no tensor model.blocks.2"),
+        (lambda config: config["model"].update(layers=1), "has a tensor model.blocks.1"),
+        (lambda config: config["model"].update(vocabulary=300), r"by its config.json \[300, 32\]"),
+        (lambda config: config["model"].update(flavour=1), "model.flavour: Extra inputs are not permitted"),
+        (lambda config: config.pop("model"), "KeyError"),
+        (lambda config: config.update(seed="x"), "ValueError"),
+    ],
+)
+def test_an_export_that_does_not_fit_its_configuration_is_not_imported(exported, change, problem):
+    config = json.loads((exported / "config.json").read_text())
+    change(config)
+    with pytest.raises(HubError, match=problem):
+        FORMAT.load(config, TensorFile.open(exported))
+
+
+def test_other_architectures_are_written_and_compared(tmp_path, monkeypatch):
+    chunks = attention("local", "lsh", lsh={"window": "chunk", "same_bucket": False, "count_rounds": False})
+    bert = {"style": "bert", "blocks": "ordinary", "activations": "stored", "tied_embeddings": True}
+    positions = {"kind": "learned", "offset": 2}
+    for to, config, architecture in (
+        ("reformer", decoder("full", attention=chunks), ReformerModelWithLMHead),
+        ("yoso", encoder("yoso", token_types=2, positions=positions, **bert), YosoForMaskedLM),
+    ):
+        _, path = checkpoint(config, tmp_path / f"{to}-run")
+        folder = to_hf(path, tmp_path / to, to)
+        _, info = architecture.from_pretrained(folder, output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert architecture.__name__ in (folder / "README.md").read_text()
+        monkeypatch.setattr(export, "load_weights", lambda model, opened: None)
+        with pytest.raises(HubError, match="not written"):
+            to_hf(path, tmp_path / "spoiled", to)
+        monkeypatch.undo()

@@ -1,0 +1,187 @@
+"""Checkpoints of weights that were not trained here, and runs that start from them."""
+
+import json
+import sys
+import weakref
+
+import pytest
+import torch
+
+from launch import pretrain
+from megasparse.config.load import build_config, load_config
+from megasparse.errors import CheckpointError, HubError
+from megasparse.hub import importing
+from megasparse.hub.importing import write_checkpoint
+from megasparse.model.build import build_model
+from megasparse.training.checkpoint import Checkpoint, persistent_buffers
+from megasparse.training.rank_file import RankFile
+from tests.helpers.trained import prepared
+
+MODEL = {
+    "max_length": 64, "layers": 2, "d_model": 16, "d_ff": 32, "heads": 2,
+    "attention": {"pattern": ["routing", "local"], "routing": {"chunk": 8}, "local": {"chunk": 8}},
+}  # fmt: skip
+"""With weights that are no parameters: the centroids of routing attention."""
+
+
+def made_up(**changes):
+    """A configuration, and the weights of its model."""
+    sections = {"model": {**MODEL, **changes}, "data": {"sequence_length": 64}}
+    config = build_config({**sections, "run": {"engine": "torch", "device": "cpu"}})
+    model = build_model(config.model, seed=3)
+    return config, {**dict(model.named_parameters()), **persistent_buffers(model)}
+
+
+def readers(weights):
+    return {name: lambda value=value: value.detach().clone() for name, value in weights.items()}
+
+
+def test_it_is_a_checkpoint_of_step_0_with_every_weight_bit_for_bit(tmp_path):
+    config, weights = made_up()
+    path = write_checkpoint(config, readers(weights), tmp_path / "new" / "run")
+    assert path == tmp_path / "new" / "run" / "checkpoints" / "00000000"
+    opened = Checkpoint.open(path)
+    assert (opened.step, opened.sequences, opened.optimizer_steps, opened.state) == (0, 0, 0, {})
+    assert opened.config == config == load_config(tmp_path / "new" / "run" / "config.json")
+    assert opened.manifest["tensors"].keys() == {"weight"}
+    assert opened.manifest["tensors"]["weight"].keys() == weights.keys()
+    assert any("centroids" in name for name in weights)
+    for name, value in weights.items():
+        assert torch.equal(opened.tensor("weight", name).view(torch.int32), value.view(torch.int32)), name
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["run"]
+
+
+def test_one_weight_is_in_memory_at_a_time(tmp_path):
+    config, weights = made_up()
+    alive, most = weakref.WeakSet(), []
+
+    def reader(value):
+        def read():
+            copy = value.detach().clone()
+            alive.add(copy.untyped_storage())
+            most.append(len(alive))
+            return copy
+
+        return read
+
+    write_checkpoint(config, {name: reader(value) for name, value in weights.items()}, tmp_path / "run")
+    assert len(most) == len(weights) and max(most) <= 2  # the last block of the one before is let go of then
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda found: found.pop("head.norm_bias"), "head.norm_bias: a weight of the model, is missing"),
+        (lambda found: found.update(more=lambda: torch.zeros(1)), "more: is no weight of the model"),
+        (
+            lambda found: found.update({"head.norm_bias": lambda: torch.zeros(3)}),
+            "head.norm_bias: has shape [3], and [32]",
+        ),
+        (
+            lambda found: found.update({"head.norm_bias": lambda: torch.full((32,), torch.nan)}),
+            "head.norm_bias: holds a number that is not finite",
+        ),
+    ],
+)
+def test_weights_of_another_model_leave_nothing(damage, message, tmp_path):
+    config, weights = made_up()
+    found = readers(weights)
+    damage(found)
+    with pytest.raises(HubError) as error:
+        write_checkpoint(config, found, tmp_path / "run")
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_and_a_folder_that_exists_leave_everything_as_it_was(tmp_path, monkeypatch):
+    config, weights = made_up()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(HubError, match="exists already"):
+        write_checkpoint(config, readers(weights), tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+    def full(self, path, progress):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RankFile, "write", full)
+    with pytest.raises(HubError, match="No space left"):
+        write_checkpoint(config, readers(weights), tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def start(monkeypatch, tmp_path, config, *arguments, **sections):
+    """launch/pretrain.py on made-up data, 2 steps that are too small to move a weight."""
+    if not (tmp_path / "data").exists():
+        prepared(tmp_path)
+    values = config.model_dump(mode="json")
+    changes = {
+        "run": {"directory": str(tmp_path / "trained")},
+        "data": {"path": str(tmp_path / "data")},
+        "training": {"steps": 2, "global_batch": 2},
+        "optimizer": {"learning_rate": 1e-30, "betas": [0.5, 0.9]},
+        **sections,
+    }
+    for name, section in changes.items():
+        values[name] |= section
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--config", str(tmp_path / "config.json"), *map(str, arguments)])
+    pretrain.main()
+
+
+def test_a_run_starts_from_it_on_any_data_and_goes_on(tmp_path, monkeypatch, capsys):
+    """Step 1 is the first, with new data, another optimizer and another batch; later it goes on from its own."""
+    config, weights = made_up()
+    path = write_checkpoint(config, readers(weights), tmp_path / "imported")
+    start(monkeypatch, tmp_path, config, "--resume", path)
+    assert "changed" not in capsys.readouterr().err
+    lines = (tmp_path / "trained" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    trained = Checkpoint.open(tmp_path / "trained" / "checkpoints" / "00000002")
+    assert trained.manifest["data_fingerprint"] != "none" and trained.optimizer_steps == 2
+    for name, value in weights.items():
+        if "centroids" not in name:  # which move without a gradient
+            torch.testing.assert_close(trained.tensor("weight", name), value.detach(), rtol=0, atol=1e-25)
+    start(monkeypatch, tmp_path, config, training={"steps": 3, "global_batch": 2})
+    assert (tmp_path / "trained" / "checkpoints" / "00000003").exists()
+
+
+def test_its_own_folder_is_a_run_to_go_on_with(tmp_path, monkeypatch):
+    config, weights = made_up()
+    write_checkpoint(config, readers(weights), tmp_path / "imported")
+    start(monkeypatch, tmp_path, config, run={"directory": str(tmp_path / "imported")})
+    names = {path.name for path in (tmp_path / "imported" / "checkpoints").iterdir()}
+    assert {"00000000", "00000002"} <= names
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [({"model": {"d_ff": 64}}, "model.d_ff: 32 -> 64"), ({"model": {"heads": 4}}, "model.heads: 2 -> 4")],
+)
+def test_a_run_of_another_model_is_refused(sections, message, tmp_path, monkeypatch, capsys):
+    config, weights = made_up()
+    path = write_checkpoint(config, readers(weights), tmp_path / "imported")
+    with pytest.raises(SystemExit) as stop:
+        start(monkeypatch, tmp_path, config, "--resume", path, **sections)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_run_of_another_tokenizer_is_refused(tmp_path, monkeypatch, capsys):
+    config, weights = made_up()
+    monkeypatch.setattr(importing, "_identity", lambda config: {"name": "words", "sha256": "0"})
+    path = write_checkpoint(config, readers(weights), tmp_path / "imported")
+    with pytest.raises(SystemExit) as stop:
+        start(monkeypatch, tmp_path, config, "--resume", path)
+    told = capsys.readouterr().err
+    assert stop.value.code == 2 and 'tokenizer.name: "words" -> "bytes"' in told and '"none"' not in told
+
+
+def test_a_changed_file_is_found(tmp_path):
+    config, weights = made_up()
+    path = write_checkpoint(config, readers(weights), tmp_path / "imported")
+    file = path / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="sha256"):
+        Checkpoint.open(path)

@@ -1,0 +1,264 @@
+"""Our models behind HuggingFace's classes, against our own functions."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from megasparse.attention.heads import Padding
+from megasparse.evaluation.generate import generate
+from megasparse.hub.modelling.configuration_megasparse import MegasparseConfig
+from megasparse.hub.modelling.modeling_megasparse import (
+    MegasparseForCausalLM,
+    MegasparseForMaskedLM,
+    MegasparseForSequenceClassification,
+    MegasparseModel,
+)
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from tests.helpers.hub import SEED, decoder, encoder, made
+from tests.helpers.models import all_names, causal_names, random_tokens, strict_names
+
+LENGTH = 40
+
+
+def wrapped(kind, config, model=None, **settings):
+    hf = kind(MegasparseConfig(model=json.loads(config.model_dump_json()), seed=SEED, **settings)).eval()
+    hf.model.load_state_dict((model or made(config)).state_dict())
+    return hf
+
+
+@pytest.mark.parametrize("name", causal_names())
+def test_a_decoders_logits_tell_the_token_after_each_position(name):
+    config = decoder(name)
+    ours, hf = made(config), wrapped(MegasparseForCausalLM, config)
+    tokens = random_tokens(2, LENGTH)
+    nats = ours.token_scores(tokens, Draws.evaluation(SEED, 2)).nats
+    with torch.no_grad():
+        logits = torch.cat([hf(tokens[:, :0]).logits, hf(tokens[:, :-1]).logits], dim=1)
+    told = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view(2, LENGTH)
+    first = 1 if ours.leaks else 0  # a later token moves the first one's logits, and an empty input has none
+    torch.testing.assert_close(told[:, first:], nats[:, first:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", all_names())
+def test_an_encoders_logits_tell_the_token_at_each_position(name):
+    config = encoder(name)
+    ours, hf = made(config), wrapped(MegasparseForMaskedLM, config)
+    tokens, draws = random_tokens(2, LENGTH), Draws.evaluation(SEED, 2)
+    hidden, scored = ours.task(tokens, draws, Padding())
+    with torch.no_grad():
+        out = hf(hidden, labels=tokens.masked_fill(~scored, -100))
+    told = F.cross_entropy(out.logits.flatten(0, 1), tokens.flatten(), reduction="none").view(2, LENGTH)
+    nats = ours.token_scores(tokens, draws).nats
+    torch.testing.assert_close(told, nats, atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.loss, nats[scored].mean(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", strict_names())
+def test_cached_greedy_text_is_the_uncached_and_our_own(name):
+    config = decoder(name)
+    ours, hf = made(config), wrapped(MegasparseForCausalLM, config)
+    prompt = random_tokens(1, 21)
+    cached = hf.generate(prompt, max_new_tokens=8, use_cache=True)
+    uncached = hf.generate(prompt, max_new_tokens=8, use_cache=False)
+    own = list(generate(ours, prompt[0], 8, hash_seed=SEED, temperature=0.0))
+    assert cached[0].tolist() == uncached[0].tolist() == prompt[0].tolist() + own
+
+
+def test_text_is_generated_from_nothing():
+    config = decoder("local")
+    hf = wrapped(MegasparseForCausalLM, config)
+    nothing = torch.zeros(2, 0, dtype=torch.long)
+    own = list(generate(made(config), nothing[0], 6, hash_seed=SEED, temperature=0.0))
+    for use_cache in (True, False):
+        assert hf.generate(nothing, max_new_tokens=6, use_cache=use_cache).tolist() == [own, own]
+
+
+def test_a_cache_takes_several_more_tokens():
+    hf, tokens = wrapped(MegasparseForCausalLM, decoder("lsh")), random_tokens(2, 30)
+    with torch.no_grad():
+        first = hf(tokens[:, :20], use_cache=True)
+        later = hf(tokens[:, 20:], past_key_values=first.past_key_values)
+        together = torch.cat([first.logits, later.logits], dim=1)
+        torch.testing.assert_close(together, hf(tokens).logits, atol=1e-5, rtol=0)
+    assert later.past_key_values.get_seq_length() == 30
+
+
+def test_beams_need_no_cache():
+    hf, prompt = wrapped(MegasparseForCausalLM, decoder("local")), random_tokens(1, 9)
+    beams = hf.generate(prompt, num_beams=3, max_new_tokens=5, use_cache=False)
+
+    def score(found):
+        return hf(found, labels=found.clone().index_fill(1, torch.arange(9), -100)).loss
+
+    assert score(beams) <= score(hf.generate(prompt, max_new_tokens=5)) + 1e-6
+    with pytest.raises(ValueError, match="cannot be reordered"):
+        hf.generate(prompt, num_beams=3, max_new_tokens=5)
+
+
+def test_in_bf16_branches_compute_in_bf16(tmp_path):
+    hf = wrapped(MegasparseForCausalLM, decoder("lsh"))
+    hf.save_pretrained(tmp_path)
+    half = MegasparseForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    tokens = random_tokens(1, 9)
+    cached = half.generate(tokens, max_new_tokens=4)
+    assert cached.shape == (1, 13)
+    with torch.no_grad():
+        logits = half(tokens).logits
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, hf(tokens).logits, atol=0.2, rtol=0)
+
+
+def test_a_model_that_is_not_strictly_causal_has_no_cache():
+    hf = wrapped(MegasparseForCausalLM, decoder("lsh chunk"))
+    with pytest.raises(ValueError, match="not strictly causal"):
+        hf.generate(random_tokens(1, 9), max_new_tokens=2)
+    assert hf.generate(random_tokens(1, 9), max_new_tokens=2, use_cache=False).shape == (1, 11)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["full", "lsh", "lha", "yoso", "smart_bird", "routing", "performer", "lsh chunk"])
+def test_padding_of_a_decoder_on_either_side_changes_nothing(name, side):
+    hf = wrapped(MegasparseForCausalLM, decoder(name))
+    long, short = random_tokens(1, LENGTH, seed=1), random_tokens(1, 23, seed=2)
+    junk, none = torch.full((1, LENGTH - 23), 300), torch.zeros(1, LENGTH - 23, dtype=torch.long)
+    one = torch.ones(1, 23, dtype=torch.long)
+    left = side == "left"
+    batch = torch.cat([long, torch.cat([junk, short] if left else [short, junk], dim=1)])
+    mask = torch.cat([torch.ones_like(long), torch.cat([none, one] if left else [one, none], dim=1)])
+    real = slice(LENGTH - 23, None) if left else slice(0, 23)
+    with torch.no_grad():
+        logits = hf(batch, attention_mask=mask).logits
+        torch.testing.assert_close(logits[0], hf(long).logits[0], atol=2e-5, rtol=0)
+        torch.testing.assert_close(logits[1, real], hf(short).logits[0], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["local", "lsh", "smart_bird random", "yoso"])
+def test_prompts_of_several_lengths_are_generated_from_as_each_alone(name):
+    hf = wrapped(MegasparseForCausalLM, decoder(name))
+    prompts = [random_tokens(1, length, seed=length) for length in (20, 7, 20)]
+    batch = torch.cat([F.pad(prompt, (20 - prompt.shape[1], 0), value=256) for prompt in prompts])
+    mask = (batch != 256).long()
+    cached = hf.generate(batch, attention_mask=mask, max_new_tokens=8)
+    assert torch.equal(cached, hf.generate(batch, attention_mask=mask, max_new_tokens=8, use_cache=False))
+    if name != "smart_bird random":  # which draws its keys by the number of the row
+        for prompt, row in zip(prompts, cached, strict=True):
+            assert hf.generate(prompt, max_new_tokens=8)[0, -8:].tolist() == row[-8:].tolist()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["full", "linformer", "smyrf", "yoso", "bigbird"])
+def test_padding_of_an_encoder_on_either_side_changes_nothing(name, side):
+    config = encoder(name)
+    tokens, pad = random_tokens(1, 23), (17, 0) if side == "left" else (0, 17)
+    padded, mask = F.pad(tokens, pad, value=300), F.pad(torch.ones_like(tokens), pad)
+    real = mask[0].bool()
+    bare, labelled = wrapped(MegasparseModel, config), wrapped(MegasparseForSequenceClassification, config)
+    told = wrapped(MegasparseForMaskedLM, config)
+    with torch.no_grad():
+        logits = told(padded, attention_mask=mask).logits[:, real]
+        torch.testing.assert_close(logits, told(tokens).logits, atol=2e-5, rtol=0)
+        hidden = bare(padded, attention_mask=mask).last_hidden_state[:, real]
+        torch.testing.assert_close(hidden, bare(tokens).last_hidden_state, atol=2e-5, rtol=0)
+        classes = labelled(padded, attention_mask=mask).logits
+        torch.testing.assert_close(classes, labelled(tokens).logits, atol=2e-5, rtol=0)
+
+
+def test_a_classifier_reads_the_mean_of_an_encoder_and_the_end_of_a_decoder():
+    tokens = random_tokens(2, 12)
+    for config in (encoder("full"), decoder("full")):
+        hf = wrapped(MegasparseForSequenceClassification, config, num_labels=3)
+        bare = wrapped(MegasparseModel, config)
+        with torch.no_grad():
+            normalised = F.layer_norm(bare(tokens).last_hidden_state, (64,))
+            pooled = normalised.mean(1) if config.kind == "encoder" else normalised[:, -1]
+            out = hf(tokens, labels=torch.tensor([2, 0]))
+            torch.testing.assert_close(out.logits, hf.classifier(pooled), atol=1e-5, rtol=0)
+            torch.testing.assert_close(out.loss, F.cross_entropy(out.logits, torch.tensor([2, 0])))
+
+
+def test_the_loss_is_ours_but_for_the_first_token():
+    config = decoder("lsh", dropout=0.1)
+    ours, hf = made(config), wrapped(MegasparseForCausalLM, config)
+    tokens = random_tokens(2, LENGTH)
+    nats = ours.token_scores(tokens, Draws.evaluation(SEED, 2)).nats
+    labels = tokens.clone()
+    labels[0, 10:20] = -100
+    counted = labels[:, 1:] != -100
+    loss = hf(tokens, labels=labels).loss
+    torch.testing.assert_close(loss, nats[:, 1:][counted].mean(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["lha", "smart_bird", "routing"])
+def test_training_minimises_our_own_objective(name):
+    """score_from 1 leaves out the first token, as HuggingFace does."""
+    config = decoder(name, dropout=0.1, score_from=1)
+    ours, hf = made(config).train(), wrapped(MegasparseForCausalLM, config).train()
+    tokens = random_tokens(2, LENGTH)
+    padded = torch.cat([tokens, random_tokens(2, 1)], dim=1)  # n inputs are n + 1 positions, the last one told by none
+    mask = torch.ones_like(padded, dtype=torch.bool)
+    mask[:, -1] = False
+    objective, _ = ours(padded, Draws(SEED, 0, torch.arange(2), training=True), Padding(mask))
+    loss = hf(tokens, labels=tokens).loss
+    if name != "lha":  # its hash learns from the keys that a mask leaves, and the last position is one here
+        torch.testing.assert_close(loss, objective, atol=1e-5, rtol=0)
+    other = hf(tokens, labels=tokens).loss
+    assert other != loss  # the next pass draws anew
+    loss.backward()
+    trained = [name for name, parameter in hf.named_parameters() if parameter.grad is not None]
+    assert len(trained) == len(list(hf.parameters()))
+
+
+def test_a_new_model_has_the_weights_of_our_own():
+    for kind, config in ((MegasparseForCausalLM, decoder("routing")), (MegasparseForMaskedLM, encoder("full"))):
+        hf = kind(MegasparseConfig(model=json.loads(config.model_dump_json()), seed=SEED))
+        for name, value in build_model(config, SEED).state_dict().items():
+            assert torch.equal(hf.model.state_dict()[name], value), name
+
+
+def test_what_a_file_lacks_gets_its_initial_weights_and_the_rest_is_read(tmp_path):
+    config = decoder("routing")
+    hf = wrapped(MegasparseForCausalLM, config)
+    hf.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    missing = "model.blocks.1.feed_forward.feed_forward.up"
+    save_file(
+        {name: x for name, x in tensors.items() if name != missing}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    again, initial = (
+        MegasparseForCausalLM.from_pretrained(tmp_path).state_dict(),
+        build_model(config, SEED).state_dict(),
+    )
+    assert any("centroids" in name for name in tensors)
+    for name, value in tensors.items():
+        assert torch.equal(again[name], initial[name.removeprefix("model.")] if name == missing else value), name
+
+
+def test_tied_embeddings_stay_tied(tmp_path):
+    config = decoder("local", tied_embeddings=True)
+    hf = wrapped(MegasparseForCausalLM, config)
+    hf.save_pretrained(tmp_path)
+    again = MegasparseForCausalLM.from_pretrained(tmp_path)
+    assert again.model.head.weight is again.model.embedding.weight
+    tokens = random_tokens(1, 9)
+    assert torch.equal(again(tokens).logits, hf(tokens).logits)
+
+
+def test_bad_inputs_are_refused_in_one_line():
+    hf = wrapped(MegasparseForCausalLM, decoder("local"))
+    with pytest.raises(ValueError, match="128 tokens are more than the 127"):
+        hf(random_tokens(1, 128))
+    with pytest.raises(ValueError, match="padding alone"):
+        hf(random_tokens(2, 4), attention_mask=torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]))
+    with pytest.raises(ValueError, match="AutoModelForCausalLM"):
+        MegasparseForMaskedLM(hf.config)
+    with pytest.raises(ValueError, match="AutoModelForMaskedLM"):
+        wrapped(MegasparseForCausalLM, encoder("full"))
+    longest = hf.generate(random_tokens(1, 126), max_new_tokens=2)
+    assert longest.shape == (1, 128)
+    with pytest.raises(ValueError, match="128 tokens are more"):
+        hf.generate(random_tokens(1, 126), max_new_tokens=3)

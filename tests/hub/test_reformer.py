@@ -1,0 +1,369 @@
+"""HuggingFace's Reformer and our decoder: the same weights, the same outputs, both ways."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import ReformerConfig, ReformerModelWithLMHead
+from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
+from megasparse.config.load import build_config
+from megasparse.errors import HubError, UserError
+from megasparse.hub.compare import first_difference, our_outputs
+from megasparse.hub.reformer import FORMAT, NEVER
+from megasparse.hub.reformer_config import buckets
+from megasparse.hub.tensor_file import TensorFile
+from megasparse.model.build import build_model
+from tests.helpers.models import random_tokens
+
+ENWIK8 = {
+    # google/reformer-enwik8, widths by 32
+    "attn_layers": ["local", "local", "lsh", "local", *["local", "local", "lsh", "local"] * 2],
+    "attention_head_size": 4, "num_attention_heads": 8, "hidden_size": 32, "feed_forward_size": 128,
+    "axial_pos_shape": [128, 512], "axial_pos_embds_dim": [8, 24], "max_position_embeddings": 65536,
+    "local_attn_chunk_length": 128, "lsh_attn_chunk_length": 256, "num_buckets": 512, "num_hashes": 4,
+    "hidden_dropout_prob": 0.2, "local_attention_probs_dropout_prob": 0.2, "lsh_attention_probs_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.2, "intermediate_size": 4096, "output_past": True, "vocab_size": 258,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 100}},
+}  # fmt: skip
+CRIME_AND_PUNISHMENT = {
+    # google/reformer-crime-and-punishment, widths by 8
+    "attn_layers": ["local", "lsh", "local", "lsh", "local", "lsh"],
+    "attention_head_size": 8, "num_attention_heads": 2, "hidden_size": 32, "feed_forward_size": 64,
+    "axial_pos_shape": [512, 1024], "axial_pos_embds_dim": [8, 24], "max_position_embeddings": 524288,
+    "local_attn_chunk_length": 64, "lsh_attn_chunk_length": 64, "num_buckets": [64, 128], "num_hashes": 1,
+    "num_chunks_before": 1, "num_chunks_after": 0, "vocab_size": 320,
+}  # fmt: skip
+SMALL = {
+    "attn_layers": ["local", "lsh"], "hidden_size": 32, "num_attention_heads": 2, "attention_head_size": 24,
+    "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [12, 20], "max_position_embeddings": 128, "vocab_size": 260,
+    "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 8, "num_hashes": 2,
+    "feed_forward_size": 48,
+}  # fmt: skip
+SHAPES = {
+    "local": {"attn_layers": ["local", "local"]},
+    "lsh": {"attn_layers": ["lsh", "lsh"], "num_hashes": 1},
+    "mixed, factorised": {
+        "attn_layers": ["lsh", "local", "local", "lsh", "lsh"],
+        "num_buckets": [4, 6],
+        "num_hashes": 4,
+    },
+    "many buckets": {"num_buckets": 130, "layer_norm_eps": 1e-3},
+    "no number of buckets": {"num_buckets": None, "lsh_attn_chunk_length": 4, "tie_word_embeddings": True},
+    "chunks of two sizes": {"lsh_attn_chunk_length": 12, "bos_token_id": 3, "hash_seed": 7},
+    "learned positions": {"axial_pos_embds": False, "max_position_embeddings": 100, "pad_token_id": 5},
+}
+
+
+def theirs(seed=0, **settings):
+    """A Reformer with weights at random everywhere, so that a wrong one is seen."""
+    torch.manual_seed(seed)
+    model = ReformerModelWithLMHead(ReformerConfig(is_decoder=True, **{**SMALL, **settings})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0, 1.0 if "embedding" in name else 0.2)
+            if name.endswith("layer_norm.weight"):
+                parameter.add_(1)
+    return model
+
+
+def load(folder):
+    return FORMAT.load(json.loads((folder / "config.json").read_text()), TensorFile.open(folder))
+
+
+def imported(model, folder):
+    """Our configuration and model of HuggingFace's, through files."""
+    model.save_pretrained(folder)
+    found = load(folder)
+    config = build_config(found.config)
+    return config, filled(config, {name: read() for name, read in found.tensors.items()})
+
+
+def filled(config, weights):
+    model = build_model(config.model, seed=9).eval()
+    model.load_state_dict(weights)
+    return model
+
+
+def exported(config, model, folder):
+    """HuggingFace's model of ours, through files."""
+    out = FORMAT.export(config, model.state_dict().__getitem__)
+    architecture = ReformerModelWithLMHead(ReformerConfig.from_dict(out.config))
+    architecture.load_state_dict(dict(out.tensors()))
+    architecture.save_pretrained(folder)
+    for name, text in out.files.items():
+        (folder / name).write_text(text)
+    return out.config, ReformerModelWithLMHead.from_pretrained(folder).eval()
+
+
+def ours(seed=0, **changes):
+    """A decoder of ours as HuggingFace has it, its learned start vector being no token's embedding."""
+    lsh = {"rounds": 2, "chunk": 8, "buckets": [4, 6], "window": "chunk", "same_bucket": False, "count_rounds": False}
+    model = {
+        "max_length": 128, "layers": 3, "d_model": 32, "d_ff": 64, "heads": 2,
+        "positions": {"kind": "axial", "axial_shape": [8, 16], "axial_dims": [12, 20]},
+        "attention": {"pattern": ["local", "lsh", "local"], "local": {"chunk": 8}, "lsh": lsh},
+    }  # fmt: skip
+    config = build_config({"model": {**model, **changes}, "data": {"sequence_length": 64}})
+    return config, build_model(config.model, seed).eval()
+
+
+def same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value.view(torch.int32), other[name].view(torch.int32)), name
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_imported_and_exported_again_is_the_same_bit_for_bit(name, tmp_path):
+    model = theirs(**SHAPES[name])
+    config, mine = imported(model, tmp_path / "there")
+    hf_config, back = exported(config, mine, tmp_path / "back")
+    same_bits(model.state_dict(), back.state_dict())
+    for key in ("attn_layers", "layer_norm_eps", "vocab_size", "max_position_embeddings", "attention_head_size"):
+        assert getattr(back.config, key) == getattr(model.config, key), key
+    if model.config.num_buckets is not None:
+        assert hf_config.get("num_buckets", model.config.num_buckets) == model.config.num_buckets
+    start = model.config.bos_token_id or model.config.pad_token_id
+    assert hf_config["bos_token_id"] == start
+    assert torch.equal(mine.embedding.start[0], model.reformer.embeddings.word_embeddings.weight[start])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_layer_is_huggingfaces(name, tmp_path):
+    """Also where the last chunk of a sequence is not full, and where one chunk holds all of it."""
+    model = theirs(**SHAPES[name])
+    config, mine = imported(model, tmp_path / "there")
+    for length in (config.model.max_length, 61, 7):
+        tokens = random_tokens(2, length, config.model.vocabulary, seed=length)
+        outputs = list(our_outputs(mine, tokens, 5))
+        assert outputs[-1][1].shape == (2, length, config.model.vocabulary) and outputs[-1][1].abs().max() > 1
+        assert first_difference(outputs, FORMAT.outputs(model, tokens, 5), 2e-5) is None
+
+
+def test_with_local_layers_huggingfaces_own_forward_gives_our_logits(tmp_path):
+    """Nothing of it is patched: [BOS, token 0, token 1, ...] in, the logits of token 0, 1, 2, ... out."""
+    config, mine = ours(attention={"pattern": ["local"], "local": {"chunk": 8}}, output_bias=False)
+    hf_config, model = exported(config, mine, tmp_path / "out")
+    assert hf_config["bos_token_id"] == 256 and hf_config["vocab_size"] == 257
+    tokens = random_tokens(2, 128)
+    with torch.no_grad():
+        logits = model(torch.cat([torch.full((2, 1), 256), tokens[:, :-1]], dim=1)).logits
+    torch.testing.assert_close(logits[..., :256], dict(our_outputs(mine, tokens, 0))["logits"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"output_bias": True, "dropout": 0.1},
+        {"positions": {"kind": "sinusoidal"}},
+        {"positions": {"kind": "none"}, "vocabulary": 300},
+        {"positions": {"kind": "learned"}, "max_length": 70, "heads": 3, "head_dim": 5, "norm_eps": 1e-3},
+    ],
+)
+def test_what_is_exported_and_imported_again_is_the_same_bit_for_bit(changes, tmp_path):
+    config, mine = ours(**changes)
+    if config.model.output_bias:
+        mine.head.bias.data.normal_()
+    _, model = exported(config, mine, tmp_path / "out")
+    tokens = random_tokens(2, config.model.max_length, config.model.vocabulary)
+    assert first_difference(our_outputs(mine, tokens, 5), FORMAT.outputs(model, tokens, 5), 2e-5) is None
+    again, back = imported(model, tmp_path / "again")
+    same_bits(mine.state_dict(), back.state_dict())
+    assert again.model.positions == config.model.positions and again.model.vocabulary == config.model.vocabulary
+    assert again.model.attention.local.chunk == 8 and again.model.attention.lsh == config.model.attention.lsh
+    assert (again.model.norm_eps, again.model.dropout) == (config.model.norm_eps, config.model.dropout)
+
+
+@pytest.mark.parametrize("settings", [ENWIK8, CRIME_AND_PUNISHMENT], ids=["enwik8", "crime and punishment"])
+def test_the_published_configurations_go_both_ways(settings, tmp_path):
+    model = theirs(**settings)
+    config, mine = imported(model, tmp_path / "there")
+    assert math.prod(config.model.positions.axial_shape) == config.model.max_length
+    assert config.model.norm_eps == 1e-12 and config.model.output_bias
+    tokens = random_tokens(1, 2 * settings["lsh_attn_chunk_length"], settings["vocab_size"])
+    assert first_difference(our_outputs(mine, tokens, 0), FORMAT.outputs(model, tokens, 0)) is None
+    hf_config, back = exported(config, mine, tmp_path / "back")
+    same_bits(model.state_dict(), back.state_dict())
+    for key, value in settings.items():
+        if key in hf_config and "attention_probs" not in key:
+            assert hf_config[key] == value, key
+
+
+def test_its_own_rotations_change_the_logits_as_another_seed_of_ours_does(tmp_path):
+    """What `outputs` takes away: HuggingFace's forward, with new rotations at each call and the look over the ends."""
+    model = theirs(attn_layers=["lsh", "local", "lsh"], num_hashes=4)
+    _, mine = imported(model, tmp_path / "there")
+    tokens = random_tokens(4, 128)
+    first, second = (dict(our_outputs(mine, tokens, seed))["logits"] for seed in (0, 1))
+    with torch.no_grad():
+        own = model(torch.cat([torch.zeros(4, 1, dtype=torch.long), tokens[:, :-1]], dim=1)).logits + model.lm_head.bias
+    between_seeds, to_theirs = ((first - other).abs().mean() for other in (second, own))
+    assert 0.5 * between_seeds < to_theirs < 1.5 * between_seeds
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk"), [(128, 8), (128, 4), (4096, 16), (100, 7), (65536, 64), (16384, 2), (8, 8), (8, 64)]
+)
+def test_where_no_number_of_buckets_is_given_it_is_huggingfaces(length, chunk):
+    settings = {"attn_layers": ["lsh"], "axial_pos_embds": False, "hidden_size": 4, "max_position_embeddings": length}
+    config = ReformerConfig(**{**SMALL, **settings, "lsh_attn_chunk_length": chunk, "num_buckets": None})
+    found = buckets(config)
+    LSHSelfAttention(config)._set_num_buckets(max(length, chunk))
+    assert config.num_buckets == (found[0] if len(found) == 1 else found)
+
+
+def test_the_published_files_have_the_bias_twice_and_constants_beside_the_weights(tmp_path):
+    model = theirs()
+    model.save_pretrained(tmp_path)
+    tensors = TensorFile.open(tmp_path)
+    weights = {name: tensors.read(name) for name in tensors.names()}
+    weights["lm_head.decoder.bias"] = weights["lm_head.bias"]
+    weights["lm_head.bias"] = torch.zeros(260)  # what transformers wrote once, and then read the other one
+    layer = "reformer.encoder.layers.1.attention.self_attention"
+    weights |= {
+        f"{layer}.mask_value_float32": torch.tensor(-1e9),
+        f"{layer}.self_mask_value_float16": torch.tensor(-1e3),
+    }
+    write(tmp_path, weights)
+    assert torch.equal(load(tmp_path).tensors["head.bias"](), model.lm_head.bias)
+    weights["lm_head.bias"] = torch.ones(260)
+    write(tmp_path, weights)
+    with pytest.raises(HubError, match=r"lm_head\.bias and lm_head\.decoder\.bias differ"):
+        load(tmp_path)
+
+
+def write(folder, weights):
+    from safetensors.torch import save_file
+
+    save_file({name: weight.contiguous().clone() for name, weight in weights.items()}, folder / "model.safetensors")
+
+
+def test_an_added_bos_is_told_from_a_token(tmp_path):
+    """By its row of the LM head and its bias: trained further in HuggingFace's, it is a token like any other."""
+    config, mine = ours()
+    _, model = exported(config, mine, tmp_path / "out")
+    assert model.lm_head.bias[256] == NEVER and not model.lm_head.decoder.weight[256].any()
+    assert imported(model, tmp_path / "again")[0].model.vocabulary == 256
+    model.lm_head.decoder.weight.data[256, 0] = 1.0
+    assert imported(model, tmp_path / "trained")[0].model.vocabulary == 257
+
+
+def test_huggingface_generates_what_we_do(tmp_path):
+    """From a text by its own tokenizer, cached, with local layers."""
+    from transformers import AutoTokenizer
+
+    from megasparse.evaluation.generate import generate
+
+    config, mine = ours(attention={"pattern": ["local"], "local": {"chunk": 8}})
+    _, model = exported(config, mine, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "Größe [BOS]"
+    read = tokenizer(text, return_tensors="pt").input_ids
+    assert read.tolist() == [[256, *text.encode()]] and tokenizer.decode(read[0], skip_special_tokens=True) == text
+    found = model.generate(read, max_new_tokens=20, do_sample=False)[0, read.shape[1] :].tolist()
+    prompt = torch.tensor(list(text.encode()))
+    assert found == list(generate(mine, prompt, 20, hash_seed=0, temperature=0.0))
+
+
+def test_generation_never_takes_an_added_bos(tmp_path):
+    config, mine = ours(attention={"pattern": ["local"], "local": {"chunk": 8}})
+    mine.head.weight.data.mul_(0.01)  # logits near 0, that of BOS is 0
+    mine.head.norm_bias.data.zero_()
+    _, model = exported(config, mine, tmp_path / "out")
+    assert model.generation_config.suppress_tokens == [256] and model.generation_config.eos_token_id is None
+    torch.manual_seed(0)
+    found = model.generate(torch.full((8, 1), 256), max_new_tokens=100, do_sample=True)
+    assert (found[:, 1:] < 256).all()
+
+
+AS_HUGGINGFACE = {"window": "chunk", "same_bucket": False, "count_rounds": False}
+OTHERS = [
+    ({"tied_embeddings": True}, "model.tied_embeddings: True"),
+    ({"blocks": "ordinary", "activations": "stored"}, "model.blocks: 'ordinary'"),
+    ({"positions": {"kind": "rotary"}}, "model.positions.kind: 'rotary'"),
+    (
+        {"positions": {"kind": "axial", "axial_shape": [4, 4, 8], "axial_dims": [8, 8, 16]}},
+        "model.positions.axial_shape: [4, 4, 8]",
+    ),
+    ({"attention": {"pattern": ["local", "full"], "local": {"chunk": 8}}}, "model.attention.pattern[1]: 'full'"),
+    (
+        {"attention": {"pattern": ["lsh", {"local": 1, "lsh": 1}], "lsh": AS_HUGGINGFACE}},
+        "model.attention.pattern[1]: {'local': 1, 'lsh': 1}",
+    ),
+    ({"attention": {"pattern": ["local"], "local": {"relative": True}}}, "model.attention.local.relative: True"),
+    ({"attention": {"pattern": ["lsh"]}}, "model.attention.lsh.window: 'band'"),
+    ({"attention": {"pattern": ["lsh"], "lsh": {"window": "chunk"}}}, "model.attention.lsh.same_bucket: True"),
+    (
+        {"attention": {"pattern": ["lsh"], "lsh": {"window": "chunk", "same_bucket": False}}},
+        "model.attention.lsh.count_rounds: True",
+    ),
+    ({"attention": {"pattern": ["lsh"], "lsh": {"shared_qk": False}}}, "model.attention.lsh.shared_qk: False"),
+    ({"kind": "encoder", "vocabulary": 257}, "model.kind: 'encoder'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), OTHERS, ids=[message.split(":")[0] for _, message in OTHERS])
+def test_what_huggingface_cannot_express_is_refused_by_its_key(changes, message):
+    config, mine = ours(**changes)
+    with pytest.raises(HubError) as error:
+        FORMAT.export(config, mine.state_dict().__getitem__)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_decoder": False}, "is_decoder is False"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"local_num_chunks_before": 2}, "local_num_chunks_before is 2"),
+        ({"lsh_num_chunks_after": 1}, "lsh_num_chunks_after is 1"),
+        ({"attn_layers": ["local", "full"]}, "attn_layers is 'full'"),
+        ({"attn_layers": []}, "attn_layers is []"),
+        ({"axial_pos_shape": [2, 4, 16]}, "axial_pos_shape is (2, 4, 16)"),
+        ({"num_buckets": [2, 2, 2]}, "num_buckets is [2, 2, 2]"),
+        ({"num_buckets": 7}, "model.attention.lsh.buckets"),
+        ({"num_hashes": 0}, "model.attention.lsh.rounds"),
+        ({"layer_norm_eps": 0.0}, "model.norm_eps"),
+        ({"hidden_size": "wide"}, "is no configuration of a Reformer"),
+        ({"lsh_attn_chunk_length": None}, "lsh_attn_chunk_length is None"),
+        ({"bos_token_id": 260}, "bos_token_id or pad_token_id is 260, but vocab_size is 260"),
+        ({"vocab_size": 256}, "shape [260], by its config.json [256]"),
+        ({"feed_forward_size": 64}, "feed_forward.dense.dense.weight has shape [48, 32], by its config.json [64, 32]"),
+        ({"attn_layers": ["local", "lsh", "lsh"]}, "has no tensor reformer.encoder.layers.2."),
+        ({"attn_layers": ["local"]}, "has a tensor reformer.encoder.layers.1."),
+        ({"attn_layers": ["lsh", "lsh"]}, "has no tensor reformer.encoder.layers.0.attention.self_attention.query_key"),
+    ],
+)
+def test_a_model_that_ours_cannot_express_or_that_is_not_whole_is_refused(changes, message, tmp_path):
+    theirs().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError) as error:
+        load(tmp_path)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_wrong_weight_is_found_in_its_layer(tmp_path):
+    model = theirs(attn_layers=["local", "lsh", "local"])
+    config, mine = imported(model, tmp_path)
+    mine.layers[1].attention.attention.value.weight.data[0, 0] += 0.1
+    tokens = random_tokens(2, 64, config.model.vocabulary)
+    layer, difference = first_difference(our_outputs(mine, tokens, 5), FORMAT.outputs(model, tokens, 5))
+    assert layer == "layer 1 attention" and difference > 1e-4
+
+
+def test_the_comparison_leaves_the_model_and_torchs_generator_as_they_were():
+    model = theirs(hash_seed=3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    read = random_tokens(2, 64)
+    with torch.no_grad():
+        first = model(read).logits
+        torch.manual_seed(1)
+        state = torch.get_rng_state()
+        list(FORMAT.outputs(model, read, 0))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(model(read).logits, first)
+    same_bits(before, model.state_dict())

@@ -1,0 +1,428 @@
+"""A pretrained encoder's attention replaced: equal where it is full, masked, trained, saved, longer, linear."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers import BertConfig, DistilBertConfig, RobertaConfig, XLMRobertaConfig
+
+from megasparse.attention.contract import Attention
+from megasparse.attention.observation import calls
+from megasparse.config.attention import AttentionConfig
+from megasparse.errors import ConfigError, HubError
+from megasparse.hub.hash_training import full_attention, kept, train_hashes
+from megasparse.hub.lengthen import extend_positions, positions
+from megasparse.hub.replace import ENTRY, auxiliary_loss, mechanisms, replace_attention
+from megasparse.hub.replaced_folder import load_replaced, save_replaced
+from tests.helpers.peak_memory import PeakMemory
+
+SIZE = {"vocab_size": 60, "max_position_embeddings": 66, "num_labels": 3}
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+CONFIGS = {
+    "Bert": BertConfig(**SIZE, **WIDTHS),
+    "Roberta": RobertaConfig(**SIZE, **WIDTHS),
+    "XLMRoberta": XLMRobertaConfig(**SIZE, **WIDTHS),
+    "DistilBert": DistilBertConfig(**SIZE, dim=32, n_layers=2, n_heads=4, hidden_dim=48),
+}
+HEADS = ["Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
+SMALL = [
+    {"kind": "local", "chunk": 8},
+    {"kind": "lsh", "chunk": 8},
+    {"kind": "lsh", "chunk": 8, "shared_qk": True},
+    {"kind": "lha", "chunk": 8},
+    {"kind": "lha", "chunk": 8, "window": "top_k"},
+    {"kind": "yoso", "hashes": 4, "convolution": 3},
+    {"kind": "smart_bird", "keys": 6},
+    {"kind": "smyrf", "chunk": 8},
+    {"kind": "routing", "chunk": 8},
+    {"kind": "random", "chunk": 8},
+    {"kind": "linformer", "projected": 8},
+    {"pattern": [{"local": 2, "lha": 2}, "full"], "local": {"chunk": 8}, "lha": {"chunk": 8}},
+]
+
+
+def build(name, kind="Bert", **changes):
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[kind])
+    if name == "ForQuestionAnswering":
+        config.num_labels = 2
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = getattr(transformers, f"{kind}{name}")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # freshly made models hardly attend
+            parameter.mul_(2.0 if parameter.dim() > 1 else 1.0)
+    return model
+
+
+def inputs(batch=3, length=40, left=False):
+    tokens = torch.randint(5, 60, (batch, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    for row in range(1, batch):
+        mask[row, : 9 * row] = 0
+    if not left:
+        mask = mask.flip(1)
+    return {"input_ids": torch.where(mask > 0, tokens, 1), "attention_mask": mask}
+
+
+def values(model, given):
+    with torch.no_grad():
+        return model(**given)[0]
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_full_attention_is_huggingfaces(kind, name, left):
+    if left and name == "ForSequenceClassification":
+        return  # it reads the first place, where then nothing is
+    model, given = build(name, kind, _attn_implementation="eager"), inputs(left=left)
+    assert model.config._attn_implementation == "eager"
+    theirs = values(model, given)
+    assert replace_attention(model, {"kind": "full"}) is model
+    ours = values(model, given)
+    if name != "ForSequenceClassification":
+        real = given["attention_mask"].bool()
+        theirs, ours = theirs[real], ours[real]
+    assert (theirs - ours).abs().max() < 1e-5
+    assert theirs.std() > 0.01
+
+
+def where(real):
+    """Positions of the second sequence's tokens, (1, n)."""
+    return real[1].nonzero().T
+
+
+@pytest.mark.parametrize("attention", SMALL, ids=str)
+def test_padding_is_never_seen(attention):
+    """A sequence alone is what it is in a batch where others are longer, on either side."""
+    model = build("Model", "Bert")
+    replace_attention(model, attention)
+    for left in (False, True):
+        given = inputs(batch=2, left=left)
+        real = given["attention_mask"].bool()
+        noise = given["input_ids"].masked_fill(~real, 7)
+        first, second = values(model, given), values(model, {**given, "input_ids": noise})
+        assert torch.allclose(first[real], second[real], atol=1e-6)
+        alone = values(model, {"input_ids": given["input_ids"][1:][real[1:]].unsqueeze(0), "position_ids": where(real)})
+        assert torch.allclose(first[1:][real[1:]], alone[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", SMALL, ids=str)
+def test_evaluation_repeats_and_training_draws_anew(attention):
+    model, given = build("ForSequenceClassification"), inputs()
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    replace_attention(model, attention, seed=3)
+    again = replace_attention(copy.deepcopy(model), attention, seed=3)
+    assert torch.equal(values(model, given), values(model, given))
+    assert torch.equal(values(model, given), values(again, given))
+    model.train(), again.train()
+    first, second = values(model, given), values(model, given)
+    assert torch.equal(first, values(again, given)) and torch.equal(second, values(again, given))
+    drawn = {"lsh", "yoso", "smart_bird", "smyrf", "random"}
+    assert torch.equal(first, second) != (attention.get("kind") in drawn)
+
+
+def labelled(given, name):
+    tokens = given["input_ids"]
+    if name == "ForSequenceClassification":
+        return {**given, "labels": torch.arange(len(tokens)) % 3}
+    if name == "ForQuestionAnswering":
+        return {**given, "start_positions": torch.tensor([0, 1, 2]), "end_positions": torch.tensor([3, 4, 5])}
+    labels = tokens.masked_fill(given["attention_mask"] == 0, -100)
+    return {**given, "labels": labels % 3 if name == "ForTokenClassification" else labels}
+
+
+@pytest.mark.parametrize("name", HEADS[1:])
+def test_what_lha_learns_from_is_in_the_loss_in_training_alone(name):
+    model, given = build(name, hidden_dropout_prob=0.0, classifier_dropout=0.0), labelled(inputs(), name)
+    replace_attention(model, {"kind": "lha", "chunk": 8, "weight": 0.25})
+    plain = model(**given)
+    assert auxiliary_loss(model) == 0
+    model.train()
+    found = model(**given)
+    assert auxiliary_loss(model) == 0  # it is in the loss
+    unlabelled = {key: given[key] for key in ("input_ids", "attention_mask")}
+    model(**unlabelled)
+    auxiliary = auxiliary_loss(model)
+    assert auxiliary > 0
+    model.base_model(**unlabelled)
+    assert auxiliary_loss(model) > 0
+    copy.deepcopy(model)
+    if name == "ForSequenceClassification":
+        task = torch.nn.functional.cross_entropy(found.logits, given["labels"])
+        assert torch.allclose(task, plain.loss, atol=1e-6)
+        # The queries to learn from are drawn by step, so the two passes' auxiliary losses are near, not equal.
+        assert torch.allclose(found.loss - 0.75 * task, auxiliary, rtol=0.05)
+        loss, logits = model(**given, return_dict=False)[:2]
+        assert torch.allclose(loss - 0.75 * task, auxiliary, rtol=0.05) and logits.shape == (3, 3)
+    found.loss.backward()
+    for mechanism in mechanisms(model):
+        assert all(parameter.grad.abs().sum() > 0 for parameter in mechanism.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("ForMaskedLM", {}),
+        ("ForTokenClassification", {}),
+        ("ForSequenceClassification", {"objective": "pooled", "labels": 3}),
+    ],
+)
+def test_smart_birds_sketch_learns_from_the_labels(name, settings):
+    model, given = build(name).train(), labelled(inputs(), name)
+    replace_attention(model, {"kind": "smart_bird", "keys": 6, **settings})
+    model(**given).loss.backward()
+    for mechanism in mechanisms(model):
+        assert all(parameter.grad.abs().sum() > 0 for parameter in mechanism.parameters())
+
+
+def test_a_sketch_that_wants_other_labels_says_so():
+    model = replace_attention(build("ForSequenceClassification").train(), {"kind": "smart_bird", "keys": 6})
+    with pytest.raises(ConfigError, match=r'smart_bird.objective: "token" does not fit .* Set it to "pooled"'):
+        model(**labelled(inputs(), "ForSequenceClassification"))
+
+
+@pytest.mark.parametrize("attention", SMALL, ids=str)
+@pytest.mark.parametrize("kind", ["Bert", "DistilBert"])
+def test_gradient_checkpointing_changes_no_gradient(kind, attention):
+    found = []
+    for checkpointed in (False, True):
+        model, given = build("ForMaskedLM", kind).train(), labelled(inputs(), "ForMaskedLM")
+        replace_attention(model, attention)
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(5)  # dropout
+        # Two passes before the backward: a recomputation must draw as its own pass did.
+        loss = model(**given).loss + model(**given).loss
+        loss.backward()
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()] + [loss.detach()])
+    assert any(p is not None for p in found[0])
+    for plain, other in zip(*found, strict=True):
+        assert (plain is None and other is None) or torch.equal(plain, other)
+
+
+def test_reentrant_checkpointing_would_lose_a_loss_and_is_refused():
+    model = replace_attention(build("ForMaskedLM").train(), {"kind": "lha", "chunk": 8})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(HubError, match="use_reentrant=True"):
+        model(**labelled(inputs(), "ForMaskedLM"))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_positions_are_extended_by_repeating_them(kind):
+    model = build("ForMaskedLM", kind)
+    old, before = positions(model), values(model, inputs())
+    assert old == (64 if "oberta" in kind or "Roberta" in kind else 66)
+    table = model.base_model.embeddings.position_embeddings.weight.detach().clone()
+    tokenizer = type("Tokenizer", (), {"model_max_length": 512})()
+    extend_positions(model, 180, tokenizer)
+    longer = model.base_model.embeddings.position_embeddings.weight
+    offset = len(table) - old
+    assert torch.equal(longer[: len(table)], table)
+    assert torch.equal(longer[offset + old : offset + 2 * old], table[offset:])
+    assert torch.equal(longer[offset + 2 * old :], table[offset : offset + 180 - 2 * old])
+    assert model.config.max_position_embeddings == len(longer) == 180 + offset
+    assert positions(model) == tokenizer.model_max_length == 180
+    assert torch.equal(values(model, inputs()), before)
+    assert values(model, inputs(length=180)).shape[1] == 180
+    with pytest.raises(HubError, match="more than the 179 asked for"):
+        extend_positions(model, 179)
+
+
+def test_a_longer_max_length_extends_and_decides_the_buckets():
+    model = replace_attention(build("Model"), {"kind": "lha", "chunk": 8}, max_length=128)
+    assert positions(model) == 128 and {mechanism.buckets for mechanism in mechanisms(model)} == {16}
+    model = replace_attention(model, {"kind": "lha", "chunk": 8}, max_length=32)
+    assert positions(model) == 128 and {mechanism.buckets for mechanism in mechanisms(model)} == {4}
+    with pytest.raises(HubError, match="40 tokens are more than the 32 its attention was made for"):
+        model(**inputs())
+
+
+@pytest.mark.parametrize("attention", [SMALL[3], SMALL[5], SMALL[6], SMALL[8], SMALL[-1]], ids=str)
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert"])
+def test_a_saved_model_comes_back_replaced(tmp_path, kind, attention):
+    model = build("ForSequenceClassification", kind)
+    replace_attention(model, attention, max_length=100, seed=2)
+    with torch.no_grad():
+        for mechanism in mechanisms(model):
+            for parameter in [*mechanism.parameters(), *mechanism.buffers()]:
+                parameter.add_(0.1)
+    save_replaced(model, tmp_path / "model")
+    again, given = load_replaced(tmp_path / "model"), inputs()
+    assert type(again) is type(model) and again.config.to_dict()[ENTRY] == model.config.to_dict()[ENTRY]
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+    assert torch.equal(values(again, given), values(model, given))
+    base = load_replaced(tmp_path / "model", getattr(transformers, f"{kind}Model"))
+    assert torch.equal(values(base, given), model.base_model(**given)[0])
+    plain = type(model).from_pretrained(tmp_path / "model").eval()
+    with full_attention(model):
+        real = given["attention_mask"].bool()
+        assert torch.allclose(values(plain, given), values(model, given), atol=1e-5) and real.any()
+    with pytest.raises(HubError, match="exists already"):
+        save_replaced(model, tmp_path / "model")
+
+
+def test_a_damaged_folder_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = replace_attention(build("Model"), {"kind": "lha", "chunk": 8})
+    folder = tmp_path / "model"
+    save_replaced(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    own = sorted(name for name in tensors if ".megasparse." in name)
+    cases = {
+        f"has no tensor {own[0].replace('.', '[.]')}": {k: v for k, v in tensors.items() if k != own[0]},
+        "has a tensor encoder.x.megasparse.y": {**tensors, "encoder.x.megasparse.y": torch.ones(1)},
+        "has shape": {**tensors, own[0]: torch.ones(2)},
+    }
+    for message, changed in cases.items():
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(HubError, match=message):
+            load_replaced(folder)
+    build("Model").save_pretrained(tmp_path / "plain")
+    with pytest.raises(HubError, match="no entry megasparse_attention"):
+        load_replaced(tmp_path / "plain")
+    with pytest.raises(HubError, match="no such folder"):
+        load_replaced(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        ({"kind": "lhaa"}, 'attention.kind: there is none named "lhaa". Did you mean "lha"'),
+        ({"kind": "lha", "chunks": 3}, 'model.attention.lha.chunks: unknown key .* Did you mean "chunk"'),
+        ({"kind": "lsh", "buckets": 3}, "model.attention.lsh.buckets: 3 is odd"),
+        ({"pattern": [{"lha": 3}]}, "has 3 heads, but model.heads = 4"),
+        ({"pattern": ["lha"] * 3}, "3 layers are listed, but model.layers = 2"),
+    ],
+)
+def test_settings_that_do_not_fit_change_nothing(attention, message):
+    model = build("Model")
+    before = values(model, inputs())
+    with pytest.raises(ConfigError, match=message):
+        replace_attention(model, attention, max_length=500)
+    assert torch.equal(values(model, inputs()), before) and positions(model) == 66
+
+
+def test_what_cannot_be_replaced_or_asked_for_is_refused():
+    with pytest.raises(HubError, match='GPT2Model: is of type "gpt2"'):
+        replace_attention(
+            transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1)), {"kind": "lha"}
+        )
+    with pytest.raises(HubError, match="is a decoder"):
+        replace_attention(build("LMHeadModel", is_decoder=True), {"kind": "lha"})
+    model = build("Model")
+    with pytest.raises(HubError, match="its attention is not replaced"):
+        auxiliary_loss(model)
+    replace_attention(model, {"kind": "full"})
+    with pytest.raises(HubError, match="no matrix of attention weights"):
+        model(**inputs(), output_attentions=True)
+    with pytest.raises(HubError, match=r"attention_mask has the shape \(3, 1, 40, 40\)"):
+        model(inputs()["input_ids"], attention_mask=torch.ones(3, 1, 40, 40))
+    with pytest.raises(HubError, match="its attention is not replaced"):
+        transformers.BertModel(copy.deepcopy(model.config))(**inputs())
+    with pytest.raises(HubError, match="no part of its attention has hash functions"):
+        list(train_hashes(model, [inputs()]))
+
+
+def test_yosos_convolution_begins_with_nothing():
+    """So the pretrained values go on as they are, and it learns."""
+    given, found = labelled(inputs(), "ForMaskedLM"), []
+    for convolution in (None, 3):
+        model = build("ForMaskedLM")
+        replace_attention(model, {"kind": "yoso", "hashes": 4, "convolution": convolution})
+        found.append(model(**given).loss)
+    assert torch.equal(*found)
+    found[1].backward()
+    assert all(parameter.grad.abs().sum() > 0 for each in mechanisms(model) for parameter in each.parameters())
+
+
+def test_a_configuration_of_ours_is_taken_as_it_is():
+    attention = AttentionConfig.model_validate({"pattern": ["lsh", "full"], "lsh": {"chunk": 8, "rounds": 3}})
+    first, second = mechanisms(replace_attention(build("Model"), attention))
+    assert (first.config.rounds, first.shared_qk, type(second).__name__) == (3, True, "FullAttention")
+
+
+def test_every_layer_sees_its_own_input_and_projections():
+    model, given = build("Model"), inputs()
+    theirs = model(**given, output_hidden_states=True).hidden_states
+    replace_attention(model, {"kind": "full"})
+    with torch.no_grad(), calls(model) as found:
+        hidden = model(**given, output_hidden_states=True).hidden_states
+    assert len(hidden) == len(theirs) == 3 and torch.equal(hidden[1], found[1].x)
+    for number, (call, layer) in enumerate(zip(found, model.encoder.layer, strict=True)):
+        assert torch.allclose(call.x, theirs[number], atol=1e-5) or number
+        query = layer.attention.self.query(call.x).unflatten(-1, (4, 8)).transpose(1, 2)
+        assert torch.equal(call.heads.q, query) and torch.equal(call.heads.key_mask, given["attention_mask"].bool())
+        assert call.context.layer == number and not call.heads.causal
+
+
+def test_hashes_are_trained_on_full_attention_and_nothing_else_moves():
+    model = build("ForMaskedLM").train()
+    with torch.no_grad():
+        for layer in model.bert.encoder.layer:
+            layer.attention.self.query.weight.mul_(30.0)  # attention that has something to find
+    replace_attention(model, {"pattern": [{"local": 2, "lha": 2}], "lha": {"chunk": 8}})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batches = [inputs(batch=2, length=64)]
+    first = kept(model, batches)
+    history = list(train_hashes(model, batches * 60))
+    assert history[-1] < 0.7 * history[0]
+    assert kept(model, batches) > 1.3 * first
+    assert model.training and all(isinstance(m, Attention) for m in mechanisms(model))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) != (".lha.hash." in name), name
+    assert all(p.grad is None for name, p in model.named_parameters() if ".lha." not in name)
+
+
+def peak(attention, length, longest):
+    """Of a model that takes `longest` tokens, forward and backward on two sequences, one of them padded."""
+    config = BertConfig(vocab_size=60, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(config).train()
+    replace_attention(model, attention, max_length=longest)
+    given = inputs(batch=2, length=length)
+    with PeakMemory() as memory:
+        model(**given, labels=torch.tensor([0, 1])).loss.backward()
+    assert model.bert.encoder.layer[0].attention.self.query.weight.grad.abs().sum() > 0
+    return memory
+
+
+def check_memory(attention, longest):
+    half, whole = peak(attention, longest // 2, longest), peak(attention, longest, longest)
+    print(f"{attention}: {half.peak / 1e6:.1f} MB at {longest // 2}, {whole.peak / 1e6:.1f} at {longest}")
+    assert whole.peak <= 2.2 * half.peak
+    assert whole.largest < longest**2, "a tensor of a size that grows with the square"
+
+
+LONG = [
+    {"kind": "lha", "chunk": 64},
+    {"kind": "yoso", "hashes": 4, "code_bits": 4},
+    {"kind": "lsh", "chunk": 64},
+]
+BIRD = {"kind": "smart_bird", "keys": 8, "objective": "pooled", "labels": 2}
+"""It compares all pairs, a tile at a time: the full lengths among the soak tests."""
+
+
+@pytest.mark.parametrize("attention", LONG, ids=str)
+def test_memory_grows_with_the_length(attention):
+    check_memory(attention, 8192)
+
+
+def test_smart_birds_memory_grows_with_the_length():
+    check_memory(BIRD, 4096)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("attention", "longest"), [(BIRD, 8192), *((attention, 65536) for attention in LONG)], ids=str)
+def test_memory_grows_with_the_longest_lengths(attention, longest):
+    check_memory(attention, longest)
+
+
+def test_the_memory_check_sees_full_attention():
+    assert peak({"kind": "full"}, 4096, 4096).largest >= 4096**2

@@ -1,0 +1,94 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megasparse.errors import HubError
+from megasparse.hub.tensor_file import TensorFile
+
+A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16) / 3
+
+
+def index(folder, places):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def sharded(folder):
+    save_file({"a": A}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": B}, folder / "model-00002-of-00002.safetensors")
+    index(folder, {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"})
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_tensors_are_read_as_fp32_from_one_file_or_several(tmp_path, several):
+    sharded(tmp_path) if several else save_file({"a": A, "b": B}, tmp_path / "model.safetensors")
+    file = TensorFile.open(tmp_path)
+    assert file.names() == ["a", "b"] and file.shape("a") == (2, 3)
+    assert torch.equal(file.read("a", (2, 3)), A)
+    assert file.read("b").dtype == torch.float32 and torch.equal(file.read("b"), B.float())
+    file.check({"a": (2, 3), "b": [4]})
+
+
+def test_missing_unexpected_and_wrong_shaped_tensors_are_named(tmp_path):
+    save_file({"a": A, "b": B}, tmp_path / "model.safetensors")
+    file = TensorFile.open(tmp_path)
+    for expected, problem in (
+        ({"a": (2, 3), "b": (4,), "c": (1,)}, "has no tensor c"),
+        ({"a": (2, 3)}, "has a tensor b that its architecture has not"),
+        ({"a": (3, 2), "b": (4,)}, r"a has shape \[2, 3\], by its config.json \[3, 2\]"),
+    ):
+        with pytest.raises(HubError, match=problem) as error:
+            file.check(expected)
+        assert "\n" not in str(error.value)
+    with pytest.raises(HubError, match=r"a has shape"):
+        file.read("a", (6,))
+    with pytest.raises(HubError, match="has no tensor d"):
+        file.read("d")
+
+
+def test_a_torn_file_is_refused_by_name(tmp_path):
+    save_file({"a": A, "b": B}, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for length in (0, 4, 40, len(whole) - 1):
+        (tmp_path / "model.safetensors").write_bytes(whole[:length])
+        with pytest.raises(HubError, match=r"model.safetensors: is no whole safetensors file"):
+            TensorFile.open(tmp_path)
+
+
+def test_a_folder_of_pickles_is_refused_and_not_read(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(HubError, match=r"pytorch_model.bin: is a pickle.*Convert it to safetensors"):
+        TensorFile.open(tmp_path)
+
+
+def test_an_empty_folder_and_none_are_refused(tmp_path):
+    with pytest.raises(HubError, match="has neither"):
+        TensorFile.open(tmp_path)
+    with pytest.raises(HubError, match="no such folder"):
+        TensorFile.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "places, problem",
+    [
+        ({"a": "model-00001-of-00002.safetensors", "b": "model-3.safetensors"}, "model-3.safetensors: missing"),
+        ({"a": "model-00001-of-00002.safetensors", "c": "model-00002-of-00002.safetensors"}, "beginning with b"),
+        ({"a": "../model.safetensors"}, "which is no safetensors file beside it"),
+        ({"a": "/etc/passwd"}, "which is no safetensors file beside it"),
+        ({"a": "model.bin"}, "which is no safetensors file beside it"),
+        ([], "is no index"),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path, places, problem):
+    sharded(tmp_path)
+    index(tmp_path, places)
+    with pytest.raises(HubError, match=problem):
+        TensorFile.open(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"weight_map": 3}', "[" * 100_000])
+def test_an_index_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(HubError, match="is no index of safetensors files"):
+        TensorFile.open(tmp_path)

@@ -1,0 +1,308 @@
+"""HuggingFace's YOSO, and BERT, in and out."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, BertConfig, BertForMaskedLM, BertForPreTraining, YosoConfig, YosoForMaskedLM
+
+from megasparse.attention.heads import Padding
+from megasparse.config.load import build_config
+from megasparse.config.schema import Config
+from megasparse.errors import ConfigError, HubError
+from megasparse.hub import bert, yoso
+from megasparse.hub.compare import first_difference, our_outputs
+from megasparse.hub.tensor_file import TensorFile
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from megasparse.training.checkpoint import Checkpoint, find_checkpoint
+from tests.helpers.models import random_tokens
+from tests.helpers.trained import prepared, trained
+
+ODD = dict(
+    vocab_size=301, hidden_size=30, num_hidden_layers=3, num_attention_heads=5, intermediate_size=17,
+    max_position_embeddings=41, hidden_dropout_prob=0.1,
+)  # fmt: skip
+CLASSES = {"yoso": (YosoConfig, YosoForMaskedLM, yoso.FORMAT), "bert": (BertConfig, BertForMaskedLM, bert.FORMAT)}
+SHAPES = {
+    "yoso": ("yoso", {}),
+    "yoso with convolution": ("yoso", {"conv_window": 5, "hash_code_len": 7, "type_vocab_size": 3}),
+    "yoso sampled": ("yoso", {"use_expectation": False, "num_hash": 6, "use_fast_hash": False, "mask_token_id": 260}),
+    "yoso untied": ("yoso", {"tie_word_embeddings": False, "layer_norm_eps": 1e-5}),
+    "bert": ("bert", {}),
+    "bert untied": ("bert", {"tie_word_embeddings": False, "num_hidden_layers": 1}),
+}
+
+
+def theirs(name):
+    """HuggingFace's model, every weight random; and its format."""
+    kind, changes = SHAPES[name]
+    config_class, model_class, form = CLASSES[kind]
+    model = model_class(config_class(**{**ODD, **changes})).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+        if not model.config.tie_word_embeddings:
+            model.cls.predictions.bias.copy_(model.cls.predictions.decoder.bias)  # nothing reads the first one
+    return model, form
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(form, folder):
+    return form.load(json.loads((folder / "config.json").read_text()), TensorFile.open(folder))
+
+
+def ours(imported, form=None):
+    """Our model of what was imported; with a format, as it is compared."""
+    config = build_config(imported.config)
+    config = form.comparable(config) if hasattr(form, "comparable") else config
+    model = build_model(config.model, 0)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == imported.tensors.keys()
+    with torch.no_grad():
+        for name, read in imported.tensors.items():
+            assert parameters[name].shape == read().shape
+            parameters[name].copy_(read())
+    return model.eval()
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_in_and_out_again_is_the_same_bit_for_bit(tmp_path, name):
+    model, form = theirs(name)
+    imported = load(form, saved(model, tmp_path))
+    config = build_config(imported.config)
+    exported = form.export(config, lambda name: imported.tensors[name]())
+    assert_same_bits(dict(exported.tensors()), load_file(tmp_path / "model.safetensors"))
+    again = AutoConfig.for_model(**exported.config).to_dict()
+    for key, value in model.config.to_dict().items():
+        if key not in ("attention_probs_dropout_prob", "bos_token_id", "eos_token_id", "pad_token_id", "dtype"):
+            assert again[key] == value, key
+    assert exported.config["mask_token_id"] == config.model.masking.token == getattr(model.config, "mask_token_id", 300)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_layer_computes_the_same(tmp_path, name):
+    model, form = theirs(name)
+    mine = ours(load(form, saved(model, tmp_path)), form)
+    tokens = random_tokens(2, 41, vocabulary=301)
+    before = copy.deepcopy(model.state_dict())
+    assert first_difference(our_outputs(mine, tokens, 0), form.outputs(model, tokens, 0), 1e-5) is None
+    names = [layer for layer, _ in form.outputs(model, tokens, 0)]
+    assert names[:3] == ["embedding", "layer 0 attention", "layer 0 feed-forward"] and names[-1] == "logits"
+    if name != "yoso sampled":
+        logits = dict(our_outputs(mine, tokens, 0))["logits"]
+        torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=1e-5)
+    assert_same_bits(model.state_dict(), before)
+    with torch.no_grad():
+        mine.blocks[-1].feed_forward.feed_forward.down[0, 0] += 1.0
+    layer, _ = first_difference(our_outputs(mine, tokens, 0), form.outputs(model, tokens, 0))
+    assert layer == f"layer {len(mine.blocks) - 1} feed-forward"
+
+
+def test_outputs_leave_the_model_as_it_was():
+    model, form = theirs("yoso sampled")
+    list(form.outputs(model, random_tokens(1, 9), 0))
+    assert [m.use_expectation for m in model.modules() if hasattr(m, "use_expectation")] == [False] * 3
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_its_attention_sees_padding_and_ours_does_not(tmp_path):
+    """What YOSOFormat says of padding; where this fails, transformers has mended it."""
+    model, form = theirs("yoso")
+    mine = ours(load(form, saved(model, tmp_path)))
+    tokens, draws = random_tokens(2, 41, vocabulary=301), Draws.evaluation(0, 2)
+    real = torch.arange(41) < torch.tensor([[41], [20]])
+    with torch.no_grad():
+        padded, plain = model(tokens, attention_mask=real.long()).logits, model(tokens).logits
+        alone = model(tokens[1:, :20]).logits
+        found = mine.logits(mine.streams(tokens, draws, Padding(real))[0])
+    assert torch.equal(padded, plain)
+    torch.testing.assert_close(found[:1], plain[:1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1:, :20], alone, rtol=0, atol=1e-5)
+
+
+def test_samples_of_ours_come_near_what_is_compared(tmp_path):
+    """The hashes of an imported model are those that its config.json names, of the same expectation."""
+    model, form = theirs("yoso sampled")
+    imported = load(form, saved(model, tmp_path))
+    section = imported.config["model"]["attention"]["yoso"]
+    assert section == {"expectation": False, "hashes": 6, "code_bits": 9, "projection": "gaussian", "convolution": None}
+    section["code_bits"] = 2
+    tokens = random_tokens(1, 41, vocabulary=301)
+    errors = []
+    for hashes in (6, 2000):
+        section["hashes"] = hashes
+        sampled, expected = (
+            dict(our_outputs(ours(imported), tokens, 0)),
+            dict(our_outputs(ours(imported, form), tokens, 0)),
+        )
+        errors.append((sampled["logits"] - expected["logits"]).norm() / expected["logits"].norm())
+    assert errors[1] < 0.05 and errors[1] < errors[0] / 5
+
+
+MODEL = {
+    "kind": "encoder", "style": "bert", "vocabulary": 264, "max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64,
+    "heads": 4, "blocks": "ordinary", "activations": "stored", "dropout": 0.1, "tied_embeddings": True,
+    "positions": {"kind": "learned"},
+    "attention": {"pattern": ["yoso"], "yoso": {"hashes": 4, "expectation": True, "convolution": 3}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"token_types": 2, "positions": {"kind": "learned", "offset": 2}}])
+def test_a_model_trained_here_goes_out_and_in_again(tmp_path, changes):
+    data = prepared(tmp_path)
+    trained(data, tmp_path / "run", ["yoso"] * 2, 2, model={**MODEL, **changes})
+    checkpoint = Checkpoint.open(find_checkpoint(tmp_path / "run"))
+    exported = yoso.FORMAT.export(checkpoint.config, lambda name: checkpoint.tensor("weight", name))
+    assert exported.config["hash_code_len"] == 6  # log2 of 64 positions
+    assert exported.config["mask_token_id"] == 256
+    model = YosoForMaskedLM(YosoConfig.from_dict(exported.config)).eval()
+    missing, unexpected = model.load_state_dict(dict(exported.tensors()), strict=False)
+    assert not unexpected and set(missing) == {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+    imported = load(yoso.FORMAT, saved(model, tmp_path / "out"))
+    mine = ours(imported)
+    assert mine.config.masking.token == 256
+    names = set(checkpoint.manifest["tensors"]["weight"])
+    assert imported.tensors.keys() == names | {"embedding.token_types"}
+    for name in names:
+        weight, value = checkpoint.tensor("weight", name), imported.tensors[name]()
+        assert torch.equal(value[len(value) - len(weight) :], weight), name
+    tokens = random_tokens(2, 64)
+    assert first_difference(our_outputs(mine, tokens, 0), yoso.FORMAT.outputs(model, tokens, 0), 1e-5) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"style": "reformer", "token_types": 0}, "model.style"),
+        ({"positions": {"kind": "sinusoidal"}}, "model.positions.kind"),
+        ({"positions": {"kind": "learned", "offset": 3}}, "model.positions.offset"),
+        ({"head_dim": 5}, "model.head_dim"),
+        ({"attention": {"pattern": ["yoso", "full"]}}, r"model.attention.pattern\[1\]"),
+        ({"attention": {"pattern": [{"yoso": 2, "full": 2}]}}, r"model.attention.pattern\[0\]"),
+        (
+            {"attention": {"pattern": ["yoso"], "yoso": {"evaluation_hashes": 7}}},
+            "model.attention.yoso.evaluation_hashes",
+        ),
+    ],
+)
+def test_what_huggingface_has_not_is_named(changes, key):
+    config = build_config({"model": {**MODEL, **changes}, "data": {"sequence_length": 64}})
+    with pytest.raises(HubError, match=rf"^{key}.*: .* is not in HuggingFace's yoso"):
+        yoso.FORMAT.export(config, lambda name: pytest.fail("a weight was read"))
+
+
+def test_decoders_and_shared_queries_are_not_berts():
+    with pytest.raises(HubError, match=r"^model.kind: 'decoder' is not .* bert, which has only 'encoder'"):
+        bert.FORMAT.export(Config(), lambda name: pytest.fail("a weight was read"))
+    shared = {**MODEL, "attention": {"pattern": ["full"], "full": {"shared_qk": True}}}
+    config = build_config({"model": shared, "data": {"sequence_length": 64}})
+    with pytest.raises(HubError, match=r"^model.attention.full.shared_qk: True is not"):
+        bert.FORMAT.export(config, lambda name: pytest.fail("a weight was read"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model_type": "bert"}, "its model_type is 'bert'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu', and ours has only 'gelu'"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', and ours has only"),
+        ({"hash_code_len": 31}, "hash_code_len is 31, and ours has only 30 or less"),
+        ({"conv_window": 4}, "conv_window is 4, and ours has only odd sizes"),
+        ({"use_expectation": False, "lsh_backward": False}, "lsh_backward is False, and ours has only true"),
+        ({"num_attention_heads": 7}, "num_attention_heads is 7, and ours has only a divisor of hidden_size = 30"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"hidden_size": "large"}, "is no configuration of yoso .*hidden_size.*expected int"),
+        ({"hidden_size": -30}, "gives model.d_model = -30"),
+        ({"hidden_dropout_prob": 1.0}, "gives model.dropout = 1.0"),
+        ({"layer_norm_eps": 0.0}, "gives model.norm_eps = 0.0"),
+        ({"num_hidden_layers": 10**9}, "tensors, by its config.json 1000000000 layers"),
+        ({"num_hidden_layers": 2}, "has a tensor yoso.encoder.layer.2.* that its architecture has not"),
+        ({"num_hidden_layers": 4}, "has no tensor yoso.encoder.layer.3"),
+        ({"vocab_size": 302}, r"word_embeddings.weight has shape \[301, 30\], by its config.json \[302, 30\]"),
+        ({"max_position_embeddings": 40}, r"position_embeddings.weight has shape \[43, 30\], by its .* \[42, 30\]"),
+        ({"conv_window": 3}, "has no tensor yoso.encoder.layer.0.attention.self.conv.weight"),
+        ({"tie_word_embeddings": False}, "has no tensor cls.predictions.decoder.weight"),
+        ({"type_vocab_size": 0}, "type_vocab_size is 0, and ours has only 1 or more"),
+        ({"mask_token_id": "<mask>"}, "gives model.masking.token = '<mask>'"),
+    ],
+)
+def test_a_wrong_config_is_named(tmp_path, changes, problem):
+    model, form = theirs("yoso")
+    values = json.loads((saved(model, tmp_path) / "config.json").read_text()) | changes
+    with pytest.raises((HubError, ConfigError), match=problem) as error:
+        form.load(values, TensorFile.open(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def rewritten(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path):
+    model, form = theirs("yoso")
+    name = "yoso.encoder.layer.1.output.dense.bias"
+    for change, problem in (
+        (lambda t: t.pop(name), f"has no tensor {name}"),
+        (lambda t: t.update({"yoso.pooler.dense.weight": torch.zeros(2)}), "has a tensor yoso.pooler.dense.weight"),
+        (lambda t: t.update({name: torch.zeros(29)}), rf"{name} has shape \[29\], by its config.json \[30\]"),
+        (lambda t: t.update({"cls.predictions.decoder.bias": torch.zeros(301)}), "decoder.bias and .* differ"),
+    ):
+        rewritten(saved(model, tmp_path), change)
+        with pytest.raises(HubError, match=problem):
+            load(form, tmp_path)
+
+
+def test_copies_and_constants_that_older_versions_wrote_are_taken(tmp_path):
+    model, form = theirs("yoso")
+    expected = {name: read() for name, read in load(form, saved(model, tmp_path / "new")).tensors.items()}
+
+    def older(tensors):
+        tensors["cls.predictions.decoder.weight"] = tensors["yoso.embeddings.word_embeddings.weight"].clone()
+        tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+        tensors["yoso.embeddings.position_ids"] = torch.arange(2, 43)[None]
+
+    rewritten(saved(model, tmp_path / "old"), older)
+    found = {name: read() for name, read in load(form, tmp_path / "old").tensors.items()}
+    assert_same_bits(found, expected)
+
+
+def test_the_first_berts_come_in_without_their_pooler(tmp_path):
+    """They have LayerNorm.gamma and .beta, a pooler and a next-sentence head."""
+    torch.manual_seed(0)
+    model = BertForPreTraining(BertConfig(**ODD)).eval()
+    new = saved(model, tmp_path / "new")
+    tensors = load_file(new / "model.safetensors")
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in tensors.items()
+    }
+    assert len(old.keys() & {"bert.pooler.dense.weight", "cls.seq_relationship.bias"}) == 2
+    save_file(old, new / "model.safetensors")
+    mine, tokens = ours(load(bert.FORMAT, new)), random_tokens(2, 41, vocabulary=301)
+    with torch.no_grad():
+        expected = model(tokens).prediction_logits
+    torch.testing.assert_close(dict(our_outputs(mine, tokens, 0))["logits"], expected, rtol=0, atol=1e-5)
+
+
+def test_half_precision_comes_in_as_fp32(tmp_path):
+    model, form = theirs("yoso")
+    imported = load(form, saved(model.bfloat16(), tmp_path))
+    assert all(read().dtype == torch.float32 for read in imported.tensors.values())
+    weight = model.cls.predictions.transform.dense.weight
+    assert torch.equal(imported.tensors["head.dense"](), weight.float())

@@ -1,0 +1,211 @@
+"""Encoders of `style` bert: HuggingFace's BERT with the same weights, and that all that encoders can do works."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import BertConfig, BertForMaskedLM
+
+from megasparse.attention.heads import Padding
+from megasparse.config.load import build_config
+from megasparse.config.schema import Config, ModelConfig
+from megasparse.errors import ConfigError
+from megasparse.hub.bert import FORMAT
+from megasparse.model.build import build_model
+from megasparse.model.feed_forward import FeedForward
+from megasparse.ops.random import Draws
+from megasparse.planning.flops import model_flops_per_token
+from tests.helpers.models import all_names, attention, named, random_tokens, small, training_draws
+
+STYLE = dict(
+    kind="encoder",
+    style="bert",
+    blocks="ordinary",
+    activations="stored",
+    tied_embeddings=True,
+    token_types=2,
+    norm_eps=1e-12,
+    vocabulary=260,
+    positions={"kind": "learned"},
+)
+
+
+def bert(*pattern, **changes):
+    return small(pattern or ("full",), **{**STYLE, **changes})
+
+
+def with_theirs(config):
+    """Our model and HuggingFace's with the same random weights: no bias is 0, no norm 1."""
+    ours = build_model(config, 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    weights = dict(ours.named_parameters())
+    exported = FORMAT.export(Config(model=config), lambda name: weights[name].detach())
+    theirs = BertForMaskedLM(BertConfig.from_dict(exported.config)).eval()
+    missing, unexpected = theirs.load_state_dict(dict(exported.tensors()), strict=False)
+    assert not unexpected and all(name.startswith("cls.predictions.decoder.") for name in missing)
+    return ours, theirs
+
+
+def gradients(model, tokens, step=0):
+    objective, _ = model(tokens, training_draws(len(tokens), step))
+    objective.backward()
+    return objective.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_near(found, expected, bar):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= bar * gradient.norm(), name
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"layers": 1, "d_model": 60, "heads": 5, "d_ff": 7}, {"tied_embeddings": False}]
+)
+def test_parameters_are_those_of_huggingface(changes):
+    model = bert(**changes)
+    config = BertConfig(
+        vocab_size=260, hidden_size=model.d_model, num_hidden_layers=model.layers, num_attention_heads=model.heads,
+        intermediate_size=model.d_ff, max_position_embeddings=128, tie_word_embeddings=model.tied_embeddings,
+    )  # fmt: skip
+    theirs = sum(parameter.numel() for parameter in BertForMaskedLM(config).parameters())
+    unread = 0 if model.tied_embeddings else 260  # a bias that an untied one has twice
+    assert sum(parameter.numel() for parameter in build_model(model, 0).parameters()) == theirs - unread
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"loss_tiles": 3, "feed_forward_tiles": 4, "activations": "checkpoint"}, {"tied_embeddings": False}]
+)
+def test_scores_and_gradients_are_those_of_huggingface(changes):
+    ours, theirs = with_theirs(bert(**changes))
+    tokens, draws = random_tokens(3, 50, seed=4), Draws.evaluation(0, 3)
+    real = torch.arange(50) < torch.tensor([[50], [33], [1]])
+    read, scored = ours.task(tokens, draws, Padding(real))
+    result = theirs(read, attention_mask=real.long(), labels=torch.where(scored, tokens, -100))
+    nats = F.cross_entropy(result.logits.transpose(1, 2), tokens, reduction="none")
+    scores = ours.token_scores(tokens, draws, Padding(real))
+    torch.testing.assert_close(scores.nats[real], nats[real], rtol=1e-5, atol=1e-5)
+    objective, _ = ours(tokens, draws, Padding(real))
+    objective.backward()
+    result.loss.backward()
+    torch.testing.assert_close(objective, result.loss, rtol=1e-5, atol=1e-5)
+    found = {name: p.grad for name, p in ours.named_parameters()}
+    exported = dict(FORMAT.export(Config(model=ours.config), lambda name: found[name]).tensors())
+    for name, parameter in theirs.named_parameters():
+        if name in exported and parameter.grad is not None:
+            error = (exported[name] - parameter.grad).norm()
+            assert error <= 1e-4 * parameter.grad.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("name", all_names())
+def test_every_mechanism_trains_and_is_recomputed_as_it_was(name):
+    tokens, found = random_tokens(2, 60), {}
+    for activations, tiles in (("stored", 1), ("checkpoint", 3)):
+        config = bert(attention=named(name), layers=2, dropout=0.1, activations=activations, loss_tiles=tiles)
+        found[activations] = gradients(build_model(config, 0), tokens)
+    torch.testing.assert_close(*(loss for loss, _ in found.values()))
+    stored = found["stored"][1]
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in stored.values())
+    assert_near(found["checkpoint"][1], stored, 1e-4)
+
+
+def test_streams_and_norms_are_fp32_in_half_precision():
+    config, tokens = bert(layers=6), random_tokens(2, 60)
+    single, half = (build_model(config, 0, dtype) for dtype in (torch.float32, torch.bfloat16))
+    block, x = half.layers[0], torch.randn(1, 60, 32)
+    assert half.embedding(tokens, 0).dtype == torch.float32
+    run = (Draws.evaluation(0, 1), Padding())
+    streams, _, _ = half.streams(tokens[:1], *run)
+    assert streams[0].dtype == torch.float32
+    assert not torch.equal(streams[0], streams[0].bfloat16().float())
+    assert block.attention.read(x).dtype == torch.bfloat16
+    draws = Draws.evaluation(0, 2)
+    near, exact = half.token_scores(tokens, draws).nats, single.token_scores(tokens, draws).nats
+    assert (near - exact).abs().max() < 0.02
+
+
+def test_nothing_is_dropped_inside_a_feed_forward():
+    """BERT drops what a branch adds, not what is inside."""
+    layer = FeedForward(bert(dropout=0.5), 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    x = torch.randn(2, 9, 32, generator=generator)
+    expected = F.linear(F.gelu(F.linear(x, layer.up, layer.up_bias)), layer.down, layer.down_bias)
+    torch.testing.assert_close(layer(x, training_draws(2)), expected)
+
+
+def test_dropout_after_the_embedding_and_each_branch():
+    model, tokens = build_model(bert(dropout=0.5, layers=2), 0), random_tokens(2, 40)
+    draws, counts = training_draws(2), []
+    for block in model.layers:
+        block.attention.register_forward_hook(lambda *args: counts.append((args[-1][0] == 0).float().mean()))
+        block.feed_forward.register_forward_hook(lambda *args: counts.append((args[-1] == 0).float().mean()))
+    (entered,) = model._enter(tokens, 0, draws)
+    model(tokens, draws)
+    shares = [(entered == 0).float().mean(), *counts]
+    assert len(shares) == 5 and all(abs(share - 0.5) < 0.05 for share in shares)
+
+
+def test_initial_weights_are_berts():
+    parameters = dict(build_model(bert({"full": 1, "lha": 1}, d_model=64, d_ff=100), 0).named_parameters())
+    assert {name for name in parameters if "bias" in name} > {"head.bias", "head.dense_bias"}
+    for name, parameter in parameters.items():
+        if parameter.dim() == 1:
+            assert torch.equal(parameter, torch.full_like(parameter, 0.0 if "bias" in name else 1.0)), name
+        elif "mechanisms." not in name and parameter.numel() > 1000:
+            assert abs(parameter.std() / 0.02 - 1) < 0.1, name
+    own = {name: p.std().item() for name, p in parameters.items() if "mechanisms." in name and p.dim() > 1}
+    assert own and all(deviation > 0.05 for deviation in own.values())
+    loss, _ = build_model(bert(), 0)(random_tokens(8, 100), training_draws(8))
+    assert abs(loss - math.log(260)) < 0.1
+
+
+def test_rows_before_the_first_position_are_not_read():
+    plain = build_model(bert(), 0)
+    shifted = build_model(bert(positions={"kind": "learned", "offset": 3}), 0)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if name != "embedding.positions.table":
+                dict(shifted.named_parameters())[name].copy_(parameter)
+        shifted.embedding.positions.table[3:] = plain.embedding.positions.table
+    tokens, draws = random_tokens(2, 128), Draws.evaluation(0, 2)
+    assert torch.equal(plain.token_scores(tokens, draws).nats, shifted.token_scores(tokens, draws).nats)
+    _, grads = gradients(shifted, tokens)
+    rows = grads["embedding.positions.table"].abs().sum(1) > 0
+    assert not rows[:3].any() and rows[3:].all()
+    assert grads["embedding.token_types"][0].any() and not grads["embedding.token_types"][1].any()
+
+
+@pytest.mark.parametrize("changed", [{}, {"tied_embeddings": False}])
+def test_flops_are_those_of_its_matrices(changed):
+    config = bert(attention=attention("full"), layers=2, **changed)
+    matrices = {name: p.numel() for name, p in build_model(config, 0).named_parameters() if p.dim() == 2}
+    weights = sum(count for name, count in matrices.items() if not name.startswith("embedding."))
+    weights += 260 * 32 if config.tied_embeddings else 0
+    assert model_flops_per_token(config, 64) == pytest.approx(6 * weights + 2 * 12 * 32 * 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "problem"),
+    [
+        ({"kind": "decoder"}, "model.style", '"bert" needs model.kind = "encoder", but it is "decoder"'),
+        ({"blocks": "reversible"}, "model.style", '"bert" needs model.blocks = "ordinary", but it is "reversible"'),
+        ({"style": "reformer"}, "model.token_types", '2 is given, but model.style = "reformer" has none'),
+        ({"positions": {"kind": "none", "offset": 2}}, "model.positions.offset", '2 is given, but .* "none" has no'),
+        ({"norm_eps": 0.0}, "model.norm_eps", "0.0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes, key, problem):
+    values = {**STYLE, "max_length": 64, "masking": {"token": 256}, "attention": {"pattern": ["full"]}, **changes}
+    with pytest.raises(ConfigError, match=problem) as error:
+        build_config({"model": values, "data": {"sequence_length": 64}})
+    assert error.value.key == key
+
+
+def test_old_configurations_have_the_old_style():
+    assert (ModelConfig().style, ModelConfig().norm_eps, ModelConfig().token_types) == ("reformer", 1e-5, 0)

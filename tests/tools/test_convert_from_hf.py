@@ -1,0 +1,233 @@
+"""The command itself: what it writes, what can be done with it, and what it refuses."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from launch import evaluate, generate
+from launch import pretrain as pretrain_launcher
+from megasparse.hub import foreign
+from megasparse.training.checkpoint import Checkpoint
+from tests.helpers.trained import prepared
+from tests.hub.test_reformer import theirs
+from tools import convert_to_hf
+from tools.convert_from_hf import main
+
+
+def saved(folder, **settings):
+    """A HuggingFace Reformer in a folder."""
+    model = theirs(**settings)
+    model.save_pretrained(folder)
+    return model
+
+
+def convert(model, output):
+    main(["--model", str(model), "--output", str(output)])
+
+
+def launched(module, monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["launcher", *map(str, arguments)])
+    module.main()
+    return capsys.readouterr().out
+
+
+CPU = ("--set", "run.engine=torch", "--set", "run.device=cpu", "--set", "checkpoint.every=0")
+
+
+def test_an_imported_reformer_is_trained_further_and_evaluated(tmp_path, monkeypatch, capsys):
+    model = saved(tmp_path / "theirs", attn_layers=["local", "lsh", "local"])
+    convert(tmp_path / "theirs", tmp_path / "run")
+    written = tmp_path / "run" / "checkpoints" / "00000000"
+    told = capsys.readouterr()
+    assert told.out.strip() == str(written) and "the same as ours in every layer, on 128 tokens" in told.err
+    words = model.reformer.embeddings.word_embeddings.weight
+    assert torch.equal(Checkpoint.open(written).tensor("weight", "embedding.weight"), words)
+
+    data = prepared(tmp_path)
+    scored = launched(
+        evaluate, monkeypatch, capsys,
+        "--checkpoint", tmp_path / "run", "--data", data, "--limit", 2, "--allow-leaking-attention",
+    )  # fmt: skip
+    assert "bits/dim" in scored and "step 0" in scored
+    band = [f"model.attention.lsh.{key}" for key in ("window=band", "same_bucket=true", "count_rounds=true")]
+    band = [word for setting in band for word in ("--set", setting)]
+    scored = launched(
+        evaluate, monkeypatch, capsys, "--checkpoint", tmp_path / "run", "--data", data, "--limit", 2, *band
+    )  # strictly causal
+    assert "bits/dim" in scored
+    launched(
+        pretrain_launcher, monkeypatch, capsys, "--config", tmp_path / "run" / "config.json",
+        *CPU, "--set", f"data.path={data}", "--set", "training.steps=2", "--set", "training.global_batch=2",
+    )  # fmt: skip
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert (tmp_path / "run" / "checkpoints" / "00000002").exists()
+
+
+def test_an_imported_reformer_of_local_layers_generates(tmp_path, monkeypatch, capsys):
+    saved(tmp_path / "theirs", attn_layers=["local"])
+    convert(tmp_path / "theirs", tmp_path / "run")
+    capsys.readouterr()
+    text = launched(generate, monkeypatch, capsys, "--checkpoint", tmp_path / "run", "--prompt", "abc", "--tokens", 5)
+    assert text.startswith("abc")
+
+
+def test_the_first_byte_of_a_vocabulary_can_be_named(tmp_path, monkeypatch, capsys):
+    """As in google/reformer-enwik8, where byte b has the id b + 2."""
+    model = saved(tmp_path / "theirs", attn_layers=["local"], vocab_size=258)
+    main(["--model", str(tmp_path / "theirs"), "--output", str(tmp_path / "run"), "--first-byte", "2"])
+    opened = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000000")
+    for name, original in (
+        ("embedding.weight", model.reformer.embeddings.word_embeddings.weight),
+        ("head.weight", model.lm_head.decoder.weight),
+        ("head.bias", model.lm_head.bias),
+    ):
+        ours = opened.tensor("weight", name)
+        assert torch.equal(ours[:256], original[2:]) and torch.equal(ours[256:], original[:2])
+    assert torch.equal(
+        opened.tensor("weight", "embedding.start")[0], model.reformer.embeddings.word_embeddings.weight[0]
+    )
+
+    data = prepared(tmp_path)
+    result = tmp_path / "result.json"
+    launched(evaluate, monkeypatch, capsys, "--checkpoint", tmp_path / "run", "--data", data, "--json", result)
+    text = (tmp_path / "source.txt").read_bytes()[-400:]
+    nats = 0.0
+    for window in (text[:128], text[128:256], text[256:384], text[384:]):
+        tokens = torch.tensor(list(window)) + 2
+        with torch.no_grad():
+            logits = model(torch.cat([torch.zeros(1, dtype=torch.long), tokens[:-1]])[None]).logits[0]
+        nats += torch.nn.functional.cross_entropy(logits + model.lm_head.bias, tokens, reduction="sum").item()
+    assert json.loads(result.read_text())["nats"] == pytest.approx(nats, rel=1e-5)
+
+
+def test_what_we_export_comes_back_bit_for_bit(tmp_path, monkeypatch, capsys):
+    """convert_to_hf.py, in each architecture that can express the model, then convert_from_hf.py."""
+    lsh = {"chunk": 8, "buckets": [4, 6], "window": "chunk", "same_bucket": False, "count_rounds": False}
+    config = {
+        "run": {"directory": str(tmp_path / "run"), "engine": "torch", "device": "cpu", "seed": 4},
+        "model": {
+            **{"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 4},
+            "attention": {"pattern": ["local", "lsh"], "local": {"chunk": 8}, "lsh": lsh},
+        },
+        "data": {"path": str(prepared(tmp_path)), "sequence_length": 64},
+        "training": {"steps": 1, "global_batch": 2},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    launched(pretrain_launcher, monkeypatch, capsys, "--config", tmp_path / "config.json")
+    before = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000001")
+    for architecture in ("reformer", "megasparse"):
+        there = tmp_path / architecture
+        launched(
+            convert_to_hf, monkeypatch, capsys,
+            "--checkpoint", tmp_path / "run", "--to", architecture, "--output", there,
+        )  # fmt: skip
+        convert(there, tmp_path / f"{architecture} back")
+        after = Checkpoint.open(tmp_path / f"{architecture} back" / "checkpoints" / "00000000")
+        names = before.manifest["tensors"]["weight"].keys()
+        assert names == after.manifest["tensors"]["weight"].keys()
+        for name in names:
+            same = [opened.tensor("weight", name).view(torch.int32) for opened in (before, after)]
+            assert torch.equal(*same), name
+
+
+def test_a_name_is_found_in_the_local_cache_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    place = tmp_path / "cache" / "models--someone--reformer"
+    saved(place / "snapshots" / ("0" * 40), attn_layers=["local"])
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0" * 40)
+    convert("someone/reformer", tmp_path / "run")
+    assert (tmp_path / "run" / "config.json").exists()
+    refused("someone/else", tmp_path / "other", "is no folder, and no model of this name is in", capsys)
+
+
+def refused(model, output, message, capsys):
+    """One line and exit code 2, and nothing is left."""
+    capsys.readouterr()
+    before = sorted(path.name for path in output.parent.iterdir())
+    with pytest.raises(SystemExit) as stop:
+        convert(model, output)
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert stop.value.code == 2 and len(told) == 1 and message in told[0], told
+    assert sorted(path.name for path in output.parent.iterdir()) == before
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+REFUSED = {
+    "another architecture": (lambda f: change_config(f, model_type="gpt2"), "model_type is 'gpt2', which cannot be"),
+    "no architecture": (lambda f: change_config(f, model_type=None), "model_type is None, which cannot be imported"),
+    "remote code": (
+        lambda f: change_config(f, model_type="evil", auto_map={"AutoConfig": "evil.Config"}),
+        "model_type is 'evil', whose code comes with the model, and such code is not run",
+    ),
+    "an encoder": (lambda f: change_config(f, is_decoder=False), "is_decoder is False"),
+    "a missing tensor": (lambda f: change_tensors(f, lambda t: t.pop("lm_head.bias")), "has no tensor lm_head.bias"),
+    "an unexpected tensor": (
+        lambda f: change_tensors(f, lambda t: t.update(more=torch.zeros(2))), "has a tensor more that"
+    ),
+    "another vocabulary": (lambda f: change_config(f, vocab_size=300), "has shape [260"),
+    "a vocabulary too small for bytes": (
+        lambda f: saved(f, attn_layers=["local"], vocab_size=20), "model.vocabulary: 20 is too small for bytes"
+    ),
+    "not finite": (
+        lambda f: change_tensors(f, lambda t: t["lm_head.decoder.weight"].fill_(torch.nan)), "differs from it, first in"
+    ),
+    "a torn file": (cut, "is no whole safetensors file"),
+    "a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "is a pickle"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "config.json: cannot be read"),
+    "a torn configuration": (lambda f: (f / "config.json").write_text('{"model_type": "refo'), "not JSON"),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), "is no configuration"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_one_line_and_leaves_nothing(name, tmp_path, capsys):
+    saved(tmp_path / "theirs", attn_layers=["local"])
+    damage, message = REFUSED[name]
+    damage(tmp_path / "theirs")
+    refused(tmp_path / "theirs", tmp_path / "run", message, capsys)
+
+
+def test_code_beside_a_known_architecture_is_not_run(tmp_path):
+    """config.json asks for it; transformers' own class is taken."""
+    saved(tmp_path / "theirs", attn_layers=["local"])
+    change_config(tmp_path / "theirs", auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})
+    (tmp_path / "theirs" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    convert(tmp_path / "theirs", tmp_path / "run")
+    assert (tmp_path / "run").exists() and not (tmp_path / "ran").exists()
+
+
+def test_a_model_that_differs_is_not_written(tmp_path, monkeypatch, capsys):
+    saved(tmp_path / "theirs", attn_layers=["local", "lsh"])
+    original = foreign.our_outputs
+
+    def slightly_wrong(*arguments):
+        return ((n, x + 1e-3 if n == "layer 1 attention" else x) for n, x in original(*arguments))
+
+    monkeypatch.setattr(foreign, "our_outputs", slightly_wrong)
+    refused(tmp_path / "theirs", tmp_path / "run", "our model differs from it, first in layer 1 attention", capsys)
+
+
+def test_an_existing_output_is_refused_first(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    refused(tmp_path / "nowhere", tmp_path / "run", "exists already", capsys)

@@ -1,0 +1,125 @@
+"""A pretrained encoder's attention replaced, and its hashes trained, by the commands themselves; and on a real one."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+
+from megasparse.hub.replaced_folder import load_replaced
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tools import replace_attention, train_hash
+
+WORDS = [f"w{number}" for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A BERT of 64 positions, whose queries look for something, and texts of 1,600 words."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **names).save_pretrained(folder / "bert")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(vocab_size=len(vocabulary), max_position_embeddings=64, **sizes))
+    with torch.no_grad():
+        for layer in model.bert.encoder.layer:
+            layer.attention.self.query.weight.mul_(150.0)
+    model.save_pretrained(folder / "bert")
+    draw = torch.Generator().manual_seed(1)
+    (folder / "texts").mkdir()
+    for number in range(4):
+        words = [WORDS[i] for i in torch.randint(0, 40, (400,), generator=draw)]
+        (folder / "texts" / f"{number}.txt").write_text(" ".join(words))
+    run(replace_attention, folder, "bert", "lha", "--attention", '{"kind": "lha", "chunk": 8}')
+    return folder
+
+
+def run(tool, folder, model, output, *arguments):
+    tool.main([str(word) for word in ("--model", folder / model, "--output", folder / output, *arguments)])
+
+
+def train(folder, output, *arguments):
+    run(train_hash, folder, "lha", output, "--texts", folder / "texts", "--held-out", 4, *arguments)
+
+
+def test_hashes_keep_more_after_training_and_nothing_else_has_moved(folder, capsys):
+    train(folder, "trained", "--steps", 50, "--batch", 2)
+    printed = capsys.readouterr().out.splitlines()
+    words = printed[0].split()
+    assert words[:6] == ["attention", "kept", "on", "4", "held-out", "windows:"]
+    before, after = float(words[6]), float(words[8])
+    assert 0.08 < before < after / 1.2 and printed[1] == str(folder / "trained")
+    old, new = (load_replaced(folder / name).state_dict() for name in ("lha", "trained"))
+    assert old.keys() == new.keys()
+    for name, tensor in new.items():
+        assert torch.equal(tensor, old[name]) != (".lha.hash." in name), name
+    assert AutoTokenizer.from_pretrained(folder / "trained").model_max_length == 64
+
+
+def test_the_same_command_trains_the_same(folder):
+    for name in ("a", "b"):
+        train(folder, name, "--steps", 2, "--length", 16)
+    assert (folder / "a" / "model.safetensors").read_bytes() == (folder / "b" / "model.safetensors").read_bytes()
+
+
+def test_a_text_is_cut_into_windows_that_hold_all_of_it(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "bert")
+    found = train_hash.windows(tokenizer, [folder / "texts" / "0.txt"], 64)
+    assert [len(tokens) for tokens in found] == [64] * 6 + [30]
+    words = [word for tokens in found for word in tokenizer.convert_ids_to_tokens(tokens) if word[0] != "["]
+    assert " ".join(words) == (folder / "texts" / "0.txt").read_text()
+
+
+def test_attention_is_replaced_for_longer_inputs(folder):
+    run(replace_attention, folder, "bert", "long", "--attention", '{"kind": "yoso"}', "--max-length", 256, "--seed", 7)
+    config = json.loads((folder / "long" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 256 and config["megasparse_attention"]["seed"] == 7
+    assert config["megasparse_attention"]["attention"]["pattern"] == ["yoso"]
+    tokenizer, model = AutoTokenizer.from_pretrained(folder / "long"), load_replaced(folder / "long")
+    assert tokenizer.model_max_length == 256
+    given = tokenizer(" ".join(WORDS * 10), truncation=True, return_tensors="pt")
+    assert model(**given).logits.shape[1] == 256
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "message"),
+    [
+        (train_hash, ["--steps", 0], "error: --steps: 0 is too few"),
+        (train_hash, ["--length", 65], "error: --length: 65 is not in 8 … 64"),
+        (train_hash, ["--held-out", 28], "they hold 28 windows, no more than --held-out 28"),
+        (train_hash, ["--texts", "nowhere.txt"], "error: nowhere.txt: cannot be read"),
+        (train_hash, ["--output", "."], "exists already"),
+        (replace_attention, ["--attention", "[]"], "error: --attention: is no object"),
+        (replace_attention, ["--attention", "{"], "error: --attention line 1: not JSON"),
+        (replace_attention, ["--attention", '{"kind": "lhaa"}'], 'Did you mean "lha"?'),
+        (replace_attention, ["--attention", '{"kind": "lha"}', "--max-length", 0], "model.max_length: 0 does not fit"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(folder, capsys, tool, arguments, message):
+    basics = ["--model", folder / "lha", "--output", folder / "never"]
+    if tool is train_hash:
+        basics += ["--texts", folder / "texts"]
+    with pytest.raises(SystemExit) as caught:
+        tool.main([str(word) for word in [*basics, *arguments]])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (folder / "never").exists()
+
+
+def test_a_model_without_lha_or_without_safetensors_is_refused(folder, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        run(train_hash, folder, "bert", "never", "--texts", folder / "texts")
+    assert "has no entry megasparse_attention" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text((folder / "bert" / "config.json").read_text())
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(SystemExit):
+        run(replace_attention, tmp_path, ".", "never", "--attention", '{"kind": "lha"}')
+    assert "pytorch_model.bin: is a pickle" in capsys.readouterr().err
