@@ -9,9 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from megasparse.errors import leave
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,4 +70,9 @@ def _main(file: str, name: str, arguments: str, result: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    try:
+        _main(*sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
