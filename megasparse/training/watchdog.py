@@ -128,6 +128,7 @@ class Watchdog:
             self._first_step = self._first_step or step[0]
             if step[0] != self._first_step:
                 self._longest = 0.0
+                self._set_timer(self._timeout)  # from now on, not from the next look on
         self._latest = (counter + progress, now, doing)
 
     def stop_elsewhere(self) -> bool:
@@ -216,13 +217,16 @@ class Watchdog:
     def _judge(self) -> None:
         while self._timeout:
             own = self._own()
-            # A C thread, which needs no lock of Python's; each beat sets it anew. The others, if any, speak first.
-            after_the_others = 3 if self._world_size > 1 else 1
-            faulthandler.dump_traceback_later(own.limit + after_the_others, exit=True, file=2)
+            self._set_timer(own.limit)
             if self._hangs(own):
                 self._give_up(own)
             if self._over.wait(self._period):
                 return
+
+    def _set_timer(self, limit: float) -> None:
+        """A C thread, which needs no lock of Python's. The others, if any, speak first."""
+        if self._timeout and not self._over.is_set():
+            faulthandler.dump_traceback_later(limit + (3 if self._world_size > 1 else 1), exit=True, file=2)
 
     def _hangs(self, own: Heartbeat) -> bool:
         now = time.monotonic()
