@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -41,11 +41,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def file_sha256(file: Path | int) -> str:
-    """sha256 of a whole file, given by its path or an open descriptor."""
+def file_sha256(file: Path | int, progress: Callable[[], None] = lambda: None) -> str:
+    """sha256 of a whole file, given by its path or an open descriptor; `progress` is called every MB."""
     digest = hashlib.sha256()
     with open(file, "rb", closefd=not isinstance(file, int)) as stream:
         stream.seek(0)
         while piece := stream.read(1 << 20):
             digest.update(piece)
+            progress()
     return digest.hexdigest()

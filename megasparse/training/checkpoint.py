@@ -9,7 +9,6 @@ The format knows neither the number of ranks nor the ZeRO stage: a tensor is put
 Nothing in it is pickled.
 """
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megasparse.config.schema import Config
+from megasparse.data.files import file_sha256
 from megasparse.errors import CheckpointError
 from megasparse.training.manifest import MANIFEST, RESTORE, read_manifest, size_of
 from megasparse.training.run_folder import find_newest
@@ -79,7 +79,7 @@ class Checkpoint:
         """Verify and open: the manifest's own digest, then all sizes, then digests, then the files' headers.
 
         Ranks that open it together share out the digests: rank r checks every world_size-th file.
-        progress: called every few MB with what is being done.
+        progress: called every MB with what is being done.
         Raises CheckpointError naming the first file that is missing, of the wrong size, changed, or not expected.
         """
         path = Path(path)
@@ -94,7 +94,7 @@ class Checkpoint:
             if entry.name not in manifest["files"] and entry.name != MANIFEST:
                 raise CheckpointError(entry, "not part of this checkpoint", "Move it elsewhere")
         for name, expected in sorted(manifest["files"].items())[rank::world_size]:
-            if sha256_of(path / name, lambda: progress(f"verifying {path}")) != expected["sha256"]:
+            if _digest(path / name, lambda: progress(f"verifying {path}")) != expected["sha256"]:
                 raise CheckpointError(path / name, "changed since it was written (sha256 differs)", RESTORE)
         checkpoint._check_headers()
         return checkpoint
@@ -215,17 +215,11 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
         parameter.data.copy_(weight)
 
 
-def sha256_of(path: Path, progress: Callable[[], None]) -> str:
-    """Hexadecimal SHA-256 of a file's contents; `progress` is called every 4 MB. Raises CheckpointError."""
-    digest = hashlib.sha256()
+def _digest(path: Path, progress: Callable[[], None]) -> str:
     try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-                progress()
+        return file_sha256(path, progress)
     except OSError as error:
         raise CheckpointError(path, f"cannot be read ({error.strerror})", RESTORE) from None
-    return digest.hexdigest()
 
 
 def _numel(shape: list[int]) -> int:

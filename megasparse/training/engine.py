@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
 from megasparse.errors import ConfigError
-from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
+from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers, silent
 from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopwatch import Stopwatch
@@ -49,10 +49,6 @@ def _always(loss: float) -> bool:
     return True
 
 
-def _ignore(doing: str) -> None:
-    pass
-
-
 class Engine(ABC):
     """Owns the device, gradient accumulation, averaging over ranks, clipping, precision and the optimizer."""
 
@@ -73,7 +69,7 @@ class Engine(ABC):
         step: int,
         learning_rate: float,
         accept: Callable[[float], bool] = _always,
-        progress: Callable[[str], None] = _ignore,
+        progress: Callable[[str], None] = silent,
     ) -> StepResult:
         """One optimizer step on this rank's micro-batches; all of them, on all ranks, have equally many tokens, and
         equally many that are scored.

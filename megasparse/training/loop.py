@@ -129,12 +129,7 @@ def train(
         monitor.write(step, scalars)
         for event in events:
             monitor.event(step, event)
-        if guard.skipped_in_a_row >= config.training.max_skipped_steps:
-            raise TrainingError(
-                f"step {step}: {guard.skipped_in_a_row} steps in a row were not applied (training.max_skipped_steps), "
-                f"the last with loss {result.loss} and gradient norm {result.grad_norm}. "
-                "Lower optimizer.learning_rate, or warm up for longer"
-            )
+        _stop_if_diverged(config, here, result)
 
         began = time.perf_counter()
         if _due(step, config.checkpoint.every):
@@ -144,10 +139,8 @@ def train(
     here.finish(saver)
     if here.saved != here.step:
         raise StorageError(saver.directory, f"step {here.step}, the last, is not saved", "Mend that and start again")
-    if here.step == steps:
-        monitor.say(f"done: {steps} steps")
-    else:
-        monitor.say(f"stopped after step {here.step} of {steps}, as asked; started again, the run goes on from there")
+    stopped = f"stopped after step {here.step} of {steps}, as asked; started again, the run goes on from there"
+    monitor.say(f"done: {steps} steps" if here.step == steps else stopped)
 
 
 def _next(source: Iterator[Step], step: int, watch: Watch) -> Step | Exception:
@@ -198,6 +191,15 @@ def _evaluate(evaluate: Evaluate, config: Config, monitor: Monitor, step: int) -
         else:
             scalars[name] = value
     return scalars
+
+
+def _stop_if_diverged(config: Config, here: Progress, result: StepResult) -> None:
+    if here.guard.skipped_in_a_row >= config.training.max_skipped_steps:
+        raise TrainingError(
+            f"step {here.step}: {here.guard.skipped_in_a_row} steps in a row were not applied "
+            f"(training.max_skipped_steps), the last with loss {result.loss} and gradient norm {result.grad_norm}. "
+            "Lower optimizer.learning_rate, or warm up for longer"
+        )
 
 
 def _due(step: int, every: int) -> bool:

@@ -9,28 +9,22 @@ from pathlib import Path
 import torch
 
 from megasparse.config.schema import RunConfig
+from megasparse.data.batches import never
+from megasparse.training.checkpoint import silent
 from megasparse.training.ranks import Ranks
 from megasparse.training.signals import StopSignals
 from megasparse.training.watchdog import Watchdog
-
-
-def _never() -> bool:
-    return False
-
-
-def _ignore(doing: str) -> None:
-    pass
 
 
 @dataclass(frozen=True)
 class Watch:
     """The default is a run that nobody stops or watches."""
 
-    stop_wanted: Callable[[], bool] = _never
+    stop_wanted: Callable[[], bool] = never
     """Whether this rank knows that the run should save and end. Ranks may learn of it at different steps."""
-    progress: Callable[[str], None] = _ignore
+    progress: Callable[[str], None] = silent
     """Told what is done next, alike on all ranks: who hangs stands still, and has been told less than the others."""
-    alive: Callable[[str], None] = _ignore
+    alive: Callable[[str], None] = silent
     """Told the same in work of which ranks may have different parts, such as files."""
 
 
