@@ -36,7 +36,7 @@ class ConfigError(UserError):
 
     def __init__(self, key: str, problem: str, mend: str):
         super().__init__(f"{key}: {problem}. {mend}")
-        self.key = key
+        self.key, self.problem, self.mend = key, problem, mend
 
 
 class DataError(UserError):

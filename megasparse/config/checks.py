@@ -7,6 +7,7 @@ from megasparse.config import deepspeed_section
 from megasparse.config.attention import LSHAttentionConfig, SmartBirdAttentionConfig, YOSOAttentionConfig
 from megasparse.config.buckets import lsh_buckets
 from megasparse.config.messages import show
+from megasparse.config.parts import decoder_part, encoder_part
 from megasparse.config.pattern import heads_of_layer, kinds
 from megasparse.config.schema import Config, MaskingConfig, ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
@@ -16,6 +17,7 @@ def check(config: Config) -> None:
     """Raise ConfigError for the first rule that `config` breaks. What takes an import of seconds to tell comes last."""
     _check_sizes(config)
     check_model(config.model)
+    _check_tokenizer(config)
     _check_lengths(config)
     _check_masking(config)
     _check_batches(config)
@@ -26,6 +28,24 @@ def check(config: Config) -> None:
 
 def check_model(model: ModelConfig) -> None:
     """The rules that concern the model alone, whatever it reads."""
+    _check_tokens(model)
+    _check_sentence_order(model)
+    _check_source(model)
+    if model.source is None:
+        _check_stack(model)
+        return
+    _check_stack(decoder_part(model))
+    try:
+        _check_stack(encoder_part(model))
+    except ConfigError as error:  # the encoder's keys are those of model.source
+        own = error.key.replace("model.", "model.source.", 1)
+        raise ConfigError(own if own.split(".")[2] in SOURCE_KEYS else error.key, error.problem, error.mend) from None
+
+
+SOURCE_KEYS = ("layers", "positions", "attention")
+
+
+def _check_stack(model: ModelConfig) -> None:
     _check_model(model)
     _check_positions(model.positions, model)
     if "lsh" in kinds(model):
@@ -102,6 +122,70 @@ def _check_style(model: ModelConfig) -> None:
             f'{model.token_types} is given, but model.style = "{model.style}" has none',
             'Set it to 0, or model.style to "bert"',
         )
+
+
+def _check_tokens(model: ModelConfig) -> None:
+    separator = model.sentence_order.separator if model.sentence_order else None
+    special = {
+        "model.padding_token": model.padding_token,
+        "model.document_separator": model.document_separator,
+        "model.sentence_order.separator": separator,
+    }
+    for key, token in special.items():
+        if token is not None and token >= model.vocabulary:
+            mend = f"Set it below {model.vocabulary}, or raise model.vocabulary"
+            raise ConfigError(key, f"{token} is no token of model.vocabulary = {model.vocabulary}", mend)
+        if token is not None and key != "model.padding_token" and token == model.padding_token:
+            raise ConfigError(key, f"{token} is model.padding_token too", "Give each its own id")
+    cutoffs = model.adaptive_cutoffs
+    if cutoffs != sorted(set(cutoffs)) or (cutoffs and cutoffs[-1] >= model.vocabulary):
+        raise ConfigError(
+            "model.adaptive_cutoffs",
+            f"{cutoffs} does not ascend below model.vocabulary = {model.vocabulary}",
+            "Give where each cluster begins, such as [20000, 40000, 200000]",
+        )
+    for key, given in (
+        ("model.label_smoothing", model.label_smoothing > 0),
+        ("model.output_bias", model.output_bias),
+        ("model.style", model.style == "bert"),
+    ):
+        if cutoffs and given:
+            raise ConfigError(key, "does not go together with model.adaptive_cutoffs", "Leave one of them out")
+
+
+def _check_sentence_order(model: ModelConfig) -> None:
+    if model.sentence_order is None:
+        return
+    if model.kind != "encoder":
+        raise ConfigError("model.sentence_order", f'is for encoders, but model.kind = "{model.kind}"', "Set it to null")
+    if model.padding_token is None:
+        raise ConfigError(
+            "model.padding_token", "null, but the pairs of model.sentence_order are padded", "Give the padding's id"
+        )
+    if model.document_separator is not None:
+        raise ConfigError(
+            "model.document_separator",
+            f"{model.document_separator} would hide the two segments of model.sentence_order from each other",
+            "Set it to null",
+        )
+    if model.max_length < 5:
+        raise ConfigError(
+            "model.max_length", f"{model.max_length} is too short for two segments", "Set it to 5 or more"
+        )
+
+
+def _check_source(model: ModelConfig) -> None:
+    if (model.kind == "encoder_decoder") != (model.source is not None):
+        given = "null" if model.source is None else "given"
+        raise ConfigError(
+            "model.source",
+            f'{given}, but model.kind = "{model.kind}"',
+            'Give it with "encoder_decoder", such as {"length": 512}, and only with that',
+        )
+    if model.source is not None:
+        for key, value in (("score_from", model.score_from), ("document_separator", model.document_separator)):
+            if value:
+                raise ConfigError(f"model.{key}", f'{value} does not go with kind "encoder_decoder"', "Leave it out")
 
 
 BIDIRECTIONAL_ONLY = {
@@ -252,10 +336,40 @@ def _check_yoso(yoso: YOSOAttentionConfig) -> None:
         )
 
 
+def _check_tokenizer(config: Config) -> None:
+    name = config.data.tokenizer
+    if name not in BYTE_TOKENS and not name.endswith(TOKENIZER_FILES):
+        raise ConfigError(
+            "data.tokenizer",
+            f"{show(name)} is none",
+            'Write "bytes", "pixels", or the path of a tokenizer: FILE.model, FILE.json or FILE.txt',
+        )
+    if name in BYTE_TOKENS and config.model.vocabulary < 256:
+        raise ConfigError(
+            "model.vocabulary",
+            f"{config.model.vocabulary} is too small for {name}",
+            "Set it to 256, the number of their values",
+        )
+    padding = config.model.padding_token
+    if name in BYTE_TOKENS and padding is not None and padding < 256:
+        raise ConfigError("model.padding_token", f"{padding} is a token of {name} itself", "Set it to 256 or more")
+
+
+BYTE_TOKENS = ("bytes", "pixels")
+TOKENIZER_FILES = (".model", ".json", ".txt")
+
+
 def _check_lengths(config: Config) -> None:
     model, data = config.model, config.data
+    before = model.source.length if model.source else 0
+    if data.sequence_length <= before:
+        raise ConfigError(
+            "data.sequence_length",
+            f"{data.sequence_length} leaves no target behind the {before} tokens of model.source.length",
+            f"Set it to {before} and the target's length",
+        )
     for key, length in (
-        ("data.sequence_length", data.sequence_length),
+        ("data.sequence_length", data.sequence_length - before),
         ("evaluation.sample_tokens", config.evaluation.sample_tokens),
     ):
         if length > model.max_length:
@@ -270,23 +384,21 @@ def _check_lengths(config: Config) -> None:
             f"{model.score_from} leaves nothing of data.sequence_length = {data.sequence_length} to score",
             f"Set it below {data.sequence_length}; 0 scores every token",
         )
-    if data.tokenizer == "bytes" and model.vocabulary < 256:
-        raise ConfigError(
-            "model.vocabulary", f"{model.vocabulary} is too small for bytes", "Set it to 256, the number of byte values"
-        )
 
 
 def _check_masking(config: Config) -> None:
     model, masking = config.model, config.model.masking
-    if model.kind == "decoder":
+    if model.kind == "encoder_decoder" and config.evaluation.sample_tokens:
+        raise ConfigError("evaluation.sample_tokens", "a text needs a source to be told from", "Set it to 0")
+    if model.kind != "encoder":
         if masking != MaskingConfig():
             raise ConfigError(
                 "model.masking",
-                f"{masking.model_dump()} is given, but a decoder masks no tokens",
+                f'{masking.model_dump()} is given, but kind "{model.kind}" masks no tokens',
                 'Remove it, or set model.kind to "encoder"',
             )
         return
-    if config.data.tokenizer == "bytes" and masking.token < 256:
+    if config.data.tokenizer in BYTE_TOKENS and masking.token < 256:
         raise ConfigError(
             "model.masking.token", f"{masking.token} is a byte, which the text itself may have", "Set it to 256"
         )

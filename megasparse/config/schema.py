@@ -39,18 +39,47 @@ class MaskingConfig(Section):
     """Part of the tokens that an encoder has to tell (masked language modelling, Devlin et al. 2018)."""
     token: Count = 256
     """The id that stands for a masked token: one of the vocabulary that no text has (256 for bytes)."""
+    whole_words: bool = False
+    """Mask all tokens of a word together (a word begins where the tokenizer says that one does)."""
+
+
+class SentenceOrderConfig(Section):
+    """Sequences are [class] A [separator] B [separator] and padding, as `tools/prepare_data.py pairs` makes them."""
+
+    separator: Count
+    """The id that ends A, and B."""
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Of its mean nats a sequence, beside those of the masked tokens."""
+
+
+class SourceConfig(Section):
+    """The encoder of an encoder–decoder. What is not here is the same on both sides."""
+
+    length: Positive = 512
+    """Tokens at the start of each sequence that the encoder reads; the decoder tells the others."""
+    layers: Positive | None = None
+    """null takes `model.layers`."""
+    positions: PositionsConfig = PositionsConfig()
+    attention: AttentionConfig = AttentionConfig()
+    """Of the encoder; the decoder's is `model.attention`."""
+    cross_attention: Literal["full", "lsh"] = "full"
+    """The source's tokens that the decoder's see: all of them, or by `model.attention.lsh` those in the same bucket."""
+    shared_embedding: bool = True
+    """One table of token embeddings for both sides."""
 
 
 class ModelConfig(Section):
-    kind: Literal["decoder", "encoder"] = "decoder"
-    """`decoder`: a causal language model. `encoder`: every token sees both sides, and masked tokens are told."""
+    kind: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
+    """`decoder`: a causal language model. `encoder`: every token sees both sides, and masked tokens are told.
+    `encoder_decoder`: the beginning of each sequence is read by an encoder, the rest told by a decoder that sees it."""
     style: Literal["reformer", "bert"] = "reformer"
     """`reformer`: branches read a normalised stream; projections without biases, ReLU. `bert`, for encoders of ordinary
     blocks: the embedding and every sum are normalised; biases, GELU, a dense layer before the output projection."""
     vocabulary: Positive = 256
     """Number of token ids; 256 for bytes, in an encoder 257 with the mask token."""
     max_length: Positive = 65536
-    """Longest sequence, in tokens. Fixes position tables and bucket counts: a shorter batch changes neither."""
+    """Longest sequence, in tokens (an encoder–decoder's longest target). Fixes position tables and bucket counts: a
+    shorter batch changes neither."""
     layers: Positive = 12
     d_model: Positive = 1024
     d_ff: Positive = 4096
@@ -73,6 +102,15 @@ class ModelConfig(Section):
     """Pieces of the sequence whose logits exist at a time, backward included."""
     score_from: Count = 0
     """First position of a sequence whose token counts in loss and bits/dim, where the beginning cannot be predicted."""
+    padding_token: Count | None = None
+    """Id of what is no token: nothing sees it, and nothing has to tell it. null: every token is real."""
+    document_separator: Count | None = None
+    """Id of the token after each document: tokens see those of their own document only. null: a sequence is one."""
+    label_smoothing: Fraction = 0.0
+    """Part of each target's probability shared out among all ids (Szegedy et al. 2016); not in reported nats."""
+    adaptive_cutoffs: list[Positive] = Field(default=[])
+    """Adaptive softmax (Grave et al. 2017) for large vocabularies sorted by frequency: where each cluster of rarer ids
+    begins, ascending, e.g. [20000, 40000, 200000]. Empty: an ordinary softmax."""
     tied_embeddings: bool = False
     """The output projection is the token embedding."""
     output_bias: bool = False
@@ -83,15 +121,22 @@ class ModelConfig(Section):
     attention: AttentionConfig = AttentionConfig()
     masking: MaskingConfig = MaskingConfig()
     """Encoders only."""
+    sentence_order: SentenceOrderConfig | None = None
+    """Encoders only: tell also whether two segments stand in the order of their document (Lan et al. 2020)."""
+    source: SourceConfig | None = None
+    """Encoder–decoders only, where it must be given."""
 
 
 class DataConfig(Section):
     path: str = "data/enwik8"
     """Folder of shards with its index.json, as tools/prepare_data.py writes it."""
+    mixture: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default={})
+    """Train on several such folders instead, each with its weight in the choice of sequences. Evaluation is on `path`."""
     split: str = "train"
     sequence_length: Positive = 65536
     """Tokens in a training sequence."""
-    tokenizer: Literal["bytes"] = "bytes"
+    tokenizer: str = "bytes"
+    """`bytes`, `pixels`, or a tokenizer's file: *.model (sentencepiece), *.json (HuggingFace), *.txt (words)."""
     shuffle_shards: Positive = 16
     """Sequences are shuffled over this many shards at a time, the shards themselves over all."""
     prefetch: Count = 2
@@ -140,7 +185,8 @@ class EvaluationConfig(Section):
     sequences: Positive = 8
     """Held-out sequences scored each time, from the start of the split."""
     sample_tokens: Count = 0
-    """Length of the text sample written to TensorBoard with each evaluation; 0 writes none."""
+    """Length of the sample written to TensorBoard with each evaluation, a text or, of pixels, a picture (rows that are
+    not drawn stay black); 0 writes none."""
 
 
 class CheckpointConfig(Section):

@@ -40,6 +40,12 @@ class Decoder(Transformer):
         scored[:, : self.config.score_from] = False
         return tokens[:, :-1], scored
 
+    def count_scored(self, tokens: Tensor) -> Tensor:
+        real = torch.ones_like(tokens, dtype=torch.bool)
+        if self.config.padding_token is not None:
+            real = tokens != self.config.padding_token
+        return real[:, self.config.score_from :].sum()
+
     def new_cache(self, batch_size: int, seed: int, rounds: int | None = None) -> DecodingCache:
         """An empty cache for sequences of up to `max_length` tokens. seed: of the run, for the rotations of
         evaluation.

@@ -29,10 +29,19 @@ class Encoder(Transformer):
         order, fate, other = (random_bits(key, rows, 3).to(torch.int64) + 2**31).unbind(-1)  # uniform below 2^32
         real = torch.ones_like(tokens, dtype=torch.bool) if padding.key_mask is None else padding.key_mask
         rank = order.masked_fill(~real, 2**32).argsort(dim=-1, stable=True).argsort(dim=-1)
-        count = (masking.rate * real.sum(-1, keepdim=True)).round().clamp_min(1)
-        scored = (rank < count) & real
+        scored = (rank < self._count(real)) & real
         random = other * (vocabulary - 1) >> 32
         random = random + (random >= masking.token)  # any token but the mask token
         hidden = torch.where(fate < (MASKED + REPLACED) * 2**32, random, tokens)
         hidden = torch.where(fate < MASKED * 2**32, masking.token, hidden)
         return torch.where(scored, hidden, tokens), scored
+
+    def count_scored(self, tokens: Tensor) -> Tensor:
+        real = torch.ones_like(tokens, dtype=torch.bool)
+        if self.config.padding_token is not None:
+            real = tokens != self.config.padding_token
+        return self._count(real).minimum(real.sum(-1, keepdim=True)).sum()
+
+    def _count(self, real: Tensor) -> Tensor:
+        """Tokens to tell in each sequence, (B, 1)."""
+        return (self.config.masking.rate * real.sum(-1, keepdim=True)).round().clamp_min(1)

@@ -17,6 +17,7 @@ from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Block, Pass, Streams
 from megasparse.model.embedding import Embedding
 from megasparse.model.head import OutputHead
+from megasparse.model.padding import padding_of
 from megasparse.model.reversible import reversible
 from megasparse.ops.random import Draws, dropout
 
@@ -51,27 +52,35 @@ class Transformer(nn.Module, ABC):
     def task(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[Tensor, Tensor]:
         """What the embedding reads, and which tokens the model is to tell: (B, L) bool. tokens: (B, L) int64."""
 
-    def forward(self, tokens: Tensor, draws: Draws, padding: Padding | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    @abstractmethod
+    def count_scored(self, tokens: Tensor) -> Tensor:
+        """How many tokens of a batch (B, L) the model is to tell: a whole number, whatever the draws."""
+
+    def forward(
+        self, tokens: Tensor, draws: Draws, padding: Padding | None = None, divisor: float | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """tokens: (B, L) int64. Returns the objective, mean nats a scored token plus auxiliary losses (LHA's is a
         convex combination of the two), and statistics.
 
+        padding: by default what the tokens themselves tell. divisor: of the sum of nats in place of the batch's own
+        number of scored tokens, where batches that are averaged have not equally many.
         statistics: `nats` the sum over scored tokens and `tokens` their number; any others are means to log, among them
         `accuracy`, the share of scored tokens that were the likeliest. Where nothing is scored, loss and accuracy are
         0.
         """
-        scores, auxiliary, statistics = self._scores(tokens, draws, padding or Padding())
+        scores, auxiliary, statistics = self._scores(tokens, draws, padding or padding_of(tokens, self.config))
         total, count = torch.where(scores.scored, scores.nats, 0.0).sum(), scores.scored.sum()
-        divisor = count.clamp_min(1)
+        own = count.clamp_min(1)
         statistics |= {
             "nats": total.detach(),
             "tokens": count,
-            "accuracy": (scores.correct & scores.scored).sum() / divisor,
+            "accuracy": (scores.correct & scores.scored).sum() / own,
         }
-        return self.task_weight * total / divisor + auxiliary, statistics
+        return self.task_weight * total / (own if divisor is None else divisor) + auxiliary, statistics
 
     @torch.no_grad()
     def token_scores(self, tokens: Tensor, draws: Draws, padding: Padding | None = None) -> TokenScores:
-        return self._scores(tokens, draws, padding or Padding())[0]
+        return self._scores(tokens, draws, padding or padding_of(tokens, self.config))[0]
 
     def _scores(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[TokenScores, Tensor, dict[str, Tensor]]:
         """The scores, the sum of auxiliary losses, and the layers' statistics, mean over layers."""

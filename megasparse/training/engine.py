@@ -60,6 +60,7 @@ class Engine(ABC):
         self.module, self.ranks, self._make_draws = model, ranks, make_draws
         self._forward_time = Stopwatch(ranks.device)
         self._clipping = config.training.gradient_clipping
+        self._padded = config.model.padding_token is not None
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.optimizer: torch.optim.Optimizer
 
@@ -71,8 +72,10 @@ class Engine(ABC):
         accept: Callable[[float], bool] = _always,
         progress: Callable[[str], None] = silent,
     ) -> StepResult:
-        """One optimizer step on this rank's micro-batches; all of them, on all ranks, have equally many tokens, and
-        equally many that are scored.
+        """One optimizer step on this rank's micro-batches; all of them, on all ranks, have equally many tokens.
+
+        Every scored token of the global batch weighs the same. Without padding all micro-batches have equally many;
+        with it, they are counted first.
 
         accept: whether to apply a step of this loss (nats a token, the same on all ranks). progress: told of each
         micro-batch's two passes.
@@ -80,12 +83,13 @@ class Engine(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         sums: dict[str, Tensor] = {}
+        divisor = self._mean_scored(micro_batches) if self._padded else None
         for number, batch in enumerate(micro_batches, start=1):
             progress(f"step {step}, micro-batch {number}")
             last = number == len(micro_batches)
             draws = self._make_draws(step, batch.samples.to(self.ranks.device))
             with self._forward_time.running():
-                objective, statistics = self._forward(batch.tokens.to(self.ranks.device), draws)
+                objective, statistics = self._forward(batch.tokens.to(self.ranks.device), draws, divisor)
             progress(f"step {step}, micro-batch {number}, backward")  # which waits for the others
             for name, value in {**statistics, "objective": objective}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
@@ -105,13 +109,20 @@ class Engine(ABC):
         read = sum(batch.tokens.numel() for batch in micro_batches) * self.ranks.world_size
         return StepResult(loss, means, read, grad_norm, applied, self._forward_time.seconds())
 
+    def _mean_scored(self, micro_batches: Sequence[Batch]) -> float:
+        """Scored tokens a micro-batch of this step, mean over all ranks."""
+        model: Any = self.module
+        own = sum(int(model.count_scored(batch.tokens)) for batch in micro_batches)
+        total = self.ranks.sum(torch.tensor(own, dtype=torch.float64, device=self.ranks.device)).item()
+        return max(1.0, total / (len(micro_batches) * self.ranks.world_size))
+
     @abstractmethod
     def evaluate(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The model's objective and statistics without gradients. Every rank calls it equally often."""
 
     @abstractmethod
-    def _forward(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """A micro-batch's objective and statistics."""
+    def _forward(self, tokens: Tensor, draws: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """A micro-batch's objective and statistics. divisor: of its sum of nats, or None for its own scored tokens."""
 
     @abstractmethod
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
@@ -200,8 +211,8 @@ class TorchEngine(Engine):
         with torch.no_grad():
             return self.module(tokens, draws)
 
-    def _forward(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.module(tokens, draws)
+    def _forward(self, tokens: Tensor, draws: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.module(tokens, draws, **_given(divisor))
 
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
         (objective / micro_batches).backward()
@@ -264,8 +275,8 @@ class DeepSpeedEngine(Engine):
         with torch.no_grad():
             return self._engine(tokens, draws)
 
-    def _forward(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._engine(tokens, draws)
+    def _forward(self, tokens: Tensor, draws: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._engine(tokens, draws, **_given(divisor))
 
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
@@ -332,6 +343,10 @@ class DeepSpeedEngine(Engine):
 
     def close(self) -> None:
         self._engine.destroy()
+
+
+def _given(divisor: float | None) -> dict[str, float]:
+    return {} if divisor is None else {"divisor": divisor}
 
 
 def _import_deepspeed(ranks: Ranks) -> Any:
