@@ -14,7 +14,7 @@ from megasparse.config.command_line import checkpoint_parser
 from megasparse.config.pattern import evaluation_rounds
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from megasparse.data.tokenizer import build_tokenizer
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import report_user_errors
 from megasparse.evaluation import bits_per_dim, masked_tokens
 from megasparse.evaluation.bits_per_dim import Protocol, refuse_leaks

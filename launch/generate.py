@@ -9,10 +9,10 @@ import os
 import sys
 
 from megasparse.config.command_line import checkpoint_parser
-from megasparse.data.tokenizer import build_tokenizer
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.evaluation.bits_per_dim import refuse_leaks
-from megasparse.evaluation.generate import as_text, check_request, generate
+from megasparse.evaluation.generate import check_request, generate
 from megasparse.evaluation.restore import restore
 from megasparse.model.decoder import Decoder
 
@@ -51,7 +51,7 @@ def main() -> None:
         vocabulary=tokenizer.vocabulary,
     )
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    for text in as_text(itertools.chain(prompt, continuation)):
+    for text in tokenizer.text(itertools.chain(prompt, continuation)):
         print(text, end="", flush=True)
     print()
 

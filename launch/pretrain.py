@@ -35,7 +35,7 @@ def main() -> None:
         signals.follow_launcher()
     # Imported when the configuration is known to be right: a mistake in it should not take seconds to be told.
     from megasparse.data.index import Index
-    from megasparse.data.tokenizer import build_tokenizer
+    from megasparse.data.tokenizers import build_tokenizer
     from megasparse.evaluation.held_out import held_out
     from megasparse.model.build import build_model
     from megasparse.ops.random import Draws

@@ -27,7 +27,7 @@ from megasparse.attention.hash_training import Utility, train_hashes
 from megasparse.config.command_line import checkpoint_parser
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from megasparse.data.tokenizer import build_tokenizer
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.evaluation.attention_quality import watch
 from megasparse.evaluation.attention_study import Protocol, maps, study, summary

@@ -131,7 +131,7 @@ class DataConfig(Section):
     path: str = "data/enwik8"
     """Folder of shards with its index.json, as tools/prepare_data.py writes it."""
     mixture: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default={})
-    """Train on several such folders instead, each with its weight in the choice of sequences. Evaluation is on `path`."""
+    """Train on several such folders instead, each with its weight among the sequences. Evaluation is on `path`."""
     split: str = "train"
     sequence_length: Positive = 65536
     """Tokens in a training sequence."""

@@ -2,8 +2,7 @@
 
 tools/prepare_data.py turns a corpus into a folder that training reads: `corpora/` opens the source as a stream of
 bytes and says where its splits begin and end, `prepare.py` cuts each split into samples (one tar member of 65,536
-bytes) and writes them as webdataset shards beside one `index.json`. Text becomes tokens in `tokenizer.py`: so far a
-token is a byte.
+bytes) and writes them as webdataset shards beside one `index.json`. Text becomes tokens in `tokenizers/`.
 
 A run then goes through four stages, each in one file:
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megasparse.data.index_file import INDEX_FILE, IndexFile, Shard, Split, parse
 from megasparse.data.members import check_size, verify_shard
-from megasparse.data.tokenizer import ByteTokenizer
+from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError, did_you_mean
 
 
@@ -69,7 +69,7 @@ class Index:
             for shard in split.shards:
                 verify_shard(self.path(shard), shard, self.path(shard), self.sample_bytes)
 
-    def require_tokenizer(self, tokenizer: ByteTokenizer) -> None:
+    def require_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError unless the shards were made with exactly this tokenizer."""
         made = self.file.tokenizer
         if (made.name, made.sha256) != (tokenizer.name, tokenizer.sha256):

@@ -22,7 +22,7 @@ from megasparse.data.corpora.source import ByteStream, Source
 from megasparse.data.files import file_sha256, partial_name, replacing
 from megasparse.data.index_file import INDEX_FILE, MOST_SAMPLES, IndexFile, Shard, Split, TokenizerEntry, parse
 from megasparse.data.members import verify_shard
-from megasparse.data.tokenizer import ByteTokenizer
+from megasparse.data.tokenizers.byte import ByteTokenizer
 from megasparse.errors import DataError
 
 PROGRESS_FILE = ".progress.json"

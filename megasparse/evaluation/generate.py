@@ -3,8 +3,7 @@
 B batch (1 here), V vocabulary.
 """
 
-import codecs
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -68,13 +67,3 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     before = probabilities.cumsum(0) - probabilities  # of the likelier tokens
     nucleus = probabilities * (before < top_p)
     return int(order[torch.multinomial(nucleus, 1, generator=generator)])
-
-
-def as_text(tokens: Iterable[int]) -> Iterator[str]:
-    """Byte tokens as text, as soon as each character is whole; bytes that are no UTF-8 become U+FFFD."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        if text := decoder.decode(bytes([token])):
-            yield text
-    if text := decoder.decode(b"", final=True):
-        yield text

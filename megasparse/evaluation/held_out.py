@@ -9,10 +9,10 @@ from torch import Tensor
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from megasparse.data.tokenizer import build_tokenizer
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.evaluation.attention_quality import attention_quality
 from megasparse.evaluation.bits_per_dim import of_engine, score
-from megasparse.evaluation.generate import as_text, generate
+from megasparse.evaluation.generate import generate
 from megasparse.training.engine import Engine
 from megasparse.training.watch import Watch, heed
 
@@ -86,8 +86,8 @@ def held_out(
 def _sample(decoder: Any, config: Config, device: torch.device) -> str:
     """Every rank writes the same text: under ZeRO-3 each step of it gathers the weights from all of them."""
     nothing: Tensor = torch.empty(0, dtype=torch.long, device=device)
-    vocabulary = build_tokenizer(config.data.tokenizer).vocabulary
+    tokenizer = build_tokenizer(config.data.tokenizer)
     tokens = generate(
-        decoder, nothing, config.evaluation.sample_tokens, hash_seed=config.run.seed, vocabulary=vocabulary
+        decoder, nothing, config.evaluation.sample_tokens, hash_seed=config.run.seed, vocabulary=tokenizer.vocabulary
     )
-    return "".join(as_text(tokens))
+    return "".join(tokenizer.text(tokens))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasparse.config.schema import Config
-from megasparse.data.tokenizer import build_tokenizer
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.output_folder import appearing
 from megasparse.model.decoder import Decoder

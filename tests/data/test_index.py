@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megasparse.data.index import Index
-from megasparse.data.tokenizer import ByteTokenizer
+from megasparse.data.tokenizers.byte import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
 from tests.data.damages import edit, without_crc32
 

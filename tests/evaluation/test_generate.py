@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from megasparse.data.tokenizers.byte import ByteTokenizer
 from megasparse.errors import ConfigError
-from megasparse.evaluation.generate import as_text, check_request, generate, sample
+from megasparse.evaluation.generate import check_request, generate, sample
 
 
 class Counter:
@@ -95,7 +96,7 @@ def test_a_tiny_temperature_is_greedy_and_not_nan():
 
 def test_text_comes_out_character_by_character():
     raw = "aé€😀".encode() + b"\xff" + b"z" + "é".encode()[:1]
-    pieces = list(as_text(raw))
+    pieces = list(ByteTokenizer().text(raw))
     assert pieces == ["a", "é", "€", "😀", "\ufffd", "z", "\ufffd"]
 
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from megasparse.attention.heads import Padding
-from megasparse.data.tokenizer import ByteTokenizer
+from megasparse.data.tokenizers.byte import ByteTokenizer
 from megasparse.hub.bundle import bundle
 from megasparse.hub.export import to_hf
 from megasparse.hub.modelling.stand_ins.section import Field, Section

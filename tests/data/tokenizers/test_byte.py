@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from megasparse.data.tokenizer import ByteTokenizer, build_tokenizer
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.data.tokenizers.byte import ByteTokenizer
 from megasparse.errors import ConfigError
 
 

@@ -1,0 +1,51 @@
+"""What a tokenizer is."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class SpecialTokens(NamedTuple):
+    """Ids that no text has."""
+
+    begin: int
+    """First of a sequence of segments (BERT's [CLS])."""
+    separator: int
+    """After each segment (BERT's [SEP])."""
+    padding: int
+    mask: int
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back. Pickled by its worker processes, it is built anew from its name or file."""
+
+    name: str
+    """Its kind."""
+    vocabulary: int
+    """Ids that text can have are below this; `special` ones may lie above (bytes) or among them."""
+    sha256: str
+    """Identifies what the tokens mean; an index made under another meaning is refused."""
+    separator: int | None = None
+    """Id of the token after each document of a corpus of documents; None where there is none."""
+    special: SpecialTokens | None = None
+    file: Path | None = None
+    """What it was read from."""
+
+    @abstractmethod
+    def encode(self, text: str | bytes) -> Tensor:
+        """Tokens of a text: int64 (length,). A str is taken as UTF-8; lone surrogates are kept ("surrogatepass")."""
+
+    @abstractmethod
+    def decode(self, tokens: Tensor) -> bytes:
+        """Bytes of tokens (length,). Raises ValueError for a number that is no token."""
+
+    @abstractmethod
+    def text(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Tokens as text, as soon as each character is whole; what is no UTF-8 becomes U+FFFD."""
+
+    @abstractmethod
+    def word_starts(self) -> Tensor:
+        """Whether a token of each id begins a word: bool (highest id + 1,)."""
