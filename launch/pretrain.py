@@ -1,4 +1,4 @@
-"""Pretrain a decoder, or an encoder, from a configuration file.
+"""Pretrain a decoder, an encoder or an encoder–decoder from a configuration file.
 
     deepspeed launch/pretrain.py --config configs/quickstart.json     # every GPU of this machine, or its CPU
     python launch/supervise.py --ranks 2 --restarts 3 launch/pretrain.py --config configs/quickstart.json
@@ -34,14 +34,12 @@ def main() -> None:
         signals = StopSignals()
         signals.follow_launcher()
     # Imported when the configuration is known to be right: a mistake in it should not take seconds to be told.
-    from megasparse.data.index import Index
-    from megasparse.data.tokenizers import build_tokenizer
     from megasparse.evaluation.held_out import held_out
     from megasparse.model.build import build_model
     from megasparse.ops.random import Draws
     from megasparse.planning.dry_run import dry_run
     from megasparse.planning.flops import model_flops_per_token
-    from megasparse.training.batches import training_batches
+    from megasparse.training.batches import open_data, training_batches
     from megasparse.training.engine import build_engine
     from megasparse.training.loop import train
     from megasparse.training.monitor import Monitor
@@ -57,19 +55,21 @@ def main() -> None:
     def make_draws(step: int, samples: Any) -> Draws:
         return Draws(config.run.seed, step, samples, training=True)
 
-    index = Index.load(config.data.path, tolerant=config.data.max_damaged > 0)
-    index.require_tokenizer(build_tokenizer(config.data.tokenizer))
+    data = open_data(config)
     ranks = start_ranks(config.run)
     with watching(config.run, ranks, signals) as watch:
-        saver = Saver(config, ranks, index.fingerprint, index.file.tokenizer.model_dump(), watch)
+        saver = Saver(config, ranks, data.fingerprint, data.evaluation.tokenizer.model_dump(), watch)
         start = find_start(args.resume, saver, args.allow_changed_config)
         step, position = (start.step, start.sequences) if start else (0, 0)
-        engine = build_engine(build_model(config.model, config.run.seed), config, make_draws, ranks, start)
-        evaluate = held_out(engine, index, config, watch)
+        model: Any = build_model(config.model, config.run.seed)
+        if config.model.masking.whole_words:
+            model.set_word_starts(data.tokenizer.word_starts())
+        engine = build_engine(model, config, make_draws, ranks, start)
+        evaluate = held_out(engine, data.evaluation, config, watch)
         flops = model_flops_per_token(config.model, config.data.sequence_length)
-        data = training_batches(config, index, ranks, position, watch.stop_wanted)
-        with data, Monitor(config, ranks, step, flops) as monitor:
-            train(engine, config, data, saver, monitor, start, evaluate, args.stop_at, watch, data.damage.summary)
+        batches = training_batches(config, data, ranks, position, watch.stop_wanted)
+        with batches, Monitor(config, ranks, step, flops) as monitor:
+            train(engine, config, batches, saver, monitor, start, evaluate, args.stop_at, watch, batches.damage)
         engine.close()
         ranks.stop()
 

@@ -25,13 +25,14 @@ from tqdm import tqdm
 
 from megasparse.attention.hash_training import Utility, train_hashes
 from megasparse.config.command_line import checkpoint_parser
-from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.evaluation.attention_quality import watch
 from megasparse.evaluation.attention_study import Protocol, maps, study, summary
 from megasparse.evaluation.restore import restore
+from megasparse.model.encoder import Encoder
+from megasparse.training.batches import open_folder
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -62,8 +63,10 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> None:
     args = arguments(given)
     model, config, checkpoint, device = restore(args.checkpoint, args.set)
-    index = Index.load(args.data or config.data.path)
-    index.require_tokenizer(build_tokenizer(config.data.tokenizer))
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    if isinstance(model, Encoder) and config.model.masking.whole_words:
+        model.set_word_starts(tokenizer.word_starts())
+    index = open_folder(args.data or config.data.path, config, tokenizer)
     protocol = Protocol(
         checkpoint=str(checkpoint.path),
         checkpoint_step=checkpoint.step,
@@ -79,10 +82,11 @@ def main(given: Sequence[str] | None = None) -> None:
         seed=config.run.seed,
     )
     held_out, training = EvaluationStream(index, args.split), EvaluationStream(index, protocol.hash_split)
-    check(protocol, held_out, training, config.model.max_length)
+    check(protocol, held_out, training, min(config.model.max_length, index.record or config.model.max_length))
 
     def calls(stream: EvaluationStream, windows: int, number: int) -> list:
-        return watch(model, window(stream, number, windows, protocol.length).to(device), config.run.seed + number)
+        tokens = window(stream, number, windows, protocol.length, index.record or 1)
+        return watch(model, tokens.to(device), config.run.seed + number)
 
     order = torch.randperm(protocol.hash_steps, generator=torch.Generator().manual_seed(config.run.seed)).tolist()
     progress = tqdm(order, desc="training hashes", unit="step", disable=None)
@@ -103,12 +107,13 @@ def main(given: Sequence[str] | None = None) -> None:
             )
 
 
-def check(protocol: Protocol, held_out: EvaluationStream, training: EvaluationStream, max_length: int) -> None:
-    """ConfigError for numbers that do not go together."""
+def check(protocol: Protocol, held_out: EvaluationStream, training: EvaluationStream, longest: int) -> None:
+    """ConfigError for numbers that do not go together. longest: what both the model and the data's records allow."""
     if protocol.split == protocol.hash_split:
         raise ConfigError("--split", f'LHA\'s hashes are trained on "{protocol.split}"', "Measure on another split")
-    if not 2 <= protocol.length <= max_length:
-        raise ConfigError("--length", f"{protocol.length} is not in 2 … model.max_length = {max_length}", "Change it")
+    if not 2 <= protocol.length <= longest:
+        problem = f"{protocol.length} is not in 2 … {longest}, what model.max_length and the data's records allow"
+        raise ConfigError("--length", problem, "Change it")
     if protocol.buckets < 2 or protocol.buckets % 2 or protocol.buckets > protocol.length:
         raise ConfigError("--buckets", f"{protocol.buckets} is not an even number up to --length", "LSH wants it even")
     for key, number in (
@@ -124,9 +129,9 @@ def check(protocol: Protocol, held_out: EvaluationStream, training: EvaluationSt
             raise ConfigError(key, problem, "Ask for fewer, or for shorter ones")
 
 
-def window(stream: EvaluationStream, number: int, windows: int, length: int) -> Tensor:
-    """One of `windows` windows, spread evenly over a split: (1, length)."""
-    start = number * (stream.tokens - length) // max(1, windows - 1)
+def window(stream: EvaluationStream, number: int, windows: int, length: int, record: int) -> Tensor:
+    """One of `windows` windows, spread evenly over a split, each the beginning of a record: (1, length)."""
+    start = number * (stream.tokens - length) // max(1, windows - 1) // record * record
     return stream.read(start, start + length).unsqueeze(0)
 
 

@@ -1,23 +1,31 @@
 """The way of the data, from files on disk to batches of tokens.
 
-tools/prepare_data.py turns a corpus into a folder that training reads: `corpora/` opens the source as a stream of
-bytes and says where its splits begin and end, `prepare.py` cuts each split into samples (one tar member of 65,536
-bytes) and writes them as webdataset shards beside one `index.json`. Text becomes tokens in `tokenizers/`.
+tools/prepare_data.py turns a corpus into a folder that training reads: `corpora/` reads the source and says where its
+splits and documents begin and end, an encoder makes tokens of them (those of text are in `tokenizers/`), and
+`prepare.py` cuts each split into samples (one tar member each) and writes them as webdataset shards beside one
+`index.json`. A token is an unsigned number of 1, 2 or 4 bytes, little endian; the index says which. Where a sequence
+must be one whole thing (an image, a pair of texts), the index states its tokens as `record`, and a run of another
+sequence length is refused, as is one of another tokenizer.
 
-A run then goes through four stages, each in one file:
+A run then goes through five stages, each in one file:
 
-    index.py    the shards of each split, with their counts, sizes, sha256 and the crc32 of each sample: read and
-                checked once, at the start (`index_file.py` is what is on disk)
-    order.py    which sequence comes i-th. A sequence is a window of T tokens inside one shard. The order is a pure
-                function of (seed, epoch, index): it is computed, never stored, and knows nothing of ranks
-    reader.py   the tokens of a window, by byte offset inside the tar file (`members.py` knows its inside). A shard is
-                verified against its sha256 before its first token is used, and again when the file changes
-    batches.py  for each optimizer step this rank's micro-batches, read ahead by a background thread
+    index.py      the shards of each split, with their counts, sizes, sha256 and the crc32 of each sample: read and
+                  checked once, at the start (`index_file.py` is what is on disk)
+    mixture.py    of several corpora with weights, which one the i-th sequence is from, and which of its sequences
+    order.py      where a corpus' i-th sequence is: a window of T tokens inside one shard. Both orders are pure
+                  functions of (seed, position): they are computed, never stored, and know nothing of ranks
+    sequences.py  its tokens, read by byte offset inside the tar file (`reader.py`; `members.py` knows its inside). A
+                  shard is verified against its sha256 before its first token is used, and again when the file changes
+    batches.py    for each optimizer step this rank's micro-batches, read ahead by a background thread
+
+Each corpus of a mixture has epochs of its own: a small one of a great weight begins its second while a large one is
+still in its first, and in none of them a sequence is lost or comes twice.
 
 Damage is never silent, and never makes an epoch shorter. With data.max_damaged = 0 it is an error that names the
 shard, and the member and byte offset where the index tells. Above 0 only the samples whose own crc32 does not fit are
-lost, up to that part of the split: `damage.py` counts each of them by shard and reason and names it once, and a
-sequence that needs one is replaced by another, chosen by the content alone. Evaluation tolerates no damage.
+lost, up to that part of each corpus' split: `damage.py` counts each of them by shard and reason and names it once, and
+a sequence that needs one is replaced by another of its corpus, chosen by the content alone. Evaluation tolerates no
+damage.
 
 The whole state of the data is one number: the global sample number of the next step, the same on every rank. Resuming
 in the middle of an epoch, or on another number of ranks, is arithmetic on it, and takes no longer late in an epoch

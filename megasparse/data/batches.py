@@ -8,18 +8,16 @@ their number is, and each has equally many micro-batches.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megasparse.data.damage import Damage, DamagedSample
 from megasparse.data.index import Index
-from megasparse.data.index_file import AGAIN
-from megasparse.data.order import Order
-from megasparse.data.reader import ShardReader
-from megasparse.errors import ConfigError, DataError
+from megasparse.data.mixture import Mixture
+from megasparse.data.sequences import Sequences
+from megasparse.errors import ConfigError
 
 MOST_OPEN_FILES = 256  # well under the usual limit of 1,024 descriptors a process
 POLL_SECONDS = 0.1
@@ -60,22 +58,23 @@ class Step:
 
 
 class TrainingBatches(Iterator[Step]):
-    """Endless iterator of `Step`s; epochs follow each other, in each every sequence comes exactly once.
+    """Endless iterator of `Step`s over folders of shards, each with its weight among the sequences.
+
+    Of each folder epochs follow each other, in each every sequence comes exactly once.
 
     `start` is the first global sample number, 0 or a checkpoint's position. `prefetch` is the number of steps read
     ahead; with 0 they are read when asked for. An error of the background thread is raised by `next`. While `next`
     waits for that thread it asks `stop_waiting` every 0.1 s, and raises WaitingStopped when that says so. `close` ends
     the thread; use it, or a `with` statement.
 
-    `max_damaged`: part of the split's samples that may be damaged; with 0 the first one is an error. `damage` counts
-    them.
+    `max_damaged`: part of each folder's samples that may be damaged; with 0 the first one is an error.
 
     Raises ConfigError naming training.global_batch or data.sequence_length when they do not fit the ranks or the data.
     """
 
     def __init__(
         self,
-        index: Index,
+        folders: Sequence[tuple[Index, float]],
         split: str,
         *,
         sequence_length: int,
@@ -98,22 +97,23 @@ class TrainingBatches(Iterator[Step]):
             raise ConfigError(
                 "training.global_batch", problem, f"Set it to {nearest}, or change micro_batch or the ranks"
             )
-        shard_tokens = [shard.tokens for shard in index.split(split).shards]
-        self.order = Order(shard_tokens, sequence_length, seed, shuffle_shards)
-        if self.order.sequences_per_epoch == 0:
-            longest = max(shard_tokens)
-            problem = f'{sequence_length} tokens, but the longest shard of "{split}" in {index.directory} has {longest}'
-            mend = f"Set it to at most {longest}, or prepare more text"
-            raise ConfigError("data.sequence_length", problem, mend)
-        self.sequence_length = sequence_length
+        self.mixture = Mixture([weight for _, weight in folders], seed)
+        self.corpora = [
+            Sequences(
+                index,
+                split,
+                sequence_length=sequence_length,
+                seed=seed,
+                shuffle_shards=shuffle_shards,
+                open_files=max(1, min(shuffle_shards, MOST_OPEN_FILES // len(folders))),
+                max_damaged=max_damaged,
+            )
+            for index, _ in folders
+        ]
         self.global_batch = global_batch
         self.micro_batch = micro_batch
         self.rank = rank
         self.world_size = world_size
-        self.damage = Damage(index, split, max_damaged)
-        tolerated = self.damage if max_damaged > 0 else None
-        self._reader = ShardReader(index, split, min(shuffle_shards, MOST_OPEN_FILES), tolerated)
-        self._split = split
         self._stop_waiting = stop_waiting
         self._steps = self._read_steps(start)
         self._queue: queue.Queue[Step | BaseException] | None = queue.Queue(prefetch) if prefetch else None
@@ -123,12 +123,23 @@ class TrainingBatches(Iterator[Step]):
 
     @property
     def sequences_per_epoch(self) -> int:
-        return self.order.sequences_per_epoch
+        """Of all folders together."""
+        return sum(corpus.order.sequences_per_epoch for corpus in self.corpora)
 
     @property
     def unused_tokens(self) -> int:
         """Tokens at the ends of the shards that no sequence has."""
-        return self.order.unused_tokens
+        return sum(corpus.order.unused_tokens for corpus in self.corpora)
+
+    def damage(self) -> dict[str, dict[str, int]]:
+        """Damaged samples so far, by shard and reason; of several folders each shard is named with its folder."""
+        if len(self.corpora) == 1:
+            return self.corpora[0].damage.summary()
+        return {
+            str(corpus.index.directory / file): counts
+            for corpus in self.corpora
+            for file, counts in corpus.damage.summary().items()
+        }
 
     def __next__(self) -> Step:
         if self._failure is not None:
@@ -191,20 +202,8 @@ class TrainingBatches(Iterator[Step]):
 
     def _read_sequence(self, sample: int) -> tuple[Tensor, bool]:
         """The tokens of a sample number, and whether they replace damaged ones."""
-        try:
-            return self._read_window(*self.order.locate(sample)), False
-        except DamagedSample:
-            pass
-        for place in self.order.substitutes(sample, self._reader.is_lost):
-            try:
-                return self._read_window(*place), True
-            except DamagedSample:
-                continue
-        raise DataError(self._reader.index.directory, f'no sequence of "{self._split}" is undamaged', AGAIN)
-
-    def _read_window(self, shard: int, sequence: int) -> Tensor:
-        begin = sequence * self.sequence_length
-        return self._reader.read(shard, begin, begin + self.sequence_length)
+        corpus, number = self.mixture.locate(sample)
+        return self.corpora[corpus].read(number)
 
     def close(self) -> None:
         """End the background thread and close the shards. May be called twice.
@@ -217,7 +216,8 @@ class TrainingBatches(Iterator[Step]):
             if self._thread.is_alive():
                 return
             self._thread = None
-        self._reader.close()
+        for corpus in self.corpora:
+            corpus.close()
 
     def __enter__(self) -> "TrainingBatches":
         return self

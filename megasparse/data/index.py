@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megasparse.data.index_file import INDEX_FILE, IndexFile, Shard, Split, parse
+from megasparse.data.index_file import INDEX_FILE, IndexFile, Shard, Split, TokenizerEntry, parse
 from megasparse.data.members import check_size, verify_shard
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError, did_you_mean
+
+NAMED_AFTER = ("bookcorpus", "pg19", "wikitext103", "imagenet64", "cifar10", "pairs")
+"""Corpora that a folder's name tells, for a message."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,22 @@ class Index:
         size = self.file.settings.get("sample_bytes")
         return size if type(size) is int and size > 0 else None
 
+    @property
+    def record(self) -> int | None:
+        """Tokens of a record, where every sequence must be a whole one (an image, a pair); None for running text."""
+        record: int | None = self.file.settings.get("record")
+        return record
+
+    @property
+    def tokenizer(self) -> TokenizerEntry:
+        return self.file.tokenizer
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over all that decides which tokens a run sees: tokenizer, and each split's shards in order."""
         splits = {
-            name: [[s.sha256, s.tokens, s.samples] for s in split.shards] for name, split in self.file.splits.items()
+            name: [[s.sha256, s.tokens, s.samples, *([s.width] if s.width > 1 else [])] for s in split.shards]
+            for name, split in self.file.splits.items()
         }
         identity = {"format": self.file.format, "tokenizer": self.file.tokenizer.model_dump(), "splits": splits}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -71,13 +85,42 @@ class Index:
 
     def require_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError unless the shards were made with exactly this tokenizer."""
-        made = self.file.tokenizer
+        made = self.tokenizer
         if (made.name, made.sha256) != (tokenizer.name, tokenizer.sha256):
             problem = (
                 f'"{tokenizer.name}" (sha256 {tokenizer.sha256[:12]}…), but the shards in {self.directory} '
                 f'were made with "{made.name}" (sha256 {made.sha256[:12]}…)'
             )
             raise ConfigError("data.tokenizer", problem, "Set data.tokenizer to theirs, or prepare the data again")
+
+    def require_length(self, sequence_length: int, source_length: int | None = None) -> None:
+        """Raises ConfigError unless sequences of this many tokens are the records that the shards consist of, and
+        `source_length`, of an encoder–decoder, is where in them the target begins.
+        """
+        if self.record not in (None, sequence_length):
+            problem = f"{sequence_length} tokens, but each record of the shards in {self.directory} has {self.record}"
+            raise ConfigError("data.sequence_length", problem, f"Set it to {self.record}")
+        stated = self.file.settings.get("source_length")
+        if source_length is not None and type(stated) is int and stated != source_length:
+            problem = f"{source_length} tokens, but in the records of {self.directory} the source has {stated}"
+            raise ConfigError("model.source.length", problem, f"Set it to {stated}")
+
+    def require_room(self, tokenizer: Tokenizer, vocabulary: int, padding_token: int | None) -> None:
+        """Raises ConfigError unless a model with these has room for every token of the shards, and knows the padding.
+
+        Records that are wide enough for the special tokens have them: only padded texts are both.
+        """
+        width = max(shard.width for split in self.file.splits.values() for shard in split.shards)
+        special = tokenizer.special if self.record is not None else None
+        if special is not None and max(special) >= 256**width:
+            special = None
+        highest = max(tokenizer.vocabulary - 1, *(special or (0,)))
+        if highest >= vocabulary:
+            problem = f"{vocabulary} is too small: tokens of the shards in {self.directory} go up to {highest}"
+            raise ConfigError("model.vocabulary", problem, f"Set it to {highest + 1} or more")
+        if special is not None and padding_token != special.padding:
+            problem = f"{json.dumps(padding_token)}, but the padding in {self.directory} is {special.padding}"
+            raise ConfigError("model.padding_token", problem, f"Set it to {special.padding}")
 
 
 def _how_to_prepare(directory: Path) -> str:
@@ -87,4 +130,5 @@ def _how_to_prepare(directory: Path) -> str:
         return f"Prepare it: python tools/prepare_data.py enwik8 --source {source} --output {output}"
     if "duplication" in str(directory):
         return f"Prepare it: python tools/prepare_data.py duplication --output {output}"
-    return f"Prepare it: python tools/prepare_data.py text --source FILE_OR_FOLDER --output {output}"
+    corpus = next((name for name in NAMED_AFTER if name in str(directory)), "text")
+    return f"Prepare it: python tools/prepare_data.py {corpus} --source FILE_OR_FOLDER --output {output}"

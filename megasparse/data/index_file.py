@@ -33,12 +33,19 @@ class Shard(Entry):
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\.tar$")]  # a plain name: never a path
     samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
     tokens: Count
+    width: Literal[1, 2, 4] = 1
+    """Bytes a token: an unsigned number, little endian. Folders prepared by earlier versions state none."""
     bytes: Count
     """Size of the tar file."""
     sha256: Sha256
     """Of the tar file."""
     crc32: Annotated[str, Field(pattern=r"^[0-9a-f]+$")] | None = None
     """zlib.crc32 of each sample, 8 digits each, in order. Folders prepared by earlier versions have none."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all samples together."""
+        return self.tokens * self.width
 
 
 class Split(Entry):
@@ -47,12 +54,16 @@ class Split(Entry):
     tokens: Count
     samples: Count
     shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
+    raw_bytes: Count | None = None
+    """Bytes of the text that the tokens were made of; None where that is not known."""
+    words: Count | None = None
+    """Words of that text, as its corpus counts them; None where it counts none."""
 
 
 class TokenizerEntry(Entry):
     """Which tokenizer the tokens were made with."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[ -~]{1,80}$")]
     sha256: Sha256
 
 
@@ -138,6 +149,9 @@ def _short(text: str) -> str:
 
 
 def _check_counts(path: Path, file: IndexFile) -> None:
+    record = file.settings.get("record")
+    if record is not None and (type(record) is not int or record < 1):
+        raise DataError(path, f"settings.record is {_short(repr(record))}, a number of tokens is expected", ANEW)
     seen: set[str] = set()
     for name, split in file.splits.items():
         for shard in split.shards:
@@ -147,6 +161,9 @@ def _check_counts(path: Path, file: IndexFile) -> None:
             if shard.crc32 is not None and len(shard.crc32) != 8 * shard.samples:
                 problem = f"crc32 of {shard.file} has {len(shard.crc32)} digits for {shard.samples} samples"
                 raise DataError(path, f"{problem}, 8 each are expected", ANEW)
+            if record is not None and shard.tokens % record:
+                problem = f"{shard.file} has {shard.tokens} tokens, no whole number of records of {_short(str(record))}"
+                raise DataError(path, problem, ANEW)
         for what in ("tokens", "samples"):
             total, stated = sum(getattr(shard, what) for shard in split.shards), getattr(split, what)
             if total != stated:

@@ -1,4 +1,4 @@
-"""The members of a shard: where each sample lies in the tar file, and which of them are damaged.
+"""The members of a shard: where each sample lies in the tar file, and which of them are damaged. All is in bytes here.
 
 An intact shard is walked header by header (`list_members`). Of a damaged one the headers are not believed: its samples
 are looked for where tools/prepare_data.py put them, and each is judged by its own crc32 (`find_damage`), so that a
@@ -65,7 +65,18 @@ def open_shard(path: Path) -> int:
 
 
 def list_members(descriptor: int, shard: Shard) -> Places:
-    """Where the samples of an intact shard are, by its headers.
+    """Where the samples of an intact shard are, by its headers, as `walk` finds them. Raises BadMember."""
+    places, end = walk(descriptor, shard.bytes, shard.width)
+    samples, size = len(places.sizes), int(places.sizes.sum())
+    if (samples, size) != (shard.samples, shard.data_bytes):
+        problem = f"it ends at byte {end} after {samples} samples of {size} bytes"
+        stated = f"the index says {shard.samples} samples of {shard.data_bytes} bytes"
+        raise BadMember(end, f"{problem}; {stated}")
+    return places
+
+
+def walk(descriptor: int, total: int, width: int) -> tuple[Places, int]:
+    """Where the samples of a tar file of `total` bytes are, by its headers, and the offset of its end mark.
 
     Only plain regular members named by digits are taken: no links, devices, extended or sparse headers. Each header
     moves us forward by a whole block at least, so that no file can hold us up. Raises BadMember.
@@ -78,18 +89,16 @@ def list_members(descriptor: int, shard: Shard) -> Places:
         problem = None
         if header.type != tarfile.REGTYPE or not MEMBER_NAME.match(header.name):
             problem = "is not a sample: a regular file named by digits and .bin is expected"
-        elif not 0 < header.size <= shard.bytes - data:
-            problem = f"claims {header.size} bytes, where the shard has {shard.bytes - data} left"
+        elif not 0 < header.size <= total - data:
+            problem = f"claims {header.size} bytes, where the shard has {total - data} left"
+        elif header.size % width:
+            problem = f"has {header.size} bytes, no whole number of tokens of {width}"
         if problem:
             raise BadMember(position, f"member {len(offsets)} ({header.name[:60]!a}) at byte {position} {problem}")
         offsets.append(data)
         sizes.append(header.size)
         position = data + _padded(header.size)
-    if (len(sizes), sum(sizes)) != (shard.samples, shard.tokens):
-        problem = f"it ends at byte {position} after {len(sizes)} samples of {sum(sizes)} tokens"
-        stated = f"the index says {shard.samples} samples of {shard.tokens} tokens"
-        raise BadMember(position, f"{problem}; {stated}")
-    return Places(np.asarray(offsets, dtype=np.int64), np.asarray(sizes, dtype=np.int64))
+    return Places(np.asarray(offsets, dtype=np.int64), np.asarray(sizes, dtype=np.int64)), position
 
 
 def _header(descriptor: int, position: int, member: int) -> tarfile.TarInfo | None:
@@ -105,12 +114,15 @@ def _header(descriptor: int, position: int, member: int) -> tarfile.TarInfo | No
 
 def expected_places(shard: Shard, sample_bytes: int | None) -> Places | None:
     """Where prepare.py puts the samples: all of `sample_bytes` but the last. None where the index does not fit that."""
-    if sample_bytes is None or not (shard.samples - 1) * sample_bytes < shard.tokens <= shard.samples * sample_bytes:
+    total = shard.data_bytes
+    if sample_bytes is None or not (shard.samples - 1) * sample_bytes < total <= shard.samples * sample_bytes:
         return None
-    size = min(sample_bytes, shard.tokens)
+    size = min(sample_bytes, total)
+    if size % shard.width:
+        return None
     offsets = BLOCK + np.arange(shard.samples, dtype=np.int64) * (BLOCK + _padded(size))
     sizes = np.full(shard.samples, size, dtype=np.int64)
-    sizes[-1] = shard.tokens - (shard.samples - 1) * size
+    sizes[-1] = total - (shard.samples - 1) * size
     return Places(offsets, sizes) if offsets[-1] + sizes[-1] <= shard.bytes else None
 
 
@@ -152,14 +164,17 @@ def _damage(descriptor: int, offset: int, size: int, expected: str) -> str | Non
 
 
 def check_size(path: Path, shard: Shard, file: Path | int, sample_bytes: int | None) -> None:
-    """Raises DataError unless `file` (the shard at `path`, or its descriptor) has the size the index states.
+    """Raises DataError unless `file` (the shard at `path`, or its descriptor) has the size the index states, and room
+    for its tokens.
 
     It names the shard and, where that can be told, the first damaged member and its byte offset.
     """
     try:
         size = os.stat(file).st_size
-        if size != shard.bytes:
-            problem = f"this shard has {size} bytes, {INDEX_FILE} says {shard.bytes}"
+        problem = f"this shard has {size} bytes, {INDEX_FILE} says {shard.bytes}" if size != shard.bytes else None
+        if problem is None and size < shard.data_bytes:
+            problem = f"this shard has {size} bytes, too few for {shard.tokens} tokens of {shard.width} bytes each"
+        if problem is not None:
             raise DataError(path, problem + _first_damage(shard, file, sample_bytes), AGAIN)
     except OSError as error:
         raise unreadable(path, error) from None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-SHARDS, SEQUENCES = 0, 1  # what a permutation is for: the two must never share their random numbers
+SHARDS, SEQUENCES, MIXTURE = 0, 1, 2  # what a permutation is for: they must never share their random numbers
 
 
 def permutation(n: int, seed: int, *key: int) -> np.ndarray:

@@ -74,7 +74,7 @@ class ShardFile:
         except OSError as error:
             raise self._unreadable(error) from None
         self._offsets, sizes = places
-        self._starts = np.cumsum(sizes) - sizes  # of each sample, in tokens from the start of the shard
+        self._starts = np.cumsum(sizes) - sizes  # of each sample, in bytes of data from the start of the shard
         if self._damage is not None:
             self._damage.add(self.shard, runs)
         self._seen = signature
@@ -115,6 +115,11 @@ class ShardFile:
         """
         assert 0 <= start < stop <= self.shard.tokens, (start, stop, self.shard.tokens)
         self._examine_if_changed()
+        width = self.shard.width
+        raw = self._read_bytes(start * width, stop * width)
+        return torch.from_numpy(np.frombuffer(raw, dtype=f"<u{width}").astype(np.int64))
+
+    def _read_bytes(self, start: int, stop: int) -> bytearray:
         member = int(np.searchsorted(self._starts, start, side="right")) - 1
         after = int(np.searchsorted(self._starts, stop, side="left"))
         damage = self._damage
@@ -125,12 +130,12 @@ class ShardFile:
         done = 0
         while done < len(raw):
             inside = start + done - int(self._starts[member])
-            end = int(self._starts[member + 1]) if member + 1 < len(self._starts) else self.shard.tokens
+            end = int(self._starts[member + 1]) if member + 1 < len(self._starts) else self.shard.data_bytes
             take = min(end - int(self._starts[member]) - inside, len(raw) - done)
             self._read_into(view[done : done + take], member, inside)
             done += take
             member += 1
-        return torch.frombuffer(raw, dtype=torch.uint8).long()
+        return raw
 
     def _read_into(self, view: memoryview, member: int, inside: int) -> None:
         begin = int(self._offsets[member])

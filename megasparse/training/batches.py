@@ -1,20 +1,91 @@
-"""The training data of a run, for one of its ranks."""
+"""The data of a run: opened and checked against its configuration, and dealt out to one of its ranks."""
 
+import hashlib
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
-from megasparse.config.schema import Config
+from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.batches import TrainingBatches
 from megasparse.data.index import Index
+from megasparse.data.tokenizers import Tokenizer, build_tokenizer
+from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks
 
 
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads."""
+
+    tokenizer: Tokenizer
+    evaluation: Index
+    """The folder of `data.path`."""
+    mixture: list[tuple[Index, float]]
+    """The folders trained on, each with its weight: those of `data.mixture`, or `data.path` alone."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Decides, with the configuration, which tokens the run is trained on: a folder's own, or that of the mixture.
+
+        Of a mixture a sha256 over the fingerprints of its folders, in order, and their weights.
+        """
+        if len(self.mixture) == 1:
+            return self.mixture[0][0].fingerprint
+        identity = [[index.fingerprint, weight] for index, weight in self.mixture]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def open_data(config: Config) -> RunData:
+    """Open all folders that a run reads. Raises what `open_folder` does.
+
+    The folders of a mixture are put in the order of their content, so that what is trained on depends neither on their
+    paths nor on the order they are written in.
+    """
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    tolerant = config.data.max_damaged > 0
+    evaluation = open_folder(config.data.path, config, tokenizer, tolerant)
+    folders = config.data.mixture.items()
+    mixture = [(open_folder(path, config, tokenizer, tolerant), weight) for path, weight in folders]
+    mixture.sort(key=lambda part: (part[0].fingerprint, part[1]))
+    return RunData(tokenizer, evaluation, mixture or [(evaluation, 1.0)])
+
+
+def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer, tolerant: bool = False) -> Index:
+    """The index of a folder of shards, for the model and sequence length of a configuration.
+
+    Raises DataError as `Index.load` does; ConfigError naming data.tokenizer, data.sequence_length, model.source.length,
+    model.vocabulary, model.padding_token, model.masking.token or model.sentence_order where they do not fit the folder.
+    """
+    index = Index.load(path, tolerant)
+    index.require_tokenizer(tokenizer)
+    index.require_length(config.data.sequence_length, config.model.source.length if config.model.source else None)
+    index.require_room(tokenizer, config.model.vocabulary, config.model.padding_token)
+    _check_objectives(index, config.model, tokenizer)
+    return index
+
+
+def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError where an encoder's ids are not the tokenizer's, or there are no pairs to order."""
+    special, mask, order = tokenizer.special, model.masking.token, model.sentence_order
+    if model.kind == "encoder" and mask < tokenizer.vocabulary and (special is None or mask != special.mask):
+        own = special.mask if special else tokenizer.vocabulary
+        raise ConfigError("model.masking.token", f"{mask} is a token that texts can have", f"Set it to {own}")
+    if order is not None and index.file.corpus != "pairs":
+        problem = f"given, but {index.directory} holds {index.file.corpus}"
+        raise ConfigError("model.sentence_order", problem, "Prepare pairs (tools/prepare_data.py), or set it to null")
+    if order is not None and special is not None and order.separator != special.separator:
+        problem = f"{order.separator}, but that in {index.directory} is {special.separator}"
+        raise ConfigError("model.sentence_order.separator", problem, f"Set it to {special.separator}")
+
+
 def training_batches(
-    config: Config, index: Index, ranks: Ranks, position: int, stop_waiting: Callable[[], bool]
+    config: Config, run_data: RunData, ranks: Ranks, position: int, stop_waiting: Callable[[], bool]
 ) -> TrainingBatches:
     """This rank's steps from the global sample number `position` on; see data/batches.py for the errors."""
     data, training = config.data, config.training
     return TrainingBatches(
-        index,
+        run_data.mixture,
         data.split,
         sequence_length=data.sequence_length,
         seed=config.run.seed,

@@ -25,7 +25,9 @@ FREE_TO_CHANGE = (
     "run.device",
     "run.hang_timeout",
     "run.deterministic",
-    "data.path",  # what counts is the fingerprint of the data
+    "data.path",  # of this and the next two the content counts: the fingerprint of the data, the tokenizer's sha256
+    "data.mixture",
+    "data.tokenizer",
     "data.prefetch",
     "data.max_damaged",
     "training.steps",
@@ -127,7 +129,10 @@ def _check_data(checkpoint: Checkpoint, saver: Saver) -> None:
     now = flatten({"data": saver.data_fingerprint, "tokenizer": saver.tokenizer})
     if changed := [key for key in _changed(then, now) if key != "data" or then["data"] != NO_DATA]:
         problem = f"it was trained on other data: {_listed(then, now, changed)}"
-        mend = "Point data.path at the data it was trained on, or choose another run.directory to start a new run"
+        mixed_then, mixed_now = ({"data.mixture": config.data.mixture} for config in (checkpoint.config, saver.config))
+        if mixed_then != mixed_now:
+            problem += f"; {_listed(mixed_then, mixed_now, ['data.mixture'])}"
+        mend = "Point data.path or data.mixture at the data it was trained on, or choose another run.directory"
         raise CheckpointError(checkpoint.path, problem, mend)
 
 

@@ -17,23 +17,14 @@ from megasparse.data.reader import ShardReader
 from megasparse.errors import ConfigError, DataError
 from tests.conftest import Report
 from tests.data.damages import HARMS
+from tests.data.folders import batches as mixed
 
 Make = Callable[..., Index]
 T = 30  # 33 sequences in each of seven shards of 1,000 tokens, none in the last of 13: 231 an epoch
 
 
 def batches(index: Index, **changes: Any) -> TrainingBatches:
-    settings: dict[str, Any] = {
-        "sequence_length": T,
-        "seed": 3,
-        "shuffle_shards": 2,
-        "global_batch": 12,
-        "micro_batch": 1,
-        "rank": 0,
-        "world_size": 1,
-        "prefetch": 0,
-    }
-    return TrainingBatches(index, "train", **{**settings, **changes})
+    return mixed([(index, 1.0)], **changes)
 
 
 def take(data: TrainingBatches, steps: int) -> list[Step]:
@@ -268,8 +259,8 @@ def test_D7_damaged_sequences_are_replaced_and_the_ranks_keep_their_steps(make_i
         assert replaced == sum(is_damaged(*order.locate(i)) for i in range(480))
         found = {"train-000001.tar": 10, "train-000004.tar": 5, "train-000002.tar": 1}
         for rank in ranks:
-            counts = {file: sum(reasons.values()) for file, reasons in rank.damage.summary().items()}
-            assert counts == found and rank.damage.samples == 16
+            counts = {file: sum(reasons.values()) for file, reasons in rank.damage().items()}
+            assert counts == found and rank.corpora[0].damage.samples == 16
 
 
 def test_R3_R4_substitutes_do_not_depend_on_ranks_prefetch_or_history(make_index: Make, corpus: bytes) -> None:
@@ -302,7 +293,7 @@ def test_D1_without_a_limit_the_first_damage_is_an_error(make_index: Make, corpu
     with batches(harm(make_index(corpus))) as data:
         with pytest.raises(DataError, match=r"train-00000[1245]\.tar: this shard"):
             take(data, 40)
-        assert data.damage.samples == 0
+        assert data.damage() == {}
 
 
 def test_D7_nothing_left_is_an_error_not_a_hang(make_index: Make, corpus: bytes) -> None:
@@ -363,11 +354,11 @@ def test_D7_close_does_not_wait_for_a_read_that_never_returns(
     began = time.perf_counter()
     data.close()
     assert time.perf_counter() - began < 2
-    assert data._reader._open  # the thread may still use its files
+    assert data.corpora[0]._reader._open  # the thread may still use its files
     slow.go.set()
     time.sleep(0.3)
     data.close()
-    assert not data._reader._open
+    assert not data.corpora[0]._reader._open
 
 
 def test_D7_a_dripping_disk_gives_the_same(make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,11 @@ def test_an_unknown_split_names_the_known_ones(make_index: Make, corpus: bytes) 
         (lambda c: c["splits"]["train"]["shards"][0].update(file="/etc/passwd"), r"shards\.0\.file"),
         (lambda c: c["splits"]["train"]["shards"][0].update(sha256="0"), r"shards\.0\.sha256"),
         (lambda c: c["splits"]["train"]["shards"][0].update(tokens=0), r"shards\.0\.tokens"),
+        (lambda c: c["tokenizer"].update(name="two\nlines"), r"tokenizer\.name"),
+        (lambda c: c["tokenizer"].update(sha256="\n" * 64), r"tokenizer\.sha256"),
+        (lambda c: c["splits"]["train"].update(raw_bytes=0), r"splits\.train\.raw_bytes"),
+        (lambda c: c["splits"]["train"].update(words=-1), r"splits\.train\.words"),
+        (lambda c: c["splits"]["train"].update(words="7"), r"splits\.train\.words"),
         (lambda c: c["splits"].update(test=c["splits"]["train"]), r"train-000000\.tar is listed more than once"),
     ],
 )

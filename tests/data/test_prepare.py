@@ -79,7 +79,9 @@ def test_after_a_crash_at_any_replace_the_next_run_completes(
 
     written = []
     write = prepare_module._write_shard
-    monkeypatch.setattr(prepare_module, "_write_shard", lambda path, s: written.append(path.name) or write(path, s))
+    monkeypatch.setattr(
+        prepare_module, "_write_shard", lambda path, *rest: written.append(path.name) or write(path, *rest)
+    )
     assert files(make().directory) == want
     known_to_be_whole = max(0, crash_at - 2) // 2  # replaces: progress, then (shard, progress) for each shard, index
     assert len(written) == len(want) - 1 - known_to_be_whole

@@ -157,7 +157,7 @@ def test_D2_a_claimed_size_is_never_allocated(tmp_path: Path, name: str) -> None
     shard = shard_of(path, HOSTILE[name], samples=1, tokens=8 << 30, crc32="00000000")
     tracemalloc.start()
     for sample_bytes in (None, 65_536, 8 << 30):
-        with pytest.raises(DataError, match=r"x\.tar: member 0 .*at byte 0 "):
+        with pytest.raises(DataError, match=r"x\.tar: .*member 0 .*at byte 0 "):
             ShardFile(path, shard, sample_bytes)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

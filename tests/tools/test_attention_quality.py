@@ -5,6 +5,9 @@ import json
 import pytest
 from PIL import Image
 
+from megasparse.data.index import Index
+from megasparse.data.reader import EvaluationStream
+from tests.data.folders import ramp, write_folder
 from tests.helpers.trained import prepared, trained
 from tools import attention_quality
 
@@ -75,3 +78,11 @@ def test_mistakes_are_told_in_a_line(folder, capsys, arguments, message):
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("record", [1, 30])
+def test_windows_are_spread_over_a_split_and_begin_where_a_record_does(tmp_path, record):
+    stream = EvaluationStream(Index.load(write_folder(tmp_path / "data", [ramp(210, 0)])), "train")
+    rows = [attention_quality.window(stream, number, 5, 20, record)[0].tolist() for number in range(5)]
+    starts = [0, 47, 95, 142, 190] if record == 1 else [0, 30, 90, 120, 180]
+    assert rows == [list(range(start, start + 20)) for start in starts]

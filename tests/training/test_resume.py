@@ -187,6 +187,14 @@ def test_C11_other_data_or_another_tokenizer_is_refused_even_where_the_configura
         start(run, tokenizer={"name": "bytes", "sha256": "c"}, allow_changed_config=allowed)
 
 
+def test_C11_another_mixture_is_told_and_moved_folders_are_the_same(run: Config) -> None:
+    mixed = tiny_config(run.run.directory, data={"mixture": {"a": 2.0, "b": 1.0}})
+    told = r'other data: data: "data" -> "other"; data\.mixture: \{\} -> '
+    with pytest.raises(CheckpointError, match=told + r"\{.a.: 2\.0, .b.: 1\.0\}\. Point data\.path or data\.mix"):
+        start(mixed, data="other", allow_changed_config=True)
+    assert start(mixed) is not None
+
+
 def test_what_cannot_be_set_aside_is_told(run: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")

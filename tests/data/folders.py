@@ -1,0 +1,87 @@
+"""Folders of shards made, and read, with nothing but tarfile, numpy and json: what the reader is compared with."""
+
+import hashlib
+import io
+import json
+import tarfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasparse.data.batches import TrainingBatches
+from megasparse.data.index import Index
+from megasparse.data.tokenizers.byte import ByteTokenizer
+
+
+def write_folder(
+    folder: Path, shards: Sequence[np.ndarray], width: int = 1, sample_tokens: int = 100, **settings: Any
+) -> Path:
+    """A folder whose split `train` has these tokens, one array a shard."""
+    folder.mkdir()
+    entries: list[dict[str, Any]] = []
+    for number, tokens in enumerate(shards):
+        samples = [
+            tokens[i : i + sample_tokens].astype(f"<u{width}").tobytes() for i in range(0, len(tokens), sample_tokens)
+        ]
+        path = folder / f"train-{number:06d}.tar"
+        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+            for i, sample in enumerate(samples):
+                info = tarfile.TarInfo(f"{i:09d}.bin")
+                info.size = len(sample)
+                tar.addfile(info, io.BytesIO(sample))
+        entries.append(
+            {
+                "file": path.name,
+                "samples": len(samples),
+                "tokens": len(tokens),
+                **({"width": width} if width > 1 else {}),
+                "bytes": path.stat().st_size,
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                "crc32": "".join(f"{zlib.crc32(sample):08x}" for sample in samples),
+            }
+        )
+    train = {key: sum(entry[key] for entry in entries) for key in ("tokens", "samples")} | {"shards": entries}
+    index = {
+        "tokenizer": {"name": ByteTokenizer.name, "sha256": ByteTokenizer.sha256},
+        "corpus": "test",
+        "command": "",
+        "source": {},
+        "settings": {"sample_bytes": sample_tokens * width, **settings},
+        "splits": {"train": train},
+    }
+    (folder / "index.json").write_text(json.dumps(index))
+    return folder
+
+
+def read_folder(folder: Path) -> list[np.ndarray]:
+    """The tokens of each shard of the split `train`: int64 (tokens,)."""
+    index = json.loads((folder / "index.json").read_text())
+    shards = []
+    for entry in index["splits"]["train"]["shards"]:
+        with tarfile.open(folder / entry["file"]) as tar:
+            raw = b"".join(file.read() for member in tar if (file := tar.extractfile(member)))
+        shards.append(np.frombuffer(raw, dtype=f"<u{entry.get('width', 1)}").astype(np.int64))
+    return shards
+
+
+def ramp(count: int, first: int, step: int = 1) -> np.ndarray:
+    """Tokens first, first + step, ...: int64 (count,)."""
+    return first + step * np.arange(count, dtype=np.int64)
+
+
+def batches(folders: Sequence[tuple[Index, float]], **changes: Any) -> TrainingBatches:
+    """Sequences of 30 tokens, 12 a step, on one rank, read when asked for."""
+    settings: dict[str, Any] = {
+        "sequence_length": 30,
+        "seed": 3,
+        "shuffle_shards": 2,
+        "global_batch": 12,
+        "micro_batch": 1,
+        "rank": 0,
+        "world_size": 1,
+        "prefetch": 0,
+    }
+    return TrainingBatches(folders, "train", **{**settings, **changes})

@@ -1,0 +1,196 @@
+"""Documents and tokenizers: what the shards hold, and that an interrupted preparation does nothing twice."""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megasparse.data.corpora.source import Source
+from megasparse.data.encoding import Encoded
+from megasparse.data.index import Index
+from megasparse.data.prepare import prepare
+from megasparse.data.reader import EvaluationStream
+from megasparse.data.text_encoder import TextEncoder
+from megasparse.errors import ConfigError, DataError
+
+VOCABULARY = ["<unk>", "<eos>", *(f"w{i}" for i in range(300))]
+Make = Callable[..., Index]
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> list[str]:
+    """40 short books, in files of TMP/books."""
+    draw = random.Random(0)
+    texts = []
+    (tmp_path / "books").mkdir()
+    for number in range(40):
+        lines = [" ".join(draw.choices(VOCABULARY, k=draw.randrange(9))) for _ in range(draw.randrange(1, 9))]
+        texts.append("\n".join(lines) + "\n")
+        (tmp_path / "books" / f"{number:02d}.txt").write_text(texts[-1])
+    (tmp_path / "words.txt").write_text("\n".join(VOCABULARY) + "\n")
+    return texts
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Prepares TMP/books in TMP/NAME."""
+
+    def make(name: str = "data", workers: int = 1, sample_bytes: int = 100, **options: Any) -> Index:
+        kind = "files" if options.get("documents") else "stream"
+        source = Source.open([str(tmp_path / "books")], None, tmp_path / name / ".download", kind)
+        sizes = {"sample_bytes": sample_bytes, "shard_bytes": 300}
+        given = {"split": "80,10,10", **options}
+        prepare("text", source, tmp_path / name, options=given, **sizes, command="a test", workers=workers)
+        return Index.load(tmp_path / name)
+
+    return make
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in (".lock", ".progress.json")}
+
+
+def tokens(index: Index, split: str) -> list[int]:
+    stream = EvaluationStream(index, split)
+    return [int(token) for token in stream.read(0, stream.tokens).tolist()]
+
+
+def test_each_file_is_a_document_with_a_separator_in_the_split_of_its_first_byte(make: Make, books: list[str]) -> None:
+    index = make(documents=True)
+    total = sum(map(len, books))
+    start = 0
+    want: dict[str, bytes] = {"train": b"", "validation": b"", "test": b""}
+    words = dict.fromkeys(want, 0)
+    for text in books:
+        split = "train" if start < total * 0.8 else "validation" if start < total * 0.9 else "test"
+        want[split] += text.encode() + b"\0"
+        words[split] += len(text.split())
+        start += len(text)
+    for split, content in want.items():
+        assert bytes(tokens(index, split)) == content
+        entry = index.split(split)
+        assert (entry.raw_bytes, entry.words) == (len(content) - content.count(b"\0"), words[split])
+    assert index.file.settings["documents"] is True and len(index.file.source["layout"]) == 64
+
+
+def test_tokens_of_two_bytes(make: Make, books: list[str], tmp_path: Path) -> None:
+    index = make(tokenizer=str(tmp_path / "words.txt"), sample_bytes=101)
+    text = "".join(books)
+    border = int(len(text) * 0.8)
+    want = [VOCABULARY.index(word) for line in text[:border].split("\n")[:-1] for word in [*line.split(), "<eos>"]]
+    found = tokens(index, "train")
+    assert found[: len(want)] == want and len(found) - len(want) < 10  # the line that the border cuts
+    assert index.split("train").raw_bytes == border
+    assert {shard.width for split in index.file.splits.values() for shard in split.shards} == {2}
+    assert index.file.settings["sample_bytes"] == 100  # whole tokens
+    assert index.file.tokenizer.name == "words"
+    assert (index.directory / "tokenizer.txt").read_bytes() == (tmp_path / "words.txt").read_bytes()
+    assert "tokenizer" not in index.file.settings
+
+    (tmp_path / "words.txt").rename(tmp_path / "moved.txt")
+    make(tokenizer=str(tmp_path / "moved.txt"), sample_bytes=101)  # the same tokenizer by another name
+    (tmp_path / "moved.txt").write_text("\n".join(VOCABULARY[::-1]) + "\n")
+    before = files(index.directory)
+    with pytest.raises(DataError, match=r"prepared with another tokenizer sha256 \w+ \(now \w+\)\. Choose another"):
+        make(tokenizer=str(tmp_path / "moved.txt"), sample_bytes=101)
+    with pytest.raises(DataError, match=r"prepared with another tokenizer words \(now bytes\)"):
+        make(sample_bytes=101)
+    assert files(index.directory) == before
+
+
+def test_any_number_of_workers_writes_the_same_bytes(make: Make, books: list[str], tmp_path: Path) -> None:
+    options = {"documents": True, "split": "100,0,0"}
+    assert files(make("one", **options).directory) == files(make("two", workers=2, **options).directory)
+
+
+@pytest.mark.parametrize("crash_at", [1, 2, 3, 4, 7, 12, 25, 26])
+def test_finished_shards_are_not_encoded_again(
+    make: Make, books: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
+) -> None:
+    encoded: list[bytes] = []
+    encode = TextEncoder.encode
+
+    def counting(encoder: TextEncoder, piece: bytes) -> Encoded:
+        encoded.append(piece)
+        return encode(encoder, piece)
+
+    monkeypatch.setattr(TextEncoder, "encode", counting)
+    want = files(make("whole", documents=True).directory)
+    assert encoded == [text.encode() for text in books]
+
+    replace, calls = os.replace, iter(range(1, 1000))
+
+    def crashing(source: Path, target: Path) -> None:
+        if next(calls) == crash_at:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", crashing)
+    with pytest.raises(KeyboardInterrupt):
+        make(documents=True)
+    monkeypatch.setattr(os, "replace", replace)
+    encoded.clear()
+    assert files(make(documents=True).directory) == want
+    finished = max(0, crash_at - 2) // 2  # replaces: progress, then shard and progress in turn
+    kept = json.loads(want["index.json"])["splits"]
+    sizes = [shard["tokens"] for split in kept.values() for shard in split["shards"]][:finished]
+    starts = np.cumsum([0, *(len(text) + 1 for text in books)])
+    assert encoded == [text.encode() for text, stop in zip(books, starts[1:], strict=True) if stop > sum(sizes)]
+
+
+def test_a_damaged_shard_among_finished_ones(make: Make, books: list[str], tmp_path: Path) -> None:
+    want = files(make(documents=True).directory)
+    (tmp_path / "data" / "train-000001.tar").write_bytes(b"damaged")
+    assert files(make(documents=True).directory) == want
+
+
+def test_a_file_that_moved_to_another_document_is_another_source(make: Make, books: list[str], tmp_path: Path) -> None:
+    index = make(documents=True)
+    first, second = tmp_path / "books" / "00.txt", tmp_path / "books" / "01.txt"
+    text = first.read_text() + second.read_text()
+    first.write_text(text[:5])
+    second.write_text(text[5:])
+    with pytest.raises(DataError, match="prepared with another source layout"):
+        make(documents=True)
+    shutil.rmtree(index.directory)
+    make(documents=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (b"good\n\xff\xfe", {"documents": True}, r"books/07\.txt: byte 5 is not UTF-8\. Convert it"),
+        (b"good \xc3", {"tokenizer": "WORDS"}, r"books/07\.txt: byte 5 is not UTF-8"),
+        (b"a\0b", {"documents": True}, r"books/07\.txt: byte 1 is 0, which stands between documents"),
+        (
+            b"",
+            {"documents": True, "tokenizer": "WORDS"},
+            r'--tokenizer: .*words\.txt" has no token that ends a document',
+        ),
+        (b"", {"tokenizer": "nowhere.model"}, r"nowhere\.model"),
+        (b"", {"documents": True, "split": "99.9,0.05,0.05"}, r"40 documents are too few to give validation any"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_and_nothing_is_written(
+    make: Make, books: list[str], tmp_path: Path, content: bytes, options: dict[str, Any], message: str
+) -> None:
+    if content:
+        (tmp_path / "books" / "07.txt").write_bytes(content)
+    given = {key: str(tmp_path / "words.txt") if value == "WORDS" else value for key, value in options.items()}
+    with pytest.raises((DataError, ConfigError), match=message) as caught:
+        make(**given)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "data").exists()
+
+
+def test_bytes_take_any_stream(make: Make, books: list[str], tmp_path: Path) -> None:
+    (tmp_path / "books" / "07.txt").write_bytes(b"\xff\0\xfe")
+    index = make(split="100,0,0")
+    raw = b"".join(path.read_bytes() for path in sorted((tmp_path / "books").iterdir()))
+    assert bytes(tokens(index, "train")) == raw

@@ -1,0 +1,100 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megasparse.data import workers as workers_module
+from megasparse.data.workers import Workers
+from megasparse.errors import ConfigError, DataError
+from tests.helpers.encoders import Doubling
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_results_come_in_order_and_errors_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_module, "BATCH_BYTES", 1000)
+    draw = random.Random(0)
+    pieces = [draw.randbytes(draw.choice([0, 1, 10, 2000])) for _ in range(300)]
+    with Workers(Doubling(), 1) as here:
+        want = [(one.tokens.tolist(), one.raw_bytes, one.words) for one in here.encode(pieces)]
+        with pytest.raises(DataError, match=r"book\.txt: byte 3 is strange\. Mend it"):
+            list(here.encode([b"refuse"]))
+    taken = 0
+
+    def counted() -> Iterator[bytes]:
+        nonlocal taken
+        for piece in pieces:
+            taken += 1
+            yield piece
+
+    with Workers(Doubling(), 2) as two:
+        found = []
+        for one in two.encode(counted()):
+            found.append((one.tokens.tolist(), one.raw_bytes, one.words))
+            assert sum(map(len, pieces[len(found) : taken])) <= 5 * 1000 + 5 * 2000  # 4 tasks, and what begins the next
+        assert found == want
+        before = iter(two.encode([b"a", *[b"x" * 1000] * 5, b"refuse", b"b"]))
+        assert [next(before).raw_bytes for _ in range(5)] == [1, *[1000] * 4]
+        with pytest.raises(DataError, match=r"^book\.txt: byte 3 is strange\. Mend it$") as caught:
+            list(before)
+        assert caught.value.path == "book.txt"
+        assert len(list(two.encode(pieces))) == 300
+        with pytest.raises(ConfigError, match=r"--workers: a worker process was killed\. Run the command again"):
+            list(two.encode([b"die"]))
+
+
+RUNS = """
+import multiprocessing, threading, time
+from megasparse.data.workers import Workers
+from tests.helpers.encoders import Doubling
+if __name__ == "__main__":
+    def tell():
+        while len(multiprocessing.active_children()) < 2:
+            time.sleep(0.05)
+        time.sleep(1)
+        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    threading.Thread(target=tell, daemon=True).start()
+    with Workers(Doubling(), 2) as workers:
+        list(workers.encode(b"x" * 1_000_000 for _ in range(1_000_000)))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_stays(tmp_path: Path, how: signal.Signals) -> None:
+    """Ctrl-C reaches every process of the terminal's group; a kill only the one."""
+    (tmp_path / "script.py").write_text(RUNS)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    workers = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(workers) == 2 and all(map(alive, workers))
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)
+    else:
+        process.kill()
+    stderr = process.stderr.read()
+    assert process.wait(20) != 0
+    stop = time.monotonic() + 20
+    while any(map(alive, workers)) and time.monotonic() < stop:
+        time.sleep(0.05)
+    assert not any(map(alive, workers))
+    assert stderr.count("Traceback") == (how == signal.SIGINT)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False

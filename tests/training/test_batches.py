@@ -1,0 +1,165 @@
+"""The folders of a run: checked against its configuration, and what identifies them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megasparse.config.schema import Config
+from megasparse.data.index import Index
+from megasparse.data.tokenizers.byte import ByteTokenizer, PixelTokenizer
+from megasparse.errors import ConfigError, DataError
+from megasparse.training.batches import open_data, open_folder, training_batches
+from megasparse.training.ranks import Ranks
+from tests.data.damages import edit
+from tests.data.folders import ramp, write_folder
+from tests.helpers.tiny import tiny_config
+
+
+def config_of(folder: Path, model: dict[str, Any] | None = None, **data: Any) -> Config:
+    given = {"path": str(folder), "sequence_length": 30, **data}
+    return tiny_config("runs/none", model={"vocabulary": 256, **(model or {})}, data=given)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, Path]:
+    """Three with nothing in common."""
+    return {name: write_folder(tmp_path / name, [ramp(300, 60 * i) % 256]) for i, name in enumerate("abc")}
+
+
+def mixture(folders: dict[str, Path], **weights: float) -> dict[str, float]:
+    return {str(folders[name]): weight for name, weight in weights.items()}
+
+
+def test_without_a_mixture_it_is_the_folder_of_data_path(folders: dict[str, Path]) -> None:
+    data = open_data(config_of(folders["a"]))
+    assert data.mixture == [(data.evaluation, 1.0)]
+    assert data.evaluation.directory == folders["a"]
+    assert data.fingerprint == Index.load(folders["a"]).fingerprint
+    assert data.tokenizer.name == "bytes"
+
+
+def test_a_mixture_is_trained_on_and_data_path_evaluated(folders: dict[str, Path]) -> None:
+    data = open_data(config_of(folders["c"], mixture=mixture(folders, a=0.7, b=0.3)))
+    assert data.evaluation.directory == folders["c"]
+    assert {(index.directory, weight) for index, weight in data.mixture} == {(folders["a"], 0.7), (folders["b"], 0.3)}
+
+
+def fingerprint(folders: dict[str, Path], **weights: float) -> str:
+    return open_data(config_of(folders["c"], mixture=mixture(folders, **weights))).fingerprint
+
+
+def test_the_fingerprint_of_a_mixture_is_of_contents_and_weights(folders: dict[str, Path]) -> None:
+    one = fingerprint(folders, a=2, b=1)
+    assert fingerprint(folders, b=1, a=2) == one, "not the order they are written in"
+    others = [fingerprint(folders, **w) for w in ({"a": 1, "b": 2}, {"a": 2, "b": 1, "c": 1}, {"a": 2, "c": 1})]
+    assert len({one, *others}) == 4
+    assert fingerprint(folders, a=5) == Index.load(folders["a"]).fingerprint, "a single one has no weight"
+    moved = {name: folder.rename(folder.with_name(f"z{'cba'.index(name)}")) for name, folder in folders.items()}
+    assert fingerprint(moved, a=2, b=1) == one, "not their paths"
+
+
+def test_what_is_trained_on_does_not_depend_on_paths_or_their_order(folders: dict[str, Path]) -> None:
+    def first_steps(where: dict[str, Path], **weights: float) -> list[list[int]]:
+        config = config_of(where["c"], mixture=mixture(where, **weights))
+        with training_batches(config, open_data(config), Ranks(), 0, lambda: False) as steps:
+            return [batch.tokens.flatten().tolist() for _ in range(6) for batch in next(steps).micro_batches]
+
+    want = first_steps(folders, a=2, b=1)
+    assert first_steps(folders, b=1, a=2) == want
+    moved = {name: folder.rename(folder.with_name(f"z{'cba'.index(name)}")) for name, folder in folders.items()}
+    assert first_steps(moved, a=2, b=1) == want
+
+
+@pytest.mark.parametrize("where", ["path", "mixture"])
+def test_each_folder_is_checked(folders: dict[str, Path], where: str) -> None:
+    """Of another tokenizer, and of records: named, wherever it stands."""
+
+    def refused(kind: type[Exception], problem: str) -> None:
+        config = config_of(folders["a"], mixture=mixture(folders, b=1, c=2))
+        if where == "path":
+            config = config_of(folders["c"], mixture=mixture(folders, a=1, b=2))
+        with pytest.raises(kind, match=problem) as told:
+            open_data(config)
+        assert "\n" not in str(told.value)
+
+    index = Index.load(folders["c"])
+    edit(index, lambda content: content["tokenizer"].update(name="words", sha256="1" * 64))
+    refused(ConfigError, r'data\.tokenizer: "bytes" .* in .*/c were made with "words" \(sha256 111111111111…\)\. Set')
+    edit(index, lambda content: content["tokenizer"].update(name="bytes", sha256=ByteTokenizer.sha256))
+    edit(index, lambda content: content["settings"].update(record=100))
+    refused(ConfigError, r"data\.sequence_length: 30 tokens, but each record .*/c has 100\. Set it to 100")
+    (folders["c"] / "train-000000.tar").unlink()
+    refused(DataError, r"c/train-000000\.tar: this shard cannot be read")
+    (folders["c"] / "index.json").unlink()
+    refused(DataError, r"/c: there is no data here")
+
+
+def test_a_tolerant_run_leaves_missing_shards_to_its_reader(folders: dict[str, Path]) -> None:
+    (folders["b"] / "train-000000.tar").unlink()
+    open_data(config_of(folders["a"], mixture=mixture(folders, a=1, b=1), max_damaged=0.5))
+
+
+@pytest.mark.parametrize(
+    ("width", "record", "model", "problem"),
+    [
+        (1, None, {"vocabulary": 256}, None),
+        (1, 30, {"vocabulary": 256}, None),  # duplication: records of bytes alone
+        (2, 30, {"vocabulary": 259, "padding_token": 257}, r"model\.vocabulary: 259 .* up to 259\. Set it to 260"),
+        (2, 30, {"vocabulary": 260}, r"model\.padding_token: null, but the padding in .* is 257\. Set it to 257"),
+        (2, 30, {"vocabulary": 264, "padding_token": 256}, r"model\.padding_token: 256, .* is 257\. Set it to 257"),
+        (2, 30, {"vocabulary": 260, "padding_token": 257}, None),
+        (2, None, {"vocabulary": 256}, None),
+    ],
+)
+def test_a_model_has_room_for_the_tokens_of_padded_records_and_knows_their_padding(
+    tmp_path: Path, width: int, record: int | None, model: dict[str, Any], problem: str | None
+) -> None:
+    folder = write_folder(tmp_path / "data", [ramp(300, 0) % 256], width=width, record=record)
+    config = config_of(folder, model)
+    if problem is None:
+        assert open_folder(folder, config, ByteTokenizer()).record == record
+        return
+    with pytest.raises(ConfigError, match=problem) as told:
+        open_folder(folder, config, ByteTokenizer())
+    assert "\n" not in str(told.value)
+
+
+def test_the_target_begins_where_the_shards_say(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "data", [ramp(300, 0) % 256], width=2, record=30, source_length=20)
+
+    def opened(length: int) -> None:
+        source = {"length": length, "layers": 1}
+        model = {"kind": "encoder_decoder", "vocabulary": 260, "padding_token": 257, "source": source}
+        open_folder(folder, config_of(folder, model), ByteTokenizer())
+
+    opened(20)
+    with pytest.raises(ConfigError, match=r"model\.source\.length: 10 tokens, .*data the source has 20\. Set it to 20"):
+        opened(10)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
+    class Larger(ByteTokenizer):
+        vocabulary = 30_000
+
+    folder = write_folder(tmp_path / "data", [np.arange(300)], width=2)
+    with pytest.raises(ConfigError, match=r"model\.vocabulary: 256 .*data go up to 29999\. Set it to 30000 or more"):
+        open_folder(folder, config_of(folder), Larger())
+    open_folder(folder, config_of(folder, {"vocabulary": 30_000}), Larger())
+
+
+def test_pixels_are_no_bytes(folders: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r'data\.tokenizer: "pixels" .* were made with "bytes"'):
+        open_folder(folders["a"], config_of(folders["a"]), PixelTokenizer())
+
+
+def test_weights_are_positive_numbers() -> None:
+    for weight in (0, -1.0):
+        with pytest.raises(ValueError, match=r"greater than 0"):
+            config_of(Path("a"), mixture={"b": weight})
+    assert json.loads(config_of(Path("a"), mixture={"b": 2, "c": 0.5}).model_dump_json())["data"]["mixture"] == {
+        "b": 2.0,
+        "c": 0.5,
+    }
