@@ -1,4 +1,5 @@
-"""Held-out bits/dim and accuracy of a trained decoder; an encoder's loss and accuracy on masked tokens.
+"""Held-out bits/dim, perplexities and accuracy of a trained decoder; an encoder's loss and accuracy on masked tokens,
+an encoder-decoder's on its targets.
 
     python launch/evaluate.py --checkpoint runs/quickstart --data data/quickstart --json runs/quickstart/test.json
     python launch/evaluate.py --checkpoint runs/quickstart --data data/quickstart --stride 1024 --rounds 8
@@ -9,17 +10,21 @@ Scores every symbol of the split once (or the first --limit windows), and writes
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from megasparse.config.command_line import checkpoint_parser
-from megasparse.config.pattern import evaluation_rounds
-from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import report_user_errors
-from megasparse.evaluation import bits_per_dim, masked_tokens
-from megasparse.evaluation.bits_per_dim import Protocol, refuse_leaks
+from megasparse.evaluation import code_length, masked_tokens, target_tokens
+from megasparse.evaluation.bits_per_dim import refuse_leaks
+from megasparse.evaluation.protocol import protocol_of
 from megasparse.evaluation.restore import restore
-from megasparse.model.decoder import Decoder
+from megasparse.model.decoder import Causal
+from megasparse.model.encoder import Encoder
+from megasparse.training.batches import open_folder
+
+MEASURES: dict[str, Any] = {"decoder": code_length, "encoder": masked_tokens, "encoder_decoder": target_tokens}
 
 
 def arguments() -> argparse.Namespace:
@@ -49,25 +54,14 @@ def positive(text: str) -> int:
 def main() -> None:
     args = arguments()
     model, config, checkpoint, device = restore(args.checkpoint, args.set)
-    if isinstance(model, Decoder) and not args.allow_leaking_attention:
+    if isinstance(model, Causal) and not args.allow_leaking_attention:
         refuse_leaks(model.leaks)
-    index = Index.load(args.data or config.data.path)
-    index.require_tokenizer(build_tokenizer(config.data.tokenizer))
-    protocol = Protocol(
-        split=args.split,
-        sequence_length=config.data.sequence_length,
-        stride=args.stride or config.data.sequence_length,
-        score_from=config.model.score_from,
-        rounds=args.rounds,
-        configured_rounds=evaluation_rounds(config.model),
-        seeds=[config.run.seed + i for i in range(args.hash_seeds)],
-        precision=config.training.precision,
-        checkpoint=str(checkpoint.path),
-        checkpoint_step=checkpoint.step,
-        data_fingerprint=index.fingerprint,
-        trained_on_fingerprint=checkpoint.manifest["data_fingerprint"],
-    )
-    measure = bits_per_dim if isinstance(model, Decoder) else masked_tokens
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    index = open_folder(args.data or config.data.path, config, tokenizer)
+    if isinstance(model, Encoder) and config.model.masking.whole_words:
+        model.set_word_starts(tokenizer.word_starts())
+    protocol = protocol_of(config, checkpoint, index, tokenizer, args.split, args.stride, args.rounds, args.hash_seeds)
+    measure = MEASURES[config.model.kind]
     result = measure.evaluate(model, EvaluationStream(index, args.split), protocol, args.batch, args.limit, device)
     print(measure.summary(result))
     if args.json:

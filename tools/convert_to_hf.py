@@ -7,8 +7,8 @@
 
 `megasparse`, the default, is any model of ours: its folder holds the code, and AutoModelForCausalLM or
 AutoModelForMaskedLM, AutoModelForSequenceClassification and pipeline() load it with trust_remote_code=True where only
-torch and transformers are installed. `reformer` and `yoso` are transformers' own architectures, for the models that
-they can express.
+torch and transformers are installed. `bert`, `reformer` and `yoso` are transformers' own architectures, for the models
+that they can express. The tokenizer goes along.
 
 The written model is run beside ours on the same text, and OUTPUT appears only where their outputs agree to 1e-4.
 """

@@ -90,6 +90,10 @@ class BandCache:
         numbers = (torch.zeros(*shape, *size, dtype=torch.int64, device=like.device) for size in sizes)
         return BandCache(KeyValueCache.empty(batch, place, capacity, like), *numbers)
 
+    def select(self, rows: Tensor) -> None:
+        self.tokens.select(rows)
+        self.codes, self.rank, self.last, self.size = (x[rows] for x in (self.codes, self.rank, self.last, self.size))
+
     def fill(self, heads: Heads, query_codes: Tensor, key_codes: Tensor | None) -> None:
         """Takes a whole prompt into an empty cache. Codes as in `band_attention`."""
         codes = (query_codes if key_codes is None else key_codes).to(torch.int64)

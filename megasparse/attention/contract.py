@@ -125,7 +125,10 @@ class Attention(nn.Module, ABC):
         """
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> Any:
-        """An empty decoding cache for `batch` sequences, on the device and in the dtype of `like`; causal ones only."""
+        """An empty decoding cache for `batch` sequences, on the device and in the dtype of `like`; causal ones only.
+
+        Its `select(rows)` makes it that of the sequences `rows`, (n,) int64 indices into the batch, repeats allowed.
+        """
         raise NotImplementedError
 
     def fill_cache(self, x: Tensor, heads: Heads, cache: Any, context: AttentionContext) -> None:

@@ -30,6 +30,9 @@ class KeyValueCache:
         self.k[:, :, first : first + k.shape[2]] = k
         self.v[:, :, first : first + v.shape[2]] = v
 
+    def select(self, rows: Tensor) -> None:
+        self.k, self.v = self.k[rows], self.v[rows]
+
 
 class FullAttention(Attention):
     """softmax(qkᵀ/√D)v; with shared QK softmax(q·k̂ᵀ)v, k̂ = q/|q|, a token seeing itself only when it sees nothing

@@ -28,7 +28,7 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
         head_dim=head_dim(model),
         d_model=model.d_model,
         max_length=model.max_length,
-        causal=model.kind == "decoder",
+        causal=model.kind != "encoder",
         layers=layers_with(model, kind),
         vocabulary=model.vocabulary,
     )
@@ -56,16 +56,16 @@ class AttentionLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.heads, self.head_dim = config.heads, head_dim(config)
-        self.causal, self.rotary = config.kind == "decoder", config.positions.kind == "rotary"
+        self.causal, self.rotary = config.kind != "encoder", config.positions.kind == "rotary"
         self.split = heads_of_layer(config, layer)
         built = {kind: build_mechanism(kind, config, heads) for kind, heads in self.split.items()}
         self.mechanisms = nn.ModuleDict(built)
         biased = config.style == "bert"
         keyed = sum(heads for kind, heads in self.split.items() if not built[kind].shared_qk)
-        self.query = _projection(config.d_model, self.heads * self.head_dim, biased)
-        self.key = _projection(config.d_model, keyed * self.head_dim, biased) if keyed else None
-        self.value = _projection(config.d_model, self.heads * self.head_dim, biased)
-        self.output = _projection(self.heads * self.head_dim, config.d_model, biased)
+        self.query = projection(config.d_model, self.heads * self.head_dim, biased)
+        self.key = projection(config.d_model, keyed * self.head_dim, biased) if keyed else None
+        self.value = projection(config.d_model, self.heads * self.head_dim, biased)
+        self.output = projection(self.heads * self.head_dim, config.d_model, biased)
 
     def forward(self, x: Tensor, context: AttentionContext, padding: Padding, cache: Any = None) -> AttentionOutput:
         """x: (B, L, E). Returns the layer's output (B, L, E), the sum of the mechanisms' auxiliary losses, and their
@@ -102,19 +102,15 @@ class AttentionLayer(nn.Module):
         self, x: Tensor, first_position: int, padding: Padding, context: AttentionContext
     ) -> Iterator[tuple[str, Heads, AttentionContext]]:
         """Each mechanism's share of the heads, and its context."""
-        q, v = self._split(self.query(x)), self._split(self.value(x))
-        k = q[:, :0] if self.key is None else self._split(self.key(x))
+        q, v = (split_heads(part(x), self.head_dim) for part in (self.query, self.value))
+        k = q[:, :0] if self.key is None else split_heads(self.key(x), self.head_dim)
         if self.rotary:
             q, k = rotate(q, first_position), rotate(k, first_position)
         mechanisms = {kind: self.mechanism(kind) for kind in self.split}
         yield from shares(mechanisms, self.split, (q, k, v), padding, self.causal, context, first_position)
 
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, L, D)
-
     def _merge(self, outs: list[Tensor]) -> Tensor:
-        x = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-        return self.output(x.transpose(1, 2).flatten(-2))  # (B, L, E)
+        return self.output(merge_heads(outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)))
 
 
 def shares(
@@ -150,7 +146,17 @@ def shares(
         first += heads
 
 
-def _projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """(B, L, H·D) to (B, H, L, D)."""
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B, H, L, D) to (B, L, H·D)."""
+    return x.transpose(1, 2).flatten(-2)
+
+
+def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
     """Without torch's own initialisation, which would draw from the global generator; a bias is 0."""
     linear = skip_init(nn.Linear, width_in, width_out, bias=biased)
     if biased:

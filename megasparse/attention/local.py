@@ -42,6 +42,9 @@ class LocalCache:
     tokens: KeyValueCache
     relative: tuple[Tensor, Tensor, Tensor] | None
 
+    def select(self, rows: Tensor) -> None:
+        self.tokens.select(rows)
+
 
 class LocalAttention(Attention):
     """softmax(qkᵀ/√D)v inside ⌊i/C⌋ − 1 <= ⌊j/C⌋ <= ⌊i/C⌋, as in the published enwik8-64K configuration of Reformer; in

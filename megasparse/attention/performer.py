@@ -19,6 +19,10 @@ class PerformerCache:
     state: State | None = None
     projection: Tensor | None = None
 
+    def select(self, rows: Tensor) -> None:
+        if self.state is not None:
+            self.state = State(self.state.total[rows], self.state.level[rows])
+
 
 class PerformerAttention(Attention):
     """Softmax attention whose exp(q·k/√D) is the product of positive random features of q and k: time linear in length.

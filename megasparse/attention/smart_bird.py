@@ -28,6 +28,10 @@ class SketchCache:
     heads: KeyValueCache
     sketch: Tensor
 
+    def select(self, rows: Tensor) -> None:
+        self.heads.select(rows)
+        self.sketch = self.sketch[rows]
+
 
 class SmartBirdAttention(Attention):
     """Each head attends to K keys a query: in training those of the highest s_ij ~ U(0, p_ij), p_ij = (1/log α_ij)²,

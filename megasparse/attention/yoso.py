@@ -28,6 +28,13 @@ class YOSOCache:
     tokens: KeyValueCache | None
     recent: Tensor
 
+    def select(self, rows: Tensor) -> None:
+        self.recent = self.recent[rows]
+        if self.tables is not None:
+            self.tables = self.tables[rows]
+        if self.tokens is not None:
+            self.tokens.select(rows)
+
 
 class YOSOAttention(Attention):
     """N-YOSO: out = y/|y|, y_i = Σ_j B_ij v_j, B_ij the share of m hashes in which q_i and k_j have the same τ sign

@@ -35,6 +35,9 @@ def check_model(model: ModelConfig) -> None:
         _check_stack(model)
         return
     _check_stack(decoder_part(model))
+    if model.source.cross_attention == "lsh":
+        longest = max(model.max_length, model.source.length)
+        _check_lsh(model.attention.lsh, model.model_copy(update={"max_length": longest}))
     try:
         _check_stack(encoder_part(model))
     except ConfigError as error:  # the encoder's keys are those of model.source
@@ -186,6 +189,12 @@ def _check_source(model: ModelConfig) -> None:
         for key, value in (("score_from", model.score_from), ("document_separator", model.document_separator)):
             if value:
                 raise ConfigError(f"model.{key}", f'{value} does not go with kind "encoder_decoder"', "Leave it out")
+        if "smart_bird" in kinds(encoder_part(model)):
+            raise ConfigError(
+                "model.source.attention.pattern",
+                '"smart_bird" learns its choice from tokens to tell, and the encoder has none',
+                "Choose another mechanism for the source",
+            )
 
 
 BIDIRECTIONAL_ONLY = {

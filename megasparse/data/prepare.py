@@ -1,8 +1,11 @@
 """Cut a corpus into samples and write them as webdataset shards with an index.json.
 
+    documents -> pieces (corpora/) -> tokens (workers.py, token_stream.py) -> samples -> shards
+
 A shard appears under its name only when it is whole, index.json after the last of them. `.progress.json` lists the
-shards finished so far: run again, the preparation verifies and keeps those and writes the others, which come out the
-same byte for byte. A folder that was begun from another source, or with other settings, is refused.
+shards finished so far and the place where each ended: run again, the preparation verifies and keeps those, and goes on
+behind them; the others come out the same byte for byte, whatever the number of workers. A folder that was begun from
+another source, tokenizer or other settings is refused.
 """
 
 import fcntl
@@ -11,27 +14,32 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from pydantic import Field
 from tqdm import tqdm
 from webdataset.writer import TarWriter
 
 from megasparse.data.corpora import CORPORA
-from megasparse.data.corpora.source import ByteStream, Source
+from megasparse.data.corpora.source import Document, Source
+from megasparse.data.encoding import Encoder
 from megasparse.data.files import file_sha256, partial_name, replacing
 from megasparse.data.index_file import INDEX_FILE, MOST_SAMPLES, IndexFile, Shard, Split, TokenizerEntry, parse
 from megasparse.data.members import verify_shard
-from megasparse.data.tokenizers.byte import ByteTokenizer
+from megasparse.data.token_stream import Place, TokenStream
+from megasparse.data.workers import Workers
 from megasparse.errors import DataError
 
 PROGRESS_FILE = ".progress.json"
+Splits = Iterable[tuple[str, Iterable[Document]]]
 
 
 class Progress(IndexFile):
     """The index of what is finished so far: there may be no split yet."""
 
     splits: dict[str, Split] = Field(default={})
+    ends: dict[str, Place] = Field(default={})
+    """Of shards, by file name: where the next one begins."""
 
 
 def prepare(
@@ -43,15 +51,41 @@ def prepare(
     sample_bytes: int,
     shard_bytes: int,
     command: str,
+    workers: int = 1,
 ) -> bool:
     """Write the shards and index.json of `corpus` to `output`. False when they were all there already.
 
-    `options` are the corpus' own. A sample has `sample_bytes` bytes, the last of a split what is left; a shard as
-    many samples as fit `shard_bytes`. Raises DataError when the source does not fit the corpus, the folder belongs to
-    another source, or the disk is full.
+    `options` are the corpus' own. A sample has `sample_bytes` bytes, less what does not make a whole token or record;
+    the last of a split what is left. A shard has as many samples as fit `shard_bytes`. Raises DataError when the source
+    does not fit the corpus, the folder belongs to another source, or the disk is full.
     """
-    plan = Progress(
-        tokenizer=TokenizerEntry(name=ByteTokenizer.name, sha256=ByteTokenizer.sha256),
+    module = CORPORA[corpus]
+    settings = {"sample_bytes": sample_bytes, "shard_bytes": shard_bytes, **options}
+    about: dict[str, Any] = getattr(module, "about", lambda *_: {})(source, settings)
+    streams = module.splits(source, settings)
+    encoder = module.encoder(settings)
+    plan = _plan(corpus, source, about, encoder, settings, command)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with _lock(output), Workers(encoder, workers) as pool:
+            return _write(plan, streams, encoder, pool, output)
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror or error}"
+        raise DataError(output, problem, "Mend that and run the command again: finished shards are kept") from None
+
+
+def _plan(
+    corpus: str, source: Source, about: dict[str, Any], encoder: Encoder, settings: dict[str, Any], command: str
+) -> Progress:
+    """What index.json will say, but for the splits. Options that were left alone stay unsaid, as in old folders."""
+    unit = encoder.width * (encoder.record or 1)
+    size = max(1, settings["sample_bytes"] // unit) * unit
+    stated = {key: value for key, value in settings.items() if not (value is None or value is False)}
+    stated.pop("tokenizer", None)
+    record = {"record": encoder.record} if encoder.record else {}
+    layout = {"layout": source.layout} if source.layout else {}
+    return Progress(
+        tokenizer=TokenizerEntry(name=encoder.name, sha256=encoder.sha256),
         corpus=corpus,
         command=command,
         source={
@@ -59,77 +93,111 @@ def prepare(
             "member": source.member,
             "bytes": source.total_bytes,
             "sha256": source.sha256,
+            **layout,
+            **about,
         },
-        settings={"sample_bytes": sample_bytes, "shard_bytes": shard_bytes, **options},
+        settings={**stated, "sample_bytes": size, **record},
     )
-    streams = CORPORA[corpus].splits(source, plan.settings)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with _lock(output):
-            return _write(plan, streams, output)
-    except OSError as error:
-        problem = f"cannot be written: {error.strerror or error}"
-        raise DataError(output, problem, "Mend that and run the command again: finished shards are kept") from None
 
 
-def _write(plan: Progress, streams: Iterable[tuple[str, Iterable[bytes]]], output: Path) -> bool:
-    finished = _finished(plan, output)
+def _write(plan: Progress, streams: Splits, encoder: Encoder, workers: Workers, output: Path) -> bool:
+    finished, ends = _finished(plan, output)
+    if encoder.file:
+        _copy(encoder.file, output / f"tokenizer{encoder.file.suffix}")
     complete = (output / INDEX_FILE).exists()
     if complete and all(_is_whole(output, shard) for shard in finished.values()):
         return False
-    sample_bytes, shard_bytes = plan.settings["sample_bytes"], plan.settings["shard_bytes"]
-    size = max(1, min(shard_bytes // sample_bytes, MOST_SAMPLES))
     splits: dict[str, Split] = {}
-    with tqdm(desc="writing shards", total=plan.source["bytes"], unit="B", unit_scale=True, disable=None) as bar:
-        for name, pieces in streams:
-            samples = _samples(pieces, sample_bytes, bar)
-            shards: list[Shard] = []
-            for number, shard_samples in enumerate(_groups(samples, size)):
-                file = f"{name}-{number:06d}.tar"
-                if file in finished and _is_whole(output, finished[file]):
-                    shards.append(finished[file])
-                else:
-                    shards.append(_write_shard(output / file, shard_samples))
+    with tqdm(
+        desc="writing shards", total=plan.source["bytes"] or None, unit="B", unit_scale=True, disable=None
+    ) as bar:
+        for name, documents in streams:
+            shards, start = _kept(name, finished, ends, output)
+            stream = TokenStream(_counted(documents, bar), encoder, workers, start)
+            for shard in _shards(name, len(shards), stream, plan, finished, output):
+                shards.append(shard)
+                ends[shard.file] = stream.place
                 splits[name] = _split(shards)
                 if not complete:
-                    _save(plan.model_copy(update={"splits": splits}), output / PROGRESS_FILE)
-    _save(plan.model_copy(update={"splits": splits}), output / INDEX_FILE)
+                    _save(plan.model_copy(update={"splits": splits, "ends": ends}), output / PROGRESS_FILE)
+            if not shards:
+                what = " ".join(plan.source["location"])
+                raise DataError(what, f"nothing of it is left for {name}", "Give more, or other settings")
+            totals = {"raw_bytes": stream.place.raw_bytes or None, "words": stream.place.words or None}
+            splits[name] = _split(shards).model_copy(update=totals)
+    entries = {name: getattr(plan, name) for name in IndexFile.model_fields}
+    _save(IndexFile(**{**entries, "splits": splits}), output / INDEX_FILE)
     (output / PROGRESS_FILE).unlink(missing_ok=True)
     return True
 
 
-def _samples(pieces: Iterable[bytes], size: int, bar: "tqdm[NoReturn]") -> Iterator[tuple[int, bytes]]:
-    """(number in the split, bytes) of each sample."""
-    stream = ByteStream(pieces)
-    number = 0
-    while sample := stream.read(size):
-        yield number, sample
-        bar.update(len(sample))
+def _kept(
+    name: str, finished: Mapping[str, Shard], ends: Mapping[str, Place], output: Path
+) -> tuple[list[Shard], Place]:
+    """The split's first shards as far as they are finished and whole, and the place behind them."""
+    shards: list[Shard] = []
+    start = Place()
+    while (file := _file(name, len(shards))) in ends and _is_whole(output, finished[file]):
+        shards.append(finished[file])
+        start = ends[file]
+    return shards, start
+
+
+def _file(split: str, number: int) -> str:
+    return f"{split}-{number:06d}.tar"
+
+
+def _counted(documents: Iterable[Document], bar: "tqdm[NoReturn]") -> Iterator[Document]:
+    """The documents; the bar counts the bytes of their pieces."""
+
+    def counted(document: Document) -> Iterator[bytes]:
+        for piece in document:
+            yield piece
+            bar.update(len(piece))
+
+    return map(counted, documents)
+
+
+def _shards(
+    name: str, number: int, stream: TokenStream, plan: Progress, finished: Mapping[str, Shard], output: Path
+) -> Iterator[Shard]:
+    """What is left of a split from shard `number` on: those that are missing or damaged are written."""
+    sample_bytes, shard_bytes = plan.settings["sample_bytes"], plan.settings["shard_bytes"]
+    size = max(1, min(shard_bytes // sample_bytes, MOST_SAMPLES))
+    while first := stream.read(sample_bytes):
+        rest = iter(lambda: stream.read(sample_bytes), b"")
+        samples = chain([first], islice(rest, size - 1))
+        file = _file(name, number)
+        if file in finished and _is_whole(output, finished[file]):
+            for _ in samples:
+                pass
+            yield finished[file]
+        else:
+            yield _write_shard(output / file, enumerate(samples, number * size), stream.width)
         number += 1
 
 
-def _groups(samples: Iterator[tuple[int, bytes]], size: int) -> Iterator[Iterator[tuple[int, bytes]]]:
-    """Up to `size` samples at a time, without holding them; what a group's user leaves of it is passed over."""
-    for first in samples:
-        group = chain([first], islice(samples, size - 1))
-        yield group
-        for _ in group:
-            pass
-
-
-def _write_shard(path: Path, samples: Iterable[tuple[int, bytes]]) -> Shard:
+def _write_shard(path: Path, samples: Iterable[tuple[int, bytes]], width: Literal[1, 2, 4]) -> Shard:
     """A tar file that depends on nothing but its samples: owner and time are fixed."""
     crc32: list[str] = []
-    tokens = 0
+    data_bytes = 0
     with replacing(path) as file:
         with TarWriter(file, user="megasparse", group="megasparse", mtime=0, encoder=False) as tar:
             for number, sample in samples:
                 tar.write({"__key__": f"{number:09d}", "bin": sample})
                 crc32.append(f"{zlib.crc32(sample):08x}")
-                tokens += len(sample)
+                data_bytes += len(sample)
         file.flush()
         size, sha256 = file.tell(), file_sha256(partial_name(path))
-    return Shard(file=path.name, samples=len(crc32), tokens=tokens, bytes=size, sha256=sha256, crc32="".join(crc32))
+    return Shard(
+        file=path.name,
+        samples=len(crc32),
+        tokens=data_bytes // width,
+        width=width,
+        bytes=size,
+        sha256=sha256,
+        crc32="".join(crc32),
+    )
 
 
 def _split(shards: list[Shard]) -> Split:
@@ -142,28 +210,41 @@ def _save(content: IndexFile, path: Path) -> None:
         file.write(content.model_dump_json(indent=2).encode() + b"\n")
 
 
-def _finished(plan: Progress, output: Path) -> dict[str, Shard]:
-    """The shards that an earlier run finished, by file name. Raises DataError when they are of something else."""
+def _copy(tokenizer: Path, copy: Path) -> None:
+    content = tokenizer.read_bytes()
+    if not copy.exists() or copy.read_bytes() != content:
+        with replacing(copy) as file:
+            file.write(content)
+
+
+def _finished(plan: Progress, output: Path) -> tuple[dict[str, Shard], dict[str, Place]]:
+    """The shards that an earlier run finished, and the places where they end as far as those are known, by file name.
+
+    Raises DataError when they are of something else.
+    """
     for name, kind in ((INDEX_FILE, IndexFile), (PROGRESS_FILE, Progress)):
         if (output / name).exists():
             earlier = parse(output / name, kind)
             _refuse_another(plan, earlier, output)
-            return {shard.file: shard for split in earlier.splits.values() for shard in split.shards}
+            shards = {shard.file: shard for split in earlier.splits.values() for shard in split.shards}
+            return shards, earlier.ends if isinstance(earlier, Progress) else {}
     stray = next(output.glob("*.tar"), None)
     if stray:
         problem = f"{stray.name} is here, but no {INDEX_FILE} says what it holds"
         raise DataError(output, problem, "Choose another --output, or delete what is here")
     _save(plan, output / PROGRESS_FILE)
-    return {}
+    return {}, {}
 
 
 def _refuse_another(plan: IndexFile, earlier: IndexFile, output: Path) -> None:
     def identity(file: IndexFile) -> dict[str, Any]:
-        source = {f"source {key}": file.source.get(key) for key in ("bytes", "sha256")}
-        return {"corpus": file.corpus, "tokenizer": file.tokenizer.name, **source, **file.settings}
+        tokenizer = {"tokenizer": file.tokenizer.name, "tokenizer sha256": file.tokenizer.sha256}
+        source = {f"source {key}": file.source.get(key) for key in ("bytes", "sha256", "layout")}
+        return {"corpus": file.corpus, **tokenizer, **source, **file.settings}
 
     old, new = identity(earlier), identity(plan)
-    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    unsaid = {"record"} - old.keys()  # in folders of earlier versions; what it follows from is compared
+    differing = [key for key in {**old, **new} if key not in unsaid and old.get(key) != new.get(key)]
     if differing:
         changes = ", ".join(f"{key} {old.get(key)} (now {new.get(key)})" for key in differing)
         problem = f"this folder was prepared with another {changes}"

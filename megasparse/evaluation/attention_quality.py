@@ -22,14 +22,16 @@ HEADS_SHOWN = 2
 
 
 def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[[], dict[str, float | str | Tensor]]:
-    """A function that measures the first tokens of `evaluation.split`; every rank calls it and has the same result.
+    """A function that measures the first tokens of `evaluation.split`, an encoder–decoder's first sequence, whose
+    encoder and decoder are taken together; every rank calls it and has the same result.
 
     For each kind of attention but full, mean over its layers and heads: quality/KIND/output_error, .../recall_top,
     .../utility, .../utility_bound and .../utility_floor, of LSH and LHA also .../bucket_ratio, .../bucket_size and
     .../bucket_largest (see `measure`), and of its first layer .../maps, a picture.
     """
     stream = EvaluationStream(index, config.evaluation.split)
-    length = min(WINDOW, config.data.sequence_length, stream.tokens)
+    longest = WINDOW if config.model.source is None else config.data.sequence_length
+    length = min(longest, config.data.sequence_length, stream.tokens)
     tokens = stream.read(0, length).unsqueeze(0).to(engine.ranks.device)
 
     @torch.no_grad()

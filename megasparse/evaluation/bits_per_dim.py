@@ -10,10 +10,9 @@ B batch, T window.
 
 import dataclasses
 import math
-import statistics
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megasparse.errors import ConfigError, UserError
+from megasparse.evaluation.protocol import Protocol
 from megasparse.ops.random import Draws
 
 Scorer = Callable[[Tensor, Draws, int], tuple[Tensor, Tensor, Tensor]]
@@ -171,35 +171,19 @@ def _batches(cut: list[Window], batch: int) -> Iterator[list[Window]]:
         yield group
 
 
-@dataclass(frozen=True)
-class Protocol:
-    """All that a score is to be read with."""
-
-    split: str
-    sequence_length: int
-    stride: int
-    score_from: int
-    """Tokens at the start of each window that are not scored; 0 for text."""
-    rounds: int | None
-    """Hash rounds (YOSO: hashes) asked for in place of the configured ones."""
-    configured_rounds: dict[str, int]
-    """Those of evaluation by the configuration, for each mechanism that has any."""
-    seeds: list[int]
-    """Of the draws, such as hash rotations: one pass over the split each."""
-    precision: str
-    checkpoint: str
-    checkpoint_step: int
-    data_fingerprint: str
-    trained_on_fingerprint: str
-
-
 def score_seeds(
-    model: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
+    model: Any,
+    stream: Stream,
+    protocol: Protocol,
+    batch: int,
+    limit: int | None,
+    device: torch.device | str,
+    scorer: Scorer | None = None,
 ) -> list[Score]:
-    """Score a split by a protocol, once for each of its seeds."""
+    """Score a split by a protocol, once for each of its seeds: the model's tokens, or what `scorer` tells."""
     return [
         score(
-            of_model(model),
+            scorer or of_model(model),
             stream,
             protocol.sequence_length,
             seed,
@@ -213,42 +197,6 @@ def score_seeds(
         )
         for seed in protocol.seeds
     ]
-
-
-def evaluate(
-    decoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
-) -> dict[str, Any]:
-    """Score a split by a protocol: {"bits_per_dim", "accuracy", "nats", "dims", "bytes", "standard_deviation",
-    "protocol"}.
-
-    accuracy: share of the dims that the model held to be the likeliest. Over several hash seeds it is a mean, nats and
-    bits/dim are means of code lengths (averaged probabilities would be an ensemble's), and the deviation is the sample
-    standard deviation of bits/dim. A dim is a byte, the only tokens there are so far. The protocol also names the
-    layers that are not strictly causal: the number is a code length only where there is none.
-    """
-    scores = score_seeds(decoder, stream, protocol, batch, limit, device)
-    values = [each.bits_per_dim for each in scores]
-    nats, correct = (math.fsum(sums) / len(scores) for sums in zip(*((s.nats, s.correct) for s in scores), strict=True))
-    mean = Score(nats, correct, scores[0].dims)
-    own = {"leaks": decoder.leaks, "context_start": "learned start vector", "split_dims": stream.tokens}
-    return {
-        "bits_per_dim": mean.bits_per_dim,
-        "accuracy": mean.accuracy,
-        "nats": mean.nats,
-        "dims": mean.dims,
-        "bytes": mean.dims,
-        "standard_deviation": statistics.stdev(values) if len(values) > 1 else None,
-        "protocol": {**asdict(protocol), **own},
-    }
-
-
-def summary(result: dict[str, Any]) -> str:
-    """The line that launch/evaluate.py prints."""
-    protocol = result["protocol"]
-    found = f"{result['bits_per_dim']:.4f} bits/dim, accuracy {100 * result['accuracy']:.2f} %"
-    covered = f"{result['dims']:,} of {protocol['split_dims']:,} symbols of {protocol['split']}"
-    windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
-    return f"{found} ({covered}; {windows}; step {protocol['checkpoint_step']})"
 
 
 def refuse_leaks(leaks: list[str]) -> None:

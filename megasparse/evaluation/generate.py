@@ -1,34 +1,50 @@
-"""Text from a model, token by token, by cached decoding.
+"""Sequences from a model, token by token, by cached decoding.
 
-B batch (1 here), V vocabulary.
+B batch, n tokens of a prompt, V vocabulary.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasparse.errors import ConfigError
+from megasparse.ops.random import derive
 
 
-def check_request(prompt: int, tokens: int, max_length: int, temperature: float, top_p: float) -> None:
-    """Raise ConfigError unless `tokens` tokens fit behind a prompt of `prompt` tokens, and the sampling is possible."""
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: see `sample`. seed: row 0 draws by the seed itself, every other one by (seed, row)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot be."""
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(
+                "--temperature", f"{self.temperature} is not a number >= 0", "0 takes the likeliest token, 1 samples"
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError("--top-p", f"{self.top_p} is not in (0, 1]", "1 samples from all tokens")
+
+    def generator(self, row: int) -> torch.Generator:
+        return torch.Generator().manual_seed(derive(self.seed, "sampled row", row) >> 1 if row else self.seed)
+
+
+def check_length(prompt: int, tokens: int, max_length: int) -> None:
+    """Raise ConfigError unless `tokens` tokens fit behind a prompt of `prompt` tokens."""
     if tokens < 0:
         raise ConfigError("--tokens", f"{tokens} is negative", "Ask for 1 or more")
     if prompt + tokens > max_length:
         mend = f"Ask for {max(0, max_length - prompt)} or fewer, or shorten the prompt"
         problem = f"{prompt} tokens of prompt and {tokens} more do not fit model.max_length = {max_length}"
         raise ConfigError("--tokens", problem, mend)
-    if not 0.0 <= temperature < float("inf"):
-        raise ConfigError(
-            "--temperature", f"{temperature} is not a number >= 0", "0 takes the likeliest token, 1 samples"
-        )
-    if not 0.0 < top_p <= 1.0:
-        raise ConfigError("--top-p", f"{top_p} is not in (0, 1]", "1 samples from all tokens")
 
 
-@torch.no_grad()
 def generate(
     model: Any,
     prompt: Tensor,
@@ -39,22 +55,63 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     vocabulary: int | None = None,
+    end: int | None = None,
 ) -> Iterator[int]:
-    """Yield `tokens` token ids that continue `prompt` (n,) int64, which stands on the model's device.
+    """Yield `tokens` token ids that continue `prompt` (n,) int64, or those before `end`. See `continuations`."""
+    sampling = Sampling(temperature, top_p, seed)
+    told = continuations(
+        model, prompt[None], tokens, hash_seed=hash_seed, sampling=sampling, vocabulary=vocabulary, end=end
+    )
+    for (token,) in told:
+        if token == end:
+            return
+        yield token
+
+
+@torch.no_grad()
+def continuations(
+    model: Any,
+    prompts: Tensor,
+    tokens: int,
+    *,
+    hash_seed: int,
+    sampling: Sampling = Sampling(),
+    first_row: int = 0,
+    vocabulary: int | None = None,
+    end: int | None = None,
+) -> Iterator[list[int]]:
+    """Yield `tokens` times the next token id of each of the prompts (B, n) int64, which stand on the model's device.
 
     model: has new_cache(batch, seed), and prefill((B, n) tokens, cache) and decode((B,) tokens, cache), which return
-    the next token's logits (B, V). hash_seed: of the rotations, the run's seed. seed: of the sampling. vocabulary: ids
-    from here on are never taken (a softmax wider than the tokenizer); None takes all.
+    the next token's logits (B, V). hash_seed: of the rotations, the run's seed. first_row: the first prompt's number
+    among all that are drawn with this seed; which other ones stand beside it changes nothing but rounding. vocabulary,
+    end: see `restricted`.
     """
-    generator = torch.Generator().manual_seed(seed)
-    cache = model.new_cache(1, hash_seed)
-    logits = model.prefill(prompt.unsqueeze(0), cache) if tokens else None
+    generators = [sampling.generator(first_row + row) for row in range(len(prompts))]
+    cache = model.new_cache(len(prompts), hash_seed)
+    logits = model.prefill(prompts, cache) if tokens else None
     for count in range(tokens):
         assert logits is not None
-        token = sample(logits[0, :vocabulary].float().cpu(), temperature, top_p, generator)
-        yield token
+        rows = restricted(logits.float().cpu(), vocabulary, end)
+        found = [
+            sample(row, sampling.temperature, sampling.top_p, generator)
+            for row, generator in zip(rows, generators, strict=True)
+        ]
+        yield found
         if count + 1 < tokens:
-            logits = model.decode(torch.tensor([token], device=prompt.device), cache)
+            logits = model.decode(torch.tensor(found, device=prompts.device), cache)
+
+
+def restricted(logits: Tensor, vocabulary: int | None, end: int | None) -> Tensor:
+    """Logits (B, V), −∞ for what is never told: ids from `vocabulary` on (a softmax wider than the tokenizer; None: all
+    may be told), but `end`.
+    """
+    if vocabulary is None:
+        return logits
+    hidden = torch.arange(logits.shape[1], device=logits.device) >= vocabulary
+    if end is not None:
+        hidden[end] = False
+    return logits.masked_fill(hidden, -torch.inf)
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

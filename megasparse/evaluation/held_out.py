@@ -1,4 +1,4 @@
-"""The evaluation inside training, every so many steps: held-out loss, a text sample, quality of the attention."""
+"""The evaluation inside training, every so many steps: held-out loss, a sample, quality of the attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +13,8 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.evaluation.attention_quality import attention_quality
 from megasparse.evaluation.bits_per_dim import of_engine, score
 from megasparse.evaluation.generate import generate
+from megasparse.evaluation.images import sampled_picture
+from megasparse.evaluation.pictures import image_shape
 from megasparse.training.engine import Engine
 from megasparse.training.watch import Watch, heed
 
@@ -30,10 +32,12 @@ def held_out(
     `logging.attention_quality_every` asks for it.
 
     It returns what is due at the step: all that `attention_quality` finds; of the evaluation "evaluation/loss" (nats a
-    token; an encoder's of a masked token) and "evaluation/accuracy", of a decoder also "evaluation/bits_per_dim" and,
-    where asked for, "evaluation/sample", a text written from nothing.
+    token; an encoder's of a masked token, an encoder–decoder's of a token of the target) and "evaluation/accuracy", of
+    a decoder also "evaluation/bits_per_dim", whose dim is a token, and, where asked for, "evaluation/sample", a text
+    or, of a model of pixels, an image (s, s, 3) uint8, told from nothing.
     Between its windows it heeds `watch`: then what is called raises StopWanted, on all ranks.
-    Raises DataError where the data has no split `evaluation.split`.
+    Raises DataError where the data has no split `evaluation.split`, ConfigError where a sample is asked for of
+    sequences of pixels that are no images.
     """
     every = {"evaluation": config.evaluation.every, "quality": config.logging.attention_quality_every}
     if not any(every.values()):
@@ -42,6 +46,7 @@ def held_out(
     model: Any = engine.module
     stream = EvaluationStream(index, settings.split)
     quality = attention_quality(engine, index, config) if every["quality"] else None
+    draw = _sampler(model, config, device) if every["evaluation"] and settings.sample_tokens else None
 
     def evaluate(step: int) -> Found:
         due = {name for name, steps in every.items() if steps and step % steps == 0}
@@ -75,19 +80,26 @@ def held_out(
         }
         if config.model.kind == "decoder":
             found["evaluation/bits_per_dim"] = result.bits_per_dim
-        if settings.sample_tokens and not model.leaks:
-            heed(watch, engine.ranks, "writing a sample")
-            found["evaluation/sample"] = _sample(model, config, device)
+        if draw is not None and not model.leaks:
+            heed(watch, engine.ranks, "making a sample")
+            found["evaluation/sample"] = draw()
         return found
 
     return evaluate
 
 
-def _sample(decoder: Any, config: Config, device: torch.device) -> str:
-    """Every rank writes the same text: under ZeRO-3 each step of it gathers the weights from all of them."""
-    nothing: Tensor = torch.empty(0, dtype=torch.long, device=device)
-    tokenizer = build_tokenizer(config.data.tokenizer)
-    tokens = generate(
-        decoder, nothing, config.evaluation.sample_tokens, hash_seed=config.run.seed, vocabulary=tokenizer.vocabulary
-    )
-    return "".join(tokenizer.text(tokens))
+def _sampler(decoder: Any, config: Config, device: torch.device) -> Callable[[], str | Tensor]:
+    """What tells a text or draws an image. Every rank gets the same: under ZeRO-3 each step of it gathers the weights
+    from all of them.
+    """
+    tokenizer, tokens, seed = build_tokenizer(config.data.tokenizer), config.evaluation.sample_tokens, config.run.seed
+    if tokenizer.name == "pixels":
+        shape = image_shape(config.data.sequence_length)
+        return lambda: sampled_picture(decoder, shape, tokens, seed, device)
+
+    def text() -> str:
+        nothing, end = torch.empty(0, dtype=torch.long, device=device), config.model.document_separator
+        told = generate(decoder, nothing, tokens, hash_seed=seed, vocabulary=tokenizer.vocabulary, end=end)
+        return "".join(tokenizer.text(told))
+
+    return text

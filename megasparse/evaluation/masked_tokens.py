@@ -10,8 +10,11 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megasparse.evaluation.bits_per_dim import Protocol, Stream, score_seeds
+from megasparse.evaluation.bits_per_dim import Stream, score_seeds
+from megasparse.evaluation.protocol import Protocol
+from megasparse.ops.random import Draws
 
 
 def evaluate(
@@ -22,11 +25,16 @@ def evaluate(
 
     dims: masked tokens that were scored. loss: mean nats of one; perplexity: exp(loss). Each seed hashes, and masks,
     anew: sums are over all of them, and the deviation is the sample standard deviation of their losses.
+    With model.sentence_order also "sentence_order": {"loss", "accuracy", "pairs"}, the mean nats of a pair, half of
+    which are swapped by the same draws, in a second pass.
     """
     scores = score_seeds(encoder, stream, protocol, batch, limit, device)
     nats, masked = math.fsum(s.nats for s in scores), sum(s.dims for s in scores)
     losses = [s.nats / s.dims for s in scores]
     own = {"masking": encoder.config.masking.model_dump(), "split_tokens": stream.tokens}
+    order = {}
+    if encoder.config.sentence_order is not None:
+        order = {"sentence_order": _sentence_order(encoder, stream, protocol, batch, limit, device)}
     return {
         "loss": nats / masked,
         "perplexity": math.exp(nats / masked),
@@ -34,16 +42,37 @@ def evaluate(
         "nats": nats,
         "dims": masked,
         "standard_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
+        **order,
         "protocol": {**asdict(protocol), **own},
     }
 
 
+def _sentence_order(
+    encoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
+) -> dict[str, Any]:
+    def sums(tokens: Tensor, draws: Draws, skip: int) -> tuple[Tensor, Tensor, Tensor]:
+        nats, correct, scored = encoder.sentence_order_scores(tokens, draws)
+        return nats[scored].double().sum(), correct[scored].sum(), scored.sum()
+
+    scores = score_seeds(encoder, stream, protocol, batch, limit, device, sums)
+    pairs = sum(s.dims for s in scores)
+    return {
+        "loss": math.fsum(s.nats for s in scores) / max(1, pairs),
+        "accuracy": sum(s.correct for s in scores) / max(1, pairs),
+        "pairs": pairs,
+    }
+
+
 def summary(result: dict[str, Any]) -> str:
-    """The line that launch/evaluate.py prints."""
+    """What launch/evaluate.py prints."""
     protocol = result["protocol"]
     found = f"{result['loss']:.4f} nats a masked token, perplexity {result['perplexity']:.3f}"
     covered = f"{result['dims']:,} masked tokens of {protocol['split']}"
     windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
-    return (
+    line = (
         f"{found}, accuracy {100 * result['accuracy']:.2f} % ({covered}; {windows}; step {protocol['checkpoint_step']})"
     )
+    if order := result.get("sentence_order"):
+        line += f"\nsentence order: {order['loss']:.4f} nats a pair, accuracy {100 * order['accuracy']:.2f} % "
+        line += f"({order['pairs']:,} pairs)"
+    return line

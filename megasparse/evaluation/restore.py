@@ -7,16 +7,14 @@ import torch
 
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config
-from megasparse.model.build import build_model
-from megasparse.model.decoder import Decoder
-from megasparse.model.encoder import Encoder
+from megasparse.data.tokenizers import Tokenizer, build_tokenizer
+from megasparse.errors import ConfigError
+from megasparse.model.build import Model, build_model
 from megasparse.training.checkpoint import Checkpoint, find_checkpoint, load_weights
 from megasparse.training.ranks import start_ranks
 
 
-def restore(
-    directory: str | Path, overrides: Sequence[str] = ()
-) -> tuple[Decoder | Encoder, Config, Checkpoint, torch.device]:
+def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model, Config, Checkpoint, torch.device]:
     """Build the model of a checkpoint, with its weights, in the precision and on the device that its run used.
 
     directory: a checkpoint, or a run's folder, whose newest checkpoint is taken. overrides: `section.key=value`, on the
@@ -32,3 +30,16 @@ def restore(
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     return model.to(device).eval(), config, checkpoint, device
+
+
+def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of a configuration. Raises ConfigError where it is not the one that the checkpoint's tokens are of,
+    and where it cannot be read.
+    """
+    tokenizer, trained = build_tokenizer(config.data.tokenizer), checkpoint.manifest["tokenizer"]
+    identity = {"name": tokenizer.name, "sha256": tokenizer.sha256}
+    if identity != trained:
+        now, then = (f'"{each.get("name")}" (sha256 {each.get("sha256", "")[:12]}…)' for each in (identity, trained))
+        problem = f"{now}, but the checkpoint was trained with {then}"
+        raise ConfigError("data.tokenizer", problem, "Give the one that it was trained with")
+    return tokenizer

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from megasparse.hub.replace import replace_attention as replace_attention
     from megasparse.hub.replaced_folder import load_replaced as load_replaced
     from megasparse.hub.replaced_folder import save_replaced as save_replaced
-    from megasparse.model.decoder import Decoder
-    from megasparse.model.encoder import Encoder
+    from megasparse.model.build import Model
 
 _PLACES = {
     "to_hf": "export",
@@ -40,7 +39,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"megasparse.hub.{_PLACES[name]}"), name)
 
 
-def from_pretrained(name: str | Path) -> "Decoder | Encoder":
+def from_pretrained(name: str | Path) -> "Model":
     """A Reformer, a YOSO, or a model that `to_hf` wrote, as ours, in evaluation mode.
 
     name: its folder, or its name in transformers' local cache; nothing is downloaded, and no code that comes with a

@@ -17,6 +17,7 @@ from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import HubError
 from megasparse.hub.formats import Exported, Imported
 from megasparse.hub.tensor_file import TensorFile
+from megasparse.hub.tokenizer_files import tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,7 +72,8 @@ class BERTFormat:
         """See formats.Format."""
         model = config.model
         self._check_expressible(model)
-        return Exported(self._hf_config(model), partial(self._export, model, weight))
+        files = tokenizer_files(config, model.max_length, room=model.vocabulary)
+        return Exported(self._hf_config(model), partial(self._export, model, weight), files)
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
         """See formats.Format."""

@@ -10,10 +10,12 @@ from megasparse import __version__
 from megasparse.config.pattern import kinds
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
+from megasparse.data.tokenizers import NAMED, build_tokenizer
 from megasparse.errors import DataError, HubError
 from megasparse.hub.formats import Exported, format_named
+from megasparse.hub.tokenizer_files import FILE
+from megasparse.model.build import empty_model
 from megasparse.model.decoder import Decoder
-from megasparse.model.encoder import Encoder
 from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.manifest import NO_DATA
 
@@ -27,7 +29,7 @@ inputs = tokenizer("The ", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
 
-A token is a byte of UTF-8. Logits at position t tell token t + 1; an empty input gives those of the first token.
+{tokens} Logits at position t tell token t + 1; an empty input gives those of the first token.
 An input has at most {longest:,} tokens."""
 _ENCODER = """\
 ```python
@@ -35,11 +37,28 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
 model = AutoModelForMaskedLM.from_pretrained(FOLDER, trust_remote_code=True)  # by the code in the folder
-inputs = tokenizer("The c[MASK]t", return_tensors="pt")
+inputs = tokenizer(f"The {{tokenizer.mask_token}}", return_tensors="pt")
 print(tokenizer.decode(model(**inputs).logits[0].argmax(-1)))
 ```
 
-A token is a byte of UTF-8."""
+{tokens}"""
+_BARE = """\
+```python
+from transformers import {auto}
+
+model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)  # by the code in the folder
+```
+
+{tokens}"""
+_NAMED_TOKENS = {
+    "bytes": "A token is a byte of UTF-8.",
+    "pixels": "A token is the value of a sub-pixel, 0 to 255; rows from the top, pixels from the left, then colours.",
+}
+_FILE_TOKENS = {
+    ".model": "Its tokenizer is the sentencepiece model `tokenizer.model`, with which any bytes come back unchanged.",
+    ".json": "Its tokenizer is the `tokenizer.json` of the training, which says what comes before and after a text.",
+    ".txt": "A token is a word of `tokenizer.txt`; white space and unknown words do not come back as they were.",
+}
 _TASK = {"decoder": "text-generation", "encoder": "fill-mask"}
 
 
@@ -50,7 +69,9 @@ def card(checkpoint: Checkpoint, exported: Exported, to: str, evaluation: str | 
     lines += ["", "## Training", "", *_training(checkpoint, config)]
     if measured := measurements(checkpoint, evaluation):
         lines += ["", "## Evaluation", "", *(line for result in measured for line in _measured(result))]
-    elsewhere: Any = {"run": {"directory"}, "data": {"path"}}  # of the machine that it ran on
+    elsewhere: Any = {"run": {"directory"}, "data": {"path", "mixture"}}  # of the machine that it ran on
+    if config.data.tokenizer not in NAMED:
+        elsewhere["data"].add("tokenizer")
     lines += ["", "## Configuration", "", "```json", config.model_dump_json(indent=2, exclude=elsewhere), "```"]
     return "\n".join(lines) + "\n"
 
@@ -78,7 +99,7 @@ def _result(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     good = isinstance(result, dict) and isinstance(result.get("protocol"), dict)
-    return result if good and ("bits_per_dim" in result or "loss" in result) else None
+    return result if good and any(name in result for name in _MEASURES) else None
 
 
 def _is_of(result: dict[str, Any], checkpoint: Checkpoint) -> bool:
@@ -96,10 +117,10 @@ def _header(config: Config) -> list[str]:
 def _summary(checkpoint: Checkpoint, config: Config) -> list[str]:
     model = config.model
     with torch.device("meta"):
-        built = Decoder(model) if model.kind == "decoder" else Encoder(model)
+        built = empty_model(model)
     weights = sum(weight.numel() for weight in built.parameters())
     told = "a causal language model" if isinstance(built, Decoder) else "a bidirectional encoder of masked tokens"
-    lines = ["", f"# megasparse {model.kind} over {config.data.tokenizer}", ""]
+    lines = ["", f"# megasparse {model.kind} over {build_tokenizer(config.data.tokenizer).name}", ""]
     lines += [f"A transformer of {weights:,} weights, {told}, for up to {model.max_length:,} tokens: {model.layers} "]
     lines[-1] += f"layers of width {model.d_model}, attention {', '.join(kinds(model))}."
     lines[-1] += f" Written by megasparse {__version__}."
@@ -116,8 +137,23 @@ def _usage(config: Config, exported: Exported, to: str) -> list[str]:
         code = f"from transformers import {architecture}\n\nmodel = {architecture}.from_pretrained(FOLDER)"
         note = getattr(format_named(to), "note", "")
         return ["", "## Use", "", "```python", code, "```", *(["", note] if note else [])]
-    usage = _DECODER if config.model.kind == "decoder" else _ENCODER
-    return ["", "## Use", "", usage.format(longest=config.model.max_length - 1)]
+    decoder = config.model.kind == "decoder"
+    usage = (_DECODER if decoder else _ENCODER) if FILE in exported.files else _BARE
+    auto = "AutoModelForCausalLM" if decoder else "AutoModelForMaskedLM"
+    return ["", "## Use", "", usage.format(longest=config.model.max_length - 1, tokens=_tokens(exported), auto=auto)]
+
+
+def _tokens(exported: Exported) -> str:
+    """What a token of an exported model is."""
+    name = str(exported.config["tokenizer"])
+    if name in _NAMED_TOKENS:
+        return _NAMED_TOKENS[name]
+    told = _FILE_TOKENS[Path(name).suffix]
+    if FILE not in exported.files:
+        told += (
+            f" No tokenizer.json can be exactly it, so AutoTokenizer does not load it; `{name}` is read by megasparse."
+        )
+    return told
 
 
 def _training(checkpoint: Checkpoint, config: Config) -> list[str]:
@@ -139,12 +175,28 @@ def _training(checkpoint: Checkpoint, config: Config) -> list[str]:
     return lines
 
 
+_MEASURES = {
+    "bits_per_dim": ("bits/dim", "symbols"),
+    "bits_per_token": ("bits a token", "tokens"),
+    "loss": ("nats a masked token", "masked tokens"),
+}
+
+
+def _others(result: dict[str, Any]) -> list[str]:
+    others = {"bits_per_byte": "bits/byte", "word_perplexity": "word perplexity"}
+    if result["protocol"].get("lossless") is False:
+        others.pop("bits_per_byte")
+    primary = result.get("bits_per_dim")
+    return [f"{unit} {result[name]:.4f}" for name, unit in others.items() if result.get(name) not in (None, primary)]
+
+
 def _measured(result: dict[str, Any]) -> list[str]:
     protocol = result["protocol"]
-    if "bits_per_dim" in result:
-        found, of = f"{result['bits_per_dim']:.4f} bits/dim", "symbols"
-    else:
-        found, of = f"{result['loss']:.4f} nats a masked token", "masked tokens"
+    name = next(name for name in _MEASURES if name in result)
+    unit, of = _MEASURES[name]
+    if "source_length" in protocol:
+        unit, of = "nats a target token", "target tokens"
+    found = ", ".join([f"{result[name]:.4f} {unit}", *_others(result)])
     return [
         f"- {found}, accuracy {100 * result['accuracy']:.2f} %, on {result['dims']:,} {of} of split "
         f"`{protocol.get('split')}` (windows of {protocol.get('sequence_length')}, stride {protocol.get('stride')}, "

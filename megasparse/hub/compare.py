@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.heads import Padding
-from megasparse.model.decoder import Decoder
-from megasparse.model.encoder import Encoder
+from megasparse.model.build import Model
+from megasparse.model.decoder import Causal
 from megasparse.ops.random import Draws
 
 TOLERANCE = 1e-4
@@ -19,14 +19,14 @@ Outputs = Iterator[tuple[str, Tensor]]
 
 
 @torch.no_grad()
-def our_outputs(model: Decoder | Encoder, tokens: Tensor, seed: int) -> Outputs:
+def our_outputs(model: Model, tokens: Tensor, seed: int) -> Outputs:
     """In evaluation, with the draws of a run's seed: "embedding" (B, L, E); "layer 0 attention" and "layer 0
     feed-forward", what each adds to its stream, (B, L, E); ...; "logits" (B, L, V). All fp32.
 
     tokens: (B, L); a decoder's logits at t tell token t from those before it, an encoder reads the tokens as they are.
     """
     with observed(model) as outputs:
-        read = tokens[:, :-1] if isinstance(model, Decoder) else tokens
+        read = tokens[:, :-1] if isinstance(model, Causal) else tokens
         streams, _, _ = model.streams(read, Draws.evaluation(seed, len(tokens)), Padding())
         yield from outputs
     yield "logits", model.logits(streams)

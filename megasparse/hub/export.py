@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megasparse.config.schema import Config, ModelConfig
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.card import card
 from megasparse.hub.compare import TOLERANCE, first_difference, our_outputs
@@ -19,6 +20,7 @@ from megasparse.hub.importing import refuse_existing
 from megasparse.hub.megasparse_format import exported_class
 from megasparse.hub.output_folder import appearing
 from megasparse.hub.tensor_file import INDEX, WEIGHTS
+from megasparse.hub.tokenizer_files import Files
 from megasparse.model.build import build_model
 from megasparse.training.checkpoint import Checkpoint, find_checkpoint, load_weights
 
@@ -38,8 +40,8 @@ def to_hf(
     """Write the weights of a checkpoint as a HuggingFace model: OUTPUT, which appears whole or not at all.
 
     checkpoint: a checkpoint's folder, or a run's (its newest), of any number of ranks and ZeRO stage. to: the
-    architecture, "megasparse", "reformer" or "yoso". evaluation: a result of launch/evaluate.py for the model card;
-    where left out, those in the run's folder.
+    architecture, "megasparse", "reformer", "yoso" or "bert". evaluation: a result of launch/evaluate.py for the model
+    card; where left out, those in the run's folder.
     Before OUTPUT gets its name, both models are run on the same text in fp32, ours first, then the one that
     transformers loads from the written files.
     Raises CheckpointError; ConfigError for another `to`; HubError where the architecture cannot express the model,
@@ -49,15 +51,28 @@ def to_hf(
     refuse_existing(output)
     opened = Checkpoint.open(find_checkpoint(Path(checkpoint)))
     config = opened.config
+    check_tokenizer(opened)
     exported = format.export(config, lambda name: opened.tensor("weight", name))
     text = card(opened, exported, to, evaluation)
     with appearing(output) as folder:
-        files = {"config.json": json.dumps(exported.config, indent=2) + "\n", "README.md": text, **exported.files}
+        files: Files = {
+            "config.json": json.dumps(exported.config, indent=2) + "\n",
+            "README.md": text,
+            **exported.files,
+        }
         for name, content in files.items():
-            (folder / name).write_text(content, encoding="utf-8")
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
         write_tensors(exported.tensors(), folder)
         check(opened, config, exported, format, folder, output)
     return output
+
+
+def check_tokenizer(opened: Checkpoint) -> None:
+    """Raise HubError where the file that `data.tokenizer` names is no longer the one of the training."""
+    tokenizer, trained = build_tokenizer(opened.config.data.tokenizer), opened.manifest["tokenizer"]
+    if (tokenizer.name, tokenizer.sha256) != (trained.get("name"), trained.get("sha256")):
+        problem = f"{opened.config.data.tokenizer} is not the tokenizer that the model was trained with"
+        raise HubError("data.tokenizer", problem, "Put its file back")
 
 
 def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 from megasparse.config import strict_json
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError, did_you_mean
 from megasparse.hub.compare import first_difference, our_outputs
 from megasparse.hub.formats import FORMATS, Format, comparable, format_named
 from megasparse.hub.tensor_file import TensorFile
-from megasparse.model.build import build_model
-from megasparse.model.decoder import Decoder
-from megasparse.model.encoder import Encoder
+from megasparse.hub.tokenizer_files import FILE, found_tokenizer
+from megasparse.model.build import Model, build_model
 from megasparse.training.checkpoint import persistent_buffers
 
 if TYPE_CHECKING:
@@ -52,12 +52,22 @@ class Foreign:
         folder = find_folder(name)
         values = read_config(folder)
         kind = format_named(_known_type(values, folder))
+        if kind.name == "bert" and not (folder / FILE).is_file():
+            mend = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+            raise HubError(folder / FILE, "is missing, without which its tokens mean nothing", mend)
         imported = kind.load(values, TensorFile.open(folder))
         length = imported.config["model"].get("max_length", ModelConfig().max_length)
-        sections = {**imported.config, "data": {"sequence_length": length, **imported.config.get("data", {})}}
+        data = {"sequence_length": length, **imported.config.get("data", {})}
+        data["tokenizer"] = found_tokenizer(folder, data.get("tokenizer"))
+        sections = _with_special(folder, {**imported.config, "data": data})
         return Foreign(folder, kind, build_config(sections), imported.tensors)
 
-    def build(self, config: Config | None = None) -> Decoder | Encoder:
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """In its folder; None where its tokenizer needs none."""
+        return build_tokenizer(self.config.data.tokenizer).file
+
+    def build(self, config: Config | None = None) -> Model:
         """Our model with its weights, in evaluation mode. config: another one with the same weights."""
         config = config or self.config
         model = build_model(config.model, config.run.seed)
@@ -131,6 +141,23 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise HubError(path, "is no configuration", "Give the folder of a HuggingFace model")
     return values
+
+
+def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
+    """The same sections, whose mask token is that of the tokenizer, where that says which it is. Raises HubError where
+    the model has too few tokens for it.
+    """
+    tokenizer = build_tokenizer(sections["data"]["tokenizer"])
+    model = dict(sections["model"])
+    if tokenizer.file is None:
+        return sections
+    highest = max([tokenizer.vocabulary - 1, *(tokenizer.special or ())])
+    if highest >= (rows := model.get("vocabulary", ModelConfig().vocabulary)):
+        problem = f"{tokenizer.file.name} has the token {highest}, and the model {rows} tokens"
+        raise HubError(folder, problem, "Give a model with its own tokenizer")
+    if model.get("kind") == "encoder" and tokenizer.special is not None:
+        model["masking"] = {**model.get("masking", {}), "token": tokenizer.special.mask}
+    return {**sections, "model": model}
 
 
 def _known_type(values: dict[str, Any], folder: Path) -> str:

@@ -23,8 +23,8 @@ class Exported:
     """Its config.json, with `model_type` and `architectures`."""
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
     """HuggingFace's name and value of each tensor, made one at a time."""
-    files: dict[str, str] = field(default_factory=dict)
-    """Text of what else its folder holds, by name: a tokenizer, code."""
+    files: dict[str, str | bytes] = field(default_factory=dict)
+    """Content of what else its folder holds, by name: a tokenizer, code."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Format(Protocol):
 
 
 FORMATS = {
+    "bert": "megasparse.hub.bert",
     "megasparse": "megasparse.hub.megasparse_format",
     "reformer": "megasparse.hub.reformer",
     "yoso": "megasparse.hub.yoso",

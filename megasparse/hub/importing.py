@@ -14,8 +14,7 @@ from megasparse.config.schema import Config
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.output_folder import appearing
-from megasparse.model.decoder import Decoder
-from megasparse.model.encoder import Encoder
+from megasparse.model.build import empty_model
 from megasparse.training.checkpoint import Fragment, persistent_buffers
 from megasparse.training.identity import versions
 from megasparse.training.manifest import FORMAT, MANIFEST, NO_DATA, seal
@@ -28,12 +27,18 @@ FIRST = Path("checkpoints", "00000000")
 """Of a checkpoint in a run's folder: no step was done yet."""
 
 
-def write_checkpoint(config: Config, tensors: Mapping[str, Callable[[], Tensor]], output: str | Path) -> Path:
+def write_checkpoint(
+    config: Config,
+    tensors: Mapping[str, Callable[[], Tensor]],
+    output: str | Path,
+    tokenizer: Path | None = None,
+) -> Path:
     """Write OUTPUT/checkpoints/00000000, a checkpoint of weights alone, and OUTPUT/config.json; returns its path.
 
     A run goes on from it with `launch/pretrain.py --resume PATH`, on any data of its tokenizer and with any settings
     but those of its model. tensors: the value (fp32) of every parameter and persistent buffer of `config.model`, read
-    one at a time. OUTPUT appears whole or not at all.
+    one at a time. tokenizer: its file, which is copied to `data.tokenizer`, a file in OUTPUT. OUTPUT appears whole or
+    not at all.
     Raises HubError where OUTPUT exists, cannot be written, or a tensor is missing, unexpected, of another shape or not
     finite.
     """
@@ -53,7 +58,7 @@ def write_checkpoint(config: Config, tensors: Mapping[str, Callable[[], Tensor]]
             "world_size": 1,
             "config": json.loads(config.model_dump_json()),
             "data_fingerprint": NO_DATA,
-            "tokenizer": _identity(config),
+            "tokenizer": _identity(config.data.tokenizer if tokenizer is None else str(tokenizer)),
             "versions": versions(),
             "files": {name: {"bytes": file.bytes, "sha256": digest}},
             "tensors": {
@@ -62,15 +67,16 @@ def write_checkpoint(config: Config, tensors: Mapping[str, Callable[[], Tensor]]
                 }
             },
         }
-        _write(temporary / FIRST / MANIFEST, seal(manifest))
-        _write(temporary / "config.json", config.model_dump_json(indent=2) + "\n")
+        _write(temporary / FIRST / MANIFEST, seal(manifest).encode())
+        _write(temporary / "config.json", (config.model_dump_json(indent=2) + "\n").encode())
+        if tokenizer is not None:
+            _write(temporary / Path(config.data.tokenizer).name, tokenizer.read_bytes())
     return output / FIRST
 
 
-def _write(path: Path, text: str) -> None:
-    encoded = text.encode()
-    with durable(path, len(encoded)) as file:
-        file.write(encoded)
+def _write(path: Path, content: bytes) -> None:
+    with durable(path, len(content)) as file:
+        file.write(content)
 
 
 def turned(tensors: Mapping[str, Callable[[], Tensor]], first: int) -> dict[str, Callable[[], Tensor]]:
@@ -104,7 +110,7 @@ class _Unread:
 def _fragments(config: Config, tensors: Mapping[str, Callable[[], Tensor]]) -> list[_Unread]:
     """One a parameter and persistent buffer of the model, in its order."""
     with torch.device("meta"):
-        model = Decoder(config.model) if config.model.kind == "decoder" else Encoder(config.model)
+        model = empty_model(config.model)
     expected = {**dict(model.named_parameters()), **persistent_buffers(model)}
     mend = "Give a model with its own config.json"
     for name in tensors:
@@ -116,8 +122,8 @@ def _fragments(config: Config, tensors: Mapping[str, Callable[[], Tensor]]) -> l
     return [_Unread(name, tuple(weight.shape), tensors[name]) for name, weight in expected.items()]
 
 
-def _identity(config: Config) -> dict[str, str]:
-    tokenizer = build_tokenizer(config.data.tokenizer)
+def _identity(name: str) -> dict[str, str]:
+    tokenizer = build_tokenizer(name)
     return {"name": tokenizer.name, "sha256": tokenizer.sha256}
 
 

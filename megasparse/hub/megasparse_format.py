@@ -17,14 +17,14 @@ from torch import Tensor
 
 from megasparse.config.checks import check_model
 from megasparse.config.schema import Config, ModelConfig
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.bundle import AUTO_MAP, bundle
 from megasparse.hub.compare import observed
 from megasparse.hub.formats import Exported, Imported
 from megasparse.hub.tensor_file import TensorFile
-from megasparse.hub.tokenizer_files import tokenizer_files
-from megasparse.model.decoder import Decoder
-from megasparse.model.encoder import Encoder
+from megasparse.hub.tokenizer_files import own_name, tokenizer_files
+from megasparse.model.build import empty_model
 from megasparse.training.checkpoint import persistent_buffers
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ class MegasparseFormat:
     name = "megasparse"
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
+        if config.model.kind == "encoder_decoder":
+            mend = "Keep the checkpoint, or train a decoder or an encoder"
+            raise HubError("model.kind", '"encoder_decoder" cannot be expressed in transformers here', mend)
         decoder = config.model.kind == "decoder"
         names = list(shapes(config.model))
         other = "AutoModelForMaskedLM" if decoder else "AutoModelForCausalLM"
@@ -52,10 +55,10 @@ class MegasparseFormat:
             "dtype": "float32",
             "model": json.loads(config.model.model_dump_json()),
             "seed": config.run.seed,
-            "tokenizer": config.data.tokenizer,
+            "tokenizer": own_name(build_tokenizer(config.data.tokenizer)),
         }
         longest = config.model.max_length - decoder
-        files = {**bundle(), **tokenizer_files(longest, None if decoder else config.model.masking.token)}
+        files = {**bundle(), **tokenizer_files(config, longest)}
         if decoder:
             cached = not unfilled(config.model).leaks  # a cache cannot take back what a later token moves
             files["generation_config.json"] = json.dumps({"use_cache": cached}, indent=2) + "\n"
@@ -98,9 +101,9 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def unfilled(config: ModelConfig) -> Any:
-    """A Decoder or Encoder that takes no memory."""
+    """A model that takes no memory."""
     with torch.device("meta"):
-        return Decoder(config) if config.kind == "decoder" else Encoder(config)
+        return empty_model(config)
 
 
 @contextmanager

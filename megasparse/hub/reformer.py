@@ -85,7 +85,7 @@ class ReformerFormat:
         start = weight("embedding.start")
         rows = (weight("embedding.weight").view(torch.int32) == start.view(torch.int32)).all(dim=1).nonzero()
         bos = int(rows[0]) if len(rows) else model.vocabulary
-        return Exported(hf_config(model, bos), partial(_export, model, weight, bos), other_files(model, bos))
+        return Exported(hf_config(model, bos), partial(_export, model, weight, bos), other_files(config, bos))
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
         """See formats.Format."""
@@ -151,6 +151,7 @@ def _check_expressible(model: ModelConfig) -> None:
         ("kind", model.kind, "decoder"),
         ("blocks", model.blocks, "reversible"),
         ("tied_embeddings", model.tied_embeddings, False),
+        ("adaptive_cutoffs", model.adaptive_cutoffs, []),
     ]
     if "local" in found:
         wanted.append(("attention.local.relative", model.attention.local.relative, False))

@@ -7,9 +7,10 @@ from typing import Any
 
 from megasparse.config.buckets import lsh_buckets
 from megasparse.config.pattern import evaluation_rounds, heads_of_layer, kinds
-from megasparse.config.schema import ModelConfig
+from megasparse.config.schema import Config, ModelConfig
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
-from megasparse.hub.tokenizer_files import tokenizer_files
+from megasparse.hub.tokenizer_files import Files, files_with_start, tokenizer_files
 
 BOS = "[BOS]"
 
@@ -135,10 +136,11 @@ def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
     return settings
 
 
-def other_files(model: ModelConfig, bos: int) -> dict[str, str]:
-    """Of an exported decoder of bytes: how it generates, and, where BOS is no byte, a tokenizer that sets BOS before
+def other_files(config: Config, bos: int) -> Files:
+    """Of an exported decoder: how it generates, and, where BOS is no token of a text, a tokenizer that sets BOS before
     every text.
     """
+    model = config.model
     generation: dict[str, Any] = {
         "bos_token_id": bos,
         "pad_token_id": bos,
@@ -147,22 +149,10 @@ def other_files(model: ModelConfig, bos: int) -> dict[str, str]:
     }
     if bos == model.vocabulary:  # added, and never told
         generation["suppress_tokens"] = [bos]
-    files = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
-    if bos < 256:
+    files: Files = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
+    if bos < build_tokenizer(config.data.tokenizer).vocabulary:
         return files
-    texts = tokenizer_files(model.max_length, None)
-    tokenizer, settings = (json.loads(texts[name]) for name in ("tokenizer.json", "tokenizer_config.json"))
-    tokenizer["added_tokens"] = [{**tokenizer["added_tokens"][0], "id": bos, "content": BOS}]
-    start, text = {"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    tokenizer["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [start, text],
-        "pair": [start, text, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {BOS: {"id": BOS, "ids": [bos], "tokens": [BOS]}},
-    }
-    files["tokenizer.json"] = json.dumps(tokenizer, indent=1, ensure_ascii=False) + "\n"
-    files["tokenizer_config.json"] = json.dumps({**settings, "bos_token": BOS, "pad_token": BOS}, indent=2) + "\n"
-    return files
+    return files | files_with_start(tokenizer_files(config, model.max_length), bos, BOS)
 
 
 def _inexpressible(path: Path, key: str, value: Any, only: str) -> HubError:

@@ -1,53 +1,124 @@
-"""The tokenizer of an exported folder, as HuggingFace's fast tokenizers read it: a token is a byte of UTF-8."""
+"""The tokenizer of an exported folder, as HuggingFace's fast tokenizers read it, and of a folder to import."""
 
 import json
+from pathlib import Path
 from typing import Any
 
-MASK, PAD = "[MASK]", "[PAD]"
+from megasparse.config.schema import Config
+from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
+from megasparse.data.tokenizers.files import BEGIN, MASK, PADDING, SEPARATOR
+from megasparse.errors import HubError
+from megasparse.hub.fast_tokenizer import is_of_bytes, of_bytes, of_unigram, of_words, with_start
+
+FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+
+Files = dict[str, str | bytes]
 
 
-def tokenizer_files(longest: int, mask: int | None) -> dict[str, str]:
-    """File name -> text. longest: tokens the model takes. mask: an encoder's mask token, or None of a decoder.
+def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Files:
+    """Name and content of what AutoTokenizer reads, and of the tokenizer's own file. Nothing for pixels; for models of
+    sentencepiece's that no tokenizer.json is exactly, the own file alone.
 
-    A decoder's tokenizer takes the special tokens' names as text too, so that every text is exactly its bytes. Padding
-    has the first id that nothing else has; the model never reads it, the attention mask hides it.
+    A text gets the same ids there, but that an encoder's special tokens are read by their names, and that a
+    HuggingFace tokenizer puts before and after a text what its tokenizer.json says.
+
+    longest: tokens that the model takes. room: ids below which a padding token of bytes must be; None: it may have any
+    that nothing else has, for the model does not read it. Raises ConfigError where the tokenizer's file is missing.
     """
-    special = ({} if mask is None else {MASK: mask}) | {PAD: 256 if mask is None else max(256, mask + 1)}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
-    model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": number, "content": name, **flags} for name, number in special.items()],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {**model, "vocab": {character: byte for byte, character in enumerate(alphabet())}, "merges": []},
-    }
-    settings = {
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    model = config.model
+    mask = model.masking.token if model.kind == "encoder" else None
+    if tokenizer.name == "bytes":
+        return byte_files(longest, mask, model.padding_token, room)
+    if tokenizer.file is None:
+        return {}
+    own = tokenizer.file.read_bytes()
+    files: Files = {own_name(tokenizer): own}
+    values = _as_fast(tokenizer, own)
+    if values is None:
+        return files
+    return {FILE: _json(values, 1), SETTINGS: _json(_settings(longest, mask is None, _names(values))), **files}
+
+
+def byte_files(longest: int, mask: int | None, padding: int | None = None, room: int | None = None) -> Files:
+    """The tokenizer whose token is a byte of UTF-8. mask: an encoder's mask token, or None of a decoder.
+
+    A decoder's tokenizer takes the special tokens' names as text too, so that every text is exactly its bytes. padding:
+    where None, the first id that nothing else has; the model never reads it, the attention mask hides it.
+    """
+    special = {} if mask is None else {"[MASK]": mask}
+    if padding is None:
+        padding = 256 if mask is None else max(256, mask + 1)
+    if room is None or padding < room:
+        special["[PAD]"] = padding
+    values = of_bytes(special)
+    return {FILE: _json(values, 1), SETTINGS: _json(_settings(longest, mask is None, _names(values)))}
+
+
+def files_with_start(files: Files, token: int, name: str) -> Files:
+    """The same tokenizer, with the special token `name` before every text, which is its padding too."""
+    if FILE not in files:
+        return files
+    values, settings = json.loads(files[FILE]), json.loads(files[SETTINGS])
+    values["added_tokens"] = [added for added in values["added_tokens"] if added["content"] not in PADDING]
+    settings |= {"bos_token": name, "pad_token": name}
+    return {**files, FILE: _json(with_start(values, token, name), 1), SETTINGS: _json(settings)}
+
+
+def own_name(tokenizer: Tokenizer) -> str:
+    """What a tokenizer's own file is called in an exported folder; the name of one that needs none."""
+    return tokenizer.name if tokenizer.file is None else f"tokenizer{tokenizer.file.suffix}"
+
+
+def found_tokenizer(folder: Path, named: str | None) -> str:
+    """`data.tokenizer` of a model in a folder: a name, or the path of a file there.
+
+    named: what its config.json says, by `own_name`. Without it, it is the tokenizer.json; `bytes` where that is one of
+    `byte_files`, and where there is none. Raises HubError for the name of a file that is not in the folder.
+    """
+    if named in NAMED:
+        return str(named)
+    if named is not None:
+        if Path(named).name != named or not (folder / named).is_file():
+            problem = f"its config.json names the tokenizer {named!r}, and there is no such file"
+            raise HubError(folder, problem, "Copy the folder again, whole")
+        return str(folder / named)
+    file = folder / FILE
+    try:
+        of_text = file.is_file() and not is_of_bytes(json.loads(file.read_bytes()))
+    except (ValueError, RecursionError):
+        of_text = True  # it is damaged, which is told where it is opened
+    return str(file) if of_text else "bytes"
+
+
+def _as_fast(tokenizer: Tokenizer, own: bytes) -> dict[str, Any] | None:
+    """Content of tokenizer.json; None where no such file is exactly the tokenizer."""
+    if tokenizer.name == "huggingface":
+        values: dict[str, Any] = json.loads(own)
+        return values
+    return of_words(own.decode().split()) if tokenizer.name == "words" else of_unigram(own)
+
+
+def _names(values: dict[str, Any]) -> dict[str, str]:
+    """The setting of each special token that is among those of a tokenizer.json, and its name there."""
+    there = [added["content"] for added in values["added_tokens"] if added["special"]]
+    settings = {"cls_token": BEGIN, "sep_token": SEPARATOR, "pad_token": PADDING, "mask_token": MASK}
+    found = {key: [name for name in names if name in there] for key, names in settings.items()}
+    return {key: names[0] for key, names in found.items() if names}
+
+
+def _settings(longest: int, decoder: bool, names: dict[str, str]) -> dict[str, Any]:
+    """Of tokenizer_config.json. decoder: it takes the names of special tokens for text."""
+    return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": longest,
-        "pad_token": PAD,
-        **({"split_special_tokens": True} if mask is None else {"mask_token": MASK}),
-        "padding_side": "left" if mask is None else "right",
+        **names,
+        **({"split_special_tokens": True} if decoder else {}),
+        "padding_side": "left" if decoder else "right",
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
-    return {
-        "tokenizer.json": json.dumps(tokenizer, indent=1, ensure_ascii=False) + "\n",
-        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
-    }
 
 
-def alphabet() -> list[str]:
-    """The printable character that stands for each byte in byte-level tokenizers (GPT-2): itself where it is printable
-    in Latin-1, else the next character from U+0100 on.
-    """
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = (byte for byte in range(256) if byte not in shown)
-    replaced = {byte: chr(256 + number) for number, byte in enumerate(others)}
-    return [replaced.get(byte, chr(byte)) for byte in range(256)]
+def _json(values: Any, indent: int = 2) -> str:
+    return json.dumps(values, indent=indent, ensure_ascii=False) + "\n"

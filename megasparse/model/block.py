@@ -1,16 +1,18 @@
-"""A layer of the stack: an attention branch and a feed-forward branch around residual streams. B batch, L length, E
-d_model.
+"""A layer of the stack: attention, in an encoder–decoder cross-attention, and feed-forward branches around residual
+streams. B batch, L length, S source length, E d_model.
 
 Streams and norms are fp32. A branch computes in the dtype of its weights, and is added to a stream in fp32.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, Memory, Targets
+from megasparse.attention.cross import CrossAttention, Source, SourceKeys
 from megasparse.attention.heads import AttentionLayer, Padding
 from megasparse.config.schema import ModelConfig
 from megasparse.model.feed_forward import FeedForward
@@ -20,18 +22,30 @@ from megasparse.ops.random import Draws, dropout
 Streams = tuple[Tensor, ...]
 """The residual streams, (B, L, E) fp32 each: two in a reversible stack, one in an ordinary one."""
 
+Compute = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""What a branch adds to a stream (B, L, E), and its auxiliary loss or None, of the stream that it reads."""
+
 
 @dataclass
 class Pass:
-    """One forward pass: what its draws depend on, its padding, what its layers decided (one Memory each), and in
-    training what the model is to tell.
+    """One forward pass: what its draws depend on, its padding, in training what the model is to tell, which tokens of
+    the source are real, and what its branches decided (one Memory each, by purpose and layer).
     """
 
     draws: Draws
     padding: Padding
-    memories: list[Memory]
     targets: Targets | None = None
+    source_mask: Tensor | None = None
     statistics: dict[str, list[Tensor]] = field(default_factory=dict)
+    memories: defaultdict[tuple[str, int], Memory] = field(default_factory=lambda: defaultdict(Memory))
+
+    def replay(self) -> "Pass":
+        """A pass of its own: what is recomputed adds nothing to the statistics, and takes decisions from the
+        memories.
+        """
+        for memory in self.memories.values():
+            memory.replay()
+        return replace(self, statistics={})
 
 
 class Branch(nn.Module):
@@ -48,9 +62,14 @@ class Branch(nn.Module):
         """What the branch reads of a stream, in the dtype of its weights."""
         return (stream if self.post_norm else self.norm(stream)).to(self.norm.weight.dtype)
 
-    def add(self, stream: Tensor, out: Tensor) -> Tensor:
-        """An ordinary block's stream after the branch."""
-        return self.norm(stream + out) if self.post_norm else stream + out
+    def add(self, streams: Streams, out: Tensor) -> Streams:
+        """The streams after the branch, which reads the last one: of two it adds to the other one, and they change
+        places.
+        """
+        if len(streams) == 2:
+            return streams[1], streams[0] + out
+        (x,) = streams
+        return (self.norm(x + out) if self.post_norm else x + out,)
 
 
 class AttentionBranch(Branch):
@@ -60,7 +79,9 @@ class AttentionBranch(Branch):
 
     def forward(self, x: Tensor, run: Pass, cache: Any = None) -> tuple[Tensor, Tensor | None]:
         """x: (B, L, E). Returns what to add to the stream and the auxiliary loss."""
-        context = AttentionContext(self.layer, run.draws, memory=run.memories[self.layer], targets=run.targets)
+        context = AttentionContext(
+            self.layer, run.draws, memory=run.memories["attention", self.layer], targets=run.targets
+        )
         output = self.attention(self.read(x), context, run.padding, cache=cache)
         for name, value in output.statistics.items():
             run.statistics.setdefault(f"attention/{name}", []).append(value)
@@ -68,6 +89,23 @@ class AttentionBranch(Branch):
 
     def decode(self, x: Tensor, cache: Any, position: int, draws: Draws) -> Tensor:
         return self.attention.decode(self.read(x), cache, position, AttentionContext(self.layer, draws)).float()
+
+
+class CrossAttentionBranch(Branch):
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer)
+        self.attention = CrossAttention(config)
+
+    def forward(self, x: Tensor, run: Pass, source: Source | SourceKeys) -> Tensor:
+        context = AttentionContext(self.layer, run.draws, memory=run.memories["cross-attention", self.layer])
+        out = self.attention(self.read(x), source, context)
+        return _dropped(out, self.rate, run.draws, self.layer, "cross-attention dropout")
+
+    def new_cache(self, source: Source, draws: Draws) -> SourceKeys:
+        return self.attention.read(source, AttentionContext(self.layer, draws))
+
+    def decode(self, x: Tensor, cache: SourceKeys, position: int, draws: Draws) -> Tensor:
+        return self.attention(self.read(x), cache, AttentionContext(self.layer, draws), position).float()
 
 
 class FeedForwardBranch(Branch):
@@ -81,47 +119,54 @@ class FeedForwardBranch(Branch):
 
 
 class Block(nn.Module):
-    """Reversible: Y1 = X1 + Attention(X2), Y2 = X2 + FeedForward(Y1) (Reformer Eq. 9). Ordinary: both added to the
-    one stream, which with `style` bert is normalised after each.
+    """Reversible: Y1 = X1 + Attention(X2), Y2 = X2 + FeedForward(Y1) (Reformer Eq. 9); in an encoder–decoder's decoder
+    Y1 = X1 + Attention(X2), Y2 = X2 + CrossAttention(Y1, source), Z1 = Y1 + FeedForward(Y2), of which Y2 is the next
+    layer's first stream. Ordinary: all added to the one stream, which with `style` bert is normalised after each.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.attention = AttentionBranch(config, layer)
+        self.cross_attention = CrossAttentionBranch(config, layer) if config.source else None
         self.feed_forward = FeedForwardBranch(config, layer)
 
-    def forward(self, run: Pass, cache: Any, *streams: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the auxiliary loss (or None) and the new streams. A given empty cache takes in the whole sequence.
+    def forward(self, run: Pass, cache: Any, source: Tensor | None, *streams: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the auxiliary loss (or None) and the new streams. source: (B, S, E), or None where there is none or
+        the cache has it. A given empty cache takes in the whole sequence.
 
-        Streams are arguments of their own because the checkpointing wrapper looks for tensors no deeper.
+        Source and streams are arguments of their own because the checkpointing wrapper looks for tensors no deeper.
         """
-        auxiliary: list[Tensor | None] = []
+        streams, auxiliary = _residual(streams, self.branches(run, cache, source))
+        return auxiliary, *streams
 
-        def attend(x: Tensor) -> Tensor:
-            out, loss = self.attention(x, run, cache)
-            auxiliary.append(loss)
-            return out
-
-        streams = self._residual(streams, attend, lambda x: self.feed_forward(x, run.draws))
-        return auxiliary[0], *streams
+    def branches(self, run: Pass, cache: Any, source: Tensor | None) -> list[tuple[Branch, Compute]]:
+        """The branches of a whole sequence, in their order."""
+        cross, feed = self.cross_attention, self.feed_forward
+        found: list[tuple[Branch, Compute]] = [(self.attention, lambda x: self.attention(x, run, cache))]
+        if cross is not None:
+            seen = Source(source, run.source_mask) if source is not None else cache["cross"]
+            found.append((cross, lambda x: (cross(x, run, seen), None)))
+        found.append((feed, lambda x: (feed(x, run.draws), None)))
+        return found
 
     def decode(self, streams: Streams, cache: Any, position: int, draws: Draws) -> Streams:
         """One new token: streams of (B, 1, E)."""
-        return self._residual(
-            streams,
-            lambda x: self.attention.decode(x, cache, position, draws),
-            lambda x: self.feed_forward(x, draws),
-        )
+        own, cross, feed = self.attention, self.cross_attention, self.feed_forward
+        branches: list[tuple[Branch, Compute]] = [(own, lambda x: (own.decode(x, cache, position, draws), None))]
+        if cross is not None:
+            branches.append((cross, lambda x: (cross.decode(x, cache["cross"], position, draws), None)))
+        branches.append((feed, lambda x: (feed(x, draws), None)))
+        return _residual(streams, branches)[0]
 
-    def _residual(
-        self, streams: Streams, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]
-    ) -> Streams:
-        if len(streams) == 2:
-            first = streams[0] + attend(streams[1])
-            return first, streams[1] + feed(first)
-        (x,) = streams
-        x = self.attention.add(x, attend(x))
-        return (self.feed_forward.add(x, feed(x)),)
+
+def _residual(streams: Streams, branches: list[tuple[Branch, Compute]]) -> tuple[Streams, Tensor | None]:
+    """The streams after all branches, and the auxiliary loss of the one that has any."""
+    auxiliary = None
+    for branch, compute in branches:
+        out, loss = compute(streams[-1])
+        streams = branch.add(streams, out)
+        auxiliary = auxiliary if loss is None else loss
+    return streams, auxiliary
 
 
 def _dropped(x: Tensor, rate: float, draws: Draws, layer: int, purpose: str) -> Tensor:

@@ -1,9 +1,9 @@
-"""The causal decoder: tells every token from those before it; whole sequences or one cached token at a time.
+"""Causal models, which tell every token from those before it: whole sequences or one cached token at a time.
 
 B batch, L length, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,16 +24,27 @@ class DecodingCache:
     position: int
     draws: Draws
 
+    def select(self, rows: Tensor) -> None:
+        """Becomes the cache of the sequences `rows`, (n,) int64 indices into the batch, repeats allowed. Each keeps the
+        draws that it had.
+        """
+        if rows.tolist() == list(range(len(self.draws.samples))):
+            return
+        for layer in self.layers:
+            for cache in layer.values():
+                cache.select(rows)
+        self.draws = replace(self.draws, samples=self.draws.samples[rows.to(self.draws.samples.device)])
 
-class Decoder(Transformer):
-    """A causal language model. Every token is scored but padding and those before `score_from`, the first one from a
-    learned start vector.
+
+class Causal(Transformer):
+    """Tells every token from those before it, the first one from a learned start vector. All are scored but padding and
+    those before `score_from`.
     """
 
     @property
     def leaks(self) -> list[str]:
         """The layers in which a later token can move an earlier output, and why; empty for a strictly causal model."""
-        return [f"layer {layer}: {mechanism.leak}" for layer, mechanism in self._mechanisms() if mechanism.leak]
+        return [f"layer {layer}: {mechanism.leak}" for layer, mechanism in self.mechanisms() if mechanism.leak]
 
     def task(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[Tensor, Tensor]:
         scored = torch.ones_like(tokens, dtype=torch.bool) if padding.key_mask is None else padding.key_mask.clone()
@@ -45,13 +56,6 @@ class Decoder(Transformer):
         if self.config.padding_token is not None:
             real = tokens != self.config.padding_token
         return real[:, self.config.score_from :].sum()
-
-    def new_cache(self, batch_size: int, seed: int, rounds: int | None = None) -> DecodingCache:
-        """An empty cache for sequences of up to `max_length` tokens. seed: of the run, for the rotations of
-        evaluation.
-        """
-        layers = [block.attention.attention.new_cache(batch_size, rounds) for block in self.layers]
-        return DecodingCache(layers, 0, Draws.evaluation(seed, batch_size, rounds))
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
@@ -70,3 +74,17 @@ class Decoder(Transformer):
             streams = block.decode(streams, layer, cache.position, cache.draws)
         cache.position += 1
         return self.head(streams, None)
+
+    def _empty_cache(self, draws: Draws) -> DecodingCache:
+        layers = [block.attention.attention.new_cache(len(draws.samples), draws.rounds) for block in self.layers]
+        return DecodingCache(layers, 0, draws)
+
+
+class Decoder(Causal):
+    """A causal language model."""
+
+    def new_cache(self, batch_size: int, seed: int, rounds: int | None = None) -> DecodingCache:
+        """An empty cache for sequences of up to `max_length` tokens. seed: of the run, for the rotations of
+        evaluation.
+        """
+        return self._empty_cache(Draws.evaluation(seed, batch_size, rounds))

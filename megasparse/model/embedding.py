@@ -50,15 +50,17 @@ class Positions(nn.Module):
 
 class Embedding(nn.Module):
     """The input at position t, in fp32: position t plus the embedding of token t in an encoder, of token t − 1 in a
-    decoder (a learned start vector at 0). With `style` bert the embedding of the first token type is added, and the
-    sum is normalised.
+    decoder (a learned start vector at 0). With `style` bert the embedding of the first token type is added, behind the
+    first separator of model.sentence_order that of the second one, and the sum is normalised.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, weight: nn.Parameter | None = None):
+        """weight: (V, E), of another embedding that shares it."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocabulary, config.d_model))
-        self.start = nn.Parameter(torch.empty(1, config.d_model)) if config.kind == "decoder" else None
+        self.weight = nn.Parameter(torch.empty(config.vocabulary, config.d_model)) if weight is None else weight
+        self.start = nn.Parameter(torch.empty(1, config.d_model)) if config.kind != "encoder" else None
         self.token_types = nn.Parameter(torch.empty(config.token_types, config.d_model)) if config.token_types else None
+        self.separator = config.sentence_order.separator if config.sentence_order else None
         self.positions = Positions(config)
         self.norm = Norm(config) if config.style == "bert" else None
 
@@ -73,8 +75,17 @@ class Embedding(nn.Module):
             x = torch.cat([self.start.expand(tokens.shape[0], 1, -1), x], dim=1)
         x = x.float()
         if self.token_types is not None:
-            x = x + self.token_types[0].float()
+            x = x + self._types(tokens).float()
         positions = self.positions(first, x.shape[1])
         if positions is not None:
             x = x + positions.to(x.device, torch.float32)
         return x if self.norm is None else self.norm(x)
+
+    def _types(self, tokens: Tensor) -> Tensor:
+        """The embeddings of the tokens' types: of the first one, and behind the first separator of the second one."""
+        assert self.token_types is not None
+        if self.separator is None or len(self.token_types) < 2:
+            return self.token_types[0]
+        ends = (tokens == self.separator).long()
+        behind = ends.cumsum(1) > ends
+        return torch.where(behind.unsqueeze(-1), self.token_types[1], self.token_types[0])

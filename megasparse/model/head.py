@@ -2,7 +2,7 @@
 vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Streams
+from megasparse.ops.adaptive_softmax import adaptive_log_probabilities, adaptive_scores
 from megasparse.ops.tiled import tiled
 
 
 class OutputHead(nn.Module):
-    """softmax(W·norm(streams)).
+    """softmax(W·norm(streams)), or the adaptive softmax with rows of W.
 
     Untied, a reversible stack's two streams are normalised and projected side by side, 2·E wide, as in the published
     Reformer; tied, their mean is, against the token embedding / √E. With `style` bert it is
@@ -26,56 +27,67 @@ class OutputHead(nn.Module):
         super().__init__()
         streams = 2 if config.blocks == "reversible" else 1
         self.tiles, self.tied, self.eps = config.loss_tiles, config.tied_embeddings, config.norm_eps
+        self.smoothing, self.cutoffs = config.label_smoothing, config.adaptive_cutoffs
         width = config.d_model if self.tied else streams * config.d_model
+        bert = config.style == "bert"
         # Parameters of this very module: under ZeRO 3 its call gathers them once for all tiles.
         self.norm_weight = nn.Parameter(torch.ones(width))
         self.norm_bias = nn.Parameter(torch.zeros(width))
         self.weight = embedding if self.tied else nn.Parameter(torch.empty(config.vocabulary, width))
-        self.bert = config.style == "bert"
-        if self.bert:
-            self.dense = nn.Parameter(torch.empty(width, width))
-            self.dense_bias = nn.Parameter(torch.zeros(width))
-        self.bias = nn.Parameter(torch.zeros(config.vocabulary)) if self.bert or config.output_bias else None
+        self.dense = nn.Parameter(torch.empty(width, width)) if bert else None
+        self.dense_bias = nn.Parameter(torch.zeros(width)) if bert else None
+        self.bias = nn.Parameter(torch.zeros(config.vocabulary)) if bert or config.output_bias else None
+        self.clusters = nn.Parameter(torch.empty(len(self.cutoffs), width)) if self.cutoffs else None
 
-    def forward(self, streams: Streams, targets: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
-        """−ln p of every target, (B, L) fp32, and whether it was the likeliest, (B, L) bool; without targets the
-        logits of the last position, (B, V) fp32.
+    def forward(
+        self, streams: Streams, targets: Tensor | None, training: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor] | Tensor:
+        """−ln p of every target, (B, L) fp32; whether it was the likeliest, (B, L) bool; and what the objective is to
+        lower for it, (B, L) fp32: the same −ln p, in training with label smoothing. Without targets the logits of the
+        last position, (B, V) fp32.
 
         Norm, logits and softmax exist for L/tiles positions at a time, forward and backward.
         """
-        weights = [self.norm_weight, self.norm_bias, self.weight]
-        if self.bias is not None:
-            weights.append(self.bias)
-        if self.bert:
-            weights += [self.dense, self.dense_bias]
+        weights = dict(self.named_parameters(recurse=False))
         if targets is None:
-            return self._logits([x[:, -1:] for x in streams], *weights)[:, 0]
+            return self._logits(self._hidden([x[:, -1] for x in streams], weights), weights)
 
         def score(targets: Tensor, *rest: Tensor) -> Tensor:
-            logits = self._logits(rest[: len(streams)], *rest[len(streams) :])
-            nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-            return torch.stack([nats, (logits.argmax(-1) == targets).to(nats.dtype)], dim=-1)
+            given = dict(zip(weights, rest[len(streams) :], strict=True))
+            hidden = self._hidden(rest[: len(streams)], given).flatten(0, 1)
+            return self._scores(hidden, targets.flatten(), given, training).unflatten(0, targets.shape)
 
-        nats, correct = tiled(score, (targets, *streams), weights, self.tiles).unbind(-1)
-        return nats, correct.bool()
+        nats, correct, *cost = tiled(score, (targets, *streams), list(weights.values()), self.tiles).unbind(-1)
+        return nats, correct.bool(), cost[0] if cost else nats
 
-    def _logits(
-        self,
-        streams: Sequence[Tensor],
-        gain: Tensor,
-        shift: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        dense: Tensor | None = None,
-        dense_bias: Tensor | None = None,
-    ) -> Tensor:
-        if dense is not None:
+    def _scores(self, hidden: Tensor, targets: Tensor, weights: Mapping[str, Tensor], training: bool) -> Tensor:
+        """What `forward` returns, in columns; (N, 2) where the objective is that of the nats. hidden: (N, E)."""
+        if self.cutoffs:
+            nats, correct = adaptive_scores(hidden, targets, weights["weight"], weights["clusters"], self.cutoffs)
+            return torch.stack([nats, correct.to(nats.dtype)], dim=-1)
+        logits = self._logits(hidden, weights)
+        nats = F.cross_entropy(logits, targets, reduction="none")
+        columns = [nats, (logits.argmax(-1) == targets).to(nats.dtype)]
+        if training and self.smoothing:  # −ln p of an id is that of the target, plus the target's logit, less the id's
+            every = nats + logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.mean(-1)
+            columns.append(torch.lerp(nats, every, self.smoothing))
+        return torch.stack(columns, dim=-1)
+
+    def _hidden(self, streams: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+        gain, shift, width = weights["norm_weight"], weights["norm_bias"], weights["weight"].shape[1]
+        if "dense" in weights:
             (x,) = streams
-            x = F.gelu(F.linear(x.to(dense.dtype), dense, dense_bias)).float()
+            x = F.gelu(F.linear(x.to(weights["dense"].dtype), weights["dense"], weights["dense_bias"])).float()
         elif self.tied:
             x = torch.stack(list(streams)).mean(0)
-            gain, shift = gain * weight.shape[1] ** -0.5, shift * weight.shape[1] ** -0.5
+            gain, shift = gain * width**-0.5, shift * width**-0.5
         else:
             x = torch.cat(list(streams), dim=-1)
         hidden = F.layer_norm(x, x.shape[-1:], gain.to(x.dtype), shift.to(x.dtype), self.eps)
-        return F.linear(hidden.to(weight.dtype), weight, bias).float()
+        return hidden.to(weights["weight"].dtype)
+
+    def _logits(self, hidden: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """Of every id, fp32; of an adaptive softmax ln p, whose softmax is that p."""
+        if self.cutoffs:
+            return adaptive_log_probabilities(hidden, weights["weight"], weights["clusters"], self.cutoffs)
+        return F.linear(hidden, weights["weight"], weights.get("bias")).float()

@@ -2,68 +2,65 @@
 depth.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasparse.model.block import Block, Pass, Streams
+from megasparse.model.block import Block, Compute, Pass, Streams
 
 
-def reversible(blocks: Sequence[Block], streams: Streams, run: Pass) -> tuple[Streams, Tensor]:
+def reversible(blocks: Sequence[Block], streams: Streams, source: Tensor | None, run: Pass) -> tuple[Streams, Tensor]:
     """Runs reversible blocks, keeping only the last output. Returns the streams and the sum of auxiliary losses.
 
-    Backward, from the last block to the first (Reformer Eq. 8): X2 = Y2 − FeedForward(Y1), X1 = Y1 − Attention(X2),
-    each branch run once more for its value and its gradient. Auxiliary losses are outputs, so what only they train is
-    trained.
+    source: (B, S, E), what the blocks' cross-attention sees. Backward, from the last branch to the first (Reformer Eq.
+    8, where the streams change places after each branch): X1 = Y2 − Branch(Y1), X2 = Y1, each branch run once more for
+    its value and its gradients. The source's gradients are summed over the blocks and handed on as one. Auxiliary
+    losses are outputs, so what only they train is trained.
     """
-    first, second, auxiliary = _Reversible.apply(*streams, blocks, run)
+    first, second, auxiliary = _Reversible.apply(*streams, source, blocks, run)
     return (first, second), auxiliary
 
 
 class _Reversible(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x1: Tensor, x2: Tensor, blocks: Sequence[Block], run: Pass) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass
+    ) -> tuple[Tensor, Tensor, Tensor]:
         streams = [x1, x2]
         total = torch.zeros((), device=x1.device)
         for block in blocks:
-            auxiliary, *streams = block(run, None, *streams)
+            auxiliary, *streams = block(run, None, source, *streams)
             if auxiliary is not None:
                 total = total + auxiliary
         ctx.blocks, ctx.run = blocks, run
-        ctx.save_for_backward(*streams)
+        ctx.save_for_backward(*streams, source)
         return streams[0], streams[1], total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d1, d2, d_auxiliary = grads
-        y1, y2 = ctx.saved_tensors
-        run: Pass = ctx.run
-        # A pass of its own: what is recomputed adds nothing to the statistics, and takes decisions from the memories.
-        replay = Pass(run.draws, run.padding, run.memories, run.targets)
-        for memory in run.memories:
-            memory.replay()
+        y1, y2, source = ctx.saved_tensors
+        if source is not None:
+            source = source.detach().requires_grad_()
+        replay = ctx.run.replay()
         for block in reversed(ctx.blocks):
-            out, gradient = _branch(partial(block.feed_forward, draws=run.draws), y1, d2)
-            y2 = y2 - out
-            d1 = d1 + gradient
-            out, gradient = _branch(partial(block.attention, run=replay), y2, d1, d_auxiliary)
-            y1 = y1 - out
-            d2 = d2 + gradient
-        return d1, d2, None, None
+            for _, compute in reversed(block.branches(replay, None, source)):
+                out, gradient = _again(compute, y1, d2, d_auxiliary)
+                y1, y2 = y2 - out, y1
+                d1, d2 = d2, d1 + gradient
+        return d1, d2, None if source is None else source.grad, None, None
 
 
-def _branch(branch: Callable[[Tensor], Any], x: Tensor, *grads: Tensor) -> tuple[Tensor, Tensor]:
-    """branch(x), and the gradient of x; the gradients of the branch's weights go to the weights.
+def _again(compute: Compute, x: Tensor, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    """What a branch computes of x, and the gradient of x; the gradients of its weights and of the source go to those.
 
-    An attention branch returns its auxiliary loss too, or None; grads: of all that it returns.
+    grads: of what it adds to the stream, and of its auxiliary loss.
     """
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        result = branch(x)
-    outputs = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None]
+        outputs = [y for y in compute(x) if y is not None]
     torch.autograd.backward(outputs, grads[: len(outputs)])
     assert x.grad is not None
     return outputs[0].detach(), x.grad

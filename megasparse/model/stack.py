@@ -1,4 +1,4 @@
-"""What decoder and encoder share: embedding, a stack of blocks, a tiled output projection, and the objective.
+"""What all models share: embedding, a stack of blocks, a tiled output projection, and the objective.
 
 B batch, L length, E d_model, V vocabulary.
 """
@@ -11,7 +11,8 @@ import torch
 from fairscale.nn import checkpoint_wrapper
 from torch import Tensor, nn
 
-from megasparse.attention.contract import Attention, Memory, Targets
+from megasparse.attention.contract import Attention, Targets
+from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Block, Pass, Streams
@@ -33,20 +34,85 @@ class TokenScores(NamedTuple):
     """Whether the token counts: the model was to tell it."""
 
 
-class Transformer(nn.Module, ABC):
-    """A stack of blocks that tells tokens; which ones, and from what, is its kind's."""
+def mean_cost(scores: TokenScores, cost: Tensor, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean `cost` (B, L) of a scored token, 0 where nothing is scored, and the statistics `nats`, `tokens` and
+    `accuracy` of `Transformer.forward`.
 
-    def __init__(self, config: ModelConfig):
+    divisor: of the sum, in place of the number of scored tokens.
+    """
+    total, count = torch.where(scores.scored, cost, 0.0).sum(), scores.scored.sum()
+    own = count.clamp_min(1)
+    return total / (own if divisor is None else divisor), {
+        "nats": torch.where(scores.scored, scores.nats.detach(), 0.0).sum(),
+        "tokens": count,
+        "accuracy": (scores.correct & scores.scored).sum() / own,
+    }
+
+
+class Stack(nn.Module):
+    """Embedding and blocks: what becomes of tokens before a head reads it."""
+
+    def __init__(self, config: ModelConfig, embedding: nn.Parameter | None = None):
+        """embedding: (V, E), of another stack that shares it."""
         super().__init__()
         self.config = config
-        self.embedding = Embedding(config)
+        self.embedding = Embedding(config, embedding)
         self.layers = [Block(config, layer) for layer in range(config.layers)]
         self.blocks = nn.ModuleList(self.layers)
-        self.head = OutputHead(config, self.embedding.weight)
-        self.task_weight = min(mechanism.task_weight for _, mechanism in self._mechanisms())
         if config.activations in ("checkpoint", "checkpoint_cpu"):
             for block in self.layers:
                 checkpoint_wrapper(block, offload_to_cpu=config.activations == "checkpoint_cpu")
+
+    def streams(
+        self,
+        read: Tensor,
+        draws: Draws,
+        padding: Padding,
+        targets: Targets | None = None,
+        caches: Sequence[Any] | None = None,
+        source: Source | None = None,
+    ) -> tuple[Streams, Tensor, dict[str, Tensor]]:
+        """What the head reads, for what the embedding reads from position 0 on; the sum of auxiliary losses, and the
+        layers' statistics, mean over layers. targets: for the mechanisms, in training. Empty caches, one a layer, take
+        in the whole sequence. source: what an encoder–decoder's blocks see beside it; caches have it already.
+        """
+        run = Pass(draws, padding, targets if draws.training else None, source and source.key_mask)
+        states = None if source is None else source.states
+        streams, auxiliary = self._stack(self._enter(read, 0, draws), states, run, caches)
+        return streams, auxiliary, {name: torch.stack(values).mean() for name, values in run.statistics.items()}
+
+    def mechanisms(self) -> Iterator[tuple[int, Attention]]:
+        """Of self-attention, each with its layer."""
+        for layer, block in enumerate(self.layers):
+            for kind in block.attention.attention.split:
+                yield layer, block.attention.attention.mechanism(kind)
+
+    def _enter(self, tokens: Tensor, first: int, draws: Draws) -> Streams:
+        x = self.embedding(tokens, first)
+        if draws.training:
+            x = dropout(x, self.config.dropout, draws.key(-1, "embedding dropout"), draws.rows(x.shape[1], x.device))
+        return (x, x) if self.config.blocks == "reversible" else (x,)
+
+    def _stack(
+        self, streams: Streams, source: Tensor | None, run: Pass, caches: Sequence[Any] | None
+    ) -> tuple[Streams, Tensor]:
+        if self.config.activations == "reversible" and torch.is_grad_enabled():
+            return reversible(self.layers, streams, source, run)
+        total = torch.zeros((), device=streams[0].device)
+        for i, block in enumerate(self.layers):
+            auxiliary, *streams = block(run, caches[i] if caches is not None else None, source, *streams)
+            if auxiliary is not None:
+                total = total + auxiliary
+        return tuple(streams), total
+
+
+class Transformer(Stack, ABC):
+    """A stack of blocks that tells tokens; which ones, and from what, is its kind's."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.head = OutputHead(config, self.embedding.weight)
+        self.task_weight = min(mechanism.task_weight for _, mechanism in self.mechanisms())
 
     @abstractmethod
     def task(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[Tensor, Tensor]:
@@ -59,8 +125,8 @@ class Transformer(nn.Module, ABC):
     def forward(
         self, tokens: Tensor, draws: Draws, padding: Padding | None = None, divisor: float | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """tokens: (B, L) int64. Returns the objective, mean nats a scored token plus auxiliary losses (LHA's is a
-        convex combination of the two), and statistics.
+        """tokens: (B, L) int64. Returns the objective, mean nats a scored token (in training with label smoothing) plus
+        auxiliary losses (LHA's is a convex combination of the two), and statistics.
 
         padding: by default what the tokens themselves tell. divisor: of the sum of nats in place of the batch's own
         number of scored tokens, where batches that are averaged have not equally many.
@@ -68,65 +134,37 @@ class Transformer(nn.Module, ABC):
         `accuracy`, the share of scored tokens that were the likeliest. Where nothing is scored, loss and accuracy are
         0.
         """
-        scores, auxiliary, statistics = self._scores(tokens, draws, padding or padding_of(tokens, self.config))
-        total, count = torch.where(scores.scored, scores.nats, 0.0).sum(), scores.scored.sum()
-        own = count.clamp_min(1)
-        statistics |= {
-            "nats": total.detach(),
-            "tokens": count,
-            "accuracy": (scores.correct & scores.scored).sum() / own,
-        }
-        return self.task_weight * total / (own if divisor is None else divisor) + auxiliary, statistics
+        scores, cost, auxiliary, statistics = self._scores(tokens, draws, padding or padding_of(tokens, self.config))
+        loss, found = mean_cost(scores, cost, divisor)
+        return self.task_weight * loss + auxiliary, statistics | found
 
     @torch.no_grad()
     def token_scores(self, tokens: Tensor, draws: Draws, padding: Padding | None = None) -> TokenScores:
         return self._scores(tokens, draws, padding or padding_of(tokens, self.config))[0]
 
-    def _scores(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[TokenScores, Tensor, dict[str, Tensor]]:
-        """The scores, the sum of auxiliary losses, and the layers' statistics, mean over layers."""
-        read, scored = self.task(tokens, draws, padding)
-        streams, auxiliary, statistics = self.streams(read, draws, padding, Targets(tokens, scored))
-        nats, correct = self.head(streams, tokens)
-        return TokenScores(nats, correct, scored), auxiliary, statistics
-
-    def streams(
-        self,
-        read: Tensor,
-        draws: Draws,
-        padding: Padding,
-        targets: Targets | None = None,
-        caches: Sequence[Any] | None = None,
-    ) -> tuple[Streams, Tensor, dict[str, Tensor]]:
-        """What the head reads, for what the embedding reads from position 0 on; the sum of auxiliary losses, and the
-        layers' statistics, mean over layers. targets: for the mechanisms, in training. Empty caches, one a layer, take
-        in the whole sequence.
+    def _scores(
+        self, tokens: Tensor, draws: Draws, padding: Padding
+    ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
+        """The scores, what each token adds to the objective (B, L), the sum of auxiliary losses, and the layers'
+        statistics, mean over layers.
         """
-        run = Pass(draws, padding, [Memory() for _ in self.blocks], targets if draws.training else None)
-        streams, auxiliary = self._stack(self._enter(read, 0, draws), run, caches)
-        return streams, auxiliary, {name: torch.stack(values).mean() for name, values in run.statistics.items()}
+        return self._tell(tokens, draws, padding)
+
+    def _tell(
+        self, tokens: Tensor, draws: Draws, padding: Padding, source: Source | None = None
+    ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
+        """As `_scores`, of tokens that are told beside a source."""
+        read, scored = self.task(tokens, draws, padding)
+        streams, auxiliary, statistics = self.streams(read, draws, padding, Targets(tokens, scored), source=source)
+        nats, correct, cost = self.head(streams, tokens, draws.training)
+        further, told = self._further(streams, tokens, draws)
+        return TokenScores(nats, correct, scored), cost, auxiliary + further, statistics | told
+
+    def _further(self, streams: Streams, tokens: Tensor, draws: Draws) -> tuple[Tensor | float, dict[str, Tensor]]:
+        """What else the model tells of a batch, beside its tokens: a loss to add to the objective, and statistics."""
+        return 0.0, {}
 
     def logits(self, streams: Streams) -> Tensor:
         """Of every position, (B, L, V) fp32: the head gives those of a sequence's last one, here of its only one."""
         batch, length = streams[0].shape[:2]
         return self.head([x.reshape(batch * length, 1, -1) for x in streams], None).view(batch, length, -1)
-
-    def _mechanisms(self) -> Iterator[tuple[int, Attention]]:
-        for layer, block in enumerate(self.layers):
-            for kind in block.attention.attention.split:
-                yield layer, block.attention.attention.mechanism(kind)
-
-    def _enter(self, tokens: Tensor, first: int, draws: Draws) -> Streams:
-        x = self.embedding(tokens, first)
-        if draws.training:
-            x = dropout(x, self.config.dropout, draws.key(-1, "embedding dropout"), draws.rows(x.shape[1], x.device))
-        return (x, x) if self.config.blocks == "reversible" else (x,)
-
-    def _stack(self, streams: Streams, run: Pass, caches: Sequence[Any] | None = None) -> tuple[Streams, Tensor]:
-        if self.config.activations == "reversible" and torch.is_grad_enabled():
-            return reversible(self.layers, streams, run)
-        total = torch.zeros((), device=streams[0].device)
-        for i, block in enumerate(self.layers):
-            auxiliary, *streams = block(run, caches[i] if caches is not None else None, *streams)
-            if auxiliary is not None:
-                total = total + auxiliary
-        return tuple(streams), total

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from megasparse.config.schema import Config
+from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.batches import Batch
 from megasparse.model.build import build_model
+from megasparse.model.encoder import Encoder
 from megasparse.ops.random import Draws
 from megasparse.planning.flops import model_flops_per_token
 from megasparse.training.engine import build_engine
@@ -49,7 +51,8 @@ class DryRun:
 
 
 def dry_run(config: Config) -> DryRun:
-    """Build everything and take one optimizer step on one micro-batch of random tokens, in this process on plain torch.
+    """Build everything and take one optimizer step on one micro-batch of made-up records, in this process on plain
+    torch.
 
     Writes nothing and needs no data.
     """
@@ -65,8 +68,9 @@ def dry_run(config: Config) -> DryRun:
     model = build_model(alone.model, alone.run.seed)
     parameters = sum(p.numel() for p in model.parameters())
     engine = build_engine(model, alone, lambda step, samples: Draws(alone.run.seed, step, samples, True), ranks)
-    generator = torch.Generator().manual_seed(config.run.seed)
-    tokens = torch.randint(256, (micro, config.data.sequence_length), generator=generator)
+    if isinstance(model, Encoder) and alone.model.masking.whole_words:
+        model.set_word_starts(torch.ones(alone.model.vocabulary, dtype=torch.bool))
+    tokens = made_up_records(alone.model, micro, config.data.sequence_length, config.run.seed)
     started = time.perf_counter()
     result = engine.train_step([Batch(tokens, torch.arange(micro), micro)], 0, config.optimizer.learning_rate)
     seconds = time.perf_counter() - started
@@ -75,6 +79,24 @@ def dry_run(config: Config) -> DryRun:
     peak = _peak(ranks.device) - before
     engine.close()
     return DryRun(parameters, flops, peak, seconds, result.loss, str(ranks.device))
+
+
+def made_up_records(model: ModelConfig, batch: int, length: int, seed: int) -> Tensor:
+    """(batch, length) random ids of the vocabulary, in the form of the model's records: with `sentence_order` two
+    segments, each ended by the separator; with `padding_token` the last eighth is padding, as is that of the source.
+    """
+    separator = model.sentence_order.separator if model.sentence_order else None
+    special = {model.padding_token, model.document_separator, separator}
+    ids = torch.tensor([token for token in range(model.vocabulary) if token not in special])
+    tokens = ids[torch.randint(len(ids), (batch, length), generator=torch.Generator().manual_seed(seed))]
+    sides = [tokens] if model.source is None else tokens.split([model.source.length, length - model.source.length], 1)
+    for side in sides:
+        real = side.shape[1] if model.padding_token is None else side.shape[1] - side.shape[1] // 8
+        if separator is not None:
+            side[:, [real // 2, real - 1]] = separator
+        if model.padding_token is not None:
+            side[:, real:] = model.padding_token
+    return tokens
 
 
 def _reset_peak(device: torch.device) -> int:

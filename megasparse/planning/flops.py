@@ -1,6 +1,6 @@
 """Floating point operations of training, by formula.
 
-E d_model, F d_ff, H heads, D head dim, V vocabulary, T sequence length, R rounds, M window, N buckets.
+E d_model, F d_ff, H heads, D head dim, V vocabulary, T sequence length, S source length, R rounds, M window, N buckets.
 """
 
 import math
@@ -14,6 +14,7 @@ from megasparse.attention.heads import build_mechanism, head_dim
 from megasparse.attention.yoso import YOSOAttention
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.buckets import lsh_buckets
+from megasparse.config.parts import encoder_part
 from megasparse.config.pattern import heads_of_layer
 from megasparse.config.schema import ModelConfig
 
@@ -23,11 +24,28 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 
     A product of matrices counts 2 operations a weight and token forward and 4 backward: 6·(weights in products).
     Attention adds 12·D in each head for each key a query sees on average (scores and values). What is recomputed in the
-    backward, masked inside a block, or done elementwise (sorting, sampling) is not counted.
+    backward, masked inside a block, or done elementwise (sorting, sampling) is not counted. An encoder–decoder's is the
+    mean over the tokens of source and target.
     """
+    if model.source is None:
+        return _head(model) + _stack(model, sequence_length)
+    source = model.source.length
+    target = sequence_length - source
+    whole = source * _stack(encoder_part(model), source) + target * (_head(model) + _stack(model, target))
+    return (whole + model.layers * _cross_attention(model, source, target)) / sequence_length
+
+
+def _head(model: ModelConfig) -> float:
     streams = 2 if model.blocks == "reversible" and not model.tied_embeddings else 1  # side by side in the output head
     dense = model.d_model**2 if model.style == "bert" else 0  # before the output projection
-    total = 6.0 * (streams * model.d_model * model.vocabulary + dense + 2 * model.layers * model.d_model * model.d_ff)
+    # Of an adaptive softmax its head alone: how many tokens need a cluster too is the data's.
+    outputs = model.adaptive_cutoffs[0] + len(model.adaptive_cutoffs) if model.adaptive_cutoffs else model.vocabulary
+    return 6.0 * (streams * model.d_model * outputs + dense)
+
+
+def _stack(model: ModelConfig, sequence_length: int) -> float:
+    """Of all layers, but for cross-attention."""
+    total = 6.0 * 2 * model.layers * model.d_model * model.d_ff
     for layer in range(model.layers):
         for kind, heads in heads_of_layer(model, layer).items():
             with torch.device("meta"):
@@ -36,6 +54,20 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
             projections = 3 if mechanism.shared_qk else 4  # queries, keys, values, output; shared QK has no keys
             total += 6.0 * projections * model.d_model * heads * layer_of.head_dim + ATTENTION[kind](layer_of)
     return total
+
+
+def _cross_attention(model: ModelConfig, source: int, target: int) -> float:
+    """Of one layer and a whole sequence: queries and outputs of the target, keys and values of the source, and the
+    pairs of the two; hashed, as `_lsh` with separate queries and keys in a two-sided window.
+    """
+    assert model.source is not None
+    lsh, width = model.attention.lsh, model.heads * head_dim(model)
+    projections = 12.0 * model.d_model * width * (source + target)
+    if model.source.cross_attention == "full":
+        return projections + 12.0 * width * source * target
+    buckets = sum(lsh_buckets(lsh, max(model.max_length, model.source.length)))
+    keys = min(2 * lsh.chunk, source)
+    return projections + lsh.rounds * width * (12.0 * keys * target + buckets * (source + target))
 
 
 @dataclass(frozen=True)
@@ -53,7 +85,7 @@ class Layer:
 
     @property
     def causal(self) -> bool:
-        return self.model.kind == "decoder"
+        return self.model.kind != "encoder"
 
     @property
     def head_dim(self) -> int:

@@ -71,7 +71,7 @@ def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) ->
     if model.kind == "encoder" and mask < tokenizer.vocabulary and (special is None or mask != special.mask):
         own = special.mask if special else tokenizer.vocabulary
         raise ConfigError("model.masking.token", f"{mask} is a token that texts can have", f"Set it to {own}")
-    if order is not None and index.file.corpus != "pairs":
+    if order is not None and index.file.corpus not in ("pairs", "shards"):
         problem = f"given, but {index.directory} holds {index.file.corpus}"
         raise ConfigError("model.sentence_order", problem, "Prepare pairs (tools/prepare_data.py), or set it to null")
     if order is not None and special is not None and order.separator != special.separator:

@@ -60,7 +60,8 @@ class Engine(ABC):
         self.module, self.ranks, self._make_draws = model, ranks, make_draws
         self._forward_time = Stopwatch(ranks.device)
         self._clipping = config.training.gradient_clipping
-        self._padded = config.model.padding_token is not None
+        # What is no text is not told, so that micro-batches can have unequally many tokens to tell.
+        self._uneven = any(x is not None for x in (config.model.padding_token, config.model.document_separator))
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.optimizer: torch.optim.Optimizer
 
@@ -74,8 +75,8 @@ class Engine(ABC):
     ) -> StepResult:
         """One optimizer step on this rank's micro-batches; all of them, on all ranks, have equally many tokens.
 
-        Every scored token of the global batch weighs the same. Without padding all micro-batches have equally many;
-        with it, they are counted first.
+        Every scored token of the global batch weighs the same. Without padding and separators all micro-batches have
+        equally many; with them, they are counted first.
 
         accept: whether to apply a step of this loss (nats a token, the same on all ranks). progress: told of each
         micro-batch's two passes.
@@ -83,7 +84,7 @@ class Engine(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         sums: dict[str, Tensor] = {}
-        divisor = self._mean_scored(micro_batches) if self._padded else None
+        divisor = self._mean_scored(micro_batches) if self._uneven else None
         for number, batch in enumerate(micro_batches, start=1):
             progress(f"step {step}, micro-batch {number}")
             last = number == len(micro_batches)

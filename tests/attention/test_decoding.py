@@ -1,5 +1,7 @@
 """Cached decoding gives the logits of the whole-sequence pass, beyond several windows."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -48,3 +50,18 @@ def test_the_chunk_window_refuses_to_decode():
     model.prefill(random_tokens(1, 5), cache)
     with pytest.raises(ValueError, match="band"):
         model.decode(torch.tensor([0]), cache)
+
+
+@pytest.mark.parametrize("name", strict_names())
+def test_selected_sequences_decode_as_if_alone_in_the_batch(name):
+    model, rows = build_model(small(attention=named(name)), seed=3), torch.tensor([2, 0, 2, 1, 2])
+    tokens, further = random_tokens(3, 60), random_tokens(5, 8, seed=1)
+    cache, alone = model.new_cache(3, seed=7), model.new_cache(5, seed=7)
+    model.prefill(tokens[:, :50], cache)
+    for t in range(50, 60):
+        model.decode(tokens[:, t], cache)
+    cache.select(rows)
+    alone.draws = dataclasses.replace(alone.draws, samples=rows)  # a sequence keeps its number
+    model.prefill(tokens[rows], alone)
+    for token in further.unbind(1):
+        assert (model.decode(token, cache) - model.decode(token, alone)).abs().max() < 1e-4

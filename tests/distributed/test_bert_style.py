@@ -1,5 +1,8 @@
-"""Encoders of `style` bert on two ranks under ZeRO: the losses of one process of plain torch, and an exact resume."""
+"""Encoders with both of BERT's objectives on two ranks under ZeRO: the losses of one process of plain torch, and an
+exact resume.
+"""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 from megasparse.config.schema import Config
+from megasparse.data.batches import Step
 from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
 from megasparse.training.checkpoint import Checkpoint
@@ -19,10 +23,11 @@ from tests.helpers.tiny import MadeUpBatches, tiny_config
 
 STAGES = (1, 2, 3)
 STEPS = 6
+PADDING, BEGIN, SEPARATOR = 257, 258, 259
 MODEL: dict[str, Any] = {
     "kind": "encoder",
     "style": "bert",
-    "vocabulary": 257,
+    "vocabulary": 260,
     "max_length": 24,
     "layers": 2,
     "d_model": 33,
@@ -35,13 +40,31 @@ MODEL: dict[str, Any] = {
     "loss_tiles": 2,
     "tied_embeddings": True,
     "token_types": 2,
+    "padding_token": PADDING,
+    "sentence_order": {"separator": SEPARATOR},
+    "masking": {"whole_words": True},
     "positions": {"kind": "learned", "offset": 2},
     "attention": {"pattern": ["yoso", {"lsh": 1, "full": 2}], "yoso": {"hashes": 4}, "lsh": {"chunk": 8}},
 }
 
 
-def config_of(folder: Path, engine: str = "torch", **sections: dict[str, Any]) -> Config:
-    return tiny_config(folder, engine, model=MODEL, **sections)
+REVERSIBLE = {"style": "reformer", "token_types": 0, "blocks": "reversible", "activations": "reversible"}
+
+
+class Pairs(MadeUpBatches):
+    """Records of two segments, of unlike lengths."""
+
+    def __iter__(self) -> Iterator[Step]:
+        for step in super().__iter__():
+            for batch in step.micro_batches:
+                for row, sample in zip(batch.tokens, batch.samples.tolist(), strict=True):
+                    end = 11 + sample % 12
+                    row[0], row[5], row[end], row[end + 1 :] = BEGIN, SEPARATOR, SEPARATOR, PADDING
+            yield step
+
+
+def config_of(folder: Path, engine: str = "torch", changes: dict[str, Any] = {}, **sections: dict[str, Any]) -> Config:  # noqa: B006
+    return tiny_config(folder, engine, model={**MODEL, **changes}, **sections)
 
 
 def losses(config: Config, ranks: Ranks, first: int = 1, last: int = STEPS, save: Saver | None = None) -> list[float]:
@@ -52,9 +75,11 @@ def losses(config: Config, ranks: Ranks, first: int = 1, last: int = STEPS, save
 
     newest = find_newest(save.directory) if save else None
     opened = Checkpoint.open(newest) if newest else None
-    engine = build_engine(build_model(config.model, 0), config, draws, ranks, opened)
+    model: Any = build_model(config.model, 0)
+    model.set_word_starts(torch.arange(260) % 3 == 0)
+    engine = build_engine(model, config, draws, ranks, opened)
     found, position = [], opened.sequences if opened else 0
-    for step, data in zip(range(first, last + 1), MadeUpBatches(config, ranks, position), strict=False):
+    for step, data in zip(range(first, last + 1), Pairs(config, ranks, position), strict=False):
         result = engine.train_step(data.micro_batches, step, 0.003)
         assert result.applied
         found += [result.loss, result.grad_norm]
@@ -74,6 +99,8 @@ def on_two_ranks(folder: str) -> dict[str, list[float]]:
         found[f"{stage}"] = losses(config, ranks)
         save = Saver(config, ranks, "data", {})
         found[f"{stage} resumed"] = losses(config, ranks, 1, 3, save) + losses(config, ranks, 4, STEPS, save)
+    reversible = config_of(place / "reversible", "deepspeed", REVERSIBLE, deepspeed=config.deepspeed)
+    found["reversible"] = losses(reversible, ranks, last=3)
     ranks.stop()
     return found
 
@@ -90,3 +117,9 @@ def test_two_ranks_are_one_and_resume_exactly(found: list[dict[str, list[float]]
     for rank in found:
         assert rank[f"{stage}"] == pytest.approx(alone, rel=1e-5)
         assert rank[f"{stage} resumed"] == rank[f"{stage}"]
+
+
+def test_reversible_ones_too(found: list[dict[str, list[float]]], tmp_path: Path) -> None:
+    alone = losses(config_of(tmp_path, changes=REVERSIBLE), Ranks(), last=3)
+    for rank in found:
+        assert rank["reversible"] == pytest.approx(alone, rel=1e-5)

@@ -61,8 +61,8 @@ DECODER: dict[str, Any] = {
     "positions": {"kind": "axial", "axial_shape": [4, 8], "axial_dims": [12, 21]},
     "attention": {"pattern": ["local", "lsh", "full"], "local": {"chunk": 4}, "lsh": {"chunk": 4, "rounds": 2}},
 }
-TIED = {"model": DECODER | {"tied_embeddings": True}, "training": {"micro_batch": 1}}
-CHECKPOINTED = {"model": DECODER | {"blocks": "ordinary", "activations": "checkpoint"}}
+TIED = {"model": DECODER | {"tied_embeddings": True, "adaptive_cutoffs": [50, 120]}, "training": {"micro_batch": 1}}
+CHECKPOINTED = {"model": DECODER | {"blocks": "ordinary", "activations": "checkpoint", "label_smoothing": 0.1}}
 
 
 def decoder_config(directory: Path, engine: str = "torch", **sections: dict[str, Any]) -> Config:

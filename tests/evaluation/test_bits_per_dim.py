@@ -9,9 +9,7 @@ import torch
 from megasparse.errors import ConfigError, UserError
 from megasparse.evaluation import bits_per_dim
 from megasparse.evaluation.bits_per_dim import (
-    Protocol,
     Score,
-    evaluate,
     of_engine,
     of_model,
     refuse_leaks,
@@ -178,33 +176,6 @@ def test_a_stride_that_cannot_cover_is_refused(stride):
         score(of_model(Model()), Tokens(20), 16, seed=0, stride=stride)
     with pytest.raises(ConfigError, match="--limit: 0 "):
         score(of_model(Model()), Tokens(20), 16, seed=0, limit=0)
-
-
-def protocol(**changed) -> Protocol:
-    values = {"split": "test", "sequence_length": 16, "stride": 16, "score_from": 0, "rounds": 2, "seeds": [0]}
-    values |= {"configured_rounds": {}, "checkpoint_step": 5}
-    names = ("precision", "checkpoint", "data_fingerprint", "trained_on_fingerprint")
-    return Protocol(**{**values, **dict.fromkeys(names, "x"), **changed})
-
-
-def test_seeds_average_nats_and_deviate_by_the_definition():
-    class Seeded:
-        leaks: list[str] = []  # noqa: RUF012
-
-        def token_scores(self, tokens, draws):
-            right = torch.arange(tokens.shape[1]).expand(tokens.shape) < draws.seed
-            return TokenScores(torch.full(tokens.shape, float(draws.seed)), right, torch.ones_like(right))
-
-    result = evaluate(Seeded(), Tokens(20), protocol(seeds=[1, 2, 6]), batch=1, limit=None, device="cpu")
-    assert result["nats"] == pytest.approx(60.0)
-    assert result["accuracy"] == pytest.approx((2 + 4 + 10) / 3 / 20)  # windows of 16 and 4 tokens
-    assert (result["dims"], result["bytes"]) == (20, 20)
-    assert result["bits_per_dim"] == pytest.approx(3 / math.log(2))
-    assert result["standard_deviation"] == pytest.approx(math.sqrt(7) / math.log(2))
-    assert result["protocol"]["seeds"] == [1, 2, 6]
-    assert result["protocol"]["split_dims"] == 20
-    one = evaluate(Seeded(), Tokens(20), protocol(seeds=[1]), batch=1, limit=None, device="cpu")
-    assert one["standard_deviation"] is None
 
 
 def test_a_leaking_model_is_refused():

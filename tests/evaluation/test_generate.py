@@ -5,7 +5,7 @@ import torch
 
 from megasparse.data.tokenizers.byte import ByteTokenizer
 from megasparse.errors import ConfigError
-from megasparse.evaluation.generate import check_request, generate, sample
+from megasparse.evaluation.generate import Sampling, check_length, continuations, generate, sample
 
 
 class Counter:
@@ -66,6 +66,14 @@ def test_a_seed_gives_the_same_text_and_leaves_the_global_generator_alone():
     assert draw(5) != first
 
 
+def test_one_row_draws_by_the_seed_itself():
+    """As it always has: a seed goes on giving the text that it gave."""
+    generator, told = torch.Generator().manual_seed(4), [10]
+    for _ in range(20):
+        told.append(sample(Counter()._logits([0, told[-1]])[0], 5.0, 0.9, generator))
+    assert told[1:] == list(generate(Counter(), prompt(10), 20, hash_seed=0, seed=4, temperature=5.0, top_p=0.9))
+
+
 def test_top_p_keeps_the_fewest_likeliest_tokens():
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
     generator = torch.Generator().manual_seed(0)
@@ -100,22 +108,63 @@ def test_text_comes_out_character_by_character():
     assert pieces == ["a", "é", "€", "😀", "\ufffd", "z", "\ufffd"]
 
 
+def test_the_end_is_allowed_beyond_the_vocabulary_and_ends_the_text():
+    taken = {"hash_seed": 0, "temperature": 0.0, "vocabulary": 256}
+    assert list(generate(Counter(), prompt(253), 9, end=256, **taken)) == [254, 255]
+    assert list(generate(Counter(), prompt(253), 9, end=255, **taken)) == [254]
+
+
+class Rows(Counter):
+    """A Counter of several sequences at once."""
+
+    def prefill(self, tokens, cache):
+        cache += tokens.tolist()
+        return self._logits(tokens[:, -1])
+
+    def decode(self, token, cache):
+        return self._logits(token)
+
+    def _logits(self, last):
+        return -((torch.arange(self.vocabulary) - last[:, None] - 1).abs().float() % self.vocabulary)
+
+
+def test_rows_draw_for_themselves_whatever_stands_beside_them():
+    prompts, way = prompt(10, 10, 70, 10)[:, None], Sampling(temperature=5.0, seed=4)
+
+    def rows(prompts, first=0):
+        told = list(continuations(Rows(), prompts, 30, hash_seed=0, sampling=way, first_row=first))
+        return torch.tensor(told).T.tolist()
+
+    whole = rows(prompts)
+    assert whole[0] == list(generate(Counter(), prompt(10), 30, hash_seed=0, seed=4, temperature=5.0))
+    assert len({tuple(row) for row in whole}) == 4  # equal prompts go on differently
+    assert rows(prompts[:2]) + rows(prompts[2:], first=2) == whole
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (
-            (10, 7, 16, 1.0, 1.0),
-            r"--tokens: 10 tokens of prompt and 7 more do not fit model.max_length = 16. Ask for 6",
-        ),
-        ((20, 0, 16, 1.0, 1.0), r"--tokens.*Ask for 0 or fewer, or shorten the prompt"),
-        ((0, -1, 16, 1.0, 1.0), r"--tokens: -1"),
-        ((0, 1, 16, -0.5, 1.0), r"--temperature: -0.5"),
-        ((0, 1, 16, float("nan"), 1.0), r"--temperature: nan"),
-        ((0, 1, 16, 1.0, 0.0), r"--top-p: 0.0"),
-        ((0, 1, 16, 1.0, 1.5), r"--top-p: 1.5"),
+        ((10, 7, 16), r"--tokens: 10 tokens of prompt and 7 more do not fit model.max_length = 16. Ask for 6"),
+        ((20, 0, 16), r"--tokens.*Ask for 0 or fewer, or shorten the prompt"),
+        ((0, -1, 16), r"--tokens: -1"),
     ],
 )
-def test_requests_that_cannot_be_met(request_, message):
+def test_lengths_that_do_not_fit(request_, message):
     with pytest.raises(ConfigError, match=message):
-        check_request(*request_)
-    check_request(10, 6, 16, 0.0, 1.0)
+        check_length(*request_)
+    check_length(10, 6, 16)
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        (Sampling(-0.5, 1.0), r"--temperature: -0.5"),
+        (Sampling(float("nan"), 1.0), r"--temperature: nan"),
+        (Sampling(1.0, 0.0), r"--top-p: 0.0"),
+        (Sampling(1.0, 1.5), r"--top-p: 1.5"),
+    ],
+)
+def test_sampling_that_cannot_be(way, message):
+    with pytest.raises(ConfigError, match=message):
+        way.check()
+    Sampling(0.0, 1.0).check()

@@ -211,7 +211,7 @@ def test_an_encoder_is_scored_on_the_tokens_it_masks(folder, capsys):
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert found["accuracy"] == correct / masked
     assert "bits_per_dim" not in found
-    assert found["protocol"]["masking"] == {"rate": 0.15, "token": 256}
+    assert found["protocol"]["masking"] == {"rate": 0.15, "token": 256, "whole_words": False}
     line = f"{found['loss']:.4f} nats a masked token, perplexity {found['perplexity']:.3f}, accuracy "
     assert line in capsys.readouterr().out
     run(evaluate, *arguments, "--hash-seeds", 2)

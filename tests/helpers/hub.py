@@ -7,9 +7,7 @@ import torch
 
 from megasparse.config.schema import Config, DataConfig, MaskingConfig, ModelConfig, RunConfig
 from megasparse.hub.importing import write_checkpoint
-from megasparse.model.build import build_model
-from megasparse.model.decoder import Decoder
-from megasparse.model.encoder import Encoder
+from megasparse.model.build import Model, build_model
 from megasparse.training.checkpoint import persistent_buffers
 from tests.helpers.models import named, small
 
@@ -24,7 +22,7 @@ def encoder(name: str, **changes: Any) -> ModelConfig:
     return decoder(name, kind="encoder", vocabulary=264, masking=MaskingConfig(token=256), **changes)
 
 
-def made(config: ModelConfig, seed: int = SEED) -> Decoder | Encoder:
+def made(config: ModelConfig, seed: int = SEED) -> Model:
     """A model all of whose weights, norms, biases and learned buffers included, are random."""
     model = build_model(config, seed).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -34,7 +32,7 @@ def made(config: ModelConfig, seed: int = SEED) -> Decoder | Encoder:
     return model
 
 
-def checkpoint(config: ModelConfig, run: Path) -> tuple[Decoder | Encoder, Path]:
+def checkpoint(config: ModelConfig, run: Path) -> tuple[Model, Path]:
     """A made model, and a checkpoint of it in the run's folder `run`."""
     model = made(config)
     whole = Config(run=RunConfig(seed=SEED), model=config, data=DataConfig(sequence_length=64))

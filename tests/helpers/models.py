@@ -91,6 +91,26 @@ def small(pattern: tuple[Any, ...] = ("local", "lsh", "full"), **changes: Any) -
     return ModelConfig(**{**settings, **changes})
 
 
+def small_pair(pattern: tuple[Any, ...] = ("local", "lsh", "full"), **changes: Any) -> ModelConfig:
+    """An encoder–decoder of `small` stacks of 3 and 2 layers: 40 tokens of source, id 258 is padding.
+
+    changes: any field; source: any of its own.
+    """
+    source = {"length": 40, "layers": 2, "attention": attention("full", "lsh"), **changes.pop("source", {})}
+    return small(
+        pattern, **{"kind": "encoder_decoder", "vocabulary": 260, "padding_token": 258, **changes}, source=source
+    )
+
+
+def padded_pairs(batch: int, target: int, source: int = 40, padding: int = 258, seed: int = 0) -> Tensor:
+    """Records (batch, source + target) of random tokens, the later sequences with more and more padding at the ends."""
+    tokens = random_tokens(batch, source + target, seed=seed)
+    for row in range(batch):
+        tokens[row, source - 3 * row : source] = padding
+        tokens[row, source + target - 5 * row :] = padding
+    return tokens
+
+
 class Single:
     """One mechanism by itself on made-up heads: 2 sequences, 2 heads, 16 wide, as in `small`."""
 

@@ -18,7 +18,7 @@ from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights
 from megasparse.training.manifest import seal
 from megasparse.training.rank_file import RankFile
 from tests.helpers.hub import SEED, checkpoint, decoder, encoder
-from tests.helpers.models import attention, random_tokens
+from tests.helpers.models import attention, random_tokens, small_pair
 from tests.helpers.trained import prepared, trained
 
 
@@ -146,8 +146,18 @@ def test_the_card_tells_where_the_model_comes_from(tmp_path):
     (tmp_path / "run" / "test.json").write_text(json.dumps(result))
     older = {**result, "bits_per_dim": 6.5, "protocol": {**protocol, "checkpoint_step": 1}}
     (tmp_path / "run" / "older.json").write_text(json.dumps(older))
+    in_words = {"bits_per_token": 9.5, "bits_per_byte": 1.7, "token_perplexity": 724.1, "word_perplexity": None}
+    in_words |= {"accuracy": 0.25, "dims": 90, "protocol": protocol}
+    (tmp_path / "run" / "words.json").write_text(json.dumps(in_words))
+    lossy = in_words | {"bits_per_token": 9.25, "protocol": {**protocol, "lossless": False}}
+    (tmp_path / "run" / "lossy.json").write_text(json.dumps(lossy))
+    of_targets = {"loss": 3.25, "accuracy": 0.5, "dims": 70, "protocol": {**protocol, "source_length": 8}}
+    (tmp_path / "run" / "targets.json").write_text(json.dumps(of_targets))
     folder = to_hf(tmp_path / "run", tmp_path / "out")
     text = (folder / "README.md").read_text()
+    assert "9.5000 bits a token, bits/byte 1.7000, accuracy 25.00 %, on 90 tokens of split" in text
+    assert "9.2500 bits a token, accuracy" in text
+    assert "3.2500 nats a target token, accuracy 50.00 %, on 70 target tokens of split" in text
     header = text.split("---")[1]
     assert "library_name: transformers" in header and "- lsh-attention" in header
     assert f"index {newest.manifest['data_fingerprint']}" in text and "prepared with `a test`" in text
@@ -250,3 +260,11 @@ def test_other_architectures_are_written_and_compared(tmp_path, monkeypatch):
         with pytest.raises(HubError, match="not written"):
             to_hf(path, tmp_path / "spoiled", to)
         monkeypatch.undo()
+
+
+def test_an_encoder_decoder_is_refused(tmp_path):
+    _, path = checkpoint(small_pair(), tmp_path / "run")
+    for to in ("megasparse", "reformer", "yoso"):
+        with pytest.raises(HubError, match=r"model.kind: .*encoder_decoder"):
+            to_hf(path, tmp_path / to, to)
+        assert not (tmp_path / to).exists()

@@ -41,7 +41,7 @@ def sequences(seed: int) -> dict[str, Tensor]:
     """(n, LENGTH) of each split; no sequence is trained on twice."""
     settings = {"sample_bytes": LENGTH, "symbols": SYMBOLS, "sequences": STEPS * BATCH, "seed": seed}
     splits = duplication.splits(Source.open([], None, Path()), settings)
-    return {name: torch.tensor([list(piece) for piece in pieces]) for name, pieces in splits}
+    return {name: torch.tensor([list(piece) for piece in pieces]) for name, (pieces,) in splits}
 
 
 def train(model: Decoder, tokens: Tensor, seed: int) -> int:

@@ -1,9 +1,15 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
+from megasparse.attention.heads import Padding
+from megasparse.model.build import build_model
 from megasparse.model.head import OutputHead
-from tests.helpers.models import small
+from megasparse.ops.random import Draws
+from tests.helpers.models import random_tokens, small, training_draws
 from tests.helpers.peak_memory import PeakMemory
+
+CUTOFFS = [40, 90, 200]
 
 
 def head_and_streams(length=37, **changes):
@@ -20,13 +26,27 @@ def head_and_streams(length=37, **changes):
     return head, streams, targets
 
 
-def defined(head, streams, targets):
-    """−ln softmax(W·norm(x) + b) in float64, by the formulas, and where the target's is the largest."""
+def probabilities(head, streams):
+    """softmax(W·norm(x) + b), or the adaptive softmax with W, in float64 by the formulas."""
     x = sum(s.double() for s in streams) / len(streams) if head.tied else torch.cat(streams, -1).double()
     x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
     x = x * head.norm_weight.double() + head.norm_bias.double()
     weight = head.weight.double() / 32**0.5 if head.tied else head.weight.double()
-    p = torch.softmax(x @ weight.T + (0.0 if head.bias is None else head.bias.double()), -1)
+    scores = x @ weight.T + (0.0 if head.bias is None else head.bias.double())
+    if not head.cutoffs:
+        return torch.softmax(scores, -1)
+    scale = 32**-0.5 if head.tied else 1.0
+    first, *ends = [*head.cutoffs, 256]
+    slots = torch.softmax(torch.cat([scores[..., :first], scale * x @ head.clusters.double().T], -1), -1)
+    parts = [slots[..., :first]]
+    for number, (start, end) in enumerate(zip(head.cutoffs, ends, strict=True)):
+        parts.append(slots[..., first + number, None] * torch.softmax(scores[..., start:end], -1))
+    return torch.cat(parts, -1)
+
+
+def defined(head, streams, targets):
+    """−ln p of each target, and where it is the largest."""
+    p = probabilities(head, streams)
     target = p.gather(-1, targets[..., None]).squeeze(-1)
     return -target.log(), target == p.max(-1).values
 
@@ -40,24 +60,74 @@ def defined(head, streams, targets):
         {"blocks": "ordinary", "activations": "stored"},
         {"output_bias": True},
         {"output_bias": True, "tied_embeddings": True},
+        {"adaptive_cutoffs": CUTOFFS},
+        {"adaptive_cutoffs": CUTOFFS, "tied_embeddings": True},
+        {"adaptive_cutoffs": CUTOFFS, "blocks": "ordinary", "activations": "stored"},
     ],
 )
 def test_nats_and_gradients_are_those_of_the_formula(changes, tiles):
     head, streams, targets = head_and_streams(loss_tiles=tiles, **changes)
-    with torch.no_grad():  # the likeliest token in half of the places, that there is something to be right about
-        likeliest = torch.stack([defined(head, streams, torch.full_like(targets, t))[1] for t in range(256)])
-        targets[:, ::2] = likeliest.int().argmax(0)[:, ::2]
+    # the likeliest token in half of the places, that there is something to be right about
+    targets[:, ::2] = probabilities(head, streams).argmax(-1)[:, ::2]
     leaves = [*streams, *head.parameters()]
-    (ours, correct), (exact, right) = head(streams, targets), defined(head, streams, targets)
+    (ours, correct, cost), (exact, right) = head(streams, targets, training=True), defined(head, streams, targets)
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-4)
     assert right[:, ::2].all() and not right.all()
-    assert torch.equal(correct, right)
+    assert torch.equal(correct, right) and torch.equal(cost, ours)
     for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(exact.sum(), leaves), strict=True):
         assert (a - b).norm() / b.norm() < 1e-4
 
 
-def test_no_tensor_of_all_logits_exists():
-    head, streams, targets = head_and_streams(length=512, loss_tiles=16)
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"adaptive_cutoffs": CUTOFFS}])
+def test_logits_of_the_last_position_have_its_probabilities(changes):
+    head, streams, _ = head_and_streams(**changes)
+    p = torch.softmax(head(streams, None).double(), -1)
+    torch.testing.assert_close(p, probabilities(head, streams)[:, -1], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("tiles", [1, 5])
+@pytest.mark.parametrize("tied", [False, True])
+def test_label_smoothing_is_torchs_and_leaves_the_nats_as_they_are(tiles, tied):
+    changes = {"label_smoothing": 0.1, "tied_embeddings": tied, "loss_tiles": tiles}
+    head, streams, targets = head_and_streams(**changes)
+    leaves = [*streams, *head.parameters()]
+    nats, correct, cost = head(streams, targets, training=True)
+    log_p, sizes = probabilities(head, streams).log().flatten(0, 1), targets.shape
+    exact = F.cross_entropy(log_p, targets.flatten(), label_smoothing=0.1, reduction="none").view(sizes)
+    torch.testing.assert_close(cost.double(), exact, rtol=1e-5, atol=1e-4)
+    for a, b in zip(torch.autograd.grad(cost.sum(), leaves), torch.autograd.grad(exact.sum(), leaves), strict=True):
+        assert (a - b).norm() / b.norm() < 1e-4
+    plain, right, own = head(streams, targets)  # evaluation
+    assert torch.equal(plain, nats) and torch.equal(right, correct) and torch.equal(own, plain)
+    torch.testing.assert_close(nats.double(), defined(head, streams, targets)[0], rtol=1e-5, atol=1e-4)
+
+
+def test_a_model_trains_on_smoothed_labels_and_reports_nats():
+    model, tokens = build_model(small(layers=1, label_smoothing=0.1, score_from=4), 0), random_tokens(2, 30)
+    loss, statistics = model(tokens, training_draws(2))
+    streams, _, _ = model.streams(tokens[:, :-1], training_draws(2), Padding())
+    logits, targets = model.logits(streams)[:, 4:].flatten(0, 1), tokens[:, 4:].flatten()
+    torch.testing.assert_close(loss, F.cross_entropy(logits, targets, label_smoothing=0.1))
+    nats = F.cross_entropy(logits, targets)
+    torch.testing.assert_close(statistics["nats"] / statistics["tokens"], nats)
+    torch.testing.assert_close(model(tokens, Draws.evaluation(0, 2))[0], nats)
+    assert (loss - nats).abs() > 0.01
+
+
+def test_a_decoder_writes_by_the_probabilities_that_it_is_scored_by():
+    model = build_model(small(("local",), layers=1, adaptive_cutoffs=CUTOFFS, tied_embeddings=True), 0).eval()
+    tokens, cache = random_tokens(2, 12), model.new_cache(2, 0)
+    nats = model.token_scores(tokens, Draws.evaluation(0, 2)).nats
+    log_p = model.prefill(tokens[:, :5], cache)
+    for place in range(5, 12):
+        found = -log_p.gather(1, tokens[:, place, None]).squeeze(1)
+        torch.testing.assert_close(found, nats[:, place], rtol=1e-4, atol=1e-4)
+        log_p = model.decode(tokens[:, place], cache)
+
+
+@pytest.mark.parametrize("changes", [{}, {"label_smoothing": 0.1}, {"adaptive_cutoffs": CUTOFFS}])
+def test_no_tensor_of_all_logits_exists(changes):
+    head, streams, targets = head_and_streams(length=512, loss_tiles=16, **changes)
     with PeakMemory() as memory:
-        head(streams, targets)[0].sum().backward()
+        head(streams, targets, training=True)[2].sum().backward()
     assert memory.largest <= 2 * 512 * 256 * 4 / 4, "the gradient of a stream is the largest"

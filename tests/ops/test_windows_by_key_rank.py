@@ -70,3 +70,13 @@ def test_no_later_key_moves_a_causal_window():
     after = windows_by_key_rank(query_codes, key_codes, 4, causal=True)
     assert torch.equal(before[:, :, :20], after[:, :, :20])
     assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_later_queries_by_themselves_see_the_same_keys(causal):
+    query_codes, key_codes = random_codes(25, 3, 4, 1), random_codes(9, 3, 4, 2)
+    whole = windows_by_key_rank(query_codes, key_codes, 2, causal)
+    for first in (1, 8, 24):
+        assert torch.equal(
+            windows_by_key_rank(query_codes[..., first:], key_codes, 2, causal, first_query=first), whole[:, :, first:]
+        )

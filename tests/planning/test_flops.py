@@ -156,3 +156,33 @@ def test_products_with_weights_are_those_of_the_model(changed, pattern):
     keys = 32.5 if pattern != "lsh" else config.attention.lsh.rounds * 32.5  # one window holds everything
     hashing = config.attention.lsh.rounds * 2 * 32 if pattern == "lsh" else 0  # 2 buckets
     assert model_flops_per_token(config, 64) == pytest.approx(6 * weights + 12 * 32 * keys + hashing)
+
+
+def test_of_an_adaptive_softmax_the_head_counts():
+    ordinary, adaptive = (model(attention=attention("full"), adaptive_cutoffs=cutoffs) for cutoffs in ([], [100, 200]))
+    saved = 6 * 64 * (256 - 102)
+    assert model_flops_per_token(ordinary, 64) - model_flops_per_token(adaptive, 64) == pytest.approx(saved)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_encoder_decoder_by_its_own_weights(shared):
+    """Each side's matrices once a token of its own, keys and values of the source once a token of the source."""
+    made = {"kind": "encoder_decoder", "layers": 3, "attention": attention("full")}
+    source = {"length": 40, "layers": 2, "attention": attention("full"), "shared_embedding": shared}
+    values = {"model": {**BASE, **made, "source": source}, "data": {"sequence_length": 64}}
+    config = build_config(values).model
+    weights = {"source": 0, "target": 0}
+    for name, p in build_model(config, 0).named_parameters():
+        if p.dim() == 2 and "embedding." not in name:
+            read = name.startswith("encoder.") or name.endswith(
+                ("cross_attention.attention.key.weight", "cross_attention.attention.value.weight")
+            )
+            weights["source" if read else "target"] += p.numel()
+    pairs = 2 * 40 * 40 + 3 * 24 * 25 / 2 + 3 * 24 * 40
+    whole = 6 * (40 * weights["source"] + 24 * weights["target"]) + 12 * 32 * pairs
+    assert model_flops_per_token(config, 64) == pytest.approx(whole / 64)
+    hashed = {**source, "cross_attention": "lsh"}
+    layers = attention("full", lsh={"chunk": 8, "rounds": 3, "buckets": 16})
+    again = {**values, "model": {**values["model"], "attention": layers, "source": hashed}}
+    change = 3 * (3 * (12 * 32 * 16 * 24 + 32 * 16 * 64) - 12 * 32 * 24 * 40)
+    assert model_flops_per_token(build_config(again).model, 64) == pytest.approx((whole + change) / 64)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from megasparse.data.corpora import CORPORA
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
+from tools.prepare_data import build_parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = random.Random(0).randbytes(50_000)
@@ -66,6 +69,15 @@ def test_killed_in_the_middle_of_a_shard_it_completes_with_the_same_bytes(tmp_pa
 
     done = run(*command, "--output", tmp_path / "killed")
     assert done.returncode == 0 and "already prepared" in done.stdout
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_the_help_of_each_corpus_has_an_example_that_works(corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([corpus, "--help"])
+    example = f"python tools/prepare_data.py {corpus} {CORPORA[corpus].EXAMPLE}"
+    assert example in capsys.readouterr().out
+    assert build_parser().parse_args(shlex.split(example)[2:]).output.parent == Path("data")
 
 
 @pytest.mark.parametrize(

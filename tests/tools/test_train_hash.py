@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
 from megasparse.hub.replaced_folder import load_replaced
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tools import replace_attention, train_hash
 
 WORDS = [f"w{number}" for number in range(40)]

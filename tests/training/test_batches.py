@@ -163,3 +163,31 @@ def test_weights_are_positive_numbers() -> None:
         "b": 2.0,
         "c": 0.5,
     }
+
+
+@pytest.mark.parametrize(
+    ("corpus", "model", "problem"),
+    [
+        ("pairs", {}, None),
+        ("text", {}, r"model\.sentence_order: given, but .*data holds text\. Prepare pairs"),
+        ("pairs", {"sentence_order": {"separator": 258}}, r"sentence_order\.separator: 258, but that .* is 259\. Set"),
+        ("text", {"sentence_order": None, "masking": {"token": 260}}, None),
+        (
+            "text",
+            {"sentence_order": None, "masking": {"token": 97}},
+            r"model\.masking\.token: 97 is a .* Set it to 256",
+        ),
+    ],
+)
+def test_an_encoders_objectives_fit_the_folder(
+    tmp_path: Path, corpus: str, model: dict[str, Any], problem: str | None
+) -> None:
+    folder = write_folder(tmp_path / "data", [ramp(300, 0) % 256], width=2, record=30)
+    edit(Index.load(folder), lambda content: content.update(corpus=corpus))
+    given = {"kind": "encoder", "vocabulary": 264, "padding_token": 257, "sentence_order": {"separator": 259}, **model}
+    if problem is None:
+        open_folder(folder, config_of(folder, given), ByteTokenizer())
+        return
+    with pytest.raises(ConfigError, match=problem) as told:
+        open_folder(folder, config_of(folder, given), ByteTokenizer())
+    assert "\n" not in str(told.value)

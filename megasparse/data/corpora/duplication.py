@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from megasparse.data.corpora.source import Source
+from megasparse.data.corpora.source import Document, Source
+from megasparse.data.encoding import RecordEncoder
+from megasparse.data.tokenizers.byte import ByteTokenizer
 from megasparse.errors import ConfigError
 
 HELP = "sequences 0w0w of random symbols, made here"
+EXAMPLE = "--output data/duplication"
 HELD_OUT = 256  # sequences of validation and of test, each
 
 
@@ -38,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
 
 
-def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[bytes]]]:
+def encoder(settings: Mapping[str, Any]) -> RecordEncoder:
+    return RecordEncoder(ByteTokenizer.name, ByteTokenizer.sha256, record=settings["sample_bytes"])
+
+
+def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Document]]]:
     """The three splits, a piece a sequence: a pure function of the settings. Raises ConfigError for impossible ones."""
     length, symbols, sequences = settings["sample_bytes"], settings["symbols"], settings["sequences"]
     if length < 4 or length % 2:
@@ -51,7 +58,7 @@ def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, I
     if settings["seed"] < 0:
         raise ConfigError("--seed", f"{settings['seed']} is negative", "Give 0 or more")
     counts = {"train": sequences, "validation": HELD_OUT, "test": HELD_OUT}
-    return ((name, _draw(settings["seed"], i, n, length, symbols)) for i, (name, n) in enumerate(counts.items()))
+    return ((name, [_draw(settings["seed"], i, n, length, symbols)]) for i, (name, n) in enumerate(counts.items()))
 
 
 def _draw(seed: int, split: int, count: int, length: int, symbols: int) -> Iterator[bytes]:

@@ -1,7 +1,8 @@
-"""A corpus' source as one stream of bytes: files, folders, URLs, members of zip archives, decompressed on the fly."""
+"""A corpus' source: files, folders, URLs, members of zip archives, decompressed on the fly."""
 
 import argparse
 import bz2
+import codecs
 import difflib
 import gzip
 import hashlib
@@ -9,11 +10,13 @@ import lzma
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Literal, cast
 
 from tqdm import tqdm
 
@@ -21,10 +24,15 @@ from megasparse.data.corpora.download import download, is_url
 from megasparse.errors import ConfigError, DataError, did_you_mean
 
 PIECE = 1 << 20
+BOMB_BYTES, BOMB_RATIO = 1 << 30, 200
+"""What unfolds to more than both, in bytes and in times its size on disk, is no text: that compresses 3 to 20 times."""
+Document = Iterable[bytes]
+Kind = Literal["stream", "files", "raw"]
 Opener = Callable[[IO[bytes]], IO[bytes]]
 DECOMPRESS = cast(dict[str, Opener], {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open})
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """What the standard library raises for a file that is missing, damaged, encrypted, or compressed in an unknown way."""
+INTACT = "Check that it is complete and of the kind its name says"
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +40,19 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order")
     parser.add_argument("--member", metavar="NAME", help="which file of a zip archive, where it has several")
     parser.add_argument(
-        "--sample-bytes", type=positive, default=65_536, help="bytes in a sample (default: %(default)s)"
+        "--sample-bytes",
+        type=positive,
+        default=65_536,
+        help="bytes in a sample, rounded down to whole tokens and records (default: %(default)s)",
+    )
+
+
+def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME_OR_FILE",
+        help="bytes, or a tokenizer's file: *.model, *.json, *.txt (default: %(default)s)",
     )
 
 
@@ -44,33 +64,97 @@ def positive(text: str) -> int:
     return number
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One file of a source, or one member of a zip archive, as `Source.open` found it."""
+
+    path: Path
+    """On disk: of the file, or of the archive."""
+    member: str | None
+    name: str
+    """Below its location, with slashes: `train/1.txt`. A file that was named itself has its own name."""
+    raw: bool
+    """Read as it is: neither decompressed nor opened as an archive."""
+    size: int = 0
+    """Of its content, as `pieces` gives it."""
+    crc32: int = 0
+    not_utf8: int | None = None
+    """Offset of the first byte that is no UTF-8; None where all are, and where `raw`."""
+    zero: int | None = None
+    """Offset of the first byte 0; None where there is none, and where `raw`."""
+
+    def __str__(self) -> str:
+        return os.fspath(self.path) if self.member is None else f"{os.fspath(self.path)}: {self.member}"
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its content, up to 1 MiB at a time. Raises DataError when it is not what `Source.open` read."""
+        crc32 = 0
+        for piece in _read(self):
+            crc32 = zlib.crc32(piece, crc32)
+            yield piece
+        if crc32 != self.crc32:
+            raise DataError(str(self), "it changed while it was read", "Leave it alone and run the command again")
+
+
 @dataclass(frozen=True)
 class Source:
-    """The bytes of all files, one after another, and what identifies them. A corpus that is made up has no files."""
+    """The files of a corpus, and what identifies them. A corpus that is made up has none."""
 
     locations: tuple[str, ...]
     """As the user named them."""
     member: str | None
     files: tuple[Path, ...]
+    """On disk, those of a folder in the order of their paths; what was downloaded is among them."""
+    parts: tuple[Part, ...]
+    """Those that are not empty."""
+    empty: tuple[str, ...]
+    """Names of those that are, and were left out."""
     total_bytes: int
     sha256: str
+    """Of all content, one file after another."""
     md5: str
+    layout: str | None
+    """sha256 over names and sizes of the parts, where files are told apart."""
 
     @classmethod
-    def open(cls, locations: Sequence[str], member: str | None, downloads: Path) -> "Source":
+    def open(
+        cls,
+        locations: Sequence[str],
+        member: str | None,
+        downloads: Path,
+        kind: Kind = "stream",
+    ) -> "Source":
         """Find (or download into `downloads`) every file, and read all of it once to know its size and digests.
 
-        Raises DataError naming the file that cannot be read.
+        kind: "stream", one stream of bytes, archives of several files are refused without `member`; "files", told
+        apart, all members of archives among them; "raw", files as they are. Raises DataError naming the file that
+        cannot be read, or the source that is empty.
         """
-        files = tuple(file for location in locations for file in _files(location, downloads))
-        size, sha256, md5 = 0, hashlib.sha256(), hashlib.md5(usedforsecurity=False)
+        found = [(file, name) for location in locations for file, name in _files(location, downloads)]
+        sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
         with tqdm(desc="reading the source", unit="B", unit_scale=True, disable=None) as bar:
-            for piece in _pieces(files, member):
-                size += len(piece)
+
+            def see(piece: bytes) -> None:
                 sha256.update(piece)
                 md5.update(piece)
                 bar.update(len(piece))
-        return cls(tuple(locations), member, files, size, sha256.hexdigest(), md5.hexdigest())
+
+            parts = [_examine(part, see) for file, name in found for part in _parts(file, name, member, kind)]
+        full = tuple(part for part in parts if part.size)
+        if locations and not full:
+            raise DataError(" ".join(locations), "there is nothing in it", "Check --source")
+        layout = "".join(f"{part.name}\0{part.size}\n" for part in full).encode(errors="surrogateescape")
+        return cls(
+            locations=tuple(locations),
+            member=member,
+            files=tuple(file for file, _ in found),
+            parts=full,
+            empty=tuple(str(part) for part in parts if not part.size),
+            total_bytes=sum(part.size for part in full),
+            sha256=sha256.hexdigest(),
+            md5=md5.hexdigest(),
+            layout=None if kind == "stream" else hashlib.sha256(layout).hexdigest(),
+        )
 
     @property
     def name(self) -> str:
@@ -78,63 +162,137 @@ class Source:
 
     def pieces(self) -> Iterator[bytes]:
         """All bytes, a piece of up to 1 MiB at a time. Raises DataError when they are not those that `open` read."""
-        digest = hashlib.sha256()
-        for piece in _pieces(self.files, self.member):
-            digest.update(piece)
-            yield piece
-        if digest.hexdigest() != self.sha256:
-            raise DataError(self.name, "it changed while it was read", "Leave it alone and run the command again")
+        return chain.from_iterable(part.pieces() for part in self.parts)
+
+    def require_text(self, zeros: bool = True) -> None:
+        """Raises DataError naming file and byte offset unless all of it is UTF-8, and without byte 0 if not `zeros`."""
+        for part in self.parts:
+            if part.not_utf8 is not None:
+                mend = "Convert it to UTF-8; as one stream of bytes the corpus `text` takes it as it is"
+                raise DataError(str(part), f"byte {part.not_utf8:,} is not UTF-8", mend)
+            if part.zero is not None and not zeros:
+                problem = f"byte {part.zero:,} is 0, which stands between documents"
+                raise DataError(str(part), problem, "Remove it: no text has it")
 
 
-def _files(location: str, downloads: Path) -> list[Path]:
-    """The files a location stands for, those of a folder sorted by path without hidden ones."""
+def _files(location: str, downloads: Path) -> list[tuple[Path, str]]:
+    """(path, name below the location) of what a location stands for, in a folder sorted without hidden files."""
     if is_url(location):
-        return [download(location, downloads)]
+        path = download(location, downloads)
+        return [(path, path.name.partition("-")[2])]
     path = Path(location)
     if not path.exists():
         raise DataError(location, "there is no such file or folder", "Check --source")
     if path.is_file():
-        return [path]
+        return [(path, path.name)]
     if downloads.resolve().is_relative_to(path.resolve()):
         raise DataError(location, "the output is inside this folder", "Choose an --output outside of the source")
     inside = sorted(p for p in path.rglob("*") if p.is_file())
     files = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     if not files:
         raise DataError(location, "there are no files in this folder", "Check --source")
-    return files
+    return [(p, p.relative_to(path).as_posix()) for p in files]
 
 
-def _pieces(files: Iterable[Path], member: str | None) -> Iterator[bytes]:
-    for file in files:
-        try:
-            with ExitStack() as stack:
-                stream = _open(file, member, stack)
-                while piece := stream.read(PIECE):
-                    yield piece
-        except UNREADABLE as error:
-            mend = "Check that it is complete and of the kind its name says"
-            raise DataError(file, f"cannot be read: {str(error) or type(error).__name__}", mend) from None
+def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Part]:
+    """The file itself, or of a zip archive what it holds."""
+    if kind == "raw" or not _is_archive(file):
+        if member is not None:
+            raise ConfigError("--member", f"{os.fspath(file)} is not a zip archive", "Leave --member out")
+        yield Part(file, None, name, kind == "raw")
+        return
+    try:
+        found = [info for info in _archive(file).infolist() if not info.is_dir()]
+    except UNREADABLE as error:
+        raise _unreadable(file, error) from None
+    members = sorted(info.filename for info in found)
+    _refuse_bomb(file, sum(info.file_size for info in found), file.stat().st_size)
+    if kind == "stream" or member is not None:
+        members = [_member(file, [info.filename for info in found], member)]
+    for chosen in members:
+        if chosen == member or not any(name.startswith((".", "__MACOSX")) for name in chosen.split("/")):
+            yield Part(file, chosen, chosen, False)
 
 
-def _open(file: Path, member: str | None, stack: ExitStack) -> IO[bytes]:
-    """The decompressed stream of a file, or of a member of the zip archive that it is."""
+def _is_archive(file: Path) -> bool:
+    """Raises DataError for a zip archive whose end is missing: it would pass for text."""
+    try:
+        if zipfile.is_zipfile(file):
+            return True
+        with file.open("rb") as stream:
+            if stream.read(4) == b"PK\3\4" or file.suffix.lower() == ".zip":
+                raise DataError(file, "this zip archive is damaged: its end is missing", "Get it again")
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    return False
+
+
+def _archive(file: Path) -> zipfile.ZipFile:
+    status = file.stat()
+    return _opened(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _opened(file: Path, size: int, modified: int) -> zipfile.ZipFile:
+    """Kept open: reading the list of its members anew for each of them would take their number squared."""
+    return zipfile.ZipFile(file)
+
+
+def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
+    """The part with what its content tells; `see` is called with each piece of that."""
+    size, crc32, not_utf8, zero = 0, 0, None, None
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for piece in chain(_read(part), [b""]):
+        see(piece)
+        if not_utf8 is None and not part.raw:
+            try:
+                decoder.decode(piece, final=not piece)
+            except UnicodeDecodeError as error:
+                not_utf8 = size + len(piece) - len(error.object) + error.start
+        if zero is None and not part.raw and (place := piece.find(0)) >= 0:
+            zero = size + place
+        size, crc32 = size + len(piece), zlib.crc32(piece, crc32)
+    return replace(part, size=size, crc32=crc32, not_utf8=not_utf8, zero=zero)
+
+
+def _read(part: Part) -> Iterator[bytes]:
+    try:
+        compressed, size = part.path.stat().st_size, 0
+        with ExitStack() as stack:
+            stream = _open(part, stack)
+            while piece := stream.read(PIECE):
+                size += len(piece)
+                _refuse_bomb(part, size, compressed)
+                yield piece
+    except UNREADABLE as error:
+        raise _unreadable(part, error) from None
+
+
+def _open(part: Part, stack: ExitStack) -> IO[bytes]:
+    """The stream of a part, decompressed unless it is taken as it is."""
     stream: IO[bytes]
-    if zipfile.is_zipfile(file):
-        archive = stack.enter_context(zipfile.ZipFile(file))
-        name = _member(file, archive, member)
-        stream = stack.enter_context(archive.open(name))
-    elif member is not None:
-        raise ConfigError("--member", f"{os.fspath(file)} is not a zip archive", "Leave --member out")
+    if part.member is None:
+        stream = stack.enter_context(part.path.open("rb"))
     else:
-        name = file.name
-        stream = stack.enter_context(file.open("rb"))
-    decompress = DECOMPRESS.get(Path(name).suffix.lower())
+        stream = stack.enter_context(_archive(part.path).open(part.member))
+    name = part.member or part.path.name
+    decompress = None if part.raw else DECOMPRESS.get(Path(name).suffix.lower())
     return stack.enter_context(decompress(stream)) if decompress else stream
 
 
-def _member(file: Path, archive: zipfile.ZipFile, member: str | None) -> str:
+def _refuse_bomb(what: Part | Path, size: int, compressed: int) -> None:
+    if size > max(BOMB_BYTES, BOMB_RATIO * compressed):
+        problem = f"its {compressed:,} bytes unfold to {BOMB_RATIO} times as many and more: this is no corpus"
+        raise DataError(str(what), problem, "Decompress it yourself if you trust it")
+
+
+def _unreadable(what: Part | Path, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return DataError(str(what), f"cannot be read: {reason}", INTACT)
+
+
+def _member(file: Path, names: list[str], member: str | None) -> str:
     """`member`, or the archive's only one."""
-    names = [info.filename for info in archive.infolist() if not info.is_dir()]
     if member is None and len(names) == 1:
         return names[0]
     if member is None:
@@ -144,41 +302,3 @@ def _member(file: Path, archive: zipfile.ZipFile, member: str | None) -> str:
         near = difflib.get_close_matches(member, names, n=5, cutoff=0.3)
         raise DataError(file, f'there is no "{member}" in this archive', did_you_mean(member, near or names[:5]))
     return member
-
-
-class ByteStream:
-    """`read(n)` over an iterable of pieces of any size."""
-
-    def __init__(self, pieces: Iterable[bytes]):
-        self._pieces = filter(None, pieces)
-        self._rest = b""
-
-    def read(self, size: int) -> bytes:
-        """The next `size` bytes; fewer only at the end."""
-        parts, missing = [], size
-        while missing:
-            self._rest = self._rest or next(self._pieces, b"")
-            if not self._rest:
-                break
-            parts.append(self._rest[:missing])
-            self._rest = self._rest[missing:]
-            missing -= len(parts[-1])
-        return b"".join(parts)
-
-
-def cut(pieces: Iterable[bytes], sizes: Mapping[str, int]) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Cut a stream into (name, stream of `size` bytes), in turn; each is used up before the next is asked for."""
-    stream = ByteStream(pieces)
-    for name, size in sizes.items():
-        yield name, _take(stream, size)
-    while stream.read(PIECE):  # to its end, where a source that changed meanwhile is found out
-        pass
-
-
-def _take(stream: ByteStream, size: int) -> Iterator[bytes]:
-    while size:
-        piece = stream.read(min(size, PIECE))
-        if not piece:
-            return
-        size -= len(piece)
-        yield piece

@@ -1,46 +1,50 @@
-"""Any text: one file, several or a folder, one after another as they are, split by byte position."""
+"""Any text: one file, several or a folder, one after another as they are, split by byte position.
+
+With --documents each file is a document, with a separator after it; it belongs to the split that its first byte lies
+in. Reference words: what stands between white space.
+"""
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
-from fractions import Fraction
+from itertools import accumulate, groupby
 from typing import Any
 
-from megasparse.data.corpora.source import Source, add_source_arguments, cut
-from megasparse.errors import ConfigError, DataError
+from megasparse.data.corpora.cutting import add_split_argument, cut, split_at, split_sizes, text_pieces
+from megasparse.data.corpora.source import Document, Source, add_source_arguments, add_tokenizer_argument
+from megasparse.data.text_encoder import TextEncoder
+from megasparse.errors import DataError
 
 HELP = "any text files, split by byte position"
-NAMES = ("train", "validation", "test")
+EXAMPLE = "--source books/ --split 98,1,1 --output data/books"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
-    parser.add_argument(
-        "--split",
-        default="90,5,5",
-        metavar="TRAIN,VALIDATION,TEST",
-        help="percent of the bytes for each split, from first to last (default: 90,5,5)",
-    )
+    add_tokenizer_argument(parser)
+    add_split_argument(parser)
+    parser.add_argument("--documents", action="store_true", help="each file is a document, with a separator after it")
 
 
-def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[bytes]]]:
-    """The splits that are not 0 percent. Raises ConfigError for a bad --split, DataError when a split gets no byte."""
-    shares = _shares(settings["split"])
-    stops = [int(source.total_bytes * sum(shares[: i + 1]) / 100) for i in range(len(shares))]
-    sizes = {name: stop - start for name, start, stop in zip(NAMES, [0, *stops], stops, strict=False)}
-    wanted = {name: sizes[name] for name, share in zip(NAMES, shares, strict=True) if share}
-    for name, size in wanted.items():
-        if size == 0:
-            problem = f"{source.total_bytes} bytes are too few to give {name} any"
-            raise DataError(source.name, problem, "Give more text, or another --split")
-    return cut(source.pieces(), wanted)
+def encoder(settings: Mapping[str, Any]) -> TextEncoder:
+    return TextEncoder(settings.get("tokenizer", "bytes"), documents=settings.get("documents", False))
 
 
-def _shares(split: str) -> list[Fraction]:
-    try:
-        shares = [Fraction(part) for part in split.split(",")]
-    except (ValueError, ZeroDivisionError):
-        shares = []
-    if len(shares) != len(NAMES) or sum(shares) != 100 or min(shares) < 0 or shares[0] == 0:
-        problem = f'"{split}" is not three percentages that sum to 100, the first above 0'
-        raise ConfigError("--split", problem, "Write for example --split 90,5,5")
-    return shares
+def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Document]]]:
+    """The splits that are not 0 percent. Raises ConfigError for a bad --split, DataError for text that is not UTF-8
+    where the tokenizer wants it, and for a split that gets nothing.
+    """
+    sizes = split_sizes(settings["split"], source.total_bytes)
+    documents = settings.get("documents", False)
+    as_bytes = settings.get("tokenizer", "bytes") == "bytes"
+    if documents or not as_bytes:
+        source.require_text(zeros=not (documents and as_bytes))
+    starts = list(accumulate((part.size for part in source.parts), initial=0))[:-1]
+    found = {split_at(start, sizes) for start in starts} if documents else {name for name in sizes if sizes[name]}
+    for name in sizes:
+        if name not in found:
+            what = f"{len(starts)} documents" if documents else f"{source.total_bytes} bytes"
+            raise DataError(source.name, f"{what} are too few to give {name} any", "Give more text, or another --split")
+    if not documents:
+        return ((name, [text_pieces(stream)]) for name, stream in cut(source.pieces(), sizes, not as_bytes))
+    grouped = groupby(zip(starts, source.parts, strict=True), key=lambda each: split_at(each[0], sizes))
+    return ((name, (text_pieces(part.pieces()) for _, part in group)) for name, group in grouped)

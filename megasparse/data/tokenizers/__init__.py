@@ -3,19 +3,32 @@
 Adding a kind is writing a Tokenizer, and naming it here.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megasparse.data.tokenizers.byte import ByteTokenizer, PixelTokenizer
 from megasparse.data.tokenizers.contract import Tokenizer
-from megasparse.errors import ConfigError
+from megasparse.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megasparse.data.tokenizers.sentence_piece import SentencePieceTokenizer
+from megasparse.data.tokenizers.words import WordTokenizer
+from megasparse.errors import ConfigError, did_you_mean
 
 NAMED: dict[str, type[Tokenizer]] = {"bytes": ByteTokenizer, "pixels": PixelTokenizer}
 """Those that need no file."""
+
+OF_FILES: dict[str, Callable[[Path], Tokenizer]] = {
+    ".model": SentencePieceTokenizer,
+    ".json": HuggingFaceTokenizer,
+    ".txt": WordTokenizer,
+}
+"""Those that a file of a suffix holds."""
 
 
 def build_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: one of NAMED, or a file's. Raises ConfigError naming that key."""
     if name in NAMED:
         return NAMED[name]()
-    known = ", ".join(f'"{known}"' for known in NAMED)
-    raise ConfigError("data.tokenizer", f'there is no tokenizer "{Path(name)}"', f"Write {known}, or a file's path")
+    if (kind := OF_FILES.get(Path(name).suffix)) is not None:
+        return kind(Path(name))
+    mend = f"{did_you_mean(name, NAMED)} Or give the path of a tokenizer: FILE{', FILE'.join(OF_FILES)}"
+    raise ConfigError("data.tokenizer", f'there is no tokenizer "{name}"', mend)

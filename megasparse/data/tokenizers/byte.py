@@ -1,13 +1,12 @@
 """Tokens that are bytes: of a text, or of an image's pixels."""
 
-import codecs
 import hashlib
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from megasparse.data.tokenizers.contract import SpecialTokens, Tokenizer
+from megasparse.data.tokenizers.contract import WHITE_SPACE, SpecialTokens, Tokenizer, utf8
 
 
 class ByteTokenizer(Tokenizer):
@@ -20,24 +19,19 @@ class ByteTokenizer(Tokenizer):
     special: SpecialTokens | None = SpecialTokens(begin=258, separator=259, padding=257, mask=256)
 
     def encode(self, text: str | bytes) -> Tensor:
-        raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+        raw = utf8(text)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() if raw else torch.empty(0, dtype=torch.long)
+
+    def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
+        return (bytes([token]) for token in tokens)
 
     def decode(self, tokens: Tensor) -> bytes:
         return bytes(tokens.tolist())
 
-    def text(self, tokens: Iterable[int]) -> Iterator[str]:
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for token in tokens:
-            if text := decoder.decode(bytes([token])):
-                yield text
-        if text := decoder.decode(b"", final=True):
-            yield text
-
     def word_starts(self) -> Tensor:
         """A word begins with the white space before it."""
         starts = torch.zeros(260, dtype=torch.bool)
-        starts[list(b" \t\n\r\v\f")] = True
+        starts[list(WHITE_SPACE)] = True
         return starts
 
 

@@ -1,11 +1,14 @@
 """What a tokenizer is."""
 
+import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
+
+WHITE_SPACE = b" \t\n\r\v\f"
 
 
 class SpecialTokens(NamedTuple):
@@ -28,6 +31,8 @@ class Tokenizer(ABC):
     """Ids that text can have are below this; `special` ones may lie above (bytes) or among them."""
     sha256: str
     """Identifies what the tokens mean; an index made under another meaning is refused."""
+    lossless: bool = True
+    """Whether any bytes come back unchanged from their tokens."""
     separator: int | None = None
     """Id of the token after each document of a corpus of documents; None where there is none."""
     special: SpecialTokens | None = None
@@ -39,13 +44,29 @@ class Tokenizer(ABC):
         """Tokens of a text: int64 (length,). A str is taken as UTF-8; lone surrogates are kept ("surrogatepass")."""
 
     @abstractmethod
+    def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
+        """The bytes that each token adds to a text: none for special tokens. Raises ValueError for a number that is no
+        token.
+        """
+
     def decode(self, tokens: Tensor) -> bytes:
         """Bytes of tokens (length,). Raises ValueError for a number that is no token."""
+        return b"".join(self.pieces(tokens.tolist()))
 
-    @abstractmethod
     def text(self, tokens: Iterable[int]) -> Iterator[str]:
         """Tokens as text, as soon as each character is whole; what is no UTF-8 becomes U+FFFD."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for piece in self.pieces(tokens):
+            if text := decoder.decode(piece):
+                yield text
+        if text := decoder.decode(b"", final=True):
+            yield text
 
     @abstractmethod
     def word_starts(self) -> Tensor:
         """Whether a token of each id begins a word: bool (highest id + 1,)."""
+
+
+def utf8(text: str | bytes) -> bytes:
+    """A text's bytes, as `Tokenizer.encode` takes them."""
+    return text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text

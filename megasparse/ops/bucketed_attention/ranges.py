@@ -20,6 +20,7 @@ def windows_by_key_rank(
     segments: Tensor | None = None,
     *,
     distinct: bool = True,
+    first_query: int = 0,
 ) -> Tensor:
     """The keys that each query sees: in every round, of the keys in its bucket h(q_i) the last M at or before position
     i, and where not causal the M after it too.
@@ -27,13 +28,15 @@ def windows_by_key_rank(
     With c keys of that bucket at or before i, these are the key ranks [c − M, c), or [c − M, c + M). Whether the
     query's own key is among them is up to its own bucket alone. query_codes: (B, H, R, Lq), key_codes: (B, H, R, Lk),
     any integer type. key_mask: (B, Lk) bool, true for real keys. segments: (B, L) document numbers >= 0, of queries and
-    keys alike. distinct: a key seen in several rounds is given once, in the first of them.
+    keys alike. distinct: a key seen in several rounds is given once, in the first of them. first_query: position of the
+    first query; that of the first key is 0.
     Returns (B, H, Lq, R·W) int32 key numbers, −1 at empty places.
     """
     batch, heads, rounds, queries = query_codes.shape
     width = chunk if causal else 2 * chunk
     ranges = [
-        _range(query_codes[:, :, r], key_codes[:, :, r], chunk, causal, key_mask, segments) for r in range(rounds)
+        _range(query_codes[:, :, r], key_codes[:, :, r], chunk, causal, key_mask, segments, first_query)
+        for r in range(rounds)
     ]
     index = torch.empty(batch, heads, queries, rounds, width, dtype=torch.int32, device=query_codes.device)
     column = torch.arange(width, device=index.device)
@@ -63,7 +66,13 @@ class _Range(NamedTuple):
 
 
 def _range(
-    query_codes: Tensor, key_codes: Tensor, chunk: int, causal: bool, key_mask: Tensor | None, segments: Tensor | None
+    query_codes: Tensor,
+    key_codes: Tensor,
+    chunk: int,
+    causal: bool,
+    key_mask: Tensor | None,
+    segments: Tensor | None,
+    first_query: int,
 ) -> _Range:
     """query_codes: (B, H, Lq). key_codes: (B, H, Lk)."""
     query_group, key_group = query_codes.to(torch.int64).contiguous(), key_codes.to(torch.int64)
@@ -77,9 +86,9 @@ def _range(
     # Keys at or before a query in its group: count in the order of (number of the group, position).
     number = torch.zeros_like(order)
     number[..., 1:] = (group[..., 1:] != group[..., :-1]).cumsum(dim=-1)
-    stride = max(query_codes.shape[-1], key_codes.shape[-1])
+    stride = max(first_query + query_codes.shape[-1], key_codes.shape[-1])
     query_number = number.gather(-1, first.clamp_max(order.shape[-1] - 1))
-    position = torch.arange(query_codes.shape[-1], device=order.device)
+    position = first_query + torch.arange(query_codes.shape[-1], device=order.device)
     count = torch.searchsorted(number * stride + order, query_number * stride + position, right=True)
     here = count.clamp(first, end)  # an empty group has first = end
     low = torch.maximum(here - chunk, first)

@@ -15,7 +15,7 @@ from megasparse.errors import ConfigError
 def draw(**changed: int) -> dict[str, list[bytes]]:
     """The sequences of each split."""
     settings: dict[str, Any] = {"sample_bytes": 20, "symbols": 7, "sequences": 1000, "seed": 0, **changed}
-    return {name: list(pieces) for name, pieces in duplication.splits(Source.open([], None, Path()), settings)}
+    return {name: list(pieces) for name, (pieces,) in duplication.splits(Source.open([], None, Path()), settings)}
 
 
 def test_sequences_are_0w0w_of_all_symbols() -> None:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -31,6 +33,22 @@ def test_a_token_that_is_no_byte_is_refused(token: int) -> None:
 
 
 def test_by_name() -> None:
-    assert build_tokenizer("bytes").vocabulary == 256
+    assert build_tokenizer("bytes").vocabulary == 256 and build_tokenizer("pixels").name == "pixels"
     with pytest.raises(ConfigError, match=r'data\.tokenizer: .*"byte".*Did you mean "bytes"'):
         build_tokenizer("byte")
+
+
+def test_text_comes_as_soon_as_its_characters_are_whole() -> None:
+    tokens = ByteTokenizer().encode("n\u00efve \u8a9e".encode() + b"\xe8").tolist()
+    assert list(ByteTokenizer().text(tokens)) == ["n", "\u00ef", "v", "e", " ", "\u8a9e", "\ufffd"]
+
+
+def test_the_file_of_a_tokenizer_must_be_readable(tmp_path: Path) -> None:
+    for name in ("x.model", "x.json", "x.txt"):
+        with pytest.raises(ConfigError, match=rf"data\.tokenizer: .*{name} cannot be read \(No such file"):
+            build_tokenizer(str(tmp_path / name))
+        (tmp_path / name).mkdir()
+        with pytest.raises(ConfigError, match=rf"data\.tokenizer: .*{name} cannot be read \(Is a directory"):
+            build_tokenizer(str(tmp_path / name))
+    with pytest.raises(ConfigError, match=r"FILE\.model, FILE\.json, FILE\.txt"):
+        build_tokenizer("tokenizer.bin")

@@ -1,6 +1,6 @@
 """Sections of a configuration without pydantic: values that were checked before they were written are only held."""
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 Fraction, Positive, Count = float, int, int
 
@@ -16,11 +16,11 @@ class Section:
     @classmethod
     def model_validate(cls, values: dict[str, Any]) -> "Section":
         """Raises ValueError for a key that this version does not know."""
-        section = cls()
+        section, hints = cls(), get_type_hints(cls)
         for key, value in values.items():
-            if not hasattr(cls, key):
+            if key not in hints:
                 raise ValueError(f"{cls.__name__} has no {key}: its code is of another version")
-            default = getattr(cls, key)
-            own = type(default).model_validate(value) if isinstance(default, Section) else value
-            setattr(section, key, own)
+            kinds = (kind for kind in (hints[key], *get_args(hints[key])) if isinstance(kind, type))
+            part = next((kind for kind in kinds if issubclass(kind, Section)), None)
+            setattr(section, key, part.model_validate(value) if part and value is not None else value)
         return section

@@ -1,0 +1,114 @@
+"""Cross-attention: what a decoder's tokens see of the source that an encoder has read.
+
+B batch, H heads, R rounds, S source length, T target length, D head dim, E width.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.attention.contract import AttentionContext
+from megasparse.attention.heads import head_dim, merge_heads, projection, split_heads
+from megasparse.config.buckets import lsh_buckets
+from megasparse.config.schema import ModelConfig
+from megasparse.ops.bucketed_attention import windows_by_key_rank
+from megasparse.ops.gathered_attention import gathered_attention
+from megasparse.ops.hashing import angular_hash
+from megasparse.ops.random import rotations
+
+
+class Source(NamedTuple):
+    """What the encoder made of the sources. states: (B, S, E). key_mask: (B, S) bool, true for real tokens, or None."""
+
+    states: Tensor
+    key_mask: Tensor | None
+
+
+@dataclass
+class SourceKeys:
+    """Keys and values (B, H, S, D) of the sources in one layer, and what cached decoding keeps of them.
+
+    codes: (B, H, R, S), the keys' buckets, or None in full attention.
+    """
+
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    codes: Tensor | None
+
+    def select(self, rows: Tensor) -> None:
+        self.k, self.v = self.k[rows], self.v[rows]
+        self.key_mask = None if self.key_mask is None else self.key_mask[rows]
+        self.codes = None if self.codes is None else self.codes[rows]
+
+
+class CrossAttention(nn.Module):
+    """softmax(qkᵀ/√D)v of target queries and source keys; what sees no real key gets 0.
+
+    `full`: every query sees every real key. `lsh`: in each round the same rotations hash queries and keys, and a query
+    at position i sees, of its bucket's keys, the last M at or before i and the M after; a key seen in several rounds
+    counts once. Memory is then linear in S and T. The number of buckets is that of the larger of the two longest
+    lengths.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        assert config.source is not None
+        self.heads, self.head_dim, self.lsh = config.heads, head_dim(config), config.attention.lsh
+        self.hashed = config.source.cross_attention == "lsh"
+        longest = max(config.max_length, config.source.length)
+        self.factors = lsh_buckets(self.lsh, longest) if self.hashed else []
+        self.chunk = min(self.lsh.chunk, longest)
+        width = self.heads * self.head_dim
+        self.query, self.key, self.value = (projection(config.d_model, width, biased=False) for _ in range(3))
+        self.output = projection(width, config.d_model, biased=False)
+
+    def forward(
+        self, x: Tensor, source: Source | SourceKeys, context: AttentionContext, first_position: int = 0
+    ) -> Tensor:
+        """x: (B, T, E), target tokens from `first_position` on. Returns (B, T, E)."""
+        keys = source if isinstance(source, SourceKeys) else self.read(source, context)
+        q = split_heads(self.query(x), self.head_dim)
+        attend = self._hashed if self.hashed else self._full
+        return self.output(merge_heads(attend(q, keys, context, first_position)))
+
+    def read(self, source: Source, context: AttentionContext) -> SourceKeys:
+        """Keys and values of the sources."""
+        states = source.states.to(self.query.weight.dtype)
+        k, v = (split_heads(part(states), self.head_dim) for part in (self.key, self.value))
+        codes = context.memory.keep(lambda: self._codes(k, context)) if self.hashed else None
+        return SourceKeys(k, v, source.key_mask, codes)
+
+    def _full(self, q: Tensor, keys: SourceKeys, context: AttentionContext, first_position: int) -> Tensor:
+        if keys.key_mask is None:
+            return F.scaled_dot_product_attention(q, keys.k, keys.v)
+        blind = ~keys.key_mask.any(-1)[:, None, None, None]  # a softmax of nothing would be NaN
+        mask = keys.key_mask[:, None, None] | blind
+        return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=mask).masked_fill(blind, 0.0)
+
+    def _hashed(self, q: Tensor, keys: SourceKeys, context: AttentionContext, first_position: int) -> Tensor:
+        assert keys.codes is not None
+        index = windows_by_key_rank(
+            context.memory.keep(lambda: self._codes(q, context)),
+            keys.codes,
+            self.chunk,
+            causal=False,
+            key_mask=keys.key_mask,
+            distinct=self.lsh.count_rounds,
+            first_query=first_position,
+        )
+        return gathered_attention(q, keys.k, keys.v, index, scale=self.head_dim**-0.5)[0]
+
+    @torch.no_grad()
+    def _codes(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """The buckets of queries or keys (B, H, L, D) in every round: (B, H, R, L)."""
+        draws, configured = context.draws, self.lsh.rounds
+        if not draws.training:
+            configured = self.lsh.evaluation_rounds or configured
+        key = draws.key(context.layer, "cross-attention rotation")
+        rounds = draws.rounds or configured
+        matrices = rotations(key, range(self.heads), rounds, self.head_dim, self.factors, x.device)
+        return angular_hash(x, matrices, self.factors)

@@ -1,0 +1,44 @@
+"""A tokenizer's file: read, identified, and its special tokens found by their usual names."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from megasparse.data.tokenizers.contract import SpecialTokens
+from megasparse.errors import ConfigError
+
+BEGIN = ("[CLS]", "<s>", "<cls>")
+SEPARATOR = ("[SEP]", "</s>", "<sep>", "<|endoftext|>")
+PADDING = ("[PAD]", "<pad>")
+MASK = ("[MASK]", "<mask>")
+USUAL = (BEGIN, SEPARATOR, PADDING, MASK)
+
+
+def read(path: Path) -> bytes:
+    """All of a tokenizer's file. Raises ConfigError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        mend = "Give the path of a tokenizer's file; tokenizers/README.md says how one is made"
+        raise ConfigError("data.tokenizer", f"{path} cannot be read ({error.strerror or error})", mend) from None
+
+
+def identity(kind: str, data: bytes) -> str:
+    """sha256 of a file of a kind of tokenizer."""
+    return hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
+
+
+def damaged(path: Path, problem: str, mend: str) -> ConfigError:
+    """That a tokenizer's file cannot be used."""
+    return ConfigError("data.tokenizer", f"{path}: {' '.join(problem.split())}", mend)
+
+
+def special_tokens(find: Callable[[str], int | None]) -> tuple[SpecialTokens | None, int | None]:
+    """The special tokens, where there are all four, and the separator of documents. find: the id of a special token's
+    name, None where there is none.
+    """
+    ids = [next((token for name in names if (token := find(name)) is not None), None) for names in USUAL]
+    begin, separator, padding, mask = ids
+    if begin is None or separator is None or padding is None or mask is None:
+        return None, separator
+    return SpecialTokens(begin, separator, padding, mask), separator

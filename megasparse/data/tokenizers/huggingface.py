@@ -1,0 +1,215 @@
+"""Any tokenizer.json of HuggingFace's `tokenizers`: BERT, RoBERTa, byte-level BPE, XLM-R, ..."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megasparse.data.tokenizers.byte_level import BYTE_OF, alphabet, raw
+from megasparse.data.tokenizers.contract import WHITE_SPACE, Tokenizer, utf8
+from megasparse.data.tokenizers.files import USUAL, damaged, identity, read, special_tokens
+
+SPACE = "\u2581"
+AGAIN = "Copy it again"
+MOST = 1 << 24
+"""Tokens, more than which are damage: a list of all is in memory."""
+TRIAL = "A trial, of 1 line\n\U0010fffe"
+
+_PARTS = re.compile("([\udc80-\udcff]+)")
+"""Bytes that are no UTF-8, as groups that `split` keeps."""
+_LINES = re.compile("[^\n]*\n|[^\n]+")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """Tokens of a text alone: nothing is put before or after it, nothing is cut off, and no text becomes a special
+    token, though it be its name.
+
+    Byte-level ones give back any bytes (`lossless`): what is no UTF-8, or would come back otherwise, is told byte by
+    byte. Others do not; BERT's leaves out case, accents and white space, and unknown words. Special tokens, the
+    unknown one among them, are no text.
+    """
+
+    name = "huggingface"
+
+    def __init__(self, file: Path):
+        """Raises ConfigError for what is no tokenizer.json, and where a text could become a special token."""
+        data = read(file)
+        self.file, self.sha256 = file, identity(self.name, data)
+        try:
+            unknown = self._load(json.loads(data))
+            self.decode(self.encode(TRIAL))
+            self.word_starts()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # `tokenizers` raises nothing more special, and panics are no Exception
+            raise damaged(file, f"is no usable tokenizer.json ({type(error).__name__}: {error})", AGAIN) from None
+        for name, token in self._special_ids.items():
+            if token != unknown and any(token in self._ids(text) for text in (name, _hidden(name))):
+                raise damaged(file, f"a text can become its special token {name!r}", "Use another tokenizer")
+
+    def _load(self, values: dict[str, Any]) -> int | None:
+        """Returns the id of the unknown token. Raises anything for a file that is damaged."""
+        from tokenizers import Tokenizer as Package
+
+        self._values = values
+        self._special_ids, unknown = _disguise(values)
+        self._tokenizer = Package.from_str(json.dumps(values))
+        self._tokenizer.encode_special_tokens = True
+        ids = self._tokenizer.get_vocab()
+        self.vocabulary = max(ids.values(), default=-1) + 1
+        if self.vocabulary > MOST:
+            raise ValueError(f"has the id {self.vocabulary - 1}")
+        self._names: list[str | None] = [None] * self.vocabulary
+        for name, token in ids.items():
+            self._names[token] = name
+        self.special, self.separator = special_tokens(self._special_ids.get)
+        self.lossless = self._is_lossless()
+        self._table = self._byte_table() if self.lossless else []
+        self._bytes = [ids[character] for character in alphabet()] if self.lossless else []
+        return unknown
+
+    def encode(self, text: str | bytes) -> Tensor:
+        if not self.lossless:
+            found = self._ids(utf8(text).decode("utf-8", "replace"))
+        else:
+            found = []
+            for number, part in enumerate(_PARTS.split(utf8(text).decode("utf-8", "surrogateescape"))):
+                odd = part.encode("utf-8", "surrogateescape") if number % 2 else b""
+                found += self._of_bytes(odd) if odd else self._checked(part)
+        return torch.from_numpy(np.array(found, dtype=np.int64))
+
+    def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
+        if not self.lossless:
+            return self._lossy_pieces(tokens)
+        return (self._table[self._known(token)] for token in tokens)
+
+    def word_starts(self) -> Tensor:
+        """By what joins the tokens to words: pieces that go on begin with BERT's ##; those that begin one with the
+        white space before it. Where there is neither, each token is a word.
+        """
+        parts = [*_parts(self._values.get("decoder"), "decoders")]
+        prefix = next((part.get("prefix", "##") for part in parts if part["type"] == "WordPiece"), None)
+        if prefix is not None:
+            return torch.tensor([not (name or "").startswith(prefix) for name in self._names])
+        if self._byte_level():
+            first = [raw(name)[:1] if name else b"" for name in self._names]
+        elif any(part["type"] == "Metaspace" or part.get("content") == " " for part in parts):
+            first = [name.replace(SPACE, " ").encode()[:1] if name else b"" for name in self._names]
+        else:
+            return torch.ones(self.vocabulary, dtype=torch.bool)
+        return torch.tensor([byte != b"" and byte in WHITE_SPACE for byte in first])
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _checked(self, text: str) -> list[int]:
+        """Tokens that give back a text exactly; where its own do not, those of its lines, or of their bytes."""
+        tokens, expected = self._ids(text), text.encode()
+        if b"".join([self._table[token] for token in tokens]) == expected:
+            return tokens
+        lines = _LINES.findall(text)
+        if len(lines) < 2:
+            return self._of_bytes(expected)
+        return [token for line in lines for token in self._checked(line)]
+
+    def _of_bytes(self, some: bytes) -> list[int]:
+        return [self._bytes[byte] for byte in some]
+
+    def _known(self, token: int) -> int:
+        if not 0 <= token < self.vocabulary or self._names[token] is None:
+            raise ValueError(f"{token} is no token of {self.vocabulary}")
+        return token
+
+    def _lossy_pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
+        """What each token adds to the text of those before it, of which the last ones that added something decide; a
+        character that several tokens make comes with the last of them.
+        """
+        special = set(self._special_ids.values())
+        context, waiting = list[int](), list[int]()
+        before = text = ""
+        for token in tokens:
+            if self._known(token) in special:
+                continue
+            waiting.append(token)
+            before, text = self._decoded(context), self._decoded([*context, *waiting])
+            if len(text) > len(before) and not text.endswith("\ufffd"):
+                yield text[len(before) :].encode()
+                context, waiting = waiting, []
+        if waiting:
+            yield text[len(before) :].encode()
+
+    def _decoded(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens)
+        return text
+
+    def _byte_level(self) -> bool:
+        decoder = self._values.get("decoder")
+        return any(part["type"] == "ByteLevel" for part in _parts(decoder, "decoders"))
+
+    def _is_lossless(self) -> bool:
+        split = _parts(self._values.get("pre_tokenizer"), "pretokenizers")
+        plain = self._values.get("normalizer") is None and not any(part.get("add_prefix_space") for part in split)
+        return plain and self._byte_level() and BYTE_OF.keys() <= {name for name in self._names if name}
+
+    def _byte_table(self) -> list[bytes]:
+        added = {token["id"] for token in self._values["added_tokens"]}
+        special = set(self._special_ids.values())
+        table = []
+        for token, name in enumerate(self._names):
+            if name is None or token in special:
+                table.append(b"")
+            else:
+                table.append(name.encode() if token in added else raw(name))
+        return table
+
+
+def _parts(value: Any, key: str) -> Iterator[dict[str, Any]]:
+    """A pre-tokenizer or decoder, or all those in a sequence of them."""
+    if value is not None and value["type"] == "Sequence":
+        for part in value[key]:
+            yield from _parts(part, key)
+    elif value is not None:
+        yield value
+
+
+def _hidden(name: str) -> str:
+    """A name with spaces, which no pre-tokenizer leaves in a piece of text."""
+    return f" {name} "
+
+
+def _disguise(values: dict[str, Any]) -> tuple[dict[str, int], int | None]:
+    """Take from a tokenizer.json what is added to texts or cut off from them, and give its special tokens names that
+    no text matches: told not to read them as special, `tokenizers` still finds them among a unigram model's pieces.
+
+    Returns the id of each special token by its own name, and that of the unknown one.
+    """
+    model, added = values["model"], values["added_tokens"]
+    pieces = model["vocab"]
+    ids: dict[str, int] = (
+        dict(pieces) if isinstance(pieces, dict) else {piece: token for token, (piece, _) in enumerate(pieces)}
+    )
+    unknown: str | None = model.get("unk_token")
+    if not isinstance(pieces, dict) and model.get("unk_id") is not None:
+        unknown = pieces[model["unk_id"]][0]
+    ids |= {token["content"]: token["id"] for token in added}
+    usual = {name for names in USUAL for name in names}
+    if unknown is not None:
+        usual.add(unknown)
+    names = {str(token["content"]) for token in added if token["special"]} | (usual & ids.keys())
+    for token in added:
+        if token["content"] in names:
+            token |= {"content": _hidden(token["content"]), "special": True}
+    if isinstance(pieces, dict):
+        model["vocab"] = {_hidden(name) if name in names else name: token for name, token in pieces.items()}
+    else:
+        model["vocab"] = [[_hidden(name) if name in names else name, score] for name, score in pieces]
+    if model.get("unk_token") in names:
+        model["unk_token"] = _hidden(model["unk_token"])
+    values |= {"truncation": None, "padding": None, "post_processor": None}
+    return {name: ids[name] for name in names}, None if unknown is None else ids.get(unknown)

@@ -1,0 +1,143 @@
+"""sentencepiece's models, used so that any bytes come back."""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megasparse.data.tokenizers.contract import WHITE_SPACE, Tokenizer, utf8
+from megasparse.data.tokenizers.files import damaged, identity, read, special_tokens
+from megasparse.errors import ConfigError
+
+SPACE = "\u2581"
+"""What stands for a space in a piece."""
+LONGEST = 4096
+"""Characters that sentencepiece gets at once: it adds up scores in single precision."""
+
+GRID = 128
+"""Scores of the unigram models trained here are multiples of 1/128: sums of up to 2¹⁷ are then exact in single
+precision as in double, and two splittings that are equally good are so to every program.
+"""
+
+_PARTS = re.compile("([\u2581\udc80-\udcff]+)")
+"""What sentencepiece would change (a real U+2581, and bytes that are no UTF-8), as groups that `split` keeps."""
+_LINES = re.compile("[^\n]*\n|[^\n]+")
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """Pieces of text, and one of each byte: any bytes go in, and come out again unchanged.
+
+    What sentencepiece itself could not give back is told by its bytes (`<0xNN>`). Lines are read one by one.
+    """
+
+    name = "sentencepiece"
+
+    def __init__(self, file: Path):
+        """Raises ConfigError for what is no model, and for one that changes the text that it reads."""
+        data = read(file)
+        self.file, self.sha256 = file, identity(self.name, data)
+        self._processor, self._table = _load(file, data)
+        self.vocabulary = len(self._table)
+        self._bytes = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        self.special, self.separator = special_tokens(self._control)
+
+    def encode(self, text: str | bytes) -> Tensor:
+        known: list[str] = []
+        parts: list[bytes | None] = []
+        """Of each part its bytes, or None where it is the next one of `known`."""
+        for number, part in enumerate(_PARTS.split(utf8(text).decode("utf-8", "surrogateescape"))):
+            if number % 2:
+                parts.append(part.encode("utf-8", "surrogateescape"))
+            else:
+                for segment in segments(part):
+                    known.append(segment)
+                    parts.append(None)
+        encoded = iter(zip(known, self._processor.encode(known, num_threads=1), strict=True))
+        found: list[int] = []
+        for raw in parts:
+            found += self._of_bytes(raw) if raw is not None else self._checked(*next(encoded))
+        return torch.from_numpy(np.array(found, dtype=np.int64))
+
+    def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
+        for token in tokens:
+            if not 0 <= token < self.vocabulary:
+                raise ValueError(f"{token} is no token of {self.vocabulary}")
+            yield self._table[token]
+
+    def word_starts(self) -> Tensor:
+        """A word begins with the white space before it."""
+        return torch.tensor([piece[:1] != b"" and piece[:1] in WHITE_SPACE for piece in self._table])
+
+    def _checked(self, text: str, tokens: list[int]) -> list[int]:
+        """`tokens`, unless they are not exactly those of the text."""
+        raw = text.encode()
+        return tokens if b"".join([self._table[token] for token in tokens]) == raw else self._of_bytes(raw)
+
+    def _of_bytes(self, raw: bytes) -> list[int]:
+        return [self._bytes[byte] for byte in raw]
+
+    def _control(self, name: str) -> int | None:
+        token = self._processor.piece_to_id(name)
+        return token if self._processor.is_control(token) else None
+
+
+def segments(text: str) -> Iterator[str]:
+    """A text cut after each line's end, and in longer lines before a space, where a piece can begin."""
+    for line in _LINES.findall(text):
+        start = 0
+        while len(line) - start > LONGEST:
+            window = line[start : start + LONGEST]
+            stop = len(window[: window.rfind(" ") + 1].rstrip(" ")) or LONGEST
+            yield window[:stop]
+            start += stop
+        yield line[start:]
+
+
+def _load(file: Path, data: bytes) -> tuple[Any, list[bytes]]:
+    """sentencepiece's processor, and the bytes of each id. Raises ConfigError."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece import SentencePieceProcessor
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
+
+    model = ModelProto()
+    try:
+        model.ParseFromString(data)
+        processor = SentencePieceProcessor(model_proto=data)
+        if not model.pieces:
+            raise RuntimeError
+    except (DecodeError, RuntimeError):
+        raise damaged(
+            file, "is no model of sentencepiece", "Copy it again, or make one: tokenizers/README.md"
+        ) from None
+    _require_lossless(file, model)
+    kinds = ModelProto.SentencePiece
+    silent = (kinds.UNKNOWN, kinds.CONTROL)
+    table = [
+        b""
+        if piece.type in silent
+        else bytes([int(piece.piece[3:5], 16)])
+        if piece.type == kinds.BYTE
+        else piece.piece.replace(SPACE, " ").encode()
+        for piece in model.pieces
+    ]
+    return processor, table
+
+
+def _require_lossless(file: Path, model: Any) -> None:
+    """model: a ModelProto. Raises ConfigError."""
+    spec, kinds = model.normalizer_spec, type(model).SentencePiece
+    told = {piece.piece for piece in model.pieces if piece.type == kinds.BYTE}
+    for wrong, problem in (
+        (bool(spec.precompiled_charsmap), f"it normalises text (normalization_rule_name {spec.name!r})"),
+        (spec.remove_extra_whitespaces, "it removes white space (remove_extra_whitespaces)"),
+        (spec.add_dummy_prefix, "it puts a space before a text (add_dummy_prefix)"),
+        (not spec.escape_whitespaces, "it does not escape white space (escape_whitespaces)"),
+        (told != {f"<0x{byte:02X}>" for byte in range(256)}, "it has no pieces for single bytes (byte_fallback)"),
+    ):
+        if wrong:
+            mend = "Train one with tools/train_tokenizer.py sentencepiece"
+            raise ConfigError("data.tokenizer", f"{file}: text would not come back from it: {problem}", mend)

@@ -1,0 +1,108 @@
+"""Tokens that are words, as the word-level corpora count them (WikiText-103)."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megasparse.data.tokenizers.contract import Tokenizer, utf8
+from megasparse.data.tokenizers.files import damaged, identity, read
+
+UNKNOWN, END = "<unk>", "<eos>"
+MEND = "Make it anew with tools/train_tokenizer.py words"
+
+
+class WordTokenizer(Tokenizer):
+    """Token i is the word in line i of a file, most frequent first, so that a range of ids is a range of frequencies.
+
+    A text is split at white space (what Python's `str.split` takes for it), each line's end is `<eos>`, and a word that
+    the file has not is `<unk>`. It does not come back as it was: white space becomes one space, an unknown word
+    `<unk>`, and what is no UTF-8 U+FFFD.
+    """
+
+    name = "words"
+    lossless = False
+
+    def __init__(self, file: Path):
+        """Raises ConfigError, naming the line, where the file is not as `vocabulary_file` writes it."""
+        data = read(file)
+        self.file, self.sha256 = file, identity(self.name, data)
+        self.words = _parse(file, data)
+        self.vocabulary = len(self.words)
+        self._ids = {word: token for token, word in enumerate(self.words)}
+        self._unknown, self.end = self._ids[UNKNOWN], self._ids[END]
+
+    def encode(self, text: str | bytes) -> Tensor:
+        ids, unknown, found = self._ids, self._unknown, list[int]()
+        *lines, rest = utf8(text).decode("utf-8", "replace").split("\n")
+        for line in lines:
+            found += [ids.get(word, unknown) for word in line.split()]
+            found.append(self.end)
+        found += [ids.get(word, unknown) for word in rest.split()]
+        return torch.from_numpy(np.array(found, dtype=np.int64))
+
+    def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
+        """Each word, with a space before it where one stands before it in its line."""
+        space = ""
+        for token in tokens:
+            if not 0 <= token < self.vocabulary:
+                raise ValueError(f"{token} is no token of {self.vocabulary} words")
+            if token == self.end:
+                space = ""
+                yield b"\n"
+            else:
+                yield (space + self.words[token]).encode()
+                space = " "
+
+    def word_starts(self) -> Tensor:
+        return torch.ones(self.vocabulary, dtype=torch.bool)
+
+
+def vocabulary_file(pieces: Iterable[bytes], size: int | None = None) -> bytes:
+    """A file of the words of a training text, most frequent first, those of one frequency by code points.
+
+    pieces: of UTF-8, cut anywhere. size: so many words at most, the most frequent ones, `<unk>` and `<eos>` among them;
+    the others count as `<unk>`. Raises UnicodeDecodeError.
+    """
+    counts: Counter[str] = Counter({UNKNOWN: 0, END: 0})
+    rest = b""
+    for piece in pieces:
+        whole, newline, rest_of_piece = piece.rpartition(b"\n")
+        if not newline:
+            rest += piece
+            continue
+        lines = (rest + whole).decode()
+        rest = rest_of_piece
+        counts.update(lines.split())
+        counts[END] += lines.count("\n") + 1
+    counts.update(rest.decode().split())
+    ranked = sorted(counts, key=lambda word: (-counts[word], word))
+    if size is not None and len(ranked) > size:
+        others = [word for word in ranked if word not in (UNKNOWN, END)]
+        kept, left_out = others[: size - 2], others[size - 2 :]
+        counts[UNKNOWN] += sum(counts[word] for word in left_out)
+        ranked = sorted([*kept, UNKNOWN, END], key=lambda word: (-counts[word], word))
+    return "".join(f"{word}\n" for word in ranked).encode()
+
+
+def _parse(file: Path, data: bytes) -> list[str]:
+    try:
+        words = data.decode().removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise damaged(file, f"line {line} is not UTF-8", MEND) from None
+    first: dict[str, int] = {}
+    for number, word in enumerate(words, 1):
+        if not word:
+            raise damaged(file, f"line {number} is empty", MEND)
+        if word.split() != [word]:
+            raise damaged(file, f"line {number}, {word[:40]!r}, has white space in it", MEND)
+        if (before := first.setdefault(word, number)) != number:
+            raise damaged(file, f"line {number}, {word[:40]!r}, is line {before} too", MEND)
+    for word in (UNKNOWN, END):
+        if word not in first:
+            raise damaged(file, f"has no word {word}", MEND)
+    return words

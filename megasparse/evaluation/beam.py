@@ -1,0 +1,146 @@
+"""Beam search: the likeliest continuations that can be found by following the K likeliest beginnings.
+
+B searches at once, K beams, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasparse.errors import ConfigError
+from megasparse.evaluation.generate import restricted
+
+Step = Callable[[Tensor, Tensor], Tensor]
+"""(rows (n,), tokens (n,) int64) -> logits (n, V): goes on with the sequences `rows` of those that the last logits
+belong to, repeats allowed, each followed by its token."""
+
+
+class Hypothesis(NamedTuple):
+    tokens: list[int]
+    """Without the end token."""
+    log_probability: float
+    """In nats, of the tokens and, where it has ended, of the end token."""
+    score: float
+    """log_probability / length_penalty."""
+    ended: bool
+    """Whether the end token was told; else it was cut off."""
+
+
+class _Live(NamedTuple):
+    tokens: list[int]
+    log_probability: float
+
+
+def check_beams(beams: int, alpha: float) -> None:
+    """Raise ConfigError for what cannot be."""
+    if beams < 1:
+        raise ConfigError("--beams", f"{beams} is less than 1", "Give 1 (the likeliest token each time) or more")
+    if not 0.0 <= alpha < math.inf:
+        problem = f"{alpha} is not a number >= 0"
+        raise ConfigError("--length-penalty", problem, "0 compares sums, 0.6 is usual, more prefers longer texts")
+
+
+def length_penalty(length: int, alpha: float) -> float:
+    """((5 + length)/6)^alpha, by which a hypothesis' log-probability is divided (Wu et al. 2016, Eq. 14, without the
+    coverage term). length: its tokens, the end token among them.
+    """
+    return float(((5 + length) / 6) ** alpha)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How to search. At most `beams` hypotheses of at most `tokens` tokens are followed, which end with the token
+    `end`, if any. vocabulary: see `restricted`.
+    """
+
+    beams: int
+    tokens: int
+    end: int | None
+    alpha: float = 0.0
+    """Of the length penalty."""
+    vocabulary: int | None = None
+
+
+@torch.no_grad()
+def beam_search(logits: Tensor, step: Step, rule: Rule) -> list[list[Hypothesis]]:
+    """The hypotheses of each of B searches that take their steps together, best score first: those that have ended;
+    only if there is none, those that were cut off.
+
+    logits: (B, V), of the first token. A hypothesis that ends among the K likeliest of all continuations is kept; the K
+    likeliest others go on. A search is over when K have ended, when none that goes on can still win, or at
+    `rule.tokens`. So one beam is greedy search, and as many beams as there are sequences are an exhaustive one.
+    """
+    searches = [_follow(rule) for _ in logits]
+    for search in searches:
+        next(search)
+    found: list[list[Hypothesis]] = [[] for _ in searches]
+    rows_of = {number: slice(number, number + 1) for number in range(len(searches))}  # in the logits
+    while rows_of:
+        rows, tokens = list[int](), list[int]()
+        for number, own in list(rows_of.items()):
+            try:
+                chosen = searches[number].send(logits[own])
+            except StopIteration as over:
+                found[number] = over.value
+                del rows_of[number]
+                continue
+            rows_of[number] = slice(len(rows), len(rows) + len(chosen))
+            rows += [own.start + row for row, _ in chosen]
+            tokens += [token for _, token in chosen]
+        if rows:
+            logits = step(torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device))
+    return found
+
+
+def _follow(rule: Rule) -> Generator[list[tuple[int, int]], Tensor, list[Hypothesis]]:
+    """One search. It is sent the logits (n, V) of its hypotheses, and yields those that go on: number, next token."""
+    live, ended = [_Live([], 0.0)], list[Hypothesis]()
+    following: list[tuple[int, int]] = []
+    for length in range(1, rule.tokens + 1):
+        likely = _likeliest((yield following), live, rule)
+        for row, token, total in likely[: rule.beams]:
+            if token == rule.end:
+                score = total / length_penalty(length, rule.alpha)
+                ended.append(Hypothesis(live[row].tokens, total, score, True))
+        others = [(row, token, total) for row, token, total in likely if token != rule.end][: rule.beams]
+        live = [_Live([*live[row].tokens, token], total) for row, token, total in others]
+        following = [(row, token) for row, token, _ in others]
+        if not live or len(ended) >= rule.beams or _decided(live, ended, rule):
+            break
+    penalty = length_penalty(rule.tokens, rule.alpha)
+    found = ended or [Hypothesis(x.tokens, x.log_probability, x.log_probability / penalty, False) for x in live]
+    return sorted(found, key=lambda hypothesis: -hypothesis.score)[: rule.beams]
+
+
+def _likeliest(logits: Tensor, live: list[_Live], rule: Rule) -> list[tuple[int, int, float]]:
+    """The 2·K likeliest continuations by one token, likeliest first: number in `live`, token, log-probability in all.
+    So many, because K of them may end.
+    """
+    told = torch.log_softmax(restricted(logits, rule.vocabulary, rule.end).double(), dim=-1)
+    totals = told + torch.tensor([[x.log_probability] for x in live], dtype=told.dtype, device=told.device)
+    best, place = (x[: 2 * rule.beams].tolist() for x in totals.flatten().sort(descending=True, stable=True))
+    width = totals.shape[1]
+    return [(i // width, i % width, total) for i, total in zip(place, best, strict=True) if total > -math.inf]
+
+
+def _decided(live: list[_Live], ended: list[Hypothesis], rule: Rule) -> bool:
+    """Whether none that goes on can still win: its log-probability only falls, its penalty is at most the longest's."""
+    if not ended:
+        return False
+    return max(x.score for x in ended) >= live[0].log_probability / length_penalty(rule.tokens, rule.alpha)
+
+
+def search(model: Any, prompts: Tensor, hash_seed: int, rule: Rule) -> list[list[Hypothesis]]:
+    """Continuations of each of the prompts (B, n) int64 by cached decoding. model, hash_seed: see `continuations`."""
+    cache = model.new_cache(len(prompts), hash_seed)
+    logits = model.prefill(prompts, cache)
+
+    def step(rows: Tensor, tokens: Tensor) -> Tensor:
+        cache.select(rows)
+        return model.decode(tokens, cache)
+
+    return beam_search(logits, step, rule)

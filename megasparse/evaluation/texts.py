@@ -1,0 +1,166 @@
+"""Texts told by a model: what continues a prompt, or what an encoder–decoder tells of a source.
+
+S tokens of a source.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from megasparse.config.schema import Config
+from megasparse.data.tokenizers import Tokenizer
+from megasparse.errors import ConfigError, DataError
+from megasparse.evaluation.beam import Rule, check_beams, search
+from megasparse.evaluation.generate import Sampling, check_length, generate
+
+DECODER_TOKENS = 200
+"""How many tokens a decoder adds where nothing is said; an encoder–decoder stops by itself."""
+AT_ONCE = 8
+"""Sources whose beams stand side by side."""
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: bytes
+    """What the text begins with, UTF-8 or not."""
+    tokens: int | None
+    """How many at most to add."""
+    sampling: Sampling
+    beams: int | None
+    """Beam search in place of sampling."""
+    length_penalty: float
+
+
+class Told:
+    """An encoder–decoder that has read sources, (B, S) tokens, in the place of a decoder."""
+
+    def __init__(self, model: Any, sources: Tensor, hash_seed: int):
+        self.model, self.memory = model, model.encode(sources, hash_seed)
+        self.prefill, self.decode = model.prefill, model.decode
+
+    def new_cache(self, batch: int, seed: int) -> Any:
+        return self.model.new_cache(batch, seed, memory=self.memory)
+
+
+def read_sources(text: str | None, file: str | None) -> list[bytes]:
+    """The source that was given, or the lines of a file of them. Raises DataError for a file that cannot be read."""
+    if file is None:
+        return [] if text is None else [text.encode("utf-8", "surrogateescape")]
+    try:
+        content = Path(file).read_bytes()
+    except OSError as error:
+        raise DataError(file, f"cannot be read: {error.strerror}", "Give a text file with a source a line") from None
+    if not content:
+        raise DataError(file, "the file is empty", "Give a text file with a source a line")
+    return [line.removesuffix(b"\r") for line in content.removesuffix(b"\n").split(b"\n")]
+
+
+def texts(
+    model: Any,
+    config: Config,
+    tokenizer: Tokenizer,
+    request: Request,
+    sources: Sequence[bytes],
+    device: torch.device,
+) -> Iterable[Iterator[str]]:
+    """The text of each source, or a decoder's only one, piece by piece as it is told. A text ends where its document
+    does, if the model knows documents.
+
+    Raises ConfigError for a request that cannot be met, before anything is told.
+    """
+    if tokenizer.name == "pixels":
+        mend = "Ask for --images N or --complete IMAGE, and --output DIR"
+        raise ConfigError("--checkpoint", "its model tells pixels, not text", mend)
+    request.sampling.check()
+    check_beams(1 if request.beams is None else request.beams, request.length_penalty)
+    end = config.model.document_separator if config.model.source is None else _separator(tokenizer, config)
+    prompt = tokenizer.encode(request.prompt)
+    if end is not None and (prompt == end).any():
+        raise ConfigError("--prompt", f"it holds the token that ends a text ({end})", "Leave that out")
+    tokens = _length(request.tokens, len(prompt), config)
+    teller = _Teller(tokenizer, request, tokens, config.run.seed, end)
+    if config.model.source is None:
+        if sources:
+            raise ConfigError("--source", "this is a decoder, which reads no source", "Give it a --prompt to continue")
+        return [teller.text(model, prompt.to(device))]
+    if not sources:
+        problem = "it is missing, and this is an encoder-decoder, which tells what belongs to a source"
+        raise ConfigError("--source", problem, "Give --source TEXT or --source-file FILE")
+    read = [_source(text, number, config, tokenizer) for number, text in enumerate(sources, 1)]
+    return teller.of_sources(model, read, prompt.to(device), config.model.padding_token)
+
+
+@dataclass(frozen=True)
+class _Teller:
+    tokenizer: Tokenizer
+    request: Request
+    tokens: int
+    hash_seed: int
+    end: int | None
+
+    def text(self, decoder: Any, prompt: Tensor) -> Iterator[str]:
+        """Of the prompt and what continues it."""
+        if self.request.beams is None:
+            rule: dict[str, Any] = {"hash_seed": self.hash_seed, "vocabulary": self.tokenizer.vocabulary}
+            told = generate(decoder, prompt, self.tokens, end=self.end, **rule, **asdict(self.request.sampling))
+            return self.tokenizer.text(itertools.chain(prompt.tolist(), told))
+        (text,) = self._searched(decoder, prompt[None])
+        return text
+
+    def of_sources(
+        self, model: Any, sources: Sequence[Tensor], prompt: Tensor, padding: int | None
+    ) -> Iterator[Iterator[str]]:
+        """Sources that are searched for stand side by side, those drawn from do not: each is told as if alone."""
+        if self.request.beams is None or padding is None:
+            for source in sources:
+                yield self.text(Told(model, source[None].to(prompt.device), self.hash_seed), prompt)
+            return
+        for first in range(0, len(sources), AT_ONCE):
+            group = pad_sequence(list(sources[first : first + AT_ONCE]), batch_first=True, padding_value=padding)
+            told = Told(model, group.to(prompt.device), self.hash_seed)
+            yield from self._searched(told, prompt.expand(len(group), -1))
+
+    def _searched(self, decoder: Any, prompts: Tensor) -> list[Iterator[str]]:
+        assert self.request.beams is not None
+        width, alpha = self.tokenizer.vocabulary, self.request.length_penalty
+        rule = Rule(self.request.beams, self.tokens, self.end, alpha, width)
+        best = [found[0].tokens for found in search(decoder, prompts, self.hash_seed, rule)]
+        return [self.tokenizer.text([*prompt, *told]) for prompt, told in zip(prompts.tolist(), best, strict=True)]
+
+
+def _length(asked: int | None, prompt: int, config: Config) -> int:
+    """How many tokens to add."""
+    room = max(0, config.model.max_length - prompt)
+    if asked is None:
+        asked = min(DECODER_TOKENS, room) if config.model.source is None else room
+    check_length(prompt, asked, config.model.max_length)
+    return asked
+
+
+def _separator(tokenizer: Tokenizer, config: Config) -> int:
+    """What ends a source, and a target."""
+    if tokenizer.special is None:
+        problem = f'"{tokenizer.name}" has no special tokens, and a source needs one at its end'
+        raise ConfigError("data.tokenizer", problem, "Give the tokenizer that the data was prepared with")
+    separator, vocabulary = tokenizer.special.separator, config.model.vocabulary
+    if separator >= vocabulary:
+        problem = f"{vocabulary} has no room for the token that ends a source ({separator})"
+        raise ConfigError("model.vocabulary", problem, "Train on pairs of texts, which have it")
+    return separator
+
+
+def _source(text: bytes, number: int, config: Config, tokenizer: Tokenizer) -> Tensor:
+    """The tokens (S,) of a source and what ends it. Raises ConfigError where the encoder cannot read them all."""
+    assert config.model.source is not None
+    tokens = torch.cat([tokenizer.encode(text), torch.tensor([_separator(tokenizer, config)])])
+    if len(tokens) > config.model.source.length:
+        problem = f"number {number} has {len(tokens)} tokens with the one that ends it"
+        mend = f"Cut it to model.source.length = {config.model.source.length}"
+        raise ConfigError("--source", problem, mend)
+    return tokens

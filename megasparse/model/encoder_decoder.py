@@ -1,0 +1,90 @@
+"""The encoder–decoder: one stack reads the source, another tells the target and sees the source (Vaswani et al. 2017).
+
+B batch, S source length, T target length, E d_model, V vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.attention.cross import Source
+from megasparse.attention.heads import Padding
+from megasparse.config.parts import encoder_part
+from megasparse.config.schema import ModelConfig
+from megasparse.model.decoder import Causal, DecodingCache
+from megasparse.model.norm import Norm
+from megasparse.model.padding import padding_of
+from megasparse.model.stack import Stack, TokenScores
+from megasparse.ops.random import Draws, derive
+
+
+class SourceEncoder(Stack):
+    """Reads the source. Its draws are none of the decoder's: they have a seed of their own."""
+
+    def __init__(self, config: ModelConfig, embedding: nn.Parameter | None):
+        super().__init__(config, embedding)
+        self.norm = Norm(config)
+
+    def forward(
+        self, tokens: Tensor, draws: Draws, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """tokens: (B, S). Returns the mean of the streams, normalised, (B, S, E) fp32; the sum of auxiliary losses, and
+        the layers' statistics.
+        """
+        own = replace(draws, seed=derive(draws.seed, "encoder"))
+        streams, auxiliary, statistics = self.streams(tokens, own, Padding(key_mask))
+        return self.norm(torch.stack(streams).mean(0)), auxiliary, statistics
+
+
+class EncoderDecoder(Causal):
+    """Sequences are (B, S + T): `source.length` tokens that the encoder reads, and those that the decoder tells, the
+    first from a learned start vector.
+
+    The modules of the decoder are those of a Decoder, whose blocks have a cross-attention too.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        assert config.source is not None
+        shared = self.embedding.weight if config.source.shared_embedding else None
+        self.encoder = SourceEncoder(encoder_part(config), shared)
+        weights = [mechanism.task_weight for _, mechanism in self.encoder.mechanisms()]
+        self.source_length, self.task_weight = config.source.length, min(self.task_weight, *weights)
+
+    def count_scored(self, tokens: Tensor) -> Tensor:
+        return super().count_scored(tokens[:, self.source_length :])
+
+    @torch.no_grad()
+    def encode(self, tokens: Tensor, seed: int, rounds: int | None = None) -> Source:
+        """Reads sources (B, s), s <= S. seed: of the run, for the rotations of evaluation."""
+        assert tokens.shape[1] <= self.source_length, "the source is too long"
+        key_mask = padding_of(tokens, self.config).key_mask
+        return Source(self.encoder(tokens, Draws.evaluation(seed, len(tokens), rounds), key_mask)[0], key_mask)
+
+    @torch.no_grad()
+    def new_cache(self, batch_size: int, seed: int, rounds: int | None = None, *, memory: Source) -> DecodingCache:
+        """A cache for targets of up to `max_length` tokens of what `encode` read with the same seed and rounds; each
+        layer's entry "cross" has its keys and values.
+        """
+        assert len(memory.states) == batch_size, "a source a sequence"
+        cache = self._empty_cache(Draws.evaluation(seed, batch_size, rounds))
+        for block, layer in zip(self.layers, cache.layers, strict=True):
+            assert block.cross_attention is not None
+            layer["cross"] = block.cross_attention.new_cache(memory, cache.draws)
+        return cache
+
+    def _scores(
+        self, tokens: Tensor, draws: Draws, padding: Padding
+    ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
+        """As of any model of (B, S + T) tokens, of which those of the source are not scored."""
+        assert padding.segments is None, "a sequence is one source and its target"
+        split = [self.source_length, tokens.shape[1] - self.source_length]
+        source, target = tokens.split(split, dim=1)
+        real, told = (None, None) if padding.key_mask is None else padding.key_mask.split(split, dim=1)
+        states, source_loss, of_encoder = self.encoder(source, draws, real)
+        scores, cost, loss, statistics = self._tell(target, draws, Padding(told), Source(states, real))
+        whole = TokenScores(*(F.pad(x, (self.source_length, 0)) for x in scores))
+        of_both = statistics | {f"encoder/{name}": value for name, value in of_encoder.items()}
+        return whole, F.pad(cost, (self.source_length, 0)), source_loss + loss, of_both

@@ -1,0 +1,139 @@
+import hashlib
+import io
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megasparse.data.corpora import imagenet64
+from megasparse.data.corpora.source import Source
+from megasparse.errors import ConfigError, DataError
+from tests.data.corpora.pictures import draw, png, read_corpus, write_files, write_tar
+
+TRAIN, VALID = draw(150, 64), draw(3, 64, seed=1)
+
+
+def batch(images: np.ndarray, **arrays: object) -> bytes:
+    """An npz file as the official ones are: planes, labels from 1, the mean."""
+    file = io.BytesIO()
+    planes = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
+    content = {"data": planes, "labels": np.ones(len(images), dtype=np.int64), "mean": planes.mean(0), **arrays}
+    np.savez(file, **content)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def zipped(path: Path, files: Mapping[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def about(*locations: Path, **settings: object) -> dict[str, object]:
+    source = Source.open([str(location) for location in locations], None, Path("/nowhere"), "raw")
+    return imagenet64.about(source, {"downsampling": None, "split": None, "seed": 0, **settings})
+
+
+BATCHES = {
+    "train_data_batch_1.npz": TRAIN[:100],
+    "train_data_batch_2.npz": TRAIN[100:120],
+    "train_data_batch_10.npz": TRAIN[120:],
+    "val_data.npz": VALID,
+}
+
+
+def test_batches_in_files_and_zips_are_their_images_in_order(tmp_path: Path) -> None:
+    files = {name: batch(images) for name, images in BATCHES.items()}
+    folder = write_files(tmp_path / "numbers", files)
+    names = list(files)
+    part1 = zipped(tmp_path / "part1.zip", {f"part1/{name}": files[name] for name in reversed(names[:2])})
+    part2 = zipped(tmp_path / "part2.zip", {name: files[name] for name in names[2:]})
+    for places in ([folder], [part2, part1]):
+        found = read_corpus("imagenet64", *places)
+        assert list(found) == ["train", "validation", "test"]
+        assert (found["train"] == np.delete(TRAIN, 127, axis=0)).all()
+        assert (found["validation"] == TRAIN[127:128]).all()
+        assert (found["test"] == VALID).all()
+        assert about(*places) == {"downsampling": "box", "verified": []}
+
+
+def test_the_older_version_is_told_by_its_names(tmp_path: Path) -> None:
+    train = {f"train_64x64/{i:04d}.png": png(image) for i, image in enumerate(TRAIN[:130])}
+    valid = {f"valid_64x64/{i:04d}.png": png(image) for i, image in enumerate(VALID)}
+    archives = [
+        write_tar(tmp_path / "train_64x64.tar.gz", train, "w:gz"),
+        write_tar(tmp_path / "valid_64x64.tgz", valid),
+    ]
+    folder = write_files(tmp_path / "extracted", {**train, **valid})
+    for places in (archives, [folder], [folder / "train_64x64", folder / "valid_64x64"]):
+        found = read_corpus("imagenet64", *places)
+        assert (found["train"] == np.delete(TRAIN[:130], 127, axis=0)).all()
+        assert (found["validation"] == TRAIN[127:128]).all() and (found["test"] == VALID).all()
+        assert about(*places) == {"downsampling": "pixelrnn", "verified": []}
+
+
+def test_images_of_ones_own_are_shared_out_and_must_say_how_they_were_made(tmp_path: Path) -> None:
+    place = write_tar(tmp_path / "sample.tar", {f"{i}.png": png(image) for i, image in enumerate(TRAIN[:20])})
+    found = read_corpus("imagenet64", place, downsampling="box")
+    assert {name: len(images) for name, images in found.items()} == {"train": 18, "validation": 1, "test": 1}
+    assert about(place, downsampling="pixelrnn")["downsampling"] == "pixelrnn"
+    with pytest.raises(ConfigError, match=r"--downsampling: the source does not tell .* Give box .* or pixelrnn"):
+        about(place)
+
+
+def test_official_files_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = zipped(tmp_path / "Imagenet64_val_npz.zip", {"val_data.npz": batch(VALID)})
+    with pytest.raises(DataError, match=r"val_npz\.zip: its sha256 is \w+…, the official file's is e1e75133158a…"):
+        about(path)
+    monkeypatch.setitem(imagenet64.SHA256, path.name, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert about(path) == {"downsampling": "box", "verified": [path.name]}
+
+
+def object_array() -> np.ndarray:
+    return np.array([[{}] * 12288], dtype=object)
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({"train_data_batch_3": b"\x80\x02}q\0."}, r"train_data_batch_3: this batch is a pickle.*npz version"),
+        ({"val_data": b"x"}, "val_data: this batch is a pickle"),
+        ({"Imagenet64_val.zip": {"val_data": b"\x80\x02}q\0."}}, r"no npz batch here \(val_data\).*are pickles"),
+        (
+            {"val_data.npz": batch(VALID, data=object_array())},
+            r"`data` is object \(1, 12288\), uint8 \(images, 12288\)",
+        ),
+        ({"val_data.npz": batch(VALID, data=np.zeros((3, 3072), np.uint8))}, r"`data` is uint8 \(3, 3072\)"),
+        ({"val_data.npz": batch(VALID, data=np.zeros((3, 12288), np.int64))}, r"`data` is int64"),
+        ({"val_data.npz": batch(VALID, data=np.zeros((12288, 3), np.uint8).T)}, r"`data` is uint8 \(3, 12288\)"),
+        ({"val_data.npz": batch(VALID)[:-3000]}, "cannot be read: File is not a zip"),
+        ({"val_data.npz": batch(VALID)[:5000] + b"x" * 9 + batch(VALID)[5009:]}, "cannot be read: Bad CRC"),
+        ({"val_data.npz": batch(VALID), "a.png": png(VALID[0])}, r"a\.png: this is no npz batch, as others"),
+        ({"x.zip": {"val_data.npz": batch(VALID)[:-3000]}}, "cannot be read: File is not a zip"),
+        ({"train_64x64/a.png": png(draw(1, 32)[0])}, "has 32×32 pixels, 64×64 are expected"),
+    ],
+)
+def test_what_is_not_the_data_set_is_refused(tmp_path: Path, files: dict[str, object], problem: str) -> None:
+    for name, content in files.items():
+        if isinstance(content, dict):
+            zipped(tmp_path / name, content)
+        else:
+            write_files(tmp_path, {name: content})  # type: ignore[dict-item]
+    with pytest.raises(DataError, match=problem) as caught:
+        read_corpus("imagenet64", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"split": "90,5,5"}, "--split: the official batches are"),
+        ({"downsampling": "pixelrnn"}, "Leave it out: .* box"),
+    ],
+)
+def test_what_the_official_files_tell_is_not_asked(tmp_path: Path, options: dict[str, str], problem: str) -> None:
+    write_files(tmp_path, {"val_data.npz": batch(VALID)})
+    with pytest.raises(ConfigError, match=problem):
+        read_corpus("imagenet64", tmp_path, **options)

@@ -1,0 +1,96 @@
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megasparse.data.corpora import pg19
+from megasparse.data.corpora.source import Source
+from megasparse.data.index import Index
+from megasparse.data.prepare import prepare
+from megasparse.data.reader import EvaluationStream
+from megasparse.errors import DataError
+
+FILES = {
+    "train/10.txt": "The  first\nbook.\n",
+    "train/9.txt": "Número neuf",
+    "validation/3.txt": "three",
+    "test/4.txt": "four words are here",
+    "metadata.csv": '9,Nine,1801,http://x/9\n10,"Ten, a ""tale""",1910?,http://x/10\n3,Three,1,\n77,Another,2,\n',
+}
+SETTINGS = {"tokenizer": "bytes"}
+
+
+def source_of(folder: Path, files: dict[str, str], *locations: str) -> Source:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode("latin-1") if "latin" in name else content.encode())
+    given = [str(folder / location) for location in locations or [""]]
+    return Source.open(given, None, Path("/nowhere/.download"), "files")
+
+
+def test_a_book_is_a_document_in_its_official_split(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "in", FILES)
+    sizes = {"sample_bytes": 10, "shard_bytes": 50}
+    prepare("pg19", source, tmp_path / "data", options=SETTINGS, **sizes, command="a test")
+    index = Index.load(tmp_path / "data")
+    want = {
+        "train": "Número neuf\0The  first\nbook.\n\0".encode(),  # by number
+        "validation": b"three\0",
+        "test": b"four words are here\0",
+    }
+    assert list(index.file.splits) == list(want)
+    for name, content in want.items():
+        stream = EvaluationStream(index, name)
+        assert bytes(stream.read(0, stream.tokens).tolist()) == content
+    assert [index.split(name).words for name in want] == [5, 1, 4]
+    assert [index.split(name).raw_bytes for name in want] == [
+        len(content) - content.count(b"\0") for content in want.values()
+    ]
+    about = index.file.source
+    assert about["books"] == {"train": 2, "validation": 1, "test": 1} and about["official"] is False
+    assert about["with_metadata"] == 3
+    assert about["titles"]["train"] == [[9, "Nine", "1801"], [10, 'Ten, a "tale"', "1910?"]]
+    assert about["titles"]["test"] == [[4, None, None]]
+
+
+def test_folders_named_apart_and_archives_are_read_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pg19, "OFFICIAL", {"train": 2, "validation": 1, "test": 1})
+    whole = source_of(tmp_path / "in", FILES)
+    apart = source_of(tmp_path / "in", {}, "test", "train", "validation", "metadata.csv")
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for name, content in FILES.items():
+            archive.writestr(f"pg19/{name}", content)
+    zipped = source_of(tmp_path, {}, "x.zip")
+
+    def texts(source: Source) -> dict[str, list[bytes]]:
+        return {name: [b"".join(book) for book in books] for name, books in pg19.splits(source, SETTINGS)}
+
+    assert texts(whole) == texts(apart) == texts(zipped)
+    assert pg19.about(whole, SETTINGS) == pg19.about(apart, SETTINGS) == pg19.about(zipped, SETTINGS)
+    assert pg19.about(whole, SETTINGS)["official"] is True
+    parts = source_of(tmp_path / "in", {}, "test", "train")
+    assert pg19.about(parts, SETTINGS) == {"books": {"train": 2, "test": 1}, "official": False}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"other/1.txt": "x"}, r"other/1\.txt: this is not a book of PG-19"),
+        ({"train/one.txt": "x"}, r"train/one\.txt: this is not a book of PG-19"),
+        ({"test/10.txt": "x"}, r"the book 10 is in .* as well \(.*10\.txt\)"),
+        ({"train/10.txt.gz": "x"}, r"10\.txt\.gz: cannot be read"),
+        ({"metadata.csv": "99,A,1,\n"}, r"metadata\.csv: it tells of none of the books"),
+        ({"metadata.csv": "10,A,1\nx,B\n"}, r"metadata\.csv: row 2 is not a book's number, title and date"),
+        ({"metadata.csv": '10,A,1\n9,"B" x,1'}, r"metadata\.csv: it is not CSV"),
+        ({"train/latin/8.txt": "é"}, r"8\.txt: byte 0 is not UTF-8"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(tmp_path: Path, changed: dict[str, str], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        pg19.about(source_of(tmp_path, FILES | changed), SETTINGS)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_books_at_all(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no train/NNN\.txt, validation/NNN\.txt or test/NNN\.txt"):
+        pg19.about(source_of(tmp_path, {"metadata.csv": "1,A,1\n"}), SETTINGS)

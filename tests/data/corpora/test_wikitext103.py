@@ -1,0 +1,129 @@
+import functools
+import hashlib
+import http.server
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megasparse.data.corpora import wikitext103
+from megasparse.data.corpora.source import Source
+from megasparse.data.index import Index
+from megasparse.data.reader import EvaluationStream
+from megasparse.errors import DataError
+from tools.prepare_data import main
+
+TEXTS = {
+    "train": " \n = Title = \n \n A <unk> word \u3000 and 3 @.@ 5 . \n \n",
+    "valid": " \n = Other = \n x \n",
+    "test": " \n y z \n",
+}
+SETTINGS = {"tokenizer": "bytes"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "wikitext-103"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / f"wiki.{name}.tokens").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def archive(folder: Path) -> Path:
+    """As the official one: the files in a folder, which is an entry of its own."""
+    path = folder.parent / "wikitext-103-v1.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(folder, "wikitext-103/")
+        for file in folder.iterdir():
+            archive.write(file, f"wikitext-103/{file.name}")
+    return path
+
+
+@pytest.fixture
+def official(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that TEXTS are the published files."""
+    texts = {split: TEXTS[infix].encode() for split, infix in wikitext103.SPLITS.items()}
+    digests = {split: hashlib.sha1(text).hexdigest() for split, text in texts.items()}
+    monkeypatch.setitem(wikitext103.SHA1, "tokens", digests)
+    monkeypatch.setattr(wikitext103, "LINES", {split: text.count(b"\n") for split, text in texts.items()})
+
+
+@pytest.fixture
+def server(archive: Path) -> Iterator[str]:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(archive.parent)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def open_source(*paths: Path) -> Source:
+    return Source.open([str(path) for path in paths], None, Path("/nowhere/.download"), "files")
+
+
+@pytest.mark.usefixtures("official")
+def test_the_command_takes_the_folder_the_archive_and_its_url(
+    folder: Path, archive: Path, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = {"folder": folder, "archive": archive, "url": f"{server}/wikitext-103-v1.zip"}
+    for name, source in sources.items():
+        main(["wikitext103", "--source", str(source), "--output", str(tmp_path / name), "--workers", "1"])
+        index = Index.load(tmp_path / name)
+        assert index.file.source["official"] is True and index.file.source["kind"] == "tokens"
+        assert list(index.file.splits) == list(wikitext103.SPLITS)
+        for split, infix in wikitext103.SPLITS.items():
+            text = TEXTS[infix]
+            stream = EvaluationStream(index, split)
+            assert bytes(stream.read(0, stream.tokens).tolist()).decode() == text
+            # What everyone counts on WikiText-103: sum(len(line.split() + ["<eos>"]) for line in file)
+            lines = text.split("\n")[:-1]
+            assert index.split(split).words == sum(len([*line.split(), "<eos>"]) for line in lines)
+            assert index.split(split).raw_bytes == len(text.encode())
+    assert "test: 8 tokens in 1 samples, 1 shards (4 words)" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("official")
+def test_a_wrong_checksum_is_refused_and_a_part_is_not_called_official(folder: Path) -> None:
+    (folder / "wiki.train.tokens").write_text(TEXTS["train"] + " more \n", encoding="utf-8")
+    assert wikitext103.about(open_source(folder), SETTINGS) == {"kind": "tokens", "official": False}
+    (folder / "wiki.train.tokens").write_text(TEXTS["train"].replace("word", "wort"), encoding="utf-8")
+    with pytest.raises(
+        DataError, match=r"wiki\.train\.tokens: its sha1 is \w{40}, the official file's is \w{40}\. Down"
+    ):
+        wikitext103.about(open_source(folder), SETTINGS)
+    some = open_source(folder / "wiki.test.tokens", folder / "wiki.valid.tokens")
+    assert wikitext103.about(some, SETTINGS) == {"kind": "tokens", "official": False}
+    assert [name for name, _ in wikitext103.splits(some, SETTINGS)] == ["validation", "test"]
+
+
+def test_no_two_published_checksums_are_alike() -> None:
+    assert {len(sha1) for kind in wikitext103.SHA1.values() for sha1 in kind.values()} == {40}
+    assert len({sha1 for kind in wikitext103.SHA1.values() for sha1 in kind.values()}) == 6
+
+
+def test_what_is_not_wikitext_is_one_line(folder: Path, archive: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"wiki\.test\.tokens is the same split\. Give one of the two"):
+        wikitext103.about(open_source(folder, archive), SETTINGS)
+    (folder / "wiki.test.raw").write_text("x\n")
+    with pytest.raises(DataError, match=r"there are both \.tokens and \.raw files\. Give wiki\.train"):
+        wikitext103.about(open_source(folder), SETTINGS)
+    (tmp_path / "x.txt").write_text("x\n")
+    with pytest.raises(DataError, match=r"x\.txt: there is no wiki\.train\.tokens\. Give"):
+        wikitext103.about(open_source(tmp_path / "x.txt"), SETTINGS)
+    (folder / "wiki.test.raw").write_bytes(b"x\xe9\n")
+    with pytest.raises(DataError, match=r"wiki\.test\.raw: byte 1 is not UTF-8"):
+        wikitext103.about(open_source(folder / "wiki.test.raw"), SETTINGS)
+    torn = tmp_path / "torn.zip"
+    torn.write_bytes(archive.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"torn\.zip: this zip archive is damaged: its end is missing\. Get it again"):
+        open_source(torn)

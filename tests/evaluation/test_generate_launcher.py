@@ -1,0 +1,198 @@
+"""Images and translations by the commands that a user types, from models trained for three steps."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from launch import generate, pretrain
+from megasparse.data.corpora.source import Source
+from megasparse.data.index import Index
+from megasparse.data.prepare import prepare
+from megasparse.data.reader import EvaluationStream
+from megasparse.evaluation.restore import restore
+from megasparse.ops.random import Draws
+
+MODEL = {"layers": 2, "d_model": 32, "d_ff": 64, "heads": 4, "attention": {"pattern": ["local", "lsh"]}}
+SMALL = {"local": {"chunk": 8}, "lsh": {"chunk": 8}}
+
+
+def run(launcher, *arguments) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["launcher", *map(str, arguments)])
+        launcher.main()
+
+
+def refused(capsys, *arguments) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        run(generate, *arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def trained(folder: Path, corpus: str, options: dict[str, Any], length: int, sections: dict[str, Any]) -> Path:
+    """A run of 3 steps on folder/source, evaluated after the third."""
+    source = Source.open([str(folder / "source")], None, folder / "download")
+    prepare(corpus, source, folder / "data", options=options, sample_bytes=length, shard_bytes=4096, command="a test")
+    config: dict[str, Any] = {
+        "run": {"directory": str(folder / "run"), "engine": "torch", "device": "cpu"},
+        "model": {**MODEL, "attention": MODEL["attention"] | SMALL},
+        "data": {"path": str(folder / "data"), "sequence_length": length},
+        "training": {"steps": 3, "global_batch": 2, "micro_batch": 2},
+        "evaluation": {"every": 3, "sequences": 2},
+    }
+    for name, section in sections.items():
+        config[name] = config.get(name, {}) | section
+    (folder / "run.json").write_text(json.dumps(config))
+    run(pretrain, "--config", folder / "run.json")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def pixels(tmp_path_factory) -> Path:
+    """A model of images of 4×4."""
+    folder = tmp_path_factory.mktemp("pixels")
+    (folder / "source").mkdir()
+    draw = np.random.default_rng(0)
+    for number in range(40):
+        values = draw.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        Image.fromarray(values).save(folder / "source" / f"{number:02}.png")
+    sections = {
+        "model": {"max_length": 48},
+        "data": {"tokenizer": "pixels"},
+        "evaluation": {"every": 3, "sequences": 2, "sample_tokens": 30},
+    }
+    return trained(folder, "images", {"size": 4, "split": None, "seed": 0}, 48, sections)
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory) -> Path:
+    """An encoder–decoder that tells the next 24 bytes of 40."""
+    folder = tmp_path_factory.mktemp("translator")
+    (folder / "source").write_text("one two three four five six seven eight nine ten. " * 60)
+    sections = {
+        "model": {
+            "kind": "encoder_decoder",
+            "vocabulary": 260,
+            "max_length": 24,
+            "padding_token": 257,
+            "source": {"length": 16, "attention": {"pattern": ["full"]}},
+        },
+        "optimizer": {"learning_rate": 0.01},
+    }
+    return trained(folder, "text", {"split": "80,10,10"}, 40, sections)
+
+
+def opened(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+def test_images_are_drawn_anew_with_each_seed(pixels, tmp_path):
+    for name, *options in (("a",), ("b",), ("c", "--seed", 1), ("d", "--top-p", 0.5)):
+        run(generate, "--checkpoint", pixels, "--images", 2, "--output", tmp_path / name, *options)
+    drawn = {name: [opened(tmp_path / name / f"{i:04}.png") for i in range(2)] for name in "abcd"}
+    assert drawn["a"][0].shape == (4, 4, 3)
+    for i in range(2):
+        assert (drawn["a"][i] == drawn["b"][i]).all()
+        assert (drawn["a"][i] != drawn["c"][i]).any() and (drawn["a"][i] != drawn["d"][i]).any()
+    assert (drawn["a"][0] != drawn["a"][1]).any()
+    assert (tmp_path / "a" / "sheet.png").read_bytes() == (tmp_path / "b" / "sheet.png").read_bytes()
+
+
+def test_lower_halves_are_the_whole_sequence_models_choice(pixels, tmp_path):
+    original = sorted((pixels.parent / "source").iterdir())[3]
+    arguments = ["--checkpoint", pixels, "--complete", original, "--temperature", 0, "--output", tmp_path / "out"]
+    run(generate, *arguments)
+    decoder, *_ = restore(pixels)
+    tokens = opened(original).flatten().tolist()[:24]
+    for _ in range(10):
+        row = torch.tensor([[*tokens, 0]] * 256)
+        row[:, -1] = torch.arange(256)
+        tokens.append(int(decoder.token_scores(row, Draws.evaluation(0, 256)).nats[:, -1].argmin()))
+    assert opened(tmp_path / "out" / "0000_03.png").flatten().tolist()[:34] == tokens
+
+
+def test_samples_of_pixels_are_pictures_on_the_board(pixels):
+    board = EventAccumulator(str(pixels / "tensorboard"))
+    board.Reload()
+    (event,) = board.Images("evaluation/sample")
+    assert (event.step, event.width, event.height) == (3, 4, 4)
+    (line,) = [json.loads(each) for each in (pixels / "metrics.jsonl").read_text().splitlines()][-1:]
+    assert line["evaluation/bits_per_dim"] > 0 and "evaluation/sample" not in line
+
+
+@pytest.mark.parametrize("options", [["--temperature", 0], ["--beams", 1], ["--beams", 3, "--length-penalty", 0.6]])
+def test_a_text_is_told_of_each_source(translator, tmp_path, capsys, options):
+    (tmp_path / "sources").write_text("two three\nsix\n")
+    run(generate, "--checkpoint", translator, "--tokens", 6, "--source-file", tmp_path / "sources", *options)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    run(generate, "--checkpoint", translator, "--tokens", 6, "--source", "two three", *options)
+    assert capsys.readouterr().out.splitlines() == lines[:1]
+    if options[1] != 3:
+        assert lines[0].encode() == greedy(translator, b"two three")
+
+
+def greedy(run_: Path, source: bytes) -> bytes:
+    """Token by token, by whole passes."""
+    model, *_ = restore(run_)
+    read, told = torch.tensor([[*source, 259, *[257] * (15 - len(source))]]), list[int]()
+    allowed = torch.tensor([*range(256), 259])
+    while len(told) < 6:
+        row = torch.cat([read, torch.tensor([[*told, 0]])], dim=1).repeat(len(allowed), 1)
+        row[:, -1] = allowed
+        token = int(allowed[model.token_scores(row, Draws.evaluation(0, len(row))).nats[:, -1].argmin()])
+        if token == 259:
+            break
+        told.append(token)
+    return bytes(told)
+
+
+def test_training_told_how_well_targets_are_told(translator):
+    line = json.loads((translator / "metrics.jsonl").read_text().splitlines()[-1])
+    assert "evaluation/bits_per_dim" not in line
+    stream = EvaluationStream(Index.load(translator.parent / "data"), "validation")
+    model, *_ = restore(translator)
+    nats, correct = torch.tensor(0.0, dtype=torch.float64), 0
+    for start in (0, 40):
+        scores = model.token_scores(stream.read(start, start + 40)[None], Draws.evaluation(0, 1))
+        assert scores.scored[0].tolist() == [False] * 16 + [True] * 24
+        nats += scores.nats[scores.scored].double().sum()
+        correct += int((scores.correct & scores.scored).sum())
+    assert line["evaluation/loss"] == pytest.approx(float(nats) / 48, rel=1e-5)
+    assert line["evaluation/accuracy"] == pytest.approx(correct / 48)
+
+
+def test_mistakes_are_one_line(pixels, translator, tmp_path, capsys):
+    other = refused(capsys, "--checkpoint", pixels, "--set", "data.tokenizer=bytes")
+    assert 'data.tokenizer: "bytes" (sha256' in other and 'the checkpoint was trained with "pixels" (sha256' in other
+    there, out = ["--checkpoint", pixels], ["--output", tmp_path / "out"]
+    assert "its model tells pixels" in refused(capsys, *there, "--tokens", 3)
+    assert "--output: it is missing" in refused(capsys, *there, "--images", 2)
+    assert "--images: 0 images" in refused(capsys, *there, "--images", 0, *out)
+    assert "--temperature: -1.0" in refused(capsys, *there, "--images", 1, "--temperature", -1, *out)
+    big = tmp_path / "big.png"
+    Image.fromarray(np.zeros((5, 6, 3), dtype=np.uint8)).save(big)
+    assert "big.png: this image has 6×5 pixels" in refused(capsys, *there, "--complete", big, *out)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.png").touch()
+    assert "holds files already" in refused(capsys, *there, "--images", 1, *out)
+    assert "--beams: it does not go with images" in refused(capsys, *there, "--images", 1, "--beams", 2, *out)
+    there = ["--checkpoint", translator]
+    assert "tells no pixels" in refused(capsys, *there, "--images", 1, *out)
+    assert "--source: it is missing" in refused(capsys, *there)
+    assert "--source: number 1 has 17 tokens" in refused(capsys, *there, "--source", "x" * 16)
+    assert "--output: it does not go with text" in refused(capsys, *there, "--source", "x", *out)
+    assert "--beams: 0" in refused(capsys, *there, "--source", "x", "--beams", 0)
+    assert "nothing.txt: cannot be read" in refused(capsys, *there, "--source-file", tmp_path / "nothing.txt")

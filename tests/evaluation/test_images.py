@@ -1,0 +1,181 @@
+"""Images drawn and completed by a made-up model, their files and sheets, and mistakes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megasparse.config.schema import Config
+from megasparse.errors import ConfigError, DataError
+from megasparse.evaluation import images
+from megasparse.evaluation.generate import Sampling
+from megasparse.evaluation.images import complete_images, draw_images, open_output, sampled_picture, shape_of
+from megasparse.evaluation.pictures import BACKGROUND, GAP, HEADING, Shape, image_shape, picture_of, read_picture, sheet
+
+RGB = Shape(4, 3)
+ODD = Shape(3, 1)
+GREEDY = Sampling(temperature=0.0)
+
+
+class Counter(torch.nn.Module):
+    """The likeliest sub-pixel is 5 more than the one before; the first one is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def new_cache(self, batch, seed):
+        return SimpleNamespace(batch=batch)
+
+    def prefill(self, tokens, cache):
+        assert len(tokens) == cache.batch
+        last = tokens[:, -1] if tokens.shape[1] else torch.full((len(tokens),), -5)
+        return self.decode(last, cache)
+
+    def decode(self, token, cache):
+        return 50.0 * torch.nn.functional.one_hot((token + 5) % 256, 300)
+
+
+def opened(path) -> np.ndarray:
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image)
+
+
+def saved(path, values) -> str:
+    Image.fromarray(np.asarray(values, dtype=np.uint8)).save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape"), [(12288, (64, 3)), (3072, (32, 3)), (784, (28, 1)), (3, (1, 3)), (1, (1, 1)), (27, (3, 3))]
+)
+def test_the_shape_follows_from_the_number_of_tokens(tokens, shape):
+    assert image_shape(tokens) == shape
+    assert image_shape(tokens).tokens == tokens
+
+
+@pytest.mark.parametrize("tokens", [2, 100_000, 12287, 6])
+def test_other_numbers_are_no_images(tokens):
+    with pytest.raises(ConfigError, match=rf"data.sequence_length: {tokens} is neither 3·s² nor s²"):
+        image_shape(tokens)
+
+
+def test_sub_pixels_stand_where_they_belong_and_the_rest_is_black():
+    picture = picture_of(list(range(1, 20)), RGB)
+    assert picture.shape == (4, 4, 3) and picture.dtype == np.uint8
+    for i in range(48):
+        row, column, channel = i // 12, i // 3 % 4, i % 3
+        assert picture[row, column, channel] == (i + 1 if i < 19 else 0)
+    grey = picture_of([9, 8], ODD)
+    assert grey[0, 0].tolist() == [9, 9, 9] and grey[0, 1].tolist() == [8, 8, 8] and not grey[1:].any()
+
+
+@pytest.mark.parametrize("at_once", [2, 16])
+def test_each_image_is_a_file_and_all_are_on_the_sheet(tmp_path, monkeypatch, at_once, capsys):
+    monkeypatch.setattr(images, "AT_ONCE", at_once)
+    draw_images(Counter(), RGB, 3, 0, GREEDY, str(tmp_path / "new" / "out"))
+    out = tmp_path / "new" / "out"
+    assert sorted(path.name for path in out.iterdir()) == ["0000.png", "0001.png", "0002.png", "sheet.png"]
+    for number in range(3):
+        assert (opened(out / f"{number:04}.png").flatten() == np.arange(48) * 5 % 256).all()
+    drawn, cell = opened(out / "sheet.png"), 128 + GAP
+    assert drawn.shape == (2 * cell + GAP, 2 * cell + GAP, 3)
+    assert (drawn[GAP:cell:32, GAP:cell:32] == opened(out / "0000.png")).all()
+    assert (drawn[cell + GAP :, cell + GAP :] == BACKGROUND).all()  # the fourth place
+    assert "images 1-" in capsys.readouterr().err
+
+
+def test_an_image_is_the_same_however_many_are_drawn_at_once(tmp_path, monkeypatch):
+    for at_once in (2, 16):
+        monkeypatch.setattr(images, "AT_ONCE", at_once)
+        draw_images(Counter(), RGB, 5, 0, Sampling(temperature=40.0), str(tmp_path / str(at_once)))
+    drawn = [(tmp_path / "2" / f"{number:04}.png").read_bytes() for number in range(5)]
+    assert len(set(drawn)) == 5
+    assert drawn == [(tmp_path / "16" / f"{number:04}.png").read_bytes() for number in range(5)]
+
+
+def test_the_lower_half_is_drawn_and_the_upper_one_kept(tmp_path):
+    originals = np.random.default_rng(0).integers(0, 256, (2, 4, 4, 3))
+    files = [saved(tmp_path / f"{name}.png", pixels) for name, pixels in zip("ab", originals, strict=True)]
+    complete_images(Counter(), RGB, files, 0, GREEDY, str(tmp_path / "out"))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0000_a.png", "0001_b.png", "sheet.png"]
+    for number, name in enumerate("ab"):
+        found = opened(tmp_path / "out" / f"{number:04}_{name}.png")
+        assert (found[:2] == originals[number, :2]).all()
+        last = originals[number, 1, 3, 2]
+        assert (found[2:].flatten() == (last + 5 * np.arange(1, 25)) % 256).all()
+    drawn, cell = opened(tmp_path / "out" / "sheet.png"), 128 + GAP
+    assert drawn.shape == (HEADING + 2 * cell + GAP, 3 * cell + GAP, 3)
+    given = originals[1].copy()
+    given[2:] = 0
+    for x, picture in enumerate((originals[1], given, found)):
+        there = drawn[HEADING + cell + GAP : HEADING + 2 * cell, GAP + x * cell : (x + 1) * cell]
+        assert (there == picture.repeat(32, axis=0).repeat(32, axis=1)).all()
+    assert (drawn[:HEADING] != BACKGROUND).any()
+
+
+def test_of_an_odd_number_of_rows_the_middle_one_is_drawn():
+    assert ODD.given == 3 and RGB.given == 24
+
+
+def test_a_sheet_enlarges_only_what_is_small():
+    big = np.full((200, 200, 3), 7, dtype=np.uint8)
+    assert sheet([[big, big]]).shape == (200 + 2 * GAP, 400 + 3 * GAP, 3)
+
+
+def test_files_are_read_as_they_are(tmp_path):
+    values = np.random.default_rng(1).integers(0, 256, (4, 4, 3))
+    assert read_picture(saved(tmp_path / "rgb.png", values), RGB).tolist() == values.flatten().tolist()
+    grey = values[:3, :3, 0]
+    assert read_picture(saved(tmp_path / "grey.png", grey), ODD).tolist() == grey.flatten().tolist()
+    assert read_picture(saved(tmp_path / "grey4.png", values[..., 0]), RGB)[:3].tolist() == [values[0, 0, 0]] * 3
+
+
+def test_images_that_do_not_fit_are_named_and_nothing_is_made(tmp_path):
+    good, wide = np.zeros((4, 4, 3)), np.zeros((4, 6, 3))
+    files = [saved(tmp_path / "good.png", good), saved(tmp_path / "wide.png", wide)]
+    with pytest.raises(DataError, match=r"wide\.png: .*6×4 pixels.*4×4.*Scale or crop it"):
+        complete_images(Counter(), RGB, files, 0, GREEDY, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "text.png").write_text("no image")
+    colours = np.zeros((3, 3, 3))
+    colours[0, 0] = 1, 2, 3
+    for name, shape, message in (
+        ("text.png", RGB, "text.png: cannot be decoded"),
+        ("none.png", RGB, "none.png: cannot be read: No such file"),
+        (saved(tmp_path / "colours.png", colours), ODD, "colours.png: this image has colours"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_picture(tmp_path / name, shape)
+
+
+def test_an_output_folder_with_files_is_left_alone(tmp_path):
+    (tmp_path / "kept.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"--output: .* holds files already"):
+        draw_images(Counter(), RGB, 1, 0, GREEDY, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+    with pytest.raises(ConfigError, match="--output: it is missing"):
+        open_output(None)
+    with pytest.raises(ConfigError, match=r"--output: .* cannot be made or read"):
+        open_output(str(tmp_path / "kept.txt" / "below"))
+    with pytest.raises(ConfigError, match="--images: 0"):
+        draw_images(Counter(), RGB, 0, 0, GREEDY, str(tmp_path / "new"))
+
+
+def test_only_decoders_of_pixels_draw():
+    config = Config()
+    with pytest.raises(ConfigError, match=r'--images: this is a decoder of data.tokenizer = "bytes"'):
+        shape_of(config, "--images")
+    data = config.data.model_copy(update={"tokenizer": "pixels", "sequence_length": 48})
+    assert shape_of(config.model_copy(update={"data": data}), "--images") == RGB
+
+
+@pytest.mark.parametrize(("tokens", "drawn"), [(20, 20), (48, 48), (100, 48)])
+def test_a_sample_is_a_picture_and_what_was_not_drawn_is_black(tokens, drawn):
+    found = sampled_picture(Counter(), RGB, tokens, 0, torch.device("cpu"))
+    assert found.shape == (4, 4, 3) and found.dtype == torch.uint8
+    wanted = (torch.arange(48) * 5 % 256).masked_fill(torch.arange(48) >= drawn, 0)
+    assert (found.flatten() == wanted).all()  # odds of e^50 to 1

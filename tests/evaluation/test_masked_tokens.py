@@ -1,0 +1,60 @@
+"""An encoder's evaluation of sentence order beside its masked tokens."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megasparse.evaluation import masked_tokens
+from megasparse.evaluation.protocol import Protocol
+from megasparse.ops.random import Draws
+from tests.model.test_masking import pairs
+from tests.model.test_sentence_order import BERT, encoder
+
+LENGTH = 30
+
+
+class Stream:
+    def __init__(self, records):
+        self.records, self.tokens = records, records.numel()
+
+    def read(self, start, stop):
+        return self.records.flatten()[start:stop]
+
+
+def protocol(**changes):
+    """Of windows that are records."""
+    values = dict.fromkeys(field.name for field in dataclasses.fields(Protocol))
+    return Protocol(
+        **{
+            **values,
+            "split": "test",
+            "sequence_length": LENGTH,
+            "stride": LENGTH,
+            "score_from": 0,
+            "seeds": [0],
+            "checkpoint_step": 7,
+            **changes,
+        }
+    )
+
+
+def test_sentence_order_is_told_with_its_loss_accuracy_and_pairs():
+    model, records = encoder(layers=1, **BERT), pairs(7, LENGTH)
+    result = masked_tokens.evaluate(model, Stream(records), protocol(seeds=[0, 1]), 3, None, "cpu")
+    nats, correct = [], []
+    for seed in (0, 1):
+        draws = dataclasses.replace(Draws.evaluation(seed, 7), samples=torch.arange(7) * LENGTH)
+        scores = model.sentence_order_scores(records, draws)
+        nats, correct = [*nats, *scores.nats.tolist()], [*correct, *scores.correct.tolist()]
+    order = result["sentence_order"]
+    assert order["pairs"] == 14 and order["accuracy"] == pytest.approx(sum(correct) / 14)
+    assert order["loss"] == pytest.approx(sum(nats) / 14, rel=1e-5)
+    line = masked_tokens.summary(result)
+    assert f"sentence order: {order['loss']:.4f} nats a pair" in line and "(14 pairs)" in line
+
+
+def test_without_it_nothing_is_said_of_it():
+    model = encoder(layers=1, sentence_order=None, **BERT)
+    result = masked_tokens.evaluate(model, Stream(pairs(4, LENGTH)), protocol(), 2, None, "cpu")
+    assert "sentence_order" not in result and "sentence order" not in masked_tokens.summary(result)

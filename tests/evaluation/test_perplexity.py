@@ -1,0 +1,267 @@
+"""Perplexities against sums that are written out by hand, of models whose probabilities are known."""
+
+import json
+import math
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import evaluate as launcher
+from megasparse.config.schema import Config
+from megasparse.data.corpora.source import Source
+from megasparse.data.index import Index
+from megasparse.data.prepare import prepare
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.data.tokenizers.words import vocabulary_file
+from megasparse.errors import ConfigError
+from megasparse.evaluation import bits_per_dim
+from megasparse.evaluation.code_length import evaluate, summary
+from megasparse.evaluation.compress import png_bits_per_dim
+from megasparse.evaluation.protocol import Protocol, protocol_of
+from megasparse.hub.importing import write_checkpoint
+from megasparse.model.build import build_model
+from megasparse.model.stack import TokenScores
+from megasparse.training.checkpoint import Checkpoint, find_checkpoint
+from tests.helpers.models import small
+
+TEXT = b"the cat saw the dog and the dog saw the cat . the end\n" * 3 + b"a bird\n"
+WORDS = TEXT.split()
+BYTES_A_WORD = len(TEXT) / len(WORDS)
+VOCABULARY = sorted(set(WORDS))
+
+
+class Stream:
+    def __init__(self, tokens: list[int]):
+        self.values, self.tokens = torch.tensor(tokens), len(tokens)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.values[start:stop]
+
+
+class Model:
+    """Every token of an id costs so many nats, `seed` more of them for each seed."""
+
+    leaks: list[str] = []  # noqa: RUF012
+
+    def __init__(self, nats: list[float]):
+        self.nats = torch.tensor(nats, dtype=torch.float64)
+
+    def token_scores(self, tokens, draws):
+        nats = self.nats[tokens] + draws.seed
+        return TokenScores(nats, tokens == 0, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def protocol(tokenizer: str = "words", **changed) -> Protocol:
+    values = {"split": "test", "sequence_length": 16, "stride": 16, "score_from": 0, "rounds": 2, "seeds": [0]}
+    values |= {"configured_rounds": {}, "checkpoint_step": 5, "record": None, "lossless": True, "data_settings": {}}
+    values |= {"tokenizer": {"name": tokenizer, "sha256": "x"}, "split_bytes": len(TEXT), "split_words": len(WORDS)}
+    names = ("precision", "checkpoint", "data_fingerprint", "trained_on_fingerprint")
+    return Protocol(**{**values, **dict.fromkeys(names, "x"), **changed})
+
+
+def of_words(nats: list[float], batch: int = 1, limit: int | None = None, **changed) -> dict:
+    """Result of the word tokens of TEXT: one for each word, where `nats` are those of the vocabulary."""
+    stream = Stream([VOCABULARY.index(word) for word in WORDS])
+    return evaluate(Model(nats), stream, protocol(**changed), batch, limit, "cpu")
+
+
+def of_bytes(nats: list[float], limit: int | None = None, **changed) -> dict:
+    return evaluate(Model(nats), Stream(list(TEXT)), protocol("bytes", **changed), 1, limit, "cpu")
+
+
+def test_a_uniform_model_needs_log2_of_its_vocabulary():
+    found = of_words([math.log(len(VOCABULARY))] * len(VOCABULARY))
+    assert found["bits_per_token"] == pytest.approx(math.log2(9), rel=1e-12)
+    assert found["token_perplexity"] == found["word_perplexity"] == pytest.approx(9.0, rel=1e-12)
+    assert found["bits_per_byte"] == pytest.approx(math.log2(9) / BYTES_A_WORD, rel=1e-12)
+    assert f"bits/byte {found['bits_per_byte']:.4f}, token perplexity 9.0000, word" in summary(found)
+    assert (found["dims"], found["bytes"], found["words"]) == (len(WORDS), len(TEXT), len(WORDS))
+    of_text = of_bytes([math.log(256)] * 256)
+    assert of_text["bits_per_dim"] == of_text["bits_per_byte"] == pytest.approx(8.0, rel=1e-12)
+    assert of_text["word_perplexity"] == pytest.approx(256**BYTES_A_WORD, rel=1e-9)
+
+
+def test_a_unigram_model_needs_the_entropy_of_its_words():
+    counts = Counter(WORDS)
+    found = of_words([-math.log(counts[word] / len(WORDS)) for word in VOCABULARY])
+    entropy = -sum(n / len(WORDS) * math.log2(n / len(WORDS)) for n in counts.values())
+    likelihood = math.prod((counts[word] / len(WORDS)) for word in WORDS)
+    assert found["bits_per_token"] == pytest.approx(entropy, rel=1e-12)
+    assert found["word_perplexity"] == pytest.approx(likelihood ** (-1 / len(WORDS)), rel=1e-9)
+    assert found["bits_per_byte"] == pytest.approx(entropy * len(WORDS) / len(TEXT), rel=1e-12)
+
+
+def test_one_code_length_is_one_number_whatever_the_tokens():
+    """A byte costs by a unigram model; a word as its bytes and the white space behind it do."""
+    of_byte = [-math.log((1 + TEXT.count(byte)) / (256 + len(TEXT))) for byte in range(256)]
+    of_word = [math.fsum(of_byte[byte] for byte in word + b" ") for word in VOCABULARY]
+    in_words, in_bytes = (
+        of_words(of_word),
+        of_bytes([of_byte[32] if byte == 10 else of_byte[byte] for byte in range(256)]),
+    )
+    for name in ("nats", "bits_per_byte", "word_perplexity"):
+        assert in_words[name] == pytest.approx(in_bytes[name], rel=1e-12)
+    assert in_words["word_perplexity"] == pytest.approx(2 ** (in_words["bits_per_byte"] * BYTES_A_WORD), rel=1e-9)
+    assert in_words["bits_per_token"] == pytest.approx(in_bytes["bits_per_dim"] * BYTES_A_WORD, rel=1e-12)
+
+
+@pytest.mark.parametrize("stride", [16, 5])
+def test_neither_batches_nor_ranks_change_a_number(monkeypatch, stride):
+    nats = [0.1 + 0.7 * i for i in range(len(VOCABULARY))]
+    one = of_words(nats, stride=stride)
+    assert one["protocol"]["coverage"] == 1.0
+    found = [of_words(nats, batch=8, stride=stride)]
+    totals = torch.zeros(3, dtype=torch.float64)
+    monkeypatch.setattr(bits_per_dim.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(bits_per_dim.dist, "get_world_size", lambda: 2)
+    for rank in range(2):  # one rank after the other; each adds its part of the sums to those before
+        monkeypatch.setattr(bits_per_dim.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(bits_per_dim.dist, "all_reduce", lambda sums: sums.copy_(totals.add_(sums)))
+        together = of_words(nats, stride=stride)
+    for other in (*found, together):
+        for name in ("bits_per_token", "bits_per_byte", "token_perplexity", "word_perplexity", "nats", "accuracy"):
+            assert other[name] == pytest.approx(one[name], rel=1e-9)
+
+
+def test_a_part_of_a_split_has_bytes_and_words_only_where_tokens_are_bytes():
+    words, text = of_words([1.0] * 9, limit=1), of_bytes([1.0] * 256, limit=1)
+    assert (words["dims"], words["bytes"], words["words"]) == (16, None, None)
+    assert words["bits_per_token"] == pytest.approx(1 / math.log(2)) and words["token_perplexity"] == math.e
+    assert words["bits_per_byte"] is words["word_perplexity"] is None
+    told = f"known only of the whole split, of which 16 of {len(WORDS)} tokens were scored"
+    assert words["protocol"]["left_out"] == dict.fromkeys(["bits_per_byte", "word_perplexity"], told)
+    assert words["protocol"]["coverage"] == 16 / len(WORDS)
+    assert (text["bytes"], text["words"], text["word_perplexity"]) == (16, None, None)
+    assert text["bits_per_byte"] == text["bits_per_dim"] == pytest.approx(1 / math.log(2))
+    assert summary(words).startswith("1.4427 bits/token, accuracy 6.25 %, token perplexity 2.7183 (16 of ")
+
+
+def test_what_the_index_does_not_tell_is_left_out():
+    found = of_words([1.0] * 9, split_bytes=None, split_words=None)
+    assert found["bits_per_byte"] is found["word_perplexity"] is None
+    reason = "the index of the data does not tell it"
+    assert found["protocol"]["left_out"] == dict.fromkeys(["bits_per_byte", "word_perplexity"], reason)
+    old = of_bytes([1.0] * 256, split_bytes=None, split_words=None)
+    assert old["bytes"] == len(TEXT) and old["protocol"]["left_out"] == {"word_perplexity": reason}
+    # separators of documents are tokens, but no bytes of the text
+    assert of_bytes([1.0] * 256, split_bytes=len(TEXT) - 10)["bits_per_byte"] > old["bits_per_byte"]
+
+
+def test_a_perplexity_beyond_the_numbers_is_left_out():
+    found = of_words([1.0] * 9, split_words=1, split_bytes=0)
+    assert found["word_perplexity"] == pytest.approx(math.exp(len(WORDS)))
+    nearly_no_words = of_words([30.0] * 9, split_words=1)
+    assert nearly_no_words["word_perplexity"] is None
+    assert nearly_no_words["protocol"]["left_out"] == {"word_perplexity": "beyond the largest number"}
+    assert found["bits_per_byte"] is None
+
+
+def test_seeds_average_nats_and_deviate_by_the_definition():
+    found = of_words([1.0] * 9, seeds=[0, 1, 5])
+    assert found["nats"] == pytest.approx(3.0 * len(WORDS))
+    assert found["bits_per_token"] == pytest.approx(3.0 / math.log(2))
+    assert found["word_perplexity"] == pytest.approx(math.exp(3.0))
+    each = {"bits_per_token": [1 / math.log(2), 2 / math.log(2), 6 / math.log(2)]}
+    each["bits_per_byte"] = [value / BYTES_A_WORD for value in each["bits_per_token"]]
+    each["token_perplexity"] = each["word_perplexity"] = [math.exp(1), math.exp(2), math.exp(6)]
+    for name, values in each.items():
+        mean = sum(values) / 3
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / 2)
+        assert found["standard_deviations"][name] == pytest.approx(deviation, rel=1e-9)
+    assert found["standard_deviation"] == found["standard_deviations"]["bits_per_token"]
+    assert set(of_words([1.0] * 9)["standard_deviations"].values()) == {None}
+
+
+def test_pixels_have_bits_per_dim_beside_those_of_png_files():
+    stream = Stream([0] * 96 + [i * i % 251 for i in range(48)])  # the last is harder to pack
+    settings = protocol("pixels", sequence_length=48, stride=48, record=48, split_bytes=144, split_words=None)
+    for limit, count in ((None, 3), (2, 2)):
+        found = evaluate(Model([math.log(256)] * 256), stream, settings, 1, limit, "cpu")
+        assert found["bits_per_dim"] == pytest.approx(8.0) and found["dims"] == count * 48
+        assert found["png_bits_per_dim"] == png_bits_per_dim(stream, 48, limit)
+        assert not {"bits_per_byte", "word_perplexity"} & found.keys()
+        assert found["protocol"]["symbols"] == "sub-pixels of images of 4×4, 48 each"
+        assert found["protocol"]["coverage"] == count / 3
+    assert f"accuracy 0.00 %, PNG files' bits/dim {found['png_bits_per_dim']:.4f} (96 of 144" in summary(
+        found | {"accuracy": 0.0}
+    )
+
+
+def launched(folder: Path, tokenizer: str, *arguments: str, **model: Any) -> dict:
+    """What launch/evaluate.py writes about TEXT, told by a model whose output weights are all 0."""
+    data, run, out = (folder / f"{Path(tokenizer).stem} {name}" for name in ("data", "run", "out.json"))
+    if not data.exists():
+        source = Source.open([str(folder / "text")], None, folder / "download")
+        options = {"split": "100,0,0", "tokenizer": tokenizer}
+        prepare("text", source, data, options=options, sample_bytes=64, shard_bytes=4096, command="a test")
+        config = {"data": {"path": str(data), "sequence_length": 16, "tokenizer": tokenizer}, "run": {"device": "cpu"}}
+        whole = Config.model_validate({**config, "model": small(("local",), layers=1, **model).model_dump()})
+        weights = dict(build_model(whole.model, 0).named_parameters())
+        for name, weight in weights.items():
+            weight.data *= not name.startswith("head.")
+        write_checkpoint(whole, {name: weight.detach for name, weight in weights.items()}, run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            sys, "argv", ["launcher", "--checkpoint", str(run), "--split", "train", "--json", str(out), *arguments]
+        )
+        launcher.main()
+    return json.loads(out.read_text())
+
+
+def test_from_text_to_result_with_words_and_with_bytes(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(TEXT)
+    (tmp_path / "words.txt").write_bytes(vocabulary_file([TEXT]))
+    lines = TEXT.count(b"\n")
+    words = launched(tmp_path, str(tmp_path / "words.txt"), vocabulary=11, adaptive_cutoffs=[2, 5])
+    ranked = sorted({*VOCABULARY, b"<eos>", b"<unk>"}, key=lambda w: (-Counter([*WORDS, *[b"<eos>"] * lines])[w], w))
+    # a uniform choice among 2 words and 2 clusters, of 3 and of 6 words, and inside each
+    size = {word: 1 if rank < 2 else 3 if rank < 5 else 6 for rank, word in enumerate(ranked)}
+    nats = math.fsum(math.log(4 * size[word]) for word in [*WORDS, *[b"<eos>"] * lines])
+    assert words["nats"] == pytest.approx(nats, rel=1e-6)
+    assert words["bits_per_token"] == pytest.approx(nats / math.log(2) / (len(WORDS) + lines), rel=1e-6)
+    assert words["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(TEXT), rel=1e-6)
+    assert words["word_perplexity"] == pytest.approx(math.exp(nats / len(WORDS)), rel=1e-6)
+    assert words["token_perplexity"] == pytest.approx(math.exp(nats / (len(WORDS) + lines)), rel=1e-6)
+    protocol = words["protocol"]
+    assert (protocol["tokenizer"]["name"], protocol["lossless"], protocol["symbols"]) == (
+        "words",
+        False,
+        "tokens of words",
+    )
+    assert protocol["code_length"] is False and "bits/byte" not in capsys.readouterr().out
+    assert (protocol["coverage"], protocol["context_start"], protocol["left_out"]) == (1.0, "learned start vector", {})
+    text = launched(tmp_path, "bytes")
+    assert text["bits_per_dim"] == text["bits_per_byte"] == pytest.approx(8.0, rel=1e-6)
+    assert text["word_perplexity"] == pytest.approx(256**BYTES_A_WORD, rel=1e-5)
+    assert text["protocol"]["code_length"] is True
+    assert "8.0000 bits/dim, accuracy" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        launched(tmp_path, "bytes", "--set", f'data.tokenizer="{tmp_path / "words.txt"}"')
+    assert 'error: data.tokenizer: "words"' in capsys.readouterr().err
+    of_other_tokens = ["--data", str(tmp_path / "words data"), "--set", f'data.tokenizer="{tmp_path / "words.txt"}"']
+    with pytest.raises(SystemExit):
+        launched(tmp_path, "bytes", *of_other_tokens)
+    assert 'but the checkpoint was trained with "bytes"' in capsys.readouterr().err
+
+
+def test_windows_of_records_are_records(tmp_path):
+    (tmp_path / "text").write_bytes(TEXT)
+    launched(tmp_path, "bytes")
+    config, run = (
+        Config.model_validate({"data": {"sequence_length": 16}}),
+        Checkpoint.open(find_checkpoint(tmp_path / "bytes run")),
+    )
+    index = Index.load(tmp_path / "bytes data")
+    about = {"settings": {"record": 16, "sample_bytes": 64}, "source": {"downsampling": "box", "location": ["/home"]}}
+    records = replace(index, file=index.file.model_copy(update=about))
+    found = protocol_of(config, run, records, build_tokenizer("bytes"), "train")
+    assert found.data_settings == {"record": 16, "sample_bytes": 64, "downsampling": "box"}
+    assert (found.record, found.stride, found.split_bytes, found.split_words) == (16, 16, len(TEXT), len(WORDS))
+    assert protocol_of(config, run, index, build_tokenizer("bytes"), "train", stride=8).stride == 8
+    with pytest.raises(ConfigError, match=r"--stride: 8 tokens would begin a window inside .* records of 16\. Leave"):
+        protocol_of(config, run, records, build_tokenizer("bytes"), "train", stride=8)

@@ -1,0 +1,134 @@
+"""Sentence order: which pairs are swapped, how, what the model reads of it, and that it learns."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megasparse.config.schema import MaskingConfig, SentenceOrderConfig
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from tests.helpers.models import all_names, named, small, training_draws
+from tests.model.test_masking import BEGIN, MASK, PAD, SEPARATOR, VOCABULARY, pairs, text
+
+BERT = dict(style="bert", blocks="ordinary", activations="stored", token_types=2, tied_embeddings=True)
+
+
+def encoder(pattern=("full",), weight=1.0, **changes):
+    order = SentenceOrderConfig(separator=SEPARATOR, weight=weight)
+    settings = dict(kind="encoder", vocabulary=VOCABULARY, padding_token=PAD, sentence_order=order)
+    return build_model(small(pattern, **{**settings, **changes}), 0)
+
+
+def swapped_by_hand(row):
+    row = row.tolist()
+    first = row.index(SEPARATOR)
+    second = row.index(SEPARATOR, first + 1)
+    a, b, rest = row[1:first], row[first + 1 : second], row[second + 1 :]
+    return torch.tensor([row[0], *b, SEPARATOR, *a, SEPARATOR, *rest])
+
+
+def test_half_of_the_pairs_are_swapped_whole():
+    model, tokens = encoder(layers=1), pairs(400, 40)
+    arranged = model.sentence_order.arrange(tokens, training_draws(400))
+    swapped = 0
+    for before, after in zip(tokens, arranged, strict=True):
+        other = swapped_by_hand(before)
+        assert torch.equal(after, before) or torch.equal(after, other)
+        swapped += not torch.equal(after, before)
+    assert abs(swapped - 200) < 45
+    assert torch.equal(model.sentence_order.arrange(tokens[7:], Draws(0, 0, torch.arange(7, 400), True)), arranged[7:])
+    assert not torch.equal(model.sentence_order.arrange(tokens, training_draws(400, step=1)), arranged)
+
+
+def test_an_empty_segment_and_what_is_no_pair():
+    model = encoder(layers=1)
+    rows = torch.tensor([[BEGIN, SEPARATOR, 5, 6, SEPARATOR, PAD], [BEGIN, 5, 6, SEPARATOR, SEPARATOR, PAD]] * 8)
+    arranged = model.sentence_order.arrange(rows, training_draws(16))
+    assert all(torch.equal(a, r) or torch.equal(a, swapped_by_hand(r)) for a, r in zip(arranged, rows, strict=True))
+    none = text(16, 30)
+    none[:, 11] = SEPARATOR  # a single one
+    assert torch.equal(model.sentence_order.arrange(none, training_draws(16)), none)
+    _, statistics = model(none, training_draws(16))
+    assert statistics["sentence_order_nats"] == 0 and statistics["sentence_order_accuracy"] == 0
+
+
+@pytest.mark.parametrize("style", ["reformer", "bert"])
+def test_the_objective_adds_the_weighted_mean_of_the_sequences(style):
+    changes = BERT if style == "bert" else {}
+    tokens, draws = pairs(6, 50), Draws.evaluation(0, 6)
+    model, heavier = (encoder(weight=weight, layers=2, **changes) for weight in (1.0, 3.0))
+    scores = model.sentence_order_scores(tokens, draws)
+    assert scores.scored.all() and scores.nats.shape == (6,)
+    masked = model.token_scores(tokens, draws)
+    objective, statistics = model(tokens, draws)
+    torch.testing.assert_close(objective, masked.nats[masked.scored].mean() + scores.nats.mean())
+    torch.testing.assert_close(heavier(tokens, draws)[0] - objective, 2 * scores.nats.mean())
+    torch.testing.assert_close(statistics["sentence_order_nats"], scores.nats.mean())
+    assert statistics["sentence_order_accuracy"] == scores.correct.float().mean()
+    torch.testing.assert_close(statistics["nats"], masked.nats[masked.scored].sum())
+
+
+@pytest.mark.parametrize("style", ["reformer", "bert"])
+def test_the_head_is_a_pooler_of_the_first_position(style):
+    model, tokens, draws = (
+        encoder(layers=2, **(BERT if style == "bert" else {})),
+        pairs(16, 30),
+        Draws.evaluation(0, 16),
+    )
+    order, streams = model.sentence_order, [torch.randn(16, 30, 32) for _ in range(1 if style == "bert" else 2)]
+    x = sum(streams)[:, 0] / len(streams)
+    if style == "reformer":
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    logits = torch.tanh(x @ order.dense.T) @ order.weight.T
+    arranged = order.arrange(tokens, draws)
+    label = (arranged != tokens).any(1).long()
+    assert set(label.tolist()) == {0, 1}
+    found = order(tuple(streams), arranged, draws)
+    torch.testing.assert_close(found.nats, -F.log_softmax(logits, -1)[torch.arange(16), label])
+    assert torch.equal(found.correct, logits.argmax(1) == label)
+
+
+def test_token_types_follow_the_first_separator():
+    model, tokens = encoder(**BERT, layers=1), pairs(3, 30)
+    types = torch.zeros(3, 30, dtype=torch.int64)
+    for row, own in zip(tokens.tolist(), types, strict=True):
+        own[row.index(SEPARATOR) + 1 :] = 1
+    embedding = model.embedding
+    found = embedding(tokens, 0)
+    position = embedding.positions(0, 30)
+    expected = embedding.norm(embedding.weight[tokens] + embedding.token_types[types] + position)
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        embedding.token_types[1] += 1000.0
+    after = embedding(tokens, 0)
+    assert torch.equal((after != found).any(-1), types.bool())
+
+
+@pytest.mark.parametrize("name", all_names())
+def test_every_mechanism_gives_the_gradients_of_stored_activations(name):
+    tokens, found = pairs(2, 60), {}
+    for activations in ("reversible", "stored"):
+        model = encoder(attention=named(name), layers=1, activations=activations, masking=MaskingConfig(token=MASK))
+        objective, _ = model(tokens, training_draws(2))
+        objective.backward()
+        found[activations] = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    assert {"sentence_order.dense", "sentence_order.weight", "sentence_order.bias"} <= found["stored"].keys()
+    for key, gradient in found["stored"].items():
+        assert (found["reversible"][key] - gradient).norm() <= 1e-4 * gradient.norm(), key
+
+
+@pytest.mark.parametrize("style", ["reformer", "bert"])
+def test_order_is_learned(style):
+    """Segments A are of small letters, segments B of capitals."""
+    model = encoder(**({"layers": 2, **BERT} if style == "bert" else {"layers": 1}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 if style == "bert" else 3e-3)
+    tokens = torch.tensor([[BEGIN, *b"abcdefgh", SEPARATOR, *b"ABCDEFGHIJ", SEPARATOR, PAD, PAD]]).expand(16, -1)
+    for step in range(110 if style == "bert" else 40):  # BERT's small first weights take longer
+        objective, _ = model(tokens, training_draws(16, step))
+        optimizer.zero_grad()
+        objective.backward()
+        optimizer.step()
+    scores = model.sentence_order_scores(tokens, Draws.evaluation(0, 16))
+    assert scores.correct.all() and scores.nats.mean() < 0.2 * math.log(2)

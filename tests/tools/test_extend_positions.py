@@ -1,0 +1,107 @@
+"""The command itself: longer inputs for a trained encoder, training that goes on, and what it refuses."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from launch import pretrain
+from megasparse.evaluation.restore import restore
+from megasparse.ops.random import Draws
+from megasparse.training.checkpoint import Checkpoint
+from tests.helpers.models import random_tokens
+from tests.helpers.trained import prepared, trained
+from tools.extend_positions import main
+
+YOSO = {"hashes": 4, "code_bits": 4}
+MODEL = {
+    "kind": "encoder",
+    "style": "bert",
+    "vocabulary": 257,
+    "max_length": 32,
+    "layers": 2,
+    "d_model": 32,
+    "d_ff": 64,
+    "heads": 4,
+    "blocks": "ordinary",
+    "activations": "stored",
+    "tied_embeddings": True,
+    "positions": {"kind": "learned", "offset": 2},
+    "attention": {"pattern": ["full", "yoso"], "yoso": YOSO},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of shards, and of a run of 3 steps."""
+    folder = tmp_path_factory.mktemp("short")
+    data = prepared(folder)
+    full = {**MODEL, "attention": {"pattern": ["full"]}}
+    for name, model in (("run", MODEL), ("full", full)):
+        trained(data, folder / name, [], 3, model=model, data={"path": str(data), "sequence_length": 32})
+    return folder
+
+
+def test_longer_sequences_are_trained_on(run, tmp_path, monkeypatch):
+    main(["--checkpoint", str(run / "run"), "--max-length", "128", "--output", str(tmp_path / "longer"),
+          "--set", "model.attention.yoso.code_bits=6"])  # fmt: skip
+    written = tmp_path / "longer" / "checkpoints" / "00000000"
+    before, after = Checkpoint.open(run / "run" / "checkpoints" / "00000003"), Checkpoint.open(written)
+    table = "embedding.positions.table"
+    for name in before.manifest["tensors"]["weight"]:
+        old, new = before.tensor("weight", name), after.tensor("weight", name)
+        if name == table:
+            assert old.shape == (34, 32) and torch.equal(new, torch.cat([old[:2], *[old[2:]] * 4]))
+        else:
+            assert torch.equal(new, old)
+    # As configs/yoso_bert_4096.json does: a file of its own, with a longer model and other settings of training.
+    model = {**MODEL, "max_length": 128, "attention": {"pattern": ["full", "yoso"], "yoso": {**YOSO, "code_bits": 6}}}
+    config = {
+        "run": {"directory": str(tmp_path / "next"), "engine": "torch", "device": "cpu"},
+        "model": model,
+        "data": {"path": str(run / "data"), "sequence_length": 128},
+        "training": {"steps": 2, "global_batch": 4, "micro_batch": 2},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    (tmp_path / "next.json").write_text(json.dumps(config))
+    command = ["--config", str(tmp_path / "next.json"), "--resume", str(written)]
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *command])
+    pretrain.main()
+    lines = [json.loads(line) for line in (tmp_path / "next" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and all(math.isfinite(line["train/loss"]) for line in lines)
+
+
+def test_short_sequences_give_the_same_outputs(run, tmp_path):
+    main(["--checkpoint", str(run / "full"), "--max-length", "70", "--output", str(tmp_path / "longer")])
+    tokens = random_tokens(3, 32)
+    found = []
+    for folder in (run / "full", tmp_path / "longer"):
+        model = restore(folder)[0]
+        found.append((model, model.token_scores(tokens, Draws.evaluation(0, 3))))
+    (_, short), (longer, same) = found
+    assert longer.config.max_length == 70
+    assert torch.equal(short.nats, same.nats) and torch.equal(short.scored, same.scored)
+
+
+@pytest.mark.parametrize(
+    ("length", "positions", "told"),
+    [
+        ("32", None, "--max-length: 32 is no more than the 32"),
+        ("64", {"kind": "axial", "axial_shape": [4, 8], "axial_dims": [16, 16]}, '"axial" cannot be extended'),
+        ("64", {"kind": "rotary"}, '"rotary" cannot be extended'),
+    ],
+)
+def test_what_cannot_be_extended_is_one_line(run, tmp_path, capsys, length, positions, told):
+    folder = run / "run"
+    if positions:
+        folder = tmp_path / "run"
+        model = {**MODEL, "layers": 1, "attention": {"pattern": ["full"]}, "positions": positions}
+        trained(run / "data", folder, [], 1, model=model, data={"path": str(run / "data"), "sequence_length": 32})
+        capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(["--checkpoint", str(folder), "--max-length", length, "--output", str(tmp_path / "out")])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and told in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,130 @@
+import bz2
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasparse.data.corpora.source import Source
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.data.tokenizers.training import HELD_OUT_EVERY, Sample
+from tests.helpers.tokenizers import PROSE
+from tools.train_tokenizer import main
+
+
+def opened(*paths: Path) -> Source:
+    return Source.open([str(path) for path in paths], None, Path("nowhere"), "files")
+
+
+def train(kind: str, *options: object) -> None:
+    main([kind, *map(str, options)])
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> Path:
+    """A folder of files, one compressed, one without an end of its last line."""
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "a.txt").write_text(PROSE)
+    (folder / "b.txt.bz2").write_bytes(bz2.compress(PROSE.upper().encode().rstrip()))
+    (folder / "c.txt").write_text("x" * 20_000 + " " + "words " * 5_000 + "\r\n")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_a_model_is_made_the_same_again(tmp_path: Path, books: Path, capfd: Any, kind: str) -> None:
+    for name in ("one", "two"):
+        train(
+            "sentencepiece", "--source", books, "--vocabulary", 500, "--model-type", kind, "--sample-bytes", 15_000,
+            "--character-coverage", 0.999, "--output", tmp_path / "new" / f"{name}.model",
+        )  # fmt: skip
+    told = capfd.readouterr().out
+    assert "one.model: 500 tokens" in told and "bytes a token on" in told and "they came back unchanged" in told
+    made = [path.read_bytes() for path in sorted((tmp_path / "new").iterdir())]
+    assert len(made) == 2 and made[0] == made[1]
+    model = build_tokenizer(str(tmp_path / "new" / "one.model"))
+    assert model.special is not None and model.separator is not None
+    assert model.decode(model.encode(b" a\n\xff\t  b ")) == b" a\n\xff\t  b "
+
+
+def test_words_are_counted(tmp_path: Path, books: Path, capfd: Any) -> None:
+    train("words", "--source", books, "--output", tmp_path / "all.txt")
+    train("words", "--source", books, "--vocabulary", 20, "--output", tmp_path / "some.txt")
+    lines = (tmp_path / "all.txt").read_text().split("\n")
+    assert lines[0] == "words" and set(PROSE.upper().split()) < set(lines)
+    assert len(build_tokenizer(str(tmp_path / "some.txt")).encode(PROSE)) == len(PROSE.split()) + PROSE.count("\n")
+    assert build_tokenizer(str(tmp_path / "some.txt")).vocabulary == 20
+    assert "does not come back unchanged" in capfd.readouterr().out
+
+
+def test_the_end_of_a_file_ends_its_last_word_and_line(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("one")
+    (tmp_path / "b").write_text("two\n")
+    assert b"".join(Sample(opened(tmp_path / "a", tmp_path / "b"), 0).all()) == b"one\ntwo\n"
+
+
+@pytest.mark.parametrize("size", [1_000, 30_000, 10_000_000])
+def test_a_sample_is_bounded_spread_evenly_and_holds_lines_out(tmp_path: Path, size: int) -> None:
+    drawn = random.Random(0)
+    lines = [f"{number} " + "x" * drawn.randrange(30) for number in range(5_000)]
+    (tmp_path / "a").write_text("\n".join(lines) + "\n")
+    sample = Sample(opened(tmp_path / "a"), size)
+    found = list(sample.lines())
+    held_out = [line for number, line in enumerate(lines) if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
+    assert sample.held_out.decode().split("\n")[:-1] == held_out and sample.is_held_out
+    assert not set(found) & set(held_out)
+    taken = sum(len(line) + 1 for line in found)
+    everything = sum(len(line) + 1 for line in lines) - len(sample.held_out)
+    assert min(size, everything) - 100 < taken <= size
+    numbers = [int(line.split()[0]) for line in found]
+    assert numbers == sorted(numbers)
+    halves = sum(number < 2_500 for number in numbers), sum(number >= 2_500 for number in numbers)
+    assert abs(halves[0] - halves[1]) < 0.1 * len(numbers) + 5
+
+
+def test_a_source_of_few_lines_is_measured_on_itself(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("one\n\ntwo\n")
+    sample = Sample(opened(tmp_path / "a"), 100)
+    assert list(sample.lines()) == ["one", "two"]
+    assert sample.held_out == b"one\n\ntwo\n" and not sample.is_held_out
+
+
+def test_wrong_requests_are_refused_and_leave_nothing(tmp_path: Path, books: Path, capfd: Any) -> None:
+    (tmp_path / "there.model").write_text("x")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    out, there = tmp_path / "out.model", tmp_path / "there.model"
+    for kind, options, problem in (
+        ("sentencepiece", ("--source", books, "--vocabulary", 400, "--output", there), "exists already"),
+        ("sentencepiece", ("--source", books, "--vocabulary", 400, "--output", tmp_path / "x.txt"), "end in .model"),
+        ("words", ("--source", books, "--output", out), "end in .txt"),
+        ("words", ("--source", books, "--vocabulary", 1, "--output", tmp_path / "x.txt"), "--vocabulary: 1 leaves"),
+        ("sentencepiece", ("--source", books, "--vocabulary", 261, "--output", out), "--vocabulary: 261 leaves no"),
+        ("sentencepiece", ("--source", books, "--vocabulary", 270, "--output", out), "too small for the characters"),
+        ("sentencepiece", ("--source", books, "--vocabulary", 90_000, "--output", out), "Give at most"),
+        ("sentencepiece", ("--source", tmp_path / "latin.txt", "--vocabulary", 400, "--output", out), "not UTF-8"),
+        ("words", ("--source", tmp_path / "latin.txt", "--output", tmp_path / "x.txt"), "not UTF-8"),
+        ("words", ("--source", tmp_path / "empty.txt", "--output", tmp_path / "x.txt"), "nothing in it"),
+        ("words", ("--source", tmp_path / "none.txt", "--output", tmp_path / "x.txt"), "no such file"),
+        (
+            "sentencepiece",
+            ("--source", books, "--vocabulary", 400, "--character-coverage", 2, "--output", out),
+            "--character-coverage: 2.0",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as stop:
+            train(kind, *options)
+        told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert stop.value.code == 2 and len(told) == 1 and problem in told[0], (told, problem)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["books", "empty.txt", "latin.txt", "there.model"]
+    assert (tmp_path / "there.model").read_text() == "x"
+
+
+def test_what_does_not_come_back_is_not_kept(tmp_path: Path, books: Path, monkeypatch: Any) -> None:
+    from megasparse.data.tokenizers import sentence_piece
+
+    encode = sentence_piece.SentencePieceTokenizer.encode
+    monkeypatch.setattr(sentence_piece.SentencePieceTokenizer, "encode", lambda self, text: encode(self, text)[1:])
+    with pytest.raises(SystemExit):
+        train("sentencepiece", "--source", books, "--vocabulary", 400, "--output", tmp_path / "x.model")
+    assert not (tmp_path / "x.model").exists()
