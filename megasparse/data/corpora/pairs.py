@@ -1,11 +1,11 @@
 """Pairs of consecutive segments of text, for encoders that tell masked tokens and the order of sentences (ALBERT).
 
-A record of L tokens is [begin] A [separator] B [separator] and padding; A and B are runs of sentences that follow each
-other in one document, in order. They are cut as ALBERT's are (create_pretraining_data.py): sentences are taken until
-they fill the record, two at least; the border between A and B is one of theirs at random, and what is too much is cut
-off the longer segment, at random from its beginning and its end. Every tenth record is made for a random shorter
-length. A single sentence that is left at the end of a document is left out: its halves would tell their order by where
-they were cut.
+A record of L tokens is [begin] A [separator] B [separator] and padding; A and B are runs of whole sentences that follow
+each other in one document, in order, with a border of sentences, at random, between them. Every tenth record is made
+for a random shorter length. How many sentences a record has depends on none of their places: where records are filled
+until the next sentence does not fit, or segments are cut to the record's length as ALBERT's are, lengths and cuts tell
+which segment came first, and order can be told without reading (62 % of movie reviews' pairs of 128 tokens by sentence
+lengths alone).
 """
 
 import argparse
@@ -98,7 +98,7 @@ class PairEncoder(PaddedEncoder):
         begin, separator, _, _ = self.special
         records = []
         for document in documents(piece):
-            sentences = [self.ids(f" {sentence}") for sentence in document]
+            sentences = [ids for sentence in document if len(ids := self.ids(f" {sentence}"))]
             for first, second in segments(sentences, self.record - 3, Words(self.seed, "\n".join(document))):
                 records.append(self.padded([begin, first, separator, second, separator], self.record))
         return Encoded(self.joined(records), len(piece), len(piece.decode().split()))
@@ -114,44 +114,24 @@ class Words:
     def below(self, n: int) -> int:
         return int(self._philox.random_raw()) * n >> 64
 
-    def heads(self, n: int) -> int:
-        """Of n tosses of a coin."""
-        words = self._philox.random_raw(-(-n // 64))
-        return sum((int(word) & (1 << min(64, n - 64 * i)) - 1).bit_count() for i, word in enumerate(words))
-
 
 def segments(sentences: Sequence[np.ndarray], room: int, words: Words) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Segments A and B of the records of a document, of up to `room` tokens together and at least one each.
+    """Segments A and B of the records of a document, of up to `room` tokens together.
 
-    sentences: the tokens of each.
+    sentences: the tokens of each. As many at a time as would fill the record if they were of the document's mean
+    length; of too many one is left out on either side, by a coin, until they fit.
     """
-    chunk: list[np.ndarray] = []
-    length, target = 0, _target(room, words)
-    for number, sentence in enumerate(sentences, start=1):
-        if len(sentence):
-            chunk.append(sentence)
-            length += len(sentence)
-        if (length < target or len(chunk) < 2) and number < len(sentences):
-            continue
+    start, mean = 0, sum(map(len, sentences)) / max(1, len(sentences))
+    while start < len(sentences):
+        stop = start + max(2, round(_target(room, words) / mean))
+        chunk = list(sentences[start:stop])
+        while sum(map(len, chunk)) > room:
+            chunk.pop(-words.below(2))
         if len(chunk) > 1:
             border = 1 + words.below(len(chunk) - 1)
-            yield _fitting(np.concatenate(chunk[:border]), np.concatenate(chunk[border:]), room, words)
-        chunk, length, target = [], 0, _target(room, words)
+            yield np.concatenate(chunk[:border]), np.concatenate(chunk[border:])
+        start = stop
 
 
 def _target(room: int, words: Words) -> int:
     return 2 + words.below(room - 1) if words.below(1000) < 1000 * SHORTER else room
-
-
-def _fitting(first: np.ndarray, second: np.ndarray, room: int, words: Words) -> tuple[np.ndarray, np.ndarray]:
-    """The two without what is too much, taken from the longer one as long as it is longer."""
-    a, b = len(first), len(second)
-    if a + b > room:
-        a = min(a, max(room - b, room - room // 2))
-        b = room - a
-    return _shortened(first, a, words), _shortened(second, b, words)
-
-
-def _shortened(segment: np.ndarray, length: int, words: Words) -> np.ndarray:
-    start = words.heads(len(segment) - length)
-    return segment[start : start + length]
