@@ -14,12 +14,11 @@ from typing import Any
 
 from megasparse.config.command_line import checkpoint_parser
 from megasparse.data.reader import EvaluationStream
-from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import report_user_errors
 from megasparse.evaluation import code_length, masked_tokens, target_tokens
 from megasparse.evaluation.bits_per_dim import refuse_leaks
 from megasparse.evaluation.protocol import protocol_of
-from megasparse.evaluation.restore import restore
+from megasparse.evaluation.restore import restore, trained_tokenizer
 from megasparse.model.decoder import Causal
 from megasparse.model.encoder import Encoder
 from megasparse.training.batches import open_folder
@@ -56,7 +55,7 @@ def main() -> None:
     model, config, checkpoint, device = restore(args.checkpoint, args.set)
     if isinstance(model, Causal) and not args.allow_leaking_attention:
         refuse_leaks(model.leaks)
-    tokenizer = build_tokenizer(config.data.tokenizer)
+    tokenizer = trained_tokenizer(config, checkpoint)
     index = open_folder(args.data or config.data.path, config, tokenizer)
     if isinstance(model, Encoder) and config.model.masking.whole_words:
         model.set_word_starts(tokenizer.word_starts())

@@ -23,6 +23,8 @@ from typing import NoReturn
 HANG = 5
 LOST_PEER = 6
 """Exit codes of the watchdog, and of a rank that lost another."""
+INTERRUPTED = 130
+"""As of what a shell's Ctrl-C ended. Training saves first, and ends with 0."""
 
 
 class UserError(Exception):
@@ -96,6 +98,9 @@ def report_user_errors(main: Callable[..., None]) -> Callable[..., None]:
         code = 0
         try:
             main(*args, **kwargs)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = INTERRUPTED
         except Exception as error:
             if isinstance(error, UserError):
                 problem = error

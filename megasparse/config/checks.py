@@ -140,6 +140,8 @@ def _check_tokens(model: ModelConfig) -> None:
             raise ConfigError(key, f"{token} is no token of model.vocabulary = {model.vocabulary}", mend)
         if token is not None and key != "model.padding_token" and token == model.padding_token:
             raise ConfigError(key, f"{token} is model.padding_token too", "Give each its own id")
+        if token is not None and model.kind == "encoder" and token == model.masking.token:
+            raise ConfigError(key, f"{token} is model.masking.token too", "Give each its own id")
     cutoffs = model.adaptive_cutoffs
     if cutoffs != sorted(set(cutoffs)) or (cutoffs and cutoffs[-1] >= model.vocabulary):
         raise ConfigError(

@@ -1,8 +1,9 @@
 """The evaluation inside training, every so many steps: held-out loss, a sample, quality of the attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,13 +14,15 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.evaluation.attention_quality import attention_quality
 from megasparse.evaluation.bits_per_dim import of_engine, score
 from megasparse.evaluation.generate import generate
-from megasparse.evaluation.images import sampled_picture
-from megasparse.evaluation.pictures import image_shape
+from megasparse.evaluation.pictures import image_shape, picture_of
 from megasparse.training.engine import Engine
 from megasparse.training.watch import Watch, heed
 
 Found = dict[str, float | str | Tensor]
 """Scalars, texts and pictures by their names."""
+
+PAUSE = 64
+"""Tokens of a sample between two looks at whether the run should stop."""
 
 
 def held_out(
@@ -35,7 +38,8 @@ def held_out(
     token; an encoder's of a masked token, an encoder–decoder's of a token of the target) and "evaluation/accuracy", of
     a decoder also "evaluation/bits_per_dim", whose dim is a token, and, where asked for, "evaluation/sample", a text
     or, of a model of pixels, an image (s, s, 3) uint8, told from nothing.
-    Between its windows it heeds `watch`: then what is called raises StopWanted, on all ranks.
+    Between its windows, and while it makes a sample, it heeds `watch`: then what is called raises StopWanted, on all
+    ranks.
     Raises DataError where the data has no split `evaluation.split`, ConfigError where a sample is asked for of
     sequences of pixels that are no images.
     """
@@ -46,7 +50,9 @@ def held_out(
     model: Any = engine.module
     stream = EvaluationStream(index, settings.split)
     quality = attention_quality(engine, index, config) if every["quality"] else None
-    draw = _sampler(model, config, device) if every["evaluation"] and settings.sample_tokens else None
+    draw = None
+    if every["evaluation"] and settings.sample_tokens:
+        draw = sampler(model, config, device, lambda: heed(watch, engine.ranks, "making a sample"))
 
     def evaluate(step: int) -> Found:
         due = {name for name, steps in every.items() if steps and step % steps == 0}
@@ -81,25 +87,39 @@ def held_out(
         if config.model.kind == "decoder":
             found["evaluation/bits_per_dim"] = result.bits_per_dim
         if draw is not None and not model.leaks:
-            heed(watch, engine.ranks, "making a sample")
             found["evaluation/sample"] = draw()
         return found
 
     return evaluate
 
 
-def _sampler(decoder: Any, config: Config, device: torch.device) -> Callable[[], str | Tensor]:
-    """What tells a text or draws an image. Every rank gets the same: under ZeRO-3 each step of it gathers the weights
-    from all of them.
+def sampler(
+    decoder: Any, config: Config, device: torch.device, pause: Callable[[], None]
+) -> Callable[[], str | Tensor]:
+    """What tells a text or draws an image, with a `pause` now and then. Every rank gets the same: under ZeRO-3 each
+    step of it gathers the weights from all of them.
     """
-    tokenizer, tokens, seed = build_tokenizer(config.data.tokenizer), config.evaluation.sample_tokens, config.run.seed
-    if tokenizer.name == "pixels":
-        shape = image_shape(config.data.sequence_length)
-        return lambda: sampled_picture(decoder, shape, tokens, seed, device)
+    tokenizer, tokens = build_tokenizer(config.data.tokenizer), config.evaluation.sample_tokens
+    shape = image_shape(config.data.sequence_length) if tokenizer.name == "pixels" else None
 
-    def text() -> str:
-        nothing, end = torch.empty(0, dtype=torch.long, device=device), config.model.document_separator
-        told = generate(decoder, nothing, tokens, hash_seed=seed, vocabulary=tokenizer.vocabulary, end=end)
-        return "".join(tokenizer.text(told))
+    def told(count: int) -> Iterator[int]:
+        found = generate(
+            decoder,
+            torch.empty(0, dtype=torch.long, device=device),
+            count,
+            hash_seed=config.run.seed,
+            vocabulary=tokenizer.vocabulary,
+            end=config.model.document_separator,
+        )
+        for number, token in enumerate(found):
+            if number % PAUSE == 0:
+                pause()
+            yield token
 
-    return text
+    def sample() -> str | Tensor:
+        if shape is None:
+            return "".join(tokenizer.text(told(tokens)))
+        picture = picture_of(list(told(min(tokens, shape.tokens))), shape)
+        return torch.from_numpy(np.array(picture))
+
+    return sample

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -100,11 +99,3 @@ def _drawn(decoder: Any, given: Tensor, shape: Shape, hash_seed: int, sampling: 
         what = f"images {first + 1}-{first + len(prompts)} of {len(given)}"
         found = [torch.tensor(tokens) for tokens in tqdm(told, desc=what, total=missing, unit="sub-pixel")]
         yield from torch.cat([prompts, torch.stack(found, dim=1)], dim=1)
-
-
-def sampled_picture(decoder: Any, shape: Shape, tokens: int, hash_seed: int, device: torch.device) -> Tensor:
-    """The first `tokens` tokens of an image drawn from nothing, the rest black: (s, s, 3) uint8."""
-    nothing = torch.empty(1, 0, dtype=torch.long, device=device)
-    count = min(tokens, shape.tokens)
-    told = [token for (token,) in continuations(decoder, nothing, count, hash_seed=hash_seed, vocabulary=256)]
-    return torch.from_numpy(np.array(picture_of(told, shape)))

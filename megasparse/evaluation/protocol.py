@@ -60,16 +60,10 @@ def protocol_of(
 ) -> Protocol:
     """The protocol of scoring a checkpoint on a split. stride: None takes the windows' whole length.
 
-    index, tokenizer: those of the configuration, as training.batches.open_folder has checked. Raises ConfigError where
-    the checkpoint was trained on another tokenizer's tokens, or windows would begin inside records; DataError where
-    there is no such split.
+    index, tokenizer: those of the configuration, as training.batches.open_folder and restore.trained_tokenizer have
+    checked. Raises ConfigError where windows would begin inside records; DataError where there is no such split.
     """
     length, chosen = config.data.sequence_length, index.split(split)
-    identity, trained = {"name": tokenizer.name, "sha256": tokenizer.sha256}, checkpoint.manifest["tokenizer"]
-    if identity != trained:
-        now, then = (f'"{each.get("name")}" (sha256 {each.get("sha256", "")[:12]}…)' for each in (identity, trained))
-        problem = f"{now}, but the checkpoint was trained with {then}"
-        raise ConfigError("data.tokenizer", problem, "Give the one that it was trained with, and its data")
     if index.record is not None and stride not in (None, length):
         problem = f"{stride} tokens would begin a window inside one of the data's records of {index.record}"
         raise ConfigError("--stride", problem, "Leave it out")
@@ -87,7 +81,7 @@ def protocol_of(
         checkpoint_step=checkpoint.step,
         data_fingerprint=index.fingerprint,
         trained_on_fingerprint=checkpoint.manifest["data_fingerprint"],
-        tokenizer=identity,
+        tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
         lossless=tokenizer.lossless,
         record=index.record,
         split_bytes=chosen.raw_bytes,

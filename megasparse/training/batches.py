@@ -66,8 +66,11 @@ def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer, tolerant
 
 
 def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError where an encoder's ids are not the tokenizer's, or there are no pairs to order."""
+    """Raises ConfigError where an encoder's ids are not the tokenizer's, or there are no pairs to order or to tell."""
     special, mask, order = tokenizer.special, model.masking.token, model.sentence_order
+    if model.source is not None and index.record is None:
+        problem = f'"{model.kind}", but {index.directory} holds running text'
+        raise ConfigError("model.kind", problem, "Prepare pairs of texts: tools/prepare_data.py parallel")
     if model.kind == "encoder" and mask < tokenizer.vocabulary and (special is None or mask != special.mask):
         own = special.mask if special else tokenizer.vocabulary
         raise ConfigError("model.masking.token", f"{mask} is a token that texts can have", f"Set it to {own}")

@@ -154,3 +154,10 @@ def test_rule(overrides, key, words):
 )
 def test_just_inside_the_rules(overrides):
     build_config(SMALL, overrides)
+
+
+@pytest.mark.parametrize("key", ["padding_token", "document_separator"])
+def test_the_mask_token_is_no_other(key):
+    model = {"kind": "encoder", "vocabulary": 300, "max_length": 64, "masking": {"token": 260}, key: 260}
+    with pytest.raises(ConfigError, match=rf"model\.{key}: 260 is model\.masking\.token too"):
+        build_config({"model": model, "data": {"sequence_length": 64}})

@@ -10,6 +10,7 @@ import pytest
 
 from megasparse.config.command_line import checkpoint_parser, config_from, config_parser
 from megasparse.config.load import load_config
+from megasparse.errors import report_user_errors
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.json")
@@ -97,3 +98,13 @@ def test_the_other_launchers_take_a_checkpoint():
         ["--checkpoint", "runs/a", "--set", "run.device=cpu", "--local-rank", "3"]
     )
     assert (found.checkpoint, found.set) == ("runs/a", ["run.device=cpu"])
+
+
+def test_an_interrupted_command_is_one_line_and_no_traceback(capsys):
+    @report_user_errors
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"

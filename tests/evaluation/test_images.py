@@ -9,10 +9,12 @@ from PIL import Image
 
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, DataError
-from megasparse.evaluation import images
+from megasparse.evaluation import held_out, images
 from megasparse.evaluation.generate import Sampling
-from megasparse.evaluation.images import complete_images, draw_images, open_output, sampled_picture, shape_of
+from megasparse.evaluation.held_out import sampler
+from megasparse.evaluation.images import complete_images, draw_images, open_output, shape_of
 from megasparse.evaluation.pictures import BACKGROUND, GAP, HEADING, Shape, image_shape, picture_of, read_picture, sheet
+from megasparse.training.watch import StopWanted
 
 RGB = Shape(4, 3)
 ODD = Shape(3, 1)
@@ -166,16 +168,36 @@ def test_an_output_folder_with_files_is_left_alone(tmp_path):
 
 
 def test_only_decoders_of_pixels_draw():
-    config = Config()
     with pytest.raises(ConfigError, match=r'--images: this is a decoder of data.tokenizer = "bytes"'):
-        shape_of(config, "--images")
+        shape_of(Config(), "--images")
+    assert shape_of(of_pixels(0), "--images") == RGB
+
+
+def of_pixels(sample_tokens: int) -> Config:
+    config = Config()
     data = config.data.model_copy(update={"tokenizer": "pixels", "sequence_length": 48})
-    assert shape_of(config.model_copy(update={"data": data}), "--images") == RGB
+    evaluation = config.evaluation.model_copy(update={"sample_tokens": sample_tokens})
+    return config.model_copy(update={"data": data, "evaluation": evaluation})
+
+
+def test_a_sample_is_broken_off_where_the_run_is_to_stop(monkeypatch):
+    monkeypatch.setattr(held_out, "PAUSE", 10)
+    pauses: list[int] = []
+
+    def pause() -> None:
+        pauses.append(1)
+        if len(pauses) == 3:
+            raise StopWanted
+
+    with pytest.raises(StopWanted):
+        sampler(Counter(), of_pixels(48), torch.device("cpu"), pause)()
 
 
 @pytest.mark.parametrize(("tokens", "drawn"), [(20, 20), (48, 48), (100, 48)])
 def test_a_sample_is_a_picture_and_what_was_not_drawn_is_black(tokens, drawn):
-    found = sampled_picture(Counter(), RGB, tokens, 0, torch.device("cpu"))
+    pauses: list[int] = []
+    found = sampler(Counter(), of_pixels(tokens), torch.device("cpu"), lambda: pauses.append(1))()
+    assert isinstance(found, torch.Tensor) and len(pauses) == 1
     assert found.shape == (4, 4, 3) and found.dtype == torch.uint8
     wanted = (torch.arange(48) * 5 % 256).masked_fill(torch.arange(48) >= drawn, 0)
     assert (found.flatten() == wanted).all()  # odds of e^50 to 1

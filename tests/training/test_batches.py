@@ -191,3 +191,12 @@ def test_an_encoders_objectives_fit_the_folder(
     with pytest.raises(ConfigError, match=problem) as told:
         open_folder(folder, config_of(folder, given), ByteTokenizer())
     assert "\n" not in str(told.value)
+
+
+def test_an_encoder_decoder_reads_records(tmp_path: Path) -> None:
+    model = {"kind": "encoder_decoder", "vocabulary": 264, "source": {"length": 10}}
+    running = write_folder(tmp_path / "text", [ramp(300, 0) % 256])
+    with pytest.raises(ConfigError, match=r'model\.kind: "encoder_decoder", but .*text holds running text\. Prepare'):
+        open_folder(running, config_of(running, model), ByteTokenizer())
+    records = write_folder(tmp_path / "pairs", [ramp(300, 0) % 256], width=2, record=30)
+    open_folder(records, config_of(records, {**model, "padding_token": 257}), ByteTokenizer())

@@ -93,7 +93,7 @@ def decode(name: str, content: bytes, side: int) -> bytes:
 def _check(shown: str, image: Image.Image, content: bytes, side: int) -> None:
     if image.size != (side, side):
         width, height = image.size
-        mend = "Scale or crop it to that; `prepare_data.py images --size` takes images of other sizes"
+        mend = "Scale or crop it to that"
         raise DataError(shown, f"this image has {width}×{height} pixels, {side}×{side} are expected", mend)
     mode = f"mode {image.mode}"
     if image.format == "PNG" and content[24] > 8:  # IHDR's bit depth: Pillow would cut RGB to 8 bits
