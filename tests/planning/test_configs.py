@@ -37,7 +37,10 @@ def reduced(config: Config) -> Config:
     values["model"]["vocabulary"] = min(model.vocabulary, VOCABULARY)
     cutoffs = len(model.adaptive_cutoffs)
     values["model"]["adaptive_cutoffs"] = list(range(VOCABULARY - 32 * cutoffs, VOCABULARY, 32))
-    values["data"]["sequence_length"] = LENGTH
+    before = LENGTH if model.source else 0
+    if model.source:
+        values["model"]["source"] |= {"length": before}
+    values["data"]["sequence_length"] = before + LENGTH
     values["evaluation"]["sample_tokens"] = min(config.evaluation.sample_tokens, LENGTH)
     values["training"] |= {"global_batch": 2, "micro_batch": 2}
     values["run"]["device"] = "cpu"
