@@ -5,10 +5,10 @@
         --evaluation runs/enwik8/test.json
     python tools/convert_to_hf.py --checkpoint runs/local --to reformer --output export/reformer
 
-`megasparse`, the default, is any model of ours: its folder holds the code, and AutoModelForCausalLM or
-AutoModelForMaskedLM, AutoModelForSequenceClassification and pipeline() load it with trust_remote_code=True where only
-torch and transformers are installed. `bert`, `reformer` and `yoso` are transformers' own architectures, for the models
-that they can express. The tokenizer goes along.
+`megasparse`, the default, is any model of ours: its folder holds the code, and AutoModelForCausalLM,
+AutoModelForMaskedLM or AutoModelForSeq2SeqLM load it with trust_remote_code=True where only torch and transformers are
+installed; AutoModelForSequenceClassification and pipeline(), too, but an encoder-decoder's. `bert`, `reformer` and
+`yoso` are transformers' own architectures, for the models that they can express. The tokenizer goes along.
 
 The written model is run beside ours on the same text, and OUTPUT appears only where their outputs agree to 1e-4.
 """

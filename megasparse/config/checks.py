@@ -119,10 +119,10 @@ def _check_style(model: ModelConfig) -> None:
                     f'"bert" needs model.{key} = "{wanted}", but it is "{value}"',
                     f'Set model.{key} to "{wanted}", or model.style to "reformer"',
                 )
-    elif model.token_types:
+    elif model.token_types and model.sentence_order is None:
         raise ConfigError(
             "model.token_types",
-            f'{model.token_types} is given, but model.style = "{model.style}" has none',
+            f'{model.token_types} is given, but model.style = "{model.style}" has none without model.sentence_order',
             'Set it to 0, or model.style to "bert"',
         )
 

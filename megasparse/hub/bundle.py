@@ -29,6 +29,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_megasparse.MegasparseModel",
     "AutoModelForCausalLM": "modeling_megasparse.MegasparseForCausalLM",
     "AutoModelForMaskedLM": "modeling_megasparse.MegasparseForMaskedLM",
+    "AutoModelForSeq2SeqLM": "modeling_megasparse.MegasparseForSeq2SeqLM",
     "AutoModelForSequenceClassification": "modeling_megasparse.MegasparseForSequenceClassification",
 }
 """transformers' class -> the file and class of ours."""

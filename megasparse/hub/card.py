@@ -7,15 +7,16 @@ from typing import Any
 import torch
 
 from megasparse import __version__
+from megasparse.config.parts import encoder_part
 from megasparse.config.pattern import kinds
-from megasparse.config.schema import Config
+from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.index import Index
 from megasparse.data.tokenizers import NAMED, build_tokenizer
 from megasparse.errors import DataError, HubError
-from megasparse.hub.formats import Exported, format_named
-from megasparse.hub.tokenizer_files import FILE
+from megasparse.hub.formats import TASKS, Exported, format_named
+from megasparse.hub.tokenizer_files import FILE, TRAINED
 from megasparse.model.build import empty_model
-from megasparse.model.decoder import Decoder
+from megasparse.model.decoder import Causal
 from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.manifest import NO_DATA
 
@@ -42,6 +43,18 @@ print(tokenizer.decode(model(**inputs).logits[0].argmax(-1)))
 ```
 
 {tokens}"""
+_ENCODER_DECODER = """\
+```python
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+model = AutoModelForSeq2SeqLM.from_pretrained(FOLDER, trust_remote_code=True)  # by the code in the folder
+inputs = tokenizer(["A source.", "And another one."], padding=True, return_tensors="pt")
+print(tokenizer.batch_decode(model.generate(**inputs, num_beams=4), skip_special_tokens=True))
+```
+
+{tokens} The tokenizer puts the separator behind every text, as sources and targets of the training have it.
+A source has at most {longest:,} tokens with it, a target {target:,}."""
 _BARE = """\
 ```python
 from transformers import {auto}
@@ -59,7 +72,13 @@ _FILE_TOKENS = {
     ".json": "Its tokenizer is the `tokenizer.json` of the training, which says what comes before and after a text.",
     ".txt": "A token is a word of `tokenizer.txt`; white space and unknown words do not come back as they were.",
 }
-_TASK = {"decoder": "text-generation", "encoder": "fill-mask"}
+_TASK = {"decoder": "text-generation", "encoder": "fill-mask", "encoder_decoder": "translation"}
+_USAGE = {"decoder": _DECODER, "encoder": _ENCODER, "encoder_decoder": _ENCODER_DECODER}
+_TOLD = {
+    "decoder": "a causal language model",
+    "encoder": "a bidirectional encoder of masked tokens",
+    "encoder_decoder": "an encoder that reads a source and a decoder that tells its target",
+}
 
 
 def card(checkpoint: Checkpoint, exported: Exported, to: str, evaluation: str | Path | None) -> str:
@@ -109,7 +128,11 @@ def _is_of(result: dict[str, Any], checkpoint: Checkpoint) -> bool:
 
 
 def _header(config: Config) -> list[str]:
-    tags = ["megasparse", "long-context", *(f"{kind.replace('_', '-')}-attention" for kind in kinds(config.model))]
+    tags = [
+        "megasparse",
+        "long-context",
+        *(f"{kind.replace('_', '-')}-attention" for kind in _mechanisms(config.model)),
+    ]
     task = _TASK[config.model.kind]
     return ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags:", *(f"- {tag}" for tag in tags), "---"]
 
@@ -119,12 +142,16 @@ def _summary(checkpoint: Checkpoint, config: Config) -> list[str]:
     with torch.device("meta"):
         built = empty_model(model)
     weights = sum(weight.numel() for weight in built.parameters())
-    told = "a causal language model" if isinstance(built, Decoder) else "a bidirectional encoder of masked tokens"
-    lines = ["", f"# megasparse {model.kind} over {build_tokenizer(config.data.tokenizer).name}", ""]
-    lines += [f"A transformer of {weights:,} weights, {told}, for up to {model.max_length:,} tokens: {model.layers} "]
-    lines[-1] += f"layers of width {model.d_model}, attention {', '.join(kinds(model))}."
+    read, depth = f"{model.max_length:,} tokens", f"{model.layers}"
+    if model.source is not None:
+        read = f"{model.source.length:,} tokens of source and {model.max_length:,} of target"
+        depth = f"{model.source.layers or model.layers} and {model.layers}"
+    name = model.kind.replace("_", "-")
+    lines = ["", f"# megasparse {name} over {build_tokenizer(config.data.tokenizer).name}", ""]
+    lines += [f"A transformer of {weights:,} weights, {_TOLD[model.kind]}, for up to {read}: {depth} "]
+    lines[-1] += f"layers of width {model.d_model}, attention {', '.join(_mechanisms(model))}."
     lines[-1] += f" Written by megasparse {__version__}."
-    if isinstance(built, Decoder):
+    if isinstance(built, Causal):
         leaks = "; ".join(built.leaks)
         causal = "It is strictly causal: no output depends on a later token."
         lines += ["", f"**It is not strictly causal** ({leaks})." if leaks else causal]
@@ -137,10 +164,19 @@ def _usage(config: Config, exported: Exported, to: str) -> list[str]:
         code = f"from transformers import {architecture}\n\nmodel = {architecture}.from_pretrained(FOLDER)"
         note = getattr(format_named(to), "note", "")
         return ["", "## Use", "", "```python", code, "```", *(["", note] if note else [])]
-    decoder = config.model.kind == "decoder"
-    usage = (_DECODER if decoder else _ENCODER) if FILE in exported.files else _BARE
-    auto = "AutoModelForCausalLM" if decoder else "AutoModelForMaskedLM"
-    return ["", "## Use", "", usage.format(longest=config.model.max_length - 1, tokens=_tokens(exported), auto=auto)]
+    model = config.model
+    usage = _USAGE[model.kind] if FILE in exported.files else _BARE
+    if model.source is not None and "eos_token_id" not in exported.config:
+        usage = _BARE
+    lengths = {"longest": model.max_length - 1 if model.source is None else model.source.length}
+    lengths["target"] = model.max_length
+    return ["", "## Use", "", usage.format(tokens=_tokens(exported), auto=f"AutoModel{TASKS[model.kind]}", **lengths)]
+
+
+def _mechanisms(model: ModelConfig) -> list[str]:
+    """Of all self-attention, the encoder's of an encoder–decoder first."""
+    stacks = [model] if model.source is None else [encoder_part(model), model]
+    return list(dict.fromkeys(kind for stack in stacks for kind in kinds(stack)))
 
 
 def _tokens(exported: Exported) -> str:
@@ -148,7 +184,7 @@ def _tokens(exported: Exported) -> str:
     name = str(exported.config["tokenizer"])
     if name in _NAMED_TOKENS:
         return _NAMED_TOKENS[name]
-    told = _FILE_TOKENS[Path(name).suffix]
+    told = _FILE_TOKENS[Path(name).suffix] if name != TRAINED else f"Its tokenizer is that of the training, `{name}`."
     if FILE not in exported.files:
         told += (
             f" No tokenizer.json can be exactly it, so AutoTokenizer does not load it; `{name}` is read by megasparse."

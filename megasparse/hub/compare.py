@@ -1,4 +1,4 @@
-"""Two models on the same tokens, layer by layer. B batch, L length, E d_model, V vocabulary."""
+"""Two models on the same tokens, layer by layer. B batch, L length, S of them a source's, E d_model, V vocabulary."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,26 +8,63 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.heads import Padding
+from megasparse.config.schema import ModelConfig
 from megasparse.model.build import Model
 from megasparse.model.decoder import Causal
+from megasparse.model.encoder_decoder import EncoderDecoder
+from megasparse.model.padding import padding_of
 from megasparse.ops.random import Draws
 
 TOLERANCE = 1e-4
 """Largest difference of any number of two models in fp32 that count as the same."""
 
+LONGEST = 512
+"""Tokens of a sequence on which they are compared; of a source and its target half of them each."""
+
 Outputs = Iterator[tuple[str, Tensor]]
+
+
+def compared_length(config: ModelConfig) -> int:
+    """Tokens of a sequence that both models read."""
+    if config.source is None:
+        return min(config.max_length, LONGEST)
+    return min(config.source.length, LONGEST // 2) + min(config.max_length, LONGEST // 2)
+
+
+def sides(tokens: Tensor, config: ModelConfig) -> list[Tensor]:
+    """Source (B, S) and target (B, L − S) of an encoder–decoder's sequences of `compared_length`."""
+    assert config.source is not None
+    return list(tokens.tensor_split([min(config.source.length, LONGEST // 2)], dim=1))
+
+
+def padded(tokens: Tensor, config: ModelConfig) -> Tensor:
+    """Tokens (B, L) as they are in the model's data: an encoder–decoder's padding stands at the end of a source and of
+    a target alone, here a quarter of the last sequence's.
+    """
+    padding = config.padding_token
+    if config.source is None or padding is None:
+        return tokens
+    tokens = tokens.where(tokens != padding, (padding + 1) % config.vocabulary)
+    for side in sides(tokens, config):
+        side[-1, side.shape[1] - side.shape[1] // 4 :] = padding
+    return tokens
 
 
 @torch.no_grad()
 def our_outputs(model: Model, tokens: Tensor, seed: int) -> Outputs:
     """In evaluation, with the draws of a run's seed: "embedding" (B, L, E); "layer 0 attention" and "layer 0
-    feed-forward", what each adds to its stream, (B, L, E); ...; "logits" (B, L, V). All fp32.
+    feed-forward", what each adds to its stream, (B, L, E); ...; "logits" (B, L, V). All fp32. Of an encoder–decoder
+    what its encoder gives comes first, behind "source"; each layer of its decoder has a "cross-attention", too.
 
     tokens: (B, L); a decoder's logits at t tell token t from those before it, an encoder reads the tokens as they are.
     """
+    draws, padding, source = Draws.evaluation(seed, len(tokens)), Padding(), None
     with observed(model) as outputs:
+        if isinstance(model, EncoderDecoder):
+            before, tokens = sides(tokens, model.config)
+            source, padding = model.encode(before, seed), padding_of(tokens, model.config)
         read = tokens[:, :-1] if isinstance(model, Causal) else tokens
-        streams, _, _ = model.streams(read, Draws.evaluation(seed, len(tokens)), Padding())
+        streams, _, _ = model.streams(read, draws, padding, source=source)
         yield from outputs
     yield "logits", model.logits(streams)
 
@@ -43,10 +80,16 @@ def observed(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
 
         return hook
 
-    handles = [model.embedding.register_forward_hook(keep("embedding"))]
-    for number, block in enumerate(model.layers):
-        handles.append(block.attention.register_forward_hook(keep(f"layer {number} attention")))
-        handles.append(block.feed_forward.register_forward_hook(keep(f"layer {number} feed-forward")))
+    handles = []
+    encoder = getattr(model, "encoder", None)
+    for stack, prefix in ((encoder, "source "), (model, "")) if encoder is not None else ((model, ""),):
+        named = {"embedding": stack.embedding}
+        for number, block in enumerate(stack.layers):
+            parts = {"attention": block.attention, "cross-attention": block.cross_attention}
+            parts |= {"feed-forward": block.feed_forward}
+            named |= {f"layer {number} {part}": module for part, module in parts.items() if module is not None}
+        named |= {} if stack is model else {"norm": stack.norm}
+        handles += [part.register_forward_hook(keep(prefix + name)) for name, part in named.items()]
     try:
         yield outputs
     finally:

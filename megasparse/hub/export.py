@@ -14,7 +14,7 @@ from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.card import card
-from megasparse.hub.compare import TOLERANCE, first_difference, our_outputs
+from megasparse.hub.compare import TOLERANCE, compared_length, first_difference, our_outputs, padded
 from megasparse.hub.formats import Exported, Format, comparable, format_named
 from megasparse.hub.importing import refuse_existing
 from megasparse.hub.megasparse_format import exported_class
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 SHARD_BYTES = 5_000_000_000
 """Largest file of tensors, unless one tensor is larger; so many bytes are in memory as they are written."""
 
-COMPARED = 3, 2, 512
-"""Texts, sequences in each and their longest length, on which both models are run."""
+COMPARED = 3, 2
+"""Texts, and sequences in each, on which both models are run."""
 
 
 def to_hf(
@@ -146,12 +146,12 @@ def load_exported(exported: Exported, folder: Path) -> "PreTrainedModel":
 
 
 def text_tokens(model: ModelConfig) -> list[Tensor]:
-    """Real text, the source code of this file, in three pieces: (2, L) int64 each, L the longest length up to 512. In
-    an encoder every seventh token is masked.
+    """Real text, the source code of this file, in three pieces: (2, L) int64 each, of `compared_length`. In an encoder
+    every seventh token is masked; an encoder–decoder's second source and target are padded.
     """
-    pieces, count, length = *COMPARED[:2], min(model.max_length, COMPARED[2])
+    pieces, count, length = *COMPARED, compared_length(model)
     text = bytearray(Path(__file__).read_bytes()[: pieces * count * length])
     tokens = torch.frombuffer(text, dtype=torch.uint8).long().view(pieces, count, length)
     if model.kind == "encoder":
         tokens[:, :, ::7] = model.masking.token
-    return list(tokens % model.vocabulary)
+    return [padded(text, model) for text in tokens % model.vocabulary]

@@ -18,7 +18,11 @@ _ACROSS = re.compile("\n.|[^ ] ", re.DOTALL)
 
 
 def of_bytes(special: dict[str, int]) -> dict[str, Any]:
-    """Of ByteTokenizer. special: the id of each special token."""
+    """Of ByteTokenizer. special: the id of each special token; ids between that none has get a name, since added tokens
+    are numbered one after another.
+    """
+    names = {token: name for name, token in special.items()}
+    special = {names.get(token, f"[unused{token}]"): token for token in range(256, max(names, default=255) + 1)}
     model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
     model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
     model |= {"vocab": {character: byte for byte, character in enumerate(_ALPHABET)}, "merges": []}
@@ -84,6 +88,31 @@ def with_start(values: dict[str, Any], token: int, name: str) -> dict[str, Any]:
         "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
     }
     return {**values, "added_tokens": [*values["added_tokens"], _added(token, name)], "post_processor": processor}
+
+
+def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:
+    """The same tokenizer with the special token of id `token` behind every text, behind each of a pair."""
+    name = name_of(values, token)
+    assert name is not None
+    added = values["added_tokens"]
+    if not any(other["id"] == token for other in added):
+        added = [*added, _added(token, name)]
+    end, texts = {"SpecialToken": {"id": name, "type_id": 0}}, [{"Sequence": {"id": i, "type_id": 0}} for i in "AB"]
+    processor = {
+        "type": "TemplateProcessing",
+        "single": [texts[0], end],
+        "pair": [texts[0], end, texts[1], end],
+        "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
+    }
+    return {**values, "added_tokens": added, "post_processor": processor}
+
+
+def name_of(values: dict[str, Any], token: int) -> str | None:
+    """What a tokenizer.json calls a token."""
+    pieces = values["model"]["vocab"]
+    listed = pieces.items() if isinstance(pieces, dict) else ((name, i) for i, (name, *_) in enumerate(pieces))
+    names = {number: name for name, number in listed}
+    return (names | {added["id"]: added["content"] for added in values["added_tokens"]}).get(token)
 
 
 def is_of_bytes(values: Any) -> bool:

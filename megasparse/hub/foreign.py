@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megasparse.config import strict_json
 from megasparse.config.load import build_config
-from megasparse.config.schema import Config, ModelConfig
+from megasparse.config.schema import Config, ModelConfig, SourceConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError, did_you_mean
-from megasparse.hub.compare import first_difference, our_outputs
-from megasparse.hub.formats import FORMATS, Format, comparable, format_named
+from megasparse.hub.compare import compared_length, first_difference, our_outputs, padded
+from megasparse.hub.formats import FORMATS, TASKS, Format, comparable, format_named
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import FILE, found_tokenizer
 from megasparse.model.build import Model, build_model
@@ -23,8 +23,6 @@ from megasparse.training.checkpoint import persistent_buffers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LONGEST_COMPARED = 512
-"""Tokens on which the two models are compared."""
 DRAWS_COMPARED = 3
 """Draws of the tokens of which one must agree. A wrong weight differs in all of them; a hash that the last bits of two
 bucket scores decide, in one."""
@@ -56,7 +54,10 @@ class Foreign:
             mend = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
             raise HubError(folder / FILE, "is missing, without which its tokens mean nothing", mend)
         imported = kind.load(values, TensorFile.open(folder))
-        length = imported.config["model"].get("max_length", ModelConfig().max_length)
+        model = imported.config["model"]
+        length = model.get("max_length", ModelConfig().max_length)
+        if model.get("source") is not None:
+            length += model["source"].get("length", SourceConfig().length)
         data = {"sequence_length": length, **imported.config.get("data", {})}
         data["tokenizer"] = found_tokenizer(folder, data.get("tokenizer"))
         sections = _with_special(folder, {**imported.config, "data": data})
@@ -87,7 +88,7 @@ class Foreign:
             import transformers as classes
 
             prefix = "AutoModel"
-        task = "ForCausalLM" if self.config.model.kind == "decoder" else "ForMaskedLM"
+        task = TASKS[self.config.model.kind]
         try:
             return getattr(classes, prefix + task).from_pretrained(
                 self.folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
@@ -101,11 +102,12 @@ class Foreign:
         layer in which they differ.
         """
         ours, theirs = self.build(comparable(self.format, self.config)), self.load_original()
-        length, seed = min(self.config.model.max_length, LONGEST_COMPARED), self.config.run.seed
+        model, seed = self.config.model, self.config.run.seed
+        length = compared_length(model)
         differences = []
         for draw in range(DRAWS_COMPARED):
             generator = torch.Generator().manual_seed(draw)
-            tokens = torch.randint(self.config.model.vocabulary, (1, length), generator=generator)
+            tokens = padded(torch.randint(model.vocabulary, (1, length), generator=generator), model)
             found = first_difference(our_outputs(ours, tokens, seed), self.format.outputs(theirs, tokens, seed))
             if found is None:
                 return length

@@ -68,6 +68,10 @@ FORMATS = {
 """The module of each, whose FORMAT it is; imported only when it is asked for, for it may need transformers."""
 
 
+TASKS = {"decoder": "ForCausalLM", "encoder": "ForMaskedLM", "encoder_decoder": "ForSeq2SeqLM"}
+"""How the names of HuggingFace's classes end, by our kinds of models."""
+
+
 def format_named(name: str) -> Format:
     """Raises ConfigError where there is none of this name."""
     if name not in FORMATS:

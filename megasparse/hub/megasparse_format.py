@@ -20,10 +20,10 @@ from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.bundle import AUTO_MAP, bundle
-from megasparse.hub.compare import observed
-from megasparse.hub.formats import Exported, Imported
+from megasparse.hub.compare import observed, sides
+from megasparse.hub.formats import TASKS, Exported, Imported
 from megasparse.hub.tensor_file import TensorFile
-from megasparse.hub.tokenizer_files import own_name, tokenizer_files
+from megasparse.hub.tokenizer_files import own_name, separator, tokenizer_files
 from megasparse.model.build import empty_model
 from megasparse.training.checkpoint import persistent_buffers
 
@@ -40,28 +40,21 @@ class MegasparseFormat:
     name = "megasparse"
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
-        if config.model.kind == "encoder_decoder":
-            mend = "Keep the checkpoint, or train a decoder or an encoder"
-            raise HubError("model.kind", '"encoder_decoder" cannot be expressed in transformers here', mend)
-        decoder = config.model.kind == "decoder"
-        names = list(shapes(config.model))
-        other = "AutoModelForMaskedLM" if decoder else "AutoModelForCausalLM"
-        auto_map = {auto: place for auto, place in AUTO_MAP.items() if auto != other}
-        task = "AutoModelForCausalLM" if decoder else "AutoModelForMaskedLM"
+        model, names = config.model, list(shapes(config.model))
         hf_config = {
             "model_type": self.name,
-            "architectures": [AUTO_MAP[task].split(".")[1]],
-            "auto_map": auto_map,
+            "architectures": [f"Megasparse{TASKS[model.kind]}"],
+            "auto_map": auto_map(model.kind),
             "dtype": "float32",
-            "model": json.loads(config.model.model_dump_json()),
+            "model": json.loads(model.model_dump_json()),
             "seed": config.run.seed,
-            "tokenizer": own_name(build_tokenizer(config.data.tokenizer)),
+            "tokenizer": own_name(build_tokenizer(config.data.tokenizer), model.kind),
+            **special_tokens(config),
         }
-        longest = config.model.max_length - decoder
+        longest = model.max_length - (model.kind == "decoder") if model.source is None else model.source.length
         files = {**bundle(), **tokenizer_files(config, longest)}
-        if decoder:
-            cached = not unfilled(config.model).leaks  # a cache cannot take back what a later token moves
-            files["generation_config.json"] = json.dumps({"use_cache": cached}, indent=2) + "\n"
+        if model.kind != "encoder":
+            files["generation_config.json"] = json.dumps(generation(config), indent=2) + "\n"
         return Exported(hf_config, lambda: ((PREFIX + name, weight(name)) for name in names), files)
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
@@ -84,6 +77,12 @@ class MegasparseFormat:
         """
         inner: Any = model.model
         decoder = bool(model.config.is_decoder)
+        if model.config.is_encoder_decoder:
+            source, target = sides(tokens, inner.config)
+            with observed(inner) as outputs:
+                logits = model(input_ids=source, labels=target).logits
+            yield from [*outputs, ("logits", logits)]
+            return
         last: list[Tensor] = []
         handle = inner.layers[-1].register_forward_hook(lambda module, inputs, output: last.extend(output[1:]))
         with observed(inner) as outputs:
@@ -92,6 +91,34 @@ class MegasparseFormat:
         yield from outputs
         first = inner.logits([x[:, :1] for x in last])
         yield "logits", torch.cat([first, logits], dim=1) if decoder else logits
+
+
+def auto_map(kind: str) -> dict[str, str]:
+    """The classes that load a model of a kind, of AUTO_MAP."""
+    wanted = {"AutoConfig", f"AutoModel{TASKS[kind]}"}
+    if kind != "encoder_decoder":
+        wanted |= {"AutoModel", "AutoModelForSequenceClassification"}
+    return {auto: place for auto, place in AUTO_MAP.items() if auto in wanted}
+
+
+def special_tokens(config: Config) -> dict[str, int]:
+    """Of an encoder–decoder: its padding, which stands where the decoder's start vector is, too, and the separator that
+    ends a source and a target, where its tokenizer has one that the model knows.
+    """
+    model = config.model
+    if model.source is None:
+        return {}
+    end, padding = separator(build_tokenizer(config.data.tokenizer), model), model.padding_token
+    found = {"eos_token_id": end, "pad_token_id": padding, "decoder_start_token_id": padding or 0}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def generation(config: Config) -> dict[str, Any]:
+    """Content of generation_config.json. max_length counts the start token."""
+    cached = not unfilled(config.model).leaks  # a cache cannot take back what a later token moves
+    if config.model.source is None:
+        return {"use_cache": cached}
+    return {"use_cache": cached, "max_length": config.model.max_length + 1, "num_beams": 1, **special_tokens(config)}
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megasparse.config.schema import Config
+from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
 from megasparse.data.tokenizers.files import BEGIN, MASK, PADDING, SEPARATOR
 from megasparse.errors import HubError
-from megasparse.hub.fast_tokenizer import is_of_bytes, of_bytes, of_unigram, of_words, with_start
+from megasparse.hub.fast_tokenizer import is_of_bytes, name_of, of_bytes, of_unigram, of_words, with_end, with_start
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TRAINED = "training_tokenizer.json"
+"""The file of the training, where `FILE` is another one."""
 
 Files = dict[str, str | bytes]
 
@@ -20,7 +22,8 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
     sentencepiece's that no tokenizer.json is exactly, the own file alone.
 
     A text gets the same ids there, but that an encoder's special tokens are read by their names, and that a
-    HuggingFace tokenizer puts before and after a text what its tokenizer.json says.
+    HuggingFace tokenizer puts before and after a text what its tokenizer.json says. In an encoder–decoder the separator
+    follows every text, as in its sources and targets, and nothing else.
 
     longest: tokens that the model takes. room: ids below which a padding token of bytes must be; None: it may have any
     that nothing else has, for the model does not read it. Raises ConfigError where the tokenizer's file is missing.
@@ -28,20 +31,26 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
     tokenizer = build_tokenizer(config.data.tokenizer)
     model = config.model
     mask = model.masking.token if model.kind == "encoder" else None
+    end = None if model.source is None else separator(tokenizer, model)
     if tokenizer.name == "bytes":
-        return byte_files(longest, mask, model.padding_token, room)
+        return byte_files(longest, mask, model.padding_token, room, end)
     if tokenizer.file is None:
         return {}
     own = tokenizer.file.read_bytes()
-    files: Files = {own_name(tokenizer): own}
+    files: Files = {own_name(tokenizer, model.kind): own}
     values = _as_fast(tokenizer, own)
     if values is None:
         return files
+    if end is not None:
+        return {**_ended(values, longest, end), **files}
     return {FILE: _json(values, 1), SETTINGS: _json(_settings(longest, mask is None, _names(values))), **files}
 
 
-def byte_files(longest: int, mask: int | None, padding: int | None = None, room: int | None = None) -> Files:
-    """The tokenizer whose token is a byte of UTF-8. mask: an encoder's mask token, or None of a decoder.
+def byte_files(
+    longest: int, mask: int | None, padding: int | None = None, room: int | None = None, end: int | None = None
+) -> Files:
+    """The tokenizer whose token is a byte of UTF-8. mask: an encoder's mask token, or None of a decoder. end: what
+    follows every text of an encoder–decoder.
 
     A decoder's tokenizer takes the special tokens' names as text too, so that every text is exactly its bytes. padding:
     where None, the first id that nothing else has; the model never reads it, the attention mask hides it.
@@ -51,6 +60,8 @@ def byte_files(longest: int, mask: int | None, padding: int | None = None, room:
         padding = 256 if mask is None else max(256, mask + 1)
     if room is None or padding < room:
         special["[PAD]"] = padding
+    if end is not None:
+        return _ended(of_bytes({**special, SEPARATOR[0]: end}), longest, end)
     values = of_bytes(special)
     return {FILE: _json(values, 1), SETTINGS: _json(_settings(longest, mask is None, _names(values)))}
 
@@ -65,9 +76,22 @@ def files_with_start(files: Files, token: int, name: str) -> Files:
     return {**files, FILE: _json(with_start(values, token, name), 1), SETTINGS: _json(settings)}
 
 
-def own_name(tokenizer: Tokenizer) -> str:
-    """What a tokenizer's own file is called in an exported folder; the name of one that needs none."""
-    return tokenizer.name if tokenizer.file is None else f"tokenizer{tokenizer.file.suffix}"
+def own_name(tokenizer: Tokenizer, kind: str) -> str:
+    """What a tokenizer's own file is called in the exported folder of a kind of model; the name of one that needs none.
+
+    An encoder–decoder's tokenizer.json is not the file of the training, for it has the separator behind every text.
+    """
+    if tokenizer.file is None:
+        return tokenizer.name
+    own = kind == "encoder_decoder" and tokenizer.file.suffix == Path(FILE).suffix
+    return TRAINED if own else f"tokenizer{tokenizer.file.suffix}"
+
+
+def separator(tokenizer: Tokenizer, model: ModelConfig) -> int | None:
+    """What ends sources and targets; None where the tokenizer has no special tokens, or the model does not know it."""
+    if tokenizer.special is None or tokenizer.special.separator >= model.vocabulary:
+        return None
+    return tokenizer.special.separator
 
 
 def found_tokenizer(folder: Path, named: str | None) -> str:
@@ -97,6 +121,14 @@ def _as_fast(tokenizer: Tokenizer, own: bytes) -> dict[str, Any] | None:
         values: dict[str, Any] = json.loads(own)
         return values
     return of_words(own.decode().split()) if tokenizer.name == "words" else of_unigram(own)
+
+
+def _ended(values: dict[str, Any], longest: int, end: int) -> Files:
+    """Of a tokenizer.json whose texts `end` follows."""
+    values = with_end(values, end)
+    names = {**_names(values), "eos_token": str(name_of(values, end))}
+    settings = {**_settings(longest, decoder=True, names=names), "padding_side": "right"}
+    return {FILE: _json(values, 1), SETTINGS: _json(settings)}
 
 
 def _names(values: dict[str, Any]) -> dict[str, str]:

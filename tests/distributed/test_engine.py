@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from megasparse.config.schema import Config
+from megasparse.data.tokenizers.byte import ByteTokenizer
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.evaluation.generate import generate
+from megasparse.hub.export import to_hf
+from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
 from megasparse.training.checkpoint import Checkpoint
@@ -117,7 +120,7 @@ def resumes_exactly(
     straight, engine = run(config, ranks, 1, steps, written=written)
     at_end = weights(engine, ranks)
     engine.close()
-    save = Saver(config, ranks, "data", {})
+    save = Saver(config, ranks, "data", {"name": ByteTokenizer.name, "sha256": ByteTokenizer.sha256})
     before, engine = run(config, ranks, 1, steps // 2, save=save)
     engine.close()
     newest = find_newest(save.directory)
@@ -309,6 +312,19 @@ def test_resume_is_bit_identical(report: dict[str, Any], group: str, name: str) 
     case = report[group][name]
     assert case["resumed"] == case["straight"]
     assert case["same_state"]
+
+
+@pytest.mark.parametrize("name", ["zero-2", "zero-3"])
+def test_what_two_ranks_share_is_exported_whole(report: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """to_hf itself compares the outputs of what it writes with ours."""
+    shared, alone = (Checkpoint.open(Path(report["fp32"][stage]["checkpoint"])) for stage in (name, "zero-0"))
+    weights = shared.manifest["tensors"]["weight"]
+    assert len({piece["file"] for weight in weights.values() for piece in weight["pieces"]}) == 2
+    assert any(len(weight["pieces"]) > 1 for weight in weights.values())
+    file = TensorFile.open(to_hf(shared.path, tmp_path / "out"))
+    assert file.names() == sorted(f"model.{weight}" for weight in weights)
+    for weight in weights:
+        torch.testing.assert_close(file.read(f"model.{weight}"), alone.tensor("weight", weight), atol=1e-5, rtol=1e-5)
 
 
 def test_R3_resume_at_another_stage_or_number_of_ranks(report: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ def made(config: ModelConfig, seed: int = SEED) -> Model:
 def checkpoint(config: ModelConfig, run: Path) -> tuple[Model, Path]:
     """A made model, and a checkpoint of it in the run's folder `run`."""
     model = made(config)
-    whole = Config(run=RunConfig(seed=SEED), model=config, data=DataConfig(sequence_length=64))
+    source = 0 if config.source is None else config.source.length
+    whole = Config(run=RunConfig(seed=SEED), model=config, data=DataConfig(sequence_length=source + 64))
     weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
     return model, write_checkpoint(whole, {name: weight.detach for name, weight in weights.items()}, run)

@@ -15,6 +15,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
@@ -30,7 +31,10 @@ from megasparse.hub.tokenizer_files import byte_files
 from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
 from tests.helpers.hub import SEED, checkpoint, decoder, encoder
-from tests.helpers.models import random_tokens
+from tests.helpers.models import random_tokens, small_pair
+
+PADDING = 258
+"""Of an encoder–decoder, and its start."""
 
 SCRIPT = """
 import importlib.abc, json, sys
@@ -45,12 +49,15 @@ import torch
 import transformers
 
 tokens, found = torch.tensor(json.loads(sys.argv[1])), {}
-for kind, folder in (("decoder", sys.argv[2]), ("encoder", sys.argv[3])):
-    auto = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModelForMaskedLM"}[kind]
-    model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
+autos = {"decoder": "CausalLM", "encoder": "MaskedLM", "encoder_decoder": "Seq2SeqLM"}
+for (kind, auto), folder in zip(autos.items(), sys.argv[2:]):
+    model = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(folder, trust_remote_code=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     with torch.no_grad():
-        found[kind] = model(tokens).logits.tolist()
+        found[kind] = model(tokens, labels=tokens).logits.tolist()
+    if kind == "encoder_decoder":
+        ids = model.generate(**tokenizer("ab", return_tensors="pt"), max_new_tokens=4, num_beams=2)
+        found["told"] = ids[0].tolist()
     if kind == "decoder":
         ids = model.generate(**tokenizer("ab", return_tensors="pt"), max_new_tokens=4)
         found["text"] = tokenizer.decode(ids[0])
@@ -60,12 +67,13 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A decoder and an encoder of ours, and what was written of each."""
+    """A model of ours of each kind, and what was written of it."""
     root = tmp_path_factory.mktemp("exported")
     found = {}
     for kind, config in (
         ("decoder", decoder("lsh", blocks="ordinary", activations="checkpoint")),
         ("encoder", encoder("lha")),
+        ("encoder_decoder", small_pair(source={"cross_attention": "lsh"})),
     ):
         model, path = checkpoint(config, root / f"{kind}-run")
         found[kind] = model, to_hf(path, root / kind)
@@ -84,6 +92,9 @@ def own_modules_cache(tmp_path_factory):
 
 
 def expected_logits(model, tokens):
+    if model.config.kind == "encoder_decoder":
+        source, draws = model.encode(tokens, SEED), Draws.evaluation(SEED, len(tokens))
+        return model.logits(model.streams(tokens[:, :-1], draws, Padding(), source=source)[0])
     streams, _, _ = model.streams(tokens, Draws.evaluation(SEED, len(tokens)), Padding())
     logits = model.logits(streams)
     return logits[:, 1:] if model.config.kind == "decoder" else logits
@@ -92,13 +103,14 @@ def expected_logits(model, tokens):
 def check_alone(python, folders, cache):
     """The exported folders give our logits, and text, in an environment of their own."""
     tokens = random_tokens(2, 30)
-    paths = [str(folders[kind][1]) for kind in ("decoder", "encoder")]
+    paths = [str(folder) for _, folder in folders.values()]
     environment = {**os.environ, "HF_HOME": str(cache), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [python, "-I", "-c", SCRIPT, json.dumps(tokens.tolist()), *paths]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cache)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["text"].startswith("ab")
+    assert found["told"][0] == PADDING and 1 < len(found["told"]) <= 5
     for kind, (model, _) in folders.items():
         with torch.no_grad():
             logits = expected_logits(model, tokens)
@@ -139,6 +151,35 @@ def test_every_auto_class_of_a_folder_loads_it(folders):
         initial = build_model(model.config, SEED).state_dict()
         assert all(torch.equal(fresh[f"model.{name}"], value) for name, value in initial.items())
         other = AutoModelForMaskedLM if kind == "decoder" else AutoModelForCausalLM
+        with pytest.raises(ValueError):
+            other.from_pretrained(folder, trust_remote_code=True)
+
+
+def test_an_encoder_decoder_is_loaded_generates_and_is_saved_again(folders, tmp_path):
+    model, folder = folders["encoder_decoder"]
+    hf = AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    inputs = tokenizer(["ab", "abcd [SEP]"], padding=True, return_tensors="pt")
+    assert inputs["input_ids"][0].tolist() == [97, 98, 259, *[PADDING] * 8]
+    assert inputs["input_ids"][1].tolist() == [*b"abcd [SEP]", 259] and inputs["attention_mask"][0].sum() == 3
+    assert tokenizer.batch_decode(inputs["input_ids"], skip_special_tokens=True) == ["ab", "abcd [SEP]"]
+    end = {"eos_token_id": 259, "pad_token_id": PADDING, "decoder_start_token_id": PADDING}
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings == {"use_cache": True, "max_length": 129, "num_beams": 1, **end}
+    assert 21 < hf.generate(**inputs).shape[1] <= 129  # transformers' own default is 20 tokens
+    told = hf.generate(**inputs, num_beams=3, max_new_tokens=6)
+    hf.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert {path.name for path in folder.glob("*.py")} == {path.name for path in tmp_path.glob("*.py")}
+    again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, trust_remote_code=True)
+    same = AutoTokenizer.from_pretrained(tmp_path)(["ab", "abcd [SEP]"], padding=True, return_tensors="pt")
+    assert torch.equal(again.generate(**same, num_beams=3, max_new_tokens=6), told)
+    tokens = random_tokens(2, 20)
+    for loaded in (hf, again):
+        with torch.no_grad():
+            found = loaded(tokens, labels=tokens).logits
+            torch.testing.assert_close(found, expected_logits(model, tokens), atol=1e-5, rtol=0)
+    for other in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
         with pytest.raises(ValueError):
             other.from_pretrained(folder, trust_remote_code=True)
 
@@ -243,5 +284,7 @@ def test_the_stand_in_reads_sections_that_may_be_left_out():
 
     assert Outer.model_validate({"inner": {"separator": 3}}).inner.separator == 3
     assert Outer.model_validate({"inner": None}).inner is None
+    outer = Outer.model_validate({"inner": {"separator": 3}})
+    assert outer.model_copy(update={"inner": None}).inner is None and outer.inner.separator == 3
     with pytest.raises(ValueError, match="Inner has no other"):
         Outer.model_validate({"inner": {"other": 3}})

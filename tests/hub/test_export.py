@@ -9,7 +9,7 @@ from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.errors import CheckpointError, ConfigError, HubError
 from megasparse.hub import export
 from megasparse.hub.compare import first_difference, our_outputs
-from megasparse.hub.export import to_hf
+from megasparse.hub.export import text_tokens, to_hf
 from megasparse.hub.importing import write_checkpoint
 from megasparse.hub.megasparse_format import FORMAT
 from megasparse.hub.tensor_file import TensorFile
@@ -42,8 +42,10 @@ def test_every_mechanism_is_exported_with_all_its_weights(tmp_path, kind):
         decoder("full", positions={"kind": "rotary"}, head_dim=8, score_from=3),
         decoder("full", max_length=700, positions={"kind": "learned"}, vocabulary=300),
         encoder("full", style="bert", blocks="ordinary", activations="stored", positions={"kind": "learned"}),
+        small_pair(source={"cross_attention": "lsh", "shared_embedding": False}, tied_embeddings=True),
+        small_pair(blocks="ordinary", activations="checkpoint", source={"attention": attention("smyrf", "lha")}),
     ],
-    ids=["tied", "ordinary", "rotary", "long", "bert"],
+    ids=["tied", "ordinary", "rotary", "long", "bert", "encoder-decoder", "encoder-decoder shared"],
 )
 def test_a_model_comes_back_bit_for_bit(tmp_path, config):
     model, path = checkpoint(config, tmp_path / "run")
@@ -55,7 +57,7 @@ def test_a_model_comes_back_bit_for_bit(tmp_path, config):
     assert imported.config["run"] == {"seed": SEED} and imported.config["data"] == {"tokenizer": "bytes"}
     other = build_model(config, 0).eval()
     load_weights(other, again)
-    tokens = random_tokens(2, 50)
+    tokens = random_tokens(2, 60)
     assert first_difference(our_outputs(model, tokens, SEED), our_outputs(other, tokens, SEED), 0.0) is None
 
 
@@ -105,10 +107,17 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "spoiled, layer",
-    [("model.blocks.1.attention.attention.output.weight", "layer 1 attention"), ("model.head.weight", "logits")],
+    [
+        ("model.blocks.1.attention.attention.output.weight", "layer 1 attention"),
+        ("model.head.weight", "logits"),
+        ("model.encoder.blocks.0.feed_forward.feed_forward.up", "source layer 0 feed-forward"),
+        ("model.encoder.norm.weight", "source norm"),
+        ("model.blocks.1.cross_attention.attention.value.weight", "layer 1 cross-attention"),
+    ],
 )
 def test_what_does_not_agree_is_not_written(tmp_path, monkeypatch, spoiled, layer):
-    _, path = checkpoint(decoder("local"), tmp_path / "run")
+    cross = "encoder" in spoiled or "cross" in spoiled
+    _, path = checkpoint(small_pair() if cross else decoder("local"), tmp_path / "run")
     write = export.write_tensors
 
     def write_wrongly(tensors, folder):
@@ -262,9 +271,26 @@ def test_other_architectures_are_written_and_compared(tmp_path, monkeypatch):
         monkeypatch.undo()
 
 
-def test_an_encoder_decoder_is_refused(tmp_path):
+def test_both_sides_of_an_encoder_decoder_are_compared_with_their_padding(tmp_path):
+    config = small_pair()
+    texts = text_tokens(config)
+    assert len(texts) == 3 and all(text.shape == (2, 40 + 128) for text in texts)
+    for text in texts:
+        source, target = (text[:, :40] == 258), (text[:, 40:] == 258)
+        assert source.sum(1).tolist() == [0, 10] and target.sum(1).tolist() == [0, 32]
+        assert source[1, 30:].all() and target[1, 96:].all()
+    names = [name for name, _ in our_outputs(checkpoint(config, tmp_path / "run")[0], texts[0], SEED)]
+    parts = [f"layer {layer} {part}" for layer in range(2) for part in ("attention", "feed-forward")]
+    assert names[:6] == [f"source {name}" for name in ("embedding", *parts, "norm")]
+    assert names[6:10] == ["embedding", "layer 0 attention", "layer 0 cross-attention", "layer 0 feed-forward"]
+    card = (to_hf(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
+    assert "pipeline_tag: translation" in card and "AutoModelForSeq2SeqLM" in card and "num_beams=4" in card
+    assert "2 and 3 layers" in card and "for up to 40 tokens of source and 128 of target" in card
+
+
+def test_an_encoder_decoder_is_none_of_the_other_architectures(tmp_path):
     _, path = checkpoint(small_pair(), tmp_path / "run")
-    for to in ("megasparse", "reformer", "yoso"):
+    for to in ("reformer", "yoso", "bert"):
         with pytest.raises(HubError, match=r"model.kind: .*encoder_decoder"):
             to_hf(path, tmp_path / to, to)
         assert not (tmp_path / to).exists()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from megasparse.attention.heads import Padding
+from megasparse.evaluation.beam import Rule, search
 from megasparse.evaluation.generate import generate
 from megasparse.hub.modelling.configuration_megasparse import MegasparseConfig
 from megasparse.hub.modelling.modeling_megasparse import (
@@ -50,11 +51,14 @@ def test_an_encoders_logits_tell_the_token_at_each_position(name):
     tokens, draws = random_tokens(2, LENGTH), Draws.evaluation(SEED, 2)
     hidden, scored = ours.task(tokens, draws, Padding())
     with torch.no_grad():
-        out = hf(hidden, labels=tokens.masked_fill(~scored, -100))
+        labels = tokens.masked_fill(~scored, -100)
+        out = hf(hidden, labels=labels)
+        shared = hf(hidden, labels=labels, num_items_in_batch=2 * scored.sum()).loss  # one of two accumulated batches
     told = F.cross_entropy(out.logits.flatten(0, 1), tokens.flatten(), reduction="none").view(2, LENGTH)
     nats = ours.token_scores(tokens, draws).nats
     torch.testing.assert_close(told, nats, atol=1e-5, rtol=0)
     torch.testing.assert_close(out.loss, nats[scored].mean(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(2 * shared, out.loss, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", strict_names())
@@ -87,16 +91,37 @@ def test_a_cache_takes_several_more_tokens():
     assert later.past_key_values.get_seq_length() == 30
 
 
-def test_beams_need_no_cache():
-    hf, prompt = wrapped(MegasparseForCausalLM, decoder("local")), random_tokens(1, 9)
-    beams = hf.generate(prompt, num_beams=3, max_new_tokens=5, use_cache=False)
+def test_a_reordered_cache_goes_on_with_its_new_rows():
+    """Rows of several lengths change places, are repeated and left out."""
+    hf = wrapped(MegasparseForCausalLM, decoder("lsh"))
+    batch = torch.cat([F.pad(random_tokens(1, n, seed=n), (20 - n, 0), value=256) for n in (20, 7, 13)])
+    mask, rows, more = (batch != 256).long(), torch.tensor([2, 0, 0, 2]), random_tokens(4, 3)
+    with torch.no_grad():
+        cache = hf(batch, attention_mask=mask, use_cache=True).past_key_values
+        cache.reorder_cache(rows)
+        logits = hf(more, past_key_values=cache).logits
+        whole = torch.cat([batch[rows], more], dim=1)
+        expected = hf(whole, attention_mask=F.pad(mask[rows], (0, 3), value=1)).logits[:, -3:]
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
-    def score(found):
-        return hf(found, labels=found.clone().index_fill(1, torch.arange(9), -100)).loss
 
-    assert score(beams) <= score(hf.generate(prompt, max_new_tokens=5)) + 1e-6
-    with pytest.raises(ValueError, match="cannot be reordered"):
-        hf.generate(prompt, num_beams=3, max_new_tokens=5)
+@pytest.mark.parametrize("name", ["full", "local", "lsh", "lha", "yoso", "performer", "smart_bird", "routing"])
+def test_beams_with_and_without_a_cache(name):
+    """Prompts of several lengths, whose rows have caches of their own; hypotheses change rows."""
+    config = decoder(name, vocabulary=7)
+    hf = wrapped(MegasparseForCausalLM, config)
+    prompts = [random_tokens(1, length, 7, seed=length) for length in (20, 7, 20)]
+    batch = torch.cat([F.pad(prompt, (20 - prompt.shape[1], 0)) for prompt in prompts])
+    mask = torch.cat([F.pad(torch.ones_like(prompt), (20 - prompt.shape[1], 0)) for prompt in prompts])
+    settings = {"attention_mask": mask, "num_beams": 3, "max_new_tokens": 8, "num_return_sequences": 2}
+    found = hf.generate(batch, **settings, return_dict_in_generate=True, output_logits=True)
+    cached, before = found.sequences, found.beam_indices
+    assert (before[:, 1:] != before[:, :-1]).any(), "hypotheses that stay in their rows need no cache to change"
+    assert torch.equal(cached, hf.generate(batch, **settings, use_cache=False))
+    rule = Rule(beams=3, tokens=8, end=None)
+    for row, prompt in enumerate(prompts):
+        own = search(made(config), prompt, SEED, rule)[0]
+        assert cached[2 * row : 2 * row + 2, 20:].tolist() == [each.tokens for each in own[:2]]
 
 
 def test_in_bf16_branches_compute_in_bf16(tmp_path):

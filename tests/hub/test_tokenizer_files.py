@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedT
 
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config, DataConfig, RunConfig
+from megasparse.data.corpora.parallel import ParallelEncoder
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.words import vocabulary_file
 from megasparse.errors import ConfigError, HubError
@@ -19,6 +20,7 @@ from megasparse.hub.importing import write_checkpoint
 from megasparse.hub.tokenizer_files import found_tokenizer, tokenizer_files
 from megasparse.training.checkpoint import Checkpoint, persistent_buffers
 from tests.helpers.hub import SEED, decoder, encoder, made
+from tests.helpers.models import small_pair
 from tests.helpers.tokenizers import ODD_TEXTS, PROSE, byte_level, random_texts, sentencepiece_model, wordpiece, written
 from tools.convert_from_hf import main
 
@@ -39,7 +41,8 @@ def tokenizer_file(folder, kind):
 def trained(folder, model, tokenizer):
     """A checkpoint of a made model, whose tokenizer is a file."""
     weights = made(model)
-    data = DataConfig(sequence_length=64, tokenizer=str(tokenizer), path=str(folder))
+    source = 0 if model.source is None else model.source.length
+    data = DataConfig(sequence_length=source + 64, tokenizer=str(tokenizer), path=str(folder))
     config = Config(run=RunConfig(seed=SEED), model=model, data=data)
     values = {**dict(weights.named_parameters()), **persistent_buffers(weights)}
     return write_checkpoint(config, {name: value.detach for name, value in values.items()}, folder / "run")
@@ -132,6 +135,34 @@ def test_a_tokenizer_goes_out_with_its_model_and_comes_back(tmp_path, kind):
     copy = tmp_path / "again" / f"tokenizer{file.suffix}"
     assert opened.config.data.tokenizer == str(copy) and copy.read_bytes() == file.read_bytes()
     assert opened.manifest["tokenizer"] == {"name": ours.name, "sha256": ours.sha256}
+
+
+@pytest.mark.parametrize("kind", ["bytes", "unigram", "byte-level", "wordpiece"])
+def test_an_encoder_decoders_texts_are_those_of_the_records_and_it_comes_back(tmp_path, kind):
+    file = "bytes" if kind == "bytes" else str(tokenizer_file(tmp_path, kind))
+    ours = build_tokenizer(file)
+    end, padding = ours.special.separator, ours.special.padding
+    vocabulary = max(ours.vocabulary, *(token + 1 for token in ours.special))
+    folder = to_hf(trained(tmp_path, small_pair(vocabulary=vocabulary, padding_token=padding), file), tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert (theirs.eos_token_id, theirs.pad_token_id, theirs.model_max_length) == (end, padding, 40)
+    lines = ["the attention of models", "of the models, an attention </s>"]
+    record = ParallelEncoder(file, 40, 40).encode("\n".join([*lines, ""]).encode()).tokens.reshape(2, 40)
+    made = theirs(lines, padding="max_length", max_length=40)
+    assert made["input_ids"] == record.tolist()
+    assert made["attention_mask"] == (record != padding).astype(int).tolist()
+    cut = theirs(lines[1], truncation=True, max_length=5)["input_ids"]
+    assert cut == [*record[1, :4].tolist(), end]
+    a, b = (ours.encode(line).tolist() for line in lines)
+    assert theirs(*lines)["input_ids"] == [*a, end, *b, end]
+    assert theirs.decode(made["input_ids"][0], skip_special_tokens=True) == lines[0]
+    card = (folder / "README.md").read_text()
+    assert ("`training_tokenizer.json`" in card) == (kind in ("byte-level", "wordpiece"))
+
+    main(["--model", str(folder), "--output", str(tmp_path / "again")])
+    opened = Checkpoint.open(tmp_path / "again" / "checkpoints" / "00000000")
+    assert opened.manifest["tokenizer"] == {"name": ours.name, "sha256": ours.sha256}
+    assert opened.config.data.sequence_length == 40 + 128
 
 
 def test_pixels_have_no_tokenizer_there(tmp_path):

@@ -16,7 +16,13 @@ class MegasparseConfig(PretrainedConfig):
         self, model: dict[str, Any] | None = None, seed: int = 0, tokenizer: str = "bytes", **kwargs: Any
     ) -> None:
         self.model, self.seed, self.tokenizer = model or {}, seed, tokenizer
-        kwargs["tie_word_embeddings"] = self.model.get("tied_embeddings", False)
+        source = self.model.get("source")
+        shared = source is not None and source.get("shared_embedding", True)
+        kwargs["tie_word_embeddings"] = shared or self.model.get("tied_embeddings", False)
+        kwargs["is_encoder_decoder"] = source is not None
+        if source is not None:
+            padding = self.model.get("padding_token")
+            kwargs = {"pad_token_id": padding, "decoder_start_token_id": padding or 0, **kwargs}
         super().__init__(**kwargs)
 
     @property
@@ -41,5 +47,7 @@ class MegasparseConfig(PretrainedConfig):
 
     @property
     def max_position_embeddings(self) -> int:
-        """Longest input. In a decoder one place is the start's, from which the first token is told."""
+        """Longest input; of an encoder–decoder what its decoder reads, the start token among it. In a decoder one place
+        is the start's, from which the first token is told.
+        """
         return int(self.model["max_length"]) - self.is_decoder

@@ -1,143 +1,42 @@
 """megasparse models behind HuggingFace's interface: the same modules, the same names of parameters below `model.`.
 
-B batch, n length of the input, V vocabulary.
+B batch, n length of the input, S length of a source, E width, V vocabulary.
 
 HuggingFace's logits at position t tell token t + 1; a megasparse decoder's output at position t tells token t, the
 first one from a learned start vector. So an input of n tokens is n + 1 positions, of which the last n are given back.
-An empty input (B, 0) gives (B, 1, V), the first token's logits, so that text can be generated from nothing.
+An empty input (B, 0) gives (B, 1, V), the first token's logits, so that text can be generated from nothing. What an
+encoder–decoder tells begins with a start token, as HuggingFace has it: the start vector stands in its place.
 
 Padding may stand left or right (attention_mask): a sequence is computed as if it stood alone, from position 0 on.
 In evaluation random hashes depend on the run's seed alone; in training they are drawn anew every forward pass.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutput,
     CausalLMOutputWithPast,
     MaskedLMOutput,
+    Seq2SeqLMOutput,
     SequenceClassifierOutput,
 )
 from transformers.utils import can_return_tuple
 
 from megasparse.attention.contract import Targets
+from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
-from megasparse.config.schema import ModelConfig
 from megasparse.hub.modelling.configuration_megasparse import MegasparseConfig
-from megasparse.model.build import initialise
-from megasparse.model.decoder import Decoder, DecodingCache
-from megasparse.model.encoder import Encoder
+from megasparse.hub.modelling.pretrained import MegasparseCache, MegasparsePreTrainedModel
+from megasparse.hub.modelling.rows import Rows
 from megasparse.ops.random import EVALUATION_STEP, Draws
 
 IGNORED = -100
 """A label that does not count, as everywhere in HuggingFace's."""
-
-
-class Rows:
-    """A batch with each row's real tokens moved to its beginning, and the way back."""
-
-    def __init__(self, input_ids: Tensor, attention_mask: Tensor | None):
-        """input_ids: (B, n). attention_mask: (B, n), 0 for padding, or None where there is none. Raises ValueError for
-        a row of padding alone.
-        """
-        self.padded = attention_mask is not None and not bool((attention_mask != 0).all())
-        if not self.padded or attention_mask is None:
-            self.tokens, self.real, self.lengths = input_ids, None, [input_ids.shape[1]] * len(input_ids)
-            return
-        real = attention_mask != 0
-        if not bool(real.any(1).all()):
-            raise ValueError("attention_mask: a sequence is padding alone")
-        self._order = (~real).to(torch.int8).argsort(dim=1, stable=True)
-        self.lengths = [int(length) for length in real.sum(1)]
-        self.real = real.gather(1, self._order)
-        self.tokens = input_ids.gather(1, self._order).masked_fill(~self.real, 0)
-
-    def align(self, values: Tensor) -> Tensor:
-        """(B, n) or (B, n, E) in the order of `tokens`."""
-        return values.gather(1, self._like(values, self._order)) if self.padded else values
-
-    def restore(self, values: Tensor) -> Tensor:
-        """(B, n, E) in the order of the input."""
-        return values.gather(1, self._like(values, self._order.argsort(dim=1))) if self.padded else values
-
-    def key_mask(self, start: bool) -> Tensor | None:
-        """The real positions, in a decoder behind the start: (B, n), or (B, n + 1)."""
-        return F.pad(self.real, (1, 0), value=True) if start and self.real is not None else self.real
-
-    @staticmethod
-    def _like(values: Tensor, order: Tensor) -> Tensor:
-        return order if values.dim() == 2 else order.unsqueeze(-1).expand(values.shape)
-
-
-class MegasparseCache:
-    """What generation keeps of a batch: a decoding cache for the rows of each length, since a decoding cache has one
-    position for all of its rows.
-    """
-
-    is_compileable = False
-
-    def __init__(self, groups: list[tuple[Tensor, DecodingCache]], length: int):
-        """groups: the numbers of the rows, and their cache. length: columns of the input taken in."""
-        self.groups, self.length = groups, length
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
-
-
-class MegasparsePreTrainedModel(PreTrainedModel):
-    config_class = MegasparseConfig
-    base_model_prefix = ""
-    main_input_name = "input_ids"
-    input_modalities = "text"
-    supports_gradient_checkpointing = False
-    _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
-
-    def __init__(self, config: MegasparseConfig):
-        super().__init__(config)
-        self.settings: Any = ModelConfig.model_validate(config.model)
-        self.model = Decoder(self.settings) if config.is_decoder else Encoder(self.settings)
-        self.passes = 0
-        """Forward passes in training so far: their draws depend on the number."""
-
-    def initialize_weights(self) -> None:
-        """Gives what was not loaded its initial weights: a function of the run's seed, as in a run of ours."""
-        super().initialize_weights()
-        values = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        loaded = {name: x.detach().clone() for name, x in values.items() if getattr(x, "_is_hf_initialized", False)}
-        if len(loaded) < len(values):
-            initialise(self.model, self.settings, self.config.seed)
-            with torch.no_grad():
-                for name, x in loaded.items():
-                    values[name].copy_(x)
-
-    def run(self, rows: Rows, targets: Targets | None) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The final streams, (B, n, E) each in the rows' order, in a decoder (B, n + 1, E); and what the mechanisms
-        want to be minimised beside the task.
-        """
-        self.check_length(rows.tokens.shape[1])
-        draws = self.draws(len(rows.tokens))
-        padding = Padding(key_mask=rows.key_mask(start=self.config.is_decoder))
-        streams, auxiliary, _ = self.model.streams(rows.tokens, draws, padding, targets)
-        return streams, auxiliary
-
-    def draws(self, batch: int) -> Draws:
-        if not self.training:
-            return Draws.evaluation(self.config.seed, batch)
-        self.passes += 1
-        return Draws(self.config.seed, self.passes - 1, torch.arange(batch), training=True)
-
-    def check_length(self, length: int) -> None:
-        longest = self.config.max_position_embeddings
-        if length > longest:
-            raise ValueError(f"{length} tokens are more than the {longest} that this model takes")
-
-    def objective(self, loss: Tensor, auxiliary: Tensor) -> Tensor:
-        """What training minimises: in evaluation the task's loss alone."""
-        return self.model.task_weight * loss + auxiliary if self.training else loss
 
 
 class MegasparseModel(MegasparsePreTrainedModel):
@@ -162,9 +61,9 @@ class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
 
     _is_stateful = True  # a cache cannot be taken back by some tokens
 
+    kinds = ("decoder",)
+
     def __init__(self, config: MegasparseConfig):
-        if not config.is_decoder:
-            raise ValueError("this model is an encoder: load it with AutoModelForMaskedLM")
         super().__init__(config)
         self.post_init()
 
@@ -186,7 +85,7 @@ class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
         """
         if past_key_values is not None:
             return CausalLMOutputWithPast(
-                logits=self._from_cache(input_ids, past_key_values), past_key_values=past_key_values
+                logits=self.from_cache(input_ids, past_key_values), past_key_values=past_key_values
             )
         rows = Rows(input_ids, attention_mask)
         if use_cache and labels is None and not self.training:
@@ -219,8 +118,7 @@ class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
         """All rows of a length go into a cache of their own; they are numbered as in the batch, on which draws may
         depend.
         """
-        if leaks := self.model.leaks:
-            raise ValueError(f"not strictly causal, so it has no cache ({'; '.join(leaks)}): give use_cache=False")
+        self.refuse_leaks()
         self.check_length(rows.tokens.shape[1])
         groups, width = [], rows.tokens.shape[1]
         shape = (*rows.tokens.shape[:1], max(1, width))
@@ -239,15 +137,6 @@ class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
         cache: Any = MegasparseCache(groups, width)
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
-    def _from_cache(self, input_ids: Tensor, cache: MegasparseCache) -> Tensor:
-        self.check_length(max(own.position for _, own in cache.groups) - 1 + input_ids.shape[1])
-        logits = torch.empty(*input_ids.shape, self.config.vocab_size, device=input_ids.device)
-        for column in range(input_ids.shape[1]):
-            for numbers, own in cache.groups:
-                logits[numbers, column] = self.model.decode(input_ids[numbers, column], own)
-        cache.length += input_ids.shape[1]
-        return logits
-
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
@@ -263,17 +152,192 @@ class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values}
         return {**inputs, "use_cache": kwargs.get("use_cache"), "logits_to_keep": 1}
 
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the first forward pass makes the cache
+
+@dataclass
+class SourceOutput(BaseModelOutput):
+    """What the encoder made of sources: last_hidden_state (B, S, E)."""
+
+    attention_mask: Tensor | None = None
+    """(B, S), 0 for padding; None where there is none."""
+
+
+class SourceReader(nn.Module):
+    """The encoder of an encoder–decoder with HuggingFace's interface."""
+
+    def __init__(self, owner: "MegasparseForSeq2SeqLM"):
+        super().__init__()
+        self.encoder, self._read = owner.model.encoder, owner.read
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> SourceOutput:
+        return self._read(input_ids, attention_mask)
+
+
+class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
+    """An encoder–decoder: logits at position t tell the target's token t. decoder_input_ids are the start token and the
+    target's tokens before the last one.
+
+    Beams are HuggingFace's: they are compared by log-probability / length**length_penalty, and what max_length cuts off
+    counts as ended. megasparse's own divide by ((5 + length)/6)**penalty and keep what is cut off only where nothing
+    has ended; with length_penalty=0 and early_stopping=True the two find the same, if beams end in time.
+    """
+
+    _is_stateful = True  # a cache cannot be taken back by some tokens
+    kinds = ("encoder_decoder",)
+
+    def __init__(self, config: MegasparseConfig):
+        super().__init__(config)
+        self.post_init()
+
+    def get_encoder(self, modality: str | None = None) -> SourceReader:
+        return SourceReader(self)
+
+    def read(self, input_ids: Tensor, attention_mask: Tensor | None) -> SourceOutput:
+        """Of sources (B, S). Without a mask, all is real but the model's padding token."""
+        return self._encoded(input_ids, attention_mask, self.draws(len(input_ids)))[0]
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """The start token and all labels but the last one, in place of what does not count the start token."""
+        start = self.config.decoder_start_token_id
+        return F.pad(labels[:, :-1], (1, 0), value=start).masked_fill(F.pad(labels[:, :-1] == IGNORED, (1, 0)), start)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput:
+        """labels: (B, n), the targets with what ends them; -100 and the padding token do not count. The loss is the
+        mean nats of a label (of `num_items_in_batch` of them, where given), in training with the model's label
+        smoothing.
+        encoder_outputs: of `get_encoder`, in place of input_ids; auxiliary losses of the encoder are then not in the
+        loss. decoder_attention_mask: padding of decoder_input_ids, right of the tokens. past_key_values: of an earlier
+        call; decoder_input_ids are then the tokens after it. logits_to_keep: only the last ones; 0 keeps all.
+        """
+        if decoder_input_ids is None:
+            if labels is None:
+                raise ValueError("an encoder-decoder needs decoder_input_ids or labels")
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        if past_key_values is not None:
+            logits = self.from_cache(decoder_input_ids, past_key_values)
+            return Seq2SeqLMOutput(logits=logits, past_key_values=past_key_values)
+        self._check_targets(decoder_input_ids)
+        if labels is not None and logits_to_keep:
+            raise ValueError("labels need the logits of all positions: leave logits_to_keep out")
+        draws, auxiliary = self.draws(len(decoder_input_ids)), torch.zeros((), device=decoder_input_ids.device)
+        if encoder_outputs is None:
+            if input_ids is None:
+                raise ValueError("an encoder-decoder needs input_ids or encoder_outputs")
+            encoder_outputs, auxiliary = self._encoded(input_ids, attention_mask, draws)
+        source = self._source(encoder_outputs, attention_mask)
+        if use_cache and labels is None and not self.training:
+            found = self._into_cache(decoder_input_ids, source, logits_to_keep)
+            return Seq2SeqLMOutput(**found, encoder_last_hidden_state=encoder_outputs[0])
+        targets = None
+        if labels is not None:
+            counted = (labels != IGNORED) & (labels != self._padding)
+            targets = Targets(labels.masked_fill(~counted, 0), counted)
+        padding = Padding(self._told(decoder_attention_mask, targets))
+        streams, own, _ = self.model.streams(decoder_input_ids[:, 1:], draws, padding, targets, source=source)
+        logits = self.model.logits(tuple(x[:, -logits_to_keep:] for x in streams))
+        loss = None
+        if targets is not None:
+            loss = self.objective(self._loss(logits, targets, num_items_in_batch), auxiliary + own)
+        return Seq2SeqLMOutput(loss=loss, logits=logits, encoder_last_hidden_state=encoder_outputs[0])
+
+    @property
+    def _padding(self) -> int:
+        """The padding token, -100 where there is none."""
+        token: int | None = self.settings.padding_token
+        return IGNORED if token is None else token
+
+    def _encoded(self, tokens: Tensor, mask: Tensor | None, draws: Draws) -> tuple[SourceOutput, Tensor]:
+        """What the encoder makes of sources, in the order of the input, and its auxiliary losses."""
+        longest = self.settings.source.length
+        if tokens.shape[1] > longest:
+            raise ValueError(f"{tokens.shape[1]} tokens are more than the {longest} that the encoder reads")
+        mask = tokens != self._padding if mask is None else mask
+        rows = Rows(tokens, mask, self._padding)
+        states, auxiliary, _ = self.model.encoder(rows.tokens, draws, rows.real)
+        return SourceOutput(rows.restore(states), attention_mask=mask if rows.padded else None), auxiliary
+
+    def _source(self, encoder_outputs: Any, mask: Tensor | None) -> Source:
+        """As our decoder sees it: the real tokens first."""
+        states = encoder_outputs[0]
+        mask = getattr(encoder_outputs, "attention_mask", None) if mask is None else mask
+        rows = Rows(torch.zeros(states.shape[:2], dtype=torch.long, device=states.device), mask)
+        return Source(rows.align(states), rows.real)
+
+    def _check_targets(self, decoder_input_ids: Tensor) -> None:
+        start = self.config.decoder_start_token_id
+        if not decoder_input_ids.shape[1] or bool((decoder_input_ids[:, 0] != start).any()):
+            raise ValueError(f"decoder_input_ids must begin with the start token {start}")
+        self.check_length(decoder_input_ids.shape[1])
+
+    def _told(self, mask: Tensor | None, targets: Targets | None) -> Tensor | None:
+        """The real positions (B, n) of the target: by its mask, else those up to the last label that counts, the first
+        always; None where that is all.
+        """
+        if mask is not None:
+            real = mask != 0
+            if bool((real[:, 1:] & ~real[:, :-1]).any()):
+                raise ValueError("decoder_attention_mask: padding stands left of a token")
+        elif targets is not None and targets.counted is not None:
+            real = targets.counted.flip(1).cumsum(1).flip(1) > 0
+        else:
+            return None
+        real = real | (torch.arange(real.shape[1], device=real.device) == 0)
+        return None if bool(real.all()) else real
+
+    def _loss(self, logits: Tensor, targets: Targets, divisor: Tensor | int | None) -> Tensor:
+        values, counted = targets
+        assert counted is not None
+        smoothing = self.settings.label_smoothing if self.training else 0.0
+        labels = values.masked_fill(~counted, IGNORED).flatten()
+        total = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum", label_smoothing=smoothing)
+        return total / (counted.sum().clamp_min(1) if divisor is None else divisor)
+
+    def _into_cache(self, read: Tensor, source: Source, keep: int) -> dict[str, Any]:
+        self.refuse_leaks()
+        cache = self.model.new_cache(len(read), self.config.seed, memory=source)
+        streams, _, _ = self.model.streams(read[:, 1:], cache.draws, Padding(), caches=cache.layers)
+        cache.position = read.shape[1]
+        logits = self.model.logits(tuple(x[:, -keep:] for x in streams))
+        numbers = torch.arange(len(read), device=read.device)
+        return {"logits": logits, "past_key_values": MegasparseCache([(numbers, cache)], cache.position)}
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """input_ids: of the decoder."""
+        if past_key_values is not None:
+            input_ids = input_ids[:, past_key_values.get_seq_length() :]
+        inputs = {"decoder_input_ids": input_ids, "past_key_values": past_key_values, "attention_mask": attention_mask}
+        given = {name: kwargs.get(name) for name in ("encoder_outputs", "decoder_attention_mask", "use_cache")}
+        return {**inputs, **given, "logits_to_keep": 1}
 
 
 class MegasparseForMaskedLM(MegasparsePreTrainedModel):
     """An encoder: logits at position t tell the token that the mask hides there."""
 
+    kinds = ("encoder",)
+
     def __init__(self, config: MegasparseConfig):
-        if config.is_decoder:
-            raise ValueError("this model is a decoder: load it with AutoModelForCausalLM")
         super().__init__(config)
         self.post_init()
 
@@ -291,7 +355,7 @@ class MegasparseForMaskedLM(MegasparsePreTrainedModel):
         logits = self.model.logits(tuple(rows.restore(x) for x in streams))
         if labels is None:
             return MaskedLMOutput(logits=logits)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss=self.objective(loss, auxiliary), logits=logits)
 
 

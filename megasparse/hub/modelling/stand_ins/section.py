@@ -1,5 +1,6 @@
 """Sections of a configuration without pydantic: values that were checked before they were written are only held."""
 
+import copy
 from typing import Any, get_args, get_type_hints
 
 Fraction, Positive, Count = float, int, int
@@ -24,3 +25,10 @@ class Section:
             part = next((kind for kind in kinds if issubclass(kind, Section)), None)
             setattr(section, key, part.model_validate(value) if part and value is not None else value)
         return section
+
+    def model_copy(self, *, update: dict[str, Any]) -> "Section":
+        """Another one, with other values."""
+        other = copy.copy(self)
+        for key, value in update.items():
+            setattr(other, key, value)
+        return other
