@@ -116,8 +116,8 @@ class ModelConfig(Section):
     output_bias: bool = False
     """The output projection has a bias, as published Reformers have. With `style` bert it has one in any case."""
     token_types: Count = 0
-    """`style` bert, or with `sentence_order`: number of token types with an embedding (BERT has 2). Every token is of the
-    first, with `sentence_order` those behind the first separator of the second."""
+    """`style` bert, or with `sentence_order`: number of token types with an embedding (BERT has 2). Every token is of
+    the first, with `sentence_order` those behind the first separator of the second."""
     positions: PositionsConfig = PositionsConfig()
     attention: AttentionConfig = AttentionConfig()
     masking: MaskingConfig = MaskingConfig()
