@@ -97,5 +97,7 @@ def _drawn(decoder: Any, given: Tensor, shape: Shape, hash_seed: int, sampling: 
             vocabulary=256,
         )
         what = f"images {first + 1}-{first + len(prompts)} of {len(given)}"
-        found = [torch.tensor(tokens) for tokens in tqdm(told, desc=what, total=missing, unit="sub-pixel")]
+        found = [
+            torch.tensor(tokens) for tokens in tqdm(told, desc=what, total=missing, unit="sub-pixel", disable=None)
+        ]
         yield from torch.cat([prompts, torch.stack(found, dim=1)], dim=1)

@@ -79,7 +79,9 @@ def of_unigram(model: bytes) -> dict[str, Any] | None:
 
 
 def with_start(values: dict[str, Any], token: int, name: str) -> dict[str, Any]:
-    """The same tokenizer with the special token `name`, of id `token`, before every text."""
+    """The same tokenizer with the special token `name`, of id `token`, before every text; ids below it that none has
+    get a name, since added tokens are numbered one after another.
+    """
     start, text = {"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     processor = {
         "type": "TemplateProcessing",
@@ -87,7 +89,10 @@ def with_start(values: dict[str, Any], token: int, name: str) -> dict[str, Any]:
         "pair": [start, text, {"Sequence": {"id": "B", "type_id": 0}}],
         "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
     }
-    return {**values, "added_tokens": [*values["added_tokens"], _added(token, name)], "post_processor": processor}
+    added = values["added_tokens"]
+    known = max([len(values["model"]["vocab"]), *(other["id"] + 1 for other in added)])
+    gap = [_added(unused, f"[unused{unused}]") for unused in range(known, token)]
+    return {**values, "added_tokens": [*added, *gap, _added(token, name)], "post_processor": processor}
 
 
 def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:

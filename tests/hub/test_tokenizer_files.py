@@ -17,7 +17,7 @@ from megasparse.hub.export import to_hf
 from megasparse.hub.fast_tokenizer import of_bytes, of_unigram
 from megasparse.hub.foreign import Foreign
 from megasparse.hub.importing import write_checkpoint
-from megasparse.hub.tokenizer_files import found_tokenizer, tokenizer_files
+from megasparse.hub.tokenizer_files import files_with_start, found_tokenizer, tokenizer_files
 from megasparse.training.checkpoint import Checkpoint, persistent_buffers
 from tests.helpers.hub import SEED, decoder, encoder, made
 from tests.helpers.models import small_pair
@@ -251,3 +251,14 @@ def test_a_tokenizer_that_is_not_there_or_another_is_refused(tmp_path):
     with pytest.raises(HubError, match="is not the tokenizer that the model was trained with"):
         to_hf(path, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("token", [256, 300])
+def test_a_start_token_keeps_its_id(tmp_path, token):
+    """Also where ids below it have no name: HuggingFace numbers added tokens one after another."""
+    config = build_config({"model": {"vocabulary": 300, "max_length": 64}, "data": {"sequence_length": 64}})
+    for name, content in files_with_start(tokenizer_files(config, 64), token, "[BOS]").items():
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.bos_token_id == theirs.pad_token_id == token
+    assert theirs("aß")["input_ids"] == [token, 97, 0xC3, 0x9F]
