@@ -12,12 +12,11 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from launch import generate, pretrain
-from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
-from megasparse.data.prepare import prepare
 from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.restore import restore
 from megasparse.ops.random import Draws
+from tools import prepare_data
 
 MODEL = {"layers": 2, "d_model": 32, "d_ff": 64, "heads": 4, "attention": {"pattern": ["local", "lsh"]}}
 SMALL = {"local": {"chunk": 8}, "lsh": {"chunk": 8}}
@@ -39,10 +38,9 @@ def refused(capsys, *arguments) -> str:
     return error
 
 
-def trained(folder: Path, corpus: str, options: dict[str, Any], length: int, sections: dict[str, Any]) -> Path:
-    """A run of 3 steps on folder/source, evaluated after the third."""
-    source = Source.open([str(folder / "source")], None, folder / "download")
-    prepare(corpus, source, folder / "data", options=options, sample_bytes=length, shard_bytes=4096, command="a test")
+def trained(folder: Path, corpus: list[Any], length: int, sections: dict[str, Any]) -> Path:
+    """A run of 3 steps on a corpus, as tools/prepare_data.py makes it, evaluated after the third."""
+    prepare_data.main([*map(str, corpus), "--output", str(folder / "data")])
     config: dict[str, Any] = {
         "run": {"directory": str(folder / "run"), "engine": "torch", "device": "cpu"},
         "model": {**MODEL, "attention": MODEL["attention"] | SMALL},
@@ -71,14 +69,18 @@ def pixels(tmp_path_factory) -> Path:
         "data": {"tokenizer": "pixels"},
         "evaluation": {"every": 3, "sequences": 2, "sample_tokens": 30},
     }
-    return trained(folder, "images", {"size": 4, "split": None, "seed": 0}, 48, sections)
+    return trained(folder, ["images", "--source", folder / "source", "--size", 4], 48, sections)
 
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory) -> Path:
-    """An encoder–decoder that tells the next 24 bytes of 40."""
+    """An encoder–decoder that tells the numbers after those that it reads."""
     folder = tmp_path_factory.mktemp("translator")
-    (folder / "source").write_text("one two three four five six seven eight nine ten. " * 60)
+    numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"] * 20
+    for name, first in (("source", 0), ("target", 2)):
+        pairs = zip(numbers[first:], numbers[first + 1 :], strict=False)
+        (folder / name).write_text("".join(f"{a} {b}\n" for a, b in pairs))
+    (folder / "source").write_text("\n".join((folder / "source").read_text().split("\n")[:-3]) + "\n")
     sections = {
         "model": {
             "kind": "encoder_decoder",
@@ -89,7 +91,8 @@ def translator(tmp_path_factory) -> Path:
         },
         "optimizer": {"learning_rate": 0.01},
     }
-    return trained(folder, "text", {"split": "80,10,10"}, 40, sections)
+    files = ["--source", folder / "source", "--target", folder / "target", "--split", "80,10,10"]
+    return trained(folder, ["parallel", *files, "--source-length", 16, "--target-length", 24], 40, sections)
 
 
 def opened(path: Path) -> np.ndarray:
@@ -163,14 +166,16 @@ def test_training_told_how_well_targets_are_told(translator):
     assert "evaluation/bits_per_dim" not in line
     stream = EvaluationStream(Index.load(translator.parent / "data"), "validation")
     model, *_ = restore(translator)
-    nats, correct = torch.tensor(0.0, dtype=torch.float64), 0
+    nats, correct, told = torch.tensor(0.0, dtype=torch.float64), 0, 0
     for start in (0, 40):
-        scores = model.token_scores(stream.read(start, start + 40)[None], Draws.evaluation(0, 1))
-        assert scores.scored[0].tolist() == [False] * 16 + [True] * 24
+        record = stream.read(start, start + 40)
+        scores = model.token_scores(record[None], Draws.evaluation(0, 1))
+        assert scores.scored[0].tolist() == [False] * 16 + (record[16:] != 257).tolist()
+        told += int(scores.scored.sum())
         nats += scores.nats[scores.scored].double().sum()
         correct += int((scores.correct & scores.scored).sum())
-    assert line["evaluation/loss"] == pytest.approx(float(nats) / 48, rel=1e-5)
-    assert line["evaluation/accuracy"] == pytest.approx(correct / 48)
+    assert line["evaluation/loss"] == pytest.approx(float(nats) / told, rel=1e-5)
+    assert line["evaluation/accuracy"] == pytest.approx(correct / told)
 
 
 def test_mistakes_are_one_line(pixels, translator, tmp_path, capsys):

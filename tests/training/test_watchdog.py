@@ -188,7 +188,7 @@ def test_S3_a_rank_that_holds_pythons_lock_is_named_and_prints_its_stacks(start:
 @pytest.mark.parametrize("ahead", [0, 50], ids=["the slow one behind", "the slow one ahead"])
 def test_S3_nobody_fires_while_one_rank_makes_progress(start: Start, ahead: int) -> None:
     slow = f"{STEPS}\nfor part in range({ahead}): watchdog.progress('saving')\n"
-    slow += "for part in range(10):\n    watchdog.progress(f'saving part {part}')\n    time.sleep(0.35)"
+    slow += "for part in range(14):\n    watchdog.progress(f'saving part {part}')\n    time.sleep(0.35)"
     waits = f"{STEPS}\nfor part in range(20): watchdog.progress('saved')\ntime.sleep(3.5)\nwatchdog.progress('step 3')"
     ranks = [start(slow, rank=0), start(waits, rank=1)]
     assert [rank.end(10) for rank in ranks] == [(0, ""), (0, "")]
