@@ -1,5 +1,6 @@
 """Images drawn and completed by a made-up model, their files and sheets, and mistakes."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -78,6 +79,7 @@ def test_sub_pixels_stand_where_they_belong_and_the_rest_is_black():
 @pytest.mark.parametrize("at_once", [2, 16])
 def test_each_image_is_a_file_and_all_are_on_the_sheet(tmp_path, monkeypatch, at_once, capsys):
     monkeypatch.setattr(images, "AT_ONCE", at_once)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # where the progress is shown
     draw_images(Counter(), RGB, 3, 0, GREEDY, str(tmp_path / "new" / "out"))
     out = tmp_path / "new" / "out"
     assert sorted(path.name for path in out.iterdir()) == ["0000.png", "0001.png", "0002.png", "sheet.png"]

@@ -49,7 +49,8 @@ def embeddings(model, texts):
 
 @pytest.mark.soak
 def test_trained_hashes_keep_more_of_the_embeddings_than_reformers_lsh(encoder, figures):
-    """LHA: the best √2·64 members of 8 buckets. LSH: Reformer's band, one round of 2 buckets, which sees fewer keys.
+    """LHA: the best √2·64 members of 8 buckets, 156 keys a query. LSH: Reformer's band, one round of 2 buckets (113
+    keys) and three of 4 (about 148).
 
     Random projections in LHA's own window (its baseline, Eq. 9) are reported and not beaten for certain: .944 here, LHA
     .958 after 60 steps and .933 after 90. Trained on, the hashes leave out keys that every query sees a little of, and
@@ -73,6 +74,7 @@ def test_trained_hashes_keep_more_of_the_embeddings_than_reformers_lsh(encoder, 
     others = {
         "lha_with_random_projections": {"kind": "lha", "chunk": 64, "window": "top_k", "hash": "random"},
         "lsh": {"kind": "lsh", "chunk": 128, "rounds": 1, "buckets": 2},
+        "lsh_of_3_rounds": {"kind": "lsh", "chunk": 64, "rounds": 3, "buckets": 4},
         "smyrf": {"kind": "smyrf", "chunk": 128, "rounds": 1},
         "random": {"kind": "random", "chunk": 256},
         "local": {"kind": "local", "chunk": 53},
@@ -87,4 +89,4 @@ def test_trained_hashes_keep_more_of_the_embeddings_than_reformers_lsh(encoder, 
     assert kept(model, held_out) > 1.5 * before
     found["lha"] = stays()
     figures(**{f"cosine_of_{name}_ratio": value for name, value in found.items()})
-    assert found["lha"] > max(found["lsh"], found["smyrf"]) + 0.03
+    assert found["lha"] > max(found["lsh"], found["lsh_of_3_rounds"], found["smyrf"]) + 0.02
