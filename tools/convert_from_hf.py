@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasparse.config.load import build_config
-from megasparse.errors import HubError, report_user_errors
+from megasparse.errors import report_user_errors
+from megasparse.hub import require_transformers
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,10 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 @report_user_errors
 def main(arguments: Sequence[str] | None = None) -> None:
     given = build_parser().parse_args(arguments)
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise HubError("transformers", "is not installed", "Install it: pip install -e .[hf]") from None
+    require_transformers()
     from megasparse.hub.foreign import Foreign
     from megasparse.hub.importing import refuse_existing, turned, write_checkpoint
 

@@ -16,7 +16,8 @@ The written model is run beside ours on the same text, and OUTPUT appears only w
 import argparse
 from pathlib import Path
 
-from megasparse.errors import HubError, report_user_errors
+from megasparse.errors import report_user_errors
+from megasparse.hub import require_transformers
 from megasparse.hub.export import to_hf
 from megasparse.hub.formats import FORMATS
 
@@ -43,10 +44,9 @@ def arguments() -> argparse.Namespace:
 @report_user_errors
 def main() -> None:
     args = arguments()
-    try:
-        from transformers.utils import logging
-    except ImportError:
-        raise HubError("transformers", "is not installed", 'Install it: pip install "transformers==5.23.0"') from None
+    require_transformers()
+    from transformers.utils import logging
+
     logging.disable_progress_bar()
     print(f"wrote {to_hf(args.checkpoint, args.output, args.to, args.evaluation)}")
 

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasparse.config.strict_json import parse
-from megasparse.errors import ConfigError, HubError, report_user_errors
+from megasparse.errors import ConfigError, report_user_errors
+from megasparse.hub import require_transformers
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,11 +35,10 @@ def build_parser() -> argparse.ArgumentParser:
 @report_user_errors
 def main(arguments: Sequence[str] | None = None) -> None:
     given = build_parser().parse_args(arguments)
-    try:
-        from transformers import AutoTokenizer
-        from transformers.utils.logging import disable_progress_bar
-    except ImportError:
-        raise HubError("transformers", "is not installed", "Install it: pip install -e .[hf]") from None
+    require_transformers()
+    from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
     from megasparse.hub.lengthen import positions
     from megasparse.hub.replace import replace_attention
     from megasparse.hub.replaced_folder import load_plain, save_replaced

@@ -16,6 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megasparse.errors import ConfigError, DataError, HubError, report_user_errors
+from megasparse.hub import require_transformers
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,11 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(key, f"{value} is too few", "Ask for 1 or more")
     if given.output.exists():
         raise HubError(given.output, "exists already", "Give the name of a new folder")
-    try:
-        from transformers import AutoTokenizer
-        from transformers.utils.logging import disable_progress_bar
-    except ImportError:
-        raise HubError("transformers", "is not installed", "Install it: pip install -e .[hf]") from None
+    require_transformers()
+    from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
     from megasparse.hub.hash_training import kept, train_hashes
     from megasparse.hub.lengthen import positions
     from megasparse.hub.replaced_folder import load_replaced, save_replaced

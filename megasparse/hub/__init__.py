@@ -10,6 +10,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasparse.errors import HubError
+
 if TYPE_CHECKING:
     from megasparse.hub.export import to_hf as to_hf
     from megasparse.hub.hash_training import train_hashes as train_hashes
@@ -37,6 +39,14 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"megasparse.hub.{_PLACES[name]}"), name)
+
+
+def require_transformers() -> None:
+    """Raises HubError where transformers, which the tools of this folder need, cannot be imported."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise HubError("transformers", "is not installed", 'Install it: pip install "transformers==5.23.0"') from None
 
 
 def from_pretrained(name: str | Path) -> "Model":
