@@ -1,5 +1,6 @@
 # make quickstart   from nothing to held-out bits/dim of a model trained on real text, in under 15 minutes on two cores
 # make test         the tests (12 minutes on two cores)         make checks   ruff and mypy
+# make kernels      every GPU kernel in Triton's interpreter, and compiled for the A100 and the H100 (no GPU needed)
 # make soak         the tests that take minutes to hours        make clean    the virtual environment and caches
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu takes PyTorch's CPU build (no GPU: 200 MB in place of several GB).
@@ -13,18 +14,21 @@ BIN := .venv/bin
 export GOMP_SPINCOUNT ?= 2000
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: quickstart test checks soak clean install
+.PHONY: quickstart test checks kernels soak clean install
 
 quickstart: .venv/installed
 	@$(BIN)/python tools/quickstart.py
 
 test: .venv/installed-dev
-	@$(BIN)/python -m pytest -m "not soak" $(TESTS)
+	@$(BIN)/python -m pytest -m "not soak and not kernels" $(TESTS)
 
 checks: .venv/installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+kernels: .venv/installed-dev
+	@$(BIN)/python -m pytest -m kernels $(TESTS)
 
 soak: .venv/installed-dev
 	@$(BIN)/python -m pytest -m soak $(TESTS)

@@ -1,8 +1,13 @@
 """Figures that the long tests report; `make soak` prints them together at its end."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():  # before any kernel is defined
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 FIGURES = pytest.StashKey[dict[str, float]]()
 LARGEST = ("seconds", "ratio", "slope")

@@ -1,0 +1,77 @@
+"""What the Triton kernels of all operators share: products, random bits, and how a kernel is started.
+
+Kernels are started by `launch` alone, so that `recorded` sees every one of them with the very settings it runs with:
+ahead-of-time compilation needs no list of its own.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Kernels run in Triton's interpreter, on a CPU."""
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr):
+    """a·b, (m, k) and (k, n), summed in fp32. PRECISION, of fp32 factors only: see `precision`."""
+    if INTERPRETED:  # it multiplies the bit patterns of bf16
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def mix(x):
+    """`ops.random`'s bijection of 32-bit integers, for uint32 x."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+def precision() -> str:
+    """How products of fp32 factors are computed: exactly, or in TF32 where torch was told that it may."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def block(width: int) -> int:
+    """The smallest power of two that holds `width`, at least 16: what tl.dot takes."""
+    return max(16, triton.next_power_of_2(width))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its positional arguments, and its settings: compile-time constants, num_warps, num_stages."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    settings: dict[str, Any]
+
+
+_recording: list[Launch] | None = None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
+    """Starts `kernel` on the device of its first tensor; a grid without programs starts nothing."""
+    if _recording is not None:
+        _recording.append(Launch(kernel, arguments, settings))
+    elif all(grid):
+        first = next(x for x in arguments if isinstance(x, Tensor))
+        with torch.cuda.device_of(first):
+            kernel[grid](*arguments, **settings)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Within it kernels are not started, but listed."""
+    global _recording
+    before, _recording = _recording, []
+    try:
+        yield _recording
+    finally:
+        _recording = before
