@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megasparse.attention.contract import Heads, Place
 from megasparse.attention.full import KeyValueCache
-from megasparse.ops.bucketed_attention import Window, bucketed_attention, windows_by_key_rank
-from megasparse.ops.gathered_attention import gathered_attention
+from megasparse.ops.bucketed_attention import Window, bucketed_attention
 
 
 def band_attention(
@@ -33,39 +32,20 @@ def band_attention(
     count_rounds: a key seen in N rounds counts once, else N times. The chunk window needs shared codes.
     Returns out (B, H, L, D) in q's dtype and the log-sum-exp z (B, H, L), in fp32 at least; padding gets 0 and −∞.
     """
-    if key_codes is None:
-        return bucketed_attention(
-            heads.q,
-            heads.k,
-            heads.v,
-            query_codes,
-            window,
-            causal=heads.causal,
-            scale=scale,
-            exclude_self=exclude_self,
-            count_rounds=count_rounds,
-            key_mask=heads.key_mask,
-            segments=heads.segments,
-        )
-    assert window.kind == "band", "the chunk window needs codes that queries and keys share"
-    index = windows_by_key_rank(
-        query_codes, key_codes, window.chunk, heads.causal, heads.key_mask, heads.segments, distinct=count_rounds
+    return bucketed_attention(
+        heads.q,
+        heads.k,
+        heads.v,
+        query_codes,
+        window,
+        causal=heads.causal,
+        scale=scale,
+        exclude_self=exclude_self,
+        count_rounds=count_rounds,
+        key_mask=heads.key_mask,
+        segments=heads.segments,
+        key_codes=key_codes,
     )
-    if heads.q.shape[2] == heads.k.shape[2]:
-        index = _see_self_at_last(index, heads.key_mask, exclude_self)
-    return gathered_attention(heads.q, heads.k, heads.v, index, scale=scale)
-
-
-def _see_self_at_last(index: Tensor, key_mask: Tensor | None, exclude_self: bool) -> Tensor:
-    """The windows (B, H, L, K) of self-attention: whoever sees nothing sees itself, and padding nothing."""
-    own = torch.arange(index.shape[2], dtype=index.dtype, device=index.device)
-    if exclude_self:
-        index = index.masked_fill_(index == own[:, None], -1)
-    alone = (index < 0).all(dim=-1)
-    index[..., 0] = torch.where(alone, own, index[..., 0])
-    if key_mask is not None:
-        index = index.masked_fill_(~key_mask[:, None, :, None], -1)
-    return index
 
 
 @dataclass

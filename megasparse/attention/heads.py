@@ -15,14 +15,18 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.full import FullAttention
 from megasparse.attention.mechanisms import MECHANISMS
-from megasparse.config.pattern import heads_of_layer, layers_with
+from megasparse.config.attention import FullAttentionConfig
+from megasparse.config.pattern import attends_fully, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.positions import rotate, sinusoids
 
 
 def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
-    """The mechanism that a configuration names, over so many heads of a layer."""
+    """The mechanism that a configuration names, over so many heads of a layer; or full attention in its place, sharing
+    queries and keys where it does, by `attention.full_below`.
+    """
     place = Place(
         heads=heads,
         head_dim=head_dim(model),
@@ -32,7 +36,8 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
         layers=layers_with(model, kind),
         vocabulary=model.vocabulary,
     )
-    return MECHANISMS[kind](getattr(model.attention, kind), place)
+    built = MECHANISMS[kind](getattr(model.attention, kind), place)
+    return FullAttention(FullAttentionConfig(shared_qk=built.shared_qk), place) if attends_fully(model, kind) else built
 
 
 def head_dim(model: ModelConfig) -> int:

@@ -169,6 +169,10 @@ class AttentionConfig(Section):
     pattern: list[AttentionKind | HeadSplit] = Field(default=["local", "local", "lsh", "local"], min_length=1)
     """Attention of each layer, repeated over the depth; as long as the depth, it is an explicit list. An entry is a
     kind, or the number of heads of each of several kinds, such as {"local": 4, "lha": 4}, in whatever order."""
+    full_below: Positive | None = None
+    """In a model whose max_length is below this, full attention takes the place of `lsh` and `smyrf`, on the same
+    weights. null never. It changes the function, so neither the machine nor a batch's length has a say in it;
+    tools/bench_attention.py --write-crossover measures from which length on hashing is faster, and writes it here."""
     full: FullAttentionConfig = FullAttentionConfig()
     local: LocalAttentionConfig = LocalAttentionConfig()
     lsh: LSHAttentionConfig = LSHAttentionConfig()

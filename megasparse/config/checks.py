@@ -8,7 +8,7 @@ from megasparse.config.attention import LSHAttentionConfig, SmartBirdAttentionCo
 from megasparse.config.buckets import lsh_buckets
 from megasparse.config.messages import show
 from megasparse.config.parts import decoder_part, encoder_part
-from megasparse.config.pattern import heads_of_layer, kinds
+from megasparse.config.pattern import WITHOUT_WEIGHTS, heads_of_layer, kinds
 from megasparse.config.schema import Config, MaskingConfig, ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 
@@ -59,6 +59,12 @@ def _check_stack(model: ModelConfig) -> None:
         _check_yoso(model.attention.yoso)
     if "smart_bird" in kinds(model):
         _check_smart_bird(model.attention.smart_bird)
+    if model.attention.full_below is not None and not set(WITHOUT_WEIGHTS) & set(kinds(model)):
+        raise ConfigError(
+            "model.attention.full_below",
+            f"{model.attention.full_below} is given, but no layer has {' or '.join(show(k) for k in WITHOUT_WEIGHTS)}",
+            "Set it to null",
+        )
 
 
 LARGEST = 2**31 - 1

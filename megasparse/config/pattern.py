@@ -22,6 +22,17 @@ def layers_with(model: ModelConfig, kind: str) -> int:
     return sum(kind in heads_of_layer(model, layer) for layer in range(model.layers))
 
 
+WITHOUT_WEIGHTS = ("lsh", "smyrf")
+"""Softmax attention inside what hashing alone finds: full attention has the very same weights. The others of the kind
+train hashes or a sketch of their own, which full attention would leave untrained."""
+
+
+def attends_fully(model: ModelConfig, kind: str) -> bool:
+    """Whether full attention takes the place of this kind, by `model.attention.full_below`."""
+    full_below = model.attention.full_below
+    return kind in WITHOUT_WEIGHTS and full_below is not None and model.max_length < full_below
+
+
 def kinds(model: ModelConfig) -> list[str]:
     """The mechanisms of a model, each once, in the order of their first layers."""
     layers = range(min(model.layers, len(model.attention.pattern)))

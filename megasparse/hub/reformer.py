@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasparse.config.load import build_config
-from megasparse.config.pattern import heads_of_layer, kinds
+from megasparse.config.pattern import attends_fully, heads_of_layer, kinds
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import HubError
 from megasparse.hub.formats import Exported, Imported
@@ -162,6 +162,8 @@ def _check_expressible(model: ModelConfig) -> None:
             ("attention.lsh.same_bucket", lsh.same_bucket, False),
             ("attention.lsh.count_rounds", lsh.count_rounds, False),
         ]
+        if attends_fully(model, "lsh"):
+            wanted.append(("attention.full_below", model.attention.full_below, None))
     for key, value, only in wanted:
         if value != only:
             raise _inexpressible(key, value, f"{only!r}")

@@ -93,8 +93,8 @@ def replace_attention(
     base._megasparse = _State(seed)
     model.set_attn_implementation(NAME)
     used = {kind: getattr(config.attention, kind).model_dump(mode="json") for kind in kinds(config)}
-    pattern = config.attention.model_dump(mode="json", include={"pattern"})
-    setattr(model.config, ENTRY, {"attention": pattern | used, "max_length": config.max_length, "seed": seed})
+    common = config.attention.model_dump(mode="json", include={"pattern", "full_below"})
+    setattr(model.config, ENTRY, {"attention": common | used, "max_length": config.max_length, "seed": seed})
     return model
 
 

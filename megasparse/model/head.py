@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Streams
 from megasparse.ops.adaptive_softmax import adaptive_log_probabilities, adaptive_scores
+from megasparse.ops.cross_entropy import token_scores
 from megasparse.ops.tiled import tiled
 
 
@@ -50,7 +51,7 @@ class OutputHead(nn.Module):
         """
         weights = dict(self.named_parameters(recurse=False))
         if targets is None:
-            return self._logits(self._hidden([x[:, -1] for x in streams], weights), weights)
+            return self._logits(self._hidden([x[:, -1] for x in streams], weights), weights).float()
 
         def score(targets: Tensor, *rest: Tensor) -> Tensor:
             given = dict(zip(weights, rest[len(streams) :], strict=True))
@@ -65,13 +66,7 @@ class OutputHead(nn.Module):
         if self.cutoffs:
             nats, correct = adaptive_scores(hidden, targets, weights["weight"], weights["clusters"], self.cutoffs)
             return torch.stack([nats, correct.to(nats.dtype)], dim=-1)
-        logits = self._logits(hidden, weights)
-        nats = F.cross_entropy(logits, targets, reduction="none")
-        columns = [nats, (logits.argmax(-1) == targets).to(nats.dtype)]
-        if training and self.smoothing:  # −ln p of an id is that of the target, plus the target's logit, less the id's
-            every = nats + logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.mean(-1)
-            columns.append(torch.lerp(nats, every, self.smoothing))
-        return torch.stack(columns, dim=-1)
+        return token_scores(self._logits(hidden, weights), targets, self.smoothing if training else 0.0)
 
     def _hidden(self, streams: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Tensor:
         gain, shift, width = weights["norm_weight"], weights["norm_bias"], weights["weight"].shape[1]
@@ -87,7 +82,7 @@ class OutputHead(nn.Module):
         return hidden.to(weights["weight"].dtype)
 
     def _logits(self, hidden: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """Of every id, fp32; of an adaptive softmax ln p, whose softmax is that p."""
+        """Of every id; of an adaptive softmax ln p, whose softmax is that p."""
         if self.cutoffs:
             return adaptive_log_probabilities(hidden, weights["weight"], weights["clusters"], self.cutoffs)
-        return F.linear(hidden, weights["weight"], weights.get("bias")).float()
+        return F.linear(hidden, weights["weight"], weights.get("bias"))

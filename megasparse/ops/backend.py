@@ -17,35 +17,41 @@ LARGEST_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def implementation(x: Tensor) -> Implementation:
-    """The implementation for vectors x (..., D): kernels on a GPU for fp32, bf16 and fp16 up to D = 256, else blockwise
-    torch.
+def implementation(
+    x: Tensor, dtypes: tuple[torch.dtype, ...] = _DTYPES, largest_width: int | None = LARGEST_HEAD_DIM
+) -> Implementation:
+    """The implementation for vectors x (..., D): kernels on a GPU for fp32, bf16 and fp16 up to D = 256 (or for the
+    dtypes and widths given, None being any width), else blockwise torch.
 
     The environment variable MEGASPARSE_OPS=reference|eager|triton forces one; kernels then run on a CPU too, in
     Triton's interpreter. ConfigError for another value, or where the forced kernels cannot take x.
     """
     forced = os.environ.get(VARIABLE)
-    fits = x.dtype in _DTYPES and x.shape[-1] <= LARGEST_HEAD_DIM
+    fits = x.dtype in dtypes and (largest_width is None or x.shape[-1] <= largest_width)
     if forced is None:
         return "triton" if x.is_cuda and fits and _has_triton() else "eager"
     if forced not in get_args(Implementation):
         raise ConfigError(VARIABLE, f"{forced!r} is no implementation", "Set reference, eager or triton, or unset it")
     if forced == "triton":
-        _require_kernels(x, fits)
+        _require_kernels(x, fits, dtypes, largest_width)
     return cast(Implementation, forced)
 
 
-def _require_kernels(x: Tensor, fits: bool) -> None:
+def _require_kernels(x: Tensor, fits: bool, dtypes: tuple[torch.dtype, ...], largest_width: int | None) -> None:
     if not _has_triton():
         raise ConfigError(VARIABLE, "triton is not installed", "pip install triton, or set eager")
     if not fits:
-        problem = f"the kernels take fp32, bf16 and fp16 up to a head dim of {LARGEST_HEAD_DIM}"
-        raise ConfigError(
-            VARIABLE, f"{problem}, not {str(x.dtype).removeprefix('torch.')} of {x.shape[-1]}", "Unset it"
-        )
+        taken = ", ".join(_name(dtype) for dtype in dtypes)
+        widths = "" if largest_width is None else f" up to a head dim of {largest_width}"
+        problem = f"the kernels take {taken}{widths}, not {_name(x.dtype)} of {x.shape[-1]}"
+        raise ConfigError(VARIABLE, problem, "Unset it")
     if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         mend = "Run on a GPU, or set TRITON_INTERPRET=1, which is slow"
         raise ConfigError(VARIABLE, "triton kernels run on a CPU in its interpreter only", mend)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @cache

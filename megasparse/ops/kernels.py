@@ -17,6 +17,17 @@ from torch import Tensor
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Kernels run in Triton's interpreter, on a CPU."""
 
+if INTERPRETED.value:  # it reads bounds of loops by int() of arrays of one number, which numpy refuses from 2.4 on
+    from triton.runtime import interpreter
+
+    _prepare = interpreter._patch_lang_tensor
+
+    def _prepare_tensors(tensor: Any, scope: Any) -> None:
+        _prepare(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _prepare_tensors
+
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):

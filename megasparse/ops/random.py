@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasparse.ops.backend import implementation
+
 _CPU_BLOCK_ELEMENTS = 1 << 20  # elements of dropout at a time: 4 MB of bits
 _GPU_BLOCK_ELEMENTS = 1 << 26
 
@@ -99,10 +101,14 @@ class _Dropout(torch.autograd.Function):
 
 def _drop(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
     """In blocks that stay in a CPU's cache: drawn whole, the bits of a wide layer cost more than its matrix product."""
+    threshold = round(rate * 2**32) - 2**31
+    if implementation(x, largest_width=None) == "triton":
+        from megasparse.ops.random_kernels import drop
+
+        return drop(x, rate, _signed(key), _signed(key >> 32), threshold, rows)
     flat = x.flatten(0, 1)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     row, column = _seeds(key, rows.flatten(), x.shape[2])
-    threshold = round(rate * 2**32) - 2**31
     step = max(1, (_CPU_BLOCK_ELEMENTS if x.device.type == "cpu" else _GPU_BLOCK_ELEMENTS) // x.shape[2])
     space = torch.empty(2, min(step, flat.shape[0]), x.shape[2], dtype=torch.int32, device=x.device)
     for start in range(0, flat.shape[0], step):

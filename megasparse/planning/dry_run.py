@@ -1,10 +1,7 @@
 """One trial step of a configuration on made-up tokens, in one process: what it takes before it takes long."""
 
-import contextlib
-import resource
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,8 +12,9 @@ from megasparse.model.build import build_model
 from megasparse.model.encoder import Encoder
 from megasparse.ops.random import Draws
 from megasparse.planning.flops import model_flops_per_token
-from megasparse.training.engine import build_engine
-from megasparse.training.ranks import start_ranks
+from megasparse.planning.measure import peak, reset_peak
+from megasparse.training.engine import Engine, build_engine
+from megasparse.training.ranks import Ranks, start_ranks
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,22 @@ def dry_run(config: Config) -> DryRun:
 
     Writes nothing and needs no data.
     """
+    ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
+    before = reset_peak(ranks.device)
+    engine, batch = trial_engine(config, ranks)
+    parameters = sum(p.numel() for p in engine.module.parameters())
+    started = time.perf_counter()
+    result = engine.train_step([batch], 0, config.optimizer.learning_rate)
+    seconds = time.perf_counter() - started
+    tokens_per_step = config.training.global_batch * config.data.sequence_length
+    flops = model_flops_per_token(config.model, config.data.sequence_length) * tokens_per_step
+    peak_bytes = peak(ranks.device) - before
+    engine.close()
+    return DryRun(parameters, flops, peak_bytes, seconds, result.loss, str(ranks.device))
+
+
+def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
+    """A model to train on plain torch, and a micro-batch of made-up records for it."""
     micro = config.training.micro_batch
     alone = config.model_copy(
         update={
@@ -63,22 +77,12 @@ def dry_run(config: Config) -> DryRun:
             "training": config.training.model_copy(update={"global_batch": micro}),
         }
     )
-    ranks = start_ranks(alone.run)
-    before = _reset_peak(ranks.device)
     model = build_model(alone.model, alone.run.seed)
-    parameters = sum(p.numel() for p in model.parameters())
-    engine = build_engine(model, alone, lambda step, samples: Draws(alone.run.seed, step, samples, True), ranks)
     if isinstance(model, Encoder) and alone.model.masking.whole_words:
         model.set_word_starts(torch.ones(alone.model.vocabulary, dtype=torch.bool))
+    engine = build_engine(model, alone, lambda step, samples: Draws(alone.run.seed, step, samples, True), ranks)
     tokens = made_up_records(alone.model, micro, config.data.sequence_length, config.run.seed)
-    started = time.perf_counter()
-    result = engine.train_step([Batch(tokens, torch.arange(micro), micro)], 0, config.optimizer.learning_rate)
-    seconds = time.perf_counter() - started
-    tokens_per_step = config.training.global_batch * config.data.sequence_length
-    flops = model_flops_per_token(config.model, config.data.sequence_length) * tokens_per_step
-    peak = _peak(ranks.device) - before
-    engine.close()
-    return DryRun(parameters, flops, peak, seconds, result.loss, str(ranks.device))
+    return engine, Batch(tokens, torch.arange(micro), micro)
 
 
 def made_up_records(model: ModelConfig, batch: int, length: int, seed: int) -> Tensor:
@@ -97,21 +101,3 @@ def made_up_records(model: ModelConfig, batch: int, length: int, seed: int) -> T
         if model.padding_token is not None:
             side[:, real:] = model.padding_token
     return tokens
-
-
-def _reset_peak(device: torch.device) -> int:
-    """Bytes in use now, and the peak's measurement starts here."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    with contextlib.suppress(OSError):  # where the kernel does not allow it, an earlier peak of the process counts too
-        Path("/proc/self/clear_refs").write_text("5")
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
-def _peak(device: torch.device) -> int:
-    """Largest number of bytes in use since the reset."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

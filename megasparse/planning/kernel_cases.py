@@ -17,3 +17,144 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def case(function: Case) -> Case:
     CASES[function.__name__] = function
     return function
+
+
+@case
+def counting_sort(dtype: torch.dtype, head_dim: int) -> None:
+    """16,384 buckets: two passes. The dtype and the head dim have no part in it."""
+    from megasparse.ops.counting_sort.triton import counting_sort
+
+    counting_sort(torch.zeros(2, 2048, dtype=torch.int16), 14)
+
+
+@case
+def local_attention(dtype: torch.dtype, head_dim: int) -> None:
+    """Relative positions: a causal decoder's, and an encoder's with padding."""
+    from megasparse.ops.local_attention import distances
+    from megasparse.ops.local_attention.triton import relative_local_attention
+
+    for causal in (True, False):
+        q, k, v = (torch.zeros(1, 2, 512, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
+        r = torch.zeros(2, len(distances(128, causal)), head_dim, requires_grad=True)
+        u, w = (torch.zeros(2, head_dim, requires_grad=True) for _ in range(2))
+        mask = None if causal else torch.ones(1, 512, dtype=torch.bool)
+        out = relative_local_attention(q, k, v, r, u, w, 128, causal=causal, scale=0.125, key_mask=mask)
+        out.sum().backward()
+
+
+@case
+def gathered_attention(dtype: torch.dtype, head_dim: int) -> None:
+    """Smart Bird: in training every head has keys of its own, in evaluation all heads share them."""
+    from megasparse.ops.gathered_attention.triton import gathered_attention
+
+    for heads in (2, 1):
+        q, k, v = (torch.zeros(1, 2, 32, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
+        index = torch.zeros(1, heads, 32, 16, dtype=torch.int64)
+        gathered_attention(q, k, v, index, scale=0.125)[0].sum().backward()
+
+
+@case
+def angular_hash(dtype: torch.dtype, head_dim: int) -> None:
+    """1,024 buckets in two factors, and 64 in one."""
+    from megasparse.ops.hashing.triton import angular_hash as hashed
+
+    x = torch.zeros(1, 2, 256, head_dim, dtype=dtype)
+    hashed(x, torch.zeros(2, 2, head_dim, 32), [32, 32])
+    hashed(x, torch.zeros(2, 2, head_dim, 32), [64])
+
+
+@case
+def sign_codes(dtype: torch.dtype, head_dim: int) -> None:
+    """32 hashes of 9 bits; and as many as need several programs for the same tokens."""
+    from megasparse.ops.hashing.triton import sign_codes as coded
+
+    x = torch.zeros(1, 2, 256, head_dim, dtype=dtype)
+    coded(x, 1, range(2), 32, 9, "hadamard")
+    coded(x, 1, range(2), 4 * head_dim, 9, "hadamard")
+    coded(x, 1, range(2), 32, 9, "gaussian")
+
+
+@case
+def hash_table_attention(dtype: torch.dtype, head_dim: int) -> None:
+    """YOSO: a causal decoder, and an encoder with padding, whose buckets are 64-bit numbers."""
+    from megasparse.ops.hash_table_attention.triton import hash_table_attention
+
+    for causal in (True, False):
+        q, k, v = (torch.zeros(1, 2, 2048, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
+        codes = [torch.zeros(1, 2, 2, 2048, dtype=torch.int16) for _ in range(2)]
+        mask = None if causal else torch.ones(1, 2048, dtype=torch.bool)
+        out, _ = hash_table_attention(q, k, v, *codes, code_bits=11, causal=causal, query_mask=mask, key_mask=mask)
+        out.sum().backward()
+
+
+@case
+def cluster_attention(dtype: torch.dtype, head_dim: int) -> None:
+    """LHA's top-k windows in a decoder, where pairs of several clusters count once; then fixed blocks in an encoder
+    with padding, in which all heads share the lists.
+    """
+    from megasparse.ops.cluster_attention.triton import cluster_attention
+
+    for causal, heads in ((True, 2), (False, 1)):
+        q, k, v = (torch.zeros(1, 2, 256, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
+        index = torch.zeros(1, heads, 4, 128, dtype=torch.int32)
+        mask = None if causal else torch.ones(1, 256, dtype=torch.bool)
+        out, _ = cluster_attention(
+            q, k, v, index, index, causal=causal, scale=0.125, count_clusters=causal, key_mask=mask
+        )
+        out.sum().backward()
+
+
+@case
+def dropout(dtype: torch.dtype, head_dim: int) -> None:
+    """Of layers `head_dim` wide, and 1,536."""
+    from megasparse.ops.random_kernels import drop
+
+    for width in (head_dim, 1536):
+        drop(torch.zeros(1, 64, width, dtype=dtype), 0.1, 1234, -99, 0, torch.zeros(1, 64, dtype=torch.int64))
+
+
+@case
+def bucketed_attention(dtype: torch.dtype, head_dim: int) -> None:
+    """LSH of two rounds in a decoder; local attention; codes of queries and keys apart in an encoder with padding."""
+    from megasparse.ops.bucketed_attention import Window
+    from megasparse.ops.bucketed_attention.triton import bucketed_attention as attend
+
+    codes, mask = torch.zeros(1, 2, 2, 512, dtype=torch.int16), torch.ones(1, 512, dtype=torch.bool)
+    band, local = Window("band", 128), Window("chunk", 128)
+    for shared, own, window, rule in (
+        (codes, None, band, {"causal": True}),
+        (None, None, local, {"causal": True, "exclude_self": False, "scale": 0.125}),
+        (codes, codes, band, {"causal": False, "exclude_self": False, "scale": 0.125, "key_mask": mask}),
+    ):
+        q, k, v = (torch.zeros(1, 2, 512, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
+        attend(q, k, v, shared, window, key_codes=own, **rule)[0].sum().backward()
+
+
+@case
+def sketch(dtype: torch.dtype, head_dim: int) -> None:
+    """Of width 4 and the largest: a decoder, then an encoder with padding, each with draws and without."""
+    from megasparse.ops.sketch.draws import Noise
+    from megasparse.ops.sketch.operator import WIDEST
+    from megasparse.ops.sketch.triton import chosen_keys, sketched_attention
+
+    for width in (4, min(head_dim, WIDEST)):
+        for causal in (True, False):
+            q, k, v = (torch.zeros(1, 64, width, dtype=dtype, requires_grad=True) for _ in range(3))
+            mask = None if causal else torch.ones(1, 64, dtype=torch.bool)
+            h, z = sketched_attention(q, k, v, causal=causal, key_mask=mask)
+            (h.sum() + z.sum()).backward()
+            noise = Noise(0, range(2), torch.arange(64).expand(1, -1))
+            for drawn in (noise, None):
+                chosen_keys(
+                    q, k, 20, causal=causal, sampling="inverse_log_squared", noise=drawn, level=z, key_mask=mask
+                )
+
+
+@case
+def cross_entropy(dtype: torch.dtype, head_dim: int) -> None:
+    """Bytes, BERT's word pieces with label smoothing, and a vocabulary of 256K. The head dim has no part in it."""
+    from megasparse.ops.cross_entropy.triton import token_scores
+
+    for vocabulary, smoothing in ((258, 0.0), (30522, 0.1), (262144, 0.0)):
+        logits = torch.zeros(2, vocabulary, dtype=dtype, requires_grad=True)
+        token_scores(logits, torch.zeros(2, dtype=torch.int64), smoothing).sum().backward()

@@ -66,7 +66,10 @@ def compile_ahead(launch: Launch, capability: int) -> Resources:
 
 
 def _source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
-    """As the launch would be specialised: pointers and numbers that 16 divides say so, and a number 1 is constant."""
+    """As the launch would be specialised: pointers and numbers that 16 divides say so, and a number 1 is constant; not
+    those that the kernel has declared the same for all launches.
+    """
+    general = {p.name for p in launch.kernel.params if p.do_not_specialize}
     parameters = {p.name: p.is_constexpr for p in launch.kernel.params}
     values = dict(zip(parameters, launch.arguments, strict=False))
     values |= {name: value for name, value in launch.settings.items() if name in parameters}
@@ -76,11 +79,14 @@ def _source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
     signature, constants, attributes = {}, {}, {}
     for place, (name, constant) in enumerate(parameters.items()):
         value = values[name]
-        if constant or value is None or (type(value) is int and value == 1):
+        if constant or value is None or (type(value) is int and value == 1 and name not in general):
             signature[name], constants[name] = "constexpr", value
             continue
         signature[name] = _type(value)
-        if (value.data_ptr() if isinstance(value, Tensor) else type(value) is int and value) % 16 == 0:
+        if (
+            name not in general
+            and (value.data_ptr() if isinstance(value, Tensor) else type(value) is int and value) % 16 == 0
+        ):
             attributes[(place,)] = [["tt.divisibility", 16]]
     options = {name: value for name, value in launch.settings.items() if name not in parameters}
     return ASTSource(launch.kernel, signature, constants, attributes), options

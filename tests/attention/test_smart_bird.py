@@ -11,7 +11,7 @@ from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.gathered_attention.reference import gathered_attention as gathered
 from megasparse.ops.random import Draws
-from megasparse.ops.sketch.reference import chosen_keys as defined
+from megasparse.ops.sketch.reference import best_keys as defined
 from megasparse.ops.sketch.reference import sketched_weights
 from tests.helpers.models import Single, attention, named, random_tokens, small, training_draws
 

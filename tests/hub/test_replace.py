@@ -242,6 +242,16 @@ def test_a_longer_max_length_extends_and_decides_the_buckets():
         model(**inputs())
 
 
+def test_full_below_is_kept(tmp_path):
+    model = replace_attention(
+        build("Model"), {"pattern": ["lsh"], "lsh": {"chunk": 8}, "full_below": 101}, max_length=100
+    )
+    exact = replace_attention(build("Model"), {"pattern": ["full"]}, max_length=100)
+    assert torch.equal(values(model, inputs()), values(exact, inputs()))
+    save_replaced(model, tmp_path / "model")
+    assert torch.equal(values(load_replaced(tmp_path / "model"), inputs()), values(exact, inputs()))
+
+
 @pytest.mark.parametrize("attention", [SMALL[3], SMALL[5], SMALL[6], SMALL[8], SMALL[-1]], ids=str)
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert"])
 def test_a_saved_model_comes_back_replaced(tmp_path, kind, attention):

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import megasparse.ops.bucketed_attention.chunks as chunks
 from megasparse.ops.bucketed_attention import Window, bucketed_attention
+from megasparse.ops.bucketed_attention.eager import bucketed_attention as eager
 from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
 from tests.helpers.peak_memory import PeakMemory
 
@@ -41,8 +42,8 @@ def gradients(attention, heads, codes, window, **rule):
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("length", [1, 29])
 def test_N5_forward_and_gradients_are_those_of_the_definition(window, length, monkeypatch):
-    monkeypatch.setattr(chunks, "_SCORE_ELEMENTS", 70)  # several blocks
-    monkeypatch.setattr(chunks, "_ROW_ELEMENTS", 3 * 6 * length)  # several groups of rows
+    monkeypatch.setattr(chunks, "_LAYOUT_ELEMENTS", 3 * length)  # heads are laid out one at a time
+    sizes = itertools.cycle([70, 1000, 1 << 18])  # several blocks a row, several rows a block, one block
     heads = random_heads(length)
     generator = torch.Generator().manual_seed(3)
     mask = torch.rand(2, length, generator=generator) > 0.3
@@ -53,12 +54,47 @@ def test_N5_forward_and_gradients_are_those_of_the_definition(window, length, mo
         rule = dict(causal=causal, scale=0.7, exclude_self=exclude_self, count_rounds=count_rounds)
         rule |= dict(key_mask=key_mask, segments=segments)
         codes = random_codes(length, rounds)
+        monkeypatch.setattr(chunks, "_SCORE_ELEMENTS", next(sizes))
         for ours, dense in zip(
             gradients(bucketed_attention, heads, codes, window, **rule),
             gradients(defined, heads, codes, window, **rule),
             strict=True,
         ):
             torch.testing.assert_close(ours, dense, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("chunk", [31, 33, 64, 65, 130])
+def test_N5_bands_of_any_width_are_those_of_the_definition(chunk, causal, monkeypatch):
+    """Tiles are as wide as the band up to 32, then 32 and above 64 tokens 64 wide."""
+    monkeypatch.setattr(chunks, "_SCORE_ELEMENTS", 30000)
+    heads, codes = random_heads(200, batch=1), random_codes(200, 2, batch=1)
+    window = Window("band", chunk)
+    exact = gradients(defined, heads, codes, window, causal=causal)
+    for ours, dense in zip(gradients(eager, heads, codes, window, causal=causal), exact, strict=True):
+        torch.testing.assert_close(ours, dense, rtol=1e-10, atol=1e-10)
+
+
+def test_slots_beyond_what_fp32_counts_to_are_told_apart():
+    """The last bucket of half a million others: its tokens' slots are above 2^24, and the window cuts it."""
+    length, last = 530_000, 100
+    heads = random_heads(length, batch=1, heads=1, dim=2, dtype=torch.float32)
+    codes = torch.arange(length).clamp_max(length - last)
+    out, z = eager(*heads, codes[None, None, None], Window("band", 32), causal=True)
+    alone = eager(*(x[:, :, -last:] for x in heads), None, Window("band", 32), causal=True)
+    torch.testing.assert_close(out[:, :, -last:], alone[0])
+    torch.testing.assert_close(z[:, :, -last:], alone[1])
+
+
+def test_heads_that_are_views_give_the_same_bits():
+    heads, codes, window = random_heads(40, dtype=torch.float32), random_codes(40, 2), Window("band", 8)
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in heads]
+    for a, b in zip(
+        gradients(eager, heads, codes, window, causal=True),
+        gradients(eager, views, codes, window, causal=True),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
 
 
 def test_N5_fp32_is_within_its_bar_of_the_definition_at_length():

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import megasparse.ops.sketch.eager as eager
-from megasparse.ops.random import derive, random_bits
-from megasparse.ops.sketch import Noise, chosen_keys, sketched_attention
-from megasparse.ops.sketch.reference import chosen_keys as defined
-from megasparse.ops.sketch.reference import sketched_weights
+from megasparse.ops.sketch import Noise, chosen_keys, draws, sketched_attention
+from megasparse.ops.sketch.reference import best_keys as defined
+from megasparse.ops.sketch.reference import sketched_weights, uniform
 from tests.helpers.peak_memory import PeakMemory
 
 KINDS = ["inverse_log_squared", "inverse_log", "raw", "top_k", "random"]
@@ -22,16 +21,6 @@ def some_noise(length, batch=2, heads=range(3, 6), key=17):
     return Noise(key, heads, torch.arange(5, 5 + batch)[:, None] * (1 << 32) + torch.arange(length))
 
 
-def uniform(noise, keys):
-    """u of every pair by its definition, (B, H, L, keys)."""
-    tiles = range(0, keys, eager._KEYS)
-    heads = [
-        torch.cat([random_bits(derive(noise.key, h, t // eager._KEYS), noise.rows, eager._KEYS) for t in tiles], -1)
-        for h in noise.heads
-    ]
-    return ((torch.stack(heads, 1)[..., :keys] >> 9) + 2**22 + 0.5).double() / 2**23
-
-
 def masks(length):
     generator = torch.Generator().manual_seed(3)
     key_mask = torch.rand(2, length, generator=generator) > 0.3
@@ -42,7 +31,7 @@ def masks(length):
 @pytest.fixture
 def small_tiles(monkeypatch):
     monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 2 * 3 * 7 * 5)
-    monkeypatch.setattr(eager, "_KEYS", 7)
+    monkeypatch.setattr(draws, "KEYS", 7)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -95,7 +84,7 @@ def test_tiles_and_the_number_of_queries_at_a_time_change_nothing(monkeypatch):
         assert torch.equal(one, whole[:, :, here])
     monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 77)
     assert torch.equal(chosen_keys(q, k, 6, noise=noise, level=level, **rule), whole)
-    monkeypatch.setattr(eager, "_KEYS", 11)
+    monkeypatch.setattr(draws, "KEYS", 11)
     assert torch.equal(chosen_keys(q, k, 6, noise=None, **rule), shared)
 
 
@@ -149,7 +138,7 @@ def test_how_often_a_key_is_the_first_is_its_probability(sampling):
 
 def test_memory_is_linear_in_the_length(monkeypatch):
     monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 1 << 14)
-    monkeypatch.setattr(eager, "_KEYS", 256)
+    monkeypatch.setattr(draws, "KEYS", 256)
 
     def peak(length):
         q, k, v = (x.requires_grad_() for x in random_sketch(length, batch=1, dtype=torch.float32))

@@ -1,11 +1,12 @@
-"""Rows in sorted order as chunks, whose windows of queries and keys are slices at one stride and never copied.
+"""Rows in sorted order as tiles: T queries and the S·T sorted keys around them, in blocks whose scores stay in cache.
 
-Rows (one batch element's head) are sorted round by round into chunks of M tokens. A chunk's queries meet the keys of
-their own chunk and of the one before, and in a two-sided window of the one after, which covers the band and the chunk
-window alike. Row after row lies in one array, each row led by an empty chunk.
+A row is one batch element's head. A block gathers its own tokens from q, k and v, so no sorted copy of a row exists,
+and windows of keys are overlapping views of what was gathered. Scores are in units of log2 e, as exp2 is several times
+faster than exp. Visibility is arithmetic on floats, as comparisons to bool and masked_fill_ run one element at a time:
+a pair that must not be seen has a multiple of 2^100 taken off its score, by the product that makes the score.
 
-B batch, H heads, R rounds, L length, D head dim, M chunk, G rows at a time, n chunks a row, W windows in a block,
-S chunks of keys a window: 2, or 3 where it is two-sided.
+B batch, H heads, R rounds, L length, D head dim, M the window's chunk, G rows at a time, n tiles a row, W of them in a
+block, T queries a tile, S·T keys a tile, P places: sorted indices with S − 1 tiles of empty ones around them.
 """
 
 from collections.abc import Iterator
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from megasparse.ops.bucketed_attention.layout import Window, lay_out
 
-_ROW_ELEMENTS = 1 << 23  # numbers in one sorted copy of q, k or v
-_SCORE_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32, so that it stays in cache
-_NOWHERE = -(1 << 30)  # the slot of an empty place
+_SCORE_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32
+_LAYOUT_ELEMENTS = 1 << 21  # tokens sorted at a time
+_EXACT = 1 << 24  # fp32 knows every integer up to here
+_HIDDEN = 2.0**100  # far above any score, and its multiples are finite
+LOWEST = -(2.0**90)  # below any score and far above hidden ones: the highest score where nothing is visible
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,48 @@ class Rule:
     count_rounds: bool
 
     @property
+    def tile(self) -> int:
+        """T. Narrow tiles meet fewer keys in vain, (S·T − M) a query; below 32 the products themselves slow down."""
+        chunk = self.window.chunk
+        return chunk if self.window.kind == "chunk" else min(chunk, 32 if chunk <= 64 else 64)
+
+    @property
+    def back(self) -> int:
+        """Tiles of keys before a tile's own."""
+        return 1 if self.window.kind == "chunk" else -(-(self.window.chunk - 1) // self.tile)
+
+    @property
+    def ahead(self) -> int:
+        return self.back if self.two_sided else 0
+
+    @property
+    def span(self) -> int:
+        """S."""
+        return self.back + 1 + self.ahead
+
+    @property
     def two_sided(self) -> bool:
         return self.window.two_sided(self.causal)
 
     @property
-    def span(self) -> int:
-        """S, the chunks of keys that a chunk of queries meets."""
-        return 3 if self.two_sided else 2
+    def lead(self) -> int:
+        """Empty places before a row's first."""
+        return self.back * self.tile
+
+    @property
+    def in_order(self) -> bool:
+        """Whether all that a query may see stands before it in the sorted order: tokens of a bucket are in the order of
+        their positions.
+        """
+        return self.causal and self.window.same_bucket
+
+    def hides(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """(T, S·T): 1 where the order of places alone hides a tile's key from its query, else 0."""
+        query = torch.arange(self.tile, device=device)[:, None]
+        key = torch.arange(-self.lead, (1 + self.ahead) * self.tile, device=device)
+        if self.in_order:
+            return (key >= query if self.exclude_self else key > query).to(dtype)
+        return (key == query).to(dtype) if self.exclude_self else None
 
 
 @dataclass
@@ -52,141 +90,178 @@ class Rows:
     order: Tensor
     slot: Tensor
     rule: Rule
+    dtype: torch.dtype
+
+    def blocks(self) -> Iterator["Block"]:
+        """All tiles of all rounds, round after round."""
+        for number in range(self.order.shape[1]):
+            yield from Round(self, number).blocks()
+
+
+class Round:
+    """One round of a group of rows in sorted order, with empty places around it."""
+
+    def __init__(self, rows: Rows, number: int):
+        self.rows, self.rule, self.number = rows, rows.rule, number
+        group, _, self.length = rows.order.shape
+        self.tiles = -(-self.length // self.rule.tile)
+        lead, device = self.rule.lead, rows.order.device
+        # An empty place repeats a token of its own row, so that what is not finite stays in its row.
+        place = torch.arange(-lead, self.rule.tile * (self.tiles + self.rule.ahead), device=device)
+        index = rows.order[:, number].index_select(1, place.clamp_(0, self.length - 1)).long()  # (G, P)
+        self.token = index + torch.arange(group, device=device)[:, None] * self.length
+        largest = max(int(rows.slot.amax()), self.length)
+        dtype = rows.dtype if largest < _EXACT else torch.float64
+        first = 0 if self.rule.count_rounds else number
+        slots = [rows.slot[:, r].gather(1, index).to(dtype) for r in range(first, number + 1)]  # (G, P)
+        self.earlier = [self._range(slot) for slot in slots[:-1]]
+        self.own = self._range(slots[-1], with_empty=False)
+        self.hides = self.rule.hides(dtype, device)
+        # A causal window that mixes buckets is not in the order of positions.
+        mixes = self.rule.causal and not self.rule.window.same_bucket
+        self.position = self._tiles(index.to(dtype)) if mixes else None
+
+    def _range(self, slot: Tensor, with_empty: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots of each tile's keys (G, n, 1, S·T), and low and high of its queries (G, n, T, 1), which see the slots
+        low < slot <= high. slot: (G, P). Not with_empty: empty places neither see nor are seen.
+        """
+        width, first, end = self.rule.window.width, self.rule.lead, self.rule.lead + self.length
+        low, high = slot - width, slot + (width - 1 if self.rule.two_sided else 0)
+        if not with_empty:
+            low[:, end:] = torch.inf
+            slot[:, :first] = -torch.inf
+            slot[:, end:] = -torch.inf
+        keys, _ = self._tiles(slot)
+        return keys, self._tiles(low)[1], self._tiles(high)[1]
+
+    def _tiles(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of x (G, P) each tile's keys, (G, n, 1, S·T), and queries, (G, n, T, 1); views."""
+        tile, lead = self.rule.tile, self.rule.lead
+        queries = x[:, lead : lead + self.tiles * tile].unflatten(1, (self.tiles, tile))
+        return x.unfold(1, self.rule.span * tile, tile).unsqueeze(2), queries.unsqueeze(3)
+
+    def blocks(self) -> Iterator["Block"]:
+        step = max(1, _SCORE_ELEMENTS // (self.token.shape[0] * self.rule.span * self.rule.tile**2))
+        for start in range(0, self.tiles, step):
+            yield Block(self, start, min(start + step, self.tiles))
+
+
+class Block:
+    """W tiles of a round, the same ones of all its rows."""
+
+    def __init__(self, round_: Round, start: int, stop: int):
+        self.round, self.rule, self.tiles, self.width = round_, round_.rule, slice(start, stop), stop - start
+        tile, lead = self.rule.tile, self.rule.lead
+        self.query_tokens = round_.token[:, lead + start * tile : lead + stop * tile]  # (G, W·T)
+        self.key_tokens = round_.token[:, start * tile : (stop + self.rule.span - 1) * tile]  # (G, (W + S − 1)·T)
+        self.real = min(stop * tile, round_.length) - start * tile  # the last tile's other places are empty
 
     @property
-    def rounds(self) -> int:
-        return self.order.shape[1]
+    def first_round(self) -> bool:
+        return self.round.number == 0
 
-    def sort(self, round_: int) -> "Sorted":
-        """The empty chunk that leads each row, the row's tokens in this round's order, and empty places up to a whole
-        chunk.
-        """
-        count, _, length = self.order.shape
-        chunk = self.rule.window.chunk
-        padded = (-(-length // chunk) + 1) * chunk
-        index = torch.zeros(count, padded, dtype=torch.int64, device=self.order.device)
-        index[:, chunk : chunk + length] = self.order[:, round_]
-        return Sorted(self, round_, index, chunk, length)
+    def queries(self, x: Tensor) -> Tensor:
+        """Of x (G, L, ...) each tile's queries, (G·W, T, ...)."""
+        return self._take(x, self.query_tokens).view(-1, self.rule.tile, *x.shape[2:])
 
+    def keys(self, x: Tensor) -> Tensor:
+        """Of x (G, L, D) each tile's keys, (G·W, S·T, D); of a single row they are overlapping views."""
+        taken = self._take(x, self.key_tokens).view(*self.key_tokens.shape, -1)
+        return taken.unfold(1, self.rule.span * self.rule.tile, self.rule.tile).transpose(2, 3).flatten(0, 1)
 
-class Sorted:
-    """One round of a group of rows as chunks: C = 1 + G·(n + 1) of them, the first one empty, and for two-sided windows
-    one more empty one.
+    def put_queries(self, x: Tensor, part: Tensor) -> None:
+        """Sets the queries of x (G, L, ...) to part (G·W, T, ...)."""
+        x.flatten(0, 1).index_copy_(0, *self._real(part))
 
-    Window w is the queries of chunk w + 1 and the keys of the S chunks from w on.
-    """
+    def add_to_queries(self, x: Tensor, part: Tensor) -> None:
+        x.flatten(0, 1).index_add_(0, *self._real(part))
 
-    def __init__(self, rows: Rows, round_: int, index: Tensor, chunk: int, length: int):
-        self.rows, self.rule, self.chunk, self.length = rows, rows.rule, chunk, length
-        self.index = index  # (G, (n+1)·M)
-        first_row = torch.arange(index.shape[0], device=index.device)[:, None] * length
-        self.flat = (index + first_row).flatten()
-        self.windows = index.numel() // chunk
-        slots = rows.slot.gather(2, index[:, None].expand(-1, rows.rounds, -1))  # (G, R, (n+1)·M)
-        slots[..., :chunk] = _NOWHERE
-        slots[..., chunk + length :] = _NOWHERE
-        self.round = round_
-        self.slots = [self._lead(slots[:, r], _NOWHERE) for r in range(rows.rounds)]
-        needs_position = self.rule.window.kind == "chunk" and (self.rule.causal or self.rule.exclude_self)
-        self.position = self._lead(index, 0) if needs_position else None
-
-    def _lead(self, x: Tensor, fill: int) -> Tensor:
-        chunks = x.new_full((self.windows + self.rule.span - 1, self.chunk), fill)  # (C, M)
-        chunks[1 : 1 + self.windows] = x.reshape(-1, self.chunk)
-        return chunks
-
-    def take(self, x: Tensor) -> Tensor:
-        """x (G, L, ...) in sorted order with zeros at empty places: (C, M, ...)."""
-        tail = x.shape[2:]
-        count = self.flat.numel()
-        chunks = torch.empty((self.rule.span - 1) * self.chunk + count, *tail, dtype=x.dtype, device=x.device)
-        chunks[: self.chunk] = 0
-        chunks[self.chunk + count :] = 0
-        torch.index_select(x.flatten(0, 1), 0, self.flat, out=chunks[self.chunk : self.chunk + count])
-        body = chunks[self.chunk : self.chunk + count].view(x.shape[0], -1, *tail)
-        body[:, : self.chunk] = 0
-        body[:, self.chunk + self.length :] = 0
-        return chunks.view(-1, self.chunk, *tail)
-
-    def put_back(self, chunks: Tensor, out: Tensor, add: bool) -> None:
-        """The inverse of `take`: chunks (C, M, ...) into, or added to, out (G, L, ...)."""
-        body = chunks[1 : 1 + self.windows].view(out.shape[0], -1, *out.shape[2:])
-        body = body[:, self.chunk : self.chunk + self.length]
-        flat = self.flat.view(out.shape[0], -1)[:, self.chunk : self.chunk + self.length].flatten()
-        target = out.flatten(0, 1)
-        values = body.flatten(0, 1)
-        # Each token stands once in a round's order, so neither is a race.
-        if add:
-            target.index_add_(0, flat, values)
-        else:
-            target.index_copy_(0, flat, values)
-
-    def blocks(self) -> Iterator[slice]:
-        step = max(1, _SCORE_ELEMENTS // (self.rule.span * self.chunk * self.chunk))
-        for start in range(0, self.windows, step):
-            yield slice(start, min(start + step, self.windows))
-
-    def queries(self, chunks: Tensor, block: slice) -> Tensor:
-        return chunks[block.start + 1 : block.stop + 1]  # (W, M, ...)
-
-    def keys(self, chunks: Tensor, block: slice) -> Tensor:
-        """(W, S·M, ...): overlapping views, nothing is copied."""
-        part = chunks[block.start : block.stop + self.rule.span - 1]
-        size = (block.stop - block.start, self.rule.span * self.chunk, *chunks.shape[2:])
-        return part.as_strided(size, (part.stride(0), *part.stride()[1:]))
-
-    def scores(self, q: Tensor, k: Tensor, block: slice) -> Tensor:
-        """scale·q·k − log N where visible, −∞ elsewhere: (W, M, S·M)."""
-        score = torch.bmm(self.queries(q, block), self.keys(k, block).transpose(1, 2))
-        if self.rule.scale != 1.0:
-            score *= self.rule.scale
-        seen = self._in_window(self.round, block)
-        if len(self.slots) > 1 and self.rule.count_rounds:
-            count = torch.ones_like(score)
-            for other in range(len(self.slots)):
-                if other != self.round:
-                    count += self._in_window(other, block)
-            score -= count.log_()
-        return score.masked_fill_(~seen, -torch.inf)
-
-    def _in_window(self, round_: int, block: slice) -> Tensor:
-        slots = self.slots[round_]
-        distance = self.queries(slots, block)[:, :, None] - self.keys(slots, block)[:, None, :]
-        # In a band only the token itself is at distance 0.
-        without_self = self.rule.exclude_self and self.rule.window.kind == "band"
-        seen = distance < self.rule.window.width
-        if self.rule.two_sided:
-            seen &= distance > -self.rule.window.width
-            if without_self:
-                seen &= distance != 0
-        else:
-            seen &= distance >= (1 if without_self else 0)
-        if self.position is not None and round_ == self.round:
-            i, j = self.queries(self.position, block)[:, :, None], self.keys(self.position, block)[:, None, :]
-            if self.rule.causal:
-                seen &= (j < i) if self.rule.exclude_self else (j <= i)
+    def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
+        """Adds weightᵀ·values, of weight (G·W, T, S·T) and values (G·W, T, D), to the keys of x (G, L, D)."""
+        group, tile, span = len(self.key_tokens), self.rule.tile, self.rule.span
+        total = values.new_zeros(group, self.width + span - 1, tile, values.shape[-1])
+        for i, part in enumerate(weight.split(tile, dim=2)):  # a key is in S tiles
+            here = total[:, i : i + self.width]
+            if group == 1:
+                here[0].baddbmm_(part.transpose(1, 2), values)
             else:
-                seen &= j != i
-        return seen
+                here += torch.bmm(part.transpose(1, 2), values).view_as(here)
+        x.flatten(0, 1).index_add_(0, self.key_tokens.flatten(), total.flatten(0, 2))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """q·k where visible in this round and in none before it, far below LOWEST elsewhere: (G·W, T, S·T).
+
+        q, k: what `queries` and `keys` give, scaled.
+        """
+        hidden = self._hidden().flatten(0, 1).to(q.dtype)
+        return hidden.baddbmm_(q, k.transpose(1, 2), beta=-_HIDDEN)
+
+    def _hidden(self) -> Tensor:
+        """How many reasons hide a key from a query, (G, W, T, S·T). A pair counts in the first round that shows it."""
+        rule, round_ = self.rule, self.round
+        slot, low, high = self._of(round_.own)
+        hidden, above, below = (slot.new_empty(*low.shape[:3], slot.shape[3]) for _ in range(3))
+        torch.le(slot, low, out=hidden)
+        if not rule.in_order:
+            hidden += torch.gt(slot, high, out=above)
+        if round_.hides is not None:
+            hidden += round_.hides
+        if round_.position is not None:
+            j, i = self._of(round_.position)
+            hidden += (torch.ge if rule.exclude_self else torch.gt)(j, i, out=above)
+        for range_ in round_.earlier:
+            slot, low, high = self._of(range_)
+            hidden.addcmul_(torch.gt(slot, low, out=above), torch.le(slot, high, out=below))
+        return hidden
+
+    def _of(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
+        return [x[:, self.tiles] for x in parts]
+
+    def _take(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x.flatten(0, 1).index_select(0, tokens.flatten()).to(self.round.rows.dtype)
+
+    def _real(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (N) and their values (N, ...) without the empty places."""
+        values = part.view(*self.query_tokens.shape, *part.shape[2:])
+        return self.query_tokens[:, : self.real].flatten(), values[:, : self.real].flatten(0, 1)
 
 
-def row_groups(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    codes: Tensor | None,
-    key_mask: Tensor | None,
-    segments: Tensor | None,
-    rule: Rule,
-) -> Iterator[Rows]:
-    batch, heads, length, head_dim = q.shape
+def lay_out_rows(
+    q: Tensor, codes: Tensor | None, key_mask: Tensor | None, segments: Tensor | None, window: Window
+) -> tuple[Tensor, Tensor]:
+    """The order of the tokens of q (B, H, L, D) and their slots (see layout.py) in each round: (B, H, R, L) int32 each,
+    where there are no codes (B, 1, 1, L).
+    """
     if codes is None:
-        codes = torch.zeros(batch, 1, 1, length, dtype=torch.int16, device=q.device)
-    order, slot = lay_out(codes, rule.window, key_mask, segments)
-    order, slot = (x.expand(-1, heads, -1, -1).flatten(0, 1) for x in (order, slot))
+        codes = q.new_zeros((q.shape[0], 1, 1, q.shape[2]), dtype=torch.int16)
+    heads, rounds, length = codes.shape[1:]
+    order, slot = (torch.empty(codes.shape, dtype=torch.int32, device=q.device) for _ in range(2))
+    step = max(1, _LAYOUT_ELEMENTS // (heads * rounds * length))
+    head_step = max(1, _LAYOUT_ELEMENTS // (rounds * length))
+    for start in range(0, len(codes), step):
+        rows = slice(start, start + step)
+        masks = [None if x is None else x[rows] for x in (key_mask, segments)]
+        for head in range(0, heads, head_step):
+            piece = (rows, slice(head, head + head_step))
+            order[piece], slot[piece] = lay_out(codes[piece], window, *masks)
+    return order, slot
+
+
+def row_groups(q: Tensor, k: Tensor, v: Tensor, order: Tensor, slot: Tensor, rule: Rule) -> Iterator[Rows]:
+    """Groups of whole rows that fit into a block, or single rows. order, slot: what `lay_out_rows` gives."""
+    batch, heads, length, _ = q.shape
+    order, slot = (x.expand(-1, heads, -1, -1) for x in (order, slot))
     dtype = torch.promote_types(q.dtype, torch.float32)
-    size = max(1, _ROW_ELEMENTS // (length * head_dim))
-    for start in range(0, batch * heads, size):
-        place = slice(start, min(start + size, batch * heads))
-        q_rows, k_rows, v_rows = (x.flatten(0, 1)[place].to(dtype) for x in (q, k, v))
-        yield Rows(place, q_rows, k_rows, v_rows, order[place], slot[place], rule)
+    tiles = -(-length // rule.tile)
+    step = max(1, _SCORE_ELEMENTS // (tiles * rule.span * rule.tile**2))
+    for start in range(0, batch * heads, step):
+        place = slice(start, min(start + step, batch * heads))
+        q_rows, k_rows, v_rows, order_rows, slot_rows = (take_rows(x, place) for x in (q, k, v, order, slot))
+        yield Rows(place, q_rows, k_rows, v_rows, order_rows, slot_rows, rule, dtype)
+
+
+def take_rows(x: Tensor, place: slice) -> Tensor:
+    """Rows of x (B, H, ...) as (G, ...): a view, or a copy of these rows alone."""
+    if x.is_contiguous():
+        return x.flatten(0, 1)[place]
+    return torch.stack([x[divmod(row, x.shape[1])] for row in range(place.start, place.stop)])

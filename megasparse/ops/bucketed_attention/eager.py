@@ -1,20 +1,23 @@
 """Bucketed attention in blocks of windows: linear memory, forward and backward, deterministic.
 
-The forward keeps q, k, v, the bucket codes, the output and its log-sum-exp z over all rounds. The backward recomputes
-scores block by block: exp(score − log N − z) is a pair's final weight, whatever its round, so rounds need no
-statistics of their own.
+A pair seen in N rounds counts in the first of them and in no other: a sum of N Nths with fewer passes over the scores.
+The forward keeps q, k, v, the layout, the output and its log-sum-exp z over all rounds, in units of log2 e too: of
+scores of 1e10 a rescaled z would be off by thousands. The backward recomputes scores block by block: exp(score − z) is
+a pair's final weight, whatever its round, so rounds need no statistics of their own.
 
-B batch, H heads, R rounds, L length, D head dim, M chunk, G rows at a time, C chunks of them, W windows in a block, S
-chunks of keys a window.
+B batch, H heads, R rounds, L length, D head dim, G rows at a time, W tiles in a block, T queries and S·T keys a tile.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasparse.ops.bucketed_attention.chunks import Rows, Rule, row_groups
+from megasparse.ops.bucketed_attention.chunks import LOWEST, Rows, Rule, lay_out_rows, row_groups, take_rows
 from megasparse.ops.bucketed_attention.layout import Window
+
+_LOG2_E = math.log2(math.e)
 
 
 def bucketed_attention(
@@ -39,7 +42,7 @@ def bucketed_attention(
     itself only when it sees nothing else. key_mask: (B, L) bool, true for real tokens: padding sees nothing and is
     never seen. segments: (B, L) document numbers >= 0: documents never see each other.
     Returns out (B, H, L, D) in q's dtype and z (B, H, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.
-    Scores, softmax statistics and gradients are computed in fp32 at least.
+    Scores, softmax statistics and gradients are computed in fp32 at least. A score is to be less than 2^90 in size.
     """
     rule = Rule(window, causal, scale, exclude_self, count_rounds)
     out, z = _BucketedAttention.apply(q, k, v, codes, key_mask, segments, rule)
@@ -60,104 +63,87 @@ class _BucketedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-        z = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
-        for rows in row_groups(q, k, v, codes, key_mask, segments, rule):
-            _forward_rows(rows, out.flatten(0, 1)[rows.place], z.flatten(0, 1)[rows.place])
-        if rule.exclude_self:
-            alone = z == -torch.inf  # sees no other token: its own value, with its own score
-            out = torch.where(alone[..., None], v.to(dtype), out)
-            z = torch.where(alone, (q.to(dtype) * k).sum(-1) * rule.scale, z)
-        else:
-            alone = None
+        level = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+        order, slot = lay_out_rows(q, codes, key_mask, segments, rule.window)
+        for rows in row_groups(q, k, v, order, slot, rule):
+            _forward_rows(rows, out.flatten(0, 1)[rows.place], level.flatten(0, 1)[rows.place])
+        blind = level < 0.5 * LOWEST
+        z = (level / _LOG2_E).masked_fill_(blind, -torch.inf)
+        alone = None
+        if rule.exclude_self:  # who sees no other token has its own value, with its own score
+            alone = blind.nonzero(as_tuple=True)
+            out[alone] = v[alone].to(dtype)
+            z[alone] = (q[alone].to(dtype) * k[alone]).sum(-1) * rule.scale
         if key_mask is not None:
-            out = out.masked_fill(~key_mask[:, None, :, None], 0.0)
-            z = z.masked_fill(~key_mask[:, None], -torch.inf)
+            out.masked_fill_(~key_mask[:, None, :, None], 0.0)
+            z.masked_fill_(~key_mask[:, None], -torch.inf)
+            blind |= ~key_mask[:, None]
+        level.masked_fill_(blind, torch.inf)  # exp2(score − ∞) = 0: no tile gives these queries a gradient
         out = out.to(q.dtype)
-        ctx.rule = rule
-        ctx.save_for_backward(q, k, v, codes, key_mask, segments, out, z, alone)
+        ctx.rule, ctx.alone = rule, alone
+        ctx.save_for_backward(q, k, v, order, slot, key_mask, out, z, level)
         return out, z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_out, grad_z = grads
-        q, k, v, codes, key_mask, segments, out, z, alone = ctx.saved_tensors
+        q, k, v, order, slot, key_mask, out, z, level = ctx.saved_tensors
         rule: Rule = ctx.rule
-        dtype = z.dtype
-        grad_out = grad_out.to(dtype)
-        grad_z = torch.where(z == -torch.inf, 0.0, grad_z)
+        grad_z = grad_z.masked_fill(z == -torch.inf, 0.0)
         if key_mask is not None:
             grad_out = grad_out.masked_fill(~key_mask[:, None, :, None], 0.0)
-        delta = (grad_out * out).sum(-1) - grad_z  # (B, H, L)
-        blind = z == -torch.inf if alone is None else alone | (z == -torch.inf)
-        level = z.masked_fill(blind, torch.inf)  # exp(score − ∞) = 0: no window gives these queries a gradient
-        dq, dk, dv = (torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format) for _ in range(3))
-        for rows in row_groups(q, k, v, codes, key_mask, segments, rule):
-            sources = [x.flatten(0, 1)[rows.place] for x in (grad_out, level, delta)]
+        dq, dk, dv = (torch.zeros_like(q, dtype=z.dtype, memory_format=torch.contiguous_format) for _ in range(3))
+        for rows in row_groups(q, k, v, order, slot, rule):
+            sources = [take_rows(x, rows.place) for x in (grad_out, out, grad_z, level)]
             _backward_rows(rows, *sources, *(x.flatten(0, 1)[rows.place] for x in (dq, dk, dv)))
-        if alone is not None:  # out = v and z = scale·q·k there
-            only = alone[..., None]
-            if key_mask is not None:
-                only = only & key_mask[:, None, :, None]
-            own = torch.where(only, grad_z[..., None] * rule.scale, 0.0)
-            dq += own * k
-            dk += own * q
-            dv += torch.where(only, grad_out, 0.0)
+        if ctx.alone is not None:  # out = v and z = scale·q·k there
+            alone = ctx.alone
+            own = grad_z[alone].unsqueeze(-1) * rule.scale
+            dq[alone] += own * k[alone]
+            dk[alone] += own * q[alone]
+            dv[alone] += grad_out[alone]
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _forward_rows(rows: Rows, out: Tensor, z: Tensor) -> None:
-    """Fills out (G, L, D) and z (G, L); rounds are merged by log-sum-exp."""
-    for round_ in range(rows.rounds):
-        sorted_ = rows.sort(round_)
-        q, k, v = (sorted_.take(x) for x in (rows.q, rows.k, rows.v))
-        part = torch.zeros_like(v)
-        part_z = torch.zeros(v.shape[:2], dtype=z.dtype, device=z.device)
-        for block in sorted_.blocks():
-            score = sorted_.scores(q, k, block)
-            highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(score.dtype).min)
-            weight = score.sub_(highest).exp_()
-            total = weight.sum(-1, keepdim=True)
-            inverse = torch.where(total > 0, 1.0 / total, 0.0)
-            torch.bmm(weight, sorted_.keys(v, block), out=sorted_.queries(part, block)).mul_(inverse)
-            sorted_.queries(part_z, block).copy_((highest + total.log()).squeeze(-1))
-        if round_ == 0:
-            sorted_.put_back(part, out, add=False)
-            sorted_.put_back(part_z, z, add=False)
-        else:
-            this_out, this_z = torch.empty_like(out), torch.empty_like(z)
-            sorted_.put_back(part, this_out, add=False)
-            sorted_.put_back(part_z, this_z, add=False)
-            merged = torch.logaddexp(z, this_z)
-            level = merged.masked_fill(merged == -torch.inf, 0.0)
-            out.mul_((z - level).exp_().unsqueeze(-1)).addcmul_(this_out, (this_z - level).exp_().unsqueeze(-1))
-            z.copy_(merged)
+def _forward_rows(rows: Rows, out: Tensor, level: Tensor) -> None:
+    """Fills out (G, L, D) and level (G, L): z in units of log2 e, near LOWEST where nothing is visible.
+
+    Rounds are merged by log-sum-exp.
+    """
+    for block in rows.blocks():
+        q = block.queries(rows.q).mul_(rows.rule.scale * _LOG2_E)
+        score = block.scores(q, block.keys(rows.k))
+        highest = score.amax(-1, keepdim=True).clamp_min_(LOWEST)
+        weight = score.sub_(highest).exp2_()
+        total = weight.sum(-1, keepdim=True).clamp_min_(torch.finfo(level.dtype).tiny)
+        part = torch.bmm(weight, block.keys(rows.v)).div_(total)
+        this = merged = highest.add_(total.log2_()).squeeze(-1)
+        if not block.first_round:
+            merged = torch.logaddexp2(block.queries(level), this)
+            part = torch.lerp(block.queries(out), part, (this - merged).exp2_().unsqueeze(-1))
+        block.put_queries(out, part)
+        block.put_queries(level, merged)
 
 
 def _backward_rows(
-    rows: Rows, grad_out: Tensor, level: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+    rows: Rows,
+    grad_out: Tensor,
+    out: Tensor,
+    grad_z: Tensor,
+    level: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
 ) -> None:
     """Adds the windows' gradients to dq, dk, dv (G, L, D)."""
-    for round_ in range(rows.rounds):
-        sorted_ = rows.sort(round_)
-        q, k, v, g = (sorted_.take(x) for x in (rows.q, rows.k, rows.v, grad_out))
-        levels, deltas = sorted_.take(level), sorted_.take(delta)
-        parts = [torch.zeros_like(x) for x in (q, k, v)]
-        for block in sorted_.blocks():
-            weight = sorted_.scores(q, k, block).sub_(sorted_.queries(levels, block)[..., None]).exp_()
-            grad = sorted_.queries(g, block)
-            _add_to_keys(parts[2], torch.bmm(weight.transpose(1, 2), grad), block)
-            score_grad = torch.bmm(grad, sorted_.keys(v, block).transpose(1, 2))
-            score_grad.sub_(sorted_.queries(deltas, block)[..., None]).mul_(weight)
-            if rows.rule.scale != 1.0:
-                score_grad *= rows.rule.scale
-            torch.bmm(score_grad, sorted_.keys(k, block), out=sorted_.queries(parts[0], block))
-            _add_to_keys(parts[1], torch.bmm(score_grad.transpose(1, 2), sorted_.queries(q, block)), block)
-        for part, total in zip(parts, (dq, dk, dv), strict=True):
-            sorted_.put_back(part, total, add=True)
-
-
-def _add_to_keys(chunks: Tensor, windows: Tensor, block: slice) -> None:
-    """Adds gradients of overlapping key windows (W, S·M, D) to chunks (C, M, D)."""
-    chunk = chunks.shape[1]
-    for i, part in enumerate(windows.split(chunk, dim=1)):
-        chunks[block.start + i : block.stop + i] += part
+    delta = (grad_out.to(rows.dtype) * out).sum(-1).sub_(grad_z)  # (G, L)
+    for block in rows.blocks():
+        q, grad = block.queries(rows.q).mul_(rows.rule.scale * _LOG2_E), block.queries(grad_out)
+        k, v = block.keys(rows.k), block.keys(rows.v)
+        weight = block.scores(q, k).sub_(block.queries(level).unsqueeze(-1)).exp2_()
+        block.add_to_keys(dv, weight, grad)
+        score_grad = torch.bmm(grad, v.transpose(1, 2)).sub_(block.queries(delta).unsqueeze(-1)).mul_(weight)
+        block.add_to_queries(dq, torch.bmm(score_grad, k))
+        block.add_to_keys(dk, score_grad, q)
+    dq.mul_(rows.rule.scale)
+    dk.div_(_LOG2_E)

@@ -8,7 +8,42 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.gathered_attention import gathered_attention
+
 _PIECE_ELEMENTS = 1 << 20  # key numbers found at a time: 8 MB of int64
+
+
+def attention_by_key_rank(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_codes: Tensor,
+    key_codes: Tensor,
+    chunk: int,
+    *,
+    causal: bool,
+    scale: float,
+    exclude_self: bool,
+    count_rounds: bool,
+    key_mask: Tensor | None,
+    segments: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`operator.bucketed_attention` with codes of the keys' own, in blockwise torch."""
+    index = windows_by_key_rank(query_codes, key_codes, chunk, causal, key_mask, segments, distinct=count_rounds)
+    index = _see_self_at_last(index, key_mask, exclude_self)
+    return gathered_attention(q, k, v, index, scale=scale)
+
+
+def _see_self_at_last(index: Tensor, key_mask: Tensor | None, exclude_self: bool) -> Tensor:
+    """The windows (B, H, L, K) of self-attention: whoever sees nothing sees itself, and padding nothing."""
+    own = torch.arange(index.shape[2], dtype=index.dtype, device=index.device)
+    if exclude_self:
+        index = index.masked_fill_(index == own[:, None], -1)
+    alone = (index < 0).all(dim=-1)
+    index[..., 0] = torch.where(alone, own, index[..., 0])
+    if key_mask is not None:
+        index = index.masked_fill_(~key_mask[:, None, :, None], -1)
+    return index
 
 
 def windows_by_key_rank(
@@ -35,7 +70,7 @@ def windows_by_key_rank(
     batch, heads, rounds, queries = query_codes.shape
     width = chunk if causal else 2 * chunk
     ranges = [
-        _range(query_codes[:, :, r], key_codes[:, :, r], chunk, causal, key_mask, segments, first_query)
+        key_range(query_codes[:, :, r], key_codes[:, :, r], chunk, causal, key_mask, segments, first_query)
         for r in range(rounds)
     ]
     index = torch.empty(batch, heads, queries, rounds, width, dtype=torch.int32, device=query_codes.device)
@@ -65,14 +100,14 @@ class _Range(NamedTuple):
     high: Tensor
 
 
-def _range(
+def key_range(
     query_codes: Tensor,
     key_codes: Tensor,
     chunk: int,
     causal: bool,
     key_mask: Tensor | None,
     segments: Tensor | None,
-    first_query: int,
+    first_query: int = 0,
 ) -> _Range:
     """query_codes: (B, H, Lq). key_codes: (B, H, Lk)."""
     query_group, key_group = query_codes.to(torch.int64).contiguous(), key_codes.to(torch.int64)

@@ -11,7 +11,12 @@ from megasparse.ops.bucketed_attention.layout import Window
 
 
 def visible(
-    codes: Tensor, window: Window, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
+    codes: Tensor,
+    window: Window,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    key_codes: Tensor | None = None,
 ) -> Tensor:
     """(B, H, R, L, L) bool: whether round r shows key j (last) to query i. Self is visible here."""
     batch, heads, rounds, length = codes.shape
@@ -22,6 +27,8 @@ def visible(
     together = document[:, :, None] == document[:, None, :]
     together = together & real[:, :, None] & real[:, None, :]
     together = together[:, None, None].expand(batch, heads, rounds, length, length)
+    if key_codes is not None:
+        return _visible_by_key_rank(codes, key_codes, window.chunk, causal, together)
     same = (codes[..., :, None] == codes[..., None, :]) & together
     if window.kind == "band":
         rank = (same & earlier).sum(-1)  # tokens of i's bucket at or before i
@@ -42,11 +49,28 @@ def visible(
     return seen & earlier if causal else seen
 
 
+def _visible_by_key_rank(codes: Tensor, key_codes: Tensor, chunk: int, causal: bool, together: Tensor) -> Tensor:
+    """Of the keys in the query's bucket the last M at or before it, and where not causal the M after it."""
+    position = torch.arange(codes.shape[-1], device=codes.device)
+    between = (position[:, None] < position[None, :])[None]  # [j, j']: j before j'
+    same = (codes[..., :, None] == key_codes[..., None, :]) & together
+    near = torch.zeros_like(same)
+    for i in range(codes.shape[-1]):
+        mine = same[..., i, :]  # (B, H, R, L)
+        back, ahead = mine & (position <= i), mine & (position > i)
+        closer = (back[..., None, :] & between).sum(-1)  # keys of the bucket after j, up to i
+        near[..., i, :] = back & (closer < chunk)
+        if not causal:
+            closer = (ahead[..., None, :] & between.transpose(-1, -2)).sum(-1)
+            near[..., i, :] |= ahead & (closer < chunk)
+    return near
+
+
 def bucketed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    codes: Tensor,
+    codes: Tensor | None,
     window: Window,
     *,
     causal: bool,
@@ -55,16 +79,20 @@ def bucketed_attention(
     count_rounds: bool = True,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
+    key_codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out_i = Σ_r Σ_j exp(q_i·k_j·scale − log N_ij − z_i) v_j over the keys j visible in round r (Reformer Eq. 2–6,
     appendix A).
 
-    N_ij: the number of rounds in which j is visible to i (1 if not count_rounds). z_i: the log of the sum. With
-    exclude_self a token that sees no other gets its own value, with z its own score. Returns out (B, H, L, D) and z
-    (B, H, L); padding gets 0 and −∞.
+    codes None: one bucket and one round. key_codes: the keys' own, codes are then the queries'. N_ij: the number of
+    rounds in which j is visible to i (1 if not count_rounds). z_i: the log of the sum. With exclude_self or key_codes a
+    token that sees nothing gets its own value, with z its own score. Returns out (B, H, L, D) and z (B, H, L); padding
+    gets 0 and −∞.
     """
     length = q.shape[2]
-    seen = visible(codes, window, causal, key_mask, segments)
+    if codes is None:
+        codes = torch.zeros(*q.shape[:2], 1, length, dtype=torch.int64, device=q.device)
+    seen = visible(codes, window, causal, key_mask, segments, key_codes)
     if exclude_self:
         seen = seen & ~torch.eye(length, dtype=torch.bool, device=q.device)
     counts = seen.sum(2)  # (B, H, L, L)
@@ -72,7 +100,7 @@ def bucketed_attention(
     weight = (counts > 0).to(q.dtype).log() if count_rounds else counts.to(q.dtype).log()
     logits = score + weight
     real = torch.ones_like(q[:, :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, None]
-    if exclude_self:
+    if exclude_self or key_codes is not None:
         alone = (counts.sum(-1) == 0) & real
         own = torch.eye(length, dtype=torch.bool, device=q.device) & alone[..., None]
         logits = torch.where(own, score, logits)

@@ -16,13 +16,7 @@ _GATHERED_ELEMENTS = 1 << 18  # numbers in a block's gathered keys: 1 MB of fp32
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_j exp(scale·q_i·k_j − z_i) v_j over the keys j that row i of the index names.
-
-    q: (B, H, Lq, D). k, v: (B, H, Lk, D). index: (B|1, H|1, Lq, K) int32 or int64 key numbers, −1 for an empty place;
-    a key named twice counts twice.
-    Returns out (B, H, Lq, D) in q's dtype and z (B, H, Lq), the log of the sum, in fp32 at least; a query whose places
-    are all empty gets 0 and −∞. Scores, softmax statistics and gradients are computed in fp32 at least.
-    """
+    """See `operator.gathered_attention`."""
     out, z = _GatheredAttention.apply(q, k, v, index, scale)
     return out, z
 

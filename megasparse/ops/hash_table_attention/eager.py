@@ -53,16 +53,7 @@ def hash_table_attention(
     chunk: int = 128,
     backward: Literal["auto", "tables", "pairs"] = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_j B_ij v_j, B_ij = 1/m Σ_h [code_h(q_i) = code_h(k_j)] over the keys visible to i (YOSO Eq. 5 and 9).
-
-    q: (B, H, Lq, D), k: (B, H, Lk, D), of length 1, only for the gradient: that of B_ij by q_i·k_j is τ/2·B_ij, the
-    lower bound of the paper. v: (B, H, Lk, D). q_codes: (B, H, m, Lq), k_codes: (B, H, m, Lk), integers below
-    2^code_bits. causal: j <= i. query_mask, key_mask: (B, Lq), (B, Lk) bool, true for real tokens: padding sees nothing
-    (output 0) and is never seen. segments: (B, L) document numbers >= 0: documents never see each other.
-    backward: the procedure for ∇q and ∇k; both give the same numbers, `auto` takes the one with less to do.
-    Returns out (B, H, Lq, D) and B's row sums (B, H, Lq), the keys a query meets in one hash on average (not
-    differentiable); both in fp32 at least.
-    """
+    """See `operator.hash_table_attention`."""
     rule = _Rule(code_bits, chunk if causal else None, backward)
     return _HashTableAttention.apply(q, k, v, q_codes, k_codes, groups(q, k, query_mask, key_mask, segments), rule)
 

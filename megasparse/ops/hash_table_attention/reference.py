@@ -12,9 +12,10 @@ def visible_pairs(
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     segments: Tensor | None,
+    device: torch.device,
 ) -> Tensor:
     """(B or 1, 1, Lq, Lk) bool."""
-    seen = torch.ones(1, 1, *lengths, dtype=torch.bool)
+    seen = torch.ones(1, 1, *lengths, dtype=torch.bool, device=device)
     if causal:
         seen = seen.tril()
     if query_mask is not None:
@@ -48,7 +49,7 @@ def hash_table_attention(
 ) -> tuple[Tensor, Tensor]:
     """W_ij = B_ij = 1/m Σ_h [code_h(q_i) = code_h(k_j)] (Eq. 5) where j is visible to i. codes: (B, H, m, L)."""
     weight = (q_codes[..., :, None] == k_codes[..., None, :]).to(q.dtype).mean(2)
-    seen = visible_pairs((q.shape[2], k.shape[2]), causal, query_mask, key_mask, segments)
+    seen = visible_pairs((q.shape[2], k.shape[2]), causal, query_mask, key_mask, segments, q.device)
     return weighted_sum(q, k, v, weight * seen, code_bits)
 
 
@@ -65,5 +66,5 @@ def expected_attention(
 ) -> tuple[Tensor, Tensor]:
     """W_ij = (1 − acos(q_i·k_j)/π)^τ (Eq. 4) where j is visible to i; q, k of length 1 or 0."""
     angle = torch.acos((q @ k.transpose(-1, -2)).clamp(-1.0, 1.0))
-    seen = visible_pairs((q.shape[2], k.shape[2]), causal, query_mask, key_mask, segments)
+    seen = visible_pairs((q.shape[2], k.shape[2]), causal, query_mask, key_mask, segments, q.device)
     return weighted_sum(q, k, v, (1 - angle / math.pi) ** code_bits * seen, code_bits)

@@ -5,29 +5,18 @@ import math
 import torch
 from torch import Tensor
 
+from megasparse.ops.hashing.sign import code_dtype
+
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers at a time: 8 MB of fp32
 
 
-@torch.no_grad()
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
-    """h(x) = argmax([xR; −xR]) (Reformer section 2), mixed-radix over the factors: h = h_1·n_2 + h_2.
-
-    x: (B, H, L, D). rotations: (H, R, D, Σ n_f/2), the factors' matrices side by side. Returns codes (B, H, R, L),
-    int16 where they fit, else int32. Computed in fp32 at least; not differentiable. A factorised hash costs √n where
-    a plain one costs n.
-    """
+    """See `operator.angular_hash`."""
     batch, heads, length, head_dim = x.shape
     rounds, width = rotations.shape[1], rotations.shape[3]
     dtype = torch.promote_types(x.dtype, torch.float32)
     matrix = rotations.to(dtype).permute(0, 2, 1, 3).reshape(heads, head_dim, rounds * width)
-    codes = torch.empty(
-        batch,
-        heads,
-        rounds,
-        length,
-        dtype=torch.int16 if math.prod(factors) <= 1 << 15 else torch.int32,
-        device=x.device,
-    )
+    codes = torch.empty(batch, heads, rounds, length, dtype=code_dtype(math.prod(factors)), device=x.device)
     step = max(1, _BLOCK_ELEMENTS // (batch * heads * rounds * width))
     for start in range(0, length, step):
         rotated = x[:, :, start : start + step].to(dtype) @ matrix  # (B, H, l, R·S)

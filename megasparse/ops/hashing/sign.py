@@ -12,43 +12,46 @@ from megasparse.ops.random import normal, random_bits
 
 _BLOCK_ELEMENTS = 1 << 20  # projected numbers at a time: 4 MB of fp32
 MOST_BITS = 30  # codes are int32 at most
+Kind = Literal["hadamard", "gaussian"]
 
 
-@torch.no_grad()
-def sign_codes(
-    x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Literal["hadamard", "gaussian"]
-) -> Tensor:
-    """Codes of x (B, H, L, D) in each hash: (B, H, m, L), int16 up to 15 bits, else int32; 0 <= code < 2^τ.
+def code_dtype(count: int) -> torch.dtype:
+    """What holds codes below `count`."""
+    return torch.int16 if count <= 1 << 15 else torch.int32
 
-    gaussian: bit t is [r·x >= 0], r normal: two vectors at angle θ collide in a hash with probability (1 − θ/π)^τ.
-    hadamard: r·x is a coordinate of HD₃HD₂HD₁x, O(P·log P) for P of them. Every bit of ONE code comes from a transform
-    of its own, so the bits are independent and only each bit's own probability can be biased; hash h takes coordinate
-    h mod P of its τ transforms. Measured at τ = 9 and cosines 0.3, 0.7, 0.9 (±0.3): random pairs collide −0.3, −0.1,
-    0.0 % more often than the formula says for D = 64, −0.6, −0.4, −0.2 % for D = 16. With the bits of one code out of
-    one transform, Eq. 21 read literally, it is −15, −7, −2 % and −58, −24, −7 %. Vectors of one or two nonzero
-    elements fare worse, their projections are often exactly 0: up to −25 % for D = 64, −63 % for 16.
 
-    heads: the heads' global numbers. The draws are functions of (key, head, hash): more hashes keep the first ones.
-    Computed in fp32 at least; the length of x does not matter; a zero vector has all bits set.
-    """
-    assert len(heads) == x.shape[1] and 1 <= code_bits <= MOST_BITS
+def normals(key: int, heads: range, hashes: int, code_bits: int, width: int, device: torch.device) -> Tensor:
+    """Gaussian hyperplanes, (H, m, τ, D) fp32."""
+    drawn = normal(key, _rows(heads, hashes, device), code_bits * width)
+    return drawn.view(len(heads), hashes, code_bits, width)
+
+
+def diagonals(key: int, heads: range, hashes: int, code_bits: int, power: int, device: torch.device) -> Tensor:
+    """D₁, D₂, D₃ of every transform, (H, groups of P hashes, τ, 3, P) fp32, each 1 or −1."""
+    groups = -(-hashes // power)
+    bits = random_bits(key, _rows(heads, groups * code_bits, device), 3 * power)
+    return torch.where(bits < 0, -1.0, 1.0).view(len(heads), groups, code_bits, 3, power)
+
+
+def _rows(heads: range, count: int, device: torch.device) -> Tensor:
+    """(H, count): numbers of a head's draws."""
+    head = torch.arange(heads.start, heads.stop, device=device)[:, None] * (1 << 16)
+    return head + torch.arange(count, device=device)
+
+
+def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
+    """See `operator.sign_codes`."""
     batch, _, length, width = x.shape
     dtype = torch.promote_types(x.dtype, torch.float32)
     power = 1 << (width - 1).bit_length()
     groups = -(-hashes // power)
-    head = torch.arange(heads.start, heads.stop, device=x.device)[:, None] * (1 << 16)
     if kind == "gaussian":
-        rows = head + torch.arange(hashes, device=x.device)
-        drawn = normal(key, rows, code_bits * width).view(len(heads), -1, width).to(dtype)  # (H, m·τ, D)
+        drawn = normals(key, heads, hashes, code_bits, width, x.device).flatten(1, 2).to(dtype)  # (H, m·τ, D)
         numbers = hashes * code_bits
     else:
-        rows = head + torch.arange(groups * code_bits, device=x.device)
-        bits = random_bits(key, rows, 3 * power).view(len(heads), -1, 3, power)
-        drawn = torch.where(bits < 0, -1.0, 1.0).to(dtype)  # (H, T, 3, P) diagonals of T = groups·τ transforms
+        drawn = diagonals(key, heads, hashes, code_bits, power, x.device).flatten(1, 2).to(dtype)  # (H, groups·τ, 3, P)
         numbers = groups * code_bits * power
-    codes = torch.empty(
-        batch, len(heads), hashes, length, dtype=torch.int16 if code_bits <= 15 else torch.int32, device=x.device
-    )
+    codes = torch.empty(batch, len(heads), hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
     step = max(1, _BLOCK_ELEMENTS // (batch * len(heads) * numbers))
     for start in range(0, length, step):
         block = x[:, :, start : start + step].to(dtype)

@@ -32,10 +32,10 @@ def hyperplanes(key: int, head: int, hash_: int, code_bits: int, width: int, kin
 
 def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: str) -> Tensor:
     """Σ_t 2^t·[r_t·x >= 0] for every head and hash: x (B, H, L, D); (B, H, m, L) int64."""
-    codes = torch.empty(x.shape[0], x.shape[1], hashes, x.shape[2], dtype=torch.int64)
+    codes = torch.empty(x.shape[0], x.shape[1], hashes, x.shape[2], dtype=torch.int64, device=x.device)
     for number, head in enumerate(heads):
         for hash_ in range(hashes):
-            normals = hyperplanes(key, head, hash_, code_bits, x.shape[3], kind)
+            normals = hyperplanes(key, head, hash_, code_bits, x.shape[3], kind).to(x.device)
             bits = (x[:, number].double() @ normals.T >= 0).long()  # (B, L, τ)
-            codes[:, number, hash_] = (bits * 2 ** torch.arange(code_bits)).sum(-1)
+            codes[:, number, hash_] = (bits * 2 ** torch.arange(code_bits, device=x.device)).sum(-1)
     return codes

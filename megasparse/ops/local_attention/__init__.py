@@ -2,6 +2,6 @@
 `bucketed_attention`.
 """
 
-from megasparse.ops.local_attention.eager import distances, relative_local_attention
+from megasparse.ops.local_attention.operator import distances, relative_local_attention
 
 __all__ = ["distances", "relative_local_attention"]

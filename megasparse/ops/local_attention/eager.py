@@ -16,13 +16,6 @@ _SCORE_ELEMENTS = 1 << 20  # scores in a tile: 4 MB of fp32
 _PADDING = -1  # the document of padding and of empty places
 
 
-def distances(chunk: int, causal: bool) -> range:
-    """The distances i − j between the queries of a chunk and its keys, in the order that `relative_local_attention`
-    takes their vectors.
-    """
-    return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
-
-
 def relative_local_attention(
     q: Tensor,
     k: Tensor,
@@ -37,14 +30,7 @@ def relative_local_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j of i's chunk and the one before it, and
-    where not causal the one after it (Dai et al. 2019, Transformer-XL, section 3.3).
-
-    q, k, v: (B, H, L, D). r: (H, E, D), a vector for each of `distances`. u, w: (H, D). key_mask: (B, L) bool, true for
-    real tokens. segments: (B, L) document numbers >= 0: documents never see each other. Chunks and distances count
-    real tokens in the order of (document, position), so that padding moves nothing.
-    Returns (B, H, L, D) in q's dtype; padding gets 0. Computed in fp32 at least.
-    """
+    """As `ops.local_attention.relative_local_attention`. Computed in fp32 at least."""
     batch, heads, length, _ = q.shape
     document = q.new_zeros(batch, length, dtype=torch.int64) if segments is None else segments.to(torch.int64)
     order = None

@@ -24,9 +24,9 @@ def relative_local_attention(
     the one after it. Arguments and result as those of `ops.local_attention.relative_local_attention`.
     """
     batch, heads, length, _ = q.shape
-    real = torch.ones(batch, length, dtype=torch.bool) if key_mask is None else key_mask
-    document = torch.zeros(batch, length, dtype=torch.int64) if segments is None else segments
-    position = torch.arange(length)
+    real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+    document = torch.zeros_like(real, dtype=torch.int64) if segments is None else segments
+    position = torch.arange(length, device=q.device)
     # How many real tokens come before each one, in the order of (document, position): its number.
     first, second = document[:, None, :], document[:, :, None]
     before = (first < second) | ((first == second) & (position < position[:, None]))

@@ -1,5 +1,6 @@
 """Smart Bird's sketch: a narrow single-head attention, and the keys that every head samples from its weights."""
 
-from megasparse.ops.sketch.eager import Noise, chosen_keys, sketched_attention
+from megasparse.ops.sketch.draws import Noise
+from megasparse.ops.sketch.operator import chosen_keys, sketched_attention
 
 __all__ = ["Noise", "chosen_keys", "sketched_attention"]

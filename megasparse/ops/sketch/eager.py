@@ -1,6 +1,7 @@
 """The sketch in tiles: memory O(L·K), never O(L²).
 
-B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query chooses, T queries and C keys in a tile.
+B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query chooses, T queries and C keys in a tile:
+`draws.KEYS`.
 """
 
 from typing import NamedTuple
@@ -9,25 +10,18 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.random import derive, random_bits
+from megasparse.ops.sketch import draws
+from megasparse.ops.sketch.draws import Noise
 from megasparse.ops.tiled import tiled
 
 _SCORE_ELEMENTS = 1 << 20  # scores in a tile
-_KEYS = 1 << 11  # C: keys in a tile. A part of what the draws are: those of every C keys have a key of their own
 _STEPS = 256  # without noise, products are rounded to multiples of 1/256
 _NOTHING = torch.iinfo(torch.int64).min  # ranks below every key
 _LOW = (1 << 32) - 1
 
 
-class Noise(NamedTuple):
-    """What u_ij depends on. key: of the layer. heads: their global numbers. rows: (B, Lq), see `Draws.rows`."""
-
-    key: int
-    heads: range
-    rows: Tensor
-
-
 class _Sight(NamedTuple):
-    """Who may be seen: see `chosen_keys`."""
+    """Who may be seen: see operator.py."""
 
     causal: bool
     key_mask: Tensor | None
@@ -48,11 +42,7 @@ class _Sight(NamedTuple):
 def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − z_i), one head (Smart Bird Eq. 1).
-
-    q, k, v: (B, L, d). key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
-    Returns h (B, L, d) and z (B, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.
-    """
+    """See operator.py."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     sight = _Sight(causal, key_mask, segments)
     batch, length, width = q.shape
@@ -86,35 +76,24 @@ def chosen_keys(
     segments: Tensor | None = None,
     first_query: int = 0,
 ) -> Tensor:
-    """The K visible keys of the highest score s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), best first.
-
-    q: (B, Lq, d), the queries from position `first_query` on. k: (B, Lk, d). level: z of `sketched_attention`, which
-    only the inverse logarithms need.
-    p_ij by `sampling`: "inverse_log_squared" (1/log α)², "inverse_log" −1/log α, "raw" and "top_k" α, "random" 1.
-    noise: u is uniform in (0, 1), a function of (key, global head, global sample, i, j). None is u = 1 for all heads: p
-    increases with α whatever its kind, so the products q·k/√d rank the keys by themselves. They are first rounded to
-    multiples of 1/256: weights within 0.4 % of each other tie, so that keys that differ by rounding alone (the same
-    token seen in the same company) go by position however q and k were computed, in decoding as in the whole pass.
-    α = 1 is p = ∞: that key is chosen whatever u is, the limit of α → 1. Of equal scores the smaller position wins.
-    Returns (B, H, Lq, K) int32, H = 1 without noise; −1 where fewer than K keys are visible.
-    """
+    """See operator.py. s is computed in float64 but for the logarithms, and ranked in fp32."""
     sight = _Sight(causal, key_mask, segments)
     batch, queries, _ = q.shape
     heads = 1 if noise is None else len(noise.heads)
     index = torch.empty(batch, heads, queries, count, dtype=torch.int32, device=q.device)
-    step = max(1, _SCORE_ELEMENTS // (batch * heads * min(_KEYS, k.shape[1])))
+    step = max(1, _SCORE_ELEMENTS // (batch * heads * min(draws.KEYS, k.shape[1])))
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
         positions = torch.arange(rows.start, rows.stop, device=q.device) + first_query
         last = first_query + rows.stop if causal else k.shape[1]
         best = torch.full((batch, heads, len(positions), count), _NOTHING, device=q.device)
-        for first_key in range(0, min(last, k.shape[1]), _KEYS):
-            keys = torch.arange(first_key, min(first_key + _KEYS, last, k.shape[1]), device=q.device)
+        for first_key in range(0, min(last, k.shape[1]), draws.KEYS):
+            keys = torch.arange(first_key, min(first_key + draws.KEYS, last, k.shape[1]), device=q.device)
             # In float64: the same keys have the same score in every tile.
             score = q[:, rows].double() @ k[:, keys].double().transpose(-1, -2) * q.shape[2] ** -0.5
             if noise is not None:
                 log_p = _log_p(score, sampling, None if level is None else level[:, rows, None])
-                log_s = log_p.float()[:, None] + _log_uniform(noise, rows, first_key // _KEYS, len(keys))
+                log_s = log_p.float()[:, None] + _log_uniform(noise, rows, first_key // draws.KEYS, len(keys))
             else:
                 log_s = (score * _STEPS).round().div_(_STEPS).float()[:, None]
             ranks = _ranks(log_s, keys).masked_fill_(~sight.pairs(positions, keys)[:, None], _NOTHING)

@@ -1,10 +1,64 @@
 """The definition of the sketch and of the keys chosen from it, dense, to test against.
 
-B batch, H heads, L length, d width of the sketch, K keys a query chooses.
+B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query chooses.
 """
 
 import torch
 from torch import Tensor
+
+from megasparse.ops.random import derive, random_bits
+from megasparse.ops.sketch import draws
+from megasparse.ops.sketch.draws import Noise
+
+
+def sketched_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See operator.py."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    alpha, seen = sketched_weights(q, k, causal=causal, key_mask=key_mask, segments=segments)
+    score = (q @ k.transpose(-1, -2)) / q.shape[2] ** 0.5
+    z = score.masked_fill(~seen, -1e300 if dtype == torch.float64 else -1e38).logsumexp(-1)
+    return alpha @ v, z.masked_fill(~seen.any(-1), -torch.inf)
+
+
+@torch.no_grad()
+def chosen_keys(
+    q: Tensor,
+    k: Tensor,
+    count: int,
+    *,
+    causal: bool,
+    sampling: str,
+    noise: Noise | None,
+    level: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    first_query: int = 0,
+) -> Tensor:
+    """See operator.py. level: not read, α being at hand."""
+    alpha, seen = sketched_weights(
+        q.double(),
+        k.double(),
+        causal=causal,
+        key_mask=key_mask,
+        segments=segments,
+        rounded=noise is None,
+        first_query=first_query,
+    )
+    drawn = None if noise is None else uniform(noise, k.shape[1])
+    return best_keys(alpha, seen, count, sampling="top_k" if noise is None else sampling, uniform=drawn).to(torch.int32)
+
+
+def uniform(noise: Noise, keys: int) -> Tensor:
+    """u of every pair, (B, H, Lq, keys) float64: the 2^23 numbers (n + ½)/2^23."""
+    tiles = range(0, keys, draws.KEYS)
+    heads = [
+        torch.cat([random_bits(derive(noise.key, h, t // draws.KEYS), noise.rows, draws.KEYS) for t in tiles], -1)
+        for h in noise.heads
+    ]
+    return ((torch.stack(heads, 1)[..., :keys] >> 9) + 2**22 + 0.5).double() / 2**23
 
 
 def sketched_weights(
@@ -15,25 +69,30 @@ def sketched_weights(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
     rounded: bool = False,
+    first_query: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """α_ij = softmax_j(q_i·k_j/√d), 0 where j is invisible to i, and who is visible: (B, L, L) each.
+    """α_ij = softmax_j(q_i·k_j/√d), 0 where j is invisible to i, and who is visible: (B, Lq, L) each.
 
-    rounded: with q_i·k_j/√d to the nearest multiple of 1/256, as where nothing is drawn.
+    rounded: with q_i·k_j/√d to the nearest multiple of 1/256, as where nothing is drawn. The queries (B, Lq, d) are
+    those from position `first_query` on.
     """
-    batch, length, width = q.shape
-    seen = torch.ones(batch, length, length, dtype=torch.bool, device=q.device)
+    batch, queries, width = q.shape
+    seen = torch.ones(batch, queries, k.shape[1], dtype=torch.bool, device=q.device)
+    here = slice(first_query, first_query + queries)
     if causal:
-        seen = seen.tril()
+        seen = seen.tril(first_query)
     if key_mask is not None:
-        seen = seen & key_mask[:, :, None] & key_mask[:, None, :]
+        seen = seen & key_mask[:, here, None] & key_mask[:, None, :]
     if segments is not None:
-        seen = seen & (segments[:, :, None] == segments[:, None, :])
+        seen = seen & (segments[:, here, None] == segments[:, None, :])
     score = (q @ k.transpose(-1, -2)) / width**0.5
-    weight = torch.exp(torch.round(score * 256) / 256 if rounded else score) * seen
-    return weight / weight.sum(-1, keepdim=True).clamp_min(1e-300), seen
+    score = (torch.round(score * 256) / 256 if rounded else score).masked_fill(~seen, -torch.inf)
+    largest = score.amax(-1, keepdim=True).detach().clamp_min(torch.finfo(score.dtype).min)
+    weight = torch.exp(score - largest)
+    return weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny), seen
 
 
-def chosen_keys(alpha: Tensor, seen: Tensor, count: int, *, sampling: str, uniform: Tensor | None) -> Tensor:
+def best_keys(alpha: Tensor, seen: Tensor, count: int, *, sampling: str, uniform: Tensor | None) -> Tensor:
     """The K visible keys of the highest s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), (B, H, L, K); −1 where
     there are fewer. Of equal ones the first.
 

@@ -1,0 +1,476 @@
+"""Exact attention inside intervals of sorted keys, gathered by index. See `intervals` for who sees whom.
+
+A program owns a block of sorted queries, or of sorted keys, of one row in one round, and reads and writes the rows of
+these tokens: each token stands once in a round, so nothing is added by two programs. A round goes on where the one
+before stopped: its softmax starts from that one's output and log-sum-exp.
+
+Logarithms are in base 2. `level` is log2 Σ exp(score) of a query over all rounds so far, −∞ where it has seen nothing.
+
+B batch, H heads, R rounds, L length, D head dim, m queries and n keys of a tile.
+"""
+
+import triton
+import triton.language as tl
+
+from megasparse.ops.kernels import dot
+
+NOWHERE = tl.constexpr(1 << 30)  # as in `intervals`
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def row_of(x, row, heads, batch_stride, head_stride):
+    """Where row `row` of B·H begins in x (B, H, L, D)."""
+    return x + (row // heads).to(tl.int64) * batch_stride + (row % heads).to(tl.int64) * head_stride
+
+
+@triton.jit
+def cells(token, stride, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Offsets and mask of the vectors of tokens."""
+    d = tl.arange(0, BLOCK_D)
+    offset = token.to(tl.int64)[:, None] * stride + d[None, :]
+    inside = mask[:, None]
+    if HEAD_DIM < BLOCK_D:
+        inside &= (d < HEAD_DIM)[None, :]
+    return offset, inside
+
+
+@triton.jit
+def gather(x, token, stride, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    offset, inside = cells(token, stride, mask, HEAD_DIM, BLOCK_D)
+    return tl.load(x + offset, mask=inside, other=0.0)
+
+
+@triton.jit
+def keep(
+    x, sums, result, token, stride, mask, round_, ROUNDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Vectors of tokens into fp32 sums, which lie as the result does, or after the last round into the result."""
+    offset, inside = cells(token, stride, mask, HEAD_DIM, BLOCK_D)
+    if round_ == ROUNDS - 1:  # branches, as both sets of addresses at once would cost registers
+        tl.store(result + offset, x.to(result.dtype.element_ty), mask=inside)
+    else:
+        if ROUNDS > 1:
+            tl.store(sums + offset, x, mask=inside)
+
+
+@triton.jit
+def token_at(order, here, place, mask):
+    token = place
+    if order is not None:
+        token = tl.load(order + here + place, mask=mask, other=0)
+    return token
+
+
+@triton.jit
+def within(low, high, place, KEYS_FIRST: tl.constexpr):
+    """Whether sorted places of keys are in the windows of queries: (m, n), or (n, m)."""
+    if KEYS_FIRST:
+        seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
+    else:
+        seen = (place[None, :] >= low[:, None]) & (place[None, :] < high[:, None])
+    return seen
+
+
+@triton.jit
+def visible(low, high, place, query, key, RULE: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """As `within`; RULE says what else must hold between the tokens."""
+    seen = within(low, high, place, KEYS_FIRST)
+    if KEYS_FIRST:
+        query, key = query[None, :], key[:, None]
+    else:
+        query, key = query[:, None], key[None, :]
+    if RULE == "others":
+        seen &= key != query
+    elif RULE == "earlier":
+        seen &= key < query
+    elif RULE == "not later":
+        seen &= key <= query
+    return seen
+
+
+@triton.jit
+def share(low, high, place, query_place, key_place, length, ROUNDS: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """1 / N: N is one more than the number of other rounds in which the key is in the query's window.
+
+    low, high, place: bounds and places in the other rounds, in this round's order (see `other_rounds`).
+    """
+    part = 1.0
+    for other in tl.static_range(ROUNDS - 1):
+        lows = tl.load(low + other * length + query_place, mask=query_place < length, other=0)
+        highs = tl.load(high + other * length + query_place, mask=query_place < length, other=0)
+        places = tl.load(place + other * length + key_place, mask=key_place < length, other=0)
+        seen = within(lows, highs, places, KEYS_FIRST)
+        if ROUNDS == 2:
+            part = tl.where(seen, 0.5, 1.0)
+        else:
+            part += seen.to(tl.float32)
+    if ROUNDS > 2:
+        part = 1.0 / part
+    return part
+
+
+@triton.jit(do_not_specialize=["round_"])
+def other_rounds(
+    token_low, token_high, token_place, query_order, key_order, low, high, place, length, round_, ROUNDS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Bounds and places (G, R − 1, L) of all other rounds in this round's order, so that tiles read them in a row."""
+    blocks = tl.cdiv(length, TOKENS)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
+    inside = at < length
+    here = (row * ROUNDS + round_) * length
+    query = tl.load(query_order + here + at, mask=inside, other=0)
+    key = tl.load(key_order + here + at, mask=inside, other=0)
+    for other in tl.static_range(ROUNDS - 1):
+        source = (row * ROUNDS + (round_ + 1 + other) % ROUNDS) * length
+        target = (row * (ROUNDS - 1) + other) * length + at
+        tl.store(low + target, tl.load(token_low + source + query, mask=inside), mask=inside)
+        tl.store(high + target, tl.load(token_high + source + query, mask=inside), mask=inside)
+        tl.store(place + target, tl.load(token_place + source + key, mask=inside), mask=inside)
+
+
+@triton.jit
+def attend(
+    q, top, total, out, start, low, high, query_place, query, k, v, key_order, other_low, other_high, other_place, here,
+    k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
+    ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the softmax, over the keys at places `start` and after: the new top, total and out."""
+    place = start + tl.arange(0, KEYS)
+    inside = place < length
+    key = token_at(key_order, here, place, inside)
+    k_tile = gather(k, key, k_stride, inside, HEAD_DIM, BLOCK_D)
+    score = dot(q, tl.trans(k_tile), PRECISION) * (scale * LOG2E)
+    seen = visible(low, high, place, query, key, RULE, False)
+    score = tl.where(seen, score, -float("inf"))
+    highest = tl.maximum(top, tl.max(score, 1))
+    base = tl.where(highest == -float("inf"), 0.0, highest)
+    weight = tl.exp2(score - base[:, None])
+    if COUNT:
+        weight *= share(other_low, other_high, other_place, query_place, place, length, ROUNDS, False)
+    fade = tl.exp2(top - base)
+    v_tile = gather(v, key, v_stride, inside, HEAD_DIM, BLOCK_D)
+    out = out * fade[:, None] + dot(weight.to(v_tile.dtype), v_tile, PRECISION)
+    return highest, total * fade + tl.sum(weight, 1), out
+
+
+@triton.jit
+def after(start, low, high):
+    """The first place from `start` on that some query sees, NOWHERE if there is none."""
+    return tl.min(tl.where(high > tl.maximum(low, start), tl.maximum(low, start), NOWHERE))
+
+
+@triton.jit(do_not_specialize=["round_"])
+def forward(
+    q, k, v, partial, out, level, z, query_order, key_order, lows, highs, other_low, other_high, other_place, q_batch,
+    q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, out_batch, out_head, out_stride, heads,
+    sharing, length, round_, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out, level and (after the last round) z of a block of queries.
+
+    partial: out in fp32 between rounds, None if there is one round. sharing: rows that share a layout. JUMP: windows of
+    neighbours may lie far apart.
+    """
+    blocks = tl.cdiv(length, QUERIES)
+    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    layout = (row // sharing).to(tl.int64) * ROUNDS * length
+    here = layout + round_ * length
+    place = block * QUERIES + tl.arange(0, QUERIES)
+    inside = place < length
+    query = token_at(query_order, here, place, inside)
+    low = tl.load(lows + here + place, mask=inside, other=NOWHERE)
+    real = low < NOWHERE
+    high = tl.where(real, tl.load(highs + here + place, mask=inside, other=0), 0)
+    k_row, v_row = row_of(k, row, heads, k_batch, k_head), row_of(v, row, heads, v_batch, v_head)
+    q_tile = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, real, HEAD_DIM, BLOCK_D)
+    if COUNT:
+        others = (row // sharing).to(tl.int64) * (ROUNDS - 1) * length
+        other_low, other_high, other_place = other_low + others, other_high + others, other_place + others
+    statistic = row.to(tl.int64) * length + query
+    top = tl.full([QUERIES], -float("inf"), tl.float32)
+    result = tl.zeros([QUERIES, BLOCK_D], tl.float32)
+    if ROUNDS > 1:
+        partial = row_of(partial, row, heads, out_batch, out_head)
+        if round_ > 0:
+            top = tl.load(level + statistic, mask=inside, other=-float("inf"))
+            result = gather(partial, query, out_stride, inside, HEAD_DIM, BLOCK_D)
+    total = tl.where(top != -float("inf"), 1.0, 0.0)
+    if JUMP:
+        start = after(0, low, high)
+        while start < length:
+            top, total, result = attend(
+                q_tile, top, total, result, start, low, high, place, query, k_row, v_row, key_order, other_low,
+                other_high, other_place, here, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, ROUNDS,
+                COUNT, RULE, PRECISION,
+            )  # fmt: skip
+            start = after(start + KEYS, low, high)
+    else:
+        for start in range(tl.min(low), tl.max(high), KEYS):
+            top, total, result = attend(
+                q_tile, top, total, result, start, low, high, place, query, k_row, v_row, key_order, other_low,
+                other_high, other_place, here, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, ROUNDS,
+                COUNT, RULE, PRECISION,
+            )  # fmt: skip
+    query = token_at(query_order, here, place, inside)  # again: kept, it would cost registers
+    statistic = row.to(tl.int64) * length + query
+    found = total != 0  # NaN too
+    total = tl.where(found, total, 1.0)
+    result = result / total[:, None]
+    end = tl.where(found, top + tl.log2(total), -float("inf"))
+    tl.store(level + statistic, end, mask=inside)
+    tl.store(z + statistic, end * LN2, mask=inside & (round_ == ROUNDS - 1))
+    out_row = row_of(out, row, heads, out_batch, out_head)
+    keep(result, partial, out_row, query, out_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def lonely_tokens(level, key_mask, row, heads, length, TOKENS: tl.constexpr):
+    """Of a program's block of tokens: which they are, where their statistics stand, and who of them saw nothing and is
+    no padding.
+    """
+    token = tl.program_id(0) % tl.cdiv(length, TOKENS) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < length
+    statistic = row.to(tl.int64) * length + token
+    lonely = tl.load(level + statistic, mask=inside, other=0.0) == -float("inf")
+    if key_mask is not None:
+        real = tl.load(key_mask + (row // heads).to(tl.int64) * length + token, mask=inside, other=0)
+        lonely &= real != 0
+    return token, statistic, lonely
+
+
+@triton.jit
+def see_self(
+    q, k, v, level, key_mask, out, z, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
+    out_batch, out_head, out_stride, heads, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Whoever saw nothing gets its own value, and its own score as z."""
+    row = tl.program_id(0) // tl.cdiv(length, TOKENS)
+    token, statistic, lonely = lonely_tokens(level, key_mask, row, heads, length, TOKENS)
+    own_q = gather(row_of(q, row, heads, q_batch, q_head), token, q_stride, lonely, HEAD_DIM, BLOCK_D)
+    own_k = gather(row_of(k, row, heads, k_batch, k_head), token, k_stride, lonely, HEAD_DIM, BLOCK_D)
+    own_v = gather(row_of(v, row, heads, v_batch, v_head), token, v_stride, lonely, HEAD_DIM, BLOCK_D)
+    tl.store(z + statistic, tl.sum(own_q.to(tl.float32) * own_k.to(tl.float32), 1) * scale, mask=lonely)
+    offset, cell = cells(token, out_stride, lonely, HEAD_DIM, BLOCK_D)
+    tl.store(row_of(out, row, heads, out_batch, out_head) + offset, own_v, mask=cell)
+
+
+@triton.jit
+def see_self_gradient(
+    q, k, grad, grad_z, level, key_mask, dq, dk, dv, q_batch, q_head, q_stride, k_batch, k_head, k_stride, grad_batch,
+    grad_head, grad_stride, dq_batch, dq_head, dq_stride, dk_batch, dk_head, dk_stride, heads, length, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """What `see_self` adds to the gradients."""
+    row = tl.program_id(0) // tl.cdiv(length, TOKENS)
+    token, statistic, lonely = lonely_tokens(level, key_mask, row, heads, length, TOKENS)
+    slope = (tl.load(grad_z + statistic, mask=lonely, other=0.0) * scale)[:, None]
+    own_q = gather(row_of(q, row, heads, q_batch, q_head), token, q_stride, lonely, HEAD_DIM, BLOCK_D)
+    own_k = gather(row_of(k, row, heads, k_batch, k_head), token, k_stride, lonely, HEAD_DIM, BLOCK_D)
+    own_grad = gather(row_of(grad, row, heads, grad_batch, grad_head), token, grad_stride, lonely, HEAD_DIM, BLOCK_D)
+    offset, cell = cells(token, dq_stride, lonely, HEAD_DIM, BLOCK_D)
+    add(row_of(dq, row, heads, dq_batch, dq_head) + offset, slope * own_k.to(tl.float32), cell)
+    offset, cell = cells(token, dk_stride, lonely, HEAD_DIM, BLOCK_D)
+    add(row_of(dk, row, heads, dk_batch, dk_head) + offset, slope * own_q.to(tl.float32), cell)
+    add(row_of(dv, row, heads, dk_batch, dk_head) + offset, own_grad.to(tl.float32), cell)
+
+
+@triton.jit
+def add(cells_, x, mask):
+    old = tl.load(cells_, mask=mask, other=0.0)
+    tl.store(cells_, (old.to(tl.float32) + x).to(old.dtype), mask=mask)
+
+
+@triton.jit
+def products(
+    out, grad, grad_z, level, delta, out_batch, out_head, out_stride, grad_batch, grad_head, grad_stride, heads, length,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """delta = Σ out·grad − grad_z, what the gradient of every score of a query has in common; 0 for padding."""
+    blocks = tl.cdiv(length, TOKENS)
+    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    inside = token < length
+    statistic = row.to(tl.int64) * length + token
+    seeing = tl.load(level + statistic, mask=inside, other=-float("inf")) != -float("inf")
+    out_row, grad_row = row_of(out, row, heads, out_batch, out_head), row_of(grad, row, heads, grad_batch, grad_head)
+    product = gather(out_row, token, out_stride, seeing, HEAD_DIM, BLOCK_D).to(tl.float32)
+    product *= gather(grad_row, token, grad_stride, seeing, HEAD_DIM, BLOCK_D).to(tl.float32)
+    result = tl.sum(product, 1) - tl.load(grad_z + statistic, mask=seeing, other=0.0)
+    tl.store(delta + statistic, result, mask=inside)
+
+
+@triton.jit
+def score_gradient(
+    a, b, c, d, level, delta, seen, part, scale, COUNT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The weights of pairs and the gradients of their scores: scores are scale·a·bᵀ, gradients of weights c·dᵀ."""
+    score = dot(a, tl.trans(b), PRECISION) * (scale * LOG2E)
+    # Nothing weighs more than 1: were it not for this, scores of 1e8, known to 8, could give exp(8).
+    weight = tl.where(seen, tl.exp2(tl.minimum(score - level, 0.0)), 0.0)
+    if COUNT:
+        weight *= part
+    return weight, weight * (dot(c, tl.trans(d), PRECISION) - delta)
+
+
+@triton.jit
+def query_step(
+    dq, q, grad, level, delta, start, low, high, query_place, query, k, v, key_order, other_low, other_high,
+    other_place, here, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq / scale with what the keys at places `start` and after add."""
+    place = start + tl.arange(0, KEYS)
+    inside = place < length
+    key = token_at(key_order, here, place, inside)
+    k_tile = gather(k, key, k_stride, inside, HEAD_DIM, BLOCK_D)
+    v_tile = gather(v, key, v_stride, inside, HEAD_DIM, BLOCK_D)
+    seen = visible(low, high, place, query, key, RULE, False)
+    part = 1.0
+    if COUNT:
+        part = share(other_low, other_high, other_place, query_place, place, length, ROUNDS, False)
+    _, slope = score_gradient(
+        q, k_tile, grad, v_tile, level[:, None], delta[:, None], seen, part, scale, COUNT, PRECISION,
+    )  # fmt: skip
+    return dq + dot(slope.to(k_tile.dtype), k_tile, PRECISION)
+
+
+@triton.jit(do_not_specialize=["round_"])
+def query_gradient(
+    q, k, v, grad, level, delta, sorted_level, sorted_delta, partial, dq, query_order, key_order, lows, highs,
+    other_low, other_high, other_place, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
+    grad_batch, grad_head, grad_stride, dq_batch, dq_head, dq_stride, heads, sharing, length, round_, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ROUNDS: tl.constexpr,
+    COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of a block of queries. Arguments as in `forward`; partial: dq in fp32 between rounds. sorted_level and
+    sorted_delta: level and delta in this round's order, for `key_gradient`; None where that is the tokens' order.
+    """
+    blocks = tl.cdiv(length, QUERIES)
+    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    layout = (row // sharing).to(tl.int64) * ROUNDS * length
+    here = layout + round_ * length
+    place = block * QUERIES + tl.arange(0, QUERIES)
+    inside = place < length
+    query = token_at(query_order, here, place, inside)
+    low = tl.load(lows + here + place, mask=inside, other=NOWHERE)
+    real = low < NOWHERE
+    high = tl.where(real, tl.load(highs + here + place, mask=inside, other=0), 0)
+    k_row, v_row = row_of(k, row, heads, k_batch, k_head), row_of(v, row, heads, v_batch, v_head)
+    q_tile = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, real, HEAD_DIM, BLOCK_D)
+    grad_tile = gather(row_of(grad, row, heads, grad_batch, grad_head), query, grad_stride, real, HEAD_DIM, BLOCK_D)
+    statistic = row.to(tl.int64) * length + query
+    end = tl.load(level + statistic, mask=real, other=0.0)
+    common = tl.load(delta + statistic, mask=real, other=0.0)
+    if sorted_level is not None:
+        tl.store(sorted_level + row.to(tl.int64) * length + place, end, mask=inside)
+        tl.store(sorted_delta + row.to(tl.int64) * length + place, common, mask=inside)
+    if COUNT:
+        others = (row // sharing).to(tl.int64) * (ROUNDS - 1) * length
+        other_low, other_high, other_place = other_low + others, other_high + others, other_place + others
+    result = tl.zeros([QUERIES, BLOCK_D], tl.float32)
+    if JUMP:
+        start = after(0, low, high)
+        while start < length:
+            result = query_step(
+                result, q_tile, grad_tile, end, common, start, low, high, place, query, k_row, v_row, key_order,
+                other_low, other_high, other_place, here, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
+                ROUNDS, COUNT, RULE, PRECISION,
+            )  # fmt: skip
+            start = after(start + KEYS, low, high)
+    else:
+        for start in range(tl.min(low), tl.max(high), KEYS):
+            result = query_step(
+                result, q_tile, grad_tile, end, common, start, low, high, place, query, k_row, v_row, key_order,
+                other_low, other_high, other_place, here, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
+                ROUNDS, COUNT, RULE, PRECISION,
+            )  # fmt: skip
+    result *= scale
+    query = token_at(query_order, here, place, inside)  # again: kept, it would cost registers
+    if ROUNDS > 1:
+        partial = row_of(partial, row, heads, dq_batch, dq_head)
+        if round_ > 0:
+            result += gather(partial, query, dq_stride, inside, HEAD_DIM, BLOCK_D)
+    dq_row = row_of(dq, row, heads, dq_batch, dq_head)
+    keep(result, partial, dq_row, query, dq_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def key_step(
+    dk, dv, k, v, key_place, key, start, q, grad, level, delta, query_order, lows, highs, other_low, other_high,
+    other_place, here, q_stride, grad_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk / scale and dv with what the queries at places `start` and after add."""
+    place = start + tl.arange(0, QUERIES)
+    inside = place < length
+    query = token_at(query_order, here, place, inside)
+    low = tl.load(lows + here + place, mask=inside, other=NOWHERE)
+    real = low < NOWHERE
+    high = tl.load(highs + here + place, mask=real, other=0)
+    q_tile = gather(q, query, q_stride, real, HEAD_DIM, BLOCK_D)
+    grad_tile = gather(grad, query, grad_stride, real, HEAD_DIM, BLOCK_D)
+    end = tl.load(level + place, mask=real, other=0.0)
+    common = tl.load(delta + place, mask=real, other=0.0)
+    seen = visible(low, high, key_place, query, key, RULE, True)
+    part = 1.0
+    if COUNT:
+        part = share(other_low, other_high, other_place, place, key_place, length, ROUNDS, True)
+    weight, slope = score_gradient(
+        k, q_tile, v, grad_tile, end[None, :], common[None, :], seen, part, scale, COUNT, PRECISION,
+    )  # fmt: skip
+    dv += dot(weight.to(grad_tile.dtype), grad_tile, PRECISION)
+    return dk + dot(slope.to(q_tile.dtype), q_tile, PRECISION), dv
+
+
+@triton.jit(do_not_specialize=["round_"])
+def key_gradient(
+    q, k, v, grad, level, delta, partial_k, partial_v, dk, dv, query_order, key_order, lows, highs, other_low,
+    other_high, other_place, first_query, end_query, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch,
+    v_head, v_stride, grad_batch, grad_head, grad_stride, dk_batch, dk_head, dk_stride, heads, sharing, length, round_,
+    scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a block of keys, which lie alike. Arguments as in `forward`; level, delta: in this round's order.
+    partial_k, partial_v: dk and dv in fp32 between rounds. first_query, end_query: see `Intervals.meeting`.
+    """
+    blocks = tl.cdiv(length, KEYS)
+    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    layout = (row // sharing).to(tl.int64) * ROUNDS * length
+    here = layout + round_ * length
+    place = block * KEYS + tl.arange(0, KEYS)
+    inside = place < length
+    key = token_at(key_order, here, place, inside)
+    q_row = row_of(q, row, heads, q_batch, q_head)
+    grad_row = row_of(grad, row, heads, grad_batch, grad_head)
+    k_tile = gather(row_of(k, row, heads, k_batch, k_head), key, k_stride, inside, HEAD_DIM, BLOCK_D)
+    v_tile = gather(row_of(v, row, heads, v_batch, v_head), key, v_stride, inside, HEAD_DIM, BLOCK_D)
+    statistics = row.to(tl.int64) * length
+    if COUNT:
+        others = (row // sharing).to(tl.int64) * (ROUNDS - 1) * length
+        other_low, other_high, other_place = other_low + others, other_high + others, other_place + others
+    meeting = ((row // sharing) * ROUNDS + round_) * blocks + block
+    to_k = tl.zeros([KEYS, BLOCK_D], tl.float32)
+    to_v = tl.zeros([KEYS, BLOCK_D], tl.float32)
+    for start in range(tl.load(first_query + meeting), tl.load(end_query + meeting), QUERIES):
+        to_k, to_v = key_step(
+            to_k, to_v, k_tile, v_tile, place, key, start, q_row, grad_row, level + statistics, delta + statistics,
+            query_order, lows, highs, other_low, other_high, other_place, here, q_stride, grad_stride, length, scale,
+            HEAD_DIM, BLOCK_D, QUERIES, ROUNDS, COUNT, RULE, PRECISION,
+        )  # fmt: skip
+    to_k *= scale
+    key = token_at(key_order, here, place, inside)  # again: kept, it would cost registers
+    if ROUNDS > 1:
+        partial_k = row_of(partial_k, row, heads, dk_batch, dk_head)
+        partial_v = row_of(partial_v, row, heads, dk_batch, dk_head)
+        if round_ > 0:
+            to_k += gather(partial_k, key, dk_stride, inside, HEAD_DIM, BLOCK_D)
+            to_v += gather(partial_v, key, dk_stride, inside, HEAD_DIM, BLOCK_D)
+    dk_row, dv_row = row_of(dk, row, heads, dk_batch, dk_head), row_of(dv, row, heads, dk_batch, dk_head)
+    keep(to_k, partial_k, dk_row, key, dk_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)
+    keep(to_v, partial_v, dv_row, key, dk_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)

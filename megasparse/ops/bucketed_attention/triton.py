@@ -1,0 +1,240 @@
+"""Bucketed attention on a GPU: no sorted copies of q, k and v, each round a launch, deterministic.
+
+The forward keeps q, k, v, out, log2 Σ exp(score), and the layout (24 bytes a token, head and round; 12 where rounds are
+not counted): to sort anew costs more time than it saves memory. The backward recomputes scores: once around queries,
+for dq, and once around keys, for dk and dv, so that every program adds to rows of its own.
+
+Cost, of n = B·H·L tokens, s bytes a number, D, R rounds and W keys a query (M; 2M where two-sided):
+    forward   FLOPs 4·n·R·W·D                  bytes n·(R·3·s·D + s·D + (R−1)·8·D)
+    backward  FLOPs 14·n·R·W·D (10 are needed) bytes n·(R·8·s·D + 2·s·D + 3·s·D + (R−1)·24·D)
+The factor 3 is q, k, v; 8 is q, k, v and the gradient of out, read around queries and around keys; then delta reads out
+and that gradient, and the gradients are written; (R−1) is what goes to and from fp32 sums between rounds. Bounds and
+statistics add about 40 bytes a token and round.
+
+B batch, H heads, R rounds, L length, D head dim, M chunk, W keys in a window.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.bucketed_attention import kernels
+from megasparse.ops.bucketed_attention.intervals import Intervals, separate_intervals, shared_intervals
+from megasparse.ops.bucketed_attention.layout import Window
+from megasparse.ops.kernels import block, launch, precision
+
+
+def bucketed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    codes: Tensor | None,
+    window: Window,
+    *,
+    causal: bool,
+    scale: float = 1.0,
+    exclude_self: bool = True,
+    count_rounds: bool = True,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    key_codes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `operator.bucketed_attention`."""
+    with torch.no_grad():
+        if key_codes is None:
+            intervals = shared_intervals(
+                codes, q, window, causal, exclude_self, count_rounds, key_mask, segments,
+            )  # fmt: skip
+        else:
+            assert codes is not None
+            intervals = separate_intervals(codes, key_codes, window, causal, count_rounds, key_mask, segments)
+    separate = key_codes is not None
+    rule = Rule(_order_rule(window, causal, exclude_self, separate), separate, exclude_self or separate, scale)
+    out, z = _BucketedAttention.apply(q, k.to(q.dtype), v.to(q.dtype), key_mask, rule, *intervals.tensors())
+    return out, z
+
+
+def _order_rule(window: Window, causal: bool, exclude_self: bool, separate: bool) -> str:
+    """What the kernels compare tokens for, because the bounds do not say it."""
+    if separate or not causal:
+        return "others" if exclude_self else "all"
+    if window.same_bucket:
+        return "all"
+    return "earlier" if exclude_self else "not later"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """order: see `kernels.visible`. separate: queries and keys have codes of their own. self_at_last: who sees nothing
+    sees itself.
+    """
+
+    order: str
+    separate: bool
+    self_at_last: bool
+    scale: float
+
+
+class Tile(NamedTuple):
+    """Queries and keys that meet at a time, and the warps and pipeline stages of the program."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+    def settings(self) -> dict[str, int]:
+        return {"QUERIES": self.queries, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+
+
+class Tiles(NamedTuple):
+    forward: Tile
+    queries: Tile
+    keys: Tile
+
+
+def tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+    """Chosen so that nothing spills and two programs share a multiprocessor's memory where they can."""
+    wide = block(head_dim)
+    if dtype == torch.float32:  # exact products keep whole rows in registers
+        if wide <= 128:
+            around = Tile(32, 32, 4 if wide <= 64 else 8, 1)
+            return Tiles(Tile(32, 32, 8, 2), around, around)
+        return Tiles(Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1))
+    # A pipeline of 3 stages fetches the next tile's order and rows, one of 5 those of two tiles.
+    if wide <= 64:
+        return Tiles(Tile(64, 64, 4, 5), Tile(64, 32, 4, 5), Tile(32, 64, 4, 3))
+    if wide <= 128:
+        return Tiles(Tile(64, 32, 4, 5), Tile(64, 32, 4, 3), Tile(32, 64, 8, 3))
+    return Tiles(Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3))
+
+
+class _BucketedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rule: Rule, *layout: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (_rows(x) for x in (q, k, v))
+        key_mask = None if key_mask is None else key_mask.contiguous()
+        call = _Call(q, rule, Intervals(*layout))  # type: ignore[arg-type]
+        out = _like(q)
+        z, level = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+        partial = call.partial(out)
+        strides = _strides(q, k, v, out)
+        tile = call.tiles.forward
+        for round_ in range(call.rounds):
+            launch(
+                kernels.forward, call.grid(tile.queries), q, k, v, partial, out, level, z, *call.layout(round_),
+                *strides, *call.sizes, round_, rule.scale, **call.settings, **tile.settings(),
+            )  # fmt: skip
+        if rule.self_at_last:
+            launch(
+                kernels.see_self, call.grid(_TOKENS), q, k, v, level, key_mask, out, z, *strides, call.heads,
+                call.length, rule.scale, **call.dims, TOKENS=_TOKENS,
+            )  # fmt: skip
+        ctx.rule = rule
+        ctx.save_for_backward(q, k, v, key_mask, out, level, *layout)
+        return out, z
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, key_mask, out, level, *layout = ctx.saved_tensors
+        grad, grad_z = _rows(grads[0].to(q.dtype)), grads[1].contiguous()
+        rule: Rule = ctx.rule
+        call = _Call(q, rule, Intervals(*layout))
+        delta = torch.empty_like(level)
+        launch(
+            kernels.products, call.grid(_TOKENS), out, grad, grad_z, level, delta, *_strides(out, grad), call.heads,
+            call.length, **call.dims, TOKENS=_TOKENS,
+        )  # fmt: skip
+        dq, dk, dv = _like(q), _like(k), _like(k)
+        partial_q, partial_k, partial_v = (call.partial(x) for x in (dq, dk, dv))
+        identity = call.intervals.query_order is None
+        to_sort = (None, None) if identity else (torch.empty_like(level), torch.empty_like(delta))
+        sorted_ = (level, delta) if identity else to_sort
+        around_queries, around_keys = call.tiles.queries, call.tiles.keys
+        meeting = call.intervals.meeting(around_keys.keys)
+        for round_ in range(call.rounds):
+            order = call.layout(round_)
+            launch(
+                kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, level, delta, *to_sort,
+                partial_q, dq, *order, *_strides(q, k, v, grad, dq), *call.sizes, round_, rule.scale, **call.settings,
+                **around_queries.settings(),
+            )  # fmt: skip
+            launch(
+                kernels.key_gradient, call.grid(around_keys.keys), q, k, v, grad, *sorted_, partial_k, partial_v, dk,
+                dv, *order, *meeting, *_strides(q, k, v, grad, dk), *call.sizes, round_, rule.scale, **call.settings,
+                **around_keys.settings(),
+            )  # fmt: skip
+        if rule.self_at_last:
+            launch(
+                kernels.see_self_gradient, call.grid(_TOKENS), q, k, grad, grad_z, level, key_mask, dq, dk, dv,
+                *_strides(q, k, grad, dq, dk), call.heads, call.length, rule.scale, **call.dims, TOKENS=_TOKENS,
+            )  # fmt: skip
+        return dq, dk, dv, None, None, *[None] * len(layout)
+
+
+_TOKENS = 32  # of a program that gathers no keys
+_ORDERED_TOKENS = 1024
+
+
+class _Call:
+    """What all launches of one call have in common."""
+
+    def __init__(self, q: Tensor, rule: Rule, intervals: Intervals):
+        batch, self.heads, self.length, head_dim = q.shape
+        self.intervals, self.rows = intervals, batch * self.heads
+        layouts, self.rounds, _ = intervals.low.shape
+        self.sizes = (self.heads, self.rows // layouts, self.length)
+        self.tiles = tiles(head_dim, q.dtype)
+        self.dims = {"HEAD_DIM": head_dim, "BLOCK_D": block(head_dim)}
+        self.settings = self.dims | {
+            "ROUNDS": self.rounds,
+            "COUNT": intervals.token_place is not None,
+            "RULE": rule.order,
+            "JUMP": rule.separate,
+            "PRECISION": precision(),
+        }
+
+    def grid(self, size: int) -> tuple[int]:
+        return (-(-self.length // size) * self.rows,)
+
+    def partial(self, x: Tensor) -> Tensor | None:
+        """x in fp32, to add to in between rounds."""
+        if self.rounds == 1:
+            return None
+        return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+
+    def layout(self, round_: int) -> tuple[Tensor | None, ...]:
+        """Orders and bounds of all rounds, and the bounds and places of all others in this round's order."""
+        x = self.intervals
+        bounds = (x.query_order, x.key_order, x.low, x.high)
+        if x.token_place is None:
+            return (*bounds, None, None, None)
+        layouts = len(x.token_place)
+        others = [x.low.new_empty(layouts, self.rounds - 1, self.length) for _ in range(3)]
+        launch(
+            kernels.other_rounds, (-(-self.length // _ORDERED_TOKENS) * layouts,), x.token_low, x.token_high,
+            x.token_place, x.query_order, x.key_order, *others, self.length, round_, ROUNDS=self.rounds,
+            TOKENS=_ORDERED_TOKENS,
+        )  # fmt: skip
+        return (*bounds, *others)
+
+
+def _strides(*xs: Tensor) -> list[int]:
+    """Of batch, head and token."""
+    return [stride for x in xs for stride in x.stride()[:3]]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, whose vectors are contiguous: they are all that kernels read."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _like(x: Tensor) -> Tensor:
+    """Empty, contiguous, with heads inside tokens where x has them there: what comes after needs no copy then."""
+    if x.stride(1) < x.stride(2):
+        return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,0 +1,10 @@
+"""The definition of the stable order, to test against."""
+
+import torch
+from torch import Tensor
+
+
+def counting_sort(keys: Tensor, bits: int) -> Tensor:
+    """Positions ordered by (key, position): keys (rows, L), below 2^bits; (rows, L) int32."""
+    order = [sorted(range(len(row)), key=lambda i: (row[i], i)) for row in keys.tolist()]
+    return torch.tensor(order, dtype=torch.int32, device=keys.device).view(keys.shape)

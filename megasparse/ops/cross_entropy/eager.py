@@ -1,0 +1,16 @@
+"""The scores of tokens in torch's own operators. N tokens, V vocabulary."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """As `ops.cross_entropy.token_scores`."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    nats = F.cross_entropy(logits, targets, reduction="none")
+    columns = [nats, (logits.argmax(-1) == targets).to(nats.dtype)]
+    if smoothing:  # −ln p of an id is that of the target, plus the target's logit, less the id's
+        every = nats + logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.mean(-1)
+        columns.append(torch.lerp(nats, every, smoothing))
+    return torch.stack(columns, dim=-1)

@@ -1,0 +1,25 @@
+"""The scores of tokens, by the implementation that suits the device. N tokens, V vocabulary."""
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.backend import implementation
+from megasparse.ops.cross_entropy import eager, reference
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Of every token, in columns: −ln p of its target under softmax(logits); 1 where the target is the likeliest id
+    (the first of equals), else 0; and with smoothing ε a third, (1 − ε) times the first plus ε times the mean of −ln p
+    over all ids.
+
+    logits: (N, V). targets: (N,) int64 ids. Returns (N, 2) or (N, 3) in fp32 at least; all but the second have
+    gradients.
+    """
+    name = implementation(logits, _DTYPES, largest_width=None)
+    if name == "triton":
+        from megasparse.ops.cross_entropy import triton
+
+        return triton.token_scores(logits, targets, smoothing)
+    return (reference if name == "reference" else eager).token_scores(logits, targets, smoothing)

@@ -1,0 +1,76 @@
+"""Angular and sign hashing on a GPU: one launch for all rows, rounds and hashes.
+
+B batch, H heads, L length, D head dim, R rounds, S columns of a round's rotations, P the next power of two, m hashes,
+τ code bits.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.hashing import kernels
+from megasparse.ops.hashing.sign import Kind, code_dtype, diagonals, normals
+from megasparse.ops.kernels import launch
+
+_WARPS = 4
+_DEPTH = 16  # of D at a time: a thread keeps this much of whole rows of both factors
+_COORDINATES = 64 * 32 * _WARPS  # of the tokens of one program: 64 a thread; up to P = 64 threads exchange nothing
+_HASHES = 64  # whose codes one program keeps
+
+
+def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
+    """See `operator.angular_hash`.
+
+    Cost: 2·B·H·R·L·D·S operations in fp32, outside the tensor cores. Moves x once (the rounds and factors read it again
+    from the cache), the rotations, and 2 or 4 bytes a code: B·H·L·(D·bytes + 2·R).
+    """
+    x = _rows(x)
+    batch, heads, length, width = x.shape
+    rounds, columns = rotations.shape[1], rotations.shape[3]
+    codes = torch.empty(batch, heads, rounds, length, dtype=code_dtype(math.prod(factors)), device=x.device)
+    sizes = _tile(max(factors) // 2)
+    grid = (-(-length // sizes["TOKENS"]) * batch * heads * rounds,)
+    arguments = (x, rotations.float().contiguous(), codes, length, heads, rounds, *x.stride()[:3], columns)
+    launch(kernels.angular, grid, *arguments, FACTORS=tuple(factors), D=width, **sizes)
+    return codes
+
+
+def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
+    """See `operator.sign_codes`.
+
+    Cost: gaussian 2·B·H·L·D·m·τ operations in fp32; hadamard 3·B·H·L·τ·P·(1 + log₂ P) for each P hashes. Moves x once
+    and 2 or 4 bytes a code: B·H·L·(D·bytes + 2·m).
+    """
+    x = _rows(x)
+    batch, _, length, width = x.shape
+    codes = torch.empty(batch, len(heads), hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
+    if kind == "gaussian":
+        drawn = normals(key, heads, hashes, code_bits, width, x.device).permute(0, 2, 3, 1).contiguous()  # (H, τ, D, m)
+        sizes = _tile(hashes)
+        grid = (-(-length // sizes["TOKENS"]) * batch * len(heads) * -(-hashes // sizes["COLUMNS"]),)
+        arguments = (x, drawn, codes, length, len(heads), hashes, code_bits, *x.stride()[:3])
+        launch(kernels.sides, grid, *arguments, D=width, **sizes)
+        return codes
+    power = 1 << (width - 1).bit_length()
+    tokens = min(32 * _WARPS, _COORDINATES // power)
+    together = min(power, 1 << (hashes - 1).bit_length(), _HASHES)
+    parts = -(-hashes // together)
+    grid = (-(-length // tokens) * batch * len(heads) * parts,)
+    drawn = diagonals(key, heads, hashes, code_bits, power, x.device)
+    arguments = (x, drawn, codes, length, len(heads), hashes, code_bits, *x.stride()[:3])
+    levels = power.bit_length() - 1
+    split = {"LEVELS": levels, "PARTS_LEVELS": levels - (together.bit_length() - 1), "FIRST": parts == 1}
+    launch(kernels.transformed_sides, grid, *arguments, 0, D=width, **split, TOKENS=tokens, num_warps=_WARPS)
+    return codes
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with its vectors' elements next to each other; heads are views, and stay so."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _tile(columns: int) -> dict[str, int]:
+    """Of products with `columns` columns: 16 numbers a thread, whose factors fit its registers."""
+    tokens, block_columns = (128, 16) if columns <= 16 else (64, 32)
+    return {"TOKENS": tokens, "COLUMNS": block_columns, "DEPTH": _DEPTH, "num_warps": _WARPS}

@@ -1,0 +1,344 @@
+"""Device code of local attention with relative positions.
+
+Tokens are taken in sorted places, T to a tile, counted over the whole sequence: a chunk need not be a multiple of T.
+Query place i = t·T + a and key place j = n·T + b meet at row 2C − 1 − (i − j) of r, which is
+2C − 1 + (n − t)·T + b − a: in block n − t of r, whose first row is 2C − 1 + (n − t)·T, where b >= a, else in the block
+before it. So products with whole blocks of r, joined along the diagonal and rotated by a, are the relative term, and
+the gradient of the term, rotated back, gives those of q and r. Kernels that sum over queries hold all this transposed.
+
+What goes by place (documents, order, u·k, z, delta) is padded to whole tiles, and r to whole blocks, so that loads of
+it need no mask and share an address. A tile has at most `reach` tiles of its keys on a side.
+
+L length, D head dim, BD its block, C chunk, T tile.
+"""
+
+import triton
+import triton.language as tl
+
+from megasparse.ops.kernels import dot
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e38)  # a running maximum that is finite, so that differences of two are no NaN
+
+
+@triton.jit
+def _tokens(tile, order, length, T: tl.constexpr):
+    """The rows of a tile's tokens, and whether they exist."""
+    place = tile * T + tl.arange(0, T)
+    row = place if order is None else tl.load(order + tile * T + tl.arange(0, T))
+    return row.to(tl.int64), place < length
+
+
+@triton.jit
+def _rows(x, stride, row, inside, D: tl.constexpr, BD: tl.constexpr):
+    """Rows of x, (T, BD), zeros outside."""
+    depth = tl.arange(0, BD)
+    return tl.load(x + row[:, None] * stride + depth[None, :], mask=inside[:, None] & (depth < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _put_rows(x, stride, row, inside, value, D: tl.constexpr, BD: tl.constexpr):
+    depth = tl.arange(0, BD)
+    where = x + row[:, None] * stride + depth[None, :]
+    tl.store(where, value.to(x.dtype.element_ty), mask=inside[:, None] & (depth < D)[None, :])
+
+
+@triton.jit
+def _block(r, number, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr):
+    """Block `number` of r, (T, BD); r points at block 0."""
+    a, depth = tl.arange(0, T), tl.arange(0, BD)
+    return tl.load(r + number * T * D + a[:, None] * D + depth[None, :], mask=(depth < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _by_distance(
+    queries, r, r_bias, number, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr
+):
+    """(q + w)·r for block `number` of r, (T, T)."""
+    bias = tl.load(r_bias + number * T + tl.arange(0, T))
+    return dot(queries, tl.trans(_block(r, number, D, BD, T)), PRECISION) + bias[None, :]
+
+
+@triton.jit
+def _vector(x, D: tl.constexpr, BD: tl.constexpr):
+    """A head's bias, (BD,) in fp32."""
+    depth = tl.arange(0, BD)
+    return tl.load(x + depth, mask=depth < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _keys_of(tile, document, length, chunk, CAUSAL: tl.constexpr, T: tl.constexpr):
+    """The first and the last key place that a tile's queries see, documents aside, and their documents."""
+    place = tile * T + tl.arange(0, T)
+    first = place // chunk * chunk - chunk
+    last = place if CAUSAL else tl.minimum(first + 3 * chunk, length) - 1
+    doc = place if document is None else tl.load(document + tile * T + tl.arange(0, T))
+    return first, last if document is None else tl.where(doc < 0, -1, last), doc
+
+
+@triton.jit
+def _queries_of(tile, document, length, chunk, CAUSAL: tl.constexpr, T: tl.constexpr):
+    """The first and the last query place that sees a tile's keys, documents aside, and their documents."""
+    place = tile * T + tl.arange(0, T)
+    first = place // chunk * chunk - chunk
+    last = tl.where(place < length, tl.minimum(first + 3 * chunk, length) - 1, -1)
+    doc = place if document is None else tl.load(document + tile * T + tl.arange(0, T))
+    return place if CAUSAL else first, last if document is None else tl.where(doc < 0, -1, last), doc
+
+
+@triton.jit
+def _seen(first, last, doc, tile, document, T: tl.constexpr):
+    """Which places of a tile (columns) lie in the windows of others (rows)."""
+    other = tl.arange(0, T)[None, :]
+    seen = (other >= (first - tile * T)[:, None]) & (other <= (last - tile * T)[:, None])
+    if document is not None:
+        seen = seen & (doc[:, None] == tl.load(document + tile * T + tl.arange(0, T))[None, :])
+    return seen
+
+
+@triton.jit
+def _first_tile(tile, chunk, T: tl.constexpr):
+    """The first tile in the chunk before that of the tile's first place."""
+    return tl.maximum(tile * T // chunk * chunk - chunk, 0) // T
+
+
+@triton.jit
+def _last_tile(tile, length, chunk, T: tl.constexpr):
+    """The last tile in the chunk after that of the tile's last place."""
+    return (tl.minimum((tile * T + T - 1) // chunk * chunk + 2 * chunk, length) - 1) // T
+
+
+@triton.jit
+def local_keys_bias(
+    k, u, order, keys_bias, k_batch, k_head, k_token, heads, length,
+    D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """u·k of a tile of keys, by place, in fp32."""
+    tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = pair // heads, pair % heads
+    padded = tl.num_programs(0) * T
+    row, inside = _tokens(tile, None if order is None else order + batch * padded, length, T)
+    keys = _rows(k + batch * k_batch + head * k_head, k_token, row, inside, D, BD).to(tl.float32)
+    line = keys_bias + pair * padded + tile * T
+    tl.store(line + tl.arange(0, T), tl.sum(keys * _vector(u + head * D, D, BD)[None, :], 1))
+
+
+@triton.jit
+def local_forward(
+    q, k, v, r, keys_bias, r_bias, order, document, out, z,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    heads, length, chunk, reach, blocks, scale,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out of a tile of queries, and z, the base-2 logarithm of its sums of exponentials, by place.
+
+    keys_bias: u·k by place. r: (H, blocks, T, D), the first being block −reach − 1. r_bias: (H, blocks, T), w·r. So
+    that q needs neither u nor w added and rounded.
+    """
+    tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = pair // heads, pair % heads
+    k, v = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
+    zero = (head * blocks + reach + 1) * T
+    r, r_bias, padded = r + zero * D, r_bias + zero, tl.num_programs(0) * T
+    line = pair * padded
+    if order is not None:
+        order, document = order + batch * padded, document + batch * padded
+    row, inside = _tokens(tile, order, length, T)
+    first, last, doc = _keys_of(tile, document, length, chunk, CAUSAL, T)
+    queries = _rows(q + batch * q_batch + head * q_head, q_token, row, inside, D, BD)
+    a, b = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
+
+    start, end = _first_tile(tile, chunk, T), (tile if CAUSAL else _last_tile(tile, length, chunk, T)) + 1
+    before = _by_distance(queries, r, r_bias, start - 1 - tile, D, BD, T, PRECISION)
+    highest, total = tl.full((T,), LOWEST, tl.float32), tl.zeros((T,), tl.float32)
+    sums = tl.zeros((T, BD), tl.float32)
+    for n in range(start, end):
+        key_row, there = _tokens(n, order, length, T)
+        keys = _rows(k, k_token, key_row, there, D, BD)
+        here = _by_distance(queries, r, r_bias, n - tile, D, BD, T, PRECISION)
+        relative = tl.gather(tl.where(a + b < T, here, before), (b - a) & (T - 1), 1)
+        before = here
+        of_keys = tl.load(keys_bias + line + n * T + tl.arange(0, T))
+        score = (dot(queries, tl.trans(keys), PRECISION) + of_keys[None, :] + relative) * (scale * LOG2E)
+        score = tl.where(_seen(first, last, doc, n, document, T), score, -float("inf"))
+        higher = tl.maximum(highest, tl.max(score, 1))
+        weight, shrink = tl.exp2(score - higher[:, None]), tl.exp2(highest - higher)
+        values = _rows(v, v_token, key_row, there, D, BD)
+        sums = sums * shrink[:, None] + dot(weight.to(values.dtype), values, PRECISION)
+        highest, total = higher, total * shrink + tl.sum(weight, 1)
+
+    blind = total == 0.0
+    total = tl.where(blind, 1.0, total)
+    of_head = out + (batch * length * heads + head) * D
+    _put_rows(of_head, heads * D, row, inside, sums / total[:, None], D, BD)
+    tl.store(z + line + tile * T + tl.arange(0, T), tl.where(blind, 0.0, highest + tl.log2(total)))
+
+
+@triton.jit
+def local_backward_queries(
+    q, k, v, r, keys_bias, r_bias, order, document, grad, out, z, delta, dq,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
+    heads, length, chunk, reach, blocks, scale,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of a tile of queries, and delta, the sum of grad·out, by place."""
+    tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = pair // heads, pair % heads
+    k, v = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
+    zero = (head * blocks + reach + 1) * T
+    r, r_bias, padded = r + zero * D, r_bias + zero, tl.num_programs(0) * T
+    line, token_major = pair * padded, (batch * length * heads + head) * D
+    if order is not None:
+        order, document = order + batch * padded, document + batch * padded
+    row, inside = _tokens(tile, order, length, T)
+    first, last, doc = _keys_of(tile, document, length, chunk, CAUSAL, T)
+    queries = _rows(q + batch * q_batch + head * q_head, q_token, row, inside, D, BD)
+    toward = _rows(grad + batch * grad_batch + head * grad_head, grad_token, row, inside, D, BD)
+    result = _rows(out + token_major, heads * D, row, inside, D, BD)
+    of_query = tl.sum(toward.to(tl.float32) * result.to(tl.float32), 1)
+    place = line + tile * T + tl.arange(0, T)
+    tl.store(delta + place, of_query)
+    total = tl.load(z + place)
+    a, b = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
+
+    start, end = _first_tile(tile, chunk, T), (tile if CAUSAL else _last_tile(tile, length, chunk, T)) + 1
+    before = _by_distance(queries, r, r_bias, start - 1 - tile, D, BD, T, PRECISION)
+    rotated = tl.zeros((T, T), toward.dtype)
+    sums = tl.zeros((T, BD), tl.float32)
+    for n in range(start, end):
+        key_row, there = _tokens(n, order, length, T)
+        keys = _rows(k, k_token, key_row, there, D, BD)
+        here = _by_distance(queries, r, r_bias, n - tile, D, BD, T, PRECISION)
+        relative = tl.gather(tl.where(a + b < T, here, before), (b - a) & (T - 1), 1)
+        before = here
+        of_keys = tl.load(keys_bias + line + n * T + tl.arange(0, T))
+        score = (dot(queries, tl.trans(keys), PRECISION) + of_keys[None, :] + relative) * (scale * LOG2E)
+        weight = tl.exp2(tl.minimum(score - total[:, None], 0.0))
+        weight = tl.where(_seen(first, last, doc, n, document, T), weight, 0.0)
+        values = _rows(v, v_token, key_row, there, D, BD)
+        slope = (weight * (dot(toward, tl.trans(values), PRECISION) - of_query[:, None]) * scale).to(keys.dtype)
+        sums += dot(slope, keys, PRECISION)
+        # The block before this tile's is complete now: its far part came with the tile before.
+        turned = tl.gather(slope, (b + a) & (T - 1), 1)
+        block = _block(r, n - 1 - tile, D, BD, T)
+        sums += dot(tl.where(a + b < T, rotated, turned), block, PRECISION)
+        rotated = turned
+    sums += dot(tl.where(a + b < T, rotated, 0.0).to(queries.dtype), _block(r, end - 1 - tile, D, BD, T), PRECISION)
+    _put_rows(dq + token_major, heads * D, row, inside, sums, D, BD)
+
+
+@triton.jit
+def _transposed(
+    keys, values, queries, toward, here, before, keys_bias, here_bias, before_bias, z, delta, seen, scale,
+    T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Weights and the gradient of the scores, (T keys, T queries) both."""
+    b, a = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
+    across = tl.trans(queries)
+    near = dot(here, across, PRECISION) + here_bias[:, None]
+    far = dot(before, across, PRECISION) + before_bias[:, None]
+    relative = tl.gather(tl.where(a + b < T, near, far), (b - a) & (T - 1), 0)
+    score = (dot(keys, across, PRECISION) + keys_bias[:, None] + relative) * (scale * LOG2E)
+    weight = tl.where(seen, tl.exp2(tl.minimum(score - z[None, :], 0.0)), 0.0)
+    return weight, weight * (dot(values, tl.trans(toward), PRECISION) - delta[None, :]) * scale
+
+
+@triton.jit
+def local_backward_keys(
+    q, k, v, r, u, keys_bias, r_bias, order, document, grad, z, delta, dk, dv, du,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
+    heads, length, chunk, reach, blocks, scale,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a tile of keys; du (tiles, B·H, D), the tile's part of it."""
+    tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = pair // heads, pair % heads
+    q, grad = q + batch * q_batch + head * q_head, grad + batch * grad_batch + head * grad_head
+    zero = (head * blocks + reach + 1) * T
+    r, r_bias, padded = r + zero * D, r_bias + zero, tl.num_programs(0) * T
+    line, token_major = pair * padded, (batch * length * heads + head) * D
+    if order is not None:
+        order, document = order + batch * padded, document + batch * padded
+    row, inside = _tokens(tile, order, length, T)
+    first, last, doc = _queries_of(tile, document, length, chunk, CAUSAL, T)
+    keys = _rows(k + batch * k_batch + head * k_head, k_token, row, inside, D, BD)
+    values = _rows(v + batch * v_batch + head * v_head, v_token, row, inside, D, BD)
+    places = tl.arange(0, T)
+    of_keys = tl.load(keys_bias + line + tile * T + places)
+
+    columns = tl.zeros((T,), tl.float32)
+    key_sums, value_sums = tl.zeros((T, BD), tl.float32), tl.zeros((T, BD), tl.float32)
+    for t in range(tile if CAUSAL else _first_tile(tile, chunk, T), _last_tile(tile, length, chunk, T) + 1):
+        query_row, there = _tokens(t, order, length, T)
+        queries, toward = _rows(q, q_token, query_row, there, D, BD), _rows(grad, grad_token, query_row, there, D, BD)
+        bias, of_queries = r_bias + (tile - t) * T + places, line + t * T + places
+        weight, slope = _transposed(
+            keys, values, queries, toward, _block(r, tile - t, D, BD, T), _block(r, tile - t - 1, D, BD, T),
+            of_keys, tl.load(bias), tl.load(bias - T), tl.load(z + of_queries), tl.load(delta + of_queries),
+            _seen(first, last, doc, t, document, T), scale, T, PRECISION,
+        )  # fmt: skip
+        value_sums += dot(weight.to(toward.dtype), toward, PRECISION)
+        key_sums += dot(slope.to(queries.dtype), queries, PRECISION)
+        columns += tl.sum(slope, 1)
+    key_sums += columns[:, None] * _vector(u + head * D, D, BD)[None, :]
+    _put_rows(dv + token_major, heads * D, row, inside, value_sums, D, BD)
+    _put_rows(dk + token_major, heads * D, row, inside, key_sums, D, BD)
+    depth = tl.arange(0, BD)
+    part = du + (tile * tl.num_programs(1) + pair) * D
+    tl.store(part + depth, tl.sum(columns[:, None] * keys.to(tl.float32), 0), mask=depth < D)
+
+
+@triton.jit
+def local_backward_distances(
+    q, k, v, r, w, keys_bias, r_bias, order, document, grad, z, delta, dr, dw,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
+    heads, length, chunk, reach, blocks, tiles, every, each, scale,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One difference of tiles, n − t = program 0 − reach, of one head, over the query tiles from each·g up to each·(g +
+    1) of the `every` ones of all sequences, g being program 2: parts dr (groups, H, differences, 2T, D), of the block
+    before and its own, and dw (groups, H, differences, D).
+    """
+    difference, head, group = tl.program_id(0) - reach, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    zero, padded, places = (head * blocks + reach + 1) * T, tiles * T, tl.arange(0, T)
+    here, before = _block(r + zero * D, difference, D, BD, T), _block(r + zero * D, difference - 1, D, BD, T)
+    bias = r_bias + zero + difference * T + places
+    here_bias, before_bias = tl.load(bias), tl.load(bias - T)
+    b, a = places[:, None], places[None, :]
+
+    near, far = tl.zeros((T, BD), tl.float32), tl.zeros((T, BD), tl.float32)
+    near_columns, far_columns = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
+    for item in range(group * each, tl.minimum(group * each + each, every)):
+        t, batch = item % tiles, (item // tiles).to(tl.int64)
+        n, line = t + difference, (batch * heads + head) * padded
+        if (n >= _first_tile(t, chunk, T)) & (n <= _last_tile(t, length, chunk, T)):
+            of_batch = None if order is None else order + batch * padded
+            documents = None if document is None else document + batch * padded
+            row, inside = _tokens(t, of_batch, length, T)
+            key_row, there = _tokens(n, of_batch, length, T)
+            first, last, doc = _queries_of(n, documents, length, chunk, CAUSAL, T)
+            queries = _rows(q + batch * q_batch + head * q_head, q_token, row, inside, D, BD)
+            of_queries = line + t * T + places
+            _, slope = _transposed(
+                _rows(k + batch * k_batch + head * k_head, k_token, key_row, there, D, BD),
+                _rows(v + batch * v_batch + head * v_head, v_token, key_row, there, D, BD),
+                queries, _rows(grad + batch * grad_batch + head * grad_head, grad_token, row, inside, D, BD),
+                here, before, tl.load(keys_bias + line + n * T + places), here_bias, before_bias,
+                tl.load(z + of_queries), tl.load(delta + of_queries),
+                _seen(first, last, doc, t, documents, T), scale, T, PRECISION,
+            )  # fmt: skip
+            turned = tl.gather(slope, (b + a) & (T - 1), 0)
+            of_here, of_before = tl.where(a + b < T, turned, 0.0), tl.where(a + b < T, 0.0, turned)
+            near += dot(of_here.to(queries.dtype), queries, PRECISION)
+            far += dot(of_before.to(queries.dtype), queries, PRECISION)
+            near_columns += tl.sum(of_here, 1)
+            far_columns += tl.sum(of_before, 1)
+
+    vector = _vector(w + head * D, D, BD)[None, :]
+    part = (group * tl.num_programs(1) + head) * tl.num_programs(0) + tl.program_id(0)
+    line, everywhere = part * 2 * T + places, places >= 0
+    _put_rows(dr, D, line, everywhere, far + far_columns[:, None] * vector, D, BD)
+    _put_rows(dr, D, line + T, everywhere, near + near_columns[:, None] * vector, D, BD)
+    depth = tl.arange(0, BD)
+    total = far_columns[:, None] * before.to(tl.float32) + near_columns[:, None] * here.to(tl.float32)
+    tl.store(dw + part * D + depth, tl.sum(total, 0), mask=depth < D)

@@ -1,0 +1,47 @@
+"""Local attention with relative positions, by the implementation that suits the device. B batch, H heads, L length, D
+head dim, E distances.
+"""
+
+from torch import Tensor
+
+from megasparse.ops.backend import implementation
+from megasparse.ops.local_attention import eager, reference
+
+
+def distances(chunk: int, causal: bool) -> range:
+    """The distances i − j between the queries of a chunk and its keys, in the order that `relative_local_attention`
+    takes their vectors.
+    """
+    return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
+
+
+def relative_local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    u: Tensor,
+    w: Tensor,
+    chunk: int,
+    *,
+    causal: bool,
+    scale: float,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j of i's chunk and the one before it, and
+    where not causal the one after it (Dai et al. 2019, Transformer-XL, section 3.3).
+
+    q, k, v: (B, H, L, D). r: (H, E, D), a vector for each of `distances`. u, w: (H, D). key_mask: (B, L) bool, true for
+    real tokens. segments: (B, L) document numbers >= 0: documents never see each other. Chunks and distances count
+    real tokens in the order of (document, position), so that padding moves nothing.
+    Returns (B, H, L, D) in q's dtype; padding gets 0. Softmax in fp32 at least.
+    """
+    name = implementation(q)
+    if name == "triton":
+        from megasparse.ops.local_attention import triton
+
+        attend = triton.relative_local_attention
+    else:
+        attend = (reference if name == "reference" else eager).relative_local_attention
+    return attend(q, k, v, r, u, w, chunk, causal=causal, scale=scale, key_mask=key_mask, segments=segments)

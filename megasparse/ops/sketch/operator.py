@@ -1,0 +1,80 @@
+"""What the sketch computes, by whichever implementation runs.
+
+B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query chooses.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.backend import implementation
+from megasparse.ops.sketch import eager, reference
+from megasparse.ops.sketch.draws import Noise
+
+WIDEST = 16
+"""The largest d that the kernels take: a thread keeps all coordinates of its rows in registers."""
+
+
+def sketched_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − z_i), one head (Smart Bird Eq. 1).
+
+    q, k, v: (B, L, d). key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
+    Returns h (B, L, d) and z (B, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.
+    """
+    module = _module(q)
+    h, z = module.sketched_attention(q, k, v, causal=causal, key_mask=key_mask, segments=segments)
+    return h, z
+
+
+@torch.no_grad()
+def chosen_keys(
+    q: Tensor,
+    k: Tensor,
+    count: int,
+    *,
+    causal: bool,
+    sampling: str,
+    noise: Noise | None,
+    level: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    first_query: int = 0,
+) -> Tensor:
+    """The K visible keys of the highest score s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), best first.
+
+    q: (B, Lq, d), the queries from position `first_query` on. k: (B, Lk, d). level: z of `sketched_attention`, which
+    only the inverse logarithms need.
+    p_ij by `sampling`: "inverse_log_squared" (1/log α)², "inverse_log" −1/log α, "raw" and "top_k" α, "random" 1.
+    noise: u is uniform in (0, 1), a function of (key, global head, global sample, i, j). None is u = 1 for all heads: p
+    increases with α whatever its kind, so the products q·k/√d rank the keys by themselves. They are first rounded to
+    multiples of 1/256: weights within 0.4 % of each other tie, so that keys that differ by rounding alone (the same
+    token seen in the same company) go by position however q and k were computed, in decoding as in the whole pass.
+    α = 1 is p = ∞: that key is chosen whatever u is, the limit of α → 1. Of equal scores the smaller position wins.
+    Returns (B, H, Lq, K) int32, H = 1 without noise; −1 where fewer than K keys are visible.
+    """
+    # The kernels take q and k in float64, too.
+    index: Tensor = _module(q.float()).chosen_keys(
+        q,
+        k,
+        count,
+        causal=causal,
+        sampling=sampling,
+        noise=noise,
+        level=level,
+        key_mask=key_mask,
+        segments=segments,
+        first_query=first_query,
+    )
+    return index
+
+
+def _module(q: Tensor) -> ModuleType:
+    name = implementation(q, largest_width=WIDEST)
+    if name == "triton":
+        from megasparse.ops.sketch import triton
+
+        return triton
+    return eager if name == "eager" else reference

@@ -1,0 +1,114 @@
+"""Full attention in place of hashing, on the same weights, in models shorter than `attention.full_below`."""
+
+import pytest
+import torch
+
+from megasparse.attention.full import FullAttention, KeyValueCache
+from megasparse.attention.heads import build_mechanism
+from megasparse.config.load import build_config
+from megasparse.config.pattern import WITHOUT_WEIGHTS
+from megasparse.errors import ConfigError, HubError
+from megasparse.hub.reformer import ReformerFormat
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from megasparse.planning.flops import model_flops_per_token
+from tests.helpers.models import attention, random_tokens, small
+
+LENGTH = 128  # model.max_length of `small`
+KINDS = [("lsh", {}, True), ("lsh", {"shared_qk": False}, False), ("smyrf", {}, False)]
+
+
+def models(kind, settings, shared, full_below):
+    """A model of the mechanism with `full_below`, and one of full attention with its weights."""
+    changes = {"kind": "encoder", "vocabulary": 257} if kind == "smyrf" else {}
+    sparse = attention(kind, "local", **{kind: settings}).model_copy(update={"full_below": full_below})
+    full = attention("full", "local", full={"shared_qk": shared})
+    return [build_model(small(attention=made, **changes), seed=3) for made in (sparse, full)]
+
+
+def outcome(model, length, training=True):
+    model.zero_grad()
+    draws = Draws(7, 0, torch.arange(2), training)
+    loss, _ = model(random_tokens(2, length), draws)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def same(one, other):
+    return (
+        all(torch.equal(x, y) for x, y in zip(one[1].values(), other[1].values(), strict=True)) and one[0] == other[0]
+    )
+
+
+@pytest.mark.parametrize(("kind", "settings", "shared"), KINDS)
+def test_below_it_the_model_is_that_of_full_attention(kind, settings, shared):
+    ours, full = models(kind, settings, shared, LENGTH + 1)
+    assert same(outcome(ours, LENGTH), outcome(full, LENGTH))
+    assert model_flops_per_token(ours.config, LENGTH) == model_flops_per_token(full.config, LENGTH)
+
+
+@pytest.mark.parametrize(("kind", "settings", "shared"), KINDS)
+def test_the_models_length_decides_never_the_batchs(kind, settings, shared):
+    hashed, never = (models(kind, settings, shared, below)[0] for below in (LENGTH, None))
+    full = models(kind, settings, shared, None)[1]
+    assert same(outcome(hashed, 40), outcome(never, 40))
+    assert not same(outcome(hashed, 40), outcome(full, 40))
+
+
+@pytest.mark.parametrize(("kind", "settings", "shared"), KINDS)
+def test_weights_move_both_ways(kind, settings, shared):
+    """The names and shapes of all that a checkpoint keeps."""
+    below, full = models(kind, settings, shared, LENGTH + 1)
+    hashed, _ = models(kind, settings, shared, None)
+    states = [{name: x.shape for name, x in model.state_dict().items()} for model in (below, full, hashed)]
+    assert states[0] == states[1] == states[2]
+    wanted = outcome(hashed, LENGTH)
+    below.load_state_dict(hashed.state_dict())
+    hashed.load_state_dict(below.state_dict())
+    assert same(outcome(hashed, LENGTH), wanted)
+
+
+def test_the_cache_is_full_attentions():
+    model = small(attention=attention("lsh").model_copy(update={"full_below": LENGTH + 1}))
+    mechanism = build_mechanism("lsh", model, heads=2)
+    assert isinstance(mechanism, FullAttention) and mechanism.shared_qk
+    assert isinstance(mechanism.new_cache(1, torch.zeros(1), rounds=None), KeyValueCache)
+
+
+@pytest.mark.parametrize("kind", ["local", "lha", "yoso", "smart_bird", "routing"])
+def test_what_has_weights_of_its_own_is_never_replaced(kind):
+    assert kind not in WITHOUT_WEIGHTS
+    below = attention("lsh", kind).model_copy(update={"full_below": LENGTH + 1})
+    assert not isinstance(build_mechanism(kind, small(attention=below), heads=2), FullAttention)
+
+
+def test_it_must_concern_a_layer():
+    base = {"max_length": 64, "d_model": 32, "heads": 4, "layers": 4}
+    pattern = {"pattern": ["local", "lha"], "full_below": 100}
+
+    def refused(**model):
+        with pytest.raises(ConfigError) as caught:
+            build_config({"model": base | model, "data": {"sequence_length": 64}})
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert refused(attention=pattern).startswith('model.attention.full_below: 100 is given, but no layer has "lsh"')
+    source = {"length": 16, "attention": pattern}
+    told = refused(kind="encoder_decoder", attention={"pattern": ["lsh"]}, source=source)
+    assert told.startswith("model.source.attention.full_below: 100")
+    assert refused(attention={"full_below": 0}).startswith("model.attention.full_below: 0")
+
+
+def test_huggingfaces_reformer_has_it_not():
+    lsh = {"window": "chunk", "same_bucket": False, "count_rounds": False, "chunk": 16}
+    model = {"max_length": 64, "d_model": 32, "d_ff": 32, "heads": 4, "layers": 2}
+
+    def export(full_below):
+        section = {"pattern": ["local", "lsh"], "lsh": lsh, "full_below": full_below}
+        config = build_config({"model": model | {"attention": section}, "data": {"sequence_length": 64}})
+        built = build_model(config.model, 0)
+        return ReformerFormat().export(config, lambda name: built.state_dict()[name])
+
+    export(64)  # not in force
+    with pytest.raises(HubError, match=r"model\.attention\.full_below"):
+        export(65)

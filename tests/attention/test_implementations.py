@@ -1,0 +1,46 @@
+"""Definitions, blockwise torch and Triton kernels of the operators: a mechanism computes the same with each of them."""
+
+import pytest
+import torch
+
+from tests.helpers.models import Single, all_names, causal_names
+
+CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
+QUICK = [("lsh 4 rounds, few buckets", True), ("lha", False), ("yoso", True), ("smart_bird", False)]
+EVERY = pytest.mark.parametrize(
+    "name,causal",
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.kernels) for case in CASES],
+    ids=[f"{name}, {'causal' if causal else 'both'}" for name, causal in CASES],
+)
+LENGTH = 37
+
+
+def results(single, masks):
+    """What a training pass gives, and the gradients of all that it reads and of the mechanism's own weights."""
+    inputs = [x.requires_grad_() for x in single.inputs(LENGTH)]
+    output = single(*inputs, training=True, **masks)
+    weights = dict(single.mechanism.named_parameters())
+    generator = torch.Generator().manual_seed(3)
+    objective = (output.out * torch.randn(output.out.shape, generator=generator)).sum()
+    if output.auxiliary_loss is not None:
+        objective = objective + output.auxiliary_loss
+    found = torch.autograd.grad(objective, [*inputs, *weights.values()], allow_unused=True)
+    return {"out": output.out.detach(), **dict(zip(["x", "q", "k", "v", *weights], found, strict=True))}
+
+
+@EVERY
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_implementation_computes_the_same(name, causal, masked, monkeypatch):
+    single, masks = Single(name, causal), {}
+    if masked:
+        masks["key_mask"] = torch.arange(LENGTH).expand(2, -1) < torch.tensor([[30], [LENGTH]])
+        masks["segments"] = torch.tensor([0] * 20 + [1] * (LENGTH - 20)).expand(2, -1)
+    monkeypatch.delenv("MEGASPARSE_OPS", raising=False)
+    expected = results(single, masks)
+    for implementation in ("reference", "triton"):
+        monkeypatch.setenv("MEGASPARSE_OPS", implementation)
+        for key, value in results(single, masks).items():
+            assert (value is None) == (expected[key] is None), f"{implementation} {key}"
+            if value is not None:
+                difference = (value - expected[key]).norm()
+                assert difference <= 1e-4 * expected[key].norm() + 1e-6, f"{implementation} {key}: {difference}"

@@ -1,0 +1,236 @@
+"""The kernels of bucketed attention in Triton's interpreter, against the dense definition."""
+
+import itertools
+
+import pytest
+import torch
+
+import megasparse.ops.bucketed_attention as operator
+import megasparse.ops.bucketed_attention.triton as kernels
+from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.bucketed_attention.intervals import NOWHERE, separate_intervals, shared_intervals
+from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
+from megasparse.ops.bucketed_attention.reference import visible
+
+BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16: (1e-2, 3e-2)}
+BAND, CHUNK = Window("band", 7), Window("chunk", 7)
+
+
+def random_heads(length, batch=1, heads=1, dim=16, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, heads, length, dim, generator=generator).to(dtype) for _ in range(3)]
+
+
+def random_codes(length, rounds, buckets=3, batch=1, heads=1, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, buckets, (batch, heads, rounds, length), generator=generator, dtype=torch.int16)
+
+
+def gradients(attention, heads, codes, window, **rule):
+    q, k, v = (x.clone().requires_grad_() for x in heads)
+    out, z = attention(q, k, v, codes, window, **rule)
+    generator = torch.Generator().manual_seed(2)
+    out_grad, z_grad = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, z))
+    seen = z > -torch.inf
+    loss = (out * out_grad.to(out.dtype)).sum() + (torch.where(seen, z, 0.0) * z_grad.to(z.dtype)).sum()
+    return out.detach(), z.detach(), *torch.autograd.grad(loss, [q, k, v])
+
+
+def assert_as_defined(heads, codes, window, **rule):
+    rule = {"scale": 0.6, **rule}
+    ours = gradients(kernels.bucketed_attention, heads, codes, window, **rule)
+    exact = gradients(defined, [x.double() for x in heads], codes, window, **rule)
+    forward, backward = BARS[heads[0].dtype]
+    for name, a, b in zip(["out", "z", "dq", "dk", "dv"], ours, exact, strict=True):
+        assert a.dtype == (torch.float32 if name == "z" else heads[0].dtype)
+        seen = b > -torch.inf
+        assert torch.equal(a > -torch.inf, seen), name
+        distance, size = (a.double() - b)[seen].norm(), b[seen].norm()
+        assert distance <= (forward if name in ("out", "z") else backward) * size, (name, distance / size)
+
+
+def masks_of(length, batch=1):
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(batch, length, generator=generator) > 0.3
+    documents = torch.randint(0, 2, (batch, length), generator=generator).sort(-1).values
+    return {"key_mask": mask, "segments": documents}
+
+
+def some(count, quick):
+    """`count` cases, of which the first `quick` are in `make test`."""
+    return [pytest.param(i, marks=[] if i < quick else pytest.mark.kernels) for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", some(12, 4))
+def test_shared_codes_are_as_defined(seed):
+    """Every kind of window, both directions, rounds, masks and flags, each of them in several of the cases."""
+    windows = [
+        BAND,
+        CHUNK,
+        Window("chunk", 7, same_bucket=False),
+        BAND,
+        Window("chunk", 7, ahead=True),
+        Window("chunk", 7, same_bucket=False, ahead=True),
+    ]
+    causal, rounds = seed % 2 == 0, (1, 2, 3)[seed // 2 % 3]
+    masks = masks_of(45) if seed % 3 == 0 else {}
+    rule = {"causal": causal, "exclude_self": seed // 3 % 2 == 0, "count_rounds": seed % 5 != 0, **masks}
+    assert_as_defined(
+        random_heads(45, heads=1 + seed % 2),
+        random_codes(45, rounds, heads=1 + seed % 2),
+        windows[(seed + seed // 6) % 6],
+        **rule,
+    )
+
+
+def test_without_the_same_bucket_mask_positions_say_who_is_earlier():
+    window = Window("chunk", 7, same_bucket=False)
+    assert_as_defined(random_heads(30), random_codes(30, 1), window, causal=True, exclude_self=False)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_one_bucket_needs_no_order_and_masks_make_one(causal):
+    heads = random_heads(45)
+    window = Window("chunk", 16, ahead=not causal)
+    assert_as_defined(heads, None, window, causal=causal, exclude_self=False)
+    assert_as_defined(heads, None, window, causal=causal, exclude_self=False, **masks_of(45))
+
+
+@pytest.mark.parametrize("seed", some(4, 2))
+def test_separate_codes_are_as_defined(seed):
+    codes = random_codes(45, 1 + seed % 2, buckets=(3, 40)[seed // 2])
+    key_codes = random_codes(45, 1 + seed % 2, buckets=(3, 40)[seed // 2], seed=5)
+    masks = masks_of(45) if seed % 3 == 0 else {}
+    rule = {"causal": seed % 2 == 0, "exclude_self": seed > 1, "count_rounds": seed != 1, **masks}
+    assert_as_defined(random_heads(45), codes, BAND, key_codes=key_codes, **rule)
+
+
+def test_windows_far_apart_are_all_met():
+    """One block of queries: a third in bucket 0, a third in one without keys, the rest in bucket 9, the keys' last."""
+    length = 96
+    codes = (torch.arange(length) % 3 * 4 + (torch.arange(length) % 3 == 2)).expand(1, 1, 1, -1)  # 0, 4, 9
+    key_codes = torch.full((1, 1, 1, length), 6)
+    key_codes[..., :4], key_codes[..., 50:54] = 0, 9
+    for causal in (True, False):
+        assert_as_defined(random_heads(length), codes, BAND, key_codes=key_codes, causal=causal, exclude_self=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_within_its_bar(dtype):
+    heads = random_heads(45, dim=24, dtype=dtype)
+    assert_as_defined(heads, random_codes(45, 2, buckets=2).long(), Window("band", 20), causal=True)
+
+
+def test_strided_inputs_are_read_where_they_lie():
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in random_heads(20, heads=2))
+    codes = random_codes(20, 2, heads=2).long().transpose(1, 2).contiguous().transpose(1, 2)
+    mask = masks_of(40)["key_mask"][:, ::2]
+    for key_mask in (None, mask):
+        rule = {"causal": True, "key_mask": key_mask}
+        out, _ = kernels.bucketed_attention(q, k, v, codes, BAND, **rule)
+        assert out.transpose(1, 2).is_contiguous()
+        ours = torch.autograd.grad(out.sum(), [q, k, v])  # whose gradient is one number, broadcast
+        dense, _ = defined(*(x.double() for x in (q, k, v)), codes, BAND, **rule)
+        torch.testing.assert_close(out.double(), dense, rtol=1e-5, atol=1e-5)
+        for a, b in zip(ours, torch.autograd.grad(dense.sum(), [q, k, v]), strict=True):
+            assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+def test_heads_may_share_codes():
+    heads, codes = random_heads(20, batch=2, heads=2), random_codes(20, 2, batch=2)
+    ours = gradients(kernels.bucketed_attention, heads, codes, BAND, causal=True)
+    same = gradients(kernels.bucketed_attention, heads, codes.expand(-1, 2, -1, -1), BAND, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(ours, same, strict=True))
+
+
+HARD = [(1e4, 1.0), (1e4, 1e4), (0.0, 0.0), pytest.param(1e-40, 1e-40, marks=pytest.mark.kernels)]
+
+
+@pytest.mark.parametrize("factor,k_factor", HARD)
+def test_finite_in_hard_cases(factor, k_factor):
+    q, k, v = random_heads(30)
+    codes = random_codes(30, 2)
+    for heads in ((q * factor, k * k_factor, v), (q[:, :, :1].expand_as(q) * factor, k[:, :, :1].expand_as(k), v)):
+        exact = gradients(defined, [x.double() for x in heads], codes, BAND, causal=True)
+        ours = gradients(kernels.bucketed_attention, heads, codes, BAND, causal=True)
+        for a, b in zip(ours, exact, strict=True):
+            assert torch.isfinite(a).all()
+            if factor * k_factor < 1e8:  # there fp32 knows a score to 8
+                bar = 3e-2 if factor > 1 else 1e-4
+                torch.testing.assert_close(a.double(), b, rtol=bar, atol=bar * b.abs().max().item() + 1e-30)
+
+
+def test_later_tokens_change_nothing_and_two_runs_are_the_same():
+    heads, codes = random_heads(40), random_codes(40, 2)
+    first, again = (gradients(kernels.bucketed_attention, heads, codes, BAND, causal=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    others, other_codes = random_heads(40, seed=9), random_codes(40, 2, seed=9)
+    mixed = [torch.cat([a[:, :, :23], b[:, :, 23:]], 2) for a, b in zip(heads, others, strict=True)]
+    mixed_codes = torch.cat([codes[..., :23], other_codes[..., 23:]], -1)
+    out, z = kernels.bucketed_attention(*mixed, mixed_codes, BAND, causal=True)
+    torch.testing.assert_close(out[:, :, :23], first[0][:, :, :23])
+    torch.testing.assert_close(z[:, :, :23], first[1][:, :, :23])
+
+
+def test_a_nan_stays_in_its_own_sequence_and_is_not_hidden():
+    heads, codes = random_heads(20, batch=2), random_codes(20, 2, batch=2)
+    clean = gradients(kernels.bucketed_attention, heads, codes, BAND, causal=True)
+    heads[0][1] = torch.nan
+    dirty = gradients(kernels.bucketed_attention, heads, codes, BAND, causal=True)
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a[0], b[0])
+    lonely = clean[0][1] == heads[2][1]
+    assert dirty[0][1][~lonely].isnan().all()
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_intervals_are_the_windows_of_the_definition(separate):
+    """Without kernels: counted from the bounds, in every round; and the keys' blocks meet all that see them."""
+    length = 37
+    codes, key_codes = (random_codes(length, 2, batch=2, heads=2, seed=seed) for seed in (1, 5))
+    like = torch.empty(2, 2, length, 4)
+    for window, causal, masks in itertools.product((BAND, CHUNK), (True, False), ({}, masks_of(length, 2))):
+        if separate and window is CHUNK:
+            continue
+        both = (masks.get("key_mask"), masks.get("segments"))
+        if separate:
+            found = separate_intervals(codes, key_codes, window, causal, True, *both)
+        else:
+            found = shared_intervals(codes, like, window, causal, False, True, *both)
+        place = found.token_place[..., None, :]
+        ours = (place >= found.token_low[..., None]) & (place < found.token_high[..., None])
+        seen = visible(codes, window, causal, *both, *([key_codes] if separate else []))
+        assert torch.equal(ours, seen.flatten(0, 1))
+        low, high = found.low, found.high
+        assert (low.diff() >= 0).all() and ((high.diff() >= 0) | (high[..., 1:] == NOWHERE)).all()
+        first, end = found.meeting(8)
+        for block in range(first.shape[-1]):
+            keys = torch.arange(block * 8, min(length, block * 8 + 8))
+            meets = ((keys >= low[..., None]) & (keys < high[..., None])).any(-1)
+            queries = torch.arange(length)
+            assert not (meets & ((queries < first[..., block, None]) | (queries >= end[..., block, None]))).any()
+
+
+def test_the_operator_runs_what_is_forced(monkeypatch):
+    heads, codes, key_codes = random_heads(20), random_codes(20, 2), random_codes(20, 2, seed=5)
+    for own in (None, key_codes):
+        rule = {"causal": True, "scale": 0.5, "exclude_self": False, "key_codes": own}
+        results = []
+        for name in ("reference", "eager", "triton"):
+            monkeypatch.setenv("MEGASPARSE_OPS", name)
+            results.append(operator.bucketed_attention(*heads, codes, BAND, **rule)[0])
+        for result in results[1:]:
+            torch.testing.assert_close(result, results[0])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", list(BARS), ids=str)
+@pytest.mark.parametrize("dim", [16, 24, 32, 64, 128, 256])
+@pytest.mark.parametrize("length", [1, 17, 100])
+def test_every_shape_is_within_its_bar(length, dim, dtype):
+    heads = random_heads(length, dim=dim, dtype=dtype)
+    codes, scale = random_codes(length, 2, buckets=4), dim**-0.5
+    assert_as_defined(heads, codes, Window("band", 20), causal=True, scale=scale)
+    assert_as_defined(heads, None, Window("chunk", 20, ahead=True), causal=False, exclude_self=False, scale=scale)
+    key_codes = random_codes(length, 2, buckets=4, seed=5)
+    assert_as_defined(heads, codes, Window("band", 20), causal=False, key_codes=key_codes, scale=scale)

@@ -1,0 +1,57 @@
+"""The scores of tokens: torch's operators and the kernels, in the interpreter, against the definition in float64."""
+
+import pytest
+import torch
+
+from megasparse.ops.cross_entropy import token_scores
+from megasparse.ops.cross_entropy.reference import token_scores as defined
+
+BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+
+def random_logits(count, width, dtype, size=3.0):
+    generator = torch.Generator().manual_seed(count + width)
+    whole = size * torch.randn(count, width + 3, generator=generator)
+    targets = torch.randint(0, width, (count,), generator=generator)
+    logits = whole.to(dtype)[:, :width]  # rows further apart than they are long
+    targets[::2] = logits[::2].argmax(-1)
+    return logits, targets
+
+
+def results(score, logits, targets, smoothing):
+    leaf = logits.detach().requires_grad_()
+    out = score(leaf, targets, smoothing)
+    toward = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return out.detach(), *torch.autograd.grad(out, leaf, toward)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["eager", "triton"])
+@pytest.mark.parametrize("count,width", [(1, 2), (5, 258), (3, 9000)])
+@pytest.mark.parametrize("dtype", list(BARS))
+def test_scores_and_gradient_are_those_of_the_definition(count, width, dtype, name, smoothing, monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", name)
+    logits, targets = random_logits(count, width, dtype)
+    out, slope = results(token_scores, logits, targets, smoothing)
+    exact, exact_slope = results(defined, logits.double(), targets, smoothing)
+    assert out.dtype == torch.float32 and slope.dtype == dtype and out.shape == (count, 3 if smoothing else 2)
+    assert (out[:, 1] == exact[:, 1]).all() and (out[::2, 1] == 1).all()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    assert (slope - exact_slope).norm() <= BARS[dtype] * exact_slope.norm()
+
+
+@pytest.mark.parametrize("name", ["eager", "triton"])
+def test_of_equal_logits_the_first_is_the_likeliest(name, monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", name)
+    scores = token_scores(torch.zeros(3, 5000), torch.tensor([0, 1, 4999]))
+    assert scores[:, 1].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_large_logits_and_logits_of_minus_infinity_stay_finite(monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
+    logits, targets = random_logits(4, 5000, torch.float32, size=1e6)
+    logits[:, :4096] = -torch.inf
+    targets = torch.full_like(targets, 4999)
+    out, slope = results(token_scores, logits, targets, 0.0)
+    assert torch.isfinite(out).all() and torch.isfinite(slope).all()
+    torch.testing.assert_close(out.double(), results(defined, logits.double(), targets, 0.0)[0], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,121 @@
+"""The hashing kernels, in Triton's interpreter: a code may differ from another only where two scores are equal up to
+rounding, which float64 tells.
+"""
+
+import pytest
+import torch
+
+from megasparse.ops.hashing import angular_hash, sign_codes
+from megasparse.ops.hashing.reference import angular_hash as defined
+from megasparse.ops.hashing.sign_reference import hyperplanes
+from megasparse.ops.random import rotations
+
+ROUNDING = 1e-6
+KINDS = pytest.mark.parametrize("kind", ["hadamard", "gaussian"])
+GRID = [(width, torch.float32, length) for width in (16, 24, 32, 64, 128, 256) for length in (1, 17, 100)]
+GRID += [(width, dtype, 17) for width in (16, 24, 32, 64, 128, 256) for dtype in (torch.bfloat16, torch.float16)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
+
+
+def heads(length, width, dtype=torch.float32):
+    """(2, 2, L, D), as attention hands them over: views of (B, L, H, D)."""
+    return torch.randn(2, length, 2, width, generator=torch.Generator().manual_seed(width)).to(dtype).transpose(1, 2)
+
+
+def assert_largest(codes, x, matrices, factors):
+    """Each digit's score is the largest of [xR; −xR], up to rounding."""
+    x, matrices = x.double(), matrices.double()
+    scores = torch.einsum("bhld,hrds->bhrls", x, matrices)
+    size = x.norm(dim=-1)[:, :, None, :] * matrices.norm(dim=2).amax(-1)[None, :, :, None]
+    rest = codes.long()
+    for part, factor in reversed(list(zip(scores.split([n // 2 for n in factors], -1), factors, strict=True))):
+        both = torch.cat([part, -part], -1)
+        chosen = both.gather(-1, (rest % factor)[..., None])[..., 0]
+        assert (chosen >= both.amax(-1) - ROUNDING * size).all()
+        rest = rest // factor
+    assert (rest == 0).all()
+
+
+def assert_sides(codes, x, key, global_heads, bits, kind):
+    """Each bit is its projection's sign, unless that is zero up to rounding."""
+    x, hashes = x.double(), codes.shape[2]
+    for number, head in enumerate(global_heads):
+        for hash_ in range(hashes):
+            normals = hyperplanes(key, head, hash_, bits, x.shape[3], kind)
+            projected = x[:, number] @ normals.T  # (B, L, τ)
+            bit = codes[:, number, hash_, :, None].long() >> torch.arange(bits) & 1
+            size = x[:, number].norm(dim=-1, keepdim=True) * normals.norm(dim=-1)
+            assert ((bit == (projected >= 0)) | (projected.abs() <= ROUNDING * size)).all()
+    assert (codes >= 0).all() and (codes.long() < 1 << bits).all()
+
+
+@pytest.mark.parametrize("factors", [[2], [4, 6], [40], [16, 66], [256, 256], [2, 4, 6]])
+def test_buckets_are_those_of_the_largest_score(factors):
+    x, matrices = heads(70, 24), rotations(1, range(2), 2, 24, factors, torch.device("cpu"))
+    codes = angular_hash(x, matrices, factors)
+    assert codes.shape == (2, 2, 2, 70) and codes.dtype == (torch.int32 if factors == [256, 256] else torch.int16)
+    assert_largest(codes, x, matrices, factors)
+
+
+def test_of_equal_scores_the_first_and_the_positive_one_wins():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-2, 3, (1, 2, 60, 4), generator=generator).float()  # exact products, and many equal ones
+    matrices = torch.randint(-1, 2, (2, 3, 4, 40), generator=generator).float()
+    assert torch.equal(angular_hash(x, matrices, [80]).long(), defined(x, matrices, [80]))
+    assert (angular_hash(torch.zeros_like(x), matrices, [40, 40]) == 0).all()
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "width,hashes,bits", [(8, 3, 4), (6, 20, 3), (1, 2, 2), (16, 5, 17), (16, 70, 2), (100, 70, 1)]
+)
+def test_codes_are_the_sides_of_the_hyperplanes(kind, width, hashes, bits, monkeypatch):
+    x = heads(35, width)
+    codes = sign_codes(x, 7, range(4, 6), hashes, bits, kind)
+    assert codes.shape == (2, 2, hashes, 35) and codes.dtype == (torch.int16 if bits <= 15 else torch.int32)
+    assert_sides(codes, x, 7, range(4, 6), bits, kind)
+    if kind == "hadamard":  # the same sums in the same order
+        monkeypatch.setenv("MEGASPARSE_OPS", "eager")
+        assert torch.equal(codes, sign_codes(x, 7, range(4, 6), hashes, bits, kind))
+
+
+def test_more_tokens_than_one_program_takes():
+    x = heads(300, 8)
+    matrices = rotations(1, range(2), 1, 8, [8], torch.device("cpu"))
+    assert_largest(angular_hash(x, matrices, [8]), x, matrices, [8])
+    for kind in ("hadamard", "gaussian"):
+        assert_sides(sign_codes(x, 7, range(2), 2, 2, kind), x, 7, range(2), 2, kind)
+
+
+@KINDS
+def test_zero_vectors_have_all_bits_and_the_length_does_not_matter(kind):
+    x = heads(20, 8)
+    assert (sign_codes(torch.zeros_like(x), 1, range(2), 12, 3, kind) == 7).all()
+    assert torch.equal(sign_codes(x, 1, range(2), 12, 3, kind), sign_codes(x * 2**14, 1, range(2), 12, 3, kind))
+
+
+def test_no_tokens_have_no_codes():
+    x = torch.zeros(2, 2, 0, 8)
+    assert angular_hash(x, torch.zeros(2, 3, 8, 4), [8]).shape == (2, 2, 3, 0)
+    assert sign_codes(x, 1, range(2), 5, 3, "hadamard").shape == (2, 2, 5, 0)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("width,dtype,length", GRID)
+def test_angular_grid(width, dtype, length):
+    x = heads(length, width, dtype)
+    for factors in ([14, 32], [64]):
+        matrices = rotations(1, range(2), 2, width, factors, torch.device("cpu"))
+        assert_largest(angular_hash(x, matrices, factors), x, matrices, factors)
+
+
+@pytest.mark.kernels
+@KINDS
+@pytest.mark.parametrize("width,dtype,length", GRID)
+def test_sign_grid(width, dtype, length, kind):
+    x = heads(length, width, dtype)
+    assert_sides(sign_codes(x, 3, range(1, 3), 18, 3, kind), x, 3, range(1, 3), 3, kind)

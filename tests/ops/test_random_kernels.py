@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+from megasparse.ops.random import Draws, dropout
+
+ROWS = Draws(3, 5, torch.tensor([7, 2**31 + 5]), True).rows
+
+
+def both_ways(shape, dtype, rate, key, monkeypatch):
+    """Output and gradient, in torch and by the kernel."""
+    made = []
+    for name in ("eager", "triton"):
+        monkeypatch.setenv("MEGASPARSE_OPS", name)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        out = dropout(x, rate, key, ROWS(shape[1], x.device))
+        out.backward(torch.randn(shape, generator=generator).to(dtype).mT.contiguous().mT)
+        made.append((out.detach(), x.grad))
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "length,width,rate,key", [(5, 24, 0.1, 2**63 + 17), (3, 1500, 0.5, 5), (1, 1, 0.99, 2**32 - 1)]
+)
+def test_the_kernel_drops_what_torch_drops_to_the_bit(length, width, rate, key, dtype, monkeypatch):
+    eager, kernel = both_ways((2, length, width), dtype, rate, key, monkeypatch)
+    for a, b in zip(eager, kernel, strict=True):
+        assert torch.equal(a == 0, b == 0) and torch.equal(a.signbit(), b.signbit())
+        # The interpreter cuts bf16 off where torch and a GPU round.
+        assert torch.equal(a, b) or (dtype == torch.bfloat16 and ((a - b).abs() <= 2**-7 * a.abs()).all())
+    assert width == 1 or 0 < (kernel[0] == 0).double().mean() < 1
+
+
+def test_the_share_dropped_is_the_rate(monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
+    x = dropout(torch.ones(2, 20, 512), 0.2, 9, ROWS(20, torch.device("cpu")))
+    share = (x == 0).double().mean().item()
+    assert abs(share - 0.2) < 5 * (0.2 * 0.8 / x.numel()) ** 0.5
+    assert x.max() == torch.tensor(1 / 0.8)
+
+
+def test_an_empty_batch_is_dropped_to_an_empty_batch(monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
+    assert dropout(torch.ones(2, 0, 8), 0.2, 9, ROWS(0, torch.device("cpu"))).shape == (2, 0, 8)

@@ -1,0 +1,58 @@
+"""The kernels' binaries: what they take of a GPU is within its limits, and is what docs/kernels.json says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+from megasparse.planning.kernel_cases import CASES, HEAD_DIMS
+from megasparse.planning.kernels import SHARED_MEMORY
+
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "docs" / "kernels.json"
+
+
+def compiled(tmp_path, *options):
+    environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, ROOT / "tools/kernel_report.py", "--output", tmp_path / "kernels.json", *options]
+    subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return json.loads((tmp_path / "kernels.json").read_text())["kernels"]
+
+
+def check(table):
+    """Against the limits of the GPUs, and what was recorded."""
+    known = json.loads(RECORDED.read_text())
+    assert known["triton"] == triton.__version__, "record the table anew: tools/kernel_report.py --output"
+    for name, line in table.items():
+        _, capability, dtype = name.split()
+        for head_dim, (_, spills, shared, tensor_cores) in line.items():
+            what = f"{name} {head_dim}"
+            assert shared <= SHARED_MEMORY[int(capability.removeprefix("sm_"))], what
+            if dtype != "fp32" and int(head_dim) <= 128:
+                assert spills == 0, what
+            if dtype == "fp32":
+                assert tensor_cores == 0, f"{what}: TF32"
+            assert line[head_dim] == known["kernels"][name][head_dim], what
+
+
+def test_kernels_in_bf16_are_within_their_limits_and_as_recorded(tmp_path):
+    table = compiled(tmp_path, "--dtypes", "bf16", "--head-dims", "64", "--capabilities", "80")
+    assert {name.split(".")[0] for name in table} == set(CASES)
+    check(table)
+    for name in TENSOR_CORES:
+        assert table[f"{name} sm_80 bf16"]["64"][3] > 0, name
+
+
+@pytest.mark.kernels
+def test_every_kernel_is_within_its_limits_and_as_recorded(tmp_path):
+    table = compiled(tmp_path)
+    assert all(set(line) == {str(d) for d in HEAD_DIMS} for line in table.values())
+    check(table)
+
+
+TENSOR_CORES = ["bucketed_attention.forward"]
+"""Kernels whose arithmetic is matrix products: an element-wise loop in their place would be many times slower."""
