@@ -27,8 +27,8 @@ from tqdm import tqdm
 from megasparse.data.files import replacing
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.ops.kernels import INTERPRETED, recorded
-from megasparse.planning.kernel_cases import CASES, DTYPES, HEAD_DIMS
-from megasparse.planning.kernels import SHARED_MEMORY, Resources, compile_ahead
+from megasparse.planning.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
+from megasparse.planning.kernels import SHARED_MEMORY, Resources, compile_ahead, distinct
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -50,7 +50,8 @@ def main() -> None:
     args = arguments()
     if INTERPRETED:
         raise ConfigError("TRITON_INTERPRET", "the interpreter compiles nothing", "Unset it")
-    work = [(o, t, d) for o in args.operators for t in DTYPES for d in args.head_dims if NAMES[t] in args.dtypes]
+    dtypes = [dtype for dtype, name in NAMES.items() if name in args.dtypes]
+    work = [(o, t, d) for o in args.operators for t in dtypes for d in args.head_dims if d == ONE or o not in ONE_WIDTH]
     table: Table = {}
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         tasks = [pool.submit(compiled, *item, args.capabilities) for item in work]
@@ -66,7 +67,7 @@ def compiled(operator: str, dtype: torch.dtype, head_dim: int, capabilities: lis
     with recorded() as launches:
         CASES[operator](dtype, head_dim)
     table: Table = {}
-    for launch in launches:
+    for launch in distinct(launches):
         for capability in capabilities:
             key = Variants(f"{operator}.{launch.kernel.__name__}", NAMES[dtype], head_dim, capability)
             found = compile_ahead(launch, capability)

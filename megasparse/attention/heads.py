@@ -21,6 +21,9 @@ from megasparse.config.attention import FullAttentionConfig
 from megasparse.config.pattern import attends_fully, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.positions import rotate, sinusoids
+from megasparse.ops.tiled import tiled
+
+_UNIT_ELEMENTS = 1 << 24  # numbers normalised at a time: 64 MB of fp32
 
 
 def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
@@ -170,5 +173,11 @@ def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
 
 
 def normalized(q: Tensor) -> Tensor:
-    """q/|q| in fp32 at least, cast back; a zero vector stays zero."""
-    return F.normalize(q.to(torch.promote_types(q.dtype, torch.float32)), dim=-1).to(q.dtype)
+    """q/|q| of q (B, H, L, D) in fp32 at least, cast back; a zero vector stays zero. Some heads at a time where q is
+    large: the backward has several tensors as large as what it works on.
+    """
+
+    def unit(x: Tensor) -> Tensor:
+        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)
+
+    return tiled(unit, [q], [], -(-q.numel() // _UNIT_ELEMENTS))

@@ -79,11 +79,12 @@ class YOSOAttentionConfig(Section):
     projection: Literal["hadamard", "gaussian"] = "hadamard"
     """`hadamard`: fast, slightly biased. `gaussian`: dense projections, unbiased."""
     backward: Literal["auto", "tables", "pairs"] = "auto"
-    """Gradients of q and k over the hash tables (cost L·m·D²), or over colliding pairs; `auto` takes the cheaper."""
+    """Gradients of q and k over the hash tables (cost L·m·D²), or over colliding pairs; `auto` takes the cheaper. Kernels
+    on a GPU have one way, whose cost is linear in L however the tokens collide."""
     convolution: Positive | None = None
     """Kernel size (odd) of a depth-wise convolution of the values that is added to the output; null for none."""
     chunk: Positive = 128
-    """Decoders only: tables grow chunk by chunk; inside a chunk collisions are found pair by pair."""
+    """Decoders on a CPU only: tables grow chunk by chunk; inside a chunk collisions are found pair by pair."""
 
 
 class SmartBirdAttentionConfig(Section):

@@ -6,6 +6,7 @@ It is compiled ahead of time, which needs no GPU.
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,16 @@ class Resources:
     spills: int
     shared: int
     tensor_cores: int
+
+
+def distinct(launches: Iterable[Launch]) -> list[Launch]:
+    """Without those that run the same binary as an earlier one."""
+    found: dict[str, Launch] = {}
+    for launch in launches:
+        source, options = _source(launch)
+        parts = (launch.kernel.__name__, source.signature, source.constants, source.attrs, options)
+        found.setdefault(repr(parts), launch)
+    return list(found.values())
 
 
 def compile_ahead(launch: Launch, capability: int) -> Resources:
