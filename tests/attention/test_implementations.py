@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.kernels import DEVICE
 from tests.helpers.models import Single, all_names, causal_names
 
 CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
@@ -17,11 +18,11 @@ LENGTH = 37
 
 def results(single, masks):
     """What a training pass gives, and the gradients of all that it reads and of the mechanism's own weights."""
-    inputs = [x.requires_grad_() for x in single.inputs(LENGTH)]
+    inputs = [x.to(DEVICE).requires_grad_() for x in single.inputs(LENGTH)]
     output = single(*inputs, training=True, **masks)
     weights = dict(single.mechanism.named_parameters())
     generator = torch.Generator().manual_seed(3)
-    objective = (output.out * torch.randn(output.out.shape, generator=generator)).sum()
+    objective = (output.out * torch.randn(output.out.shape, generator=generator).to(DEVICE)).sum()
     if output.auxiliary_loss is not None:
         objective = objective + output.auxiliary_loss
     found = torch.autograd.grad(objective, [*inputs, *weights.values()], allow_unused=True)
@@ -32,10 +33,11 @@ def results(single, masks):
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_implementation_computes_the_same(name, causal, masked, monkeypatch):
     single, masks = Single(name, causal), {}
+    single.mechanism.to(DEVICE)
     if masked:
-        masks["key_mask"] = torch.arange(LENGTH).expand(2, -1) < torch.tensor([[30], [LENGTH]])
-        masks["segments"] = torch.tensor([0] * 20 + [1] * (LENGTH - 20)).expand(2, -1)
-    monkeypatch.delenv("MEGASPARSE_OPS", raising=False)
+        masks["key_mask"] = (torch.arange(LENGTH).expand(2, -1) < torch.tensor([[30], [LENGTH]])).to(DEVICE)
+        masks["segments"] = torch.tensor([0] * 20 + [1] * (LENGTH - 20), device=DEVICE).expand(2, -1)
+    monkeypatch.setenv("MEGASPARSE_OPS", "eager")
     expected = results(single, masks)
     for implementation in ("reference", "triton"):
         monkeypatch.setenv("MEGASPARSE_OPS", implementation)

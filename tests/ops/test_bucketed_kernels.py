@@ -11,6 +11,7 @@ from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.bucketed_attention.intervals import NOWHERE, separate_intervals, shared_intervals
 from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
 from megasparse.ops.bucketed_attention.reference import visible
+from tests.helpers.kernels import DEVICE
 
 BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16: (1e-2, 3e-2)}
 BAND, CHUNK = Window("band", 7), Window("chunk", 7)
@@ -18,12 +19,13 @@ BAND, CHUNK = Window("band", 7), Window("chunk", 7)
 
 def random_heads(length, batch=1, heads=1, dim=16, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(batch, heads, length, dim, generator=generator).to(dtype) for _ in range(3)]
+    return [torch.randn(batch, heads, length, dim, generator=generator).to(DEVICE, dtype) for _ in range(3)]
 
 
 def random_codes(length, rounds, buckets=3, batch=1, heads=1, seed=1):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, buckets, (batch, heads, rounds, length), generator=generator, dtype=torch.int16)
+    codes = torch.randint(0, buckets, (batch, heads, rounds, length), generator=generator, dtype=torch.int16)
+    return codes.to(DEVICE)
 
 
 def gradients(attention, heads, codes, window, **rule):
@@ -32,7 +34,7 @@ def gradients(attention, heads, codes, window, **rule):
     generator = torch.Generator().manual_seed(2)
     out_grad, z_grad = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, z))
     seen = z > -torch.inf
-    loss = (out * out_grad.to(out.dtype)).sum() + (torch.where(seen, z, 0.0) * z_grad.to(z.dtype)).sum()
+    loss = (out * out_grad.to(out)).sum() + (torch.where(seen, z, 0.0) * z_grad.to(z)).sum()
     return out.detach(), z.detach(), *torch.autograd.grad(loss, [q, k, v])
 
 
@@ -53,7 +55,7 @@ def masks_of(length, batch=1):
     generator = torch.Generator().manual_seed(3)
     mask = torch.rand(batch, length, generator=generator) > 0.3
     documents = torch.randint(0, 2, (batch, length), generator=generator).sort(-1).values
-    return {"key_mask": mask, "segments": documents}
+    return {"key_mask": mask.to(DEVICE), "segments": documents.to(DEVICE)}
 
 
 def some(count, quick):
@@ -108,8 +110,9 @@ def test_separate_codes_are_as_defined(seed):
 def test_windows_far_apart_are_all_met():
     """One block of queries: a third in bucket 0, a third in one without keys, the rest in bucket 9, the keys' last."""
     length = 96
-    codes = (torch.arange(length) % 3 * 4 + (torch.arange(length) % 3 == 2)).expand(1, 1, 1, -1)  # 0, 4, 9
-    key_codes = torch.full((1, 1, 1, length), 6)
+    third = torch.arange(length, device=DEVICE) % 3
+    codes = (third * 4 + (third == 2)).expand(1, 1, 1, -1)  # 0, 4, 9
+    key_codes = torch.full((1, 1, 1, length), 6, device=DEVICE)
     key_codes[..., :4], key_codes[..., 50:54] = 0, 9
     for causal in (True, False):
         assert_as_defined(random_heads(length), codes, BAND, key_codes=key_codes, causal=causal, exclude_self=False)
@@ -188,7 +191,7 @@ def test_intervals_are_the_windows_of_the_definition(separate):
     """Without kernels: counted from the bounds, in every round; and the keys' blocks meet all that see them."""
     length = 37
     codes, key_codes = (random_codes(length, 2, batch=2, heads=2, seed=seed) for seed in (1, 5))
-    like = torch.empty(2, 2, length, 4)
+    like = torch.empty(2, 2, length, 4, device=DEVICE)
     for window, causal, masks in itertools.product((BAND, CHUNK), (True, False), ({}, masks_of(length, 2))):
         if separate and window is CHUNK:
             continue
@@ -205,9 +208,9 @@ def test_intervals_are_the_windows_of_the_definition(separate):
         assert (low.diff() >= 0).all() and ((high.diff() >= 0) | (high[..., 1:] == NOWHERE)).all()
         first, end = found.meeting(8)
         for block in range(first.shape[-1]):
-            keys = torch.arange(block * 8, min(length, block * 8 + 8))
+            keys = torch.arange(block * 8, min(length, block * 8 + 8), device=DEVICE)
             meets = ((keys >= low[..., None]) & (keys < high[..., None])).any(-1)
-            queries = torch.arange(length)
+            queries = torch.arange(length, device=DEVICE)
             assert not (meets & ((queries < first[..., block, None]) | (queries >= end[..., block, None]))).any()
 
 

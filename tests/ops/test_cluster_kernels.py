@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from megasparse.ops.cluster_attention import cluster_attention, operator
 from megasparse.ops.cluster_attention import triton as kernels
 from megasparse.ops.cluster_attention.reference import cluster_attention as defined
+from tests.helpers.kernels import DEVICE
 
 NAMES = ["out", "z", "dq", "dk", "dv"]
 BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16: (1e-2, 3e-2)}
@@ -12,7 +13,7 @@ BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16
 
 def random_heads(queries, keys, dim=16, rows=(1, 2), dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(*rows, n, dim, generator=generator).to(dtype) for n in (queries, keys, keys)]
+    return [torch.randn(*rows, n, dim, generator=generator).to(DEVICE, dtype) for n in (queries, keys, keys)]
 
 
 def random_lists(shape, length, places, seed=1):
@@ -20,7 +21,7 @@ def random_lists(shape, length, places, seed=1):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.rand(*shape, length, generator=generator).argsort(-1)[..., :places]
     tokens = F.pad(tokens, (0, max(0, places - length)), value=-1)
-    return tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.3, -1).to(torch.int32)
+    return tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.3, -1).to(DEVICE, torch.int32)
 
 
 def gradients(attention, heads, *lists, **rule):
@@ -28,7 +29,7 @@ def gradients(attention, heads, *lists, **rule):
     out, z = attention(q, k, v, *lists, **rule)
     generator = torch.Generator().manual_seed(2)
     out_grad, z_grad = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, z))
-    loss = (out * out_grad.to(out.dtype)).sum() + (z.masked_fill(z == -torch.inf, 0.0) * z_grad.to(z.dtype)).sum()
+    loss = (out * out_grad.to(out)).sum() + (z.masked_fill(z == -torch.inf, 0.0) * z_grad.to(z)).sum()
     return out.detach(), z.detach(), *torch.autograd.grad(loss, [q, k, v])
 
 
@@ -56,11 +57,13 @@ def assert_equal_to_the_definition(heads, lists, **rule):
 )
 def test_N5_forward_and_gradients_are_those_of_the_definition(length, rows, masked, documents, causal, count):
     generator = torch.Generator().manual_seed(3)
+    mask = (torch.rand(2, length, generator=generator) > 0.3).to(DEVICE)
+    segments = torch.randint(0, 3, (2, length), generator=generator).sort(-1).values.to(DEVICE)
     rule = {
         "causal": causal,
         "count_clusters": count,
-        "key_mask": torch.rand(2, length, generator=generator) > 0.3 if masked else None,
-        "segments": torch.randint(0, 3, (2, length), generator=generator).sort(-1).values if documents else None,
+        "key_mask": mask if masked else None,
+        "segments": segments if documents else None,
     }
     lists = random_lists((*rows, 2), length, 6), random_lists((*rows, 2), length, 9, seed=5)
     assert_equal_to_the_definition(random_heads(length, length, rows=(2, rows[1])), lists, **rule)
@@ -80,7 +83,7 @@ def test_every_dtype_and_a_head_dim_between_powers_of_two(dtype):
 def test_tokens_in_many_clusters_and_in_none():
     """The first 3 are in all of 9 clusters, the others in one or two, the last ones in none."""
     tokens = torch.arange(9)[:, None] % 5 + torch.tensor([3, 4])
-    lists = torch.cat([torch.arange(3).expand(9, -1), tokens], dim=1).flip(-1)[None, None].to(torch.int32)
+    lists = torch.cat([torch.arange(3).expand(9, -1), tokens], dim=1).flip(-1)[None, None].to(DEVICE, torch.int32)
     assert_equal_to_the_definition(random_heads(11, 11, rows=(1, 1)), (lists, lists))
 
 
@@ -91,8 +94,8 @@ def test_pairs_that_met_in_an_earlier_cluster(clusters):
     tokens = torch.stack([places, places + 2, torch.full_like(places, 6), torch.full_like(places, -1)], dim=-1)
     tokens[:-1, 2] = -1  # the last two meet in the last cluster alone, and once in an earlier word
     tokens[7, 2] = 6
-    lists = kernels._lists(tokens[None, None], 9)
-    words = kernels._meetings(lists, lists)[0, 0]  # (W, M, Mk/32)
+    lists = kernels._lists(tokens[None, None].to(DEVICE), 9)
+    words = kernels._meetings(lists, lists)[0, 0].cpu()  # (W, M, Mk/32)
     members = (tokens[:, :, None] == torch.arange(9)).any(1)  # (W, L)
     for cluster, found in enumerate(words[..., 0]):
         earlier = members[:cluster].long().T @ members[:cluster].long() > 0
@@ -116,7 +119,7 @@ def test_a_cluster_listed_twice_counts_once_or_twice():
 
 def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
     heads = random_heads(4, 4, rows=(1, 1))
-    queries, keys = torch.tensor([[[[0, 1, -1]]]]), torch.tensor([[[[1, -1]]]])
+    queries, keys = torch.tensor([[[[0, 1, -1]]]], device=DEVICE), torch.tensor([[[[1, -1]]]], device=DEVICE)
     rule = dict(causal=True, scale=1.0, count_clusters=False)
     out, z, *grads = gradients(kernels.cluster_attention, heads, queries, keys, **rule)
     for blind in (0, 2, 3):
@@ -139,7 +142,7 @@ def test_views_are_read_right():
     heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in random_heads(7, 7)]
     assert not heads[0].is_contiguous()
     lists = [random_lists((1, 1, 2), 7, 5, seed).mT.contiguous().mT for seed in (1, 5)]
-    mask = torch.ones(7, 1, dtype=torch.bool).T
+    mask = torch.ones(7, 1, dtype=torch.bool, device=DEVICE).T
     assert_equal_to_the_definition(heads, lists, key_mask=mask)
     assert_equal_to_the_definition([x[:, :1].mT.contiguous().mT for x in heads], lists)
 
@@ -173,7 +176,7 @@ def test_the_operator_runs_what_it_is_told_to(name, monkeypatch):
 
     monkeypatch.setattr(kernels if name == "triton" else getattr(operator, name), "cluster_attention", chosen)
     monkeypatch.setenv("MEGASPARSE_OPS", name)
-    index = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    index = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=DEVICE)
     with pytest.raises(RuntimeError, match=f"{name} it is"):
         cluster_attention(*random_heads(1, 1), index, index, causal=True, scale=1.0, count_clusters=True)
 

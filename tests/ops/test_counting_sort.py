@@ -3,11 +3,12 @@ import torch
 
 from megasparse.ops.counting_sort import counting_sort
 from megasparse.ops.counting_sort.reference import counting_sort as defined
+from tests.helpers.kernels import DEVICE
 
 
 def keys(rows, length, bits, dtype=torch.int16):
     generator = torch.Generator().manual_seed(length + bits)
-    return torch.randint(0, 1 << bits, (rows, length), generator=generator).to(dtype)
+    return torch.randint(0, 1 << bits, (rows, length), generator=generator).to(DEVICE, dtype)
 
 
 @pytest.fixture(params=["eager", "triton"])
@@ -38,8 +39,8 @@ def test_order_is_the_definition(rows, length, bits, dtype):
 def test_equal_keys_keep_their_order_and_strided_keys_are_read_right():
     x = keys(300, 2, 2).mT  # (2, 300), one column after the other in memory
     assert torch.equal(counting_sort(x, 2), defined(x, 2))
-    same = torch.full((1, 300), 3, dtype=torch.int16)
-    assert torch.equal(counting_sort(same, 2), torch.arange(300, dtype=torch.int32)[None])
+    same = torch.full((1, 300), 3, dtype=torch.int16, device=DEVICE)
+    assert torch.equal(counting_sort(same, 2), torch.arange(300, dtype=torch.int32, device=DEVICE)[None])
 
 
 @pytest.mark.kernels

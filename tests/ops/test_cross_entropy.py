@@ -5,15 +5,16 @@ import torch
 
 from megasparse.ops.cross_entropy import token_scores
 from megasparse.ops.cross_entropy.reference import token_scores as defined
+from tests.helpers.kernels import DEVICE
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
 def random_logits(count, width, dtype, size=3.0):
     generator = torch.Generator().manual_seed(count + width)
-    whole = size * torch.randn(count, width + 3, generator=generator)
-    targets = torch.randint(0, width, (count,), generator=generator)
-    logits = whole.to(dtype)[:, :width]  # rows further apart than they are long
+    whole = (size * torch.randn(count, width + 3, generator=generator)).to(DEVICE, dtype)
+    targets = torch.randint(0, width, (count,), generator=generator).to(DEVICE)
+    logits = whole[:, :width]  # rows further apart than they are long
     targets[::2] = logits[::2].argmax(-1)
     return logits, targets
 
@@ -21,7 +22,7 @@ def random_logits(count, width, dtype, size=3.0):
 def results(score, logits, targets, smoothing):
     leaf = logits.detach().requires_grad_()
     out = score(leaf, targets, smoothing)
-    toward = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    toward = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     return out.detach(), *torch.autograd.grad(out, leaf, toward)
 
 
@@ -43,7 +44,7 @@ def test_scores_and_gradient_are_those_of_the_definition(count, width, dtype, na
 @pytest.mark.parametrize("name", ["eager", "triton"])
 def test_of_equal_logits_the_first_is_the_likeliest(name, monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", name)
-    scores = token_scores(torch.zeros(3, 5000), torch.tensor([0, 1, 4999]))
+    scores = token_scores(torch.zeros(3, 5000, device=DEVICE), torch.tensor([0, 1, 4999], device=DEVICE))
     assert scores[:, 1].tolist() == [1.0, 0.0, 0.0]
 
 

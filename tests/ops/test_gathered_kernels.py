@@ -4,6 +4,7 @@ import torch
 from megasparse.ops.gathered_attention import gathered_attention, operator
 from megasparse.ops.gathered_attention import triton as kernels
 from megasparse.ops.gathered_attention.reference import gathered_attention as defined
+from tests.helpers.kernels import DEVICE
 
 NAMES = ["out", "z", "dq", "dk", "dv"]
 BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16: (1e-2, 3e-2)}
@@ -11,7 +12,7 @@ BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16
 
 def random_heads(queries, keys, dim=16, rows=(2, 2), dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*rows, n, dim, generator=generator).to(dtype) for n in (queries, keys, keys)]
+    return [torch.randn(*rows, n, dim, generator=generator).to(DEVICE, dtype) for n in (queries, keys, keys)]
 
 
 def random_index(queries, keys, places, rows=(2, 2), seed=1):
@@ -19,7 +20,7 @@ def random_index(queries, keys, places, rows=(2, 2), seed=1):
     generator = torch.Generator().manual_seed(seed)
     index = torch.randint(-1, keys, (*rows, queries, places), generator=generator)
     index = index.masked_fill(torch.rand(index.shape, generator=generator) < 0.3, 0)
-    return index.masked_fill(torch.rand(*rows, queries, 1, generator=generator) < 0.2, -1)
+    return index.masked_fill(torch.rand(*rows, queries, 1, generator=generator) < 0.2, -1).to(DEVICE)
 
 
 def gradients(attention, heads, index, scale=0.3):
@@ -27,7 +28,7 @@ def gradients(attention, heads, index, scale=0.3):
     out, z = attention(q, k, v, index, scale=scale)
     generator = torch.Generator().manual_seed(2)
     out_grad, z_grad = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, z))
-    loss = (out * out_grad.to(out.dtype)).sum() + (z.masked_fill(z == -torch.inf, 0.0) * z_grad.to(z.dtype)).sum()
+    loss = (out * out_grad.to(out)).sum() + (z.masked_fill(z == -torch.inf, 0.0) * z_grad.to(z)).sum()
     return out.detach(), z.detach(), *torch.autograd.grad(loss, [q, k, v])
 
 
@@ -59,14 +60,14 @@ def test_every_dtype_and_a_head_dim_between_powers_of_two(dtype):
 
 def test_keys_that_all_choose_and_keys_that_none_does():
     """The first has more tiles of entries than one step of `join_tiles` takes, the next ones end or begin in a tile."""
-    index = torch.zeros(1, 1, 24, 30, dtype=torch.int64)
-    index[:, :, 12:] = torch.arange(30) // 5
+    index = torch.zeros(1, 1, 24, 30, dtype=torch.int64, device=DEVICE)
+    index[:, :, 12:] = torch.arange(30, device=DEVICE) // 5
     index[:, :, 20:, 3:] = -1
     assert_equal_to_the_definition(random_heads(24, 12, rows=(1, 1)), index)
 
 
 def test_nothing_to_see():
-    index = torch.full((1, 1, 6, 3), -1)
+    index = torch.full((1, 1, 6, 3), -1, device=DEVICE)
     heads = random_heads(6, 4, rows=(1, 1))
     out, z, *grads = gradients(kernels.gathered_attention, heads, index)
     assert (z == -torch.inf).all() and all((x == 0).all() for x in (out, *grads))
@@ -119,7 +120,7 @@ def test_the_operator_runs_what_it_is_told_to(name, monkeypatch):
     monkeypatch.setattr(kernels if name == "triton" else getattr(operator, name), "gathered_attention", chosen)
     monkeypatch.setenv("MEGASPARSE_OPS", name)
     with pytest.raises(RuntimeError, match=f"{name} it is"):
-        gathered_attention(*random_heads(1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.int64), scale=1.0)
+        gathered_attention(*random_heads(1, 1), random_index(1, 1, 1), scale=1.0)
 
 
 @pytest.mark.kernels

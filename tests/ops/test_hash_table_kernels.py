@@ -9,10 +9,10 @@ from megasparse.ops.backend import VARIABLE
 from megasparse.ops.hash_table_attention import eager, reference
 from megasparse.ops.hash_table_attention import hash_table_attention as operator
 from megasparse.ops.kernels import recorded
+from tests.helpers.kernels import DEVICE
 
 kernels = pytest.importorskip("megasparse.ops.hash_table_attention.triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16: (1e-2, 3e-2)}
 
 
@@ -141,12 +141,10 @@ def test_the_host_never_waits_for_the_device(causal):
 def test_the_operator_runs_what_is_forced(forced, monkeypatch):
     """In each implementation, which differ in their last bits."""
     monkeypatch.setenv(VARIABLE, forced)
-    heads = [x.cpu() for x in random_heads(12)]
-    codes = [c.cpu() for c in random_codes(heads, 2, 1)]
+    heads = random_heads(12)
+    codes = random_codes(heads, 2, 1)
     rule = dict(code_bits=1, causal=True)
     module = {"reference": reference, "eager": eager, "triton": kernels}[forced]
-    if forced == "triton" and DEVICE == "cuda":
-        pytest.skip("the interpreter is off where a GPU is")
     exact = defined(heads, codes, **rule)
     called = []
     own = module.hash_table_attention

@@ -9,6 +9,7 @@ from megasparse.ops.hashing import angular_hash, sign_codes
 from megasparse.ops.hashing.reference import angular_hash as defined
 from megasparse.ops.hashing.sign_reference import hyperplanes
 from megasparse.ops.random import rotations
+from tests.helpers.kernels import DEVICE
 
 ROUNDING = 1e-6
 KINDS = pytest.mark.parametrize("kind", ["hadamard", "gaussian"])
@@ -23,7 +24,8 @@ def _kernels(monkeypatch):
 
 def heads(length, width, dtype=torch.float32):
     """(2, 2, L, D), as attention hands them over: views of (B, L, H, D)."""
-    return torch.randn(2, length, 2, width, generator=torch.Generator().manual_seed(width)).to(dtype).transpose(1, 2)
+    generator = torch.Generator().manual_seed(width)
+    return torch.randn(2, length, 2, width, generator=generator).to(DEVICE, dtype).transpose(1, 2)
 
 
 def assert_largest(codes, x, matrices, factors):
@@ -45,9 +47,9 @@ def assert_sides(codes, x, key, global_heads, bits, kind):
     x, hashes = x.double(), codes.shape[2]
     for number, head in enumerate(global_heads):
         for hash_ in range(hashes):
-            normals = hyperplanes(key, head, hash_, bits, x.shape[3], kind)
+            normals = hyperplanes(key, head, hash_, bits, x.shape[3], kind).to(DEVICE)
             projected = x[:, number] @ normals.T  # (B, L, τ)
-            bit = codes[:, number, hash_, :, None].long() >> torch.arange(bits) & 1
+            bit = codes[:, number, hash_, :, None].long() >> torch.arange(bits, device=DEVICE) & 1
             size = x[:, number].norm(dim=-1, keepdim=True) * normals.norm(dim=-1)
             assert ((bit == (projected >= 0)) | (projected.abs() <= ROUNDING * size)).all()
     assert (codes >= 0).all() and (codes.long() < 1 << bits).all()
@@ -55,7 +57,7 @@ def assert_sides(codes, x, key, global_heads, bits, kind):
 
 @pytest.mark.parametrize("factors", [[2], [4, 6], [40], [16, 66], [256, 256], [2, 4, 6]])
 def test_buckets_are_those_of_the_largest_score(factors):
-    x, matrices = heads(70, 24), rotations(1, range(2), 2, 24, factors, torch.device("cpu"))
+    x, matrices = heads(70, 24), rotations(1, range(2), 2, 24, factors, DEVICE)
     codes = angular_hash(x, matrices, factors)
     assert codes.shape == (2, 2, 2, 70) and codes.dtype == (torch.int32 if factors == [256, 256] else torch.int16)
     assert_largest(codes, x, matrices, factors)
@@ -65,6 +67,7 @@ def test_of_equal_scores_the_first_and_the_positive_one_wins():
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-2, 3, (1, 2, 60, 4), generator=generator).float()  # exact products, and many equal ones
     matrices = torch.randint(-1, 2, (2, 3, 4, 40), generator=generator).float()
+    x, matrices = x.to(DEVICE), matrices.to(DEVICE)
     assert torch.equal(angular_hash(x, matrices, [80]).long(), defined(x, matrices, [80]))
     assert (angular_hash(torch.zeros_like(x), matrices, [40, 40]) == 0).all()
 
@@ -78,14 +81,14 @@ def test_codes_are_the_sides_of_the_hyperplanes(kind, width, hashes, bits, monke
     codes = sign_codes(x, 7, range(4, 6), hashes, bits, kind)
     assert codes.shape == (2, 2, hashes, 35) and codes.dtype == (torch.int16 if bits <= 15 else torch.int32)
     assert_sides(codes, x, 7, range(4, 6), bits, kind)
-    if kind == "hadamard":  # the same sums in the same order
+    if kind == "hadamard":  # the same sums in the same order, of products by 1 and −1, which are exact: fused or not
         monkeypatch.setenv("MEGASPARSE_OPS", "eager")
-        assert torch.equal(codes, sign_codes(x, 7, range(4, 6), hashes, bits, kind))
+        assert torch.equal(codes.cpu(), sign_codes(x.cpu(), 7, range(4, 6), hashes, bits, kind))
 
 
 def test_more_tokens_than_one_program_takes():
     x = heads(300, 8)
-    matrices = rotations(1, range(2), 1, 8, [8], torch.device("cpu"))
+    matrices = rotations(1, range(2), 1, 8, [8], DEVICE)
     assert_largest(angular_hash(x, matrices, [8]), x, matrices, [8])
     for kind in ("hadamard", "gaussian"):
         assert_sides(sign_codes(x, 7, range(2), 2, 2, kind), x, 7, range(2), 2, kind)
@@ -99,8 +102,8 @@ def test_zero_vectors_have_all_bits_and_the_length_does_not_matter(kind):
 
 
 def test_no_tokens_have_no_codes():
-    x = torch.zeros(2, 2, 0, 8)
-    assert angular_hash(x, torch.zeros(2, 3, 8, 4), [8]).shape == (2, 2, 3, 0)
+    x = torch.zeros(2, 2, 0, 8, device=DEVICE)
+    assert angular_hash(x, torch.zeros(2, 3, 8, 4, device=DEVICE), [8]).shape == (2, 2, 3, 0)
     assert sign_codes(x, 1, range(2), 5, 3, "hadamard").shape == (2, 2, 5, 0)
 
 
@@ -109,7 +112,7 @@ def test_no_tokens_have_no_codes():
 def test_angular_grid(width, dtype, length):
     x = heads(length, width, dtype)
     for factors in ([14, 32], [64]):
-        matrices = rotations(1, range(2), 2, width, factors, torch.device("cpu"))
+        matrices = rotations(1, range(2), 2, width, factors, DEVICE)
         assert_largest(angular_hash(x, matrices, factors), x, matrices, factors)
 
 

@@ -5,6 +5,7 @@ import torch
 
 from megasparse.ops.local_attention import distances, relative_local_attention
 from megasparse.ops.local_attention.reference import relative_local_attention as defined
+from tests.helpers.kernels import DEVICE
 
 NAMES = ("out", "q", "k", "v", "r", "u", "w")
 BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16: (1e-2, 3e-2)}
@@ -20,7 +21,7 @@ def random_inputs(length, chunk, causal, width=24, dtype=torch.float32, batch=1,
     generator = torch.Generator().manual_seed(length + 7 * chunk + width)
     count = len(distances(chunk, causal))
     shapes = [(batch, length, heads, width)] * 3 + [(heads, count, width), (heads, width), (heads, width)]
-    q, k, v, *relative = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+    q, k, v, *relative = [torch.randn(*shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
     return [*(x.transpose(1, 2) for x in (q, k, v)), *relative]
 
 
@@ -28,7 +29,7 @@ def results(attend, inputs, chunk, **rule):
     """The output, and the gradients of all inputs toward one that is rounded to bf16, so that all dtypes share it."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = attend(*leaves, chunk, **rule)
-    toward = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)
+    toward = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out)
     return [out.detach(), *torch.autograd.grad(out, leaves, toward)]
 
 
@@ -56,7 +57,8 @@ def test_padding_and_documents_in_any_order(causal):
     generator = torch.Generator().manual_seed(3)
     mask = torch.rand(2, 45, generator=generator) > 0.3
     mask[1, 0] = False
-    documents = torch.randint(0, 3, (2, 45), generator=generator)
+    mask = mask.to(DEVICE)
+    documents = torch.randint(0, 3, (2, 45), generator=generator).to(DEVICE)
     out, dq, dk, dv, *_ = check(inputs, 8, causal=causal, scale=0.3, key_mask=mask, segments=documents)
     for x in (out, dq, dk, dv):
         assert (x.transpose(1, 2)[~mask] == 0).all()
@@ -64,7 +66,7 @@ def test_padding_and_documents_in_any_order(causal):
 
 
 def test_a_sequence_of_padding_alone_gives_zeros():
-    mask = torch.zeros(1, 5, dtype=torch.bool)
+    mask = torch.zeros(1, 5, dtype=torch.bool, device=DEVICE)
     for x in results(relative_local_attention, random_inputs(5, 2, True), 2, causal=True, scale=1.0, key_mask=mask):
         assert (x == 0).all()
 

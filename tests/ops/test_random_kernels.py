@@ -2,20 +2,21 @@ import pytest
 import torch
 
 from megasparse.ops.random import Draws, dropout
+from tests.helpers.kernels import DEVICE
 
 ROWS = Draws(3, 5, torch.tensor([7, 2**31 + 5]), True).rows
 
 
 def both_ways(shape, dtype, rate, key, monkeypatch):
-    """Output and gradient, in torch and by the kernel."""
+    """Output and gradient, in torch on the CPU and by the kernel."""
     made = []
-    for name in ("eager", "triton"):
+    for name, device in (("eager", torch.device("cpu")), ("triton", DEVICE)):
         monkeypatch.setenv("MEGASPARSE_OPS", name)
         generator = torch.Generator().manual_seed(1)
-        x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-        out = dropout(x, rate, key, ROWS(shape[1], x.device))
-        out.backward(torch.randn(shape, generator=generator).to(dtype).mT.contiguous().mT)
-        made.append((out.detach(), x.grad))
+        x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+        out = dropout(x, rate, key, ROWS(shape[1], device))
+        out.backward(torch.randn(shape, generator=generator).to(device, dtype).mT.contiguous().mT)
+        made.append((out.detach().cpu(), x.grad.cpu()))
     return made
 
 
@@ -34,7 +35,7 @@ def test_the_kernel_drops_what_torch_drops_to_the_bit(length, width, rate, key, 
 
 def test_the_share_dropped_is_the_rate(monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", "triton")
-    x = dropout(torch.ones(2, 20, 512), 0.2, 9, ROWS(20, torch.device("cpu")))
+    x = dropout(torch.ones(2, 20, 512, device=DEVICE), 0.2, 9, ROWS(20, DEVICE))
     share = (x == 0).double().mean().item()
     assert abs(share - 0.2) < 5 * (0.2 * 0.8 / x.numel()) ** 0.5
     assert x.max() == torch.tensor(1 / 0.8)
@@ -42,4 +43,4 @@ def test_the_share_dropped_is_the_rate(monkeypatch):
 
 def test_an_empty_batch_is_dropped_to_an_empty_batch(monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", "triton")
-    assert dropout(torch.ones(2, 0, 8), 0.2, 9, ROWS(0, torch.device("cpu"))).shape == (2, 0, 8)
+    assert dropout(torch.ones(2, 0, 8, device=DEVICE), 0.2, 9, ROWS(0, DEVICE)).shape == (2, 0, 8)

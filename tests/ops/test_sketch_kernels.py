@@ -8,9 +8,23 @@ from megasparse.ops.sketch import chosen_keys, draws, sketched_attention
 from megasparse.ops.sketch.reference import chosen_keys as defined
 from megasparse.ops.sketch.reference import sketched_attention as exactly
 from megasparse.ops.sketch.reference import sketched_weights, uniform
-from tests.ops.test_sketch import masks, random_sketch, some_noise
+from tests.helpers.kernels import DEVICE
+from tests.ops import test_sketch as drawn_on_cpu
 
 KINDS = ["inverse_log_squared", "inverse_log", "raw", "top_k", "random"]
+
+
+def random_sketch(length, **settings):
+    return [x.to(DEVICE) for x in drawn_on_cpu.random_sketch(length, **settings)]
+
+
+def some_noise(length, **settings):
+    noise = drawn_on_cpu.some_noise(length, **settings)
+    return noise._replace(rows=noise.rows.to(DEVICE))
+
+
+def masks(length):
+    return [{name: x.to(DEVICE) for name, x in mask.items()} for mask in drawn_on_cpu.masks(length)]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +48,7 @@ def check_attention(length, dim, dtype, causal, forward, backward, **mask):
     exact = exactly(*doubles, causal=causal, **mask)
     assert h.dtype == z.dtype == torch.float32
     assert distance(h, exact[0]) < forward and distance(z, exact[1]) < forward
-    grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (h, z)]
+    grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(DEVICE) for x in (h, z)]
     # The level of a blind row is −∞ whatever the inputs.
     grads[1] = grads[1].where(z.isfinite(), 0.0)
     ours = torch.autograd.grad([h, z], inputs, [g.float() for g in grads])
@@ -146,16 +160,16 @@ def test_a_row_by_itself_chooses_what_it_does_among_others():
 
 def test_equal_scores_go_to_the_smaller_position():
     q, k, _ = (x[:1] for x in random_sketch(70, dtype=torch.float32))
-    nearly = k[:, :1] * (1 + 1e-7 * torch.arange(70)[:, None])  # as if computed in another order
+    nearly = k[:, :1] * (1 + 1e-7 * torch.arange(70, device=DEVICE)[:, None])  # as if computed in another order
     for keys in (k[:, :1].expand_as(k), k.abs() * -0.0, nearly):
         index = chosen_keys(q[:, :4], keys, 4, causal=False, sampling="top_k", noise=None)
-        assert torch.equal(index, torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4))
+        assert torch.equal(index, torch.arange(4, dtype=torch.int32, device=DEVICE).expand(1, 1, 4, 4))
 
 
 def test_a_weight_of_one_is_always_chosen_and_a_large_sketch_stays_in_order():
     """α = 1 is p = ∞."""
     q, k, v = (x[:1] for x in random_sketch(30, dtype=torch.float32))
-    k[:, 11] = q[:, 0] = torch.tensor([200.0, 0, 0, 0])
+    k[:, 11] = q[:, 0] = torch.tensor([200.0, 0, 0, 0], device=DEVICE)
     noise = some_noise(30, batch=1, heads=range(2))
     noise = noise._replace(rows=noise.rows[:, :4])
     _, level = sketched_attention(q, k, v, causal=False)

@@ -56,5 +56,12 @@ def test_every_kernel_is_within_its_limits_and_as_recorded(tmp_path):
     check(table)
 
 
-TENSOR_CORES = ["bucketed_attention.forward"]
-"""Kernels whose arithmetic is matrix products: an element-wise loop in their place would be many times slower."""
+TENSOR_CORES = [
+    *(f"bucketed_attention.{name}" for name in ("forward", "query_gradient", "key_gradient")),
+    *(f"cluster_attention.{name}" for name in ("attend", "query_gradients", "key_gradients")),
+    *(f"hash_table_attention.{name}" for name in ("sum_runs", "sum_products", "weighted_sums")),
+    *(f"local_attention.local_{name}" for name in ("forward", "backward_queries", "backward_keys")),
+    "local_attention.local_backward_distances",
+    "gathered_attention.tile_gradients",
+]
+"""Kernels whose arithmetic is matrix products. Others hash in exact fp32, sort, or do little with each number."""

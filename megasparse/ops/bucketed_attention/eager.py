@@ -34,16 +34,7 @@ def bucketed_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_r Σ_j exp(q_i·k_j·scale − log N_ij − z_i) v_j over the keys j visible in round r (Reformer Eq. 2–6,
-    appendix A).
-
-    q, k, v: (B, H, L, D). codes: (B, H, R, L) integer buckets; None is one bucket and one round (local attention).
-    N_ij: the number of rounds in which j is visible to i (1 if not count_rounds). With exclude_self a token sees
-    itself only when it sees nothing else. key_mask: (B, L) bool, true for real tokens: padding sees nothing and is
-    never seen. segments: (B, L) document numbers >= 0: documents never see each other.
-    Returns out (B, H, L, D) in q's dtype and z (B, H, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.
-    Scores, softmax statistics and gradients are computed in fp32 at least. A score is to be less than 2^90 in size.
-    """
+    """See `operator.bucketed_attention`. A score is to be less than 2^90 in size."""
     rule = Rule(window, causal, scale, exclude_self, count_rounds)
     out, z = _BucketedAttention.apply(q, k, v, codes, key_mask, segments, rule)
     return out, z

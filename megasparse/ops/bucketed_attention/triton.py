@@ -95,8 +95,8 @@ class Tiles(NamedTuple):
     keys: Tile
 
 
-def tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Chosen so that nothing spills and two programs share a multiprocessor's memory where they can."""
+def tiles(head_dim: int, dtype: torch.dtype, separate: bool) -> Tiles:
+    """Chosen so that nothing spills up to D = 128, and two programs share a multiprocessor's memory where they can."""
     wide = block(head_dim)
     if dtype == torch.float32:  # exact products keep whole rows in registers
         if wide <= 128:
@@ -106,6 +106,8 @@ def tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
     # A pipeline of 3 stages fetches the next tile's order and rows, one of 5 those of two tiles.
     if wide <= 64:
         return Tiles(Tile(64, 64, 4, 5), Tile(64, 32, 4, 5), Tile(32, 64, 4, 3))
+    if separate:  # loops that jump keep more in registers
+        return Tiles(Tile(32, 32, wide // 32, 3), Tile(32, 32, wide // 32, 3), Tile(32, 8192 // wide, 8, 3))
     if wide <= 128:
         return Tiles(Tile(64, 32, 4, 5), Tile(64, 32, 4, 3), Tile(32, 64, 8, 3))
     return Tiles(Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3))
@@ -188,7 +190,7 @@ class _Call:
         self.intervals, self.rows = intervals, batch * self.heads
         layouts, self.rounds, _ = intervals.low.shape
         self.sizes = (self.heads, self.rows // layouts, self.length)
-        self.tiles = tiles(head_dim, q.dtype)
+        self.tiles = tiles(head_dim, q.dtype, rule.separate)
         self.dims = {"HEAD_DIM": head_dim, "BLOCK_D": block(head_dim)}
         self.settings = self.dims | {
             "ROUNDS": self.rounds,
