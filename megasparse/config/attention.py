@@ -79,8 +79,8 @@ class YOSOAttentionConfig(Section):
     projection: Literal["hadamard", "gaussian"] = "hadamard"
     """`hadamard`: fast, slightly biased. `gaussian`: dense projections, unbiased."""
     backward: Literal["auto", "tables", "pairs"] = "auto"
-    """Gradients of q and k over the hash tables (cost L·m·D²), or over colliding pairs; `auto` takes the cheaper. Kernels
-    on a GPU have one way, whose cost is linear in L however the tokens collide."""
+    """Gradients of q and k on a CPU: over the hash tables (cost L·m·D²), or over colliding pairs; `auto` takes the
+    cheaper. On a GPU there is one way, whose cost is linear in L however the tokens collide."""
     convolution: Positive | None = None
     """Kernel size (odd) of a depth-wise convolution of the values that is added to the output; null for none."""
     chunk: Positive = 128
