@@ -96,17 +96,22 @@ class Tiles(NamedTuple):
 
 
 def tiles(head_dim: int, dtype: torch.dtype, separate: bool) -> Tiles:
-    """Chosen so that nothing spills up to D = 128, and two programs share a multiprocessor's memory where they can."""
+    """Chosen so that nothing in half precision spills up to D = 128, and two programs share a multiprocessor's memory
+    where they can. Loops that jump, where codes are separate, keep more in registers.
+    """
     wide = block(head_dim)
     if dtype == torch.float32:  # exact products keep whole rows in registers
+        around = Tile(32, 32, 4 if wide <= 64 else 8, 1) if wide <= 128 else Tile(16, 16, 8, 1)
+        if separate:
+            jumping = Tile(16, 32 if wide <= 64 else 16, 4 if wide <= 32 else 8, 1)
+            return Tiles(jumping, jumping, around)
         if wide <= 128:
-            around = Tile(32, 32, 4 if wide <= 64 else 8, 1)
             return Tiles(Tile(32, 32, 8, 2), around, around)
-        return Tiles(Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1))
+        return Tiles(Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), around)
     # A pipeline of 3 stages fetches the next tile's order and rows, one of 5 those of two tiles.
     if wide <= 64:
         return Tiles(Tile(64, 64, 4, 5), Tile(64, 32, 4, 5), Tile(32, 64, 4, 3))
-    if separate:  # loops that jump keep more in registers
+    if separate:
         return Tiles(Tile(32, 32, wide // 32, 3), Tile(32, 32, wide // 32, 3), Tile(32, 8192 // wide, 8, 3))
     if wide <= 128:
         return Tiles(Tile(64, 32, 4, 5), Tile(64, 32, 4, 3), Tile(32, 64, 8, 3))
