@@ -36,26 +36,30 @@ def check(table):
                 assert spills == 0, what
             if dtype == "fp32":
                 assert tensor_cores == 0, f"{what}: TF32"
+            elif name.split()[0] in TENSOR_CORES:
+                assert tensor_cores > 0, what
             assert line[head_dim] == known["kernels"][name][head_dim], what
 
 
 def test_kernels_in_bf16_are_within_their_limits_and_as_recorded(tmp_path):
-    table = compiled(tmp_path, "--dtypes", "bf16", "--head-dims", "64", "--capabilities", "80")
-    assert {name.split(".")[0] for name in table} == set(CASES)
+    options = ["--dtypes", "bf16", "--head-dims", "64", "--capabilities", "80"]
+    table = compiled(tmp_path, *options, "--operators", *QUICK)
+    assert {name.split(".")[0] for name in table} == set(QUICK)
     check(table)
-    for name in TENSOR_CORES:
-        assert table[f"{name} sm_80 bf16"]["64"][3] > 0, name
 
 
 @pytest.mark.kernels
 def test_every_kernel_is_within_its_limits_and_as_recorded(tmp_path):
     table = compiled(tmp_path)
+    assert {name.split(".")[0] for name in table} == set(CASES)
     for name, line in table.items():
         dims = [ONE] if name.split(".")[0] in ONE_WIDTH else HEAD_DIMS
         assert set(line) == {str(d) for d in dims}, name
     check(table)
 
 
+QUICK = ("bucketed_attention", "hash_table_attention")
+"""Operators whose kernels `make test` compiles."""
 TENSOR_CORES = [
     *(f"bucketed_attention.{name}" for name in ("forward", "query_gradient", "key_gradient")),
     *(f"cluster_attention.{name}" for name in ("attend", "query_gradients", "key_gradients")),
