@@ -12,12 +12,18 @@ from megasparse import __version__
 
 PACKAGE = Path(__file__).parents[1]
 _MODELLING = "megasparse.hub.modelling"
+_OPERATORS = [path.parent.name for path in sorted((PACKAGE / "ops").glob("*/operator.py"))]
 _STAND_INS = {
     "megasparse.config.section": f"{_MODELLING}.stand_ins.section",
     "pydantic": f"{_MODELLING}.stand_ins.section",
     "fairscale.nn": f"{_MODELLING}.stand_ins.checkpointing",
+    "megasparse.ops.backend": f"{_MODELLING}.stand_ins.backend",
+    "megasparse.ops.random_kernels": f"{_MODELLING}.stand_ins.backend",
+    **{f"megasparse.ops.{name}.operator": f"megasparse.ops.{name}.eager" for name in _OPERATORS},
 }
-"""Modules that an exported folder has another one for."""
+"""Modules that an exported folder has another one for. It has operators in blockwise torch alone: transformers refuses
+folders whose files import a package that is not there, such as Triton.
+"""
 _NOTICE = """\
 # Part of megasparse {version} (Apache License 2.0), written by tools/convert_to_hf.py from {source}.
 # Change it there.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megasparse.ops.bucketed_attention.chunks import LOWEST, Rows, Rule, lay_out_rows, row_groups, take_rows
 from megasparse.ops.bucketed_attention.layout import Window
+from megasparse.ops.bucketed_attention.ranges import attention_by_key_rank
 
 _LOG2_E = math.log2(math.e)
 
@@ -33,8 +34,25 @@ def bucketed_attention(
     count_rounds: bool = True,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
+    key_codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `operator.bucketed_attention`. A score is to be less than 2^90 in size."""
+    if key_codes is not None:
+        assert codes is not None
+        return attention_by_key_rank(
+            q,
+            k,
+            v,
+            codes,
+            key_codes,
+            window.chunk,
+            causal=causal,
+            scale=scale,
+            exclude_self=exclude_self,
+            count_rounds=count_rounds,
+            key_mask=key_mask,
+            segments=segments,
+        )
     rule = Rule(window, causal, scale, exclude_self, count_rounds)
     out, z = _BucketedAttention.apply(q, k, v, codes, key_mask, segments, rule)
     return out, z

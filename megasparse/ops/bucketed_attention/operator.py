@@ -7,7 +7,6 @@ from torch import Tensor
 from megasparse.ops.backend import implementation
 from megasparse.ops.bucketed_attention import eager, reference
 from megasparse.ops.bucketed_attention.layout import Window
-from megasparse.ops.bucketed_attention.ranges import attention_by_key_rank
 
 
 def bucketed_attention(
@@ -48,7 +47,4 @@ def bucketed_attention(
         return triton.bucketed_attention(q, k, v, codes, window, **rule, key_codes=key_codes)
     if chosen == "reference":
         return reference.bucketed_attention(q, k, v, codes, window, **rule, key_codes=key_codes)
-    if key_codes is None:
-        return eager.bucketed_attention(q, k, v, codes, window, **rule)
-    assert codes is not None
-    return attention_by_key_rank(q, k, v, codes, key_codes, window.chunk, **rule)
+    return eager.bucketed_attention(q, k, v, codes, window, **rule, key_codes=key_codes)

@@ -5,11 +5,14 @@ import math
 import torch
 from torch import Tensor
 
-from megasparse.ops.hashing.sign import code_dtype
+from megasparse.ops.hashing.sign import code_dtype, sign_codes
+
+__all__ = ["angular_hash", "sign_codes"]
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers at a time: 8 MB of fp32
 
 
+@torch.no_grad()
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """See `operator.angular_hash`."""
     batch, heads, length, head_dim = x.shape

@@ -39,6 +39,7 @@ def _rows(heads: range, count: int, device: torch.device) -> Tensor:
     return head + torch.arange(count, device=device)
 
 
+@torch.no_grad()
 def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
     """See `operator.sign_codes`."""
     batch, _, length, width = x.shape

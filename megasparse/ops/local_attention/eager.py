@@ -16,6 +16,13 @@ _SCORE_ELEMENTS = 1 << 20  # scores in a tile: 4 MB of fp32
 _PADDING = -1  # the document of padding and of empty places
 
 
+def distances(chunk: int, causal: bool) -> range:
+    """The distances i − j between the queries of a chunk and its keys, in the order that `relative_local_attention`
+    takes their vectors.
+    """
+    return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
+
+
 def relative_local_attention(
     q: Tensor,
     k: Tensor,

@@ -8,13 +8,6 @@ from megasparse.ops.backend import implementation
 from megasparse.ops.local_attention import eager, reference
 
 
-def distances(chunk: int, causal: bool) -> range:
-    """The distances i − j between the queries of a chunk and its keys, in the order that `relative_local_attention`
-    takes their vectors.
-    """
-    return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
-
-
 def relative_local_attention(
     q: Tensor,
     k: Tensor,

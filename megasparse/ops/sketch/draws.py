@@ -14,3 +14,8 @@ class Noise(NamedTuple):
     key: int
     heads: range
     rows: Tensor
+
+
+def keys_in_tile() -> int:
+    """C, keys whose draws have a key of their own."""
+    return KEYS

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.random import derive, random_bits
-from megasparse.ops.sketch import draws
-from megasparse.ops.sketch.draws import Noise
+from megasparse.ops.sketch.draws import Noise, keys_in_tile
 from megasparse.ops.tiled import tiled
 
 _SCORE_ELEMENTS = 1 << 20  # scores in a tile
@@ -81,19 +80,20 @@ def chosen_keys(
     batch, queries, _ = q.shape
     heads = 1 if noise is None else len(noise.heads)
     index = torch.empty(batch, heads, queries, count, dtype=torch.int32, device=q.device)
-    step = max(1, _SCORE_ELEMENTS // (batch * heads * min(draws.KEYS, k.shape[1])))
+    tile = keys_in_tile()
+    step = max(1, _SCORE_ELEMENTS // (batch * heads * min(tile, k.shape[1])))
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
         positions = torch.arange(rows.start, rows.stop, device=q.device) + first_query
         last = first_query + rows.stop if causal else k.shape[1]
         best = torch.full((batch, heads, len(positions), count), _NOTHING, device=q.device)
-        for first_key in range(0, min(last, k.shape[1]), draws.KEYS):
-            keys = torch.arange(first_key, min(first_key + draws.KEYS, last, k.shape[1]), device=q.device)
+        for first_key in range(0, min(last, k.shape[1]), tile):
+            keys = torch.arange(first_key, min(first_key + tile, last, k.shape[1]), device=q.device)
             # In float64: the same keys have the same score in every tile.
             score = q[:, rows].double() @ k[:, keys].double().transpose(-1, -2) * q.shape[2] ** -0.5
             if noise is not None:
                 log_p = _log_p(score, sampling, None if level is None else level[:, rows, None])
-                log_s = log_p.float()[:, None] + _log_uniform(noise, rows, first_key // draws.KEYS, len(keys))
+                log_s = log_p.float()[:, None] + _log_uniform(noise, rows, first_key // tile, len(keys))
             else:
                 log_s = (score * _STEPS).round().div_(_STEPS).float()[:, None]
             ranks = _ranks(log_s, keys).masked_fill_(~sight.pairs(positions, keys)[:, None], _NOTHING)
