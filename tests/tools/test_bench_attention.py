@@ -25,10 +25,6 @@ def case(name, length=64, heads=2, dim=8, **changes):
     return Case(name, model_of(MECHANISMS.get(name, "lsh"), length, heads, dim, rounds=2, window=8), **settings)
 
 
-def installed(name):
-    return name not in attention_bench.NEEDS or importlib.util.find_spec(attention_bench.NEEDS[name]) is not None
-
-
 @pytest.fixture
 def here(monkeypatch):
     """Measures in this process: figures of memory mean nothing then."""
