@@ -172,7 +172,7 @@ class OptimizerConfig(Section):
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """AdamW only."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    schedule: Literal["constant", "cosine", "inverse_sqrt"] = "cosine"
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "cosine"
     warmup_steps: Count = 0
     """Steps of linear warm-up from 0."""
     final_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
@@ -216,15 +216,22 @@ class ParallelConfig(Section):
     """Ranks that share one sequence. Only 1 so far: each rank holds whole sequences."""
 
 
-class Config(Section):
+class RunSettings(Section):
+    """What every run has, whatever it trains."""
+
     run: RunConfig = RunConfig()
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
-    parallel: ParallelConfig = ParallelConfig()
     deepspeed: dict[str, Any] = Field(default={})
     """DeepSpeed's own settings (zero_optimization, ...), handed over as they are once every key is checked."""
+
+
+class Config(RunSettings):
+    """Of a pretraining run."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    parallel: ParallelConfig = ParallelConfig()

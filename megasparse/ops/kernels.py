@@ -45,6 +45,32 @@ def mix(x):
     return x ^ (x >> 16)
 
 
+@triton.jit
+def load_rows(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows (n) of x, which has one every `stride` numbers, 0 where not valid: (n, WIDTH)."""
+    d = tl.arange(0, WIDTH)[None, :]
+    places = x + row.to(tl.int64)[:, None] * stride + d
+    return tl.load(places, mask=valid[:, None] & (d < D), other=0.0)
+
+
+@triton.jit
+def store_rows(x, row, values, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
+    """The inverse of `load_rows`, in the dtype of x."""
+    d = tl.arange(0, WIDTH)[None, :]
+    places = x + row.to(tl.int64)[:, None] * stride + d
+    tl.store(places, values.to(x.dtype.element_ty), mask=valid[:, None] & (d < D))
+
+
+def whole_vectors(x: Tensor) -> Tensor:
+    """x, whose vectors' elements are next to each other; heads are views, and stay so."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def strides(*xs: Tensor) -> list[int]:
+    """Of batch, head and token of each."""
+    return [stride for x in xs for stride in x.stride()[:3]]
+
+
 def precision() -> str:
     """How products of fp32 factors are computed: exactly, or in TF32 where torch was told that it may."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"

@@ -23,7 +23,7 @@ from torch import Tensor
 from megasparse.ops.bucketed_attention import kernels
 from megasparse.ops.bucketed_attention.intervals import Intervals, separate_intervals, shared_intervals
 from megasparse.ops.bucketed_attention.layout import Window
-from megasparse.ops.kernels import block, launch, precision
+from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
 
 
 def bucketed_attention(
@@ -123,22 +123,22 @@ class _BucketedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rule: Rule, *layout: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = (_rows(x) for x in (q, k, v))
+        q, k, v = (whole_vectors(x) for x in (q, k, v))
         key_mask = None if key_mask is None else key_mask.contiguous()
         call = _Call(q, rule, Intervals(*layout))  # type: ignore[arg-type]
         out = _like(q)
         z, level = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
         partial = call.partial(out)
-        strides = _strides(q, k, v, out)
+        steps = strides(q, k, v, out)
         tile = call.tiles.forward
         for round_ in range(call.rounds):
             launch(
                 kernels.forward, call.grid(tile.queries), q, k, v, partial, out, level, z, *call.layout(round_),
-                *strides, *call.sizes, round_, rule.scale, **call.settings, **tile.settings(),
+                *steps, *call.sizes, round_, rule.scale, **call.settings, **tile.settings(),
             )  # fmt: skip
         if rule.self_at_last:
             launch(
-                kernels.see_self, call.grid(_TOKENS), q, k, v, level, key_mask, out, z, *strides, call.heads,
+                kernels.see_self, call.grid(_TOKENS), q, k, v, level, key_mask, out, z, *steps, call.heads,
                 call.length, rule.scale, **call.dims, TOKENS=_TOKENS,
             )  # fmt: skip
         ctx.rule = rule
@@ -148,12 +148,12 @@ class _BucketedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, key_mask, out, level, *layout = ctx.saved_tensors
-        grad, grad_z = _rows(grads[0].to(q.dtype)), grads[1].contiguous()
+        grad, grad_z = whole_vectors(grads[0].to(q.dtype)), grads[1].contiguous()
         rule: Rule = ctx.rule
         call = _Call(q, rule, Intervals(*layout))
         delta = torch.empty_like(level)
         launch(
-            kernels.products, call.grid(_TOKENS), out, grad, grad_z, level, delta, *_strides(out, grad), call.heads,
+            kernels.products, call.grid(_TOKENS), out, grad, grad_z, level, delta, *strides(out, grad), call.heads,
             call.length, **call.dims, TOKENS=_TOKENS,
         )  # fmt: skip
         dq, dk, dv = _like(q), _like(k), _like(k)
@@ -167,18 +167,18 @@ class _BucketedAttention(torch.autograd.Function):
             order = call.layout(round_)
             launch(
                 kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, level, delta, *to_sort,
-                partial_q, dq, *order, *_strides(q, k, v, grad, dq), *call.sizes, round_, rule.scale, **call.settings,
+                partial_q, dq, *order, *strides(q, k, v, grad, dq), *call.sizes, round_, rule.scale, **call.settings,
                 **around_queries.settings(),
             )  # fmt: skip
             launch(
                 kernels.key_gradient, call.grid(around_keys.keys), q, k, v, grad, *sorted_, partial_k, partial_v, dk,
-                dv, *order, *meeting, *_strides(q, k, v, grad, dk), *call.sizes, round_, rule.scale, **call.settings,
+                dv, *order, *meeting, *strides(q, k, v, grad, dk), *call.sizes, round_, rule.scale, **call.settings,
                 **around_keys.settings(),
             )  # fmt: skip
         if rule.self_at_last:
             launch(
                 kernels.see_self_gradient, call.grid(_TOKENS), q, k, grad, grad_z, level, key_mask, dq, dk, dv,
-                *_strides(q, k, grad, dq, dk), call.heads, call.length, rule.scale, **call.dims, TOKENS=_TOKENS,
+                *strides(q, k, grad, dq, dk), call.heads, call.length, rule.scale, **call.dims, TOKENS=_TOKENS,
             )  # fmt: skip
         return dq, dk, dv, None, None, *[None] * len(layout)
 
@@ -228,16 +228,6 @@ class _Call:
             TOKENS=_ORDERED_TOKENS,
         )  # fmt: skip
         return (*bounds, *others)
-
-
-def _strides(*xs: Tensor) -> list[int]:
-    """Of batch, head and token."""
-    return [stride for x in xs for stride in x.stride()[:3]]
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x, whose vectors are contiguous: they are all that kernels read."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _like(x: Tensor) -> Tensor:

@@ -8,22 +8,7 @@ by number, and `starts` (lists' rows, L + 1) where each token's begin in it.
 import triton
 import triton.language as tl
 
-from megasparse.ops.kernels import dot
-
-
-@triton.jit
-def _rows(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows (n) of x, 0 where not valid: (n, WIDTH)."""
-    d = tl.arange(0, WIDTH)[None, :]
-    places = x + row.to(tl.int64)[:, None] * stride + d
-    return tl.load(places, mask=valid[:, None] & (d < D), other=0.0)
-
-
-@triton.jit
-def _store_rows(x, row, values, valid, D: tl.constexpr, WIDTH: tl.constexpr):
-    d = tl.arange(0, WIDTH)[None, :]
-    places = x + row.to(tl.int64)[:, None] * D + d
-    tl.store(places, values.to(x.dtype.element_ty), mask=valid[:, None] & (d < D))
+from megasparse.ops.kernels import dot, load_rows, store_rows
 
 
 @triton.jit
@@ -176,14 +161,14 @@ def attend(
         met += ((batch * met_batch + head * met_head) * clusters + cluster) * query_places * met_words
         met += _met_place(met_words, block * QUERIES, query_places, QUERIES)[:, None]
     query = _tokens(query_lists + (q_list * clusters + cluster) * query_places, block * QUERIES, query_places, QUERIES)
-    query_rows = _rows(q, query, query >= 0, q_token, D, WIDTH)
+    query_rows = load_rows(q, query, query >= 0, q_token, D, WIDTH)
     highest = tl.full([QUERIES], -1e38, tl.float32)  # −∞ less −∞ would be NaN
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, WIDTH], tl.float32)
     for first in range(0, key_places, KEYS):
         key = _tokens(key_lists, first, key_places, KEYS)
-        key_rows = _rows(k, key, key >= 0, k_token, D, WIDTH)
-        value_rows = _rows(v, key, key >= 0, v_token, D, WIDTH)
+        key_rows = load_rows(k, key, key >= 0, k_token, D, WIDTH)
+        value_rows = load_rows(v, key, key >= 0, v_token, D, WIDTH)
         score = dot(query_rows, tl.trans(key_rows), PRECISION) * scale
         lanes = tl.arange(0, KEYS)[None, :]
         seen = _seen(query[:, None], key[None, :], key_mask, segments, met, first, lanes, KEYS, CAUSAL)
@@ -198,7 +183,7 @@ def attend(
     place = block * QUERIES + tl.arange(0, QUERIES)
     inside = place < query_places
     entry = (row * clusters + cluster) * query_places + place
-    _store_rows(parts, entry, sums / divisor[:, None], inside, D, WIDTH)
+    store_rows(parts, entry, sums / divisor[:, None], inside, D, D, WIDTH)
     tl.store(levels + entry, tl.where(total > 0, highest + tl.log(divisor), float("-inf")), mask=inside)
 
 
@@ -224,10 +209,10 @@ def merge(
         higher = tl.maximum(highest, level)
         shrink, weight = tl.exp(highest - higher), tl.exp(level - higher)
         total = total * shrink + weight
-        sums = sums * shrink[:, None] + weight[:, None] * _rows(parts, place, has, D, D, WIDTH)
+        sums = sums * shrink[:, None] + weight[:, None] * load_rows(parts, place, has, D, D, WIDTH)
         highest = higher
     divisor = tl.where(total > 0, total, 1.0)
-    _store_rows(out, row * length + token, sums / divisor[:, None], real, D, WIDTH)
+    store_rows(out, row * length + token, sums / divisor[:, None], real, D, D, WIDTH)
     tl.store(z + row * length + token, tl.where(total > 0, highest + tl.log(divisor), float("-inf")), mask=real)
 
 
@@ -246,8 +231,8 @@ def add_up(
     sums = tl.zeros([TOKENS, WIDTH], tl.float32)
     for step in range(0, _most_entries(starts, token, real)):
         entry, has = _own_entries(order, starts, token, real, step)
-        sums += _rows(parts, row * entries + entry, has, D, D, WIDTH)
-    _store_rows(out, row * length + token, sums * factor, real, D, WIDTH)
+        sums += load_rows(parts, row * entries + entry, has, D, D, WIDTH)
+    store_rows(out, row * length + token, sums * factor, real, D, D, WIDTH)
 
 
 @triton.jit
@@ -261,8 +246,8 @@ def output_products(
     token = block * TOKENS + tl.arange(0, TOKENS)
     real = token < length
     grad += row // heads * grad_batch + row % heads * grad_head
-    grads = _rows(grad, token, real, grad_token, D, WIDTH).to(tl.float32)
-    found = tl.sum(grads * _rows(out, row * length + token, real, D, D, WIDTH).to(tl.float32), 1)
+    grads = load_rows(grad, token, real, grad_token, D, WIDTH).to(tl.float32)
+    found = tl.sum(grads * load_rows(out, row * length + token, real, D, D, WIDTH).to(tl.float32), 1)
     if grad_z is not None:
         found -= tl.load(grad_z + row * length + token, mask=real, other=0.0)
     tl.store(delta + row * length + token, found, mask=real)
@@ -300,16 +285,16 @@ def query_gradients(
         met += ((batch * met_batch + head * met_head) * clusters + cluster) * query_places * met_words
         met += _met_place(met_words, block * QUERIES, query_places, QUERIES)[:, None]
     query = _tokens(query_lists + (q_list * clusters + cluster) * query_places, block * QUERIES, query_places, QUERIES)
-    query_rows = _rows(q, query, query >= 0, q_token, D, WIDTH)
-    grads = _rows(grad + batch * grad_batch + head * grad_head, query, query >= 0, grad_token, D, WIDTH)
+    query_rows = load_rows(q, query, query >= 0, q_token, D, WIDTH)
+    grads = load_rows(grad + batch * grad_batch + head * grad_head, query, query >= 0, grad_token, D, WIDTH)
     number = row * query_length + query
     level = tl.load(z + number, mask=query >= 0, other=0.0)
     product = tl.load(delta + number, mask=query >= 0, other=0.0)
     sums = tl.zeros([QUERIES, WIDTH], tl.float32)
     for first in range(0, key_places, KEYS):
         key = _tokens(key_lists, first, key_places, KEYS)
-        key_rows = _rows(k, key, key >= 0, k_token, D, WIDTH)
-        value_rows = _rows(v, key, key >= 0, v_token, D, WIDTH)
+        key_rows = load_rows(k, key, key >= 0, k_token, D, WIDTH)
+        value_rows = load_rows(v, key, key >= 0, v_token, D, WIDTH)
         score = dot(query_rows, tl.trans(key_rows), PRECISION) * scale
         lanes = tl.arange(0, KEYS)[None, :]
         seen = _seen(query[:, None], key[None, :], key_mask, segments, met, first, lanes, KEYS, CAUSAL)
@@ -318,7 +303,7 @@ def query_gradients(
         sums += dot(tl.where(seen, score_grad, 0.0).to(key_rows.dtype), key_rows, PRECISION)
     place = block * QUERIES + tl.arange(0, QUERIES)
     entry = (row * clusters + cluster) * query_places + place
-    _store_rows(parts, entry, sums, place < query_places, D, WIDTH)
+    store_rows(parts, entry, sums, place < query_places, D, D, WIDTH)
 
 
 @triton.jit
@@ -347,8 +332,8 @@ def key_gradients(
         met += ((batch * met_batch + head * met_head) * clusters + cluster) * query_places * met_words
     query_lists += (q_list * clusters + cluster) * query_places
     key = _tokens(key_lists + (k_list * clusters + cluster) * key_places, block * KEYS, key_places, KEYS)
-    key_rows = _rows(k, key, key >= 0, k_token, D, WIDTH)
-    value_rows = _rows(v, key, key >= 0, v_token, D, WIDTH)
+    key_rows = load_rows(k, key, key >= 0, k_token, D, WIDTH)
+    value_rows = load_rows(v, key, key >= 0, v_token, D, WIDTH)
     key_sums = tl.zeros([KEYS, WIDTH], tl.float32)
     value_sums = tl.zeros([KEYS, WIDTH], tl.float32)
     for first in range(0, query_places, QUERIES):
@@ -356,8 +341,8 @@ def key_gradients(
         number = row * query_length + query
         level = tl.load(z + number, mask=query >= 0, other=0.0)
         product = tl.load(delta + number, mask=query >= 0, other=0.0)
-        query_rows = _rows(q, query, query >= 0, q_token, D, WIDTH)
-        grads = _rows(grad, query, query >= 0, grad_token, D, WIDTH)
+        query_rows = load_rows(q, query, query >= 0, q_token, D, WIDTH)
+        grads = load_rows(grad, query, query >= 0, grad_token, D, WIDTH)
         score = dot(key_rows, tl.trans(query_rows), PRECISION) * scale
         own_met = None
         if met is not None:
@@ -370,5 +355,5 @@ def key_gradients(
         key_sums += dot(tl.where(seen, score_grad, 0.0).to(query_rows.dtype), query_rows, PRECISION)
     place = block * KEYS + tl.arange(0, KEYS)
     entry = (row * clusters + cluster) * key_places + place
-    _store_rows(key_parts, entry, key_sums, place < key_places, D, WIDTH)
-    _store_rows(value_parts, entry, value_sums, place < key_places, D, WIDTH)
+    store_rows(key_parts, entry, key_sums, place < key_places, D, D, WIDTH)
+    store_rows(value_parts, entry, value_sums, place < key_places, D, D, WIDTH)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megasparse.ops.cluster_attention import kernels
 from megasparse.ops.counting_sort import counting_sort
-from megasparse.ops.kernels import block, launch, precision
+from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
 
 _TOKEN_NUMBERS = 1024  # numbers of the tokens that a warp adds up for
 
@@ -102,7 +102,7 @@ class _ClusterAttention(torch.autograd.Function):
         segments: Tensor | None,
         rule: _Rule,
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = (_rows(x) for x in (q, k, v))
+        q, k, v = (whole_vectors(x) for x in (q, k, v))
         key_mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
         segments = None if segments is None else segments.contiguous()
         queries = _lists(query_index, q.shape[2])
@@ -114,7 +114,7 @@ class _ClusterAttention(torch.autograd.Function):
         lists = (queries.tokens, keys.tokens, met, key_mask, segments)
         tiles = _tiles(head_dim, q.dtype, backward=False)
         blocks = -(-places // tiles.own)
-        numbers = (*_numbers(q, queries, keys, met, blocks), *_strides(q), *_strides(k), *_strides(v))
+        numbers = (*_numbers(q, queries, keys, met, blocks), *strides(q, k, v))
         grid = (batch * heads * clusters * blocks,)
         fixed = _fixed(q, tiles.own, tiles.others, tiles, rule)
         launch(kernels.attend, grid, q, k, v, *lists, parts, levels, rule.scale, *numbers, **fixed)
@@ -132,24 +132,24 @@ class _ClusterAttention(torch.autograd.Function):
         q, k, v, *lists, query_order, query_starts, key_order, key_starts, out, z = ctx.saved_tensors
         queries = _Lists(lists[0], query_order, query_starts, q.shape[2])
         keys = _Lists(lists[1], key_order, key_starts, k.shape[2])
-        grad = torch.zeros_like(q) if grads[0] is None else _rows(grads[0])
+        grad = torch.zeros_like(q) if grads[0] is None else whole_vectors(grads[0])
         delta = _output_products(out, grad, grads[1])
         (batch, heads, _, head_dim), clusters = q.shape, queries.tokens.shape[2]
         tiles = _tiles(head_dim, q.dtype, backward=True)
-        strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(grad))
+        steps = strides(q, k, v, grad)
 
         def parts(of: _Lists) -> Tensor:
             return torch.empty(batch, heads, of.entries, head_dim, dtype=torch.float32, device=q.device)
 
         blocks = -(-queries.tokens.shape[3] // tiles.own)
-        numbers = (ctx.rule.scale, *_numbers(q, queries, keys, lists[2], blocks), *strides)
+        numbers = (ctx.rule.scale, *_numbers(q, queries, keys, lists[2], blocks), *steps)
         grid, query_parts = (batch * heads * clusters * blocks,), parts(queries)
         arguments = (q, k, v, *lists, grad, z, delta, query_parts, *numbers)
         launch(kernels.query_gradients, grid, *arguments, **_fixed(q, tiles.own, tiles.others, tiles, ctx.rule))
         dq = _added_up(query_parts, queries, q, ctx.rule.scale)
         del query_parts  # before those of the keys
         blocks = -(-keys.tokens.shape[3] // tiles.own)
-        numbers = (ctx.rule.scale, *_numbers(q, queries, keys, lists[2], blocks), *strides)
+        numbers = (ctx.rule.scale, *_numbers(q, queries, keys, lists[2], blocks), *steps)
         grid, key_parts, value_parts = (batch * heads * clusters * blocks,), parts(keys), parts(keys)
         arguments = (q, k, v, *lists, grad, z, delta, key_parts, value_parts, *numbers)
         launch(kernels.key_gradients, grid, *arguments, **_fixed(q, tiles.others, tiles.own, tiles, ctx.rule))
@@ -206,7 +206,7 @@ def _output_products(out: Tensor, grad: Tensor, grad_z: Tensor | None) -> Tensor
     blocks = -(-length // count)
     arguments = (out, grad, None if grad_z is None else grad_z.contiguous(), delta, heads, length, blocks)
     fixed = {"D": head_dim, "TOKENS": count, "WIDTH": width, "num_warps": 1}
-    launch(kernels.output_products, (batch * heads * blocks,), *arguments, *_strides(grad), **fixed)
+    launch(kernels.output_products, (batch * heads * blocks,), *arguments, *strides(grad), **fixed)
     return delta
 
 
@@ -246,11 +246,3 @@ def _fixed(q: Tensor, queries: int, keys: int, tiles: _Tiles, rule: _Rule) -> di
     sizes = {"D": q.shape[3], "QUERIES": queries, "KEYS": keys, "WIDTH": block(q.shape[3])}
     started = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return {**sizes, "CAUSAL": rule.causal, "PRECISION": precision(), **started}
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    return x.stride(0), x.stride(1), x.stride(2)

@@ -1,12 +1,9 @@
 """The scores of tokens, by the implementation that suits the device. N tokens, V vocabulary."""
 
-import torch
 from torch import Tensor
 
 from megasparse.ops.backend import implementation
 from megasparse.ops.cross_entropy import eager, reference
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -17,7 +14,7 @@ def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Ten
     logits: (N, V). targets: (N,) int64 ids. Returns (N, 2) or (N, 3) in fp32 at least; all but the second have
     gradients.
     """
-    name = implementation(logits, _DTYPES, largest_width=None)
+    name = implementation(logits, largest_width=None)
     if name == "triton":
         from megasparse.ops.cross_entropy import triton
 

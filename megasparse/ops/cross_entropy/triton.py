@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasparse.ops.cross_entropy.kernels import scores_backward, scores_forward
-from megasparse.ops.kernels import launch
+from megasparse.ops.kernels import launch, whole_vectors
 
 _BLOCK = 4096  # logits that a program holds at a time
 _PER_WARP = 512
@@ -31,7 +31,7 @@ def _settings(width: int, smoothing: float) -> dict[str, int]:
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        logits, targets = logits if logits.stride(-1) == 1 else logits.contiguous(), targets.contiguous()
+        logits, targets = whole_vectors(logits), targets.contiguous()
         count, width = logits.shape
         settings = _settings(width, smoothing)
         z = logits.new_empty(count, dtype=torch.float32)

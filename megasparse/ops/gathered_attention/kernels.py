@@ -8,15 +8,7 @@ entries by (key, number). A tile is T entries in that order.
 import triton
 import triton.language as tl
 
-from megasparse.ops.kernels import dot
-
-
-@triton.jit
-def _rows(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows (n) of x, 0 where not valid: (n, WIDTH)."""
-    d = tl.arange(0, WIDTH)[None, :]
-    places = x + row.to(tl.int64)[:, None] * stride + d
-    return tl.load(places, mask=valid[:, None] & (d < D), other=0.0)
+from megasparse.ops.kernels import dot, load_rows
 
 
 @triton.jit
@@ -44,7 +36,7 @@ def attend(
     query = block * QUERIES + tl.arange(0, QUERIES)
     real = query < queries
     index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * places
-    own = _rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
+    own = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
     highest = tl.full([QUERIES], -1e38, tl.float32)  # −∞ less −∞ would be NaN
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, PLACES, WIDTH], tl.float32)
@@ -88,9 +80,9 @@ def query_gradients(
     real = query < queries
     number = row * queries + query
     index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * places
-    own = _rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
-    own_grad = _rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH).to(tl.float32)
-    delta = tl.sum(own_grad * _rows(out, number, real, D, D, WIDTH).to(tl.float32), 1)
+    own = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
+    own_grad = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH).to(tl.float32)
+    delta = tl.sum(own_grad * load_rows(out, number, real, D, D, WIDTH).to(tl.float32), 1)
     if grad_z is not None:
         delta -= tl.load(grad_z + number, mask=real, other=0.0)
     level = tl.load(z + number, mask=real, other=0.0)
@@ -164,11 +156,11 @@ def tile_gradients(
         pair = pairs + (row * entries + entry) * 2
         query = entry // places
         weight = tl.load(pair, mask=real, other=0.0)
-        grads = _rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH)
+        grads = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH)
         sums = dot(tl.where(together, weight[None, :], 0.0).to(grads.dtype), grads, PRECISION)
         _keep(sums, dv + row * key_count * D, value_parts, key, slot, whole, cut, D, WIDTH)
         score_grad = tl.load(pair + 1, mask=real, other=0.0)
-        query_rows = _rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH)
+        query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH)
         sums = dot(tl.where(together, score_grad[None, :], 0.0).to(query_rows.dtype), query_rows, PRECISION) * scale
         _keep(sums, dk + row * key_count * D, key_parts, key, slot, whole, cut, D, WIDTH)
 
@@ -202,8 +194,8 @@ def join_tiles(
             inside = tiles_here < tiles
             own = inside & (_key(keys, order, tiles_here * TILE, inside) == key)
             slots = (row * tiles + tiles_here) * 2
-            key_sum += tl.sum(_rows(key_parts, slots, own, D, D, WIDTH), 0)
-            value_sum += tl.sum(_rows(value_parts, slots, own, D, D, WIDTH), 0)
+            key_sum += tl.sum(load_rows(key_parts, slots, own, D, D, WIDTH), 0)
+            value_sum += tl.sum(load_rows(value_parts, slots, own, D, D, WIDTH), 0)
             found = tl.sum(own.to(tl.int32), 0)
             next_tile += AT_ONCE
         place = (row * key_count + key) * D + d

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megasparse.ops.counting_sort import counting_sort
 from megasparse.ops.gathered_attention import kernels
-from megasparse.ops.kernels import block, launch, precision
+from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
 
 _GATHERED = 1024  # numbers of k, and of v, that a warp gathers at a time: 32 a thread, which leaves room for others
 
@@ -51,13 +51,13 @@ def _sizes(head_dim: int, dtype: torch.dtype) -> _Sizes:
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v = (_rows(x) for x in (q, k, v))
+        q, k, v = (whole_vectors(x) for x in (q, k, v))
         index = index.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         z = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         grid, numbers, fixed = _by_query(q, index)
-        strides = (*_steps(index, index.shape[2] * index.shape[3]), *_strides(q), *_strides(k), *_strides(v))
-        launch(kernels.attend, grid, q, k, v, index, out, z, scale, *numbers, *strides, **fixed)
+        steps = (*_steps(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
+        launch(kernels.attend, grid, q, k, v, index, out, z, scale, *numbers, *steps, **fixed)
         ctx.set_materialize_grads(False)
         ctx.scale = scale
         ctx.save_for_backward(q, k, v, index, out, z)
@@ -66,13 +66,13 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, index, out, z = ctx.saved_tensors
-        grad = torch.zeros_like(q) if grads[0] is None else _rows(grads[0])
+        grad = torch.zeros_like(q) if grads[0] is None else whole_vectors(grads[0])
         grad_z = None if grads[1] is None else grads[1].contiguous()
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pairs = torch.empty(*q.shape[:3], index.shape[3], 2, dtype=q.dtype, device=q.device)
         grid, numbers, fixed = _by_query(q, index)
-        strides = (*_steps(index, index.shape[2] * index.shape[3]), *_strides(q), *_strides(k), *_strides(v))
-        arguments = (q, k, v, index, out, z, grad, grad_z, dq, pairs, ctx.scale, *numbers, *strides, *_strides(grad))
+        steps = (*_steps(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
+        arguments = (q, k, v, index, out, z, grad, grad_z, dq, pairs, ctx.scale, *numbers, *steps, *strides(grad))
         launch(kernels.query_gradients, grid, *arguments, **fixed)
         dk, dv = _key_gradients(q, k, index, grad, pairs, ctx.scale)
         return dq, dk, dv, None, None
@@ -102,19 +102,11 @@ def _key_gradients(
     fixed = {"D": head_dim, "TILE": sizes.tile, "WIDTH": block(head_dim)}
     arguments = (order, keys, pairs, q, grad, dk, dv, *parts, scale, heads, entries, places, key_count, tiles, *steps)
     settings = {**fixed, "PRECISION": precision(), "num_warps": sizes.warps}
-    launch(kernels.tile_gradients, (batch * heads * tiles,), *arguments, *_strides(q), *_strides(grad), **settings)
+    launch(kernels.tile_gradients, (batch * heads * tiles,), *arguments, *strides(q, grad), **settings)
     arguments = (order, keys, dk, dv, *parts, heads, entries, key_count, tiles, *steps)
     settings = {**fixed, "AT_ONCE": 8 if head_dim <= 128 else 4, "num_warps": 1}
     launch(kernels.join_tiles, (batch * heads * tiles,), *arguments, **settings)
     return dk, dv
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    return x.stride(0), x.stride(1), x.stride(2)
 
 
 def _steps(index: Tensor, row: int) -> tuple[int, int]:

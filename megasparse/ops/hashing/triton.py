@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megasparse.ops.hashing import kernels
 from megasparse.ops.hashing.sign import Kind, code_dtype, diagonals, normals
-from megasparse.ops.kernels import launch
+from megasparse.ops.kernels import launch, whole_vectors
 
 _WARPS = 4
 _DEPTH = 16  # of D at a time: a thread keeps this much of whole rows of both factors
@@ -25,7 +25,7 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     Cost: 2·B·H·R·L·D·S operations in fp32, outside the tensor cores. Moves x once (the rounds and factors read it again
     from the cache), the rotations, and 2 or 4 bytes a code: B·H·L·(D·bytes + 2·R).
     """
-    x = _rows(x)
+    x = whole_vectors(x)
     batch, heads, length, width = x.shape
     rounds, columns = rotations.shape[1], rotations.shape[3]
     codes = torch.empty(batch, heads, rounds, length, dtype=code_dtype(math.prod(factors)), device=x.device)
@@ -42,7 +42,7 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
     Cost: gaussian 2·B·H·L·D·m·τ operations in fp32; hadamard 3·B·H·L·τ·P·(1 + log₂ P) for each P hashes. Moves x once
     and 2 or 4 bytes a code: B·H·L·(D·bytes + 2·m).
     """
-    x = _rows(x)
+    x = whole_vectors(x)
     batch, _, length, width = x.shape
     codes = torch.empty(batch, len(heads), hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
     if kind == "gaussian":
@@ -63,11 +63,6 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
     split = {"LEVELS": levels, "PARTS_LEVELS": levels - (together.bit_length() - 1), "FIRST": parts == 1}
     launch(kernels.transformed_sides, grid, *arguments, 0, D=width, **split, TOKENS=tokens, num_warps=_WARPS)
     return codes
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x with its vectors' elements next to each other; heads are views, and stay so."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _tile(columns: int) -> dict[str, int]:

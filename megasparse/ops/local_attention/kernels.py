@@ -15,7 +15,7 @@ L length, D head dim, BD its block, C chunk, T tile.
 import triton
 import triton.language as tl
 
-from megasparse.ops.kernels import dot
+from megasparse.ops.kernels import dot, load_rows, store_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e38)  # a running maximum that is finite, so that differences of two are no NaN
@@ -27,20 +27,6 @@ def _tokens(tile, order, length, T: tl.constexpr):
     place = tile * T + tl.arange(0, T)
     row = place if order is None else tl.load(order + tile * T + tl.arange(0, T))
     return row.to(tl.int64), place < length
-
-
-@triton.jit
-def _rows(x, stride, row, inside, D: tl.constexpr, BD: tl.constexpr):
-    """Rows of x, (T, BD), zeros outside."""
-    depth = tl.arange(0, BD)
-    return tl.load(x + row[:, None] * stride + depth[None, :], mask=inside[:, None] & (depth < D)[None, :], other=0.0)
-
-
-@triton.jit
-def _put_rows(x, stride, row, inside, value, D: tl.constexpr, BD: tl.constexpr):
-    depth = tl.arange(0, BD)
-    where = x + row[:, None] * stride + depth[None, :]
-    tl.store(where, value.to(x.dtype.element_ty), mask=inside[:, None] & (depth < D)[None, :])
 
 
 @triton.jit
@@ -118,7 +104,7 @@ def local_keys_bias(
     batch, head = pair // heads, pair % heads
     padded = tl.num_programs(0) * T
     row, inside = _tokens(tile, None if order is None else order + batch * padded, length, T)
-    keys = _rows(k + batch * k_batch + head * k_head, k_token, row, inside, D, BD).to(tl.float32)
+    keys = load_rows(k + batch * k_batch + head * k_head, row, inside, k_token, D, BD).to(tl.float32)
     line = keys_bias + pair * padded + tile * T
     tl.store(line + tl.arange(0, T), tl.sum(keys * _vector(u + head * D, D, BD)[None, :], 1))
 
@@ -145,7 +131,7 @@ def local_forward(
         order, document = order + batch * padded, document + batch * padded
     row, inside = _tokens(tile, order, length, T)
     first, last, doc = _keys_of(tile, document, length, chunk, CAUSAL, T)
-    queries = _rows(q + batch * q_batch + head * q_head, q_token, row, inside, D, BD)
+    queries = load_rows(q + batch * q_batch + head * q_head, row, inside, q_token, D, BD)
     a, b = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
 
     start, end = _first_tile(tile, chunk, T), (tile if CAUSAL else _last_tile(tile, length, chunk, T)) + 1
@@ -154,7 +140,7 @@ def local_forward(
     sums = tl.zeros((T, BD), tl.float32)
     for n in range(start, end):
         key_row, there = _tokens(n, order, length, T)
-        keys = _rows(k, k_token, key_row, there, D, BD)
+        keys = load_rows(k, key_row, there, k_token, D, BD)
         here = _by_distance(queries, r, r_bias, n - tile, D, BD, T, PRECISION)
         relative = tl.gather(tl.where(a + b < T, here, before), (b - a) & (T - 1), 1)
         before = here
@@ -163,14 +149,14 @@ def local_forward(
         score = tl.where(_seen(first, last, doc, n, document, T), score, -float("inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
         weight, shrink = tl.exp2(score - higher[:, None]), tl.exp2(highest - higher)
-        values = _rows(v, v_token, key_row, there, D, BD)
+        values = load_rows(v, key_row, there, v_token, D, BD)
         sums = sums * shrink[:, None] + dot(weight.to(values.dtype), values, PRECISION)
         highest, total = higher, total * shrink + tl.sum(weight, 1)
 
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
     of_head = out + (batch * length * heads + head) * D
-    _put_rows(of_head, heads * D, row, inside, sums / total[:, None], D, BD)
+    store_rows(of_head, row, sums / total[:, None], inside, heads * D, D, BD)
     tl.store(z + line + tile * T + tl.arange(0, T), tl.where(blind, 0.0, highest + tl.log2(total)))
 
 
@@ -192,9 +178,9 @@ def local_backward_queries(
         order, document = order + batch * padded, document + batch * padded
     row, inside = _tokens(tile, order, length, T)
     first, last, doc = _keys_of(tile, document, length, chunk, CAUSAL, T)
-    queries = _rows(q + batch * q_batch + head * q_head, q_token, row, inside, D, BD)
-    toward = _rows(grad + batch * grad_batch + head * grad_head, grad_token, row, inside, D, BD)
-    result = _rows(out + token_major, heads * D, row, inside, D, BD)
+    queries = load_rows(q + batch * q_batch + head * q_head, row, inside, q_token, D, BD)
+    toward = load_rows(grad + batch * grad_batch + head * grad_head, row, inside, grad_token, D, BD)
+    result = load_rows(out + token_major, row, inside, heads * D, D, BD)
     of_query = tl.sum(toward.to(tl.float32) * result.to(tl.float32), 1)
     place = line + tile * T + tl.arange(0, T)
     tl.store(delta + place, of_query)
@@ -207,7 +193,7 @@ def local_backward_queries(
     sums = tl.zeros((T, BD), tl.float32)
     for n in range(start, end):
         key_row, there = _tokens(n, order, length, T)
-        keys = _rows(k, k_token, key_row, there, D, BD)
+        keys = load_rows(k, key_row, there, k_token, D, BD)
         here = _by_distance(queries, r, r_bias, n - tile, D, BD, T, PRECISION)
         relative = tl.gather(tl.where(a + b < T, here, before), (b - a) & (T - 1), 1)
         before = here
@@ -215,7 +201,7 @@ def local_backward_queries(
         score = (dot(queries, tl.trans(keys), PRECISION) + of_keys[None, :] + relative) * (scale * LOG2E)
         weight = tl.exp2(tl.minimum(score - total[:, None], 0.0))
         weight = tl.where(_seen(first, last, doc, n, document, T), weight, 0.0)
-        values = _rows(v, v_token, key_row, there, D, BD)
+        values = load_rows(v, key_row, there, v_token, D, BD)
         slope = (weight * (dot(toward, tl.trans(values), PRECISION) - of_query[:, None]) * scale).to(keys.dtype)
         sums += dot(slope, keys, PRECISION)
         # The block before this tile's is complete now: its far part came with the tile before.
@@ -224,7 +210,7 @@ def local_backward_queries(
         sums += dot(tl.where(a + b < T, rotated, turned), block, PRECISION)
         rotated = turned
     sums += dot(tl.where(a + b < T, rotated, 0.0).to(queries.dtype), _block(r, end - 1 - tile, D, BD, T), PRECISION)
-    _put_rows(dq + token_major, heads * D, row, inside, sums, D, BD)
+    store_rows(dq + token_major, row, sums, inside, heads * D, D, BD)
 
 
 @triton.jit
@@ -261,8 +247,8 @@ def local_backward_keys(
         order, document = order + batch * padded, document + batch * padded
     row, inside = _tokens(tile, order, length, T)
     first, last, doc = _queries_of(tile, document, length, chunk, CAUSAL, T)
-    keys = _rows(k + batch * k_batch + head * k_head, k_token, row, inside, D, BD)
-    values = _rows(v + batch * v_batch + head * v_head, v_token, row, inside, D, BD)
+    keys = load_rows(k + batch * k_batch + head * k_head, row, inside, k_token, D, BD)
+    values = load_rows(v + batch * v_batch + head * v_head, row, inside, v_token, D, BD)
     places = tl.arange(0, T)
     of_keys = tl.load(keys_bias + line + tile * T + places)
 
@@ -270,7 +256,10 @@ def local_backward_keys(
     key_sums, value_sums = tl.zeros((T, BD), tl.float32), tl.zeros((T, BD), tl.float32)
     for t in range(tile if CAUSAL else _first_tile(tile, chunk, T), _last_tile(tile, length, chunk, T) + 1):
         query_row, there = _tokens(t, order, length, T)
-        queries, toward = _rows(q, q_token, query_row, there, D, BD), _rows(grad, grad_token, query_row, there, D, BD)
+        queries, toward = (
+            load_rows(q, query_row, there, q_token, D, BD),
+            load_rows(grad, query_row, there, grad_token, D, BD),
+        )
         bias, of_queries = r_bias + (tile - t) * T + places, line + t * T + places
         weight, slope = _transposed(
             keys, values, queries, toward, _block(r, tile - t, D, BD, T), _block(r, tile - t - 1, D, BD, T),
@@ -281,8 +270,8 @@ def local_backward_keys(
         key_sums += dot(slope.to(queries.dtype), queries, PRECISION)
         columns += tl.sum(slope, 1)
     key_sums += columns[:, None] * _vector(u + head * D, D, BD)[None, :]
-    _put_rows(dv + token_major, heads * D, row, inside, value_sums, D, BD)
-    _put_rows(dk + token_major, heads * D, row, inside, key_sums, D, BD)
+    store_rows(dv + token_major, row, value_sums, inside, heads * D, D, BD)
+    store_rows(dk + token_major, row, key_sums, inside, heads * D, D, BD)
     depth = tl.arange(0, BD)
     part = du + (tile * tl.num_programs(1) + pair) * D
     tl.store(part + depth, tl.sum(columns[:, None] * keys.to(tl.float32), 0), mask=depth < D)
@@ -317,12 +306,12 @@ def local_backward_distances(
             row, inside = _tokens(t, of_batch, length, T)
             key_row, there = _tokens(n, of_batch, length, T)
             first, last, doc = _queries_of(n, documents, length, chunk, CAUSAL, T)
-            queries = _rows(q + batch * q_batch + head * q_head, q_token, row, inside, D, BD)
+            queries = load_rows(q + batch * q_batch + head * q_head, row, inside, q_token, D, BD)
             of_queries = line + t * T + places
             _, slope = _transposed(
-                _rows(k + batch * k_batch + head * k_head, k_token, key_row, there, D, BD),
-                _rows(v + batch * v_batch + head * v_head, v_token, key_row, there, D, BD),
-                queries, _rows(grad + batch * grad_batch + head * grad_head, grad_token, row, inside, D, BD),
+                load_rows(k + batch * k_batch + head * k_head, key_row, there, k_token, D, BD),
+                load_rows(v + batch * v_batch + head * v_head, key_row, there, v_token, D, BD),
+                queries, load_rows(grad + batch * grad_batch + head * grad_head, row, inside, grad_token, D, BD),
                 here, before, tl.load(keys_bias + line + n * T + places), here_bias, before_bias,
                 tl.load(z + of_queries), tl.load(delta + of_queries),
                 _seen(first, last, doc, t, documents, T), scale, T, PRECISION,
@@ -337,8 +326,8 @@ def local_backward_distances(
     vector = _vector(w + head * D, D, BD)[None, :]
     part = (group * tl.num_programs(1) + head) * tl.num_programs(0) + tl.program_id(0)
     line, everywhere = part * 2 * T + places, places >= 0
-    _put_rows(dr, D, line, everywhere, far + far_columns[:, None] * vector, D, BD)
-    _put_rows(dr, D, line + T, everywhere, near + near_columns[:, None] * vector, D, BD)
+    store_rows(dr, line, far + far_columns[:, None] * vector, everywhere, D, D, BD)
+    store_rows(dr, line + T, near + near_columns[:, None] * vector, everywhere, D, D, BD)
     depth = tl.arange(0, BD)
     total = far_columns[:, None] * before.to(tl.float32) + near_columns[:, None] * here.to(tl.float32)
     tl.store(dw + part * D + depth, tl.sum(total, 0), mask=depth < D)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasparse.ops.kernels import block, launch, precision
+from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
 from megasparse.ops.local_attention.kernels import (
     local_backward_distances,
     local_backward_keys,
@@ -74,10 +74,6 @@ def _tile(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     return (32, 4) if head_dim <= 128 else (32, 8)
 
 
-def _rows_first(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _token_major(like: Tensor) -> Tensor:
     """(B, H, L, D) in the memory order in which heads are joined."""
     batch, heads, length, width = like.shape
@@ -128,7 +124,7 @@ class _RelativeLocalAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor,
         order: Tensor | None, document: Tensor | None, chunk: int, causal: bool, scale: float,
     ) -> Tensor:  # fmt: skip
-        q, k, v = (_rows_first(x) for x in (q, k, v))
+        q, k, v = (whole_vectors(x) for x in (q, k, v))
         batch, heads, length, width = q.shape
         shape = _Shape.of(q, chunk, causal)
         padded = shape.tiles * shape.tile
@@ -138,10 +134,10 @@ class _RelativeLocalAttention(torch.autograd.Function):
         keys_bias, z = (q.new_empty(batch * heads, padded, dtype=torch.float32) for _ in range(2))
         out, u, w = _token_major(q), u.contiguous(), w.contiguous()
         grid, wide = (shape.tiles, batch * heads), dict(D=width, BD=block(width), T=shape.tile, num_warps=shape.warps)
-        launch(local_keys_bias, grid, k, u, order, keys_bias, *k.stride()[:3], heads, length, **wide)
+        launch(local_keys_bias, grid, k, u, order, keys_bias, *strides(k), heads, length, **wide)
         launch(
             local_forward, grid, q, k, v, blocks, keys_bias, r_bias, order, document, out, z,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads, length, chunk, shape.reach, shape.blocks, scale,
+            *strides(q, k, v), heads, length, chunk, shape.reach, shape.blocks, scale,
             CAUSAL=causal, PRECISION=precision(), num_stages=_STAGES, **wide,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, blocks, u, w, order, document, out, z, keys_bias, r_bias)
@@ -153,19 +149,19 @@ class _RelativeLocalAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, r, u, w, order, document, out, z, keys_bias, r_bias = ctx.saved_tensors
         (chunk, causal, scale), (of_r, count) = ctx.rule, ctx.like
-        grad, shape = _rows_first(grad), _Shape.of(q, chunk, causal)
+        grad, shape = whole_vectors(grad), _Shape.of(q, chunk, causal)
         batch, heads, length, width = q.shape
         dq, dk, dv = (_token_major(x) for x in (q, k, v))
         delta, every = torch.empty_like(z), shape.tiles * batch
         du = z.new_empty(shape.tiles, batch, heads, width)
         grid, given = (shape.tiles, batch * heads), (keys_bias, r_bias, order, document, grad)
-        strides = [step for x in (q, k, v, grad) for step in x.stride()[:3]]
+        steps = strides(q, k, v, grad)
         sizes = (heads, length, chunk, shape.reach, shape.blocks)
         settings = dict(CAUSAL=causal, D=width, BD=block(width), T=shape.tile, PRECISION=precision())
         settings |= dict(num_warps=shape.warps, num_stages=_STAGES)
-        launch(local_backward_queries, grid, q, k, v, r, *given, out, z, delta, dq, *strides, *sizes, scale, **settings)
+        launch(local_backward_queries, grid, q, k, v, r, *given, out, z, delta, dq, *steps, *sizes, scale, **settings)
         launch(
-            local_backward_keys, grid, q, k, v, r, u, *given, z, delta, dk, dv, du, *strides, *sizes, scale, **settings
+            local_backward_keys, grid, q, k, v, r, u, *given, z, delta, dk, dv, du, *steps, *sizes, scale, **settings
         )
         differences = shape.blocks - 1
         each = -(-every // max(1, _PARTS // (heads * differences)))
@@ -174,7 +170,7 @@ class _RelativeLocalAttention(torch.autograd.Function):
         dw = z.new_empty(groups, heads, differences, width)
         launch(
             local_backward_distances, (differences, heads, groups), q, k, v, r, w, *given, z, delta, dr, dw,
-            *strides, *sizes, shape.tiles, every, each, scale, **settings, maxnreg=_REGISTERS,
+            *steps, *sizes, shape.tiles, every, each, scale, **settings, maxnreg=_REGISTERS,
         )  # fmt: skip
         relative = shape.join(dr.sum(0), count).to(of_r.dtype), du.sum((0, 1)).to(u.dtype), dw.sum((0, 2)).to(w.dtype)
         return dq, dk, dv, *relative, *[None] * 5

@@ -1,0 +1,118 @@
+"""The schema of a fine-tuning run's JSON file: what is trained, from where, on which task."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.schema import ModelConfig, OptimizerConfig, RunSettings, TrainingConfig
+from megasparse.config.section import Count, Fraction, Positive, Section
+
+
+class StartConfig(Section):
+    """The pretrained model: `checkpoint` or `huggingface`; neither trains `model` from its initial weights."""
+
+    checkpoint: str | None = None
+    """A run's folder, or one of its checkpoints."""
+    huggingface: str | None = None
+    """A folder with config.json, model.safetensors and tokenizer.json: a Reformer, a YOSO or what tools/convert_to_hf.py
+    wrote becomes a model of ours; any other encoder or decoder of transformers stays what it is."""
+    attention: AttentionConfig | None = None
+    """Replaces the self-attention of a BERT, RoBERTa, XLM-RoBERTa or DistilBERT; null keeps it."""
+    activations: Literal["stored", "checkpoint", "checkpoint_cpu"] | None = None
+    """What the backward reads, as `model.activations` has it; null keeps a checkpoint's own, and stores all of a
+    HuggingFace model's."""
+    sha256: str | None = None
+    """Of its weights. Written into the run's configuration; given, another file is refused."""
+
+
+class TaskConfig(Section):
+    name: str = "table"
+    """A name of megasparse/tasks/__init__.py; `table` is a CSV or JSONL file of one's own."""
+    source: str = "data/task"
+    """Folder of the task's official files; of `table` the file to train on."""
+    validation: str | None = None
+    """A file or folder of the same form to validate on. null: the official one, else a part of the training
+    examples."""
+    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """The part of the training examples, chosen by `run.seed`, that is held out where there is no other validation."""
+    max_length: Positive = 512
+    """Tokens of an input, special ones included. What is longer is cut, or refused (`too_long`)."""
+    too_long: Literal["cut", "refuse"] = "cut"
+    """Inputs of more than `max_length` tokens: keep their beginning, telling how many there are; or stop at the first."""
+    empty: Literal["refuse", "keep"] = "refuse"
+    """Inputs without any token: stop at the first; or keep them, telling how many there are."""
+    limit: Count = 0
+    """Train on so many examples only, chosen by `run.seed`; 0 takes all."""
+    text: list[str] = Field(default=["text"], min_length=1, max_length=2)
+    """`table` only: the column of the texts, or the two columns of pairs."""
+    label: str = "label"
+    """`table` only: the column of the labels."""
+    labels: list[str] | None = None
+    """`table` only: the classes in their order; null takes those of the training file, sorted. [] tells numbers."""
+    tokenizer: str = "bytes"
+    """Of a `model` that is trained from its initial weights: as `data.tokenizer`. Others have their own."""
+
+
+class HeadConfig(Section):
+    pooling: Literal["first", "mean", "last"] | None = None
+    """What of a sequence the head reads: its first token's final state, the mean over real tokens, or the last one's.
+    null: a decoder's last, an encoder's mean."""
+    hidden: Count = 0
+    """Width of the dense layer (tanh) before the last one; 0 takes the model's, as BERT has it."""
+    dropout: Fraction = 0.1
+    """Before the dense layer, and before the last one."""
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters on linear layers (Hu et al. 2021), by peft; the pretrained weights are frozen."""
+
+    rank: Positive = 8
+    alpha: Annotated[float, Field(gt=0.0)] = 16.0
+    """Adapters are scaled by alpha/rank."""
+    dropout: Fraction = 0.0
+    targets: list[str] = Field(default=["query", "value"], min_length=1)
+    """Names of the linear layers, their last parts: of BERT and of our models query, key, value, output, ..."""
+
+
+class FinetuneTrainingConfig(TrainingConfig):
+    epochs: Annotated[float, Field(ge=0.0)] = 3.0
+    """Passes over the training examples, which decide `training.steps`; 0 takes `training.steps` as it is."""
+    global_batch: Positive = 32
+    """Examples a step, over all ranks."""
+    micro_batch: Positive = 8
+    """Examples a rank takes at once; the rest of its share is accumulated."""
+
+
+class FinetuneOptimizerConfig(OptimizerConfig):
+    learning_rate: Annotated[float, Field(gt=0.0)] = 2e-5
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "linear"
+    final_fraction: Fraction = 0.0
+    warmup_fraction: Fraction = 0.1
+    """The part of all steps that is warm-up, which decides `warmup_steps`; 0 takes `warmup_steps` as it is."""
+
+
+class FinetuneEvaluationConfig(Section):
+    every: Count = 0
+    """Steps between validations; 0 validates after each epoch. The last step is always one."""
+    metric: str | None = None
+    """The metric whose best checkpoint is kept; null takes the task's first."""
+    patience: Count = 0
+    """Validations in a row without a better one after which training ends; 0 never ends it early."""
+    batch: Positive = 8
+    """Examples scored at once."""
+
+
+class FinetuneConfig(RunSettings):
+    start: StartConfig = StartConfig()
+    model: ModelConfig | None = None
+    """A model to train from its initial weights; null where `start` names one."""
+    task: TaskConfig = TaskConfig()
+    head: HeadConfig = HeadConfig()
+    lora: LoRAConfig | None = None
+    """null trains all weights."""
+    training: FinetuneTrainingConfig = FinetuneTrainingConfig()
+    optimizer: FinetuneOptimizerConfig = FinetuneOptimizerConfig()
+    evaluation: FinetuneEvaluationConfig = FinetuneEvaluationConfig()

@@ -1,0 +1,39 @@
+"""Downstream tasks, each a short file: how its official files become examples, and by which metric it is judged.
+
+Adding a task is writing a subclass of tasks/task.py's Task, and naming it here.
+"""
+
+import importlib
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import ConfigError, did_you_mean
+from megasparse.tasks.task import Task
+
+PLACES = {
+    **dict.fromkeys(("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb"), "glue"),
+    "sts_benchmark": "sts_benchmark",
+    "rte_challenge": "rte_challenge",
+    "sentence_polarity": "sentence_polarity",
+    "movie_reviews": "movie_reviews",
+    "listops": "listops",
+    "byte_imdb": "byte_imdb",
+    "aan": "aan",
+    "grey_cifar10": "grey_cifar10",
+    "pathfinder": "pathfinder",
+    "ag_news": "ag_news",
+    "amazon": "amazon",
+    "imdb": "imdb",
+    "mind_topics": "mind_topics",
+    "table": "table",
+}
+"""Task -> the module of this folder that has a subclass of this `name`."""
+
+
+def build_task(config: TaskConfig) -> Task:
+    """The task that `task.name` names. Raises ConfigError naming that key, or a setting that does not fit the task."""
+    if config.name not in PLACES:
+        raise ConfigError("task.name", f'there is no task "{config.name}"', did_you_mean(config.name, PLACES))
+    module = importlib.import_module(f"megasparse.tasks.{PLACES[config.name]}")
+    kinds = {kind.name: kind for kind in vars(module).values() if isinstance(kind, type) and hasattr(kind, "metrics")}
+    task: Task = kinds[config.name](config)
+    return task

@@ -1,0 +1,67 @@
+"""Official metrics, each computed by the library that the field computes it with. N examples."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from megasparse.errors import UserError
+
+
+def accuracy(labels: np.ndarray, told: np.ndarray) -> float:
+    from sklearn.metrics import accuracy_score
+
+    return float(accuracy_score(labels, told))
+
+
+def f1(labels: np.ndarray, told: np.ndarray) -> float:
+    """Of class 1, as GLUE has it for MRPC and QQP."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, told, zero_division=0.0))
+
+
+def macro_f1(labels: np.ndarray, told: np.ndarray) -> float:
+    """Mean over the classes that occur, as labels or told."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, told, average="macro", zero_division=0.0))
+
+
+def matthews(labels: np.ndarray, told: np.ndarray) -> float:
+    """Matthews' correlation, CoLA's metric."""
+    from sklearn.metrics import matthews_corrcoef
+
+    return float(matthews_corrcoef(labels, told))
+
+
+def pearson(labels: np.ndarray, told: np.ndarray) -> float:
+    from scipy.stats import pearsonr
+
+    return float(pearsonr(labels, told).statistic) if _vary(labels, told) else 0.0
+
+
+def spearman(labels: np.ndarray, told: np.ndarray) -> float:
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(labels, told).statistic) if _vary(labels, told) else 0.0
+
+
+METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    function.__name__: function for function in (accuracy, f1, macro_f1, matthews, pearson, spearman)
+}
+"""(labels (N,), what the model tells (N,): class numbers, or numbers) -> the metric, a fraction of 1, higher is better.
+A correlation with a constant, which is not defined, is 0."""
+
+
+def require_metrics() -> None:
+    """Raises UserError where the libraries are not installed."""
+    try:
+        import scipy  # noqa: F401
+        import sklearn  # noqa: F401
+    except ImportError as error:
+        mend = 'Install what fine-tuning needs: pip install "megasparse[tasks]"'
+        raise UserError(f"{error.name}: is not installed, and computes the official metrics. {mend}") from None
+
+
+def _vary(labels: np.ndarray, told: np.ndarray) -> bool:
+    return len(labels) > 1 and bool(np.ptp(labels) > 0 and np.ptp(told) > 0)

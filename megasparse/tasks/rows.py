@@ -1,0 +1,104 @@
+"""Files of rows, one example a row: tab-separated, CSV, JSON lines; every complaint names file, line and mend."""
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megasparse.errors import DataError, did_you_mean
+from megasparse.tasks.task import Place
+
+LONGEST_FIELD = 1 << 30
+
+
+def lines(file: Path) -> Iterator[tuple[Place, str]]:
+    """The lines of a UTF-8 file, without what ends them: LF or CR LF, and nothing else (a text may have U+2028).
+
+    Raises DataError where it cannot be read, and for what is no UTF-8.
+    """
+    try:
+        with open(file, "rb") as stream:
+            for number, raw in enumerate(stream, start=1):
+                place = Place(file, number)
+                try:
+                    text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    problem = f"is no UTF-8 (byte 0x{raw[error.start]:02x} in column {error.start + 1})"
+                    raise DataError(str(place), problem, "Convert the file: iconv -f latin1 -t utf-8") from None
+                yield place, text.removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise DataError(file, f"cannot be read ({error.strerror})", "Give a file of the task") from None
+
+
+def tab_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[Place, dict[str, str]]]:
+    """Rows of fields with tabs between them, in which a quotation mark is an ordinary character (GLUE's files).
+
+    columns: their names; None where the first line has them. Raises DataError for a row of another number of fields.
+    """
+    names = list(columns) if columns is not None else None
+    for place, line in lines(file):
+        fields = line.split("\t")
+        if names is None:
+            names = fields
+            continue
+        if len(fields) != len(names):
+            problem = f"{len(fields)} fields where there are {len(names)} columns ({', '.join(names)[:100]})"
+            raise DataError(str(place), problem, "Put it right, or take the official file")
+        yield place, dict(zip(names, fields, strict=True))
+
+
+def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[Place, dict[str, str]]]:
+    """Rows of a CSV file (RFC 4180: quoted fields may hold commas, quotation marks and line ends).
+
+    columns: their names; None where the first row has them. A row's place is the line it begins on. Raises DataError.
+    """
+    csv.field_size_limit(LONGEST_FIELD)
+    last = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal last
+        for place, line in lines(file):
+            last = place.line or 0
+            yield line + "\n"
+
+    names = list(columns) if columns is not None else None
+    reader, first = csv.reader(texts(), strict=True), 1
+    while True:
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            mend = "Close the quotation mark, or double it inside a quoted field"
+            raise DataError(str(Place(file, first)), f"is no CSV ({error})", mend) from None
+        if fields is None:
+            return
+        place, first = Place(file, first), last + 1
+        if names is None:
+            names = fields
+        elif fields and len(fields) != len(names):
+            problem = f"{len(fields)} fields where there are {len(names)} columns ({', '.join(names)[:100]})"
+            raise DataError(str(place), problem, "Put it right: a field with a comma stands in quotation marks")
+        elif fields:
+            yield place, dict(zip(names, fields, strict=True))
+
+
+def json_lines(file: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Objects, one a line. Raises DataError for a line that is none; empty lines are passed over."""
+    for place, line in lines(file):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(str(place), f"is no JSON ({error})", "Write one object a line: {...}") from None
+        if not isinstance(value, dict):
+            raise DataError(str(place), "is no JSON object", 'Write one object a line: {"text": "...", "label": "..."}')
+        yield place, value
+
+
+def field(row: dict[str, Any], column: str, place: Place) -> Any:
+    """A row's value in a column. Raises DataError where there is no such column."""
+    if column not in row:
+        mend = did_you_mean(column, [name for name in row if isinstance(name, str)])
+        raise DataError(str(place), f'has no column "{column}"', mend)
+    return row[column]

@@ -1,0 +1,95 @@
+"""What a downstream task is: official files -> examples -> head -> loss -> metric."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import DataError, did_you_mean
+
+Input = str | np.ndarray
+"""A text, or int64 token ids (L,) of the task's own vocabulary."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an example stands, for messages and predictions."""
+
+    file: Path
+    line: int | None = None
+    """Counted from 1: the line it begins on, of a file of images the record; None where it has the file to itself."""
+
+    def __str__(self) -> str:
+        return str(self.file) if self.line is None else f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Example:
+    inputs: tuple[Input, ...]
+    """One, or two of a pair."""
+    label: int | float | None
+    """The number of its class, or the number to tell; None where the file has none, as in official test files."""
+    place: Place
+    name: str
+    """Its official id, else its number in the file, counted from 0."""
+
+
+class Task(ABC):
+    """A downstream task. A new one is a short file with a subclass, and its name in tasks/__init__.py."""
+
+    name: ClassVar[str]
+    metrics: ClassVar[tuple[str, ...]]
+    """Names of tasks/metrics.py; the first one says which checkpoint is best."""
+    towers: ClassVar[bool] = False
+    """Whether the two inputs of a pair are read apart and then compared, rather than as one sequence."""
+    vocabulary: ClassVar[int | None] = None
+    """Number of ids where the inputs are ids; None where they are texts."""
+    classes: tuple[str, ...] | None = None
+    """Names of the classes as the files have them, by number; None where a number is told."""
+
+    def __init__(self, config: TaskConfig):
+        """Raises ConfigError where a setting does not fit the task."""
+        self.config = config
+
+    @abstractmethod
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        """The official files in a folder, by split: "train", "validation", "test" and any others, those that there
+        are. What `read` can read: each a file, or a folder of files that have one example each.
+        """
+
+    @abstractmethod
+    def read(self, file: Path) -> Iterator[Example]:
+        """The examples of one of `files`, or of another one of the same form, in its order.
+
+        Raises DataError naming file, line and mend for what is missing or malformed.
+        """
+
+    def class_of(self, label: str, place: Place) -> int:
+        """The number of a class by its name. Raises DataError naming the place."""
+        assert self.classes is not None
+        if label not in self.classes:
+            known = ", ".join(self.classes)
+            mend = f"{did_you_mean(label, self.classes)} Its labels are: {known}"
+            raise DataError(str(place), f'"{label[:80]}" is no label of {self.name}', mend)
+        return self.classes.index(label)
+
+
+def split_files(task: Task, folder: Path, split: str) -> list[Path]:
+    """The official files of one split. Raises DataError where the folder has none."""
+    if not folder.is_dir():
+        raise DataError(folder, "no such folder", f"Give the folder of {task.name}'s official files")
+    found = task.files(folder)
+    if not found.get(split):
+        there = f"It has: {', '.join(found)}" if found else f"It has none of {task.name}'s files"
+        raise DataError(folder, f'holds no "{split}" split of {task.name}', f"{there}. See docs/finetuning.md")
+    return found[split]
+
+
+def existing(folder: Path, names: dict[str, Sequence[str]]) -> dict[str, list[Path]]:
+    """Of official names by split, those splits whose files are all there."""
+    placed = {split: [folder / name for name in files] for split, files in names.items()}
+    return {split: files for split, files in placed.items() if all(file.exists() for file in files)}
