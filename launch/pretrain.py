@@ -13,6 +13,7 @@ import argparse
 from typing import Any
 
 from megasparse.config.command_line import config_from, config_parser
+from megasparse.config.schema import Config
 from megasparse.errors import report_user_errors
 from megasparse.training.signals import StopSignals
 
@@ -29,7 +30,7 @@ def arguments() -> argparse.Namespace:
 @report_user_errors
 def main() -> None:
     args = arguments()
-    config = config_from(args)
+    config = config_from(args, Config)
     if not args.dry_run:
         signals = StopSignals()
         signals.follow_launcher()

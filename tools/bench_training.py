@@ -44,7 +44,7 @@ AS_CONFIGURED = "as configured"
 @report_user_errors
 def main(given: Sequence[str] | None = None) -> None:
     args = arguments(given)
-    config = config_from(args)
+    config = config_from(args, Config)
     if args.steps < 1:
         raise ConfigError("--steps", f"{args.steps} is too few", "Write 1 or more")
     if config.model.source is not None:

@@ -6,20 +6,24 @@ from typing import Any
 from megasparse.config import deepspeed_section
 from megasparse.config.attention import LSHAttentionConfig, SmartBirdAttentionConfig, YOSOAttentionConfig
 from megasparse.config.buckets import lsh_buckets
+from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.parts import decoder_part, encoder_part
 from megasparse.config.pattern import WITHOUT_WEIGHTS, heads_of_layer, kinds
-from megasparse.config.schema import Config, MaskingConfig, ModelConfig, PositionsConfig
+from megasparse.config.schema import Config, MaskingConfig, ModelConfig, PositionsConfig, RunSettings
 from megasparse.errors import ConfigError
 
 
-def check(config: Config) -> None:
+def check(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks. What takes an import of seconds to tell comes last."""
     _check_sizes(config)
-    check_model(config.model)
-    _check_tokenizer(config)
-    _check_lengths(config)
-    _check_masking(config)
+    if isinstance(config, Config):
+        check_model(config.model)
+        _check_tokenizer(config)
+        _check_lengths(config)
+        _check_masking(config)
+    elif isinstance(config, FinetuneConfig):
+        _check_start(config)
     _check_batches(config)
     deepspeed_section.check_keys(config.deepspeed)
     _check_optimizer(config)
@@ -67,11 +71,37 @@ def _check_stack(model: ModelConfig) -> None:
         )
 
 
+def _check_start(config: FinetuneConfig) -> None:
+    start = config.start
+    given = {
+        "model": config.model is not None,
+        "start.checkpoint": start.checkpoint is not None,
+        "start.huggingface": start.huggingface is not None,
+    }
+    if sum(given.values()) != 1:
+        problem = f"{' and '.join(name for name in given if given[name]) or 'nothing'} given"
+        mend = "Give one of start.checkpoint, start.huggingface, and model (trained from its initial weights)"
+        raise ConfigError("start", problem, mend)
+    if start.attention is not None and start.huggingface is None:
+        raise ConfigError("start.attention", "replaces that of a HuggingFace model, and there is none", "Remove it")
+    if config.model is None:
+        return
+    check_model(config.model)
+    if config.model.kind == "encoder_decoder":
+        raise ConfigError("model.kind", '"encoder_decoder" has no one state a sequence', 'Set it to "encoder"')
+    for key, value in (("activations", start.activations), ("sha256", start.sha256)):
+        if value is not None:
+            raise ConfigError(f"start.{key}", f"{show(value)} is given, but nothing to start from", "Remove it")
+    if config.task.max_length > config.model.max_length:
+        problem = f"{config.task.max_length} tokens are more than model.max_length = {config.model.max_length}"
+        raise ConfigError("task.max_length", problem, "Lower it, or raise model.max_length")
+
+
 LARGEST = 2**31 - 1
 """Of every whole number: what a tensor's side and a position can be."""
 
 
-def _check_sizes(config: Config) -> None:
+def _check_sizes(config: RunSettings) -> None:
     def walk(key: str, value: Any) -> None:
         if isinstance(value, dict):
             for name, part in value.items():
@@ -433,7 +463,7 @@ def _check_masking(config: Config) -> None:
             raise ConfigError(key, f'{value} is for decoders, but model.kind = "encoder"', "Set it to 0")
 
 
-def _check_batches(config: Config) -> None:
+def _check_batches(config: RunSettings) -> None:
     training = config.training
     if training.global_batch % training.micro_batch:
         raise ConfigError(
@@ -443,7 +473,7 @@ def _check_batches(config: Config) -> None:
         )
 
 
-def _check_optimizer(config: Config) -> None:
+def _check_optimizer(config: RunSettings) -> None:
     """Adafactor factors each matrix' second moment and scales by its RMS; a flat partition of ZeRO or of bf16's master
     weights has lost the matrices, and the update changes with the number of ranks."""
     if config.optimizer.name != "adafactor" or config.run.engine != "deepspeed":

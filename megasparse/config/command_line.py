@@ -3,8 +3,7 @@
 import argparse
 import sys
 
-from megasparse.config.load import load_config
-from megasparse.config.schema import Config
+from megasparse.config.load import Settings, load_settings
 
 
 def config_parser(description: str | None) -> argparse.ArgumentParser:
@@ -26,9 +25,11 @@ def checkpoint_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def config_from(arguments: argparse.Namespace) -> Config:
-    """The Config that the arguments of `config_parser` name. With --print-config, print it and end the program."""
-    config = load_config(arguments.config, arguments.set)
+def config_from(arguments: argparse.Namespace, kind: type[Settings]) -> Settings:
+    """The configuration that the arguments of `config_parser` name. With --print-config, print it and end the
+    program.
+    """
+    config = load_settings(arguments.config, arguments.set, kind)
     if arguments.print_config:
         print(config.model_dump_json(indent=2))
         sys.exit(0)

@@ -15,7 +15,7 @@ class StartConfig(Section):
     checkpoint: str | None = None
     """A run's folder, or one of its checkpoints."""
     huggingface: str | None = None
-    """A folder with config.json, model.safetensors and tokenizer.json: a Reformer, a YOSO or what tools/convert_to_hf.py
+    """A folder with config.json, model.safetensors and tokenizer.json. A Reformer, a YOSO or what tools/convert_to_hf.py
     wrote becomes a model of ours; any other encoder or decoder of transformers stays what it is."""
     attention: AttentionConfig | None = None
     """Replaces the self-attention of a BERT, RoBERTa, XLM-RoBERTa or DistilBERT; null keeps it."""
@@ -39,9 +39,9 @@ class TaskConfig(Section):
     max_length: Positive = 512
     """Tokens of an input, special ones included. What is longer is cut, or refused (`too_long`)."""
     too_long: Literal["cut", "refuse"] = "cut"
-    """Inputs of more than `max_length` tokens: keep their beginning, telling how many there are; or stop at the first."""
+    """Inputs of more than `max_length` tokens: keep their beginning and tell how many there are, or stop at the first."""
     empty: Literal["refuse", "keep"] = "refuse"
-    """Inputs without any token: stop at the first; or keep them, telling how many there are."""
+    """Inputs without any token: stop at the first, or keep them and tell how many there are."""
     limit: Count = 0
     """Train on so many examples only, chosen by `run.seed`; 0 takes all."""
     text: list[str] = Field(default=["text"], min_length=1, max_length=2)

@@ -3,19 +3,26 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from megasparse.config import strict_json
 from megasparse.config.checks import check
 from megasparse.config.messages import as_config_error, show
-from megasparse.config.schema import Config
+from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import ConfigError
+
+Settings = TypeVar("Settings", bound=RunSettings)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, override and check one run's configuration.
+    """Read, override and check a pretraining run's configuration; see `load_settings`."""
+    return load_settings(path, overrides, Config)
+
+
+def load_settings(path: str | Path, overrides: Sequence[str], kind: type[Settings]) -> Settings:
+    """Read, override and check one run's configuration of a kind.
 
     path: a JSON file whose keys are those of the schema, none of them required.
     overrides: `section.key=value`, in order; the value is JSON, and a bare word that is no JSON is taken as a text.
@@ -30,19 +37,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     values = strict_json.parse(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(str(path), f"{show(values)} is not a configuration", "Write an object of sections: {...}")
-    return build_config(values, overrides)
+    return build_settings(values, overrides, kind)
 
 
 def build_config(values: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """A pretraining run's from values already parsed; see `build_settings`."""
+    return build_settings(values, overrides, Config)
+
+
+def build_settings(values: dict[str, Any], overrides: Sequence[str], kind: type[Settings]) -> Settings:
     """The same from values already parsed (a checkpoint's manifest, a test); `values` itself is not changed."""
     values = json.loads(json.dumps(values))
     for override in overrides:
         _set(values, override)
     try:
         # Through JSON, because there a list is a tuple's notation; in Python mode a strict schema refuses it.
-        config = Config.model_validate_json(json.dumps(values))
+        config = kind.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        raise as_config_error(error, Config, values) from None
+        raise as_config_error(error, kind, values) from None
     check(config)
     return config
 

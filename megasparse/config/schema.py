@@ -176,7 +176,7 @@ class OptimizerConfig(Section):
     warmup_steps: Count = 0
     """Steps of linear warm-up from 0."""
     final_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    """Cosine only: the last step's learning rate as a part of `learning_rate`."""
+    """Cosine and linear: the last step's learning rate as a part of `learning_rate`."""
 
 
 class EvaluationConfig(Section):

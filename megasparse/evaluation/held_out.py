@@ -56,6 +56,8 @@ def held_out(
 
     def evaluate(step: int) -> Found:
         due = {name for name, steps in every.items() if steps and step % steps == 0}
+        if not due:
+            return {}
         model.eval()
         try:
             found = losses() if "evaluation" in due else {}

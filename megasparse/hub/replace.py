@@ -43,6 +43,11 @@ from megasparse.ops.random import Draws
 NAME = "megasparse"
 ENTRY = "megasparse_attention"
 """Key of config.json that says what replaced the attention: {"attention", "max_length", "seed"}."""
+DRAWS, TARGETS = "megasparse_draws", "megasparse_targets"
+"""Arguments of a replaced model's forward by which a training loop gives the Draws of a pass, instead of the model's
+seed and number of passes, and the labels (B,) that mechanisms may learn from where the model has no head. Who gives the
+first one moves what moves once a step (`after_step`) itself.
+"""
 SELF_ATTENTION: dict[str, type[nn.Module]] = {
     "bert": BertSelfAttention,
     "roberta": RobertaSelfAttention,
@@ -156,9 +161,13 @@ class _Pass:
     seed: int
     step: int
     targets: Targets | None
+    given: Draws | None = None
+    """In place of those of the model's own seed and passes."""
     losses: list[Tensor] = field(default_factory=list)
 
     def draws(self, batch: int, training: bool) -> Draws:
+        if self.given is not None:
+            return self.given
         if not training:
             return Draws.evaluation(self.seed, batch)
         return Draws(self.seed, self.step, torch.arange(batch), training=True)
@@ -288,8 +297,10 @@ def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[A
         return None
     state = _state(model)
     state.pending = None
-    run = _Pass(model, state.seed, state.step, _targets(model, args, kwargs))
-    if model.training:
+    kwargs = dict(kwargs)
+    given, targets = kwargs.pop(DRAWS, None), kwargs.pop(TARGETS, None)
+    run = _Pass(model, state.seed, state.step, targets or _targets(model, args, kwargs), given)
+    if model.training and given is None:
         state.step += 1
         for mechanism in mechanisms(model):
             if isinstance(mechanism, RoutingAttention):  # moves by what the pass before has seen

@@ -113,6 +113,9 @@ class Transformer(Stack, ABC):
         super().__init__(config)
         self.head = OutputHead(config, self.embedding.weight)
         self.task_weight = min(mechanism.task_weight for _, mechanism in self.mechanisms())
+        # What is no text is not told, so that micro-batches can have unequally many tokens to tell.
+        self.uneven = any(token is not None for token in (config.padding_token, config.document_separator))
+        self.tells_code_length = config.kind == "decoder"  # an encoder sees both sides of a token
 
     @abstractmethod
     def task(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,7 @@ def build_task(config: TaskConfig) -> Task:
     if config.name not in PLACES:
         raise ConfigError("task.name", f'there is no task "{config.name}"', did_you_mean(config.name, PLACES))
     module = importlib.import_module(f"megasparse.tasks.{PLACES[config.name]}")
-    kinds = {kind.name: kind for kind in vars(module).values() if isinstance(kind, type) and hasattr(kind, "metrics")}
-    task: Task = kinds[config.name](config)
-    return task
+    for kind in vars(module).values():
+        if isinstance(kind, type) and issubclass(kind, Task) and getattr(kind, "name", None) == config.name:
+            return kind(config)
+    raise AssertionError(f"{module.__name__} has no task {config.name}")

@@ -1,7 +1,12 @@
-"""Files of rows, one example a row: tab-separated, CSV, JSON lines; every complaint names file, line and mend."""
+"""Files of rows, one example a row: tab-separated, CSV, JSON lines; every complaint names file, line and mend.
+
+A file whose name ends in .gz is decompressed as it is read.
+"""
 
 import csv
+import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +22,14 @@ def lines(file: Path) -> Iterator[tuple[Place, str]]:
 
     Raises DataError where it cannot be read, and for what is no UTF-8.
     """
+    for place, line in _whole_lines(file):
+        yield place, line.removesuffix("\n").removesuffix("\r")
+
+
+def _whole_lines(file: Path) -> Iterator[tuple[Place, str]]:
+    """The same with what ends them."""
     try:
-        with open(file, "rb") as stream:
+        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
             for number, raw in enumerate(stream, start=1):
                 place = Place(file, number)
                 try:
@@ -26,9 +37,10 @@ def lines(file: Path) -> Iterator[tuple[Place, str]]:
                 except UnicodeDecodeError as error:
                     problem = f"is no UTF-8 (byte 0x{raw[error.start]:02x} in column {error.start + 1})"
                     raise DataError(str(place), problem, "Convert the file: iconv -f latin1 -t utf-8") from None
-                yield place, text.removesuffix("\n").removesuffix("\r")
-    except OSError as error:
-        raise DataError(file, f"cannot be read ({error.strerror})", "Give a file of the task") from None
+                yield place, text
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(file, f"cannot be read ({reason})", "Give a file of the task, and a whole one") from None
 
 
 def tab_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[Place, dict[str, str]]]:
@@ -40,16 +52,19 @@ def tab_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[
     for place, line in lines(file):
         fields = line.split("\t")
         if names is None:
-            names = fields
+            names = _column_names(fields, place)
             continue
         if len(fields) != len(names):
             problem = f"{len(fields)} fields where there are {len(names)} columns ({', '.join(names)[:100]})"
             raise DataError(str(place), problem, "Put it right, or take the official file")
         yield place, dict(zip(names, fields, strict=True))
+    if names is None:
+        raise _empty(file)
 
 
 def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[Place, dict[str, str]]]:
-    """Rows of a CSV file (RFC 4180: quoted fields may hold commas, quotation marks and line ends).
+    """Rows of a CSV file (RFC 4180: quoted fields may hold commas, quotation marks and line ends). Empty
+    lines are passed over.
 
     columns: their names; None where the first row has them. A row's place is the line it begins on. Raises DataError.
     """
@@ -58,9 +73,9 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Iterato
 
     def texts() -> Iterator[str]:
         nonlocal last
-        for place, line in lines(file):
+        for place, line in _whole_lines(file):
             last = place.line or 0
-            yield line + "\n"
+            yield line
 
     names = list(columns) if columns is not None else None
     reader, first = csv.reader(texts(), strict=True), 1
@@ -71,24 +86,28 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Iterato
             mend = "Close the quotation mark, or double it inside a quoted field"
             raise DataError(str(Place(file, first)), f"is no CSV ({error})", mend) from None
         if fields is None:
-            return
+            break
         place, first = Place(file, first), last + 1
         if names is None:
-            names = fields
+            names = _column_names(fields, place)
         elif fields and len(fields) != len(names):
             problem = f"{len(fields)} fields where there are {len(names)} columns ({', '.join(names)[:100]})"
             raise DataError(str(place), problem, "Put it right: a field with a comma stands in quotation marks")
         elif fields:
             yield place, dict(zip(names, fields, strict=True))
+    if names is None:
+        raise _empty(file)
 
 
 def json_lines(file: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Objects, one a line. Raises DataError for a line that is none; empty lines are passed over."""
+    """Objects, one a line. Raises DataError for a line that is none, and for what only Python takes for JSON: a key
+    given twice, NaN, infinity. Empty lines are passed over.
+    """
     for place, line in lines(file):
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = json.loads(line, object_pairs_hook=_without_repeats, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
             raise DataError(str(place), f"is no JSON ({error})", "Write one object a line: {...}") from None
         if not isinstance(value, dict):
@@ -102,3 +121,27 @@ def field(row: dict[str, Any], column: str, place: Place) -> Any:
         mend = did_you_mean(column, [name for name in row if isinstance(name, str)])
         raise DataError(str(place), f'has no column "{column}"', mend)
     return row[column]
+
+
+def _column_names(names: list[str], place: Place) -> list[str]:
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            problem = f'two columns are called "{name[:80]}"'
+            raise DataError(str(place), problem, "Give each a name of its own: the first line has the names")
+    return names
+
+
+def _empty(file: Path) -> DataError:
+    return DataError(file, "is empty", "Its first line has the names of the columns")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f'the key "{next(key for key in keys if keys.count(key) > 1)}" is given twice')
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON's")

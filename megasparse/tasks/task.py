@@ -1,7 +1,7 @@
 """What a downstream task is: official files -> examples -> head -> loss -> metric."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -42,10 +42,12 @@ class Task(ABC):
     """A downstream task. A new one is a short file with a subclass, and its name in tasks/__init__.py."""
 
     name: ClassVar[str]
-    metrics: ClassVar[tuple[str, ...]]
+    metrics: tuple[str, ...]
     """Names of tasks/metrics.py; the first one says which checkpoint is best."""
     towers: ClassVar[bool] = False
     """Whether the two inputs of a pair are read apart and then compared, rather than as one sequence."""
+    source_is_file: ClassVar[bool] = False
+    """Whether `task.source` is the file to train on, rather than the folder of the official files."""
     vocabulary: ClassVar[int | None] = None
     """Number of ids where the inputs are ids; None where they are texts."""
     classes: tuple[str, ...] | None = None
@@ -54,6 +56,12 @@ class Task(ABC):
     def __init__(self, config: TaskConfig):
         """Raises ConfigError where a setting does not fit the task."""
         self.config = config
+
+    def resolved(self) -> TaskConfig:
+        """The configuration with what was found in the training file filled in, so that a task built from it needs
+        that file no more.
+        """
+        return self.config
 
     @abstractmethod
     def files(self, folder: Path) -> dict[str, list[Path]]:
@@ -80,7 +88,9 @@ class Task(ABC):
 
 def split_files(task: Task, folder: Path, split: str) -> list[Path]:
     """The official files of one split. Raises DataError where the folder has none."""
-    if not folder.is_dir():
+    if task.source_is_file and not folder.is_file():
+        raise DataError(folder, "no such file", f"Give the file to train on, of which {task.name} reads its examples")
+    if not task.source_is_file and not folder.is_dir():
         raise DataError(folder, "no such folder", f"Give the folder of {task.name}'s official files")
     found = task.files(folder)
     if not found.get(split):
@@ -89,7 +99,7 @@ def split_files(task: Task, folder: Path, split: str) -> list[Path]:
     return found[split]
 
 
-def existing(folder: Path, names: dict[str, Sequence[str]]) -> dict[str, list[Path]]:
+def existing(folder: Path, names: Mapping[str, Sequence[str]]) -> dict[str, list[Path]]:
     """Of official names by split, those splits whose files are all there."""
     placed = {split: [folder / name for name in files] for split, files in names.items()}
     return {split: files for split, files in placed.items() if all(file.exists() for file in files)}

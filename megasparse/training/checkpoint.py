@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from megasparse.config.schema import Config
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.schema import Config, RunSettings
 from megasparse.data.files import file_sha256
 from megasparse.errors import CheckpointError
 from megasparse.training.manifest import MANIFEST, RESTORE, read_manifest, size_of
@@ -119,9 +120,21 @@ class Checkpoint:
 
     @property
     def config(self) -> Config:
+        """The configuration of the pretraining run that wrote it. Raises CheckpointError as `settings` does, and where
+        it was another kind of run.
+        """
+        settings = self.settings
+        if not isinstance(settings, Config):
+            mend = "Use launch/evaluate.py --task, launch/predict.py"
+            raise CheckpointError(self.path, "is of a fine-tuned model", mend)
+        return settings
+
+    @property
+    def settings(self) -> RunSettings:
         """The configuration of the run that wrote it. Raises CheckpointError where this version cannot read it."""
+        kind = FinetuneConfig if "task" in self.manifest["config"] else Config
         try:
-            return Config.model_validate_json(json.dumps(self.manifest["config"]))
+            return kind.model_validate_json(json.dumps(self.manifest["config"]))
         except ValidationError as error:
             first = error.errors()[0]
             problem = f"its configuration is of another version: {'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -200,9 +213,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 def load_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Fill a freshly built module with the checkpoint's weights and persistent buffers.
 
-    Raises CheckpointError where their names or shapes differ from the module's.
+    Raises CheckpointError where their names or shapes differ from the module's. Frozen parameters are in no checkpoint,
+    and stay as they are.
     """
-    parameters = {**dict(module.named_parameters()), **persistent_buffers(module)}
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    parameters = {**trained, **persistent_buffers(module)}
     mend = "Build the model from the checkpoint's own configuration"
     for name in checkpoint.manifest["tensors"]["weight"]:
         if name not in parameters:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasparse.config.schema import Config
+from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Batch
 from megasparse.errors import ConfigError
 from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers, silent
@@ -55,14 +55,15 @@ class Engine(ABC):
     replicated = True
     """Every rank holds all of the state, so the ranks share out the parameters among them when they save."""
 
-    def __init__(self, model: nn.Module, config: Config, make_draws: MakeDraws, ranks: Ranks):
-        assert all(p.requires_grad for p in model.parameters()), "a checkpoint keeps trained weights only"
+    def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
         self.module, self.ranks, self._make_draws = model, ranks, make_draws
         self._forward_time = Stopwatch(ranks.device)
         self._clipping = config.training.gradient_clipping
-        # What is no text is not told, so that micro-batches can have unequally many tokens to tell.
-        self._uneven = any(x is not None for x in (config.model.padding_token, config.model.document_separator))
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._uneven = getattr(model, "uneven", False)
+        """Whether micro-batches can have unequally many tokens to tell."""
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        """What the optimizer updates and a checkpoint keeps; frozen weights are neither."""
+        self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
         self.optimizer: torch.optim.Optimizer
 
     def train_step(
@@ -172,7 +173,7 @@ class Engine(ABC):
 
 
 def build_engine(
-    model: nn.Module, config: Config, make_draws: MakeDraws, ranks: Ranks, checkpoint: Checkpoint | None = None
+    model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks, checkpoint: Checkpoint | None = None
 ) -> Engine:
     """The engine that `config.run.engine` names, with `model`'s weights or with those of `checkpoint`.
 
@@ -198,9 +199,9 @@ def _whole(masters: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> Iter
 class TorchEngine(Engine):
     """Plain torch in one process. In bf16 the model is a rounded copy of fp32 weights, as under DeepSpeed."""
 
-    def __init__(self, model: nn.Module, config: Config, make_draws: MakeDraws, ranks: Ranks):
+    def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
         super().__init__(model, config, make_draws, ranks)
-        self._masters: dict[str, Tensor] = dict(model.named_parameters())
+        self._masters: dict[str, Tensor] = dict(self._trained)
         self._rounded = config.training.precision == "bf16"
         if self._rounded:
             self._masters = {name: p.detach().clone() for name, p in self._masters.items()}
@@ -218,7 +219,7 @@ class TorchEngine(Engine):
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
         (objective / micro_batches).backward()
         if self._rounded:  # accumulate in fp32
-            for name, p in self.module.named_parameters():
+            for name, p in self._trained.items():
                 if p.grad is not None:
                     master, grad = self._masters[name], p.grad.float()
                     master.grad = grad if master.grad is None else master.grad + grad
@@ -239,7 +240,7 @@ class TorchEngine(Engine):
     @torch.no_grad()
     def _round(self) -> None:
         if self._rounded:
-            for name, p in self.module.named_parameters():
+            for name, p in self._trained.items():
                 p.copy_(self._masters[name])
 
     def _state(self) -> Iterator[Fragment]:
@@ -252,21 +253,21 @@ class TorchEngine(Engine):
 class DeepSpeedEngine(Engine):
     """ZeRO stage 0 to 3 on any number of ranks, optimizer and weights on the device or in CPU memory."""
 
-    def __init__(self, model: nn.Module, config: Config, make_draws: MakeDraws, ranks: Ranks):
+    def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
         super().__init__(model, config, make_draws, ranks)
         zero = config.deepspeed.get("zero_optimization", {})
         self._stage = int(zero.get("stage", 0))
         self._rounded = config.training.precision == "bf16"
         self._check(config)
         self.replicated = self._stage == 0
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self.optimizer = build_optimizer(model.parameters(), config.optimizer)
+        self._names = {id(p): name for name, p in self._trained.items()}
+        self.optimizer = build_optimizer(self._trained.values(), config.optimizer)
         self._engine = _import_deepspeed(ranks).initialize(
             model=model, optimizer=self.optimizer, config=_deepspeed_config(config, self._stage, ranks)
         )[0]
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
 
-    def _check(self, config: Config) -> None:
+    def _check(self, config: RunSettings) -> None:
         if config.optimizer.name == "adafactor" and (self._stage > 0 or self._rounded):
             problem = "adafactor needs each weight's own shape, and ZeRO hands the optimizer flat pieces"
             mend = 'Use "adamw", or fp32 with deepspeed.zero_optimization.stage 0, or run.engine="torch"'
@@ -286,7 +287,7 @@ class DeepSpeedEngine(Engine):
 
     def _update(self, wanted: bool) -> tuple[float, bool]:
         if self._stage == 0 and not self._rounded:  # here DeepSpeed would apply a gradient of NaN
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            gradients = [p.grad for p in self._trained.values() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients).item()
             if not (wanted and math.isfinite(norm)):
                 self._engine.zero_grad()
@@ -309,7 +310,7 @@ class DeepSpeedEngine(Engine):
     def _masters(self) -> dict[str, Tensor]:
         """ZeRO 0: parameter name -> fp32 weight."""
         if not self._rounded:
-            return dict(self.module.named_parameters())
+            return dict(self._trained)
         wrapper = self._engine.optimizer
         groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
         return {self._names[id(p)]: master for pair in groups for p, master in zip(*pair, strict=True)}
@@ -317,7 +318,7 @@ class DeepSpeedEngine(Engine):
     def _flattened(self) -> Iterator[Fragment]:
         """ZeRO 1 and 2: a parameter group is one vector, of which each rank updates a slice."""
         p: Any
-        for p in self.module.parameters():
+        for p in self._trained.values():
             mapping = p._hp_mapping
             if mapping is None:  # all of it is in another rank's slice
                 continue
@@ -331,7 +332,7 @@ class DeepSpeedEngine(Engine):
         """ZeRO 3: each parameter is cut evenly among the ranks, the last piece padded."""
         zero = self._engine.optimizer
         p: Any
-        for p in self.module.parameters():
+        for p in self._trained.values():
             name, size = self._names[id(p)], p.ds_tensor.ds_numel
             start = self.ranks.rank * size
             numel = min(size, p.ds_numel - start)
@@ -364,7 +365,7 @@ def _import_deepspeed(ranks: Ranks) -> Any:
     return deepspeed
 
 
-def _deepspeed_config(config: Config, stage: int, ranks: Ranks) -> dict[str, Any]:
+def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str, Any]:
     """DeepSpeed's configuration: the user's section, and what our own sections decide."""
     training = config.training
     share = training.micro_batch * ranks.world_size

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megasparse.config.schema import Config
+from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Step, WaitingStopped
 from megasparse.errors import LostPeer, StorageError, TrainingError
 from megasparse.training.checkpoint import Checkpoint
@@ -17,13 +17,14 @@ from megasparse.training.engine import Engine, StepResult
 from megasparse.training.monitor import Monitor
 from megasparse.training.saving import Saver
 from megasparse.training.schedule import learning_rate
+from megasparse.training.selection import Selection
 from megasparse.training.spikes import LossGuard
 from megasparse.training.stragglers import Stragglers
 from megasparse.training.watch import RollCall, StopWanted, Watch, call_roll
 
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
-"""step -> scalars, and texts and pictures for TensorBoard, by their names. Called on every rank, where it may raise
-StopWanted, on all of them together."""
+"""step -> scalars, and texts and pictures for TensorBoard, by their names; none where nothing is due. Called after
+every step on every rank, where it may raise StopWanted, on all of them together."""
 
 
 Damaged = dict[str, dict[str, int]]
@@ -33,7 +34,7 @@ Damaged = dict[str, dict[str, int]]
 class Progress:
     """How far a run is: what a checkpoint keeps of the loop."""
 
-    def __init__(self, start: Checkpoint | None, skip_loss_spikes: bool):
+    def __init__(self, start: Checkpoint | None, skip_loss_spikes: bool, selection: Selection | None):
         state: dict[str, Any] = start.state if start else {}
         self.step = start.step if start else 0
         self.sequences = start.sequences if start else 0
@@ -43,6 +44,9 @@ class Progress:
         """Step of the newest checkpoint."""
         self.guard = LossGuard(skip_loss_spikes)
         self.guard.restore(state.get("loss_guard", {}))
+        self.selection = selection
+        if selection is not None:
+            selection.restore(state.get("selection", {}))
 
     def advance(self, data: Step, skipped_sequences: int, result: StepResult) -> None:
         """One step is done; over all ranks, `skipped_sequences` of its sequences were damaged."""
@@ -56,6 +60,8 @@ class Progress:
         self.finish(saver)
         if self.saved != self.step:
             state = {"skipped_sequences": self.skipped_sequences, "loss_guard": self.guard.state()}
+            if self.selection is not None:
+                state["selection"] = self.selection.state()
             self._note(saver.save(engine, self.step, self.sequences, state))
 
     def finish(self, saver: Saver) -> None:
@@ -69,7 +75,7 @@ class Progress:
 
 def train(
     engine: Engine,
-    config: Config,
+    config: RunSettings,
     batches: Iterable[Step],
     saver: Saver,
     monitor: Monitor,
@@ -78,23 +84,32 @@ def train(
     stop_at: int | None = None,
     watch: Watch = Watch(),  # noqa: B008  (frozen)
     damage: Callable[[], Damaged] = dict,
-) -> None:
+    selection: Selection | None = None,
+) -> bool:
     """Train from after `start` to `config.training.steps`, saving as `config.checkpoint` says and at the end.
 
     stop_at: end after that step instead, saving; schedules still end at `training.steps`, so the run can go on exactly.
     watch: a stop that it wants on any rank takes effect on all of them before the next step, after a save.
-    damage: what this rank has found damaged in the data so far.
+    damage: what this rank has found damaged in the data so far. selection: keeps the best checkpoint, and ends training
+    where it is exhausted.
+
+    Returns whether the run is complete: all steps are done, or the selection ended it.
 
     Raises TrainingError after `training.max_skipped_steps` steps in a row that were not applied; StorageError where a
     checkpoint cannot be written; DataError where a rank cannot read its data, and LostPeer on the other ranks.
     """
     steps, source = config.training.steps, iter(batches)
-    here = Progress(start, config.training.skip_loss_spikes)
+    here = Progress(start, config.training.skip_loss_spikes, selection)
     last = min(steps, stop_at or steps)
     if here.step >= last:
         done = f"all {steps}" if last == steps else f"{here.step} of {steps}"
         monitor.say(f"nothing left to do: {done} steps are done (training.steps)")
-        return
+        return last == steps
+    if selection is not None:
+        saver.best = selection.step
+        if selection.exhausted:
+            monitor.say(f"nothing left to do: {selection.verdict()}")
+            return True
     stragglers, own_seconds, stall_seconds = Stragglers(engine.ranks.world_size), 0.0, 0.0
     guard = here.guard
 
@@ -125,22 +140,33 @@ def train(
             scalars |= {f"data/damaged_samples/{reason}": count for reason, count in _by_reason(found).items()}
             events.append(f"step {step}: {roll.skipped} sequences are damaged, others took their place; so far {found}")
         if evaluate is not None:
-            scalars |= _evaluate(evaluate, config, monitor, step)
+            scalars |= _evaluate(evaluate, monitor, step)
         monitor.write(step, scalars)
         for event in events:
             monitor.event(step, event)
         _stop_if_diverged(config, here, result)
 
         began = time.perf_counter()
-        if _due(step, config.checkpoint.every):
+        better = selection is not None and selection.note(step, scalars)
+        if better:
+            saver.best = step
+        if better or _due(step, config.checkpoint.every):
             here.save(engine, saver)
         stall_seconds = time.perf_counter() - began
+        if selection is not None and selection.exhausted:
+            break
     here.save(engine, saver)
     here.finish(saver)
     if here.saved != here.step:
         raise StorageError(saver.directory, f"step {here.step}, the last, is not saved", "Mend that and start again")
-    stopped = f"stopped after step {here.step} of {steps}, as asked; started again, the run goes on from there"
-    monitor.say(f"done: {steps} steps" if here.step == steps else stopped)
+    ended_early = selection is not None and selection.exhausted
+    told = f"stopped after step {here.step} of {steps}, as asked; started again, the run goes on from there"
+    if here.step == steps:
+        told = f"done: {steps} steps"
+    elif selection is not None and ended_early:
+        told = f"done early, after step {here.step} of {steps}: {selection.verdict()}"
+    monitor.say(told)
+    return here.step == steps or ended_early
 
 
 def _next(source: Iterator[Step], step: int, watch: Watch) -> Step | Exception:
@@ -174,11 +200,9 @@ def _agree(engine: Engine, saver: Saver, watch: Watch, data: Step | Exception, o
     return roll
 
 
-def _evaluate(evaluate: Evaluate, config: Config, monitor: Monitor, step: int) -> dict[str, float]:
-    """The scalars of an evaluation, if one is due and is not broken off; texts and pictures go to the monitor."""
+def _evaluate(evaluate: Evaluate, monitor: Monitor, step: int) -> dict[str, float]:
+    """The scalars of what is due, if it is not broken off; texts and pictures go to the monitor."""
     scalars: dict[str, float] = {}
-    if not any(_due(step, every) for every in (config.evaluation.every, config.logging.attention_quality_every)):
-        return scalars
     try:
         found = evaluate(step)
     except StopWanted:
@@ -193,7 +217,7 @@ def _evaluate(evaluate: Evaluate, config: Config, monitor: Monitor, step: int) -
     return scalars
 
 
-def _stop_if_diverged(config: Config, here: Progress, result: StepResult) -> None:
+def _stop_if_diverged(config: RunSettings, here: Progress, result: StepResult) -> None:
     if here.guard.skipped_in_a_row >= config.training.max_skipped_steps:
         raise TrainingError(
             f"step {here.step}: {here.guard.skipped_in_a_row} steps in a row were not applied "
@@ -206,7 +230,7 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _describe(config: Config, engine: Engine, here: Progress, result: StepResult, rate: float) -> dict[str, float]:
+def _describe(config: RunSettings, engine: Engine, here: Progress, result: StepResult, rate: float) -> dict[str, float]:
     scalars = {
         "train/loss": result.loss,
         "train/skipped_steps": here.step - engine.steps_done(),
@@ -216,7 +240,7 @@ def _describe(config: Config, engine: Engine, here: Progress, result: StepResult
         "optimizer/gradient_norm": result.grad_norm,
         **{f"model/{name}": value for name, value in result.statistics.items()},
     }
-    if config.model.kind == "decoder":  # an encoder sees both sides of a token: no code length
+    if getattr(engine.module, "tells_code_length", False):
         scalars["train/bits_per_dim"] = result.loss / math.log(2)
     return scalars
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megasparse.config.schema import Config
+from megasparse.config.schema import RunSettings
 from megasparse.data.files import replacing
 from megasparse.errors import ConfigError
 from megasparse.training.board import Board
@@ -37,7 +37,7 @@ class Monitor:
     metrics.jsonl has exactly one line a step.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, start_step: int, flops_per_token: float | None = None):
+    def __init__(self, config: RunSettings, ranks: Ranks, start_step: int, flops_per_token: float | None = None):
         self.writing = ranks.rank == 0
         self._every, self._steps = config.logging.every, config.training.steps
         self._device, self._world_size = ranks.device, ranks.world_size

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megasparse.config.schema import Config
+from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.identity import differences, flatten, versions
@@ -30,6 +30,12 @@ FREE_TO_CHANGE = (
     "data.tokenizer",
     "data.prefetch",
     "data.max_damaged",
+    "start.checkpoint",  # its sha256 counts, as that of the next one
+    "start.huggingface",
+    "start.activations",
+    "task.source",  # the fingerprint of the examples counts
+    "task.validation",
+    "training.epochs",
     "training.steps",
     "training.micro_batch",
     "training.skip_loss_spikes",
@@ -129,15 +135,16 @@ def _check_data(checkpoint: Checkpoint, saver: Saver) -> None:
     now = flatten({"data": saver.data_fingerprint, "tokenizer": saver.tokenizer})
     if changed := [key for key in _changed(then, now) if key != "data" or then["data"] != NO_DATA]:
         problem = f"it was trained on other data: {_listed(then, now, changed)}"
-        mixed_then, mixed_now = ({"data.mixture": config.data.mixture} for config in (checkpoint.config, saver.config))
+        mixed_then, mixed_now = ({"data.mixture": _mixture(each)} for each in (checkpoint.settings, saver.config))
         if mixed_then != mixed_now:
             problem += f"; {_listed(mixed_then, mixed_now, ['data.mixture'])}"
-        mend = "Point data.path or data.mixture at the data it was trained on, or choose another run.directory"
+        keys = "data.path or data.mixture" if isinstance(saver.config, Config) else "task.source"
+        mend = f"Point {keys} at the data it was trained on, or choose another run.directory"
         raise CheckpointError(checkpoint.path, problem, mend)
 
 
-def _check_config(checkpoint: Checkpoint, config: Config, allow_changed: bool, ranks: Ranks) -> None:
-    then, now = (flatten(json.loads(one.model_dump_json())) for one in (checkpoint.config, config))
+def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bool, ranks: Ranks) -> None:
+    then, now = (flatten(json.loads(one.model_dump_json())) for one in (checkpoint.settings, config))
     changed = _changed(then, now)
     kept = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)]
     if checkpoint.manifest["data_fingerprint"] == NO_DATA:  # nothing has been computed yet
@@ -154,6 +161,10 @@ def _check_config(checkpoint: Checkpoint, config: Config, allow_changed: bool, r
     if ranks.rank == 0 and "training.steps" in changed and checkpoint.step:
         moved = "training.steps: {} -> {}; a cosine schedule now ends there, so the learning rate differs from here on"
         print(moved.format(then["training.steps"], now["training.steps"]), file=sys.stderr)
+
+
+def _mixture(config: RunSettings) -> dict[str, float]:
+    return config.data.mixture if isinstance(config, Config) else {}
 
 
 def _changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasparse.config.schema import Config
+from megasparse.config.schema import RunSettings
 from megasparse.data.files import sync_folder
 from megasparse.errors import CheckpointError, StorageError, TrainingError, UserError
 from megasparse.training.engine import Engine
@@ -40,17 +40,20 @@ UNTOUCHED = "Older checkpoints are untouched"
 
 @dataclass(eq=False)
 class Saver:
-    """Saves a run's checkpoints, and keeps the newest `config.checkpoint.keep` of them; knows what tells runs apart.
+    """Saves a run's checkpoints, and keeps the newest `config.checkpoint.keep` of them and the best; knows what tells
+    runs apart.
 
     watch: told of every block that is written or verified, and when this rank's part is written.
     """
 
-    config: Config
+    config: RunSettings
     ranks: Ranks
     data_fingerprint: str
     tokenizer: dict[str, str]
     """`name` and `sha256`."""
     watch: Watch = field(default_factory=Watch)
+    best: int | None = field(default=None, init=False)
+    """Step of the checkpoint that is kept whatever its age."""
     _under_way: "_Save | None" = field(default=None, init=False)
     _copy: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
     """This rank's numbers as an asynchronous save found them; the memory is kept for the next."""
@@ -165,6 +168,7 @@ class Saver:
             finally:
                 hint.unlink(missing_ok=True)
             older = [path for path in list_checkpoints(self.directory) if int(path.name) < int(newest.name)]
+            older = [path for path in older if int(path.name) != self.best]
             for old in older[: max(0, len(older) + 1 - self.config.checkpoint.keep)]:
                 self.watch.alive(f"deleting {old}")
                 remove(old)

@@ -10,17 +10,19 @@ import pytest
 
 from megasparse.config.command_line import checkpoint_parser, config_from, config_parser
 from megasparse.config.load import load_config
+from megasparse.config.schema import Config
 from megasparse.errors import report_user_errors
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.json")
 PROGRAM = """
 from megasparse.config.command_line import config_from, config_parser
+from megasparse.config.schema import Config
 from megasparse.errors import report_user_errors
 
 @report_user_errors
 def main():
-    print(config_from(config_parser("A launcher.").parse_args()).training.steps)
+    print(config_from(config_parser("A launcher.").parse_args(), Config).training.steps)
 
 main()
 """
@@ -73,7 +75,7 @@ except SystemExit as end:
 
 def test_print_config_prints_all_defaults_and_stops(capsys):
     with pytest.raises(SystemExit) as caught:
-        config_from(config_parser("x").parse_args(["--config", QUICKSTART, "--set", "run.seed=5", "--print-config"]))
+        config_from(config_parser("x").parse_args(["--config", QUICKSTART, "--set", "run.seed=5", "--print-config"]), Config)
     assert caught.value.code == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(load_config(QUICKSTART, ["run.seed=5"]).model_dump_json())

@@ -16,6 +16,8 @@ from megasparse.training.ranks import Ranks
 class TinyModel(nn.Module):
     """Predicts token t from token t−1. Its sizes divide by no number of ranks, so that every partition is padded."""
 
+    tells_code_length = True
+
     def __init__(self, seed: int = 0, width: int = 13):
         super().__init__()
         self.embedding = nn.Embedding(256, width)

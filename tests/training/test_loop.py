@@ -40,6 +40,9 @@ def launch(
     evaluated = []
 
     def evaluate(step: int) -> dict[str, float | str]:
+        every = config.evaluation.every
+        if not every or step % every:
+            return {}
         evaluated.append(step)
         return {"evaluation/bits_per_dim": 8.0 / step, "evaluation/sample": "text"}
 
@@ -175,6 +178,8 @@ def test_S1_a_stop_breaks_an_evaluation_off(tmp_path: Path) -> None:
     config, wanted = tiny_config(tmp_path, evaluation={"every": 6}), []
 
     def evaluate(step: int) -> dict[str, float]:
+        if step < 6:
+            return {}
         wanted.append(step)
         raise StopWanted
 

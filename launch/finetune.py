@@ -1,0 +1,81 @@
+"""Fine-tune a pretrained model on a downstream task, or on one's own CSV or JSONL file.
+
+    python launch/finetune.py --config configs/finetune/quick.json                       # a minute on a CPU
+    python launch/finetune.py --config configs/finetune/own_data_4k.json --set task.source=reviews.csv \\
+        --set 'task.text=["review"]' --set task.label=stars --set start.huggingface=models/encoder
+    deepspeed launch/finetune.py --config configs/finetune/glue_mnli.json                # every GPU of this machine
+    python launch/finetune.py --config configs/finetune/quick.json --dry-run             # will it fit?
+
+The best checkpoint by the task's metric is kept beside the newest; started again, the run goes on from the newest.
+Then launch/evaluate.py --task and launch/predict.py work on the run's folder.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from megasparse.config.command_line import config_from, config_parser
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.errors import report_user_errors
+from megasparse.training.signals import StopSignals
+
+
+def arguments() -> argparse.Namespace:
+    parser = config_parser(__doc__)
+    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="the checkpoint to go on from")
+    parser.add_argument("--allow-changed-config", action="store_true", help="resume although the configuration differs")
+    parser.add_argument("--stop-at", type=int, metavar="STEP", help="save and end after this step")
+    parser.add_argument("--dry-run", action="store_true", help="predict the memory it takes; writes nothing")
+    return parser.parse_args()
+
+
+@report_user_errors
+def main() -> None:
+    args = arguments()
+    config = config_from(args, FinetuneConfig)
+    signals = StopSignals()
+    signals.follow_launcher()
+    # Imported when the configuration is known to be right: a mistake in it should not take seconds to be told.
+    from megasparse.ops.random import Draws
+    from megasparse.tasks.run import open_run
+    from megasparse.tasks.scoring import validation
+    from megasparse.training.engine import build_engine
+    from megasparse.training.loop import train
+    from megasparse.training.monitor import Monitor
+    from megasparse.training.ranks import start_ranks
+    from megasparse.training.resume import find_start
+    from megasparse.training.saving import Saver
+    from megasparse.training.selection import Selection
+    from megasparse.training.watch import watching
+
+    ranks = start_ranks(config.run)
+    run = open_run(config, lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None)
+    config, directory = run.config, Path(run.config.run.directory)
+
+    def make_draws(step: int, samples: Any) -> Draws:
+        return Draws(config.run.seed, step, samples, training=True)
+
+    with watching(config.run, ranks, signals) as watch:
+        tokenizer = {"name": run.start.tokenizer.name, "sha256": run.start.tokenizer.sha256}
+        saver = Saver(config, ranks, run.fingerprint, tokenizer, watch)
+        start = find_start(args.resume, saver, args.allow_changed_config)
+        step, position = (start.step, start.sequences) if start else (0, 0)
+        if ranks.rank == 0:
+            run.start.write(directory)
+        selection = Selection(f"evaluation/{config.evaluation.metric}", config.evaluation.patience)
+        engine = build_engine(run.model, config, make_draws, ranks, start)
+        evaluate = validation(run, engine, watch)
+        with Monitor(config, ranks, step) as monitor:
+            batches = run.batches(ranks, position)
+            complete = train(
+                engine, config, batches, saver, monitor, start, evaluate, args.stop_at, watch, selection=selection
+            )
+        if complete and ranks.rank == 0:
+            selection.write(directory / "best.json")
+        engine.close()
+        ranks.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Encoded examples to micro-batches. B batch, L length."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megasparse.data.batches import Batch, Step
+from megasparse.data.order import permutation
+from megasparse.tasks.encoding import Encoded
+from megasparse.training.ranks import Ranks
+
+MULTIPLE = 8
+"""Lengths of batches are rounded up to a multiple of this: fewer shapes, and whole tiles on a GPU."""
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Sequences of a batch beside each other."""
+
+    tokens: Tensor
+    """int64 (B, L), 0 where there is no token."""
+    types: Tensor
+    """int64 (B, L): 1 in the second segment."""
+    lengths: Tensor
+    """int64 (B,): real tokens, which come first; at least 1."""
+
+    @property
+    def mask(self) -> Tensor | None:
+        """bool (B, L), true for real tokens; None where all are."""
+        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        mask = places < self.lengths.unsqueeze(1)
+        return None if bool(mask.all()) else mask
+
+    def to(self, device: torch.device) -> "Padded":
+        return Padded(self.tokens.to(device), self.types.to(device), self.lengths.to(device))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A micro-batch of examples: what stands in `Batch.tokens` of a pretraining run."""
+
+    sequences: tuple[Padded, ...]
+    """One, or two of a task with towers."""
+    labels: Tensor | None
+    """(B,) int64 classes or fp32 numbers; None where the files have none."""
+
+    def to(self, device: torch.device) -> "Inputs":
+        labels = None if self.labels is None else self.labels.to(device)
+        return Inputs(tuple(each.to(device) for each in self.sequences), labels)
+
+    def numel(self) -> int:
+        """Tokens read, padding left out."""
+        return sum(int(each.lengths.sum()) for each in self.sequences)
+
+
+def collate(examples: Sequence[Encoded], limit: int) -> Inputs:
+    """limit: tokens of the longest sequence that the model takes. An example without any token reads the id 0."""
+    towers = range(len(examples[0].sequences))
+    labels = [example.label for example in examples]
+    known = None
+    if all(label is not None for label in labels):
+        known = torch.tensor(labels)
+        known = known.float() if known.is_floating_point() else known
+    return Inputs(tuple(_padded([example.sequences[i] for example in examples], limit) for i in towers), known)
+
+
+def _padded(sequences: Sequence[Any], limit: int) -> Padded:
+    lengths = [max(1, len(each.tokens)) for each in sequences]
+    width = min(limit, -(-max(lengths) // MULTIPLE) * MULTIPLE)
+    tokens, types = (np.zeros((len(sequences), width), dtype=np.int64) for _ in range(2))
+    for row, each in enumerate(sequences):
+        tokens[row, : len(each.tokens)] = each.tokens
+        types[row, : len(each.types)] = each.types
+    return Padded(torch.from_numpy(tokens), torch.from_numpy(types), torch.tensor(lengths))
+
+
+class ExampleBatches(Iterator[Step]):
+    """Endless iterator of `Step`s over examples in memory: epochs follow each other, in each every example comes once.
+
+    Which one comes i-th is a pure function of (seed, i); the ranks share each global batch out among them whatever
+    their number. Inside a global batch examples of like length stand together, so that micro-batches have little
+    padding; each keeps the global sample number that its draws depend on.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Encoded],
+        *,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        ranks: Ranks,
+        limit: int,
+        start: int = 0,
+    ):
+        """start: the global sample number to begin at, a checkpoint's position. limit: as `collate` has it."""
+        self.examples, self.seed, self.limit = examples, seed, limit
+        self.global_batch, self.micro_batch, self.ranks = global_batch, micro_batch, ranks
+        self.position = start
+        self._epoch: tuple[int, np.ndarray] | None = None
+
+    def __next__(self) -> Step:
+        samples = range(self.position, self.position + self.global_batch)
+        self.position = samples.stop
+        located = sorted(((self._locate(sample), sample) for sample in samples), key=lambda one: _length(one[0]))
+        share = self.micro_batch * self.ranks.world_size
+        batches = []
+        for first in range(self.ranks.rank * self.micro_batch, self.global_batch, share):
+            mine = located[first : first + self.micro_batch]
+            numbers = torch.tensor([sample for _, sample in mine])
+            inputs: Any = collate([example for example, _ in mine], self.limit)
+            batches.append(Batch(inputs, numbers, self.position))
+        return Step(batches, self.position, 0.0)
+
+    def _locate(self, sample: int) -> Encoded:
+        epoch, place = divmod(sample, len(self.examples))
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, permutation(len(self.examples), self.seed, epoch))
+        return self.examples[int(self._epoch[1][place])]
+
+
+def fingerprint(examples: Sequence[Encoded]) -> str:
+    """A sha256 of what is trained on: tokens and labels, in order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(f"{example.label!r} {[len(each.tokens) for each in example.sequences]}\n".encode())
+        for each in example.sequences:
+            digest.update(each.tokens.tobytes())
+    return digest.hexdigest()
+
+
+def _length(example: Encoded) -> int:
+    return max(len(each.tokens) for each in example.sequences)

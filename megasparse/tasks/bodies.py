@@ -1,0 +1,104 @@
+"""Pretrained models as what a head reads: the final states of every token. B batch, L length, E width."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasparse.attention.contract import Targets
+from megasparse.attention.heads import Padding
+from megasparse.config.schema import ModelConfig
+from megasparse.model.stack import Stack
+from megasparse.ops.random import Draws
+from megasparse.tasks.batches import Padded
+
+
+class Body(nn.Module, ABC):
+    """What reads a sequence."""
+
+    width: int
+    """E."""
+    causal: bool
+    """Whether a token's state knows only what stands before it, and itself."""
+    vocabulary: int
+    longest: int
+    """Tokens of the longest sequence."""
+    task_weight: float = 1.0
+    """Of the task's loss beside the mechanisms'."""
+
+    @abstractmethod
+    def forward(self, read: Padded, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The states (B, L, E) fp32, and the sum of what the mechanisms want to be minimised beside the task.
+
+        classes: (B,) int64, what a sketch of Smart Bird's learns from (objective "pooled").
+        """
+
+
+class MegasparseBody(Body):
+    """The embedding and the blocks of a model of ours, and a norm of its own over the final streams side by side."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.stack = Stack(config)
+        self.causal, self.vocabulary, self.longest = config.kind != "encoder", config.vocabulary, config.max_length
+        self.width = config.d_model * (2 if config.blocks == "reversible" else 1)
+        self.norm = nn.LayerNorm(self.width, eps=config.norm_eps)
+        self.task_weight = min(mechanism.task_weight for _, mechanism in self.stack.mechanisms())
+        self.pooled_sketch = config.attention.smart_bird.objective == "pooled"
+
+    def forward(self, read: Padded, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+        mask = read.mask
+        if self.causal and mask is not None:  # the start vector stands before the first token
+            mask = nn.functional.pad(mask, (1, 0), value=True)
+        targets = Targets(classes, None) if classes is not None and self.pooled_sketch else None
+        streams, auxiliary, _ = self.stack.streams(read.tokens, draws, Padding(mask), targets)
+        states = torch.cat([x.float() for x in streams], dim=-1)
+        states = states[:, 1:] if self.causal else states  # position p has read p tokens
+        norm = self.norm
+        return nn.functional.layer_norm(
+            states, (self.width,), norm.weight.float(), norm.bias.float(), norm.eps
+        ), auxiliary
+
+
+class HuggingFaceBody(Body):
+    """A model of transformers without its head, whose attention may be replaced.
+
+    Its dropout draws from torch's generators, which are seeded by the step and the samples for each pass, so that a
+    resumed run draws the same.
+    """
+
+    def __init__(self, model: Any, causal: bool, longest: int):
+        super().__init__()
+        self.model, self.causal, self.longest = model, causal, longest
+        self.vocabulary, self.width = model.config.vocab_size, model.config.hidden_size
+        self.replaced = hasattr(model, "_megasparse")
+        self.typed = getattr(model.config, "type_vocab_size", 0) > 1
+        if self.replaced:
+            from megasparse.hub.replace import mechanisms
+
+            self.task_weight = min(mechanism.task_weight for mechanism in mechanisms(model))
+
+    def forward(self, read: Padded, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+        mask = read.mask
+        given: dict[str, Any] = {"input_ids": read.tokens, "attention_mask": None if mask is None else mask.long()}
+        if self.typed:
+            given["token_type_ids"] = read.types
+        if self.replaced:
+            from megasparse.hub.replace import DRAWS, TARGETS
+
+            given |= {DRAWS: draws, TARGETS: None if classes is None else Targets(classes, None)}
+        if not draws.training:
+            return self._states(given)
+        devices = [read.tokens.device] if read.tokens.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(draws.key(-1, f"transformers {draws.samples.tolist()}") >> 1)
+            return self._states(given)
+
+    def _states(self, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        states = self.model(**given).last_hidden_state.float()
+        if not self.replaced:
+            return states, torch.zeros((), device=states.device)
+        from megasparse.hub.replace import auxiliary_loss
+
+        return states, auxiliary_loss(self.model)

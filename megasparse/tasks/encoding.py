@@ -1,0 +1,160 @@
+"""Examples to token ids. Nothing is dropped: what is cut or empty is counted and told, or refused. L length."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from megasparse.data.tokenizers import Tokenizer
+from megasparse.errors import ConfigError, DataError
+from megasparse.tasks.task import Example, Input, Place, Task
+
+LINE_END = 10
+"""Byte between two segments where a model has no separator."""
+
+
+class Segments(NamedTuple):
+    """A sequence that the model reads at once."""
+
+    tokens: np.ndarray
+    """int64 (L,)."""
+    types: np.ndarray
+    """int64 (L,): 1 in the second segment, 0 elsewhere."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An example as the model reads it."""
+
+    sequences: tuple[Segments, ...]
+    """One, or two of a task with towers."""
+    label: int | float | None
+    place: Place
+    name: str
+
+
+@dataclass
+class Counts:
+    """What became of a split's examples."""
+
+    examples: int = 0
+    cut: int = 0
+    """Inputs that were longer than the model takes, of which only the beginning is left."""
+    empty: int = 0
+    longest: int = 0
+    """Tokens of the longest input before it was cut."""
+    first_cut: Place | None = None
+    first_empty: Place | None = None
+    labels: dict[str, int] = field(default_factory=dict)
+    """Examples of each class."""
+
+    def lines(self, split: str, limit: int) -> list[str]:
+        """The report for people."""
+        found = [f"{split}: {self.examples:,} examples, the longest of {self.longest:,} tokens"]
+        if self.labels:
+            found[0] += "; " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.labels.items()))
+        if self.cut:
+            found.append(
+                f"{split}: {self.cut:,} inputs of more than {limit:,} tokens keep only their beginning, the first in "
+                f"{self.first_cut}. Raise task.max_length to read more of them"
+            )
+        if self.empty:
+            found.append(f"{split}: {self.empty:,} inputs are empty, the first in {self.first_empty}")
+        return found
+
+
+class Encoder:
+    """Puts a task's inputs into the form a pretrained model knows: [begin] A [separator], or [begin] A [separator] B
+    [separator], where its tokenizer has these; else A, or A, a line end and B.
+    """
+
+    def __init__(self, task: Task, tokenizer: Tokenizer | None, vocabulary: int, separators: int = 1):
+        """tokenizer: None where the task's inputs are ids. vocabulary: of the model; special tokens that it has no room
+        for are left out. separators: between two segments (RoBERTa has 2).
+        """
+        self.task, self.tokenizer, self.config = task, tokenizer, task.config
+        special = tokenizer.special if tokenizer is not None else None
+        self.special = special if special is not None and max(special.begin, special.separator) < vocabulary else None
+        self.separators = separators
+        self.counts = Counts()
+
+    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
+        """Each example; `counts` tells what became of them. Raises DataError naming the place of an input that is empty
+        or too long where the configuration refuses these; ConfigError where task.max_length has no room for any text.
+        """
+        self.counts = Counts()
+        for example in examples:
+            self.counts.examples += 1
+            if self.task.classes is not None and example.label is not None:
+                name = self.task.classes[int(example.label)]
+                self.counts.labels[name] = self.counts.labels.get(name, 0) + 1
+            groups = [(each,) for each in example.inputs] if self.task.towers else [example.inputs]
+            sequences = tuple(self._join(group, example.place) for group in groups)
+            yield Encoded(sequences, example.label, example.place, example.name)
+
+    def _join(self, inputs: tuple[Input, ...], place: Place) -> Segments:
+        parts = [self._ids(each, place) for each in inputs]
+        frame = self._frame(len(parts))
+        whole = sum(map(len, parts)) + sum(map(len, frame))
+        self.counts.longest = max(self.counts.longest, whole)
+        if whole > self.config.max_length:
+            self._refuse_or_count_cut(whole, place)
+            room = self.config.max_length - sum(map(len, frame))
+            if room < len(parts):
+                problem = f"{self.config.max_length} leaves no room for a text beside {sum(map(len, frame))} special tokens"
+                raise ConfigError("task.max_length", problem, "Raise it")
+            parts = cut(parts, room)
+        pieces = [frame[0]]
+        for part, end in zip(parts, frame[1:], strict=True):
+            pieces += [part, end]
+        first = len(frame[0]) + len(parts[0]) + len(frame[1])
+        tokens = np.concatenate(pieces)
+        return Segments(tokens, (np.arange(len(tokens)) >= first).astype(np.int64))
+
+    def _frame(self, segments: int) -> list[np.ndarray]:
+        """What stands before, between and after the segments."""
+        if self.special is None:
+            between = [LINE_END] if self.tokenizer is not None and self.tokenizer.name == "bytes" else []
+            ids: list[list[int]] = [[], *[between] * (segments - 1), []]
+        else:
+            separator = [self.special.separator]
+            ids = [[self.special.begin], *[separator * self.separators] * (segments - 1), separator]
+        return [np.array(each, dtype=np.int64) for each in ids]
+
+    def _ids(self, value: Input, place: Place) -> np.ndarray:
+        if isinstance(value, str):
+            assert self.tokenizer is not None, "a task of texts has a tokenizer"
+            tokens = self.tokenizer.encode(value).numpy()
+        else:
+            tokens = value
+        if not len(tokens):
+            if self.config.empty == "refuse":
+                problem = "is empty: the model has nothing to read"
+                mend = 'Remove it, or keep such examples, telling how many: --set task.empty="keep"'
+                raise DataError(str(place), problem, mend)
+            self.counts.empty += 1
+            self.counts.first_empty = self.counts.first_empty or place
+        return tokens
+
+    def _refuse_or_count_cut(self, whole: int, place: Place) -> None:
+        limit = self.config.max_length
+        if self.config.too_long == "refuse":
+            mend = 'Raise task.max_length, or keep the beginning of such examples: --set task.too_long="cut"'
+            raise DataError(str(place), f"{whole:,} tokens are more than task.max_length = {limit:,}", mend)
+        self.counts.cut += 1
+        self.counts.first_cut = self.counts.first_cut or place
+
+
+def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:
+    """The beginnings of the parts, `room` tokens together, as HuggingFace's tokenizers cut them (longest first): of two,
+    the longer one alone, but not below half; of equal ones the second is the longer.
+    """
+    lengths = [len(part) for part in parts]
+    if len(parts) == 1:
+        lengths = [min(lengths[0], room)]
+    elif sum(lengths) > room:
+        short, long = (1, 0) if lengths[0] > lengths[1] else (0, 1)
+        lengths[short] = min(lengths[short], room // 2)
+        lengths[long] = room - lengths[short]
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]

@@ -1,0 +1,103 @@
+"""A pretrained body with a head for a task. B batch, L length, E width, C classes, or 1 where a number is told."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.config.finetuning import HeadConfig
+from megasparse.ops.random import Draws, derive, dropout
+from megasparse.tasks.batches import Inputs, Padded
+from megasparse.tasks.bodies import Body
+
+DEVIATION = 0.02
+"""Of a new head's weights, as BERT's."""
+
+
+class Head(nn.Module):
+    """tanh(W·dropout(x)) and a linear layer after another dropout, as RoBERTa's; of a pair read apart x is
+    [u, v, u·v, u − v] (Long Range Arena's, Tay et al. 2021).
+    """
+
+    def __init__(self, width: int, outputs: int, config: HeadConfig, towers: bool, seed: int):
+        super().__init__()
+        width_in, hidden = width * (4 if towers else 1), config.hidden or width
+        self.rate, self.towers = config.dropout, towers
+        self.dense, self.output = nn.Linear(width_in, hidden), nn.Linear(hidden, outputs)
+        for name, layer in (("dense", self.dense), ("output", self.output)):
+            generator = torch.Generator().manual_seed(derive(seed, "initial head", name) >> 1)
+            with torch.no_grad():
+                layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * DEVIATION)
+                layer.bias.zero_()
+
+    def forward(self, pooled: list[Tensor], draws: Draws) -> Tensor:
+        """pooled: (B, E) of each sequence. Returns (B, C) fp32."""
+        x = pooled[0]
+        if self.towers:
+            u, v = pooled
+            x = torch.cat([u, v, u * v, u - v], dim=-1)
+        x = self._dropped(x.to(self.dense.weight.dtype), draws, "head dropout")
+        x = self._dropped(torch.tanh(self.dense(x)), draws, "second head dropout")
+        return self.output(x).float()
+
+    def _dropped(self, x: Tensor, draws: Draws, purpose: str) -> Tensor:
+        if not draws.training:
+            return x
+        return dropout(x.unsqueeze(1), self.rate, draws.key(-1, purpose), draws.rows(1, x.device)).squeeze(1)
+
+
+class TaskModel(nn.Module):
+    """Tells each example's class, or its number, and learns it from labels."""
+
+    uneven = False
+
+    def __init__(self, body: Body, outputs: int, config: HeadConfig, towers: bool, seed: int):
+        """outputs: number of classes; 1 to tell a number."""
+        super().__init__()
+        self.body, self.outputs = body, outputs
+        self.pooling = config.pooling or ("last" if body.causal else "mean")
+        self.head = Head(body.width, outputs, config, towers, seed)
+
+    def forward(self, inputs: Inputs, draws: Draws) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective, mean cross-entropy in nats of an example, or mean squared error, and what the mechanisms add;
+        and statistics: `nats` the sum over examples of either, `tokens` their number, `accuracy` of classes; out of
+        training also `told`, (B, C). Without labels all but `told` are 0.
+        """
+        classes = inputs.labels if self.outputs > 1 and draws.training else None
+        told, auxiliary = self.told(inputs, draws, classes)
+        count = torch.tensor(float(len(told)), device=told.device)
+        loss, found = torch.zeros((), device=told.device), {"tokens": count}
+        if inputs.labels is not None:
+            if self.outputs == 1:
+                loss = F.mse_loss(told.squeeze(1), inputs.labels.float())
+            else:
+                loss = F.cross_entropy(told, inputs.labels)
+                found["accuracy"] = (told.argmax(1) == inputs.labels).float().mean()
+        found["nats"] = loss.detach() * count
+        if not draws.training:
+            found["told"] = told
+        weight: Any = self.body.task_weight
+        return weight * loss + auxiliary, found
+
+    def told(self, inputs: Inputs, draws: Draws, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(B, C) fp32: unnormalised log-probabilities of the classes, or numbers; and the mechanisms' losses. classes:
+        (B,), in training, for the mechanisms.
+        """
+        pooled, auxiliary = [], torch.zeros((), device=inputs.sequences[0].tokens.device)
+        for read in inputs.sequences:
+            states, own = self.body(read, draws, classes)
+            pooled.append(self._pool(states, read))
+            auxiliary = auxiliary + own
+        return self.head(pooled, draws), auxiliary
+
+    def _pool(self, states: Tensor, read: Padded) -> Tensor:
+        """(B, L, E) to (B, E)."""
+        rows = torch.arange(len(states), device=states.device)
+        if self.pooling == "first":
+            return states[:, 0]
+        if self.pooling == "last":
+            return states[rows, read.lengths - 1]
+        mask = read.mask
+        kept = states if mask is None else torch.where(mask.unsqueeze(-1), states, 0.0)
+        return kept.sum(1) / read.lengths.unsqueeze(1)

@@ -1,0 +1,171 @@
+"""A fine-tuning run before its first step: task, examples, model, and the configuration with nothing left open."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.data.order import permutation
+from megasparse.errors import ConfigError, DataError, did_you_mean
+from megasparse.tasks import build_task
+from megasparse.tasks.batches import ExampleBatches, fingerprint
+from megasparse.tasks.encoding import Encoded, Encoder
+from megasparse.tasks.metrics import require_metrics
+from megasparse.tasks.model import TaskModel
+from megasparse.tasks.start import Start, open_start
+from megasparse.tasks.task import Example, Task, split_files
+from megasparse.training.ranks import Ranks
+
+HELD_OUT = 1 << 20
+"""Key of the permutation that chooses what is held out, which is no epoch's."""
+
+DOUBLED = ("roberta", "xlm-roberta")
+"""Families with two separators between segments."""
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """All that a fine-tuning run is made of."""
+
+    config: FinetuneConfig
+    """With numbers of steps, labels and the digest of the pretrained weights filled in."""
+    task: Task
+    start: Start
+    model: TaskModel
+    train: list[Encoded]
+    validation: list[Encoded]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what is trained on."""
+        return fingerprint(self.train)
+
+    def batches(self, ranks: Ranks, position: int) -> ExampleBatches:
+        """This rank's steps from the global sample number `position` on. Raises ConfigError naming
+        training.global_batch where the ranks cannot share it out.
+        """
+        training = self.config.training
+        share = training.micro_batch * ranks.world_size
+        if training.global_batch % share:
+            problem = f"{training.global_batch} is not a multiple of micro_batch × ranks = {share}"
+            raise ConfigError("training.global_batch", problem, f"Set it to a multiple of {share}")
+        return ExampleBatches(
+            self.train,
+            seed=self.config.run.seed,
+            global_batch=training.global_batch,
+            micro_batch=training.micro_batch,
+            ranks=ranks,
+            limit=self.config.task.max_length,
+            start=position,
+        )
+
+
+def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
+    """Read and encode the examples, and build the model. `say`: told how many examples there are, and what became of
+    them.
+
+    Raises DataError naming file and line of a bad example; ConfigError, CheckpointError, HubError as `build_task` and
+    `open_start` do; UserError where the libraries of the metrics are missing.
+    """
+    require_metrics()
+    task = build_task(config.task)
+    metric = config.evaluation.metric or task.metrics[0]
+    if metric not in task.metrics:
+        raise ConfigError("evaluation.metric", f'"{metric}"', did_you_mean(metric, task.metrics))
+    train, validation = read_examples(task, config)
+    classes = [example.label for example in train if example.label is not None]
+    labels = len(task.classes) if task.classes is not None else max(2, round(max(classes)) + 1)
+    start = open_start(config, labels)
+    outputs = 1 if task.classes is None else len(task.classes)
+    model = TaskModel(start.body, outputs, config.head, task.towers, config.run.seed)
+    encoder = encoder_of(task, start)
+    encoded = [list(encode_all(encoder, split, examples, say)) for split, examples in (
+        ("training", train), ("validation", validation),
+    )]  # fmt: skip
+    return TaskRun(_resolved(config, task, start, len(train)), task, start, model, *encoded)
+
+
+def encoder_of(task: Task, start: Any) -> Encoder:
+    """start: has a body and a tokenizer."""
+    tokenizer = None if task.vocabulary is not None else start.tokenizer
+    if task.vocabulary is not None and task.vocabulary > start.body.vocabulary:
+        problem = f"{start.body.vocabulary} ids, and {task.name} has {task.vocabulary}"
+        raise ConfigError("model.vocabulary", problem, f"Set it to {task.vocabulary} or more")
+    if tokenizer is not None and tokenizer.vocabulary > start.body.vocabulary:
+        problem = f"{start.body.vocabulary} ids, and its tokenizer has {tokenizer.vocabulary}"
+        raise ConfigError("model.vocabulary", problem, f"Set it to {tokenizer.vocabulary} or more")
+    model = getattr(start.body, "model", None)
+    family = model.config.model_type if model is not None else ""
+    return Encoder(task, tokenizer, start.body.vocabulary, separators=2 if family in DOUBLED else 1)
+
+
+def encode_all(encoder: Encoder, split: str, examples: list[Example], say: Callable[[str], None]) -> Iterator[Encoded]:
+    """With a progress bar, and a report at the end."""
+    yield from encoder.encode(tqdm(examples, desc=f"reading {split} examples", unit="", leave=False, disable=None))
+    for line in encoder.counts.lines(split, encoder.task.config.max_length):
+        say(line)
+
+
+def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], list[Example]]:
+    """Training and validation examples, all of them labelled. Raises DataError where there are none, or one has no
+    label.
+    """
+    settings, seed = config.task, config.run.seed
+    train = read_split(task, Path(settings.source), "train")
+    if settings.validation is not None:
+        other = Path(settings.validation)
+        held_out = read_split(task, other, "validation") if other.is_dir() else list(task.read(other))
+    elif "validation" in task.files(Path(settings.source)):
+        held_out = read_split(task, Path(settings.source), "validation")
+    else:
+        order = permutation(len(train), seed, HELD_OUT)
+        count = max(1, round(settings.validation_fraction * len(train)))
+        if count >= len(train):
+            raise DataError(settings.source, f"{len(train)} examples are too few to hold some out", "Give more")
+        held_out = [train[i] for i in sorted(order[:count])]
+        train = [train[i] for i in sorted(order[count:])]
+    if settings.limit and settings.limit < len(train):
+        train = [train[i] for i in sorted(permutation(len(train), seed, HELD_OUT, 1)[: settings.limit])]
+    for name, examples in (("training", train), ("validation", held_out)):
+        require_labels(examples, name, settings.source)
+    return train, held_out
+
+
+def read_split(task: Task, folder: Path, split: str) -> list[Example]:
+    """The examples of all files of a split."""
+    return [example for file in split_files(task, folder, split) for example in task.read(file)]
+
+
+def require_labels(examples: list[Example], name: str, source: str | Path) -> None:
+    """Raise DataError where there are no examples, or one has no label."""
+    if not examples:
+        raise DataError(source, f"has no {name} examples", "Give files that have some")
+    for example in examples:
+        if example.label is None:
+            mend = "Give a labelled file; launch/predict.py labels others"
+            raise DataError(str(example.place), "has no label to learn from or to compare with", mend)
+
+
+def _resolved(config: FinetuneConfig, task: Task, start: Start, examples: int) -> FinetuneConfig:
+    """The configuration with what depends on the data and the pretrained weights."""
+    training, optimizer, evaluation = config.training, config.optimizer, config.evaluation
+    epoch = math.ceil(examples / training.global_batch)
+    steps = training.steps
+    if training.epochs:
+        steps = max(1, math.ceil(training.epochs * examples / training.global_batch))
+    warmup = round(optimizer.warmup_fraction * steps) if optimizer.warmup_fraction else optimizer.warmup_steps
+    return config.model_copy(
+        update={
+            "start": config.start.model_copy(update={"sha256": start.sha256}),
+            "task": task.resolved(),
+            "training": training.model_copy(update={"steps": steps}),
+            "optimizer": optimizer.model_copy(update={"warmup_steps": warmup}),
+            "evaluation": evaluation.model_copy(
+                update={"every": evaluation.every or epoch, "metric": evaluation.metric or task.metrics[0]}
+            ),
+        }
+    )

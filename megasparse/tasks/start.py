@@ -1,0 +1,256 @@
+"""What fine-tuning starts from: a checkpoint of ours, a model of HuggingFace's, or initial weights; and how the same
+body is built again, without these, for a run's own checkpoints.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.messages import show
+from megasparse.config.pattern import kinds
+from megasparse.config.schema import ModelConfig
+from megasparse.data.files import file_sha256, replacing
+from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
+from megasparse.errors import CheckpointError, ConfigError, HubError
+from megasparse.model.build import initialise
+from megasparse.tasks.activations import checkpoint_layers
+from megasparse.tasks.bodies import Body, HuggingFaceBody, MegasparseBody
+from megasparse.training.checkpoint import Checkpoint, find_checkpoint, persistent_buffers
+
+FOLDER, RECORD = "start", "body.json"
+"""Of a run: what its body is, and its tokenizer."""
+OURS = ("megasparse", "reformer", "yoso")
+"""`model_type` of HuggingFace's models that become ours; the others stay what they are."""
+LONGER = "Lower it, or lengthen the model first: tools/extend_positions.py"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A body, with its pretrained or initial weights."""
+
+    body: Body
+    tokenizer: Tokenizer
+    record: dict[str, Any]
+    """What `rebuild` needs beside the tokenizer."""
+    sha256: str | None
+    """Of the pretrained weights; None of initial ones."""
+
+    def write(self, run: Path) -> None:
+        """RUN/start: the record, and the tokenizer's file where it has one."""
+        folder = run / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        name, file = self.tokenizer.name, self.tokenizer.file
+        if file is not None:
+            name = f"tokenizer{file.suffix}"
+            with replacing(folder / name) as copy:
+                copy.write(file.read_bytes())
+        with replacing(folder / RECORD) as out:
+            out.write(json.dumps({**self.record, "tokenizer": name}, indent=2).encode() + b"\n")
+
+
+def open_start(config: FinetuneConfig, labels: int) -> Start:
+    """The body that a configuration names.
+
+    labels: number of classes, of which a Smart Bird sketch learns to tell each sequence's. Raises ConfigError,
+    CheckpointError and HubError for what is missing, damaged, too short for `task.max_length`, or not the weights of
+    `start.sha256`.
+    """
+    start = config.start
+    if config.model is not None:
+        found = _initial(config, config.model, labels)
+    elif start.checkpoint is not None:
+        found = _of_checkpoint(config, Path(start.checkpoint), labels)
+    else:
+        found = _of_huggingface(config, Path(str(start.huggingface)), labels)
+    if start.sha256 is not None and start.sha256 != found.sha256:
+        mend = "Give the weights that the run began with, or choose another run.directory and remove start.sha256"
+        raise ConfigError("start.sha256", f"{show(start.sha256)}, but the weights have {show(found.sha256)}", mend)
+    if config.task.max_length > found.body.longest:
+        problem = f"{config.task.max_length} tokens are more than the {found.body.longest} that the model reads"
+        raise ConfigError("task.max_length", problem, LONGER)
+    return found
+
+
+def rebuild(run: Path) -> tuple[Body, Tokenizer]:
+    """The body of a run, its weights yet to be filled from a checkpoint, and its tokenizer. Raises CheckpointError."""
+    folder = run / FOLDER
+    try:
+        record = json.loads((folder / RECORD).read_bytes())
+        kind, name = record["kind"], record["tokenizer"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"cannot be read ({type(error).__name__})"
+        raise CheckpointError(folder / RECORD, problem, "Copy the run's folder again, whole") from None
+    tokenizer = build_tokenizer(name if name in NAMED else str(folder / Path(name).name))
+    if kind == "megasparse":
+        return MegasparseBody(ModelConfig.model_validate_json(json.dumps(record["model"]))), tokenizer
+    return _huggingface_body(_empty_transformer(record["config"]), record["causal"], record["activations"]), tokenizer
+
+
+def _initial(config: FinetuneConfig, model: ModelConfig, labels: int) -> Start:
+    body = _megasparse_body(_for_task(model, labels, None), config.run.seed)
+    return Start(body, build_tokenizer(config.task.tokenizer), _record(body), None)
+
+
+def _of_checkpoint(config: FinetuneConfig, path: Path, labels: int) -> Start:
+    from megasparse.evaluation.restore import trained_tokenizer
+
+    checkpoint = Checkpoint.open(find_checkpoint(path))
+    pretrained = checkpoint.config
+    if pretrained.model.kind == "encoder_decoder":
+        problem = "is of an encoder-decoder, which has no one state a sequence"
+        raise CheckpointError(checkpoint.path, problem, "Give a decoder's or an encoder's")
+    model = _for_task(pretrained.model, labels, config.start.activations)
+    body = _megasparse_body(model, config.run.seed)
+    stored = checkpoint.manifest["tensors"]["weight"]
+
+    def read(name: str) -> torch.Tensor | None:
+        return checkpoint.tensor("weight", name) if name in stored else None
+
+    _fill(body, read, checkpoint.path)
+    return Start(body, trained_tokenizer(pretrained, checkpoint), _record(body), checkpoint.manifest["sha256"])
+
+
+def _of_huggingface(config: FinetuneConfig, named: Path, labels: int) -> Start:
+    from megasparse.hub import require_transformers
+    from megasparse.hub.foreign import Foreign, find_folder, read_config
+    from megasparse.hub.tokenizer_files import found_tokenizer
+
+    require_transformers()
+    folder = find_folder(named)
+    values = read_config(folder)
+    sha256 = _weights_sha256(folder)
+    if values.get("model_type") in OURS:
+        if config.start.attention is not None:
+            mend = "Remove it: such a model has hashed attention of its own"
+            raise ConfigError("start.attention", f'{folder} is a "{values["model_type"]}"', mend)
+        foreign = Foreign.open(folder)
+        body = _megasparse_body(_for_task(foreign.config.model, labels, config.start.activations), config.run.seed)
+        _fill(body, lambda name: foreign.tensors[name]() if name in foreign.tensors else None, folder)
+        return Start(body, build_tokenizer(foreign.config.data.tokenizer), _record(body), sha256)
+    if not (folder / "tokenizer.json").is_file():
+        mend = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+        raise HubError(folder / "tokenizer.json", "is missing, without which its tokens mean nothing", mend)
+    tokenizer = build_tokenizer(found_tokenizer(folder, None))
+    return Start(*_transformer(config, folder, tokenizer, labels), sha256)
+
+
+def _transformer(
+    config: FinetuneConfig, folder: Path, tokenizer: Tokenizer, labels: int
+) -> tuple[Body, Tokenizer, dict[str, Any]]:
+    """A model that stays one of transformers', with its attention replaced where that is asked for."""
+    from transformers import AutoModel
+
+    from megasparse.hub.lengthen import extend_positions, positions
+    from megasparse.hub.replace import ENTRY, SELF_ATTENTION, replace_attention
+    from megasparse.hub.replaced_folder import load_replaced
+    from megasparse.hub.tensor_file import TensorFile
+
+    TensorFile.open(folder)
+    wanted, longest = config.start.attention, config.task.max_length
+    try:
+        model = AutoModel.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        problem = f"transformers does not load it ({' '.join(str(error).split())[:200]})"
+        raise HubError(folder, problem, "Give the folder of a model that it loads") from None
+    if wanted is None and getattr(model.config, ENTRY, None) is not None:
+        model = load_replaced(folder, type(model))
+    elif wanted is not None:
+        given = _with_sketch_labels(wanted, labels).model_dump(mode="json", exclude_unset=True)
+        replace_attention(model, given, max_length=longest, seed=config.run.seed)
+    elif model.config.model_type in SELF_ATTENTION and longest > positions(model):
+        extend_positions(model, longest)
+    causal = not _is_encoder(model)
+    activations = config.start.activations or "stored"
+    body = _huggingface_body(model, causal, activations)
+    record = {
+        "kind": "transformers", "config": model.config.to_dict(), "causal": causal, "activations": activations,
+    }  # fmt: skip
+    return body, tokenizer, record
+
+
+def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFaceBody:
+    from megasparse.hub.lengthen import positions
+
+    if hasattr(model, "pooler"):
+        model.pooler = None  # the head reads the states, and what gets no gradient has no place in a checkpoint
+    if activations != "stored":
+        checkpoint_layers(model, offload_to_cpu=activations == "checkpoint_cpu")
+    return HuggingFaceBody(model, causal, positions(model))
+
+
+def _empty_transformer(values: dict[str, Any]) -> Any:
+    """A model by its configuration, its attention replaced where this says so."""
+    from transformers import AutoConfig, AutoModel
+
+    from megasparse.hub.replace import ENTRY, replace_attention
+
+    config = AutoConfig.for_model(**values)
+    model = AutoModel.from_config(config, trust_remote_code=False, dtype=torch.float32)
+    if (entry := values.get(ENTRY)) is not None:
+        replace_attention(model, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
+    return model
+
+
+def _is_encoder(model: Any) -> bool:
+    """Whether every token's state knows both sides."""
+    from megasparse.hub.replace import SELF_ATTENTION
+
+    known = model.config.model_type in SELF_ATTENTION and not getattr(model.config, "is_decoder", False)
+    return known or not any(getattr(module, "is_causal", False) for module in model.modules())
+
+
+def _megasparse_body(model: ModelConfig, seed: int) -> MegasparseBody:
+    body = MegasparseBody(model)
+    initialise(body.stack, model, seed)
+    return body
+
+
+def _record(body: MegasparseBody) -> dict[str, Any]:
+    return {"kind": "megasparse", "model": json.loads(body.stack.config.model_dump_json())}
+
+
+def _for_task(model: ModelConfig, labels: int, activations: str | None) -> ModelConfig:
+    """The same weights but those of a Smart Bird sketch's objective, which is the task's. The token that padding of
+    pretraining had is one like others here, where lengths are known.
+    """
+    changes: dict[str, Any] = {"padding_token": None, "document_separator": None, "loss_tiles": 1}
+    if "smart_bird" in kinds(model):
+        changes["attention"] = _with_sketch_labels(model.attention, labels)
+    if activations is not None:
+        if (model.blocks == "reversible") != (activations == "reversible"):
+            problem = f'"{activations}" is for models of ordinary blocks, and this one recomputes its inputs already'
+            raise ConfigError("start.activations", problem, "Remove it")
+        changes["activations"] = activations
+    return model.model_copy(update=changes)
+
+
+def _with_sketch_labels(attention: AttentionConfig, labels: int) -> AttentionConfig:
+    if not any("smart_bird" in entry for entry in attention.pattern):
+        return attention
+    own = attention.smart_bird.model_copy(update={"objective": "pooled", "labels": labels})
+    return attention.model_copy(update={"smart_bird": own})
+
+
+def _fill(body: MegasparseBody, read: Any, path: Path) -> None:
+    """Pretrained weights, by the names of our models. A sketch's objective, which is the task's, stays initial."""
+    for name, tensor in {**dict(body.stack.named_parameters()), **persistent_buffers(body.stack)}.items():
+        if ".objective." in name:
+            continue
+        if (value := read(name)) is None:
+            raise CheckpointError(path, f"has no weight {name}", "Give a checkpoint of the same model")
+        tensor.data.copy_(value)
+
+
+def _weights_sha256(folder: Path) -> str:
+    """Over the names and digests of all of a folder's safetensors files."""
+    files = sorted(folder.glob("*.safetensors"))
+    text = "".join(f"{file.name} {file_sha256(file)}\n" for file in files)
+    return hashlib.sha256(text.encode()).hexdigest()

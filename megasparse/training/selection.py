@@ -1,0 +1,60 @@
+"""Which step was best by a held-out scalar, and whether it is worth going on."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megasparse.data.files import replacing
+
+
+class Selection:
+    """The best value so far of one scalar, higher being better; part of a checkpoint's state.
+
+    patience: evaluations in a row without a better one after which training ends; 0 never ends it.
+    """
+
+    def __init__(self, scalar: str, patience: int = 0):
+        self.scalar, self.patience = scalar, patience
+        self.step: int | None = None
+        """Of the best value."""
+        self.value: float | None = None
+        self.scalars: dict[str, float] = {}
+        """All that was evaluated at that step."""
+        self.without_better = 0
+        """Evaluations since."""
+
+    def note(self, step: int, scalars: Mapping[str, float]) -> bool:
+        """Take in a step's scalars, which have ours where it was evaluated. Returns whether it is the best so far;
+        of equal ones the first is. NaN is worse than anything.
+        """
+        if (value := scalars.get(self.scalar)) is None:
+            return False
+        if value != value or (self.value is not None and value <= self.value):
+            self.without_better += 1
+            return False
+        self.step, self.value, self.without_better = step, value, 0
+        self.scalars = {name: told for name, told in scalars.items() if name.startswith("evaluation/")}
+        return True
+
+    @property
+    def exhausted(self) -> bool:
+        return 0 < self.patience <= self.without_better
+
+    def verdict(self) -> str:
+        """What ended training, for people."""
+        return f"{self.scalar} has not been better than at step {self.step} for {self.without_better} evaluations"
+
+    def state(self) -> dict[str, Any]:
+        names = ("step", "value", "scalars", "without_better")
+        return {name: getattr(self, name) for name in names}
+
+    def write(self, file: Path) -> None:
+        """The same for people and programs, with the scalar's name."""
+        with replacing(file) as out:
+            out.write(json.dumps({"metric": self.scalar, **self.state()}, indent=2).encode() + b"\n")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave; nothing where it is empty."""
+        for name, value in state.items():
+            setattr(self, name, value)
