@@ -1,0 +1,32 @@
+"""Document retrieval of Long Range Arena (Tay et al. 2021): does one paper of the ACL Anthology Network cite the other?
+
+Official files: new_aan_pairs.train.tsv, new_aan_pairs.eval.tsv and new_aan_pairs.test.tsv of lra_release/tsv_data: a
+label (0 or 1, also written 0.0 or 1.0), two ids and two texts between tabs, without a header. The texts there are as
+Python shows bytes, b'...', with escapes such as \\n and \\xe2. They are read as they stand, which is what Tay et al.'s
+input pipeline does, so these quotation marks and escapes are part of what the model reads.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megasparse.tasks.rows import tab_separated
+from megasparse.tasks.task import Example, Task, existing
+
+COLUMNS = ("label", "id1", "id2", "text1", "text2")
+NUMBERS = {"0.0": "0", "1.0": "1"}
+
+
+class AAN(Task):
+    name = "aan"
+    metrics = ("accuracy",)
+    towers = True
+    classes = ("0", "1")
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        names = {"train": "train", "validation": "eval", "test": "test"}
+        return existing(folder, {split: [f"new_aan_pairs.{name}.tsv"] for split, name in names.items()})
+
+    def read(self, file: Path) -> Iterator[Example]:
+        for place, row in tab_separated(file, COLUMNS):
+            label = self.class_of(NUMBERS.get(row["label"], row["label"]), place)
+            yield Example((row["text1"], row["text2"]), label, place, f"{row['id1']} {row['id2']}")

@@ -1,0 +1,41 @@
+"""Byte-level text classification of Long Range Arena (Tay et al. 2021): film reviews of IMDb (Maas et al. 2011).
+
+Official files: aclImdb/{train,test}/{neg,pos}/*.txt, 12,500 each, one review a file. A review is read as it stands, and
+seen as bytes where the model's tokenizer is `bytes`. Tay et al. validate on the test set, as IMDb has no other; that
+would choose the checkpoint by the test set, so there is no split `validation` here and a part of `train` is held out.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megasparse.data.corpora.number_files import natural
+from megasparse.errors import DataError
+from megasparse.tasks.task import Example, Place, Task, existing
+
+
+class ByteIMDb(Task):
+    name = "byte_imdb"
+    metrics = ("accuracy",)
+    classes = ("neg", "pos")
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return existing(folder, {"train": ["train"], "test": ["test"]})
+
+    def read(self, file: Path) -> Iterator[Example]:
+        """The reviews of a folder with neg and pos: first neg's, each class by the numbers in the files' names."""
+        for label, name in enumerate(self.classes):
+            reviews = sorted((file / name).glob("*.txt"), key=lambda path: natural(path.name))
+            if not reviews:
+                raise DataError(file / name, "holds no *.txt", "Give a folder with neg/*.txt and pos/*.txt")
+            for review in reviews:
+                yield Example((_text(review),), label, Place(review), f"{name}/{review.stem}")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        problem = f"is no UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start})"
+        raise DataError(file, problem, "Convert the file: iconv -f latin1 -t utf-8") from None
+    except OSError as error:
+        raise DataError(file, f"cannot be read ({error.strerror})", "Give files that can be read") from None

@@ -1,0 +1,46 @@
+"""ListOps of Long Range Arena (Nangia & Bowman 2018; Tay et al. 2021): the value of a nested operation on digits.
+
+Official files: basic_train.tsv, basic_val.tsv and basic_test.tsv, which tools/make_listops.py makes, with the columns
+Source, such as `( ( ( [MAX 2 ) 9 ) ] )`, and Target. The parentheses, which only repeat what the brackets say, are left
+out: what remains is 0–9, [MIN, [MAX, [MED, [SM and ], at most 1,999 tokens, as Tay et al. describe the task. Their
+published input pipeline also lost every bracket; its authors called that an error (the value cannot be told without).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megasparse.errors import DataError
+from megasparse.tasks.rows import field, tab_separated
+from megasparse.tasks.task import Example, Task, existing
+
+DIGITS = tuple("0123456789")
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+END = "]"
+TOKENS = (*DIGITS, *OPERATORS, END)
+"""By id."""
+IDS = {token: number for number, token in enumerate(TOKENS)}
+PARENTHESES = ("(", ")")
+
+
+class ListOps(Task):
+    name = "listops"
+    metrics = ("accuracy",)
+    vocabulary = len(TOKENS)
+    classes = DIGITS
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        names = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
+        return existing(folder, {split: [name] for split, name in names.items()})
+
+    def read(self, file: Path) -> Iterator[Example]:
+        for number, (place, row) in enumerate(tab_separated(file)):
+            source, target = field(row, "Source", place), field(row, "Target", place)
+            tokens = [token for token in source.split() if token not in PARENTHESES]
+            try:
+                ids = np.array([IDS[token] for token in tokens], dtype=np.int64)
+            except KeyError as error:
+                problem = f'Source has "{error.args[0][:80]}", which is no token of ListOps'
+                raise DataError(str(place), problem, f"Its tokens are: ( ) {' '.join(TOKENS)}") from None
+            yield Example((ids,), self.class_of(target, place), place, str(number))

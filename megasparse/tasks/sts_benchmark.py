@@ -1,0 +1,50 @@
+"""The STS benchmark as its authors publish it (Cer et al. 2017): sts-train.csv, sts-dev.csv and sts-test.csv, with the
+test labels that GLUE's STS-B keeps to itself. Fields are separated by tabs, despite the files' names, and a quotation
+mark is an ordinary character.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from megasparse.errors import DataError
+from megasparse.tasks.rows import lines
+from megasparse.tasks.task import Example, Place, Task, existing
+
+COLUMNS = ("genre", "file", "year", "old_index", "score", "sentence1", "sentence2")
+LICENCE = ("source1", "source2")
+"""What rows of some genres have besides: whom each sentence is from, under which licence."""
+MOST_ALIKE = 5.0
+
+
+class STSBenchmark(Task):
+    """How alike two sentences are, from 0 to 5. `source`: the folder of the three files, or the one that holds it."""
+
+    name = "sts_benchmark"
+    metrics = ("pearson", "spearman")
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        inner = folder / "stsbenchmark"
+        names = {"train": "sts-train.csv", "validation": "sts-dev.csv", "test": "sts-test.csv"}
+        return existing(inner if inner.is_dir() else folder, {split: [name] for split, name in names.items()})
+
+    def read(self, file: Path) -> Iterator[Example]:
+        for number, (place, line) in enumerate(lines(file)):
+            fields = line.split("\t")
+            if len(fields) not in (len(COLUMNS), len(COLUMNS) + len(LICENCE)):
+                problem = f"{len(fields)} fields where there are 7 ({', '.join(COLUMNS)}), or 9 with the licences"
+                raise DataError(str(place), problem, "Put it right, or take the official file")
+            row = dict(zip((*COLUMNS, *LICENCE), fields, strict=False))
+            label = similarity(row["score"], place)
+            yield Example((row["sentence1"], row["sentence2"]), label, place, str(number))
+
+
+def similarity(text: str, place: Place) -> float:
+    """A label from 0 to 5, as a number. Raises DataError naming the place for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value <= MOST_ALIKE:
+        raise DataError(str(place), f'"{text[:80]}" is no similarity from 0 to 5', "Put it right")
+    return value

@@ -1,0 +1,63 @@
+from pathlib import Path
+
+import pytest
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.errors import DataError
+from megasparse.tasks import build_task
+from megasparse.tasks.encoding import Encoder
+from megasparse.tasks.task import Task, split_files
+
+REVIEWS = {
+    "neg/0_3.txt": b"Dull.<br /><br />Not \xe2\x80\x93 good",
+    "neg/2_1.txt": b"\xef\xbb\xbfmarked\r\nbad\n",
+    "neg/10_2.txt": b"\tworst ",
+    "pos/0_9.txt": b"Fine",
+}
+
+
+@pytest.fixture
+def task() -> Task:
+    return build_task(TaskConfig(name="byte_imdb", max_length=4096))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for split in ("train", "test"):
+        for name, content in REVIEWS.items():
+            path = tmp_path / "aclImdb" / split / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    (tmp_path / "aclImdb" / "train" / "unsup").mkdir()
+    (tmp_path / "aclImdb" / "train" / "unsup" / "0_0.txt").write_text("without a label")
+    return tmp_path / "aclImdb"
+
+
+def test_reviews_come_class_by_class_in_the_order_of_their_numbers(task: Task, folder: Path) -> None:
+    examples = list(task.read(*split_files(task, folder, "train")))
+    assert [example.name for example in examples] == ["neg/0_3", "neg/2_1", "neg/10_2", "pos/0_9"]
+    assert [example.label for example in examples] == [0, 0, 0, 1] and task.classes == ("neg", "pos")
+    assert [str(example.place) for example in examples] == [str(folder / "train" / name) for name in REVIEWS]
+
+
+def test_the_model_sees_the_bytes_of_the_file(task: Task, folder: Path) -> None:
+    encoder = Encoder(task, build_tokenizer("bytes"), vocabulary=256)
+    seen = [bytes(encoded.sequences[0].tokens.tolist()) for encoded in encoder.encode(task.read(folder / "test"))]
+    assert seen == list(REVIEWS.values())
+
+
+def test_there_is_no_validation_to_choose_by(task: Task, folder: Path) -> None:
+    assert task.files(folder) == {"train": [folder / "train"], "test": [folder / "test"]}
+
+
+def test_what_is_no_utf8_is_named(task: Task, folder: Path) -> None:
+    (folder / "train" / "pos" / "1_7.txt").write_bytes(b"caf\xe9 noir")
+    with pytest.raises(DataError, match=r"train/pos/1_7\.txt: is no UTF-8 \(byte 0xe9 at 3\)\. Convert"):
+        list(task.read(folder / "train"))
+
+
+def test_a_class_without_reviews_is_named(task: Task, folder: Path) -> None:
+    (folder / "train" / "pos" / "0_9.txt").rename(folder / "train" / "pos" / "0_9.text")
+    with pytest.raises(DataError, match=r"train/pos: holds no \*\.txt\. Give a folder with neg/\*\.txt and pos"):
+        list(task.read(folder / "train"))

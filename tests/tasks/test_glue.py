@@ -1,0 +1,211 @@
+"""GLUE's files, in small files of the official form: what is read is what the form says, and what is malformed is told
+by file and line.
+"""
+
+import pytest
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import DataError
+from megasparse.tasks import build_task
+from megasparse.tasks.task import split_files
+
+MNLI_BEFORE = ["index", "promptID", "pairID", "genre"] + [
+    f"sentence{number}_{parse}" for parse in ("binary_parse", "parse") for number in (1, 2)
+]
+PAIR = "index\tsentence1\tsentence2"
+
+
+def task(name):
+    return build_task(TaskConfig(name=name))
+
+
+def write(folder, name, *rows, encoding="utf-8", end="\n"):
+    """A file of rows, each a text, or fields to be joined by tabs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = [row if isinstance(row, str) else "\t".join(row) for row in rows]
+    (folder / name).write_bytes("".join(text + end for text in texts).encode(encoding))
+    return folder / name
+
+
+def found(name, file):
+    return [(example.inputs, example.label, example.name) for example in task(name).read(file)]
+
+
+def problem(name, file):
+    with pytest.raises(DataError) as caught:
+        list(task(name).read(file))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_cola_has_four_columns_and_no_names_but_in_its_test_file(tmp_path):
+    train = write(
+        tmp_path,
+        "train.tsv",
+        ["gj04", "1", "", 'The cat "sat.'],
+        ["gj04", "0", "*", "Cat the\u2028sat."],
+    )
+    assert found("cola", train) == [(('The cat "sat.',), 1, "0"), (("Cat the\u2028sat.",), 0, "1")]
+    test = write(tmp_path, "test.tsv", ["index", "sentence"], ["0", "The dog ran."], ["17", "Ran dog."])
+    assert found("cola", test) == [(("The dog ran.",), None, "0"), (("Ran dog.",), None, "17")]
+
+
+def test_mnli_takes_the_gold_label_and_not_the_annotators(tmp_path):
+    before = ["0", "1", "1e", "fiction", "(a)", "(b)", "(A)", "(B)"]
+    columns = [*MNLI_BEFORE, "sentence1", "sentence2"]
+    train = write(
+        tmp_path,
+        "train.tsv",
+        [*columns, "label1", "gold_label"],
+        [*before, "A man.", "A person.", "neutral", "entailment"],
+        ["7", *before[1:], "A man.", "A cat.", "neutral", "contradiction"],
+    )
+    assert found("mnli", train) == [(("A man.", "A person."), 0, "0"), (("A man.", "A cat."), 2, "7")]
+    annotators = [f"label{number}" for number in range(1, 6)]
+    matched = write(
+        tmp_path,
+        "dev_matched.tsv",
+        [*columns, *annotators, "gold_label"],
+        [*before, "A man.", "A tall man.", "entailment", "neutral", "neutral", "entailment", "neutral", "neutral"],
+    )
+    assert found("mnli", matched) == [(("A man.", "A tall man."), 1, "0")]
+    test = write(tmp_path, "test_mismatched.tsv", columns, [*before, "A man.", "A person."])
+    assert found("mnli", test) == [(("A man.", "A person."), None, "0")]
+    unsure = write(tmp_path, "unsure.tsv", [*columns, "gold_label"], [*before, "A man.", "A cat.", "-"])
+    assert f'{unsure}:2: "-" is no label of mnli' in problem("mnli", unsure)
+    names = {split: files[0].name for split, files in task("mnli").files(tmp_path).items()}
+    assert names == {"train": "train.tsv", "validation": "dev_matched.tsv", "test_mismatched": "test_mismatched.tsv"}
+    write(tmp_path, "dev_mismatched.tsv", columns)
+    assert split_files(task("mnli"), tmp_path, "validation_mismatched") == [tmp_path / "dev_mismatched.tsv"]
+
+
+def test_mrpc_is_read_from_the_files_of_glue_or_of_microsoft(tmp_path):
+    names = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
+    rows = [names, ["1", "70", "71", 'He said "yes.', "He agreed."], ["0", "72", "73", "He left.", "She came."]]
+    want = [(('He said "yes.', "He agreed."), 1, "0"), (("He left.", "She came."), 0, "1")]
+    glue = write(tmp_path / "glue", "train.tsv", *rows)
+    assert found("mrpc", glue) == want
+    test = write(tmp_path / "glue", "test.tsv", ["index", *names[1:]], ["5", "1", "2", "He left.", "He went."])
+    assert found("mrpc", test) == [(("He left.", "He went."), None, "5")]
+    microsoft = tmp_path / "microsoft"
+    original = write(microsoft, "msr_paraphrase_train.txt", *rows, encoding="utf-8-sig", end="\r\n")
+    assert found("mrpc", original) == want
+    write(microsoft, "msr_paraphrase_test.txt", *rows)
+    files = {"train": [original], "test": [microsoft / "msr_paraphrase_test.txt"]}
+    assert task("mrpc").files(microsoft) == files
+    write(tmp_path / "glue", "msr_paraphrase_train.txt", *rows)
+    assert task("mrpc").files(tmp_path / "glue") == {"train": [glue], "test": [test]}
+
+
+@pytest.mark.parametrize(
+    "name, header, rows, want",
+    [
+        (
+            "qnli",
+            "index\tquestion\tsentence\tlabel",
+            ["4\tWho?\tA man came.\tentailment", "9\tWhen?\tA man came.\tnot_entailment"],
+            [(("Who?", "A man came."), 0, "4"), (("When?", "A man came."), 1, "9")],
+        ),
+        (
+            "rte",
+            PAIR + "\tlabel",
+            ["0\tA \"man.\tA man's.\tnot_entailment", "1\tA man.\t man\tentailment"],
+            [(('A "man.', "A man's."), 1, "0"), (("A man.", " man"), 0, "1")],
+        ),
+        ("sst2", "sentence\tlabel", ["a film \t1", '"bad\t0'], [(("a film ",), 1, "0"), (('"bad',), 0, "1")]),
+        ("sst2", "index\tsentence", ["3\ta film"], [(("a film",), None, "3")]),
+        (
+            "stsb",
+            "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
+            ["0\tnews\tMSRvid\t2012\t1\tnone\tnone\tA man.\tA dog.\t0.250"],
+            [(("A man.", "A dog."), 0.25, "0")],
+        ),
+        (
+            "qqp",
+            "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
+            ['133273\t1\t2\tHow "far?\tHow long?\t1', "402555\t3\t4\tWhy?\tWho?\t0"],
+            [(('How "far?', "How long?"), 1, "133273"), (("Why?", "Who?"), 0, "402555")],
+        ),
+        ("qqp", "id\tquestion1\tquestion2", ["0\tWhy?\tHow come?"], [(("Why?", "How come?"), None, "0")]),
+    ],
+)
+def test_columns_labels_and_ids_are_the_official_ones(tmp_path, name, header, rows, want):
+    assert found(name, write(tmp_path, "some.tsv", header, *rows)) == want
+
+
+def test_a_source_is_the_tasks_folder_or_the_one_that_holds_all(tmp_path):
+    folders = {
+        "cola": "CoLA", "mnli": "MNLI", "mrpc": "MRPC", "qnli": "QNLI", "qqp": "QQP", "rte": "RTE", "sst2": "SST-2",
+        "stsb": "STS-B",
+    }  # fmt: skip
+    for name, folder in folders.items():
+        train = write(tmp_path / folder, "train.tsv")
+        assert task(name).files(tmp_path) == task(name).files(tmp_path / folder) == {"train": [train]}
+    with pytest.raises(DataError, match=r'holds no "validation" split of rte\. It has: train'):
+        split_files(task("rte"), tmp_path, "validation")
+
+
+def test_metrics_are_the_benchmarks_and_the_papers_come_first():
+    first = {
+        "cola": "matthews", "mnli": "accuracy", "mrpc": "f1", "qnli": "accuracy", "qqp": "f1", "rte": "accuracy",
+        "sst2": "accuracy", "stsb": "pearson",
+    }  # fmt: skip
+    assert {name: task(name).metrics[0] for name in first} == first
+    assert task("mrpc").metrics == task("qqp").metrics == ("f1", "accuracy")
+    assert task("stsb").metrics == ("pearson", "spearman") and task("stsb").classes is None
+
+
+QQP = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
+WHOLE = "7\t1\t2\tWhy?\tHow come?\t1"
+
+
+def test_the_halves_in_the_official_qqp_files_are_left_out_and_told(tmp_path, capsys):
+    """Those of three of Quora's eleven broken pairs: a line end in the first question, and in the second."""
+    file = write(
+        tmp_path,
+        "train.tsv",
+        QQP,
+        '12330\t23766\t23767\tWhy did she cut her hair?\t"Is she at her best in season 8?',
+        WHOLE,
+        '"\tWas Muhammad a real historical figure? What is the evidence for his existence?\t0',
+        '"\t0',
+        '283933\t404107\t404108\t"What does the Quran say about the Bible?',
+        WHOLE.replace("7", "8", 1),
+        '\\1. -5 [-7 0 0 5]; 2. 3 [6 4 5 -5 3 1]?"\t0',
+    )
+    assert [(each[1], each[2]) for each in found("qqp", file)] == [(1, "7"), (1, "8")]
+    told = capsys.readouterr().err
+    assert told.startswith(f"{file}: left out 5 lines") and told.endswith(": lines 2, 4, 5, 6, 8\n")
+
+
+@pytest.mark.parametrize(
+    "row, fields",
+    [
+        ("7\t1\t2\tWhy?\tHow come?", 5),  # an id that is none of the broken pairs'
+        ('12330\t23766\t9\tWhy?\t"Is she', 5),
+        ("Why?\t0", 2),
+        ('"\t1', 2),  # their halves have the label 0
+        ('"\tWhat does the Quran say about homosexuality?\t1', 3),
+        ('12330\t23766\t23767\tWhy?\t"Is she\t0\t0', 7),
+        ("", 1),
+    ],
+)
+def test_any_other_malformed_row_of_qqp_is_an_error(tmp_path, row, fields, capsys):
+    file = write(tmp_path, "train.tsv", QQP, WHOLE, row, WHOLE)
+    assert problem("qqp", file).startswith(f"{file}:3: {fields} fields where there are 6 columns (id, qid1, ")
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_malformed_is_told_by_file_and_line(tmp_path):
+    file = write(tmp_path, "label.tsv", PAIR + "\tlabel", "0\tA\tB\tentailment", "1\tA\tB\tentails")
+    assert f'{file}:3: "entails" is no label of rte. Did you mean "entailment"?' in problem("rte", file)
+    file = write(tmp_path, "short.tsv", PAIR + "\tlabel", "0\tA\tB")
+    assert problem("rte", file).startswith(f"{file}:2: 3 fields where there are 4 columns")
+    file = write(tmp_path, "column.tsv", "index\tsentence1\tsentence\tlabel", "0\tA\tB\tentailment")
+    assert problem("rte", file).startswith(f'{file}:2: has no column "sentence2"')
+    for score in ("5.1", "-0.1", "nan", "", "high"):
+        file = write(tmp_path, "score.tsv", PAIR + "\tscore", f"0\tA\tB\t{score}")
+        assert problem("stsb", file) == f'{file}:2: "{score}" is no similarity from 0 to 5. Put it right'
+    file = write(tmp_path, "cola.tsv", ["gj04", "1", "", "A", "B"])
+    assert problem("cola", file).startswith(f"{file}:1: 5 fields where there are 4 columns")

@@ -1,0 +1,124 @@
+"""The XML files of the RTE challenges, in small files of their form."""
+
+import pytest
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import DataError
+from megasparse.tasks import build_task
+
+FIRST = """<?xml version="1.0" encoding="UTF-8"?>
+<!DOCTYPE entailment-corpus SYSTEM "rte.dtd">
+<entailment-corpus challenge="1">
+<pair id="8" value="FALSE" task="IR">
+	<t>Oil traded at $37.80, down &lt;28&gt; cents &amp;
+more</t>
+	<h>Oil rose; they don&apos;t fall</h>
+</pair>
+<!-- a comment -->
+<pair id="12" value="TRUE" task="IR">
+	<t>Émile &#233;tait là. </t>
+	<h>He was there.</h>
+</pair>
+</entailment-corpus>
+"""
+THIRD = """<?xml version="1.0" encoding="UTF-8" ?>
+<entailment-corpus challenge="3">
+	<pair id="1" entailment="YES" task="IE" length="short" >
+		<t>It was sold.</t>
+		<h>Someone sold it.</h>
+	</pair>
+	<pair id="2" entailment="NO" task="IE" length="long" >
+		<t>It was sold.</t>
+		<h>Someone bought "it".</h>
+	</pair>
+	<pair id="3" task="IE" length="long" ><t>A</t><h>B</h></pair>
+</entailment-corpus>
+"""
+
+
+def task():
+    return build_task(TaskConfig(name="rte_challenge"))
+
+
+def problem(tmp_path, text):
+    file = tmp_path / "rte1_dev.xml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        list(task().read(file))
+    message = str(caught.value)
+    assert "\n" not in message and message.startswith(str(file))
+    return message.removeprefix(str(file))
+
+
+def test_pairs_labels_ids_and_lines_are_those_of_the_file(tmp_path):
+    file = tmp_path / "rte1_dev.xml"
+    file.write_text(FIRST, encoding="utf-8")
+    first, second = task().read(file)
+    assert first.inputs == ("Oil traded at $37.80, down <28> cents &\nmore", "Oil rose; they don't fall")
+    assert (first.label, first.name, str(first.place)) == (1, "8", f"{file}:4")
+    assert second.inputs == ("Émile était là. ", "He was there.")
+    assert (second.label, second.name, str(second.place)) == (0, "12", f"{file}:10")
+
+
+def test_later_challenges_say_yes_and_no_and_unlabelled_pairs_have_no_label(tmp_path):
+    file = tmp_path / "rte3_test.xml"
+    file.write_text(THIRD, encoding="utf-8")
+    examples = list(task().read(file))
+    assert [each.label for each in examples] == [0, 1, None] and examples[1].inputs[1] == 'Someone bought "it".'
+    assert task().classes == ("entailment", "not_entailment")
+
+
+@pytest.mark.parametrize("inner", ["", "rte"])
+def test_development_sets_are_trained_on_and_test_sets_are_held_out(tmp_path, inner):
+    folder = tmp_path / inner
+    folder.mkdir(exist_ok=True)
+    for number in (1, 2, 3):
+        for part in ("dev", "test"):
+            (folder / f"rte{number}_{part}.xml").write_text(FIRST, encoding="utf-8")
+    names = {split: [file.name for file in files] for split, files in task().files(tmp_path).items()}
+    assert names == {
+        "train": ["rte1_dev.xml", "rte2_dev.xml", "rte3_dev.xml"],
+        "test": ["rte1_test.xml", "rte2_test.xml", "rte3_test.xml"],
+    }
+    (folder / "rte2_dev.xml").unlink()
+    assert set(task().files(tmp_path)) == {"test"}
+
+
+def test_entities_and_what_lies_outside_the_file_are_refused(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    pair = '<a><pair id="1" value="TRUE"><t>before &e; after</t><h>B</h></pair></a>'
+    for declared in (f'<!ENTITY e SYSTEM "{secret}">', '<!ENTITY e "x">', "<!ELEMENT a ANY>"):
+        told = problem(tmp_path, f"<?xml version='1.0'?>\n<!DOCTYPE a [{declared}]>\n{pair}")
+        assert told.startswith(":2: declares a document type of its own")
+    outside = tmp_path / "outside.dtd"
+    outside.write_text('<!ENTITY e "x">')
+    told = problem(tmp_path, f'<!DOCTYPE a SYSTEM "{outside}">\n{pair}')
+    assert told.startswith(":2: &e; is declared nowhere")
+    assert problem(tmp_path, pair).startswith(":1: is no XML (undefined entity)")
+
+
+@pytest.mark.parametrize(
+    "old, new, told",
+    [
+        ('value="TRUE"', 'value="PERHAPS"', ':10: "PERHAPS" is no label of rte_challenge'),
+        ('<pair id="12"', "<pair", ":10: a pair without an id"),
+        ("<h>He was there.</h>", "", ":10: pair 12 has no <h>"),
+        ("<h>He was there.</h>", "<h>He</h><h>was</h>", ":12: a second <h> of a pair"),
+        ("there.</h>", "<b>there</b>.</h>", ":12: <b> inside <h>"),
+        ("</pair>\n<!--", "<pair></pair></pair>\n<!--", ":8: a <pair> inside a <pair>"),
+        ("</entailment-corpus>", "", ":15: is no XML (no element found)"),
+        ('encoding="UTF-8"', 'encoding="none"', ": is in an encoding that cannot be read"),
+        ("pair", "couple", ": has no <pair>"),
+    ],
+)
+def test_what_is_malformed_is_told_by_file_and_line(tmp_path, old, new, told):
+    assert old in FIRST
+    assert problem(tmp_path, FIRST.replace(old, new)).startswith(told)
+
+
+def test_what_is_no_utf_8_is_told(tmp_path):
+    file = tmp_path / "rte1_dev.xml"
+    file.write_bytes(FIRST.encode("latin-1"))
+    with pytest.raises(DataError, match=r"rte1_dev.xml:11: is no XML \(not well-formed"):
+        list(task().read(file))

@@ -1,0 +1,182 @@
+import csv
+import random
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.tasks import build_task
+from tools.make_listops import Sizes, distinct, evaluate, main, tree
+
+SMALL = ("--train", 40, "--validation", 5, "--test", 5, "--min-length", 20, "--max-length", 60)
+NAMES = {"basic_train.tsv": 40, "basic_val.tsv": 5, "basic_test.tsv": 5}
+
+
+def make(folder: Path, *options: object) -> Path:
+    main([*map(str, options), "--output", str(folder)])
+    return folder
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with open(path, encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream, delimiter="\t"))
+
+
+def value(source: str) -> int:
+    """What a stack machine makes of the tokens: `]` takes all down to the last operator."""
+    apply = {
+        "[MIN": min,
+        "[MAX": max,
+        "[MED": lambda numbers: int(np.median(numbers)),
+        "[SM": lambda numbers: int(np.sum(numbers)) % 10,
+    }
+    stack: list[Any] = []
+    for token in source.split():
+        if token == "]":
+            numbers: list[int] = []
+            while not isinstance(stack[-1], str):
+                numbers.insert(0, stack.pop())
+            stack.append(apply[stack.pop()](numbers))
+        elif token not in "()":
+            stack.append(int(token) if token.isdigit() else token)
+    (last,) = stack
+    return int(last)
+
+
+def parsed(tokens: list[str]) -> Any:
+    """The binary tree that the parentheses tell, by recursion; takes its tokens off the list."""
+    token = tokens.pop(0)
+    if token != "(":
+        return token
+    pair = (parsed(tokens), parsed(tokens))
+    assert tokens.pop(0) == ")"
+    return pair
+
+
+def flat(node: Any) -> Any:
+    """(operator, arguments) of a binary tree ((((operator, a), b), …), "]"); a digit as it is."""
+    if isinstance(node, str):
+        return int(node)
+    inside, end = node
+    assert end == "]"
+    arguments = []
+    while not isinstance(inside, str):
+        inside, last = inside
+        arguments.insert(0, flat(last))
+    return inside, arguments
+
+
+def operators(node: Any, depth: int = 1) -> list[tuple[str, int, int]]:
+    """(operator, number of arguments, depth) of every operator; the root's depth is 1."""
+    if isinstance(node, int):
+        return []
+    name, arguments = node
+    return [(name, len(arguments), depth), *(each for below in arguments for each in operators(below, depth + 1))]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("7", 7),
+        ("( ( ( [MIN 4 ) 2 ) ] )", 2),
+        ("( ( ( [MAX 4 ) 2 ) ] )", 4),
+        ("( ( ( [MED 4 ) 7 ) ] )", 5),
+        ("( ( ( ( [MED 9 ) 0 ) 1 ) ] )", 1),
+        ("( ( ( [SM 9 ) 8 ) ] )", 7),
+        ("( ( ( ( [MED 3 ) ( ( ( [SM 4 ) 9 ) ] ) ) 8 ) ] )", 3),
+    ],
+)
+def test_trees_worked_out_by_hand(source: str, target: int) -> None:
+    assert value(source) == target
+    shape = flat(parsed(source.split()))
+
+    def worked(node: Any) -> int:
+        return node if isinstance(node, int) else evaluate(node[0], [worked(each) for each in node[1]])
+
+    assert worked(shape) == target
+
+
+def test_files_are_the_official_ones_and_targets_are_the_values(tmp_path: Path, capsys: Any) -> None:
+    folder = make(tmp_path / "new" / "listops", *SMALL)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
+    assert [path.name for path in folder.parent.iterdir()] == ["listops"]
+    sources = []
+    for name, count in NAMES.items():
+        assert (folder / name).read_bytes().startswith(b"Source\tTarget\n(")
+        found = rows(folder / name)
+        assert len(found) == count
+        for row in found:
+            assert value(row["Source"]) == int(row["Target"])
+            assert 20 < sum(token not in "()" for token in row["Source"].split()) < 60
+        sources += [row["Source"] for row in found]
+    assert len(set(sources)) == 50
+    assert "40 training, 5 validation, 5 test examples" in capsys.readouterr().out
+    task = build_task(TaskConfig(name="listops"))
+    read = list(task.read(folder / "basic_val.tsv"))
+    assert [example.label for example in read] == [int(row["Target"]) for row in rows(folder / "basic_val.tsv")]
+
+
+def test_a_seed_makes_the_same_files(tmp_path: Path) -> None:
+    first, again, other = (
+        make(tmp_path / name, *SMALL, "--seed", seed) for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
+    for name in NAMES:
+        assert (first / name).read_bytes() == (again / name).read_bytes() != (other / name).read_bytes()
+
+
+def test_trees_are_drawn_as_the_paper_says() -> None:
+    """Depth, arguments and shares of a sample, where no length is refused."""
+    sizes = Sizes(min_length=0, max_length=10**9, max_depth=4, max_args=5)
+    draw = random.Random(0)
+    drawn = [example for example in (tree(draw, sizes) for _ in range(8_000)) if example is not None]
+    assert len(drawn) == 8_000
+    assert all(value(source) == target for source, target in drawn[:500])
+    shapes = [flat(parsed(source.split())) for source, _ in drawn]
+    assert abs(np.mean([not isinstance(shape, int) for shape in shapes]) - 0.25) < 0.02
+    found = [each for shape in shapes for each in operators(shape)]
+    assert max(depth for _, _, depth in found) == 3  # below is only room for digits
+    for position, expected in ((0, {"[MIN", "[MAX", "[MED", "[SM"}), (1, {2, 3, 4, 5})):
+        shares = Counter(each[position] for each in found)
+        assert set(shares) == expected
+        assert all(abs(share / len(found) - 0.25) < 0.02 for share in shares.values())
+    arguments = [isinstance(each, tuple) for shape in shapes if isinstance(shape, tuple) for each in shape[1]]
+    assert abs(np.mean(arguments) - 0.25) < 0.02
+
+
+def test_lengths_are_between_the_two(tmp_path: Path) -> None:
+    found = distinct(random.Random(1), Sizes(min_length=4, max_length=6, max_depth=3, max_args=10))
+    lengths = {sum(token not in "()" for token in next(found)[0].split()) for _ in range(50)}
+    assert lengths == {5}
+
+
+def test_the_median_of_an_even_number_is_rounded_down() -> None:
+    for numbers in ([0, 9], [1, 2, 4, 8], [3, 3, 4, 4], [5, 5, 6, 9, 0, 1]):
+        assert evaluate("[MED", numbers) == int(np.median(numbers)) == int(statistics.median(numbers))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--train", 0), "--train: 0 is too few. Give 1 or more"),
+        (("--max-args", 1), "--max-args: 1 is too few. Give 2 or more"),
+        (("--max-length", 500), "--max-length: 500 is too few. Give 502 or more"),
+        (("--max-depth", 1, "--min-length", 0, "--max-length", 5), "leaves too few trees: 10 were found"),
+    ],
+)
+def test_what_cannot_be_made_is_said_and_leaves_nothing(
+    tmp_path: Path, capsys: Any, options: tuple[object, ...], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        make(tmp_path / "listops", *options)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_left_alone(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        make(tmp_path, *SMALL)
+    assert "exists already" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
