@@ -1,0 +1,42 @@
+"""Amazon's reviews of electronics (He and McAuley 2016): how many stars the reviewer gave."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megasparse.errors import DataError
+from megasparse.tasks.parts import is_in, parts_of, split_name
+from megasparse.tasks.rows import field, json_lines
+from megasparse.tasks.task import Example, Task
+
+FILES = ("reviews_Electronics_5.json", "reviews_Electronics_5.json.gz")
+STARS = (1, 2, 3, 4, 5)
+
+
+class Amazon(Task):
+    """The official reviews_Electronics_5.json or .json.gz, 1,689,188 reviews, one JSON object a line. There are no
+    official splits: see tasks/parts.py. Smart Bird has 40,000, 5,000 and 5,000, and does not say which: 50,000 lines
+    drawn at random, in a file of the same name, give as many.
+
+    A text is `reviewText` alone, without `summary`, and may be empty (task.empty).
+    """
+
+    name = "amazon"
+    metrics = ("accuracy", "macro_f1")
+    classes = ("1.0", "2.0", "3.0", "4.0", "5.0")
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return next((found for name in FILES if (found := parts_of([folder / name]))), {})
+
+    def read(self, file: Path) -> Iterator[Example]:
+        file, part = split_name(file)
+        for number, (place, row) in enumerate(json_lines(file)):
+            if not is_in(part, number):
+                continue
+            text, stars = field(row, "reviewText", place), field(row, "overall", place)
+            if not isinstance(text, str):
+                raise DataError(str(place), "reviewText is no text", "Put it right, or take the official file")
+            if type(stars) not in (int, float) or stars not in STARS:
+                problem = f"overall is {json.dumps(stars)[:80]}, no number of stars"
+                raise DataError(str(place), problem, "Write 1.0, 2.0, 3.0, 4.0 or 5.0")
+            yield Example((text,), STARS.index(stars), place, str(number))

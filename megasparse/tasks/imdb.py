@@ -1,0 +1,40 @@
+"""IMDB's ratings (Diao et al. 2014): which of ten ratings a long film review goes with."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megasparse.errors import DataError
+from megasparse.tasks.rows import lines
+from megasparse.tasks.task import Example, Task, existing
+
+FIELDS = ("user", "product", "rating", "text")
+SENTENCE_END = "<sssss>"
+
+
+class IMDB(Task):
+    """The files with splits that others made of these reviews: imdb.train.txt.ss, imdb.dev.txt.ss and imdb.test.txt.ss
+    (67,426, 8,381 and 9,112 reviews; Tang, Qin and Liu, ACL 2015), or imdb-train.txt.ss and so on (their EMNLP 2015
+    paper, 348,415 reviews). Smart Bird has 108,500, 13,600 and 13,600, and does not say which.
+
+    Rows are user, product, rating and text, with two tabs between them. The mark between two sentences of a text,
+    ` <sssss> `, becomes a space.
+    """
+
+    name = "imdb"
+    metrics = ("accuracy", "macro_f1")
+    classes = tuple(map(str, range(1, 11)))
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        names = {"train": "train", "validation": "dev", "test": "test"}
+        released = ({split: [f"imdb{mark}{name}.txt.ss"] for split, name in names.items()} for mark in ".-")
+        return next((found for each in released if (found := existing(folder, each))), {})
+
+    def read(self, file: Path) -> Iterator[Example]:
+        for number, (place, line) in enumerate(lines(file)):
+            values = line.split("\t\t", len(FIELDS) - 1)
+            if len(values) != len(FIELDS):
+                problem = f"{len(values)} fields where there are {len(FIELDS)} ({', '.join(FIELDS)})"
+                raise DataError(str(place), problem, "Put two tabs between them, or take the official file")
+            row = dict(zip(FIELDS, values, strict=True))
+            text = " ".join(sentence.strip() for sentence in row["text"].split(SENTENCE_END))
+            yield Example((text,), self.class_of(row["rating"], place), place, str(number))

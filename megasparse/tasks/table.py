@@ -1,0 +1,114 @@
+"""One's own data: a table with a column of texts, or two columns of pairs, and a column of labels."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import ConfigError, DataError
+from megasparse.tasks.rows import comma_separated, field, json_lines, tab_separated
+from megasparse.tasks.task import Example, Place, Task
+
+READERS = {".csv": comma_separated, ".tsv": tab_separated, ".jsonl": json_lines}
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+
+class Table(Task):
+    """A CSV file (quoted as RFC 4180 has it) or TSV file (no quoting), whose first line names the columns, or a file of
+    JSON objects, one a line (.jsonl). The file to train on is the task's source.
+
+    Labels are classes, told apart by their text, in JSON also by that of numbers, true and false; or, where task.labels
+    is [], numbers to tell. A row without the column of labels has none, as where one predicts; an empty label is an
+    error.
+    """
+
+    name = "table"
+    source_is_file: ClassVar[bool] = True
+    metrics = ("accuracy", "macro_f1")
+
+    def __init__(self, config: TaskConfig):
+        """Reads the labels of the training file where task.labels is null. Raises DataError besides."""
+        super().__init__(config)
+        if config.label in config.text:
+            problem = f'"{config.label}" is a column of task.text too'
+            raise ConfigError("task.label", problem, "Name the column of the labels")
+        if config.labels == []:
+            self.metrics = ("pearson", "spearman")
+            return
+        self.classes = _classes(config.labels) if config.labels is not None else self._classes_of(Path(config.source))
+
+    def resolved(self) -> TaskConfig:
+        return self.config.model_copy(update={"labels": list(self.classes or ())})
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return {"train": [folder]}
+
+    def read(self, file: Path) -> Iterator[Example]:
+        for number, (place, row) in enumerate(_rows(file)):
+            inputs = tuple(_text(row, column, place) for column in self.config.text)
+            yield Example(inputs, self._label(row, place), place, str(number))
+
+    def _label(self, row: dict[str, Any], place: Place) -> int | float | None:
+        if self.config.label not in row:
+            return None
+        label = _label_text(row[self.config.label], self.config.label, place)
+        if self.classes is not None:
+            return self.class_of(label, place)
+        number = _number(label)
+        if number is None:
+            mend = "Write one, such as 3.5; or tell classes apart: --set task.labels=null"
+            raise DataError(str(place), f'"{label[:80]}" in the column "{self.config.label}" is no number', mend)
+        return number
+
+    def _classes_of(self, file: Path) -> tuple[str, ...]:
+        """The labels of a file, sorted: as numbers where all of them are, else by their text."""
+        column = self.config.label
+        found = {_label_text(field(row, column, place), column, place) for place, row in _rows(file)}
+        if len(found) < 2:
+            problem = f'{len(found)} labels in the column "{column}" ({", ".join(found)[:80]})'
+            raise DataError(file, problem, "Give a file with two classes or more, or name them: task.labels")
+        numbers = {label: number for label in found if (number := _number(label)) is not None}
+        ranks = numbers if len(numbers) == len(found) else dict.fromkeys(found, 0.0)
+        return tuple(sorted(found, key=lambda label: (ranks[label], label)))
+
+
+def _classes(labels: list[str]) -> tuple[str, ...]:
+    if len(set(labels)) < len(labels) or len(labels) < 2:
+        mend = "Name two classes or more, each once; [] tells numbers, null takes those of the training file"
+        raise ConfigError("task.labels", f"{json.dumps(labels, ensure_ascii=False)[:80]} are no classes", mend)
+    return tuple(labels)
+
+
+def _rows(file: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
+    reader = READERS.get(file.suffix.lower())
+    if reader is None:
+        mend = f"Give a file whose name ends in {', '.join(READERS)}"
+        raise DataError(file, f'"{file.suffix}" does not tell what kind of table it is', mend)
+    return reader(file)
+
+
+def _text(row: dict[str, Any], column: str, place: Place) -> str:
+    value = field(row, column, place)
+    if not isinstance(value, str):
+        problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no text'
+        raise DataError(str(place), problem, "Write a text in quotation marks")
+    return value
+
+
+def _label_text(value: Any, column: str, place: Place) -> str:
+    """A label of CSV and TSV as it stands; one of JSON as JSON has it, without quotation marks."""
+    if value is None or isinstance(value, dict | list):
+        problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no label'
+        raise DataError(str(place), problem, "Write a text, a number, true or false")
+    text = value if isinstance(value, str) else json.dumps(value)
+    if not text.strip():
+        raise DataError(str(place), f'no label in the column "{column}"', "Write one, or remove the row")
+    return text
+
+
+def _number(label: str) -> float | None:
+    number = float(label) if NUMBER.fullmatch(label) else math.inf
+    return number if math.isfinite(number) else None

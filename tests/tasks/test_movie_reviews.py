@@ -1,0 +1,58 @@
+"""Polarity of whole reviews in the form of the polarity data set 2.0."""
+
+import pytest
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import DataError
+from megasparse.tasks import build_task
+from megasparse.tasks.task import split_files
+
+NUMBERS = (0, 99, 700, 799, 800, 899, 900, 999)
+
+
+@pytest.fixture
+def task():
+    return build_task(TaskConfig(name="movie_reviews"))
+
+
+def make(root):
+    for name in ("neg", "pos"):
+        (root / name).mkdir(parents=True)
+        for n in NUMBERS:
+            (root / name / f"cv{n:03}_{29000 + n}.txt").write_text(f"{name} film {n} .\nof two lines . \n")
+    (root / "README").write_text("about it")
+
+
+@pytest.mark.parametrize("inner", ["", "txt_sentoken", "movie_reviews"])
+def test_splits_are_the_official_folds(task, tmp_path, inner):
+    make(tmp_path / inner)
+    expected = {"train": (0, 99, 700, 799), "validation": (800, 899), "test": (900, 999)}
+    for split, numbers in expected.items():
+        files = split_files(task, tmp_path, split)
+        assert files == [
+            tmp_path / inner / name / f"cv{n:03}_{29000 + n}.txt" for name in ("neg", "pos") for n in numbers
+        ]
+        for file in files:
+            (example,) = task.read(file)
+            name, number = file.parent.name, int(file.stem[2:5])
+            assert example.inputs == (f"{name} film {number} .\nof two lines . \n",)
+            assert task.classes[example.label] == name and example.name == file.stem
+            assert str(example.place) == str(file)
+
+
+def test_a_folder_without_reviews_has_no_splits(task, tmp_path):
+    assert task.files(tmp_path) == {}
+
+
+def test_a_review_elsewhere_has_no_label(task, tmp_path):
+    (tmp_path / "mine.txt").write_text("good")
+    (example,) = task.read(tmp_path / "mine.txt")
+    assert (example.inputs, example.label, example.name) == (("good",), None, "mine")
+
+
+def test_what_cannot_be_read_is_refused(task, tmp_path):
+    with pytest.raises(DataError, match=r"none\.txt: cannot be read \(No such file"):
+        list(task.read(tmp_path / "none.txt"))
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.txt: is no UTF-8 \(byte 0xe9, the 4th\)"):
+        list(task.read(tmp_path / "latin.txt"))

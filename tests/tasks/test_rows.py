@@ -1,0 +1,185 @@
+"""Files of rows: what stands in a row, where it stands, and what is refused."""
+
+import csv
+import gzip
+import json
+
+import pytest
+
+from megasparse.errors import DataError
+from megasparse.tasks.rows import comma_separated, field, json_lines, lines, tab_separated
+from megasparse.tasks.task import Place
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "rows.txt"
+
+
+def refusal(reader, file, *arguments):
+    """The one line that tells what is wrong."""
+    with pytest.raises(DataError) as caught:
+        list(reader(file, *arguments))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("last", [True, False])
+def test_lines_end_in_lf_or_cr_lf_the_last_one_also_in_nothing(file, end, last):
+    file.write_bytes((end.join(["a", "", "b c "]) + end * last).encode())
+    assert [(place.line, line) for place, line in lines(file)] == [(1, "a"), (2, ""), (3, "b c ")]
+
+
+def test_what_only_unicode_takes_for_a_line_end_stays_in_the_text(file):
+    text = "one\u2028two\u0085three\x0bfour\x1cfive\rsix"
+    file.write_text(text + "\n", encoding="utf-8", newline="")
+    assert [line for _, line in lines(file)] == [text]
+    file.write_text(f"text\tlabel\n{text}\t1\n", encoding="utf-8", newline="")
+    assert [row["text"] for _, row in tab_separated(file)] == [text]
+    file.write_text(f'text,label\n"{text}",1\n', encoding="utf-8", newline="")
+    assert [row["text"] for _, row in comma_separated(file)] == [text]
+    file.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8", newline="")
+    assert [row["text"] for _, row in json_lines(file)] == [text]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_column_and_stays_elsewhere(file):
+    file.write_bytes("\ufefftext\tlabel\n\ufeffa\t1\n".encode())
+    assert [row for _, row in tab_separated(file)] == [{"text": "\ufeffa", "label": "1"}]
+    file.write_bytes('\ufeff"text",label\na,1\n'.encode())
+    assert [row for _, row in comma_separated(file)] == [{"text": "a", "label": "1"}]
+    file.write_bytes('\ufeff{"text": "a"}\n'.encode())
+    assert [row for _, row in json_lines(file)] == [{"text": "a"}]
+
+
+@pytest.mark.parametrize("reader", [lines, tab_separated, comma_separated, json_lines])
+def test_latin_1_is_refused_naming_line_and_column(file, reader):
+    file.write_bytes("a\ncafé\n".encode("latin-1") if reader is not json_lines else '{}\n{"é": 1}\n'.encode("latin-1"))
+    column = 3 if reader is json_lines else 4
+    message = refusal(reader, file)
+    assert message.startswith(f"{file}:2: is no UTF-8 (byte 0xe9 in column {column})") and "iconv" in message
+
+
+def test_a_missing_file_and_a_folder_are_refused(file):
+    assert refusal(lines, file).startswith(f"{file}: cannot be read (No such file")
+    assert "cannot be read" in refusal(lines, file.parent)
+
+
+def test_a_compressed_file_reads_as_the_file_and_a_damaged_one_is_refused(tmp_path):
+    text = "".join(f"line {i} \u2028\n" for i in range(2000))
+    plain, packed = tmp_path / "a.json", tmp_path / "a.json.gz"
+    plain.write_text(text, encoding="utf-8")
+    packed.write_bytes(gzip.compress(text.encode()))
+    assert [line for _, line in lines(packed)] == [line for _, line in lines(plain)]
+    packed.write_bytes(packed.read_bytes()[:-20])
+    assert f"{packed}: cannot be read" in refusal(lines, packed)
+    packed.write_bytes(b"no gzip")
+    assert f"{packed}: cannot be read" in refusal(lines, packed)
+    broken = bytearray(gzip.compress(text.encode()))
+    broken[200:400] = bytes(200)
+    packed.write_bytes(broken)
+    assert f"{packed}: cannot be read" in refusal(lines, packed)
+
+
+def test_tab_separated_fields_keep_quotation_marks_and_spaces(file):
+    file.write_bytes(b'text\tlabel\n"He said ""no\t 1\r\n\'a, b \t\n')
+    found = list(tab_separated(file))
+    assert [row for _, row in found] == [{"text": '"He said ""no', "label": " 1"}, {"text": "'a, b ", "label": ""}]
+    assert [str(place) for place, _ in found] == [f"{file}:2", f"{file}:3"]
+
+
+def test_tab_separated_columns_may_be_given(file):
+    file.write_text("a\tb\n")
+    assert [row for _, row in tab_separated(file, ["x", "y"])] == [{"x": "a", "y": "b"}]
+
+
+@pytest.mark.parametrize(("reader", "mark"), [(tab_separated, "\t"), (comma_separated, ",")])
+@pytest.mark.parametrize("fields", [1, 3])
+def test_a_row_of_another_number_of_fields_is_refused(file, reader, mark, fields):
+    file.write_text(f"text{mark}label\na{mark}1\n{mark.join('bcd'[:fields])}\n")
+    message = refusal(reader, file)
+    assert message.startswith(f"{file}:3: {fields} fields where there are 2 columns (text, label)")
+
+
+@pytest.mark.parametrize(("reader", "mark"), [(tab_separated, "\t"), (comma_separated, ",")])
+def test_an_empty_file_is_refused_one_with_column_names_alone_has_no_rows(file, reader, mark):
+    file.write_text("")
+    assert refusal(reader, file).startswith(f"{file}: is empty")
+    assert list(reader(file, ["text"])) == []
+    file.write_text(f"text{mark}label\n")
+    assert list(reader(file)) == []
+
+
+@pytest.mark.parametrize(("reader", "mark"), [(tab_separated, "\t"), (comma_separated, ",")])
+def test_two_columns_of_one_name_are_refused(file, reader, mark):
+    file.write_text(mark.join(["text", "label", "text"]) + "\n" + mark.join("abc") + "\n")
+    assert refusal(reader, file).startswith(f'{file}:1: two columns are called "text"')
+
+
+def test_quoted_fields_are_those_of_the_standard_library_and_stand_where_they_begin(file):
+    rows = [
+        ["text", "label"],
+        ["a, b", "1"],
+        ["two\nlines\r\nand a third\n", 'said "no"'],
+        ["", " x "],
+        ["\u2028 \\ \\n 'quoted' \t", "2"],
+        ["last", "3"],
+    ]
+    with open(file, "w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream).writerows(rows)  # ends rows with CR LF
+    found = list(comma_separated(file))
+    assert [list(row.values()) for _, row in found] == rows[1:]
+    assert [place.line for place, _ in found] == [2, 3, 7, 8, 9]
+    assert all(place.file == file for place, _ in found)
+
+
+def test_empty_lines_of_csv_and_json_are_passed_over(file):
+    file.write_text("text,label\n\na,1\n\n")
+    assert [(place.line, row) for place, row in comma_separated(file)] == [(3, {"text": "a", "label": "1"})]
+    file.write_text('{"a": 1}\n\n \n{"a": 2}')
+    assert [(place.line, row) for place, row in json_lines(file)] == [(1, {"a": 1}), (4, {"a": 2})]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('text,label\na,1\n"b,2\nc,3\n', 3),  # never closed
+        ('text,label\n"a,1\n"b",2\n', 2),  # closed by the next row's
+        ('text,label\n"a" b,1\n', 2),
+        ("text,label\na\rb,1\n", 2),
+    ],
+)
+def test_a_quotation_mark_out_of_place_is_refused_where_its_row_begins(file, text, line):
+    file.write_text(text, newline="")
+    assert refusal(comma_separated, file).startswith(f"{file}:{line}: is no CSV (")
+
+
+def test_a_field_of_any_length_is_read(file):
+    file.write_text(f"text,label\n{'x' * 500_000},1\n")
+    assert [len(row["text"]) for _, row in comma_separated(file)] == [500_000]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"a": 1', "is no JSON ("),
+        ('{"a": 1} {"a": 2}', "is no JSON ("),
+        ("[1]", "is no JSON object"),
+        ('"a"', "is no JSON object"),
+        ('{"a": NaN}', "is no JSON (NaN is no number of JSON's)"),
+        ('{"a": 1, "b": 2, "a": 3}', 'is no JSON (the key "a" is given twice)'),
+        ("[" * 100_000, "is no JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "is no JSON"),
+    ],
+)
+def test_a_line_that_is_no_object_of_json_is_refused(file, line, problem):
+    file.write_text('{"a": 0}\n' + line + "\n")
+    assert refusal(json_lines, file).startswith(f"{file}:2: {problem}")
+
+
+def test_a_missing_column_is_named_with_its_nearest(file):
+    place = Place(file, 3)
+    assert field({"text": "a"}, "text", place) == "a"
+    with pytest.raises(DataError) as caught:
+        field({"text": "a", "label": "b"}, "texts", place)
+    assert str(caught.value) == f'{file}:3: has no column "texts". Did you mean "text"?'

@@ -1,0 +1,211 @@
+"""One's own data: columns, classes, numbers, and what is refused."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import ConfigError, DataError
+from megasparse.tasks import build_task
+from megasparse.tasks.metrics import METRICS
+from megasparse.tasks.task import split_files
+
+TEXTS = ['a "good" film, again', "two\nlines", "\u2028 plain ", "x"]
+
+
+def write(file, columns, *rows):
+    """A table in the form that the file's name asks for."""
+    if file.suffix.lower() == ".jsonl":
+        lines = [json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) for row in rows]
+        file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    elif file.suffix.lower() == ".tsv":
+        file.write_text("".join("\t".join(map(str, row)) + "\n" for row in (columns, *rows)), encoding="utf-8")
+    else:
+        with open(file, "w", encoding="utf-8", newline="") as stream:
+            csv.writer(stream).writerows((columns, *rows))
+    return file
+
+
+def task_of(file, **settings):
+    return build_task(TaskConfig(name="table", source=str(file), **settings))
+
+
+def refusal(make):
+    """The one line that tells what is wrong."""
+    with pytest.raises((DataError, ConfigError)) as caught:
+        found = make()
+        if not isinstance(found, tuple):
+            list(found)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".CSV"])
+def test_rows_become_examples_in_their_order(tmp_path, suffix):
+    texts = [text.replace("\n", " ") for text in TEXTS] if suffix == ".tsv" else TEXTS
+    rows = [(n, text, "ab"[n % 2]) for n, text in enumerate(texts)]
+    task = task_of(write(tmp_path / f"train{suffix}", ("number", "text", "label"), *rows))
+    (file,) = split_files(task, tmp_path / f"train{suffix}", "train")
+    found = list(task.read(file))
+    assert [example.inputs for example in found] == [(text,) for text in texts]
+    assert [example.label for example in found] == [0, 1, 0, 1] and task.classes == ("a", "b")
+    assert [example.name for example in found] == ["0", "1", "2", "3"]
+    lines = {".tsv": [2, 3, 4, 5], ".jsonl": [1, 2, 3, 4]}.get(suffix, [2, 3, 5, 6])
+    assert [str(example.place) for example in found] == [f"{file}:{line}" for line in lines]
+    assert task.metrics == ("accuracy", "macro_f1")
+
+
+def test_two_columns_of_text_are_a_pair(tmp_path):
+    file = write(tmp_path / "a.csv", ("b", "stars", "a"), ("B0", 1, "A0"), ("B1", 2, "A1"))
+    task = task_of(file, text=["a", "b"], label="stars")
+    assert [example.inputs for example in task.read(file)] == [("A0", "B0"), ("A1", "B1")]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (["10", "9", "2", "9"], ("2", "9", "10")),
+        (["1e1", "-3", ".5", "+2", "2.0"], ("-3", ".5", "+2", "2.0", "1e1")),
+        (["10", "9", "b2"], ("10", "9", "b2")),
+        (["nan", "2", "10"], ("10", "2", "nan")),
+        (["1_0", "9"], ("1_0", "9")),
+        (["pos", "neg", "Pos"], ("Pos", "neg", "pos")),
+    ],
+)
+def test_classes_are_those_of_the_training_file_sorted_numbers_as_numbers(tmp_path, labels, classes):
+    file = write(tmp_path / "a.csv", ("text", "label"), *(("x", label) for label in labels))
+    task = task_of(file)
+    assert task.classes == classes
+    assert [task.classes[example.label] for example in task.read(file)] == labels
+
+
+def test_labels_of_json_are_told_apart_by_their_text(tmp_path):
+    values = [10, 9, "9", 2.5, "2.5"]
+    file = write(tmp_path / "a.jsonl", ("text", "label"), *(("x", value) for value in values))
+    task = task_of(file)
+    assert task.classes == ("2.5", "9", "10")
+    assert [example.label for example in task.read(file)] == [2, 1, 1, 0, 0]
+    file = write(tmp_path / "b.jsonl", ("text", "label"), ("x", True), ("x", False), ("x", "é"), ("x", "true"))
+    task = task_of(file)
+    assert task.classes == ("false", "true", "é")
+    assert [example.label for example in task.read(file)] == [1, 0, 2, 1]
+
+
+def test_given_classes_keep_their_order_and_need_no_training_file(tmp_path):
+    task = task_of(tmp_path / "none.csv", labels=["pos", "neg"])
+    assert task.classes == ("pos", "neg")
+    file = write(tmp_path / "test.csv", ("text", "label"), ("x", "neg"), ("x", "pos"))
+    assert [example.label for example in task.read(file)] == [1, 0]
+
+
+@pytest.mark.parametrize("labels", [None, []])
+def test_what_was_resolved_builds_the_same_task_without_the_training_file(tmp_path, labels):
+    file = write(tmp_path / "train.csv", ("text", "label"), *(("x", label) for label in ("10", "9", "2")))
+    task = task_of(file, labels=labels)
+    resolved = TaskConfig.model_validate_json(task.resolved().model_dump_json())
+    assert resolved.labels == (["2", "9", "10"] if labels is None else [])
+    assert resolved.model_copy(update={"labels": labels}) == task.config
+    other = file.rename(tmp_path / "other.csv")
+    again = build_task(resolved)
+    assert again.classes == task.classes and again.metrics == task.metrics
+    assert list(again.read(other)) == list(task.read(other))
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_numbers_are_told_where_there_are_no_classes(tmp_path, suffix):
+    values = ["3.5", "-1e-2", "4", "0"] if suffix == ".csv" else [3.5, -1e-2, 4, "0"]
+    file = write(tmp_path / f"a{suffix}", ("text", "label"), *(("x", value) for value in values))
+    task = task_of(file, labels=[])
+    found = [example.label for example in task.read(file)]
+    assert task.classes is None and found == [3.5, -0.01, 4.0, 0.0]
+    assert all(type(label) is float for label in found)
+    assert task.metrics == ("pearson", "spearman") and set(task.metrics) <= set(METRICS)
+    assert METRICS[task.metrics[0]](np.array(found), np.array(found)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
+def test_rows_without_the_column_of_labels_have_none(tmp_path, suffix):
+    file = write(tmp_path / f"new{suffix}", ("text",), ("x",), ("y",))
+    task = task_of("none.csv", labels=["a", "b"])
+    assert [(example.inputs, example.label) for example in task.read(file)] == [(("x",), None), (("y",), None)]
+
+
+def test_the_training_file_must_have_labels(tmp_path):
+    file = write(tmp_path / "a.csv", ("text", "labels"), ("x", "a"), ("y", "b"))
+    assert refusal(lambda: task_of(file)) == f'{file}:2: has no column "label". Did you mean "labels"?'
+
+
+@pytest.mark.parametrize(("suffix", "empty"), [(".csv", ""), (".tsv", ""), (".csv", " "), (".jsonl", "")])
+@pytest.mark.parametrize("labels", [None, [], ["1", "2"]])
+def test_an_empty_label_is_refused(tmp_path, suffix, empty, labels):
+    file = write(tmp_path / f"a{suffix}", ("text", "label"), ("x", "1"), ("y", empty), ("z", "2"))
+    line = 2 if suffix == ".jsonl" else 3
+    message = refusal(lambda: task_of(file, labels=labels).read(file))
+    assert message == f'{file}:{line}: no label in the column "label". Write one, or remove the row'
+
+
+@pytest.mark.parametrize("value", [None, ["a"], {"a": 1}])
+def test_what_is_no_label_of_json_is_refused(tmp_path, value):
+    file = write(tmp_path / "a.jsonl", ("text", "label"), ("x", "a"), ("y", value))
+    message = refusal(lambda: task_of(file, labels=["a", "b"]).read(file))
+    assert message.startswith(f'{file}:2: {json.dumps(value)} in the column "label" is no label')
+
+
+def test_a_label_outside_the_set_is_refused(tmp_path):
+    file = write(tmp_path / "a.csv", ("text", "label"), ("x", "pos"), ("y", "Pos"))
+    message = refusal(lambda: task_of(file, labels=["neg", "pos"]).read(file))
+    assert message == f'{file}:3: "Pos" is no label of table. Did you mean "pos"? Its labels are: neg, pos'
+
+
+@pytest.mark.parametrize("value", ["four", "nan", "inf", "1e999", "1,5", "0x10", "1_0", "true", "٣"])
+def test_what_is_no_number_is_refused(tmp_path, value):
+    file = write(tmp_path / "a.csv", ("text", "label"), ("x", "1"), ("y", value))
+    message = refusal(lambda: task_of(file, labels=[]).read(file))
+    assert message.startswith(f'{file}:3: "{value}" in the column "label" is no number. Write one')
+
+
+@pytest.mark.parametrize("value", [None, 3, ["x"]])
+def test_a_text_of_json_is_a_text(tmp_path, value):
+    file = write(tmp_path / "a.jsonl", ("text", "label"), ("x", 1), (value, 2))
+    message = refusal(lambda: task_of(file).read(file))
+    assert message == f'{file}:2: {json.dumps(value)} in the column "text" is no text. Write a text in quotation marks'
+
+
+def test_a_missing_column_of_texts_is_refused(tmp_path):
+    file = write(tmp_path / "a.csv", ("review", "label"), ("x", 1), ("y", 2))
+    message = refusal(lambda: task_of(file, text=["reviews"]).read(file))
+    assert message == f'{file}:2: has no column "reviews". Did you mean "review"?'
+
+
+@pytest.mark.parametrize("rows", [[], [("x", "a")], [("x", "a"), ("y", "a")]])
+def test_a_training_file_with_less_than_two_classes_is_refused(tmp_path, rows):
+    file = write(tmp_path / "a.csv", ("text", "label"), *rows)
+    assert refusal(lambda: task_of(file)).startswith(f'{file}: {len(rows[:1])} labels in the column "label"')
+
+
+@pytest.mark.parametrize("labels", [["a"], ["a", "b", "a"]])
+def test_classes_that_are_none_are_refused(labels):
+    assert refusal(lambda: task_of("none.csv", labels=labels)).startswith("task.labels: ")
+
+
+def test_a_column_that_is_text_and_label_is_refused():
+    message = refusal(lambda: task_of("none.csv", text=["a", "b"], label="b"))
+    assert message == 'task.label: "b" is a column of task.text too. Name the column of the labels'
+
+
+def test_another_kind_of_file_is_refused(tmp_path):
+    (tmp_path / "a.xlsx").write_bytes(b"PK")
+    message = refusal(lambda: task_of(tmp_path / "a.xlsx"))
+    assert message.endswith("does not tell what kind of table it is. Give a file whose name ends in .csv, .tsv, .jsonl")
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    assert refusal(lambda: task_of(tmp_path / "none.csv")).startswith(f"{tmp_path / 'none.csv'}: cannot be read")
+    task = task_of("none.csv", labels=["a", "b"])
+    for path in (tmp_path, tmp_path / "none.csv"):
+        assert refusal(lambda path=path: split_files(task, path, "train")).startswith(f"{path}: no such file. Give the")
+    file = write(tmp_path / "a.csv", ("text", "label"), ("x", "a"))
+    assert 'holds no "test" split' in refusal(lambda: split_files(task, file, "test"))
+    assert "no such folder" in refusal(lambda: split_files(build_task(TaskConfig(name="ag_news")), file, "train"))
