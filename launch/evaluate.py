@@ -1,22 +1,25 @@
-"""Held-out bits/dim, perplexities and accuracy of a trained decoder; an encoder's loss and accuracy on masked tokens,
-an encoder-decoder's on its targets.
+"""What a trained model is worth on text or examples it has not seen.
 
     python launch/evaluate.py --checkpoint runs/quickstart --data data/quickstart --json runs/quickstart/test.json
     python launch/evaluate.py --checkpoint runs/quickstart --data data/quickstart --stride 1024 --rounds 8
+    python launch/evaluate.py --task rte --checkpoint runs/rte --source glue_data/RTE --predictions rte.jsonl
+    python launch/evaluate.py --task rte --checkpoint runs/rte_0 runs/rte_1 runs/rte_2 --source glue_data/RTE
 
-Scores every symbol of the split once (or the first --limit windows), and writes the numbers with their whole protocol.
+A pretrained decoder: held-out bits/dim, perplexities and accuracy; an encoder's loss and accuracy on masked tokens, an
+encoder-decoder's on its targets. Scores every symbol of the split once (or the first --limit windows). A fine-tuned
+model (--task): the official metric with its confidence interval. The numbers are written with their whole protocol.
 """
 
 import argparse
-import json
-from pathlib import Path
+import sys
 from typing import Any
 
-from megasparse.config.command_line import checkpoint_parser
 from megasparse.data.reader import EvaluationStream
 from megasparse.errors import report_user_errors
 from megasparse.evaluation import code_length, masked_tokens, target_tokens
+from megasparse.evaluation.arguments import evaluation_arguments
 from megasparse.evaluation.bits_per_dim import refuse_leaks
+from megasparse.evaluation.outputs import require_writable, write_json
 from megasparse.evaluation.protocol import protocol_of
 from megasparse.evaluation.restore import restore, trained_tokenizer
 from megasparse.model.decoder import Causal
@@ -26,46 +29,43 @@ from megasparse.training.batches import open_folder
 MEASURES: dict[str, Any] = {"decoder": code_length, "encoder": masked_tokens, "encoder_decoder": target_tokens}
 
 
-def arguments() -> argparse.Namespace:
-    parser = checkpoint_parser(__doc__)
-    parser.add_argument("--data", metavar="SHARDS", help="folder of shards; the one trained on where left out")
-    parser.add_argument("--split", default="test")
-    parser.add_argument("--rounds", type=positive, help="hash rounds in place of the configured ones")
-    parser.add_argument("--stride", type=positive, help="new tokens a window; all of it where left out")
-    parser.add_argument("--limit", type=positive, metavar="N", help="score only the first N windows")
-    parser.add_argument("--batch", type=positive, default=1, help="windows scored at once")
-    parser.add_argument(
-        "--hash-seeds", type=positive, default=1, metavar="N", help="repeat with N draws of the rotations (and masks)"
-    )
-    parser.add_argument("--allow-leaking-attention", action="store_true", help="score a model that sees later tokens")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the number and its protocol to this file")
-    return parser.parse_args()
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
-    return number
-
-
-@report_user_errors
-def main() -> None:
-    args = arguments()
-    model, config, checkpoint, device = restore(args.checkpoint, args.set)
+def score_split(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Of a pretrained model: the result, and its summary."""
+    model, config, checkpoint, device = restore(args.checkpoint[0], args.set)
     if isinstance(model, Causal) and not args.allow_leaking_attention:
         refuse_leaks(model.leaks)
     tokenizer = trained_tokenizer(config, checkpoint)
     index = open_folder(args.data or config.data.path, config, tokenizer)
     if isinstance(model, Encoder) and config.model.masking.whole_words:
         model.set_word_starts(tokenizer.word_starts())
-    protocol = protocol_of(config, checkpoint, index, tokenizer, args.split, args.stride, args.rounds, args.hash_seeds)
+    split = args.split or "test"
+    protocol = protocol_of(config, checkpoint, index, tokenizer, split, args.stride, args.rounds, args.hash_seeds)
     measure = MEASURES[config.model.kind]
-    result = measure.evaluate(model, EvaluationStream(index, args.split), protocol, args.batch, args.limit, device)
-    print(measure.summary(result))
+    result = measure.evaluate(model, EvaluationStream(index, split), protocol, args.batch or 1, args.limit, device)
+    return result, measure.summary(result)
+
+
+def score_task(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Of fine-tuned models: the result, and its summary. Writes the predictions, where these are asked for."""
+    from megasparse.tasks.judging import judge, summary
+    from megasparse.tasks.predictions import write_predictions
+
+    overrides = args.set + ([f"evaluation.batch={args.batch}"] if args.batch else [])
+    say = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    result, judged = judge(args.checkpoint, overrides, args.task, args.source, args.split, args.hash_seeds, say)
+    if args.predictions:
+        write_predictions(args.predictions, judged[0].predictions())
+    return result, summary(result)
+
+
+@report_user_errors
+def main() -> None:
+    args = evaluation_arguments(__doc__)
+    require_writable(args.json, args.predictions, sources=args.source or ())
+    result, summary = score_task(args) if args.task else score_split(args)
+    print(summary)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(args.json, result)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
 """Fine-tune a pretrained model on a downstream task, or on one's own CSV or JSONL file.
 
-    python launch/finetune.py --config configs/finetune/quick.json                       # a minute on a CPU
+    python launch/finetune.py --config configs/finetune/quick.json [--dry-run]    # a minute on a CPU
     python launch/finetune.py --config configs/finetune/own_data_4k.json --set task.source=reviews.csv \\
         --set 'task.text=["review"]' --set task.label=stars --set start.huggingface=models/encoder
-    deepspeed launch/finetune.py --config configs/finetune/glue_mnli.json                # every GPU of this machine
-    python launch/finetune.py --config configs/finetune/quick.json --dry-run             # will it fit?
+    deepspeed launch/finetune.py --config configs/finetune/glue_mnli.json            # every GPU of this machine
 
-The best checkpoint by the task's metric is kept beside the newest; started again, the run goes on from the newest.
-Then launch/evaluate.py --task and launch/predict.py work on the run's folder.
+Started again, it goes on from its newest checkpoint. launch/evaluate.py --task and launch/predict.py read its best one.
 """
 
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from megasparse.config.command_line import config_from, config_parser
 from megasparse.config.finetuning import FinetuneConfig
@@ -38,6 +35,7 @@ def main() -> None:
     signals.follow_launcher()
     # Imported when the configuration is known to be right: a mistake in it should not take seconds to be told.
     from megasparse.ops.random import Draws
+    from megasparse.tasks.fitting import predict, require_fit
     from megasparse.tasks.run import open_run
     from megasparse.tasks.scoring import validation
     from megasparse.training.engine import build_engine
@@ -50,12 +48,14 @@ def main() -> None:
     from megasparse.training.watch import watching
 
     ranks = start_ranks(config.run)
-    run = open_run(config, lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None)
+    say = lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None  # noqa: E731
+    run = open_run(config, say)
     config, directory = run.config, Path(run.config.run.directory)
-
-    def make_draws(step: int, samples: Any) -> Draws:
-        return Draws(config.run.seed, step, samples, training=True)
-
+    if args.dry_run:
+        print(predict(run, ranks).lines())
+        return
+    require_fit(run, ranks, say)
+    make_draws = lambda step, samples: Draws(config.run.seed, step, samples, training=True)  # noqa: E731
     with watching(config.run, ranks, signals) as watch:
         tokenizer = {"name": run.start.tokenizer.name, "sha256": run.start.tokenizer.sha256}
         saver = Saver(config, ranks, run.fingerprint, tokenizer, watch)
@@ -68,9 +68,8 @@ def main() -> None:
         evaluate = validation(run, engine, watch)
         with Monitor(config, ranks, step) as monitor:
             batches = run.batches(ranks, position)
-            complete = train(
-                engine, config, batches, saver, monitor, start, evaluate, args.stop_at, watch, selection=selection
-            )
+            when = (start, evaluate, args.stop_at, watch)
+            complete = train(engine, config, batches, saver, monitor, *when, selection=selection)
         if complete and ranks.rank == 0:
             selection.write(directory / "best.json")
         engine.close()

@@ -19,6 +19,7 @@ NUMBERS = {"0.0": "0", "1.0": "1"}
 class AAN(Task):
     name = "aan"
     metrics = ("accuracy",)
+    segments = 2
     towers = True
     classes = ("0", "1")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
+from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks.rows import field, lines, tab_separated
 from megasparse.tasks.sts_benchmark import similarity
@@ -29,6 +30,10 @@ class GLUETask(Task):
     identifier: ClassVar[str] = "index"
     """Column of the official ids; files without one have their examples counted."""
     splits: ClassVar[dict[str, str]] = {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
+
+    def __init__(self, config: TaskConfig):
+        super().__init__(config)
+        self.segments = len(self.texts)
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
         inner = folder / self.folder

@@ -31,7 +31,7 @@ def matthews(labels: np.ndarray, told: np.ndarray) -> float:
     """Matthews' correlation, CoLA's metric."""
     from sklearn.metrics import matthews_corrcoef
 
-    return float(matthews_corrcoef(labels, told))
+    return float(matthews_corrcoef(labels, told)) if _vary(labels, told) else 0.0
 
 
 def pearson(labels: np.ndarray, told: np.ndarray) -> float:

@@ -26,6 +26,7 @@ class RTEChallenge(Task):
 
     name = "rte_challenge"
     metrics = ("accuracy",)
+    segments = 2
     classes = ("entailment", "not_entailment")
 
     def files(self, folder: Path) -> dict[str, list[Path]]:

@@ -22,6 +22,7 @@ class STSBenchmark(Task):
 
     name = "sts_benchmark"
     metrics = ("pearson", "spearman")
+    segments = 2
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
         inner = folder / "stsbenchmark"

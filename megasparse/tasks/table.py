@@ -32,6 +32,7 @@ class Table(Task):
     def __init__(self, config: TaskConfig):
         """Reads the labels of the training file where task.labels is null. Raises DataError besides."""
         super().__init__(config)
+        self.segments = len(config.text)
         if config.label in config.text:
             problem = f'"{config.label}" is a column of task.text too'
             raise ConfigError("task.label", problem, "Name the column of the labels")

@@ -44,6 +44,8 @@ class Task(ABC):
     name: ClassVar[str]
     metrics: tuple[str, ...]
     """Names of tasks/metrics.py; the first one says which checkpoint is best."""
+    segments: int = 1
+    """Inputs of an example."""
     towers: ClassVar[bool] = False
     """Whether the two inputs of a pair are read apart and then compared, rather than as one sequence."""
     source_is_file: ClassVar[bool] = False
@@ -80,8 +82,9 @@ class Task(ABC):
         """The number of a class by its name. Raises DataError naming the place."""
         assert self.classes is not None
         if label not in self.classes:
-            known = ", ".join(self.classes)
-            mend = f"{did_you_mean(label, self.classes)} Its labels are: {known}"
+            near = did_you_mean(label, self.classes)
+            mend = f"{near} " if near.startswith("Did") else ""
+            mend += f"Its labels are: {', '.join(self.classes)}"
             raise DataError(str(place), f'"{label[:80]}" is no label of {self.name}', mend)
         return self.classes.index(label)
 

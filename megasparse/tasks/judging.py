@@ -1,0 +1,182 @@
+"""Fine-tuned models on labelled examples: the official metrics, and how sure they are."""
+
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from megasparse import __version__
+from megasparse.config.pattern import evaluation_rounds, kinds
+from megasparse.errors import ConfigError
+from megasparse.tasks.bodies import Body, HuggingFaceBody, MegasparseBody
+from megasparse.tasks.encoding import Encoded
+from megasparse.tasks.intervals import RESAMPLES, bootstrap_interval, t_interval
+from megasparse.tasks.metrics import METRICS, require_metrics
+from megasparse.tasks.predictions import Row, predictions, read, told
+from megasparse.tasks.restore import Finetuned, chosen_checkpoint, restore_task
+from megasparse.tasks.run import require_labels
+from megasparse.tasks.scoring import answers
+from megasparse.tasks.sources import chosen_files, sha256_of
+from megasparse.tasks.task import Task
+
+LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One checkpoint's answers."""
+
+    task: Task
+    examples: list[Encoded]
+    tables: list[np.ndarray]
+    """(N, C) of each of the draws' seeds."""
+    entry: dict[str, Any]
+    """Of `runs` in the result."""
+
+    def interval(self, name: str) -> tuple[float, float] | None:
+        """95 %, of a metric over examples."""
+        labels, own = _labels(self.examples), [answers(self.task, table) for table in self.tables]
+        with tqdm(total=RESAMPLES, desc=f"resampling {name}", leave=False, disable=None) as bar:
+            return bootstrap_interval(METRICS[name], labels, own, self.entry["seed"], bar.update)
+
+    def predictions(self) -> list[Row]:
+        """Of its first draw."""
+        return predictions(self.task, self.examples, self.tables[0])
+
+
+def judge(
+    directories: Sequence[str],
+    overrides: Sequence[str],
+    name: str,
+    sources: Sequence[str],
+    split: str | None = None,
+    draws: int = 1,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[dict[str, Any], list[Judged]]:
+    """Score checkpoints of a task on files that have labels.
+
+    directories: runs, each by its best checkpoint, or checkpoints. draws: passes over the examples, each with draws of
+    randomised attention of its own, of the seeds run.seed, run.seed + 1, ...; a checkpoint's metric is its mean over
+    them. say: told what became of the examples.
+
+    Returns what each checkpoint told, and {"task", "split", "files", "examples", "metrics", "interval", "runs",
+    "versions"}: of each metric `value`, `low` and `high`, one checkpoint's with the bootstrap interval over examples,
+    of several the mean with Student's t interval over them, and their `standard_deviation`.
+    Raises what `restore_task` and the task's reader do; ConfigError where the same checkpoint is given twice.
+    """
+    require_metrics()
+    paths = [chosen_checkpoint(Path(directory)).resolve() for directory in directories]
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
+            mend = "Give each once: they count as independent runs"
+            raise ConfigError("--checkpoint", f"{path} is given twice", mend)
+    judged: list[Judged] = []
+    for directory in directories:
+        found = restore_task(directory, overrides, name)
+        chosen, files = chosen_files(found.task, sources, split)
+        if judged and judged[0].task.classes != found.task.classes:
+            raise ConfigError("--checkpoint", f"{directory} was trained on other classes", "Evaluate it on its own")
+        judged.append(_judge(found, chosen or "given", files, draws, say))
+    first = judged[0]
+    result = {
+        "task": first.task.name,
+        "split": chosen,
+        "files": [{"file": str(file), "sha256": sha256_of(file)} for file in files],
+        "examples": len(first.examples),
+        "metrics": {name: _metric(name, judged) for name in first.task.metrics},
+        "interval": _interval_told(judged),
+        "runs": [each.entry for each in judged],
+        "versions": {
+            "python": platform.python_version(), "megasparse": __version__,
+            **{library: version(library) for library in LIBRARIES},
+        },
+    }  # fmt: skip
+    return result, judged
+
+
+def summary(result: dict[str, Any]) -> str:
+    """What launch/evaluate.py prints."""
+    where, runs = result["split"] or ", ".join(each["file"] for each in result["files"]), result["runs"]
+    lines = [f"{result['task']}, {where}: {result['examples']:,} examples; {_told_of(runs)}"]
+    for name, found in result["metrics"].items():
+        line = f"{name} {found['value']:.4f}"
+        if found["low"] is not None:
+            line += f" ({result['interval']}: {found['low']:.4f} to {found['high']:.4f})"
+        if found["standard_deviation"] is not None:
+            each = ", ".join(f"{run['metrics'][name]:.4f}" for run in runs)
+            line += f"; standard deviation {found['standard_deviation']:.4f}; each: {each}"
+        deviations = [run["deviation_over_draws"][name] for run in runs if run["deviation_over_draws"]]
+        if deviations:
+            line += f"; standard deviation over {len(runs[0]['draw_seeds'])} draws "
+            line += ", ".join(f"{deviation:.4f}" for deviation in deviations)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _told_of(runs: list[dict[str, Any]]) -> str:
+    if len(runs) == 1:
+        return f"step {runs[0]['step']} of {runs[0]['checkpoint']}"
+    return f"{len(runs)} runs, seeds {', '.join(str(run['seed']) for run in runs)}"
+
+
+def _judge(found: Finetuned, split: str, files: list[Path], draws: int, say: Callable[[str], None]) -> Judged:
+    examples = [example for file in files for example in found.task.read(file)]
+    require_labels(examples, split, files[0])
+    encoded = read(found, examples, split, say)
+    seeds = [found.config.run.seed + number for number in range(draws)]
+    tables = [told(found, encoded, seed) for seed in seeds]
+    labels, counts = _labels(encoded), found.encoder.counts
+    values = {
+        name: [METRICS[name](labels, answers(found.task, table)) for table in tables] for name in found.task.metrics
+    }
+    entry = {
+        "checkpoint": str(found.checkpoint.path),
+        "step": found.checkpoint.step,
+        "seed": found.config.run.seed,
+        "metrics": {name: statistics.fmean(each) for name, each in values.items()},
+        "draw_seeds": seeds,
+        "draws": values,
+        "deviation_over_draws": {name: statistics.stdev(each) for name, each in values.items()} if draws > 1 else None,
+        "attention": attention_of(found.model.body),
+        "precision": found.config.training.precision,
+        "max_length": found.config.task.max_length,
+        "inputs": {"cut": counts.cut, "empty": counts.empty, "longest": counts.longest},
+    }
+    return Judged(found.task, encoded, tables, entry)
+
+
+def _metric(name: str, judged: list[Judged]) -> dict[str, float | None]:
+    values = [each.entry["metrics"][name] for each in judged]
+    interval = judged[0].interval(name) if len(judged) == 1 else t_interval(values)
+    low, high = interval or (None, None)
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return {"value": statistics.fmean(values), "low": low, "high": high, "standard_deviation": deviation}
+
+
+def _interval_told(judged: list[Judged]) -> str:
+    if len(judged) == 1:
+        return f"95 %, bootstrap over examples, {RESAMPLES:,} resamples"
+    return f"95 %, Student's t over {len(judged)} runs"
+
+
+def attention_of(body: Body) -> dict[str, Any] | None:
+    """The settings of its self-attention as a configuration has them; None where a HuggingFace model's own is kept."""
+    if isinstance(body, MegasparseBody):
+        config = body.stack.config
+        attention = config.attention.model_dump(mode="json", include={"pattern", "full_below", *kinds(config)})
+        return {**attention, "evaluation_rounds": evaluation_rounds(config)}
+    assert isinstance(body, HuggingFaceBody)
+    from megasparse.hub.replace import ENTRY
+
+    entry = getattr(body.model.config, ENTRY, None)
+    return None if entry is None else entry["attention"]
+
+
+def _labels(examples: Sequence[Encoded]) -> np.ndarray:
+    return np.array([example.label for example in examples])

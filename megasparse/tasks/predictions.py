@@ -1,0 +1,143 @@
+"""What a fine-tuned model tells of examples, and the files it is written to. N examples, C classes, or 1 where a number
+is told.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from megasparse.errors import ConfigError, DataError, UserError
+from megasparse.evaluation.outputs import whole_file
+from megasparse.tasks.encoding import Encoded
+from megasparse.tasks.restore import Finetuned
+from megasparse.tasks.run import encode_all
+from megasparse.tasks.scoring import answers, tell
+from megasparse.tasks.sources import chosen_files
+from megasparse.tasks.task import Example, Place, Task
+
+Row = dict[str, Any]
+"""A prediction: `name` of the example, its `file` and `line` (null where it has the file to itself), `label` (null
+where it has none), what was `told` (the name of a class, or a number), and `probabilities` by class (null of numbers).
+"""
+
+
+def read(found: Finetuned, examples: Sequence[Example], name: str, say: Callable[[str], None]) -> list[Encoded]:
+    """As the model reads them; `say` is told how many there are, and what became of them."""
+    return list(encode_all(found.encoder, name, list(examples), say))
+
+
+def told(found: Finetuned, examples: Sequence[Encoded], seed: int | None = None) -> np.ndarray:
+    """(N, C) float64 as `tell` has it, with a progress bar. seed: of the draws of randomised attention; None takes
+    `run.seed`. Raises UserError where it is not finite.
+    """
+    config = found.config
+    if seed is not None:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+    total = -(-len(examples) // config.evaluation.batch)
+    with torch.no_grad(), tqdm(total=total, desc="scoring", unit="batch", leave=False, disable=None) as bar:
+
+        def advance() -> None:
+            bar.update()
+
+        table = tell(found.model, examples, config, found.ranks, advance)
+    if not np.isfinite(table).all():
+        mend = "Take an earlier checkpoint, or --set training.precision=fp32"
+        raise UserError(f"{found.checkpoint.path}: what the model tells is not finite. {mend}")
+    return table
+
+
+def predictions(task: Task, examples: Sequence[Encoded], table: np.ndarray) -> list[Row]:
+    """table: (N, C), of `told`. In the order of the examples."""
+    own, classes = answers(task, table).tolist(), task.classes
+    rows: list[Row] = []
+    for example, answer, values in zip(examples, own, torch.from_numpy(table).softmax(1).tolist(), strict=True):
+        label = example.label
+        rows.append(
+            {
+                "name": example.name,
+                "file": str(example.place.file),
+                "line": example.place.line,
+                "label": label if label is None or classes is None else classes[int(label)],
+                "told": classes[answer] if classes is not None else answer,
+                "probabilities": dict(zip(classes, values, strict=True)) if classes is not None else None,
+            }
+        )
+    return rows
+
+
+def predict(found: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
+    """Of every example of the files, in their order. Raises DataError where there is none."""
+    _, files = chosen_files(found.task, sources, None)
+    examples = [example for file in files for example in found.task.read(file)]
+    if not examples:
+        raise DataError(sources[0], "has no examples", "Give files that have some")
+    encoded = read(found, examples, "new", say)
+    return predictions(found.task, encoded, told(found, encoded))
+
+
+def predict_texts(found: Finetuned, texts: Sequence[str], say: Callable[[str], None]) -> Row:
+    """Of one example, given by its text, or its two texts. Raises ConfigError where the task has other inputs."""
+    task, wanted = found.task, found.task.segments
+    if task.vocabulary is not None:
+        raise ConfigError("--text", f'"{task.name}" reads no texts', "Give --source FILE")
+    if len(texts) != wanted:
+        problem = f'{len(texts)} given, and an example of "{task.name}" has {wanted}'
+        raise ConfigError("--text", problem, f"Give it {'twice' if wanted == 2 else 'once'}")
+    encoded = read(found, [Example(tuple(texts), None, Place(Path("--text")), "0")], "new", say)
+    return predictions(task, encoded, told(found, encoded))[0]
+
+
+def write_predictions(path: Path, rows: Sequence[Row]) -> None:
+    """A file of them, by its suffix: .jsonl, an object a line; .csv, `name`, `told` and `probability of CLASS`; .tsv,
+    GLUE's form of submission, `index` and `prediction`. Raises ConfigError for another suffix, DataError for a name
+    that a .tsv cannot hold, and UserError where it cannot be written.
+    """
+    require_form(path)
+    with whole_file(path) as out:
+        for line in FORMS[path.suffix](rows):
+            out.write(line.encode())
+
+
+def require_form(path: Path) -> None:
+    """Raise ConfigError for a suffix that does not tell the form."""
+    if path.suffix not in FORMS:
+        problem = f'"{path.suffix}" does not tell the form of {path}'
+        raise ConfigError("--output", problem, f"Give a name that ends in {', '.join(FORMS)}")
+
+
+def _json_lines(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        yield json.dumps(row) + "\n"
+
+
+def _comma_separated(rows: Sequence[Row]) -> Iterator[str]:
+    classes = list(rows[0]["probabilities"] or ())
+    table = [["name", "told", *(f"probability of {name}" for name in classes)]]
+    table += [[row["name"], row["told"], *((row["probabilities"] or {}).values())] for row in rows]
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(table)
+    yield out.getvalue()
+
+
+def _tab_separated(rows: Sequence[Row]) -> Iterator[str]:
+    yield "index\tprediction\n"
+    for row in rows:
+        fields = [str(row["name"]), str(row["told"])]
+        if any(mark in field for field in fields for mark in "\t\r\n"):
+            place = str(Place(Path(row["file"]), row["line"]))
+            raise DataError(place, f"{fields} has a tab or a line end, which a .tsv cannot hold", "Write a .csv")
+        yield "\t".join(fields) + "\n"
+
+
+FORMS: dict[str, Callable[[Sequence[Row]], Iterator[str]]] = {
+    ".jsonl": _json_lines,
+    ".csv": _comma_separated,
+    ".tsv": _tab_separated,
+}

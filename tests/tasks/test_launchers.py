@@ -1,0 +1,278 @@
+"""Fine-tune, evaluate, predict: by the commands that a user types."""
+
+import csv
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.metrics import accuracy_score, f1_score
+
+from launch import evaluate, predict
+from megasparse.evaluation.arguments import OF_PRETRAINED
+from megasparse.tasks import intervals, judging
+from tests.helpers.finetuning import ENCODER, bert, launch, reviews, settings, table
+from tests.helpers.hub import checkpoint, encoder
+
+ROOT = Path(__file__).parents[2]
+LSH = {**ENCODER, "attention": {"pattern": ["lsh"], "lsh": {"chunk": 4, "rounds": 1, "buckets": 8}}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """train.csv, test.csv; runs of seeds 0, 1 and 2: run_0 by the launcher itself, run_1, run_2."""
+    folder = tmp_path_factory.mktemp("launchers")
+    train = reviews(folder / "train.csv", 48)
+    reviews(folder / "test.csv", 30, seed=1)
+    values = settings(folder / "run_0", train, model=LSH)
+    (folder / "run_0.json").write_text(json.dumps(values))
+    typed("finetune", "--config", folder / "run_0.json")
+    for seed in (1, 2):
+        run = {"directory": str(folder / f"run_{seed}"), "engine": "torch", "device": "cpu", "seed": seed}
+        launch(folder / f"run_{seed}", train, model=LSH, run=run)
+    return folder
+
+
+def typed(launcher, *arguments):
+    command = [sys.executable, str(ROOT / "launch" / f"{launcher}.py"), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert found.returncode == 0, found.stderr
+    return found
+
+
+def run(launcher, *arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["launcher", *map(str, arguments)])
+        patch.setattr(intervals, "RESAMPLES", 20)  # scikit-learn's metrics take a millisecond each
+        launcher.main()
+
+
+def refused(capsys, launcher, *arguments):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        run(launcher, *arguments)
+    captured = capsys.readouterr()
+    assert caught.value.code == 2
+    assert captured.err.splitlines()[-1].startswith("error: ")
+    assert captured.err.count("error") == 1 and "Traceback" not in captured.err
+    assert captured.out == ""
+    return captured.err.splitlines()[-1]
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_from_a_table_to_a_score_and_predictions(folder):
+    test, out, each = folder / "test.csv", folder / "out" / "test.json", folder / "out" / "test.jsonl"
+    common = ["--task", "table", "--checkpoint", folder / "run_0", "--source", test]
+    told = typed("evaluate", *common, "--json", out, "--predictions", each)
+    result, rows = json.loads(out.read_text()), lines(each)
+    with open(test, newline="") as stream:
+        official = list(csv.DictReader(stream))
+    assert [row["label"] for row in rows] == [row["label"] for row in official]
+    assert [(row["name"], row["line"]) for row in rows] == [(str(i), i + 2) for i in range(30)]
+    assert {row["file"] for row in rows} == {str(test)}
+    assert all(sum(row["probabilities"].values()) == pytest.approx(1) for row in rows)
+    assert all(row["told"] == max(row["probabilities"], key=row["probabilities"].get) for row in rows)
+    labels, answers = [row["label"] for row in rows], [row["told"] for row in rows]
+    accuracy, macro = (result["metrics"][name] for name in ("accuracy", "macro_f1"))
+    assert accuracy["value"] == accuracy_score(labels, answers)
+    assert macro["value"] == pytest.approx(f1_score(labels, answers, average="macro"), rel=1e-12)
+    assert all(found["low"] <= found["value"] <= found["high"] for found in (accuracy, macro))
+    assert accuracy["low"] < accuracy["high"] and accuracy["standard_deviation"] is None
+    (only,) = result["runs"]
+    best = json.loads((folder / "run_0" / "best.json").read_text())["step"]
+    assert (only["step"], only["seed"], only["draw_seeds"]) == (best, 0, [0])
+    assert only["checkpoint"] == str(folder / "run_0" / "checkpoints" / f"{best:08d}")
+    assert only["attention"]["pattern"] == ["lsh"]
+    lengths = [len(row["text"].encode()) + 2 for row in official]  # between a begin and a separator
+    cut = sum(length > 48 for length in lengths)
+    assert only["inputs"]["cut"] == cut > 0
+    assert only["inputs"]["longest"] == max(lengths)
+    assert result["files"] == [{"file": str(test), "sha256": hashlib.sha256(test.read_bytes()).hexdigest()}]
+    assert (result["task"], result["split"], result["examples"]) == ("table", None, 30)
+    assert {"torch", "scipy", "scikit-learn", "megasparse", "python"} <= result["versions"].keys()
+    assert f"accuracy {accuracy['value']:.4f} (95 %" in told.stdout
+    assert f"given: {cut:,} inputs of more than 48 tokens keep only their beginning" in told.stderr
+
+    new = table(folder / "new.csv", [[row["text"]] for row in official], ("text",))
+    typed("predict", "--checkpoint", folder / "run_0", "--source", new, test, "--output", folder / "out" / "new.jsonl")
+    again = lines(folder / "out" / "new.jsonl")
+    assert [row["label"] for row in again] == [None] * 30 + labels
+    assert [row["file"] for row in again] == [str(new)] * 30 + [str(test)] * 30
+    typed("predict", "--checkpoint", folder / "run_0", "--source", new, "--output", folder / "out" / "new.tsv")
+    header, *submitted = (folder / "out" / "new.tsv").read_text().splitlines()
+    assert (header, submitted) == ("index\tprediction", [f"{i}\t{answer}" for i, answer in enumerate(answers)])
+    text = official[0]["text"]
+    line = json.loads(typed("predict", "--checkpoint", folder / "run_0", "--text", text).stdout)
+    assert (line["told"], line["label"]) == (rows[0]["told"], None)
+    assert line["probabilities"] == pytest.approx(rows[0]["probabilities"], rel=1e-5)  # the same draws: both are first
+
+
+def test_several_seeds_give_a_mean_with_students_interval(folder, capsys):
+    runs = [folder / f"run_{seed}" for seed in range(3)]
+    common = ["--task", "table", "--source", folder / "test.csv", "--json", folder / "out" / "seeds.json"]
+    run(evaluate, *common, "--checkpoint", runs[0], runs[1], "--checkpoint", runs[2])
+    printed, result = capsys.readouterr().out, json.loads((folder / "out" / "seeds.json").read_text())
+    each = []
+    for path in runs:
+        run(evaluate, *common[:4], "--checkpoint", path, "--predictions", folder / "out" / "one.jsonl")
+        rows = lines(folder / "out" / "one.jsonl")
+        each.append(accuracy_score([row["label"] for row in rows], [row["told"] for row in rows]))
+    found = result["metrics"]["accuracy"]
+    assert [one["metrics"]["accuracy"] for one in result["runs"]] == each
+    assert [one["seed"] for one in result["runs"]] == [0, 1, 2]
+    assert found["value"] == pytest.approx(sum(each) / 3)
+    assert found["standard_deviation"] == pytest.approx(statistics.stdev(each))
+    half = 4.302653 * statistics.stdev(each) / 3**0.5  # t(0.975; 2) by the tables
+    assert (found["low"], found["high"]) == pytest.approx((sum(each) / 3 - half, sum(each) / 3 + half), rel=1e-5)
+    assert "Student's t over 3 runs" in printed and "3 runs, seeds 0, 1, 2" in printed
+
+
+def test_draws_of_the_hashes_are_averaged_and_never_chosen(folder, capsys):
+    common = ["--task", "table", "--checkpoint", folder / "run_0", "--source", folder / "test.csv"]
+    run(evaluate, *common, "--json", folder / "out" / "draws.json", "--hash-seeds", 3, "--batch", 7)
+    result = json.loads((folder / "out" / "draws.json").read_text())
+    (only,) = result["runs"]
+    assert only["draw_seeds"] == [0, 1, 2]
+    for name, values in only["draws"].items():
+        assert result["metrics"][name]["value"] == pytest.approx(sum(values) / 3)
+        assert only["deviation_over_draws"][name] == pytest.approx(statistics.stdev(values))
+    assert "standard deviation over 3 draws" in capsys.readouterr().out
+    for seed, value in zip(only["draw_seeds"], only["draws"]["accuracy"], strict=True):
+        run(evaluate, *common, "--json", folder / "out" / "one.json", "--set", f"run.seed={seed}")
+        assert json.loads((folder / "out" / "one.json").read_text())["metrics"]["accuracy"]["value"] == value
+
+
+def test_a_metric_is_the_mean_over_draws_and_so_is_what_its_interval_is_of(folder, monkeypatch):
+    def told(found, examples, seed=None):
+        """The first draw is right everywhere, the second nowhere, the third in a half."""
+        right = np.array([[True] * 30, [False] * 30, [i < 15 for i in range(30)]][seed])
+        classes = np.array([example.label for example in examples])
+        return np.eye(2)[np.where(right, classes, 1 - classes)]
+
+    monkeypatch.setattr(judging, "told", told)
+    common = ["--task", "table", "--checkpoint", folder / "run_0", "--source", folder / "test.csv"]
+    out = folder / "out" / "draws.json"
+    run(evaluate, *common, "--json", out, "--hash-seeds", 3)
+    result = json.loads(out.read_text())
+    assert result["runs"][0]["draws"]["accuracy"] == [1.0, 0.0, 0.5]
+    assert result["runs"][0]["deviation_over_draws"]["accuracy"] == 0.5
+    found = result["metrics"]["accuracy"]
+    assert 1 / 3 < found["low"] < found["value"] == 0.5 < found["high"] < 2 / 3  # a third of the half's own interval
+    run(evaluate, *common, "--json", out, "--hash-seeds", 2)
+    found = json.loads(out.read_text())["metrics"]["accuracy"]
+    assert (found["low"], found["value"], found["high"]) == (0.5, 0.5, 0.5)  # whatever is drawn
+
+
+def test_a_bert_of_pairs_on_official_files(tmp_path, capsys):
+    for name, number, seed in (("train", 16, 0), ("dev", 6, 1)):
+        rows = ["index\tsentence1\tsentence2\tlabel"]
+        for i in range(number):
+            rows.append(f"{i + seed}\tthe model {'of a' if i % 2 else 'we go'}\tit is\t{['not_', ''][i % 2]}entailment")
+        (tmp_path / f"{name}.tsv").write_text("\n".join(rows) + "\n")
+    (tmp_path / "test.tsv").write_text("index\tsentence1\tsentence2\n31\tthe model\twe go\n17\ta mask\tit\n")
+    task = {"name": "rte", "source": str(tmp_path)}
+    launch(tmp_path / "run", tmp_path, start={"huggingface": str(bert(tmp_path / "bert"))}, task=task)
+    there = ["--checkpoint", tmp_path / "run"]
+    run(evaluate, *there, "--task", "rte", "--source", tmp_path, "--json", tmp_path / "dev.json")
+    result = json.loads((tmp_path / "dev.json").read_text())
+    assert result["split"] == "validation"  # the test file has no labels
+    known = json.loads((tmp_path / "run" / "best.json").read_text())["scalars"]["evaluation/accuracy"]
+    assert result["metrics"]["accuracy"]["value"] == known
+    assert result["runs"][0]["attention"] is None
+    assert "rte, validation: 6 examples" in capsys.readouterr().out
+    message = refused(capsys, evaluate, *there, "--task", "rte", "--source", tmp_path, "--split", "test")
+    assert f"{tmp_path / 'test.tsv'}:2: has no label" in message
+    run(predict, *there, "--source", tmp_path / "test.tsv", "--output", tmp_path / "RTE.tsv")
+    submitted = [line.split("\t") for line in (tmp_path / "RTE.tsv").read_text().splitlines()]
+    assert [row[0] for row in submitted] == ["index", "31", "17"]
+    assert {row[1] for row in submitted[1:]} <= {"entailment", "not_entailment"}
+    assert '1 given, and an example of "rte" has 2' in refused(capsys, predict, *there, "--text", "the model")
+    run(predict, *there, "--text", "the model", "--text", "we go")
+    assert json.loads(capsys.readouterr().out)["told"] == submitted[1][1]
+    new = table(tmp_path / "own.csv", [["the model", "we go", "entailment"]], ("premise", "claim", "label"))
+    other = ["--task", "table", "--source", new, "--set", 'task.text=["premise", "claim"]']
+    run(evaluate, *there, *other, "--json", tmp_path / "own.json")
+    result = json.loads((tmp_path / "own.json").read_text())
+    assert result["metrics"]["accuracy"]["value"] == float(submitted[1][1] == "entailment")
+    assert result["metrics"]["accuracy"]["low"] is None  # one example has no interval
+
+
+def test_mistakes_are_one_line_and_leave_nothing(folder, capsys, tmp_path):
+    there = ["--checkpoint", folder / "run_0"]
+    scored = [*there, "--task", "table", "--json", tmp_path / "out.json", "--predictions", tmp_path / "out.jsonl"]
+    predicted = [*there, "--output", tmp_path / "out.csv"]
+    wrong = table(folder / "wrong.csv", [["the mask", "good"]], ("txt", "label"))
+    label = table(folder / "label.csv", [["the mask", "good"], ["we go", "awful"]])
+    empty = table(folder / "empty.csv", [["the mask", "good"], ["", "bad"]])
+    unlabelled = table(folder / "unlabelled.csv", [["the mask"]], ("text",))
+    headed = table(folder / "headed.csv", [])
+    for source, message in (
+        (folder / "none.csv", f"{folder / 'none.csv'}: cannot be read (No such file"),
+        (wrong, f'{wrong}:2: has no column "text". Did you mean "txt"?'),
+        (label, f'{label}:3: "awful" is no label of table'),
+        (empty, f"{empty}:3: is empty"),
+        (folder, f"{folder}: is a folder, where files are wanted"),
+        (headed, f"{headed}: has no"),
+    ):
+        assert message in refused(capsys, evaluate, *scored, "--source", source)
+        assert message in refused(capsys, predict, *predicted, "--source", source)
+    assert f"{unlabelled}:2: has no label" in refused(capsys, evaluate, *scored, "--source", unlabelled)
+    cut = ["--set", "task.too_long=refuse", "--set", "task.max_length=4"]
+    assert f"{unlabelled}:2: 10 tokens are more" in refused(capsys, predict, *predicted, *cut, "--source", unlabelled)
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_that_do_not_go_together_are_refused(folder, capsys, tmp_path):
+    there = ["--checkpoint", folder / "run_0"]
+    tasks = [*there, "--task", "table", "--source", folder / "test.csv"]
+    for option in OF_PRETRAINED:
+        given = [f"--{option.replace('_', '-')}", *([] if option.startswith("allow") else ["1"])]
+        assert "is nothing that a fine-tuned model is evaluated with" in refused(capsys, evaluate, *tasks, *given)
+    assert "--source: is nothing that a pretrained" in refused(capsys, evaluate, *there, "--source", folder)
+    assert "--source: is missing" in refused(capsys, evaluate, *there, "--task", "table")
+    assert "--split: " in refused(capsys, evaluate, *tasks, "--split", "test")
+    assert "is given twice" in refused(capsys, evaluate, *tasks, "--checkpoint", folder / "run_0" / "checkpoints")
+    assert "is no .jsonl" in refused(capsys, evaluate, *tasks, "--predictions", tmp_path / "x.csv")
+    several = [*tasks, "--predictions", tmp_path / "x.jsonl"]
+    assert "one checkpoint and one draw" in refused(capsys, evaluate, *several, "--hash-seeds", 2)
+    assert "one checkpoint and one draw" in refused(capsys, evaluate, *several, "--checkpoint", folder / "run_1")
+    assert "2 pretrained models" in refused(capsys, evaluate, *there, folder / "run_1")
+    assert "Use launch/evaluate.py --task" in refused(capsys, evaluate, *there)
+    assert "is what is read" in refused(capsys, evaluate, *tasks, "--json", folder / "test.csv")
+    new = ["--source", folder / "test.csv", "--output"]
+    assert "is what is read" in refused(capsys, predict, *there, *new, folder / "test.csv")
+    assert "does not tell the form" in refused(capsys, predict, *there, *new, tmp_path / "x.txt")
+    checkpoint(encoder("full"), tmp_path / "pretrained")
+    other = ["--checkpoint", tmp_path / "pretrained"]
+    assert "launch/evaluate.py --data" in refused(capsys, evaluate, *tasks[2:], *other)
+    assert "launch/evaluate.py --data" in refused(capsys, predict, *other, "--text", "the mask")
+
+
+def test_runs_of_other_classes_are_not_averaged(folder, capsys, tmp_path):
+    rows = [["the mask", "fine"], ["we go", "awful"]] * 8
+    launch(tmp_path / "other", table(tmp_path / "other.csv", rows), model=ENCODER)
+    common = ["--task", "table", "--source", folder / "test.csv", "--checkpoint", folder / "run_0", tmp_path / "other"]
+    assert f"{tmp_path / 'other'} was trained on other classes" in refused(capsys, evaluate, *common)
+
+
+def test_numbers_are_told_and_judged_as_such(tmp_path, capsys):
+    rows = [["the mask " * (1 + i % 3), str(i % 3 + 0.5)] for i in range(24)]
+    source = table(tmp_path / "train.csv", rows)
+    launch(tmp_path / "run", source, model=ENCODER, task={"labels": []})
+    there = ["--checkpoint", tmp_path / "run", "--source", source]
+    run(evaluate, *there, "--task", "table", "--json", tmp_path / "out.json", "--predictions", tmp_path / "out.jsonl")
+    found, rows = json.loads((tmp_path / "out.json").read_text())["metrics"], lines(tmp_path / "out.jsonl")
+    assert found.keys() == {"pearson", "spearman"}
+    labels, answers = [row["label"] for row in rows], [row["told"] for row in rows]
+    assert labels[:3] == [0.5, 1.5, 2.5]
+    assert found["pearson"]["value"] == pytest.approx(statistics.correlation(labels, answers))
+    assert all(row["probabilities"] is None for row in rows)
