@@ -82,16 +82,18 @@ def _check_start(config: FinetuneConfig) -> None:
         problem = f"{' and '.join(name for name in given if given[name]) or 'nothing'} given"
         mend = "Give one of start.checkpoint, start.huggingface, and model (trained from its initial weights)"
         raise ConfigError("start", problem, mend)
-    if start.attention is not None and start.huggingface is None:
-        raise ConfigError("start.attention", "replaces that of a HuggingFace model, and there is none", "Remove it")
     if config.model is None:
         return
     check_model(config.model)
     if config.model.kind == "encoder_decoder":
         raise ConfigError("model.kind", '"encoder_decoder" has no one state a sequence', 'Set it to "encoder"')
-    for key, value in (("activations", start.activations), ("sha256", start.sha256)):
+    for key, value in (
+        ("attention", start.attention),
+        ("activations", start.activations),
+        ("sha256", start.sha256),
+    ):
         if value is not None:
-            raise ConfigError(f"start.{key}", f"{show(value)} is given, but nothing to start from", "Remove it")
+            raise ConfigError(f"start.{key}", "given, but nothing to start from", "Set it in `model`, or remove it")
     if config.task.max_length > config.model.max_length:
         problem = f"{config.task.max_length} tokens are more than model.max_length = {config.model.max_length}"
         raise ConfigError("task.max_length", problem, "Lower it, or raise model.max_length")

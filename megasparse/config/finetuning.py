@@ -15,10 +15,12 @@ class StartConfig(Section):
     checkpoint: str | None = None
     """A run's folder, or one of its checkpoints."""
     huggingface: str | None = None
-    """A folder with config.json, model.safetensors and tokenizer.json. A Reformer, a YOSO or what tools/convert_to_hf.py
-    wrote becomes a model of ours; any other encoder or decoder of transformers stays what it is."""
+    """A folder with config.json, model.safetensors and tokenizer.json. A Reformer, a YOSO, or what
+    tools/convert_to_hf.py wrote becomes a model of ours; any other encoder or decoder stays what it is."""
     attention: AttentionConfig | None = None
-    """Replaces the self-attention of a BERT, RoBERTa, XLM-RoBERTa or DistilBERT; null keeps it."""
+    """Replaces the self-attention of a BERT, RoBERTa, XLM-RoBERTa or DistilBERT; in a model of ours it stands in place
+    of `model.attention`, with the same weights (YOSO's expectation in place of samples, another number of rounds).
+    null keeps what there is."""
     activations: Literal["stored", "checkpoint", "checkpoint_cpu"] | None = None
     """What the backward reads, as `model.activations` has it; null keeps a checkpoint's own, and stores all of a
     HuggingFace model's."""
@@ -39,7 +41,7 @@ class TaskConfig(Section):
     max_length: Positive = 512
     """Tokens of an input, special ones included. What is longer is cut, or refused (`too_long`)."""
     too_long: Literal["cut", "refuse"] = "cut"
-    """Inputs of more than `max_length` tokens: keep their beginning and tell how many there are, or stop at the first."""
+    """Inputs of more than `max_length` tokens: keep their beginning and tell how many, or stop at the first."""
     empty: Literal["refuse", "keep"] = "refuse"
     """Inputs without any token: stop at the first, or keep them and tell how many there are."""
     limit: Count = 0

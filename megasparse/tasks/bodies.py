@@ -70,7 +70,8 @@ class HuggingFaceBody(Body):
 
     def __init__(self, model: Any, causal: bool, longest: int):
         super().__init__()
-        self.model, self.causal, self.longest = model, causal, longest
+        self.model = model.train()  # transformers loads a model in evaluation, without dropout
+        self.causal, self.longest = causal, longest
         self.vocabulary, self.width = model.config.vocab_size, model.config.hidden_size
         self.replaced = hasattr(model, "_megasparse")
         self.typed = getattr(model.config, "type_vocab_size", 0) > 1

@@ -100,9 +100,10 @@ class Encoder:
         self.counts.longest = max(self.counts.longest, whole)
         if whole > self.config.max_length:
             self._refuse_or_count_cut(whole, place)
-            room = self.config.max_length - sum(map(len, frame))
+            special = sum(map(len, frame))
+            room = self.config.max_length - special
             if room < len(parts):
-                problem = f"{self.config.max_length} leaves no room for a text beside {sum(map(len, frame))} special tokens"
+                problem = f"{self.config.max_length} leaves no room for a text beside {special} special tokens"
                 raise ConfigError("task.max_length", problem, "Raise it")
             parts = cut(parts, room)
         pieces = [frame[0]]
@@ -147,7 +148,7 @@ class Encoder:
 
 
 def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:
-    """The beginnings of the parts, `room` tokens together, as HuggingFace's tokenizers cut them (longest first): of two,
+    """The beginnings of the parts, `room` tokens together, as HuggingFace's tokenizers cut them (longest first): of two
     the longer one alone, but not below half; of equal ones the second is the longer.
     """
     lengths = [len(part) for part in parts]

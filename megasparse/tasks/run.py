@@ -12,6 +12,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.data.order import permutation
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.tasks import build_task
+from megasparse.tasks.adapters import add_adapters
 from megasparse.tasks.batches import ExampleBatches, fingerprint
 from megasparse.tasks.encoding import Encoded, Encoder
 from megasparse.tasks.metrics import require_metrics
@@ -80,6 +81,8 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     classes = [example.label for example in train if example.label is not None]
     labels = len(task.classes) if task.classes is not None else max(2, round(max(classes)) + 1)
     start = open_start(config, labels)
+    if config.lora is not None:
+        add_adapters(start.body, config.lora, config.run.seed)
     outputs = 1 if task.classes is None else len(task.classes)
     model = TaskModel(start.body, outputs, config.head, task.towers, config.run.seed)
     encoder = encoder_of(task, start)
@@ -150,8 +153,8 @@ def require_labels(examples: list[Example], name: str, source: str | Path) -> No
             raise DataError(str(example.place), "has no label to learn from or to compare with", mend)
 
 
-def _resolved(config: FinetuneConfig, task: Task, start: Start, examples: int) -> FinetuneConfig:
-    """The configuration with what depends on the data and the pretrained weights."""
+def scheduled(config: FinetuneConfig, examples: int) -> FinetuneConfig:
+    """The configuration with the numbers of steps that depend on the number of training examples."""
     training, optimizer, evaluation = config.training, config.optimizer, config.evaluation
     epoch = math.ceil(examples / training.global_batch)
     steps = training.steps
@@ -160,12 +163,21 @@ def _resolved(config: FinetuneConfig, task: Task, start: Start, examples: int) -
     warmup = round(optimizer.warmup_fraction * steps) if optimizer.warmup_fraction else optimizer.warmup_steps
     return config.model_copy(
         update={
-            "start": config.start.model_copy(update={"sha256": start.sha256}),
-            "task": task.resolved(),
             "training": training.model_copy(update={"steps": steps}),
             "optimizer": optimizer.model_copy(update={"warmup_steps": warmup}),
-            "evaluation": evaluation.model_copy(
-                update={"every": evaluation.every or epoch, "metric": evaluation.metric or task.metrics[0]}
-            ),
+            "evaluation": evaluation.model_copy(update={"every": evaluation.every or epoch}),
+        }
+    )
+
+
+def _resolved(config: FinetuneConfig, task: Task, start: Start, examples: int) -> FinetuneConfig:
+    """The configuration with what depends on the data and the pretrained weights."""
+    config = scheduled(config, examples)
+    metric = config.evaluation.metric or task.metrics[0]
+    return config.model_copy(
+        update={
+            "start": config.start.model_copy(update={"sha256": start.sha256}),
+            "task": task.resolved(),
+            "evaluation": config.evaluation.model_copy(update={"metric": metric}),
         }
     )

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from megasparse.config.attention import AttentionConfig
-from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.checks import check_model
+from megasparse.config.finetuning import FinetuneConfig, StartConfig
 from megasparse.config.messages import show
 from megasparse.config.pattern import kinds
 from megasparse.config.schema import ModelConfig
@@ -20,6 +21,7 @@ from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
 from megasparse.errors import CheckpointError, ConfigError, HubError
 from megasparse.model.build import initialise
 from megasparse.tasks.activations import checkpoint_layers
+from megasparse.tasks.adapters import add_adapters
 from megasparse.tasks.bodies import Body, HuggingFaceBody, MegasparseBody
 from megasparse.training.checkpoint import Checkpoint, find_checkpoint, persistent_buffers
 
@@ -27,6 +29,8 @@ FOLDER, RECORD = "start", "body.json"
 """Of a run: what its body is, and its tokenizer."""
 OURS = ("megasparse", "reformer", "yoso")
 """`model_type` of HuggingFace's models that become ours; the others stay what they are."""
+TWO_SIDES = "is of an encoder-decoder, which has no one state a sequence", "Give a decoder's or an encoder's"
+"""A problem and its mend."""
 LONGER = "Lower it, or lengthen the model first: tools/extend_positions.py"
 
 
@@ -92,8 +96,38 @@ def rebuild(run: Path) -> tuple[Body, Tokenizer]:
     return _huggingface_body(_empty_transformer(record["config"]), record["causal"], record["activations"]), tokenizer
 
 
+def body_of_run(run: Path, config: FinetuneConfig) -> tuple[Body, Tokenizer]:
+    """The body of a run of this configuration, its trained weights yet to be filled from a checkpoint, and its
+    tokenizer. The frozen weights of a run with adapters are in no checkpoint: they are read again from `start`.
+
+    Raises CheckpointError where the run's record cannot be read, or the pretrained weights are not where they were.
+    """
+    body, tokenizer = rebuild(run)
+    if config.lora is None:
+        return body, tokenizer
+    try:
+        body = open_start(config, _sketch_labels(json.loads((run / FOLDER / RECORD).read_bytes()))).body
+    except (CheckpointError, ConfigError, HubError) as error:
+        key = "start.checkpoint" if config.start.checkpoint is not None else "start.huggingface"
+        problem = f"has adapters alone, and the weights that they belong to cannot be read ({error})"
+        raise CheckpointError(run, problem, f"Put these back, or name their place by {key}") from None
+    add_adapters(body, config.lora, config.run.seed)
+    return body, tokenizer
+
+
+def _sketch_labels(record: dict[str, Any]) -> int:
+    """Number of classes that Smart Bird's sketches learn to tell, where a body has any."""
+    if record["kind"] == "megasparse":
+        entry = record["model"]
+    else:
+        from megasparse.hub.replace import ENTRY
+
+        entry = record["config"].get(ENTRY) or {}
+    return entry.get("attention", {}).get("smart_bird", {}).get("labels") or 2
+
+
 def _initial(config: FinetuneConfig, model: ModelConfig, labels: int) -> Start:
-    body = _megasparse_body(_for_task(model, labels, None), config.run.seed)
+    body = _megasparse_body(_for_task(model, labels, config.start), config.run.seed)
     return Start(body, build_tokenizer(config.task.tokenizer), _record(body), None)
 
 
@@ -103,9 +137,8 @@ def _of_checkpoint(config: FinetuneConfig, path: Path, labels: int) -> Start:
     checkpoint = Checkpoint.open(find_checkpoint(path))
     pretrained = checkpoint.config
     if pretrained.model.kind == "encoder_decoder":
-        problem = "is of an encoder-decoder, which has no one state a sequence"
-        raise CheckpointError(checkpoint.path, problem, "Give a decoder's or an encoder's")
-    model = _for_task(pretrained.model, labels, config.start.activations)
+        raise CheckpointError(checkpoint.path, *TWO_SIDES)
+    model = _for_task(pretrained.model, labels, config.start)
     body = _megasparse_body(model, config.run.seed)
     stored = checkpoint.manifest["tensors"]["weight"]
 
@@ -126,11 +159,10 @@ def _of_huggingface(config: FinetuneConfig, named: Path, labels: int) -> Start:
     values = read_config(folder)
     sha256 = _weights_sha256(folder)
     if values.get("model_type") in OURS:
-        if config.start.attention is not None:
-            mend = "Remove it: such a model has hashed attention of its own"
-            raise ConfigError("start.attention", f'{folder} is a "{values["model_type"]}"', mend)
         foreign = Foreign.open(folder)
-        body = _megasparse_body(_for_task(foreign.config.model, labels, config.start.activations), config.run.seed)
+        if foreign.config.model.kind == "encoder_decoder":
+            raise HubError(folder, *TWO_SIDES)
+        body = _megasparse_body(_for_task(foreign.config.model, labels, config.start), config.run.seed)
         _fill(body, lambda name: foreign.tensors[name]() if name in foreign.tensors else None, folder)
         return Start(body, build_tokenizer(foreign.config.data.tokenizer), _record(body), sha256)
     if not (folder / "tokenizer.json").is_file():
@@ -160,6 +192,8 @@ def _transformer(
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         problem = f"transformers does not load it ({' '.join(str(error).split())[:200]})"
         raise HubError(folder, problem, "Give the folder of a model that it loads") from None
+    if model.config.is_encoder_decoder:
+        raise HubError(folder, *TWO_SIDES)
     if wanted is None and getattr(model.config, ENTRY, None) is not None:
         model = load_replaced(folder, type(model))
     elif wanted is not None:
@@ -217,11 +251,15 @@ def _record(body: MegasparseBody) -> dict[str, Any]:
     return {"kind": "megasparse", "model": json.loads(body.stack.config.model_dump_json())}
 
 
-def _for_task(model: ModelConfig, labels: int, activations: str | None) -> ModelConfig:
+def _for_task(model: ModelConfig, labels: int, start: StartConfig) -> ModelConfig:
     """The same weights but those of a Smart Bird sketch's objective, which is the task's. The token that padding of
     pretraining had is one like others here, where lengths are known.
     """
+    activations = start.activations
     changes: dict[str, Any] = {"padding_token": None, "document_separator": None, "loss_tiles": 1}
+    if start.attention is not None:
+        model = model.model_copy(update={"attention": start.attention})
+        check_model(model)
     if "smart_bird" in kinds(model):
         changes["attention"] = _with_sketch_labels(model.attention, labels)
     if activations is not None:

@@ -7,6 +7,9 @@ from typing import Any
 
 from megasparse.data.files import replacing
 
+KEPT = ("step", "value", "scalars", "without_better")
+"""What of a Selection is part of a checkpoint."""
+
 
 class Selection:
     """The best value so far of one scalar, higher being better; part of a checkpoint's state.
@@ -46,15 +49,15 @@ class Selection:
         return f"{self.scalar} has not been better than at step {self.step} for {self.without_better} evaluations"
 
     def state(self) -> dict[str, Any]:
-        names = ("step", "value", "scalars", "without_better")
-        return {name: getattr(self, name) for name in names}
+        return {"metric": self.scalar, **{name: getattr(self, name) for name in KEPT}}
 
     def write(self, file: Path) -> None:
-        """The same for people and programs, with the scalar's name."""
+        """The same for people and programs."""
         with replacing(file) as out:
-            out.write(json.dumps({"metric": self.scalar, **self.state()}, indent=2).encode() + b"\n")
+            out.write(json.dumps(self.state(), indent=2).encode() + b"\n")
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave; nothing where it is empty."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        """Take over what `state` gave; nothing where it is empty, or of another scalar, whose values are no measure."""
+        if state.get("metric") == self.scalar:
+            for name in KEPT:
+                setattr(self, name, state[name])

@@ -49,3 +49,12 @@ def test_without_warmup_the_first_step_has_the_peak(schedule: str) -> None:
 def test_warmup_longer_than_the_run() -> None:
     assert learning_rate(5, 5, config(warmup_steps=10)) == pytest.approx(0.001)
     assert learning_rate(10, 10, config(warmup_steps=10)) == pytest.approx(0.002)
+
+
+def test_linear() -> None:
+    settings = config(schedule="linear", final_fraction=0.1)
+    assert learning_rate(5, 100, settings) == pytest.approx(0.001, rel=1e-12)
+    for step in range(10, 101):
+        share = (100 - step) / 90
+        assert learning_rate(step, 100, settings) == pytest.approx(0.002 * (0.1 + 0.9 * share), rel=1e-12)
+    assert learning_rate(100, 100, config(schedule="linear", final_fraction=0.0)) == 0.0

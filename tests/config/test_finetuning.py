@@ -1,0 +1,115 @@
+"""The configuration of a fine-tuning run: shipped files, defaults, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasparse.config.command_line import config_from, config_parser
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.load import build_settings, load_settings
+from megasparse.errors import ConfigError
+from megasparse.tasks import PLACES
+from megasparse.tasks.task import Task
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "configs" / "finetune").glob("*.json"))
+BERT = {"start": {"huggingface": "models/bert"}}
+MODEL = {"model": {"kind": "encoder", "vocabulary": 264}}
+
+
+def refusal(values: dict[str, Any], *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build_settings(values, overrides, FinetuneConfig)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_shipped_configuration_loads_and_survives_its_own_json(file: Path) -> None:
+    config = load_settings(file, [], FinetuneConfig)
+    assert build_settings(json.loads(config.model_dump_json()), [], FinetuneConfig) == config
+    assert config.task.name in PLACES
+
+
+def test_there_are_some() -> None:
+    assert "quick.json" in [file.name for file in FILES] and len(FILES) > 10
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_every_task_has_a_module_that_names_it(name: str) -> None:
+    module = __import__(f"megasparse.tasks.{PLACES[name]}", fromlist=["*"])
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Task)]
+    assert [kind for kind in kinds if getattr(kind, "name", None) == name]
+
+
+def test_the_defaults() -> None:
+    """BERT's own recipe for its downstream tasks (Devlin et al. 2019), as far as there is one."""
+    config = build_settings(BERT, [], FinetuneConfig)
+    optimizer, training = config.optimizer, config.training
+    assert (optimizer.learning_rate, optimizer.schedule, optimizer.final_fraction) == (2e-5, "linear", 0.0)
+    assert (optimizer.warmup_fraction, optimizer.betas, optimizer.weight_decay) == (0.1, (0.9, 0.999), 0.01)
+    assert (training.epochs, training.global_batch, config.head.dropout) == (3.0, 32, 0.1)
+    assert config.task.too_long == "cut" and config.task.empty == "refuse" and config.lora is None
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "start: nothing given. Give one of start.checkpoint, start.huggingface, and model"),
+        ({**BERT, **MODEL}, "start: model and start.huggingface given"),
+        ({"start": {"huggingface": "x", "checkpoint": "y"}}, "start: start.checkpoint and start.huggingface given"),
+    ],
+)
+def test_there_is_one_beginning(values: dict[str, Any], said: str) -> None:
+    assert refusal(values).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "said"),
+    [
+        (BERT, ["start.huggingfaec=x"], "start.huggingfaec: "),
+        (BERT, ["task.max_length=0"], "task.max_length: 0"),
+        (BERT, ["task.max_length=many"], 'task.max_length: "many"'),
+        (BERT, ["task.too_long=drop"], 'task.too_long: "drop"'),
+        (BERT, ["task.validation_fraction=1"], "task.validation_fraction: 1"),
+        (BERT, ["task.text=[]"], "task.text: []"),
+        (BERT, ['task.text=["a","b","c"]'], "task.text: "),
+        (BERT, ["head.dropout=1"], "head.dropout: 1"),
+        (BERT, ["head.pooling=max"], 'head.pooling: "max"'),
+        (BERT, ["training.epochs=-1"], "training.epochs: -1"),
+        (BERT, ["training.global_batch=12"], "training.global_batch: 12 is no multiple of training.micro_batch = 8"),
+        (BERT, ["optimizer.schedule=step"], 'optimizer.schedule: "step"'),
+        (BERT, ["optimizer.warmup_fraction=1"], "optimizer.warmup_fraction: 1"),
+        (BERT, ["evaluation.patience=-1"], "evaluation.patience: -1"),
+        (BERT, ["lora.rank=0"], "lora.rank: 0"),
+        (BERT, ["lora.targets=[]"], "lora.targets: []"),
+        (BERT, ["run.seed=99999999999999999999"], "run.seed: "),
+        (BERT, ["task.limit=3000000000"], "task.limit: 3000000000 is too large"),
+        (BERT, ["data.path=x"], "data: "),
+        (MODEL, ['start.attention.pattern=["lsh"]'], "start.attention: given, but nothing to start from"),
+        (MODEL, ["start.activations=stored"], "start.activations: given, but nothing to start from"),
+        (MODEL, ["start.sha256=abc"], "start.sha256: given, but nothing to start from"),
+        (MODEL, ["model.max_length=64", "task.max_length=65"], "task.max_length: 65 tokens are more than model.max_l"),
+        (MODEL, ["model.heads=7"], "model.heads: 7 heads do not divide"),
+    ],
+)
+def test_what_is_refused(values: dict[str, Any], overrides: list[str], said: str) -> None:
+    """By one line that names the key, its value and the mend."""
+    assert refusal(values, *overrides).startswith(said)
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    model = {"kind": "encoder_decoder", "vocabulary": 264, "source": {"length": 64}}
+    assert refusal({"model": model}).startswith('model.kind: "encoder_decoder" has no one state a sequence')
+
+
+def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(ROOT / "configs" / "finetune" / "quick.json")
+    arguments = config_parser("x").parse_args(["--config", file, "--set", "run.seed=5", "--print-config"])
+    with pytest.raises(SystemExit) as caught:
+        config_from(arguments, FinetuneConfig)
+    printed = json.loads(capsys.readouterr().out)
+    assert caught.value.code == 0 and printed["run"]["seed"] == 5
+    assert build_settings(printed, [], FinetuneConfig) == load_settings(file, ["run.seed=5"], FinetuneConfig)

@@ -1,0 +1,100 @@
+"""Fine-tuning on two ranks under ZeRO 2, against one process on plain torch.
+
+One launch of two gloo ranks (`on_ranks`) runs both cases; the tests look at what it reports.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megasparse.ops.random import Draws
+from megasparse.tasks.run import open_run
+from megasparse.tasks.scoring import tell, validation
+from megasparse.training.engine import build_engine
+from megasparse.training.ranks import Ranks, start_ranks
+from megasparse.training.schedule import learning_rate
+from megasparse.training.watch import Watch
+from tests.helpers.finetuning import ENCODER, bert, configured, reviews
+from tests.helpers.run_ranks import run_ranks
+
+STEPS = 4
+ATTENTION: dict[str, Any] = {"pattern": ["local", "lha"], "local": {"chunk": 8}, "lha": {"chunk": 8}}
+ZERO = {"zero_optimization": {"stage": 2}}
+
+
+def cases(folder: Path) -> dict[str, dict[str, Any]]:
+    """Ours with dropout, and a BERT without, whose dropout is a micro-batch's own."""
+    return {
+        "ours": {"model": {**ENCODER, "attention": ATTENTION}, "task": {"max_length": 128}},
+        "bert": {"start": {"huggingface": str(folder / "bert")}, "head": {"dropout": 0.0}},
+    }
+
+
+def finetune(folder: Path, name: str, ranks: Ranks, engine: str) -> dict[str, Any]:
+    """Losses, gradient norms, and a validation of 11 examples in batches of 4."""
+    sections = {
+        **cases(folder)[name],
+        "run": {"engine": engine},
+        "training": {"steps": STEPS, "global_batch": 8, "micro_batch": 2},
+        "evaluation": {"every": STEPS, "batch": 4},
+        **({"deepspeed": ZERO} if engine == "deepspeed" else {}),
+    }
+    run = open_run(configured(folder / "run", folder / "reviews.csv", **sections), lambda line: None)
+
+    def draws(step: int, samples: torch.Tensor) -> Draws:
+        return Draws(0, step, samples, training=True)
+
+    built = build_engine(run.model, run.config, draws, ranks)
+    validate = validation(run, built, Watch())
+    before = validate(STEPS)
+    told = tell(built.evaluate, run.validation, run.config, ranks).tolist()
+    built.module.train()
+    losses = []
+    for step, data in zip(range(1, STEPS + 1), run.batches(ranks, 0), strict=False):
+        rate = learning_rate(step, 2 * STEPS, run.config.optimizer)
+        result = built.train_step(data.micro_batches, step, rate)
+        losses.append([result.loss, result.grad_norm, result.statistics["accuracy"]])
+    found = {"losses": losses, "before": before, "told": told, "after": validate(STEPS)}
+    built.close()
+    return found
+
+
+def on_ranks(folder: str) -> dict[str, Any]:
+    place = Path(folder)
+    ranks = start_ranks(configured(place / "run", place, start={"huggingface": "x"}, run={"engine": "deepspeed"}).run)
+    report = {name: finetune(place, name, ranks, "deepspeed") for name in cases(place)}
+    ranks.stop()
+    return report
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("finetuning")
+    bert(folder / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    reviews(folder / "reviews.csv", 44)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONSAFEPATH", "1")  # beside run_ranks.py is a tokenizers.py, which is not HuggingFace's
+        first, second = run_ranks(on_ranks, 2, timeout=300.0, folder=str(folder))
+    alone = {name: finetune(folder, name, Ranks(), "torch") for name in cases(folder)}
+    assert json.dumps(first) == json.dumps(second)
+    return {"ranks": first, "alone": alone}
+
+
+@pytest.mark.parametrize("name", ["ours", "bert"])
+def test_two_ranks_have_the_losses_of_one(report: dict[str, Any], name: str) -> None:
+    for mine, theirs in zip(report["ranks"][name]["losses"], report["alone"][name]["losses"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    first, *_, last = (loss for loss, _, _ in report["alone"][name]["losses"])
+    assert first != last
+
+
+@pytest.mark.parametrize("name", ["ours", "bert"])
+def test_a_validation_on_two_ranks_is_that_of_one(report: dict[str, Any], name: str) -> None:
+    """The same bits before training, where the weights are the same."""
+    mine, theirs = report["ranks"][name], report["alone"][name]
+    assert mine["told"] == theirs["told"] and len(mine["told"]) == 11
+    assert mine["before"] == theirs["before"]
+    assert mine["after"] == pytest.approx(theirs["after"], abs=1e-5)

@@ -1,0 +1,199 @@
+"""Examples to token ids: against transformers' own tokenizer, cut, empty, counted and refused."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.errors import ConfigError, DataError
+from megasparse.tasks.encoding import Encoded, Encoder, Segments, cut
+from megasparse.tasks.task import Example, Place, Task
+from tests.helpers.finetuning import WORDS, bert_tokenizer, write_tokenizer
+from tests.helpers.tokenizers import byte_level, written
+
+TEXTS = ["The attention of a model", "Unable!", "we go to it [MASK] [SEP]", "it's" + " the models" * 12]
+
+
+class Made(Task):
+    name = "made"
+    metrics = ("accuracy",)
+    classes = ("no", "yes")
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return {}
+
+    def read(self, file: Path) -> Iterator[Example]:
+        raise NotImplementedError
+
+
+class Towers(Made):
+    towers = True
+
+
+class Numbers(Made):
+    classes = None
+
+
+def encoder(tokenizer: str | None, kind: type[Task] = Made, vocabulary: int = 1000, separators: int = 1,
+            **settings: object) -> Encoder:  # fmt: skip
+    task = kind(TaskConfig.model_validate({"max_length": 40, **settings}))
+    return Encoder(task, None if tokenizer is None else build_tokenizer(tokenizer), vocabulary, separators)
+
+
+def examples(*inputs: tuple[object, ...]) -> list[Example]:
+    return [Example(given, i % 2, Place(Path("made.tsv"), i + 5), str(i)) for i, given in enumerate(inputs)]  # type: ignore[arg-type]
+
+
+def only(found: Iterator[Encoded]) -> Segments:
+    (each,) = found
+    (sequence,) = each.sequences
+    return sequence
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path, bert_tokenizer())
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    return tmp_path
+
+
+@pytest.mark.parametrize("limit", [*range(5, 16), 40, 100])
+def test_texts_and_pairs_are_what_transformers_makes_of_them(folder: Path, limit: int) -> None:
+    """Ids, token types, and what is left of those that are too long."""
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = encoder(str(folder / "tokenizer.json"), max_length=limit)
+    texts = [text for text in TEXTS if "[" not in text]  # there a text can name a special token
+    for given in [*((text,) for text in texts), *itertools.product(texts, texts)]:
+        expected = theirs(*given, truncation=True, max_length=limit, return_token_type_ids=True)
+        found = only(ours.encode(examples(given)))
+        assert found.tokens.tolist() == expected["input_ids"], given
+        assert found.types.tolist() == expected["token_type_ids"]
+        assert found.tokens.dtype == found.types.dtype == np.int64
+
+
+def test_a_text_names_no_special_token(folder: Path) -> None:
+    ours = encoder(str(folder / "tokenizer.json"))
+    found = only(ours.encode(examples((TEXTS[2],)))).tokens.tolist()
+    assert (found[0], found[-1]) == (2, 3) and not {0, 2, 3, 4} & set(found[1:-1])
+
+
+def test_cutting_is_transformers_for_all_lengths(folder: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for first, second, room in itertools.product(range(1, 9), range(1, 9), range(2, 18)):
+        given = theirs("a " * first, "of " * second, truncation=True, max_length=room + 3, return_token_type_ids=True)
+        types = given["token_type_ids"]
+        parts = cut([np.zeros(first), np.ones(second)], room)
+        assert [len(part) for part in parts] == [types.count(0) - 2, types.count(1) - 1], (first, second, room)
+
+
+def test_robertas_pairs_have_two_separators(tmp_path: Path) -> None:
+    values = byte_level()
+    special = {"pad_token": "<pad>", "unk_token": "<unk>", "cls_token": "<s>", "sep_token": "</s>"}
+    written(tmp_path, values)
+    written(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", **special}, "tokenizer_config.json")
+    (tmp_path / "config.json").write_text('{"model_type": "roberta"}')
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = encoder(str(tmp_path / "tokenizer.json"), separators=2)
+    for given in (("the other",), ("the other", "then, one"), ("the" * 30, "a b c d e f g")):
+        expected = theirs(*given, truncation=True, max_length=40)["input_ids"]
+        assert only(ours.encode(examples(given))).tokens.tolist() == expected
+    assert expected.count(2) == 3
+
+
+def test_bytes_with_room_for_special_tokens() -> None:
+    special = build_tokenizer("bytes").special
+    assert special is not None
+    found = only(encoder("bytes", vocabulary=264).encode(examples(("ab", "c"))))
+    assert found.tokens.tolist() == [special.begin, 97, 98, special.separator, 99, special.separator]
+    assert found.types.tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_bytes_without_room_have_a_line_end_between_them() -> None:
+    found = only(encoder("bytes", vocabulary=257).encode(examples(("ab", "c"))))
+    assert found.tokens.tolist() == [97, 98, 10, 99] and found.types.tolist() == [0, 0, 0, 1]
+    assert only(encoder("bytes", vocabulary=256).encode(examples(("ab",)))).tokens.tolist() == [97, 98]
+
+
+def test_ids_stand_alone() -> None:
+    ids = np.array([3, 1, 4, 1], dtype=np.int64)
+    assert only(encoder(None).encode(examples((ids,)))).tokens.tolist() == [3, 1, 4, 1]
+    (found,) = encoder(None, Towers).encode(examples((ids, ids[:2])))
+    assert [each.tokens.tolist() for each in found.sequences] == [[3, 1, 4, 1], [3, 1]]
+    assert all(not each.types.any() for each in found.sequences)
+
+
+def test_towers_are_framed_and_cut_each_for_itself(folder: Path) -> None:
+    ours = encoder(str(folder / "tokenizer.json"), Towers, max_length=6)
+    (found,) = ours.encode(examples(("a a a a a a a a", "of")))
+    assert [len(each.tokens) for each in found.sequences] == [6, 3] and ours.counts.cut == 1
+    for each in found.sequences:
+        assert (each.tokens[0], each.tokens[-1]) == (2, 3) and not each.types.any()
+
+
+def test_what_an_example_keeps() -> None:
+    given = examples(("a",), ("b",))
+    found = list(encoder("bytes").encode(given))
+    assert [(each.label, each.place, each.name) for each in found] == [(e.label, e.place, e.name) for e in given]
+
+
+@pytest.mark.parametrize("kind", [Made, Towers])
+@pytest.mark.parametrize("given", [("", "b"), ("a", "")])
+def test_an_empty_input_is_refused_where_it_stands(kind: type[Task], given: tuple[str, str]) -> None:
+    with pytest.raises(DataError, match=r"^made\.tsv:6: is empty.*task\.empty=\"keep\"$"):
+        list(encoder("bytes", kind).encode(examples(("a", "b"), given)))
+
+
+def test_empty_inputs_are_kept_and_counted() -> None:
+    ours = encoder("bytes", empty="keep", vocabulary=264)
+    found = list(ours.encode(examples(("a",), ("",), ("",))))
+    assert [len(each.sequences[0].tokens) for each in found] == [3, 2, 2]
+    assert ours.counts.empty == 2 and str(ours.counts.first_empty) == "made.tsv:6"
+    assert ours.counts.lines("training", 40)[-1] == "training: 2 inputs are empty, the first in made.tsv:6"
+
+
+def test_too_long_an_input_is_refused_where_it_stands() -> None:
+    ours = encoder("bytes", too_long="refuse", vocabulary=264, max_length=6)
+    with pytest.raises(DataError, match=r"^made\.tsv:6: 7 tokens are more than task\.max_length = 6\. .*too_long"):
+        list(ours.encode(examples(("abcd",), ("abcde",))))
+
+
+def test_what_is_cut_is_counted_and_told() -> None:
+    ours = encoder("bytes", vocabulary=264, max_length=6)
+    found = list(ours.encode(examples(("abcd",), ("abcdefgh",), ("ab", "cdef"), ("x",))))
+    assert [len(each.sequences[0].tokens) for each in found] == [6, 6, 6, 3]
+    assert (ours.counts.examples, ours.counts.cut, ours.counts.longest) == (4, 2, 10)
+    said = ours.counts.lines("training", 6)
+    assert said[0] == "training: 4 examples, the longest of 10 tokens; no 2, yes 2"
+    assert said[1].startswith("training: 2 inputs of more than 6 tokens keep only their beginning")
+    assert "made.tsv:6" in said[1] and "task.max_length" in said[1] and len(said) == 2
+
+
+def test_counts_are_of_one_split() -> None:
+    ours = encoder("bytes", Numbers, vocabulary=264, max_length=6)
+    list(ours.encode(examples(("abcdefgh",), ("b",))))
+    assert ours.counts.cut == 1 and ours.counts.labels == {}
+    list(ours.encode(examples(("b",))))
+    assert (ours.counts.examples, ours.counts.cut, ours.counts.first_cut) == (1, 0, None)
+
+
+def test_a_limit_without_room_for_any_text_is_refused() -> None:
+    for limit in (1, 3, 4):
+        with pytest.raises(
+            ConfigError, match=rf"^task\.max_length: {limit} leaves no room for a text beside 3 special"
+        ):
+            list(encoder("bytes", vocabulary=264, max_length=limit).encode(examples(("ab", "cd"))))
+
+
+def test_random_texts_keep_their_order_and_number(folder: Path) -> None:
+    drawn = random.Random(0)
+    texts = [(" ".join(drawn.choices(WORDS, k=drawn.randint(1, 30))),) for _ in range(50)]
+    ours = encoder(str(folder / "tokenizer.json"))
+    found = list(ours.encode(examples(*texts)))
+    assert [each.name for each in found] == [str(i) for i in range(50)]
+    assert ours.counts.labels == {"no": 25, "yes": 25}

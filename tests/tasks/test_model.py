@@ -1,0 +1,304 @@
+"""The model of a task: losses, pooling, dropout, and that what an example is told depends on nothing beside it.
+
+B batch, L length, E width, C classes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertModel, GPT2Config, GPT2Model
+
+from megasparse.config.finetuning import HeadConfig
+from megasparse.hub.replace import mechanisms, replace_attention
+from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.tasks.batches import Inputs, Padded, collate
+from megasparse.tasks.bodies import Body, HuggingFaceBody
+from megasparse.tasks.encoding import Encoded, Segments
+from megasparse.tasks.model import Head, TaskModel
+from megasparse.tasks.task import Place
+from tests.helpers.finetuning import bert, our_body
+
+LENGTHS = (30, 7, 1, 18, 44)
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lsh": {"chunk": 8, "rounds": 2},
+    "lha": {"chunk": 8},
+    "yoso": {"hashes": 8, "code_bits": 4},
+    "smart_bird": {"keys": 6},
+}
+
+
+class Slow(Body):
+    """States are a function of the token alone; what stands behind the real ones is NaN."""
+
+    width, vocabulary, longest = 6, 256, 64
+
+    def __init__(self, causal: bool = False):
+        super().__init__()
+        self.causal = causal
+        self.table = torch.nn.Embedding(256, self.width)
+        self.seen: list[Tensor | None] = []
+
+    def forward(self, read: Padded, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+        self.seen.append(classes)
+        places = torch.arange(read.tokens.shape[1])
+        real = places < read.lengths.unsqueeze(1)
+        states = torch.where(real.unsqueeze(-1), self.table(read.tokens), torch.nan)
+        return states, torch.tensor(0.25)
+
+
+def encoded(number: int, length: int, label: int | float | None = 0, towers: int = 1) -> Encoded:
+    generator = np.random.default_rng(number)
+    sequences = []
+    for tower in range(towers):
+        ids = generator.integers(5, 60, length + 3 * tower)
+        sequences.append(Segments(ids, (np.arange(len(ids)) > len(ids) // 2).astype(np.int64)))
+    return Encoded(tuple(sequences), label, Place(Path("made"), number + 1), str(number))
+
+
+def evaluation(*samples: int) -> Draws:
+    return Draws(3, EVALUATION_STEP, torch.tensor(samples), training=False)
+
+
+def training(*samples: int, step: int = 1) -> Draws:
+    return Draws(3, step, torch.tensor(samples), training=True)
+
+
+def model_of(body: Body, outputs: int = 3, towers: bool = False, **head: Any) -> TaskModel:
+    """Whose head tells examples well apart."""
+    model = TaskModel(body, outputs, HeadConfig(**head), towers, seed=1)
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    return model.eval()
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean", "last"])
+def test_pooling_against_slow_loops(pooling: str) -> None:
+    model = model_of(Slow(), pooling=pooling)
+    inputs = collate([encoded(i, length) for i, length in enumerate(LENGTHS)], 64)
+    (read,), (states, _) = inputs.sequences, model.body(inputs.sequences[0], evaluation(*range(5)), None)
+    found = model._pool(states, read)
+    for row, length in enumerate(LENGTHS):
+        real = [states[row, place] for place in range(length)]
+        expected = {"first": real[0], "last": real[-1], "mean": sum(real[1:], real[0]) / length}[pooling]
+        assert (found[row] - expected).abs().max() < 1e-6
+
+
+def test_the_default_pooling() -> None:
+    assert model_of(Slow()).pooling == "mean" and model_of(Slow(causal=True)).pooling == "last"
+    assert model_of(Slow(causal=True), pooling="first").pooling == "first"
+
+
+def test_classes_are_learned_by_cross_entropy() -> None:
+    model, labels = model_of(Slow()), [0, 2, 1, 2, 0]
+    inputs = collate([encoded(i, 5 + i, label) for i, label in enumerate(labels)], 64)
+    objective, found = model(inputs, evaluation(*range(5)))
+    each = [-torch.log_softmax(row.double(), 0)[label] for row, label in zip(found["told"], labels, strict=True)]
+    assert found["told"].shape == (5, 3) and found["told"].dtype == torch.float32
+    assert objective.item() == pytest.approx(sum(each).item() / 5 + 0.25, rel=1e-6)  # type: ignore[union-attr]
+    assert found["nats"].item() == pytest.approx(sum(each).item(), rel=1e-6)  # type: ignore[union-attr]
+    right = sum(int(row.argmax()) == label for row, label in zip(found["told"], labels, strict=True))
+    assert found["tokens"] == 5 and found["accuracy"].item() == pytest.approx(right / 5)
+
+
+def test_numbers_are_learned_by_squared_error() -> None:
+    model, labels = model_of(Slow(), outputs=1), [0.5, -2.0, 3.25]
+    inputs = collate([encoded(i, 5 + i, label) for i, label in enumerate(labels)], 64)
+    objective, found = model(inputs, evaluation(0, 1, 2))
+    squares = [(told - label) ** 2 for told, label in zip(found["told"][:, 0].tolist(), labels, strict=True)]
+    assert objective.item() == pytest.approx(sum(squares) / 3 + 0.25, rel=1e-5)
+    assert found["nats"].item() == pytest.approx(sum(squares), rel=1e-5) and "accuracy" not in found
+
+
+def test_the_tasks_part_has_its_weight() -> None:
+    model = model_of(Slow())
+    inputs = collate([encoded(0, 5, 1)], 64)
+    whole = model(inputs, evaluation(0))[0]
+    model.body.task_weight = 0.5
+    assert model(inputs, evaluation(0))[0].item() == pytest.approx(0.5 * (whole.item() - 0.25) + 0.25)
+
+
+def test_without_labels_there_is_only_what_is_told() -> None:
+    model = model_of(Slow())
+    labelled = collate([encoded(0, 5, 1), encoded(1, 9, 0)], 64)
+    told = model(labelled, evaluation(0, 1))[1]["told"]
+    objective, found = model(Inputs(labelled.sequences, None), evaluation(0, 1))
+    assert torch.equal(found["told"], told) and found["nats"] == 0 and objective.item() == 0.25
+
+
+def test_mechanisms_hear_of_classes_in_training_alone() -> None:
+    body = Slow()
+    inputs = collate([encoded(0, 5, 1), encoded(1, 9, 0)], 64)
+    model = model_of(body)
+    model(inputs, evaluation(0, 1))
+    found = model(inputs, training(0, 1))[1]
+    model_of(body, outputs=1)(collate([encoded(0, 5, 1.5)], 64), training(0))
+    assert body.seen[0] is None and body.seen[1] is not None and body.seen[1].tolist() == [1, 0]
+    assert body.seen[2] is None and "told" not in found
+
+
+def test_a_head_is_what_it_says() -> None:
+    head = Head(6, 3, HeadConfig(hidden=5), towers=False, seed=1)
+    x = torch.randn(4, 6)
+    expected = torch.tanh(x @ head.dense.weight.T + head.dense.bias) @ head.output.weight.T + head.output.bias
+    assert torch.allclose(head([x], evaluation(*range(4))), expected, atol=1e-6)
+    assert head.dense.weight.shape == (5, 6) and Head(6, 3, HeadConfig(), False, 1).dense.weight.shape == (6, 6)
+    assert 0.01 < head.dense.weight.std() < 0.03 and not head.dense.bias.any()
+
+
+def test_a_head_of_towers() -> None:
+    head = Head(6, 2, HeadConfig(), towers=True, seed=1)
+    u, v = torch.randn(4, 6), torch.randn(4, 6)
+    read = torch.cat([u, v, u * v, u - v], dim=1)
+    expected = torch.tanh(head.dense(read)) @ head.output.weight.T + head.output.bias
+    assert torch.allclose(head([u, v], evaluation(*range(4))), expected, atol=1e-6)
+
+
+def test_heads_of_the_same_seed_are_the_same() -> None:
+    one, same, other = (Head(6, 3, HeadConfig(), False, seed) for seed in (1, 1, 2))
+    assert torch.equal(one.dense.weight, same.dense.weight) and torch.equal(one.output.weight, same.output.weight)
+    assert not torch.equal(one.dense.weight, other.dense.weight)
+
+
+def test_dropout_of_a_head_is_an_examples_own() -> None:
+    """Half of each layer's inputs, the same wherever the sample stands, another at another step."""
+    head = Head(400, 3, HeadConfig(dropout=0.5), False, seed=1)
+    x = torch.ones(2, 400)
+    kept = head._dropped(x, training(7, 8), "head dropout")
+    assert set(kept.unique().tolist()) == {0.0, 2.0} and 150 < (kept[0] > 0).sum() < 250
+    swapped = head._dropped(x, training(8, 7), "head dropout")
+    assert torch.equal(swapped.flip(0), kept) and not torch.equal(kept[0], kept[1])
+    assert not torch.equal(head._dropped(x, training(7, 8, step=2), "head dropout"), kept)
+    assert torch.equal(head._dropped(x, evaluation(7, 8), "head dropout"), x)
+
+
+def test_a_body_begins_in_training(tmp_path: Path) -> None:
+    body = HuggingFaceBody(BertModel.from_pretrained(bert(tmp_path / "bert")), False, 64)
+    assert all(module.training for module in body.modules())
+
+
+def test_dropout_of_transformers_is_the_steps_own(tmp_path: Path) -> None:
+    """And leaves torch's own generator as it was."""
+    body = HuggingFaceBody(BertModel.from_pretrained(bert(tmp_path / "bert")), False, 64).train()
+    (read,) = collate([encoded(0, 20), encoded(1, 9)], 64).sequences
+    state = torch.get_rng_state()
+    first = body(read, training(4, 5), None)[0]
+    torch.manual_seed(99)
+    again, later = body(read, training(4, 5), None)[0], body(read, training(4, 5, step=2), None)[0]
+    others = body(read, training(4, 6), None)[0]
+    assert torch.equal(first, again) and not torch.equal(first, later) and not torch.equal(first, others)
+    torch.set_rng_state(state)
+    body(read, training(4, 5), None)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def body_of(kind: str, where: str, folder: Path) -> Body:
+    """Of ours, or of transformers with replaced attention; nothing dropped out."""
+    if where == "ours":
+        sketch = {"objective": "pooled", "labels": 3} if kind == "smart_bird" else {}
+        attention = {"pattern": [kind], kind: {**KINDS[kind], **sketch}}
+        return our_body(attention=attention, dropout=0.0)
+    model = BertModel.from_pretrained(bert(folder / "bert"))
+    model.pooler = None
+    if where == "replaced":
+        replace_attention(model, {"kind": kind, **KINDS[kind]}, max_length=64, seed=3)
+        with torch.no_grad():
+            for mechanism in mechanisms(model):
+                for parameter in mechanism.parameters():
+                    parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4))
+    return HuggingFaceBody(model, False, 64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"), [*((kind, where) for where in ("ours", "replaced") for kind in KINDS), ("full", "kept")]
+)
+def test_what_an_example_is_told_depends_on_it_alone(kind: str, where: str, tmp_path: Path) -> None:
+    """Neither on what else is in the batch, nor on where it stands there, nor on padding."""
+    model = model_of(body_of(kind, where, tmp_path))
+    examples = [encoded(i, length, i % 3) for i, length in enumerate(LENGTHS)]
+    alone = torch.cat([model(collate([each], 64), evaluation(i))[1]["told"] for i, each in enumerate(examples)])
+    assert alone.std(0).min() > 1e-3
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0], [3, 1], [2, 2]):
+        told = model(collate([examples[i] for i in order], 64), evaluation(*order))[1]["told"]
+        assert (told - alone[order]).abs().max() < 1e-5
+    told = model(collate([examples[i] for i in (1, 3)], 64), evaluation(70, 71))[1]["told"]
+    assert (told - alone[[1, 3]]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("kind", "where"), [("full", "ours"), ("lsh", "ours"), ("full", "kept"), ("lha", "replaced")])
+def test_what_stands_behind_an_example_is_not_read(kind: str, where: str, tmp_path: Path) -> None:
+    model = model_of(body_of(kind, where, tmp_path))
+    inputs = collate([encoded(0, 30), encoded(1, 7)], 64)
+    (read,) = inputs.sequences
+    noise = Padded(read.tokens.masked_fill(read.tokens == 0, 9), read.types, read.lengths)
+    first, second = (model(Inputs((each,), None), evaluation(0, 1))[1]["told"] for each in (read, noise))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("where", ["ours", "reversible", "transformers"])
+def test_a_decoders_last_state_is_that_of_the_text_alone(where: str) -> None:
+    body: Body
+    if where == "transformers":
+        torch.manual_seed(0)
+        gpt = GPT2Model(GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4))
+        body = HuggingFaceBody(gpt.eval(), True, 64)
+    elif where == "ours":
+        body = our_body(kind="decoder", dropout=0.0)
+    else:
+        body = our_body(kind="decoder", blocks="reversible", activations="reversible", dropout=0.0,
+                        attention={"pattern": ["lsh", "full"], "lsh": {"chunk": 8}})  # fmt: skip
+    model = model_of(body)
+    assert model.pooling == "last"
+    examples = [encoded(i, length) for i, length in enumerate(LENGTHS)]
+    inputs = collate(examples, 64)
+    told = model(inputs, evaluation(*range(5)))[1]["told"]
+    states = body(inputs.sequences[0], evaluation(*range(5)), None)[0]
+    for row, (each, length) in enumerate(zip(examples, LENGTHS, strict=True)):
+        ids = torch.from_numpy(each.sequences[0].tokens).unsqueeze(0)
+        read = Padded(ids, torch.zeros_like(ids), torch.tensor([length]))
+        own = body(read, evaluation(row), None)[0]
+        assert own.shape == (1, length, body.width) and (states[row, :length] - own[0]).abs().max() < 1e-5
+        expected = model.head([own[:, -1]], evaluation(row))
+        assert (told[row] - expected[0]).abs().max() < 1e-5
+
+
+def test_a_decoders_last_state_has_read_the_last_token() -> None:
+    model = model_of(our_body(kind="decoder", dropout=0.0))
+    ids = torch.arange(5, 17).unsqueeze(0)
+    other = ids.clone()
+    other[0, -1] = 40
+    told = [
+        model.told(Inputs((Padded(each, ids * 0, torch.tensor([12])),), None), evaluation(0))[0]
+        for each in (ids, other)
+    ]
+    assert (told[0] - told[1]).abs().max() > 1e-3
+
+
+def test_towers_read_each_text_apart() -> None:
+    model = model_of(our_body(dropout=0.0), outputs=2, towers=True)
+    examples = [encoded(i, length, 0, towers=2) for i, length in enumerate((20, 9, 14))]
+    told = model(collate(examples, 64), evaluation(0, 1, 2))[1]["told"]
+    for row, each in enumerate(examples):
+        pooled = []
+        for sequence in each.sequences:
+            ids = torch.from_numpy(sequence.tokens).unsqueeze(0)
+            read = Padded(ids, torch.zeros_like(ids), torch.tensor([ids.shape[1]]))
+            pooled.append(model.body(read, evaluation(row), None)[0].mean(1))
+        expected = model.head(pooled, evaluation(row))
+        assert (told[row] - expected[0]).abs().max() < 1e-5
+
+
+def test_token_types_reach_models_that_have_them(tmp_path: Path) -> None:
+    body = HuggingFaceBody(BertModel.from_pretrained(bert(tmp_path / "bert")).eval(), False, 64)
+    (read,) = collate([encoded(0, 20)], 64).sequences
+    plain = Padded(read.tokens, read.types * 0, read.lengths)
+    states = [body(each, evaluation(0), None)[0] for each in (read, plain)]
+    assert not torch.allclose(states[0], states[1])
+    with torch.no_grad():
+        expected = body.model(input_ids=read.tokens[:, :20], token_type_ids=read.types[:, :20]).last_hidden_state
+    assert torch.allclose(states[0][:, :20], expected, atol=1e-5)

@@ -1,0 +1,309 @@
+"""Runs of launch/finetune.py: data, resumed to the bit, early stopping, the best checkpoint, and their beginnings."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertModel
+
+from megasparse.errors import ConfigError, DataError
+from megasparse.tasks import scoring
+from megasparse.tasks.encoding import Encoded
+from megasparse.tasks.restore import restore_task
+from megasparse.tasks.run import open_run
+from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.ranks import Ranks
+from megasparse.training.run_folder import list_checkpoints
+from tests.helpers.finetuning import ENCODER, WORDS, bert, configured, launch, opened, reviews, table
+
+TIMES = ("speed/", "memory/", "checkpoint/")
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT with dropout, and 40 reviews, of which 10 are held out: epochs of 30 examples."""
+    folder = tmp_path_factory.mktemp("finetuning")
+    bert(folder / "bert", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)
+    reviews(folder / "reviews.csv", 40)
+    return folder
+
+
+def starts(place: Path) -> dict[str, dict[str, Any]]:
+    of_bert = {"huggingface": str(place / "bert")}
+    sketch = {"pattern": ["smart_bird"], "smart_bird": {"keys": 6}}
+    return {
+        "ours": {"model": ENCODER, "task": {"max_length": 128}},
+        "ours reversible": {
+            "model": {**ENCODER, "blocks": "reversible", "activations": "reversible", "attention": {
+                "pattern": ["local", "lsh"], "local": {"chunk": 8}, "lsh": {"chunk": 8}}},
+            "task": {"max_length": 128},
+        },
+        "bert": {"start": of_bert},
+        "bert, lsh": {"start": {**of_bert, "attention": {"pattern": ["lsh"], "lsh": {"chunk": 8}}}},
+        "bert, lha": {"start": {**of_bert, "attention": {"pattern": ["lha"], "lha": {"chunk": 8}}}},
+        "bert, smart_bird": {"start": {**of_bert, "attention": sketch}},
+    }  # fmt: skip
+
+
+def plain(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what a clock tells, by step; of a step that was written twice the later one."""
+    by_step = {line["step"]: line for line in metrics if "step" in line}
+    return [
+        {name: value for name, value in line.items() if not name.startswith(TIMES) and name != "time"}
+        for _, line in sorted(by_step.items())
+    ]
+
+
+def weights(run: Path, step: int) -> dict[str, list[float]]:
+    checkpoint = Checkpoint.open(run / "checkpoints" / f"{step:08d}")
+    return {
+        f"{kind} {name}": checkpoint.tensor(kind, name).tolist()
+        for kind, tensors in checkpoint.manifest["tensors"].items()
+        for name in tensors
+    }
+
+
+@pytest.mark.parametrize("name", ["ours", "ours reversible", "bert, lsh", "bert, lha"])
+def test_a_run_that_stopped_goes_on_to_the_bit(name: str, place: Path, tmp_path: Path) -> None:
+    """Losses, gradient norms, metrics, weights and the optimizer's state; dropout and drawn hashes are on."""
+    sections, source = starts(place)[name], place / "reviews.csv"
+    straight = launch(tmp_path / "straight", source, **sections)
+    launch(tmp_path / "stopped", source, "--stop-at", "3", **sections)
+    assert not (tmp_path / "stopped" / "best.json").exists()
+    resumed = launch(tmp_path / "stopped", source, **sections)
+    assert plain(resumed) == plain(straight) and len(plain(straight)) == STEPS
+    assert weights(tmp_path / "stopped", STEPS) == weights(tmp_path / "straight", STEPS)
+    best = [json.loads((tmp_path / run / "best.json").read_text()) for run in ("straight", "stopped")]
+    assert best[0] == best[1] and best[0]["step"] in (2, 4, 6)
+
+
+@pytest.mark.parametrize("name", ["bert, lsh", "ours"])
+def test_a_finished_runs_checkpoint_tells_what_the_run_told(name: str, place: Path, tmp_path: Path) -> None:
+    """The model out of the run's folder has the metrics of best.json."""
+    run = tmp_path / "run"
+    launch(run, place / "reviews.csv", **starts(place)[name])
+    best = json.loads((run / "best.json").read_text())
+    found = restore_task(run)
+    assert found.checkpoint.step == best["step"]
+    made = opened(run, place / "reviews.csv", **starts(place)[name])
+    told = scoring.tell(found.model, made.validation, found.config, Ranks())
+    measured = scoring.measures(found.task, made.validation, told)
+    assert measured == {name: best["scalars"][f"evaluation/{name}"] for name in ("accuracy", "macro_f1")}
+
+
+@pytest.fixture
+def told_metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """What validations tell in turn as accuracy, in place of what they measure."""
+    values: list[float] = []
+    monkeypatch.setitem(scoring.METRICS, "accuracy", lambda labels, told: values.pop(0))
+    yield values
+
+
+def steps_of(run: Path) -> list[int]:
+    return [int(path.name) for path in list_checkpoints(run / "checkpoints")]
+
+
+TINY: dict[str, Any] = {
+    "model": {**ENCODER, "layers": 1}, "task": {"max_length": 128},
+    "training": {"steps": 8, "global_batch": 4}, "evaluation": {"every": 1}, "checkpoint": {"keep": 2, "every": 1},
+}  # fmt: skip
+
+
+def test_the_best_checkpoint_is_kept_although_it_is_old(place: Path, tmp_path: Path, told_metrics: list[float]) -> None:
+    told_metrics += [0.1, 0.6, 0.3, 0.6, 0.5, 0.2, 0.1, 0.0]
+    launch(tmp_path / "run", place / "reviews.csv", **TINY)
+    found = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert (found["metric"], found["step"], found["value"]) == ("evaluation/accuracy", 2, 0.6)
+    assert found["scalars"]["evaluation/accuracy"] == 0.6 and "evaluation/macro_f1" in found["scalars"]
+    assert steps_of(tmp_path / "run") == [2, 7, 8]
+    assert restore_task(tmp_path / "run").checkpoint.step == 2
+
+
+@pytest.mark.parametrize("stops", [["3"], ["2", "4", "6"]])
+def test_a_resumed_run_remembers_its_best(
+    stops: list[str], place: Path, tmp_path: Path, told_metrics: list[float]
+) -> None:
+    told_metrics += [0.1, 0.6, 0.3, 0.6, 0.5, 0.2, 0.1, 0.0]
+    for stop in stops:
+        launch(tmp_path / "run", place / "reviews.csv", "--stop-at", stop, **TINY)
+    launch(tmp_path / "run", place / "reviews.csv", **TINY)
+    assert json.loads((tmp_path / "run" / "best.json").read_text())["step"] == 2
+    assert steps_of(tmp_path / "run") == [2, 7, 8] and not told_metrics
+
+
+def test_patience_ends_a_run_early_and_it_stays_ended(
+    place: Path, tmp_path: Path, told_metrics: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    told_metrics += [0.1, 0.6, 0.3, 0.6, 9.0]
+    sections = {**TINY, "evaluation": {"every": 1, "patience": 2}}
+    lines = launch(tmp_path / "run", place / "reviews.csv", **sections)
+    assert told_metrics == [9.0] and steps_of(tmp_path / "run") == [2, 3, 4]
+    found = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert found["step"] == 2
+    assert "done early, after step 4 of 8" in capfd.readouterr().err
+    (tmp_path / "run" / "best.json").unlink()
+    again = launch(tmp_path / "run", place / "reviews.csv", **sections)
+    assert told_metrics == [9.0] and plain(again) == plain(lines) and steps_of(tmp_path / "run") == [2, 3, 4]
+    assert "nothing left to do" in capfd.readouterr().err
+    assert json.loads((tmp_path / "run" / "best.json").read_text()) == found
+
+
+def test_patience_counts_across_a_stop(place: Path, tmp_path: Path, told_metrics: list[float]) -> None:
+    told_metrics += [0.6, 0.3, 0.2, 0.1, 9.0]
+    sections = {**TINY, "evaluation": {"every": 1, "patience": 3}}
+    launch(tmp_path / "run", place / "reviews.csv", "--stop-at", "2", **sections)
+    launch(tmp_path / "run", place / "reviews.csv", **sections)
+    assert told_metrics == [9.0] and json.loads((tmp_path / "run" / "best.json").read_text())["step"] == 1
+
+
+def test_a_metric_that_is_nan_is_never_the_best(place: Path, tmp_path: Path, told_metrics: list[float]) -> None:
+    told_metrics += [math.nan, 0.1, math.nan, math.nan]
+    sections = {**TINY, "evaluation": {"every": 2}}
+    launch(tmp_path / "run", place / "reviews.csv", **sections)
+    found = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert (found["step"], found["value"]) == (4, 0.1)
+
+
+def test_all_nan_has_no_best_and_the_newest_is_taken(place: Path, tmp_path: Path, told_metrics: list[float]) -> None:
+    told_metrics += [math.nan] * 4
+    launch(tmp_path / "run", place / "reviews.csv", **{**TINY, "evaluation": {"every": 2}})
+    found = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert found["step"] is None and found["value"] is None
+    assert restore_task(tmp_path / "run").checkpoint.step == 8
+
+
+def test_sketches_learn_beside_a_number_too(place: Path, tmp_path: Path) -> None:
+    """Smart Bird's sketch has no classes to learn from where a number is told."""
+    source = table(tmp_path / "numbers.csv", [[f"{'the ' * (i % 9 + 1)}model", f"{i % 9 / 2}"] for i in range(24)])
+    sections = starts(place)["bert, smart_bird"]
+    lines = launch(tmp_path / "run", source, **sections, task={"labels": []})
+    assert len(plain(lines)) == STEPS and all(math.isfinite(line["train/loss"]) for line in plain(lines))
+
+
+def test_it_learns(place: Path, tmp_path: Path) -> None:
+    """Which of two words a text has."""
+    sections = {**starts(place)["bert"], "training": {"steps": 40}, "optimizer": {"learning_rate": 3e-3}}
+    launch(tmp_path / "run", reviews(tmp_path / "more.csv", 200), **sections, evaluation={"every": 20, "batch": 16})
+    assert json.loads((tmp_path / "run" / "best.json").read_text())["value"] > 0.9
+
+
+# What a run begins with.
+
+
+def texts(encoded: list[Encoded]) -> list[bytes]:
+    return [each.sequences[0].tokens.tobytes() for each in encoded]
+
+
+def made(place: Path, source: Path | None = None, **sections: Any) -> Any:
+    return opened(place / "none", source or place / "reviews.csv", **{"model": ENCODER, "task": {"max_length": 128},
+                                                                     **sections})  # fmt: skip
+
+
+def test_what_is_held_out_is_chosen_by_the_seed(place: Path) -> None:
+    one, same, other = (made(place, run={"seed": seed}) for seed in (0, 0, 1))
+    assert len(one.train) == 30 and len(one.validation) == 10
+    assert texts(one.train) == texts(same.train) and texts(one.validation) == texts(same.validation)
+    assert texts(one.validation) != texts(other.validation) and one.fingerprint == same.fingerprint
+    assert one.fingerprint != other.fingerprint
+    names = [each.name for each in one.train], [each.name for each in one.validation]
+    assert sorted(map(int, names[0] + names[1])) == list(range(40))
+    assert all(part == sorted(part, key=int) for part in names)
+
+
+def test_a_limit_takes_some_of_the_training_examples_alone(place: Path) -> None:
+    whole, few = made(place), made(place, task={"max_length": 128, "limit": 7})
+    assert len(few.train) == 7 and set(texts(few.train)) <= set(texts(whole.train))
+    assert texts(few.validation) == texts(whole.validation)
+    assert len(made(place, task={"max_length": 128, "limit": 1000}).train) == 30
+
+
+def test_another_file_validates(place: Path, tmp_path: Path) -> None:
+    other = reviews(tmp_path / "other.csv", 6, seed=1)
+    found = made(place, task={"max_length": 128, "validation": str(other)})
+    assert len(found.train) == 40 and [str(each.place) for each in found.validation] == [
+        f"{other}:{line}" for line in range(2, 8)
+    ]
+
+
+def test_steps_and_warm_up_follow_from_epochs(place: Path) -> None:
+    training = {"steps": 6, "global_batch": 8, "micro_batch": 4}
+    plain_run = made(place, training={**training, "epochs": 0}).config
+    assert plain_run.training.steps == 6 and plain_run.optimizer.warmup_steps == round(0.1 * 6)
+    found = made(place, training={**training, "epochs": 2.5}, optimizer={"warmup_fraction": 0.2},
+                 evaluation={"every": 0}).config  # fmt: skip
+    assert found.training.steps == math.ceil(2.5 * 30 / 8) == 10
+    assert (found.optimizer.warmup_steps, found.evaluation.every) == (2, 4)  # an epoch is begun four times
+    assert found.evaluation.metric == "accuracy" and found.task.labels == ["bad", "good"]
+    fixed = made(place, optimizer={"warmup_fraction": 0.0, "warmup_steps": 5}).config
+    assert fixed.optimizer.warmup_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("sections", "kind", "said"),
+    [
+        ({"evaluation": {"metric": "acuracy"}}, ConfigError, 'evaluation.metric: "acuracy".*Did you mean "accuracy"'),
+        ({"task": {"name": "tabel"}}, ConfigError, 'task.name: there is no task "tabel".*"table"'),
+        ({"task": {"validation_fraction": 0.99}}, DataError, "too few to hold some out"),
+        ({"model": {**ENCODER, "vocabulary": 200}}, ConfigError, "model.vocabulary: 200 ids.*256 or more"),
+    ],
+)
+def test_what_is_refused(sections: dict[str, Any], kind: type[Exception], said: str, place: Path) -> None:
+    with pytest.raises(kind, match=said):
+        made(place, **{name: {"max_length": 128, **s} if name == "task" else s for name, s in sections.items()})
+
+
+def test_a_bad_line_is_named(place: Path, tmp_path: Path) -> None:
+    rows = [["the model", "good"], ["", "bad"], ["we", "good"], ["go", "bad"]]
+    source = table(tmp_path / "bad.csv", rows)
+    with pytest.raises(DataError, match=rf"^{source}:3: is empty"):
+        made(place, source, task={"max_length": 128, "validation": str(source)})
+    unlabelled = tmp_path / "unlabelled.csv"
+    unlabelled.write_text("text\nthe model\n")
+    with pytest.raises(DataError, match=rf"^{unlabelled}:2: has no label"):
+        made(place, task={"max_length": 128, "validation": str(unlabelled)})
+
+
+def test_ranks_must_share_a_global_batch(place: Path) -> None:
+    run = made(place)
+    with pytest.raises(ConfigError, match=r"^training\.global_batch: 8 is not a multiple of micro_batch × ranks = 12"):
+        run.batches(Ranks(0, 3), 0)
+
+
+def test_what_is_said_of_the_examples(place: Path) -> None:
+    said: list[str] = []
+    open_run(configured(place / "none", place / "reviews.csv", model=ENCODER, task={"max_length": 30}), said.append)
+    assert said[0].startswith("training: 30 examples") and "bad 1" in said[0] and "good 1" in said[0]
+    assert any("training: " in line and "keep only their beginning" in line for line in said)
+    assert any(line.startswith("validation: 10 examples") for line in said)
+
+
+def test_a_changed_table_is_not_gone_on_with(place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = reviews(tmp_path / "table.csv", 40)
+    launch(tmp_path / "run", source, "--stop-at", "2", **TINY)
+    text = source.read_text()
+    source.write_text(text.replace(WORDS[0], WORDS[1]))
+    with pytest.raises(SystemExit) as caught:
+        launch(tmp_path / "run", source, **TINY)
+    assert caught.value.code == 2 and "data" in capfd.readouterr().err
+    source.write_text(text)
+    launch(tmp_path / "run", source, **TINY)
+
+
+def test_other_pretrained_weights_are_not_gone_on_with(
+    place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = bert(tmp_path / "bert")
+    sections = {"start": {"huggingface": str(folder)}}
+    launch(tmp_path / "run", place / "reviews.csv", "--stop-at", "2", **sections)
+    model = BertModel.from_pretrained(folder)
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight[7] += 1.0
+    model.save_pretrained(folder)
+    with pytest.raises(SystemExit) as caught:
+        launch(tmp_path / "run", place / "reviews.csv", **sections)
+    assert caught.value.code == 2 and "start.sha256" in capfd.readouterr().err

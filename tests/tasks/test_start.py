@@ -1,0 +1,363 @@
+"""What fine-tuning starts from, and that a run's body is built again to the last bit without it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, BartConfig, BartModel, BertForMaskedLM, BertModel, GPT2Config, GPT2Model
+
+from megasparse.attention.heads import Padding
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.errors import CheckpointError, ConfigError, HubError, UserError
+from megasparse.hub.export import to_hf
+from megasparse.hub.replace import mechanisms, replace_attention
+from megasparse.hub.replaced_folder import save_replaced
+from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.tasks.batches import Padded
+from megasparse.tasks.bodies import Body, HuggingFaceBody, MegasparseBody
+from megasparse.tasks.start import Start, open_start, rebuild
+from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
+from megasparse.training.ranks import Ranks
+from megasparse.training.saving import Saver
+from tests.helpers.finetuning import ENCODER, bert, bert_tokenizer, configured, write_tokenizer
+from tests.helpers.hub import checkpoint, decoder, encoder
+from tests.helpers.models import attention, small_pair
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lha": {"chunk": 8},
+    "lsh": {"chunk": 8},
+    "yoso": {"hashes": 4, "convolution": 3},
+    "smart_bird": {"keys": 6},
+}
+
+
+def config_of(folder: Path, start: dict[str, Any], **sections: Any) -> FinetuneConfig:
+    return configured(folder / "run", folder / "table.csv", start=start, **sections)
+
+
+def read_of(vocabulary: int = 40, length: int = 24) -> Padded:
+    """Two sequences, one of them padded, of which the second half is a second segment."""
+    tokens = torch.randint(5, vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
+    tokens[1, 15:] = 0
+    types = (torch.arange(length) > 10).long().expand(2, -1) * (tokens > 0)
+    return Padded(tokens, types, torch.tensor([length, 15]))
+
+
+def states(body: Body, step: int = EVALUATION_STEP) -> Tensor:
+    """Of real tokens."""
+    training = step != EVALUATION_STEP
+    body.train(training)
+    read = read_of()
+    with torch.no_grad():
+        found = body(read, Draws(0, step, torch.arange(2), training=training), torch.tensor([1, 0]))[0]
+    return torch.cat([found[0], found[1, :15]])
+
+
+class Module(torch.nn.Module):
+    """The body as a part of something, as a run's model has it."""
+
+    def __init__(self, body: Body):
+        super().__init__()
+        self.body = body
+
+
+class Held:
+    """Enough of an engine to be saved."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module, self.ranks = module, Ranks()
+
+    def steps_done(self) -> int:
+        return 0
+
+    def fragments(self) -> list[Fragment]:
+        all_of_it = {**dict(self.module.named_parameters()), **persistent_buffers(self.module)}
+        return [Fragment.of("weight", name, tuple(w.shape), 0, w.detach().reshape(-1)) for name, w in all_of_it.items()]
+
+
+def built_again(start: Start, config: FinetuneConfig, run: Path, origin: Path | None) -> Body:
+    """From RUN/start and a checkpoint in which every weight has moved."""
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in start.body.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    start.write(run)
+    saver = Saver(config, Ranks(), "0" * 64, {"name": start.tokenizer.name, "sha256": start.tokenizer.sha256})
+    saver.save(Held(Module(start.body)), 1, 8, {})  # type: ignore[arg-type]
+    path = saver.finish() or run / "checkpoints" / "00000001"
+    if origin is not None:
+        shutil.move(origin, origin.with_name("moved"))
+    body, tokenizer = rebuild(run)
+    load_weights(Module(body), Checkpoint.open(path))
+    assert tokenizer.sha256 == start.tokenizer.sha256
+    assert (body.causal, body.width, body.longest, body.vocabulary, body.task_weight) == (
+        start.body.causal, start.body.width, start.body.longest, start.body.vocabulary, start.body.task_weight,
+    )  # fmt: skip
+    return body
+
+
+def assert_built_again(start: Start, config: FinetuneConfig, origin: Path | None) -> None:
+    """Its outputs are the same bits, in evaluation and in training, though the origin is gone."""
+    run = Path(config.run.directory)
+    body = built_again(start, config, run, origin)
+    for step in (EVALUATION_STEP, 3):
+        assert torch.equal(states(body, step), states(start.body, step))
+
+
+OURS = {
+    "encoder": encoder("lha", activations="stored", blocks="ordinary"),
+    "decoder": decoder("full", blocks="ordinary", activations="checkpoint"),
+    "reversible": decoder("lsh"),
+    "mixed encoder": encoder("full", attention=attention({"local": 1, "yoso": 1}, "smart_bird")),
+    "bert": encoder("full", style="bert", blocks="ordinary", activations="stored", positions={"kind": "learned"}),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_checkpoint_of_ours(name: str, tmp_path: Path) -> None:
+    config = OURS[name]
+    model, path = checkpoint(config, tmp_path / "pretrained")
+    wanted = config_of(tmp_path, {"checkpoint": str(path)})
+    start = open_start(wanted, labels=3)
+    body = start.body
+    assert isinstance(body, MegasparseBody) and start.tokenizer.name == "bytes"
+    assert (body.causal, body.longest) == (config.kind == "decoder", 128)
+    assert body.width == (64 if config.blocks == "reversible" else 32)
+    state = dict(model.named_parameters())
+    for parameter_name, parameter in body.stack.named_parameters():
+        if ".objective." not in parameter_name:
+            assert torch.equal(parameter, state[parameter_name]), parameter_name
+    for mechanism in [m for _, m in body.stack.mechanisms() if hasattr(m, "objective")]:
+        assert list(mechanism.objective.parameters())[-1].shape[0] == 3  # type: ignore[union-attr]
+    newest = open_start(config_of(tmp_path, {"checkpoint": str(tmp_path / "pretrained")}), 3)
+    assert newest.sha256 == start.sha256 and start.sha256 is not None
+    assert_built_again(start, wanted, tmp_path / "pretrained")
+
+
+def test_a_checkpoints_final_states_are_the_models(tmp_path: Path) -> None:
+    """The streams of the stack, whose norm is the body's own."""
+    model, path = checkpoint(OURS["encoder"], tmp_path / "pretrained")
+    body = open_start(config_of(tmp_path, {"checkpoint": str(path)}), 2).body
+    assert isinstance(body, MegasparseBody)
+    read = read_of(250)
+    whole: Any = model
+    draws = Draws(0, EVALUATION_STEP, torch.arange(2), training=False)
+    with torch.no_grad():
+        (stream,), _, _ = whole.streams(read.tokens, draws, Padding(read.mask), None)
+        expected = torch.nn.functional.layer_norm(stream, (32,), eps=body.norm.eps)
+        found = body.eval()(read, draws, None)[0]
+    assert (found[0] - expected[0]).abs().max() < 1e-5 and (found[1, :15] - expected[1, :15]).abs().max() < 1e-5
+
+
+def test_a_checkpoint_of_ours_gets_another_attention(tmp_path: Path) -> None:
+    """On the same weights, where the two have the same ones."""
+    model, path = checkpoint(OURS["bert"], tmp_path / "pretrained")
+    given = {"pattern": ["local"], "local": {"chunk": 8}}
+    wanted = config_of(tmp_path, {"checkpoint": str(path), "attention": given})
+    start = open_start(wanted, 2)
+    assert isinstance(start.body, MegasparseBody)
+    assert [type(each).__name__ for _, each in start.body.stack.mechanisms()] == ["LocalAttention"] * 2
+    state = dict(model.named_parameters())
+    assert all(torch.equal(weight, state[name]) for name, weight in start.body.stack.named_parameters())
+    plain = open_start(config_of(tmp_path, {"checkpoint": str(path)}), 2).body
+    assert not torch.allclose(states(plain), states(start.body), atol=1e-3)
+    assert_built_again(start, wanted, tmp_path / "pretrained")
+
+
+def test_initial_weights(tmp_path: Path) -> None:
+    wanted = config_of(tmp_path, {}, model=ENCODER, run={"seed": 4})
+    start, same = open_start(wanted, 2), open_start(wanted, 2)
+    assert start.sha256 is None and start.tokenizer.name == "bytes"
+    assert torch.equal(states(start.body), states(same.body))
+    other = open_start(config_of(tmp_path, {}, model=ENCODER, run={"seed": 5}), 2)
+    assert not torch.equal(states(start.body), states(other.body))
+    assert_built_again(start, wanted, None)
+
+
+def test_a_bert_stays_what_it_is(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "bert")
+    wanted = config_of(tmp_path, {"huggingface": str(folder)})
+    start = open_start(wanted, 2)
+    theirs, read = BertModel.from_pretrained(folder).eval(), read_of()
+    assert isinstance(start.body, HuggingFaceBody) and not start.body.causal and start.body.longest == 64
+    with torch.no_grad():
+        expected = theirs(read.tokens, attention_mask=read.mask, token_type_ids=read.types).last_hidden_state
+    found = states(start.body)
+    assert (found[:24] - expected[0]).abs().max() < 1e-5 and (found[24:] - expected[1, :15]).abs().max() < 1e-5
+    text = "the attention of models"
+    assert start.tokenizer.encode(text).tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"][1:-1]
+    assert_built_again(start, wanted, folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_berts_attention_is_replaced(kind: str, tmp_path: Path) -> None:
+    folder = bert(tmp_path / "bert")
+    given = {"pattern": [kind], kind: KINDS[kind]}
+    wanted = config_of(tmp_path, {"huggingface": str(folder), "attention": given}, run={"seed": 4})
+    start = open_start(wanted, labels=3)
+    assert isinstance(start.body, HuggingFaceBody) and start.body.replaced and start.body.longest == 64
+    made = mechanisms(start.body)
+    assert len(made) == 2 and {type(each).__name__.lower().replace("attention", "") for each in made} == {
+        kind.replace("_", "")
+    }
+    if kind == "smart_bird":  # its sketch learns to tell the task's classes
+        assert list(made[0].objective.parameters())[-1].shape[0] == 3
+        expected_given = {**given, kind: {**KINDS[kind], "objective": "pooled", "labels": 3}}
+    else:
+        expected_given = given
+    theirs = replace_attention(BertModel.from_pretrained(folder), expected_given, max_length=48, seed=4)
+    theirs.pooler = None
+    expected = HuggingFaceBody(theirs, False, 64)
+    assert torch.equal(states(start.body), states(expected))
+    assert_built_again(start, wanted, folder)
+
+
+def test_a_longer_task_lengthens_a_bert(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "bert")
+    for attention_of in (None, {"pattern": ["lsh"], "lsh": {"chunk": 8}}):
+        start = open_start(
+            config_of(tmp_path, {"huggingface": str(folder), "attention": attention_of}, task={"max_length": 100}), 2
+        )
+        assert start.body.longest == 100 and isinstance(start.body, HuggingFaceBody)
+        table = start.body.model.embeddings.position_embeddings.weight
+        assert torch.equal(table[64:], table[:36])
+
+
+def test_a_folder_of_a_replaced_model(tmp_path: Path) -> None:
+    model = BertForMaskedLM.from_pretrained(bert(tmp_path / "bert"))
+    replace_attention(model, {"kind": "lha", "chunk": 8}, max_length=64, seed=9)
+    with torch.no_grad():
+        for mechanism in mechanisms(model):
+            for parameter in mechanism.parameters():
+                parameter += 0.2
+    save_replaced(model, tmp_path / "replaced")
+    write_tokenizer(tmp_path / "replaced", bert_tokenizer())
+    wanted = config_of(tmp_path, {"huggingface": str(tmp_path / "replaced")})
+    start = open_start(wanted, 2)
+    expected = HuggingFaceBody(model.bert.eval(), False, 64)
+    assert torch.equal(states(start.body), states(expected))
+    assert_built_again(start, wanted, tmp_path / "replaced")
+
+
+@pytest.mark.parametrize("to", ["megasparse", "reformer"])
+def test_a_folder_of_ours(to: str, tmp_path: Path) -> None:
+    """An exported model, and a Reformer: our own model again."""
+    if to == "megasparse":
+        config = OURS["mixed encoder"]
+    else:
+        lsh = {"window": "chunk", "same_bucket": False, "count_rounds": False}
+        config = decoder("full", attention=attention("local", "lsh", lsh=lsh))
+    _, path = checkpoint(config, tmp_path / "pretrained")
+    folder = to_hf(path, tmp_path / "exported", to=to)
+    wanted = config_of(tmp_path, {"huggingface": str(folder)})
+    start, other = open_start(wanted, 3), open_start(config_of(tmp_path, {"checkpoint": str(path)}), 3)
+    assert isinstance(start.body, MegasparseBody) and start.sha256 != other.sha256
+    assert start.body.causal == (to == "reformer")
+    names = dict(other.body.named_parameters())
+    assert names.keys() == dict(start.body.named_parameters()).keys()
+    for name, parameter in start.body.named_parameters():
+        assert torch.equal(parameter, names[name]), name
+    assert_built_again(start, wanted, folder)
+
+
+def test_a_decoder_of_transformers(tmp_path: Path) -> None:
+    folder = tmp_path / "gpt"
+    size = len(bert_tokenizer()["model"]["vocab"])
+    GPT2Model(GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=1, n_head=4)).save_pretrained(folder)
+    write_tokenizer(folder, bert_tokenizer())
+    wanted = config_of(tmp_path, {"huggingface": str(folder)})
+    start = open_start(wanted, 2)
+    assert start.body.causal and start.body.longest == 64
+    with pytest.raises(HubError, match=r'GPT2Model: is of type "gpt2".*bert'):
+        open_start(config_of(tmp_path, {"huggingface": str(folder), "attention": {"pattern": ["lsh"]}}), 2)
+    assert_built_again(start, wanted, folder)
+
+
+# What is refused, each time by one line that names the key or file, the value and the mend.
+
+
+def refusal(config: FinetuneConfig) -> str:
+    with pytest.raises(UserError) as caught:
+        open_start(config, 2)
+    assert "\n" not in str(caught.value) and isinstance(caught.value, ConfigError | CheckpointError | HubError)
+    return str(caught.value)
+
+
+def test_other_weights_are_refused(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "bert")
+    found = open_start(config_of(tmp_path, {"huggingface": str(folder)}), 2).sha256
+    open_start(config_of(tmp_path, {"huggingface": str(folder), "sha256": found}), 2)
+    wrong = config_of(tmp_path, {"huggingface": str(folder), "sha256": "0" * 64})
+    assert refusal(wrong).startswith(f'start.sha256: "{"0" * 64}", but the weights have "{found}"')
+    model = BertModel.from_pretrained(folder)
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight[0, 0] += 1.0
+    model.save_pretrained(folder)
+    assert "but the weights have" in refusal(config_of(tmp_path, {"huggingface": str(folder), "sha256": found}))
+
+
+def test_too_short_a_model_is_refused(tmp_path: Path) -> None:
+    _, path = checkpoint(OURS["decoder"], tmp_path / "pretrained")
+    found = refusal(config_of(tmp_path, {"checkpoint": str(path)}, task={"max_length": 129}))
+    assert found.startswith("task.max_length: 129 tokens are more than the 128 that the model reads. Lower it")
+
+
+def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
+    _, path = checkpoint(small_pair(), tmp_path / "pretrained")
+    assert "is of an encoder-decoder" in refusal(config_of(tmp_path, {"checkpoint": str(path)}))
+    folder = to_hf(path, tmp_path / "exported")
+    assert "encoder-decoder" in refusal(config_of(tmp_path, {"huggingface": str(folder)}))
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    bart = BartConfig(vocab_size=60, d_model=16, max_position_embeddings=64, **layers, **heads)
+    BartModel(bart).save_pretrained(tmp_path / "bart")
+    write_tokenizer(tmp_path / "bart", bert_tokenizer())
+    assert "encoder-decoder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "bart")}))
+
+
+def test_other_mistakes_are_refused(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "bert")
+    of_bert = {"huggingface": str(folder)}
+    assert "is no folder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "nowhere")}))
+    assert "holds no checkpoint" in refusal(config_of(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}))
+    _, path = checkpoint(OURS["reversible"], tmp_path / "pretrained")
+    found = refusal(config_of(tmp_path, {"checkpoint": str(path), "activations": "checkpoint"}))
+    assert found.startswith("start.activations:")
+    found = refusal(config_of(tmp_path, {"checkpoint": str(path), "attention": {"pattern": ["lha"]}}))
+    assert "has no weight" in found and ".lha." in found
+    (folder / "tokenizer.json").rename(folder / "hidden.json")
+    assert "tokenizer.json: is missing" in refusal(config_of(tmp_path, of_bert))
+    (folder / "hidden.json").rename(folder / "tokenizer.json")
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    assert "model.safetensors" in refusal(config_of(tmp_path, of_bert))
+    weights.unlink()
+    assert str(folder) in refusal(config_of(tmp_path, of_bert))
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"kind": "megasparse"}', b"null"])
+def test_a_damaged_record_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    start = open_start(config_of(tmp_path, {}, model=ENCODER), 2)
+    start.write(tmp_path)
+    record = tmp_path / "start" / "body.json"
+    if content is None:
+        record.unlink()
+    else:
+        record.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"body\.json: cannot be read .*Copy the run's folder again"):
+        rebuild(tmp_path)
+
+
+def test_the_record_of_a_tokenizer(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "bert")
+    open_start(config_of(tmp_path, {"huggingface": str(folder)}), 2).write(tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "start" / "body.json").read_text())["tokenizer"] == "tokenizer.json"
+    copied = tmp_path / "run" / "start" / "tokenizer.json"
+    assert copied.read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert build_tokenizer(str(copied)).sha256 == build_tokenizer(str(folder / "tokenizer.json")).sha256
