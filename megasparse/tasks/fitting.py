@@ -1,0 +1,433 @@
+"""Whether a fine-tuning run fits into memory, before its first step: states by count, activations by short passes.
+
+A step's memory is followed from one weight's gradient to the next: between two of them, the largest number of live
+bytes is measured at a few short lengths, and continued to the run's own length by a line, or by a parabola where
+attention sees all pairs. B batch, L length.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megasparse.attention.full import FullAttention
+from megasparse.attention.routing import RoutingAttention
+from megasparse.config.finetuning import FinetuneConfig, LoRAConfig
+from megasparse.errors import ConfigError, UserError
+from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.planning.live_bytes import AllocatedBytes, LiveBytes
+from megasparse.tasks.activations import count_layers, set_activations
+from megasparse.tasks.adapters import adapter_size
+from megasparse.tasks.batches import MULTIPLE, Inputs, Padded
+from megasparse.tasks.bodies import HuggingFaceBody
+from megasparse.tasks.model import TaskModel
+from megasparse.tasks.run import TaskRun
+from megasparse.training.ranks import Ranks
+
+LONGEST_TRIAL = 1024
+"""Tokens; longer runs are predicted from passes of this length, a half and a quarter of it."""
+ERROR = 0.15
+"""By how much a prediction may be too high: a run is refused only where it does not fit even so."""
+LIVE_PARAMETERS = 10**9
+"""DeepSpeed's default of zero_optimization.stage3_max_live_parameters."""
+BUCKET = 5 * 10**8
+"""DeepSpeed's default of zero_optimization.reduce_bucket_size, which stage 2 takes as a buffer from the start."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Live bytes of a pass of B sequences of L tokens, in each of its phases: constant + B·(linear·L + square·L²)."""
+
+    gradients: np.ndarray
+    """Bytes of weights' gradients that exist at the phase's end, (phases,); not part of the others."""
+    constant: np.ndarray
+    linear: np.ndarray
+    square: np.ndarray
+
+    def bytes(self, batch: int, length: int, gradients: int | None = None, hashed: bool = False) -> int:
+        """The largest of all phases, with the gradients of this pass, or with so many bytes of them from the start.
+        hashed: without what grows with the square of the length.
+        """
+        square = 0.0 if hashed else self.square * length**2
+        held = self.gradients if gradients is None else gradients
+        return int((held + self.constant + batch * (self.linear * length + square)).max())
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory: where it is, what the run will hold there at its peak by what it is, and what there is for it."""
+
+    name: str
+    parts: dict[str, int]
+    available: int
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A prediction. `mends`: what to change, with the largest peak of any place after it; where it fits, none."""
+
+    config: FinetuneConfig
+    trained: int
+    frozen: int
+    length: int
+    places: list[Place]
+    device: str
+    mends: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return all(place.peak <= place.available for place in self.places)
+
+    @property
+    def cannot(self) -> bool:
+        """Whether it does not even fit if the prediction is too high by `ERROR`."""
+        return any(place.peak * (1 - ERROR) > place.available for place in self.places)
+
+    def lines(self) -> str:
+        """The report that --dry-run prints."""
+        training, length = self.config.training, f"{self.length:,}"
+        found = [
+            f"parameters       {self.trained:,} trained, {self.frozen:,} frozen",
+            f"micro-batch      {training.micro_batch} × {length} tokens in {training.precision} on {self.device}",
+        ]
+        for place in self.places:
+            found += [f"{name:16} {_gigabytes(size)}" for name, size in place.parts.items() if size]
+            short = " (does not fit)" if place.peak > place.available else ""
+            title = f"peak of {place.name}"
+            found.append(f"{title:16} {_gigabytes(place.peak)}, available {_gigabytes(place.available)}{short}")
+        found.append("fits" if self.fits else "DOES NOT FIT" if self.cannot else "MAY NOT FIT: too near to the limit")
+        if self.mends:
+            found += ["what to change, and the peak after it:"]
+            found += [f"  {_gigabytes(peak):10} {mend}" for mend, peak in self.mends]
+        return "\n".join(found)
+
+
+def require_fit(run: TaskRun, ranks: Ranks, say: Callable[[str], None]) -> None:
+    """Raise UserError on every rank where some rank cannot take its first step, naming what to change. say: told where
+    a run may just not fit.
+    """
+    found = predict(run, ranks)
+    refused = ranks.any(found.cannot)
+    if found.fits and not refused:
+        return
+    place = max(found.places, key=lambda each: each.peak - each.available)
+    best = "; ".join(f"{mend}: {_gigabytes(peak)}" for mend, peak in found.mends[:4])
+    told = f"a step takes about {_gigabytes(place.peak)} of {place.name}, {_gigabytes(place.available)} are available"
+    mend = f"What helps, with the peak after it: {best or 'a smaller model'}"
+    if found.fits:
+        raise UserError("this run cannot fit on another rank, whose own message says why")
+    if refused:
+        raise UserError(f"this run cannot fit: {told}. {mend}")
+    say(f"this run may not fit: {told}. {mend}")
+
+
+def predict(run: TaskRun, ranks: Ranks) -> Fit:
+    """The peak memory of a run's steps and validations, from a few short passes of its model, which is left as it was,
+    on the ranks' device. Raises UserError where not even those fit.
+    """
+    return _Predictor(run, ranks).predict()
+
+
+class _Predictor:
+    def __init__(self, run: TaskRun, ranks: Ranks):
+        self.run, self.ranks, self.model = run, ranks, run.model.to(ranks.device)
+        weights = list(self.model.parameters())
+        self.trained = sum(p.numel() for p in weights if p.requires_grad)
+        self.largest = max(p.numel() for p in weights if p.requires_grad)
+        self.frozen = sum(p.numel() for p in weights) - self.trained
+        self.held = sum(p.nbytes for p in weights)
+        longest = max(len(each.tokens) for example in run.train for each in example.sequences)
+        self.length = min(run.config.task.max_length, -(-max(longest, 1) // MULTIPLE) * MULTIPLE)
+        self.curves: dict[tuple[str, str], Curve] = {}
+
+    @property
+    def activations(self) -> str:
+        config = self.run.config
+        if config.model is not None:
+            return config.model.activations
+        own = getattr(self.model.body, "stack", None)
+        return config.start.activations or (own.config.activations if own is not None else "stored")
+
+    def predict(self) -> Fit:
+        found = self._fit(self.run.config)
+        if found.fits:
+            return found
+        mends = {}
+        for text, changed in self._changes():
+            peak = max(place.peak for place in changed.places)
+            if peak < max(place.peak for place in found.places):
+                mends[text] = peak
+        return replace(found, mends=sorted(mends.items(), key=lambda each: each[1]))
+
+    def _changes(self) -> Iterator[tuple[str, Fit]]:
+        """What can be changed, each with the prediction for it."""
+        config, place = self.run.config, "start" if self.run.config.model is None else "model"
+        training, gpu = config.training, self.ranks.device.type == "cuda"
+        if training.micro_batch > 1:
+            yield "training.micro_batch=1", self._fit(_with(config, "training", micro_batch=1))
+        if config.evaluation.batch > 1:
+            yield "evaluation.batch=1", self._fit(_with(config, "evaluation", batch=1))
+        kinds = {"stored": ["checkpoint", "checkpoint_cpu"], "checkpoint": ["checkpoint_cpu"]}
+        for kind in kinds.get(self.activations, []):
+            if gpu or kind == "checkpoint":
+                yield f'{place}.activations="{kind}"', self._fit(config, activations=kind)
+        if training.precision != "bf16":
+            yield 'training.precision="bf16"', self._fit(_with(config, "training", precision="bf16"))
+        if config.lora is None and (adapters := _adapters(self.model)):
+            yield 'lora={"rank": 8}', self._fit(config, trained=adapters)
+        if gpu:
+            engine = "" if config.run.engine == "deepspeed" else 'run.engine="deepspeed", '
+            cpu = {"device": "cpu"}
+            for stage, offloads in ((2, ("optimizer",)), (3, ("optimizer", "param"))):
+                zero = {"stage": stage, **{f"offload_{what}": cpu for what in offloads}}
+                changed = _with(config, "run", engine="deepspeed").model_copy(
+                    update={"deepspeed": {**config.deepspeed, "zero_optimization": zero}}
+                )
+                keys = ", ".join(f'offload_{what}={{"device": "cpu"}}' for what in offloads)
+                yield f"{engine}deepspeed.zero_optimization: stage={stage}, {keys}", self._fit(changed)
+        if shorter := self._longest_that_fits():
+            yield f"task.max_length={shorter}", self._fit(config, length=shorter)
+        grows = self.curve(self.activations, training.precision).square.any()
+        if grows and isinstance(self.model.body, HuggingFaceBody):
+            yield 'start.attention={"pattern": ["lha"]} or another hashed one', self._fit(config, hashed=True)
+
+    def _longest_that_fits(self) -> int | None:
+        low, high = 0, self.length // 64
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._fit(self.run.config, length=middle * 64).fits else (low, middle - 1)
+        return low * 64 or None
+
+    def _fit(
+        self,
+        config: FinetuneConfig,
+        *,
+        activations: str | None = None,
+        length: int | None = None,
+        trained: int | None = None,
+        hashed: bool = False,
+    ) -> Fit:
+        """The prediction for a configuration. trained: weights of adapters, all others frozen."""
+        length, kind = length or self.length, activations or self.activations
+        training, world = config.training, self.ranks.world_size
+        number = self.trained if trained is None else trained
+        frozen = self.frozen + (0 if trained is None else self.trained)
+        rounded = training.precision == "bf16"
+        size = 2 if rounded else 4
+        curve = self.curve(kind, training.precision)
+        if trained is not None:
+            curve = replace(curve, gradients=np.full_like(curve.gradients, number * size))
+        accumulated = training.global_batch > training.micro_batch * world
+        zero = config.deepspeed.get("zero_optimization", {}) if config.run.engine == "deepspeed" else {}
+        stage, moments = int(zero.get("stage", 0)), 0 if config.optimizer.name == "adafactor" else 8
+        shared = world if stage > 0 else 1
+        offload = {what: zero.get(f"offload_{what}", {}).get("device") == "cpu" for what in ("optimizer", "param")}
+        offload["optimizer"] |= offload["param"]
+
+        # The optimizer's own: fp32 weights where the model's are rounded, or flat pieces of them, and moments.
+        masters = 4 * number // shared if rounded or stage > 0 else 0
+        adam = moments * number // shared
+        full = 4 * number // shared  # gradients as the optimizer reads them
+        passing = curve.bytes(training.micro_batch, length, hashed=hashed)
+        again = curve.bytes(training.micro_batch, length, gradients=0, hashed=hashed)
+        whole = number * size
+        if rounded or stage > 0:
+            # Low-precision gradients become fp32 ones after each micro-batch, weight by weight.
+            held = full if accumulated and not offload["optimizer"] else 0
+            update = full + (whole if stage > 0 else 8 * min(self.largest, number))
+            step = max(held + passing, 0 if offload["optimizer"] else update)
+        else:
+            step = max(passing, whole + again) if accumulated else max(passing, whole)
+        scored = self.curve("scored", training.precision).bytes(config.evaluation.batch, length, 0, hashed)
+        gradients = min(step, max(whole, 0 if offload["optimizer"] else full if rounded or stage > 0 else 0))
+        buffers = 0
+        if stage in (1, 2):
+            buffers = int(zero.get("reduce_bucket_size", BUCKET)) * size * (2 if zero.get("overlap_comm") else 1)
+            buffers = buffers if self.ranks.device.type == "cuda" else min(buffers, whole)
+        weights = (number + frozen) * size
+        live = min(number + frozen, int(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS))) * size
+        device = {
+            "weights": (0 if offload["param"] else weights // (shared if stage == 3 else 1)),
+            "gathered weights": live if stage == 3 else 0,
+            "fp32 weights": 0 if offload["optimizer"] else masters,
+            "optimizer": 0 if offload["optimizer"] else adam,
+            "gradients": gradients,
+            "activations": max(step, scored) - gradients,
+            "ZeRO's buffers": buffers,
+        }
+        host = {
+            "offloaded optimizer, weights and gradients": masters + adam + full if offload["optimizer"] else 0,
+            "offloaded weights": weights // shared if offload["param"] else 0,
+        }
+        cuda = self.ranks.device.type == "cuda"
+        if cuda and kind == "checkpoint_cpu":
+            states = training.micro_batch * length * self.model.body.width * size
+            host["offloaded activations"] = states * count_layers(self.model.body)
+        own = available_bytes(self.ranks.device)
+        if cuda:
+            places = [Place("GPU memory", device, own + self.held)]
+            if any(host.values()):
+                places.append(Place("CPU memory", host, available_bytes(torch.device("cpu")) // _local(world)))
+        else:
+            parts = device | {name: size for name, size in host.items() if size}
+            places = [Place("memory", parts, own // _local(world) + self.held)]
+        return Fit(config, number, frozen, length, places, str(self.ranks.device))
+
+    def curve(self, activations: str, precision: str) -> Curve:
+        """activations: "scored" of a pass without gradients."""
+        key = (activations, precision)
+        if key not in self.curves:
+            with _untouched(self.model, precision):
+                if activations != "scored":
+                    set_activations(self.model.body, activations)
+                try:
+                    self.curves[key] = self._measured(activations != "scored")
+                except torch.OutOfMemoryError:
+                    tokens = min(self.length, LONGEST_TRIAL)
+                    problem = f"this run cannot fit: not even one sequence of {tokens} tokens does"
+                    raise UserError(f"{problem}. Choose a smaller model, or lower task.max_length") from None
+                finally:
+                    set_activations(self.model.body, self.activations)
+        return self.curves[key]
+
+    def _measured(self, learns: bool) -> Curve:
+        if self.length <= LONGEST_TRIAL:  # no need to continue: one sequence, and two
+            (gradients, one), (_, two) = (self._phases(batch, self.length, learns) for batch in (1, 2))
+            linear = np.maximum(two - one, 0) / self.length
+            return Curve(gradients, one - linear * self.length, linear, np.zeros_like(linear))
+        lengths = [LONGEST_TRIAL // 4, LONGEST_TRIAL // 2, LONGEST_TRIAL]
+        found = [self._phases(1, length, learns) for length in lengths]
+        gradients, (short, middle, long) = found[-1][0], (values for _, values in found)
+        square = np.zeros_like(long)
+        if _sees_all_pairs(self.model):
+            steep, flat = (long - middle) / (lengths[2] - lengths[1]), (middle - short) / (lengths[1] - lengths[0])
+            square = np.maximum(0.0, (steep - flat) / (lengths[2] - lengths[0]))
+        long, middle = long - square * lengths[2] ** 2, middle - square * lengths[1] ** 2
+        linear = np.maximum(0.0, (long - middle) / (lengths[2] - lengths[1]))
+        return Curve(gradients, long - linear * lengths[2], linear, square)
+
+    def _phases(self, batch: int, length: int, learns: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Of one pass: bytes of gradients that exist at the end of each phase, and the largest number of live bytes
+        beside them. A phase ends with a weight's gradient.
+        """
+        device = self.ranks.device
+        inputs = _made_up(self.run, batch, length).to(device)
+        step = 0 if learns else EVALUATION_STEP
+        draws = Draws(self.run.config.run.seed, step, torch.arange(batch, device=device), training=learns)
+        meter: Any = AllocatedBytes(device) if device.type == "cuda" else LiveBytes()
+        made: list[int] = [0]
+        peaks: list[float] = []
+
+        def note(weight: torch.nn.Parameter) -> None:
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                peaks.append(meter.mark())
+                made.append(weight.numel() * weight.element_size())
+
+        seen: set[int] = set()
+        trained = [weight for weight in self.model.parameters() if learns and weight.requires_grad]
+        hooks = [weight.register_post_accumulate_grad_hook(note) for weight in trained]
+        try:
+            with meter, torch.set_grad_enabled(learns):
+                objective = self.model.train(learns)(inputs, draws)[0]
+                if learns:
+                    objective.backward()
+                peaks.append(meter.mark())
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for weight in self.model.parameters():
+                weight.grad = None
+        gradients = np.array(list(itertools.accumulate(made)), dtype=np.float64)
+        # A phase's peak includes the gradient that ends it, which is being made.
+        return gradients, np.maximum(0.0, np.array(peaks) - gradients)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, with what torch keeps for itself; of the CPU what the system can give, and the control
+    group's limit leaves.
+    """
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    table = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    found = [int(table["MemAvailable"].split()[0]) * 1024]
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            texts = [(Path("/sys/fs/cgroup") / name).read_text().strip() for name in (limit, used)]
+        except OSError:
+            continue
+        if texts[0].isdigit():
+            found.append(max(0, int(texts[0]) - int(texts[1])))
+    return min(found)
+
+
+def _local(world: int) -> int:
+    """Ranks on this machine, which share its memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world)))
+
+
+def _sees_all_pairs(model: TaskModel) -> bool:
+    body = model.body
+    unreplaced = isinstance(body, HuggingFaceBody) and not body.replaced
+    return unreplaced or any(isinstance(module, FullAttention) for module in body.modules())
+
+
+def _adapters(model: TaskModel) -> int | None:
+    """Weights that would be trained with adapters; None where the default ones match no layer."""
+    try:
+        size = adapter_size(model.body, LoRAConfig())
+    except ConfigError:
+        return None
+    return size + sum(weight.numel() for weight in model.head.parameters())
+
+
+def _made_up(run: TaskRun, batch: int, length: int) -> Inputs:
+    """Random tokens whose last one is padding, so that there is a mask; any labels."""
+    tokens = torch.randint(run.model.body.vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+    read = Padded(tokens, torch.zeros_like(tokens), torch.full((batch,), max(1, length - 1)))
+    labels = torch.zeros(batch, dtype=torch.float32 if run.task.classes is None else torch.int64)
+    return Inputs((read,) * (2 if run.task.towers else 1), labels)
+
+
+@contextmanager
+def _untouched(model: TaskModel, precision: str) -> Iterator[None]:
+    """Afterwards weights, random generators and the mechanisms' sums are what they were; inside, weights are of the
+    precision.
+    """
+    cuda = [weight.device for weight in model.parameters() if weight.device.type == "cuda"][:1]
+    kept, training = {weight: weight.data for weight in model.parameters()}, model.training
+    with torch.random.fork_rng(cuda):
+        try:
+            if precision == "bf16":
+                for weight in kept:
+                    weight.data = weight.data.bfloat16()
+            yield
+        finally:
+            for weight, data in kept.items():
+                weight.data = data
+            model.train(training)
+            for module in model.modules():
+                if isinstance(module, RoutingAttention):
+                    module.after_step(False, lambda sums: sums)
+
+
+def _with(config: FinetuneConfig, section: str, **changes: Any) -> FinetuneConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"

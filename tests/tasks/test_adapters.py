@@ -1,0 +1,179 @@
+"""Adapters of a frozen body: which weights learn, that they begin as nothing, and what a checkpoint holds of them."""
+
+import sys
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
+
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.finetuning import HeadConfig, LoRAConfig
+from megasparse.config.schema import ModelConfig
+from megasparse.errors import CheckpointError, ConfigError, UserError
+from megasparse.hub.replace import replace_attention
+from megasparse.model.build import initialise
+from megasparse.ops.random import Draws
+from megasparse.tasks.adapters import add_adapters
+from megasparse.tasks.batches import Inputs, Padded
+from megasparse.tasks.bodies import HuggingFaceBody, MegasparseBody
+from megasparse.tasks.model import TaskModel
+from megasparse.tasks.restore import restore_task
+from megasparse.tasks.scoring import measures, tell
+from megasparse.training.checkpoint import Checkpoint, find_checkpoint
+from tests.helpers import finetuning
+
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def bert(attention=None):
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(vocab_size=60, max_position_embeddings=64, **WIDTHS), add_pooling_layer=False)
+    if attention is not None:
+        replace_attention(model, attention, max_length=64, seed=1)
+    return HuggingFaceBody(model, False, 64)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=60, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    return HuggingFaceBody(GPT2Model(config), True, 64)
+
+
+def ours(blocks="ordinary", kind="lha"):
+    attention = AttentionConfig.model_validate({"pattern": [kind], "lha": {"chunk": 8}, "lsh": {"chunk": 8}})
+    activations = "stored" if blocks == "ordinary" else "reversible"
+    config = ModelConfig(
+        vocabulary=60, max_length=64, layers=2, d_model=32, d_ff=48, heads=4, blocks=blocks, activations=activations,
+        attention=attention,
+    )  # fmt: skip
+    body = MegasparseBody(config)
+    initialise(body.stack, config, 0)
+    return body
+
+
+def whole(body, config=None, seed=3):
+    if config is not None:
+        add_adapters(body, config, seed)
+    return TaskModel(body, 3, HeadConfig(dropout=0.0), False, 0)
+
+
+def inputs():
+    tokens = torch.randint(5, 60, (3, 40), generator=torch.Generator().manual_seed(1))
+    return Inputs((Padded(tokens, torch.zeros_like(tokens), torch.tensor([40, 29, 17])),), torch.tensor([0, 2, 1]))
+
+
+def told(model):
+    model.eval()
+    with torch.no_grad():
+        return model(inputs(), Draws(3, 0, torch.arange(3), training=False))[1]["told"]
+
+
+def trained(model):
+    return {name for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+BODIES = {
+    "bert": bert,
+    "replaced bert": lambda: bert({"kind": "lha", "chunk": 8}),
+    "ours": ours,
+    "reversible": lambda: ours("reversible", "lsh"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_with_new_adapters_tells_what_it_told(name):
+    assert torch.equal(told(whole(BODIES[name]())), told(whole(BODIES[name](), LoRAConfig())))
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_only_adapters_head_and_what_is_new_learn(name):
+    before = whole(BODIES[name]())
+    model = whole(BODIES[name](), LoRAConfig(rank=2)).train()
+    names = trained(model)
+    adapters = {each for each in names if ".lora_" in each}
+    assert len(adapters) == 2 * 2 * 2  # A and B of query and value in two layers
+    other = {each for each in trained(before) if each.startswith("head.")}
+    other |= {each for each in trained(before) if ".megasparse." in each or ".mechanisms." in each}
+    other |= {each for each in trained(before) if each.startswith("body.norm")}
+    assert names - adapters == other
+    draws = Draws(3, 0, torch.arange(3), training=True)
+    with torch.no_grad():
+        for each, weight in model.named_parameters():
+            if ".lora_B." in each:
+                weight.fill_(0.01)
+    model(inputs(), draws)[0].backward()
+    assert {each for each, weight in model.named_parameters() if weight.grad is not None} == names
+
+
+def test_adapters_are_a_pure_function_of_seed_and_name():
+    body, generator = ours(), torch.get_rng_state()
+    add_adapters(body, LoRAConfig(targets=["query"]), 3)
+    assert torch.equal(torch.get_rng_state(), generator)
+    few = TaskModel(body, 3, HeadConfig(dropout=0.0), False, 0)
+    many = whole(ours(), LoRAConfig(targets=["key", "query", "value", "output"]))
+    other = whole(ours(), LoRAConfig(targets=["query"]), seed=4)
+    values, all_values, others = (dict(model.named_parameters()) for model in (few, many, other))
+    name = "body.stack.blocks.1.attention.attention.query.lora_A.default.weight"
+    assert torch.equal(values[name], all_values[name]) and not torch.equal(values[name], others[name])
+    assert not torch.equal(values[name], values[name.replace("blocks.1", "blocks.0")])
+    assert 0.9 / 32**0.5 < values[name].abs().max() <= 1 / 32**0.5
+
+
+def test_the_output_is_that_of_the_definition():
+    """W·x + α/r·B·A·x, by hand."""
+    body = bert()
+    add_adapters(body, LoRAConfig(rank=2, alpha=5.0), 0)
+    layer = body.model.encoder.layer[0].attention.self.query
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    torch.nn.init.normal_(b)
+    x = torch.randn(4, 32)
+    expected = layer.base_layer(x) + 5.0 / 2 * x @ a.T @ b.T
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_transposed_layers_have_adapters(recwarn):
+    model = whole(gpt2(), LoRAConfig(targets=["c_attn"]))
+    assert len([name for name in trained(model) if ".lora_" in name]) == 4
+    assert torch.equal(told(model), told(whole(gpt2())))
+    assert not [each for each in recwarn if "fan_in_fan_out" in str(each.message)]
+
+
+def test_wrong_targets_are_told():
+    with pytest.raises(ConfigError, match=r'lora\.targets: .*"qery".*Did you mean "query"\?'):
+        add_adapters(bert(), LoRAConfig(targets=["value", "qery"]), 0)
+    with pytest.raises(ConfigError, match=r'Did you mean "output\.dense"\?'):  # a module of BERT's that is not linear
+        add_adapters(bert(), LoRAConfig(targets=["output"]), 0)
+    with pytest.raises(ConfigError, match=r"lora\.dropout.*Set it to 0"):
+        add_adapters(ours(), LoRAConfig(dropout=0.1), 0)
+
+
+def test_peft_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r'pip install "megasparse\[tasks\]"'):
+        add_adapters(ours(), LoRAConfig(), 0)
+
+
+def test_a_run_is_restored_from_its_adapters_and_the_pretrained_weights(tmp_path):
+    source = finetuning.reviews(tmp_path / "reviews.csv", 24)
+    pretrained, run = finetuning.bert(tmp_path / "bert"), tmp_path / "run"
+    start = {"huggingface": str(pretrained), "attention": {"pattern": ["lha"], "lha": {"chunk": 8}}}
+    sections = {"start": start, "lora": {"rank": 2}, "evaluation": {"every": 3}}
+    scalars = finetuning.launch(run, source, **sections)
+    checkpoint = Checkpoint.open(find_checkpoint(run))
+    names = checkpoint.manifest["tensors"]["weight"]
+    assert any(".lora_B." in name for name in names) and not any("base_layer" in name for name in names)
+    assert not any("embedding" in name for name in names)
+    found = restore_task(checkpoint.path)
+    examples = finetuning.opened(tmp_path / "other", source, **sections).validation
+    told = tell(found.model, examples, found.config, found.ranks)
+    metric = f"evaluation/{found.task.metrics[0]}"
+    last = [line[metric] for line in scalars if metric in line][-1]
+    assert measures(found.task, examples, told)[found.task.metrics[0]] == last
+
+    moved = pretrained.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"has adapters alone.*name their place by start\.huggingface"):
+        restore_task(checkpoint.path)
+    again = restore_task(checkpoint.path, [f"start.huggingface={moved}"])
+    assert (tell(again.model, examples, again.config, again.ranks) == told).all()
+    with pytest.raises(CheckpointError, match=r"start\.sha256"):
+        restore_task(checkpoint.path, [f"start.huggingface={finetuning.bert(tmp_path / 'wide', vocab_size=50)}"])
