@@ -42,18 +42,19 @@ def values(folder, case):
     return finetuning.settings(folder / "run", source, **sections)
 
 
-def test_peaks_are_within_15_percent_of_the_measured_ones(tmp_path):
-    """`pytest -s` prints them. Models this small: what the C library keeps between tensors, 50 to 130 MB, is no small
-    part of resident memory, and is not predicted.
-    """
-    runs = [values(tmp_path / str(number), case) for number, case in enumerate(CASES)]
-    found = dict(zip(CASES, alone(all_predicted_and_measured, runs), strict=True))
-    for case, sizes in found.items():
-        predicted, counted, resident = (f"{size / 1e6:7.1f}" for size in sizes)
-        print(f"{case:28} predicted {predicted} MB, of tensors {counted}, resident {resident}")
-    errors = {case: predicted / counted - 1 for case, (predicted, counted, _) in found.items()}
+QUICK = ("lha, checkpoint_cpu", "full, one length")
+LONG = [case for case in CASES if case not in QUICK]
+
+
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(LONG, marks=pytest.mark.soak)], ids=["quick", "others"])
+def test_peaks_are_within_15_percent_of_what_is_allocated(cases, tmp_path):
+    """`pytest -s` prints them."""
+    runs = [values(tmp_path / str(number), case) for number, case in enumerate(cases)]
+    found = dict(zip(cases, alone(all_predicted_and_measured, runs), strict=True))
+    for case, (predicted, allocated) in found.items():
+        print(f"{case:28} predicted {predicted / 1e6:7.1f} MB, allocated {allocated / 1e6:7.1f}")
+    errors = {case: predicted / allocated - 1 for case, (predicted, allocated) in found.items()}
     assert all(abs(error) < 0.15 for error in errors.values()), errors
-    assert all(resident - predicted < 0.15 * resident + 150e6 for predicted, _, resident in found.values())
 
 
 def tiny(folder, **sections):

@@ -294,7 +294,7 @@ def test_towers_read_each_text_apart() -> None:
 
 
 def test_token_types_reach_models_that_have_them(tmp_path: Path) -> None:
-    body = HuggingFaceBody(BertModel.from_pretrained(bert(tmp_path / "bert")).eval(), False, 64)
+    body = HuggingFaceBody(BertModel.from_pretrained(bert(tmp_path / "bert")), False, 64).eval()
     (read,) = collate([encoded(0, 20)], 64).sequences
     plain = Padded(read.tokens, read.types * 0, read.lengths)
     states = [body(each, evaluation(0), None)[0] for each in (read, plain)]

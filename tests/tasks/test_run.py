@@ -187,8 +187,8 @@ def test_sketches_learn_beside_a_number_too(place: Path, tmp_path: Path) -> None
 
 def test_it_learns(place: Path, tmp_path: Path) -> None:
     """Which of two words a text has."""
-    sections = {**starts(place)["bert"], "training": {"steps": 40}, "optimizer": {"learning_rate": 3e-3}}
-    launch(tmp_path / "run", reviews(tmp_path / "more.csv", 200), **sections, evaluation={"every": 20, "batch": 16})
+    sections = {**starts(place)["bert"], "training": {"steps": 100}, "optimizer": {"learning_rate": 3e-3}}
+    launch(tmp_path / "run", reviews(tmp_path / "more.csv", 200), **sections, evaluation={"every": 50, "batch": 16})
     assert json.loads((tmp_path / "run" / "best.json").read_text())["value"] > 0.9
 
 
