@@ -4,11 +4,12 @@
 # make soak         the tests that take minutes to hours        make clean    the virtual environment and caches
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu takes PyTorch's CPU build (no GPU: 200 MB in place of several GB).
-# PYTHON=python3.12 chooses the interpreter of the virtual environment.
+# PYTHON=python3.12 chooses the interpreter of the virtual environment. JOBS=8 runs the files of `make test` in 8 processes (2).
 
 SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_INDEX ?=
+JOBS ?= 2
 BIN := .venv/bin
 # Threads that wait for each other by spinning for long slow down tenfold as soon as anything else needs a core.
 export GOMP_SPINCOUNT ?= 2000
@@ -20,7 +21,7 @@ quickstart: .venv/installed
 	@$(BIN)/python tools/quickstart.py
 
 test: .venv/installed-dev
-	@$(BIN)/python -m pytest -m "not soak and not kernels" $(TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak and not kernels" -n $(JOBS) --dist loadfile $(TESTS)
 
 checks: .venv/installed-dev
 	@$(BIN)/ruff check .

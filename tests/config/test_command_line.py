@@ -75,7 +75,9 @@ except SystemExit as end:
 
 def test_print_config_prints_all_defaults_and_stops(capsys):
     with pytest.raises(SystemExit) as caught:
-        config_from(config_parser("x").parse_args(["--config", QUICKSTART, "--set", "run.seed=5", "--print-config"]), Config)
+        config_from(
+            config_parser("x").parse_args(["--config", QUICKSTART, "--set", "run.seed=5", "--print-config"]), Config
+        )
     assert caught.value.code == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(load_config(QUICKSTART, ["run.seed=5"]).model_dump_json())
