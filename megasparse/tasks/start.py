@@ -86,14 +86,15 @@ def rebuild(run: Path) -> tuple[Body, Tokenizer]:
     folder = run / FOLDER
     try:
         record = json.loads((folder / RECORD).read_bytes())
-        kind, name = record["kind"], record["tokenizer"]
+        name = record["tokenizer"]
+        tokenizer = build_tokenizer(name if name in NAMED else str(folder / Path(name).name))
+        if record["kind"] == "megasparse":
+            return MegasparseBody(ModelConfig.model_validate_json(json.dumps(record["model"]))), tokenizer
+        model = _empty_transformer(record["config"])
+        return _huggingface_body(model, record["causal"], record["activations"]), tokenizer
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"cannot be read ({type(error).__name__})"
         raise CheckpointError(folder / RECORD, problem, "Copy the run's folder again, whole") from None
-    tokenizer = build_tokenizer(name if name in NAMED else str(folder / Path(name).name))
-    if kind == "megasparse":
-        return MegasparseBody(ModelConfig.model_validate_json(json.dumps(record["model"]))), tokenizer
-    return _huggingface_body(_empty_transformer(record["config"]), record["causal"], record["activations"]), tokenizer
 
 
 def body_of_run(run: Path, config: FinetuneConfig) -> tuple[Body, Tokenizer]:
