@@ -57,13 +57,14 @@ class TaskConfig(Section):
 
 
 class HeadConfig(Section):
-    pooling: Literal["first", "mean", "last"] | None = None
+    pooling: Literal["pooler", "first", "mean", "last"] | None = None
     """What of a sequence the head reads: its first token's final state, the mean over real tokens, or the last one's.
-    null: a decoder's last, an encoder's mean."""
+    `pooler`: the first one's, by a dense layer that begins as the pretrained model's own, as in transformers' BERT.
+    null: the pooler where the model has one that was trained, else an encoder's mean, a decoder's last."""
     hidden: Count = 0
     """Width of the dense layer (tanh) before the last one; 0 takes the model's, as BERT has it."""
     dropout: Fraction = 0.1
-    """Before the dense layer, and before the last one."""
+    """Before the dense layer (not before a pooler), and before the last one."""
 
 
 class LoRAConfig(Section):

@@ -26,6 +26,8 @@ class Body(nn.Module, ABC):
     """Tokens of the longest sequence."""
     task_weight: float = 1.0
     """Of the task's loss beside the mechanisms'."""
+    pooler: tuple[Tensor, Tensor] | None = None
+    """Weight (E, E) and bias (E,) of a pretrained dense layer over the first token's state."""
 
     @abstractmethod
     def forward(self, read: Padded, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ class Head(nn.Module):
         super().__init__()
         width_in, hidden = width * (4 if towers else 1), config.hidden or width
         self.rate, self.towers = config.dropout, towers
+        self.rate_before = 0.0 if config.pooling == "pooler" else config.dropout
         self.dense, self.output = nn.Linear(width_in, hidden), nn.Linear(hidden, outputs)
         for name, layer in (("dense", self.dense), ("output", self.output)):
             generator = torch.Generator().manual_seed(derive(seed, "initial head", name) >> 1)
@@ -37,14 +38,15 @@ class Head(nn.Module):
         if self.towers:
             u, v = pooled
             x = torch.cat([u, v, u * v, u - v], dim=-1)
-        x = self._dropped(x.to(self.dense.weight.dtype), draws, "head dropout")
-        x = self._dropped(torch.tanh(self.dense(x)), draws, "second head dropout")
+        x = self._dropped(x.to(self.dense.weight.dtype), self.rate_before, draws, "head dropout")
+        x = self._dropped(torch.tanh(self.dense(x)), self.rate, draws, "second head dropout")
         return self.output(x).float()
 
-    def _dropped(self, x: Tensor, draws: Draws, purpose: str) -> Tensor:
+    @staticmethod
+    def _dropped(x: Tensor, rate: float, draws: Draws, purpose: str) -> Tensor:
         if not draws.training:
             return x
-        return dropout(x.unsqueeze(1), self.rate, draws.key(-1, purpose), draws.rows(1, x.device)).squeeze(1)
+        return dropout(x.unsqueeze(1), rate, draws.key(-1, purpose), draws.rows(1, x.device)).squeeze(1)
 
 
 class TaskModel(nn.Module):
@@ -56,8 +58,13 @@ class TaskModel(nn.Module):
         """outputs: number of classes; 1 to tell a number."""
         super().__init__()
         self.body, self.outputs = body, outputs
-        self.pooling = config.pooling or ("last" if body.causal else "mean")
-        self.head = Head(body.width, outputs, config, towers, seed)
+        fits = body.pooler is not None and not towers and config.hidden in (0, body.width)
+        own = "pooler" if fits else "last" if body.causal else "mean"
+        self.pooling = config.pooling or own
+        self.head = Head(body.width, outputs, config.model_copy(update={"pooling": self.pooling}), towers, seed)
+        if self.pooling == "pooler" and body.pooler is not None:
+            for parameter, value in zip(self.head.dense.parameters(), body.pooler, strict=True):
+                parameter.data.copy_(value)
 
     def forward(self, inputs: Inputs, draws: Draws) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective, mean cross-entropy in nats of an example, or mean squared error, and what the mechanisms add;
@@ -94,7 +101,7 @@ class TaskModel(nn.Module):
     def _pool(self, states: Tensor, read: Padded) -> Tensor:
         """(B, L, E) to (B, E)."""
         rows = torch.arange(len(states), device=states.device)
-        if self.pooling == "first":
+        if self.pooling in ("first", "pooler"):
             return states[:, 0]
         if self.pooling == "last":
             return states[rows, read.lengths - 1]

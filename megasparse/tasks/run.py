@@ -84,12 +84,13 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     if config.lora is not None:
         add_adapters(start.body, config.lora, config.run.seed)
     outputs = 1 if task.classes is None else len(task.classes)
+    _check_pooler(config, task, start)
     model = TaskModel(start.body, outputs, config.head, task.towers, config.run.seed)
     encoder = encoder_of(task, start)
     encoded = [list(encode_all(encoder, split, examples, say)) for split, examples in (
         ("training", train), ("validation", validation),
     )]  # fmt: skip
-    return TaskRun(_resolved(config, task, start, len(train)), task, start, model, *encoded)
+    return TaskRun(_resolved(config, task, start, model, len(train)), task, start, model, *encoded)
 
 
 def encoder_of(task: Task, start: Any) -> Encoder:
@@ -170,7 +171,17 @@ def scheduled(config: FinetuneConfig, examples: int) -> FinetuneConfig:
     )
 
 
-def _resolved(config: FinetuneConfig, task: Task, start: Start, examples: int) -> FinetuneConfig:
+def _check_pooler(config: FinetuneConfig, task: Task, start: Start) -> None:
+    if config.head.pooling != "pooler":
+        return
+    mend = 'Set it to "first" or "mean"'
+    if start.body.pooler is None:
+        raise ConfigError("head.pooling", '"pooler", and the pretrained model has none', mend)
+    if task.towers or config.head.hidden not in (0, start.body.width):
+        raise ConfigError("head.pooling", '"pooler" is as wide as the model, and of one sequence', mend)
+
+
+def _resolved(config: FinetuneConfig, task: Task, start: Start, model: TaskModel, examples: int) -> FinetuneConfig:
     """The configuration with what depends on the data and the pretrained weights."""
     config = scheduled(config, examples)
     metric = config.evaluation.metric or task.metrics[0]
@@ -178,6 +189,7 @@ def _resolved(config: FinetuneConfig, task: Task, start: Start, examples: int) -
         update={
             "start": config.start.model_copy(update={"sha256": start.sha256}),
             "task": task.resolved(),
+            "head": config.head.model_copy(update={"pooling": model.pooling}),
             "evaluation": config.evaluation.model_copy(update={"metric": metric}),
         }
     )

@@ -187,14 +187,19 @@ def _transformer(
     TensorFile.open(folder)
     wanted, longest = config.start.attention, config.task.max_length
     try:
-        model = AutoModel.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
-        )
+        model, found = AutoModel.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32,
+            output_loading_info=True,
+        )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         problem = f"transformers does not load it ({' '.join(str(error).split())[:200]})"
         raise HubError(folder, problem, "Give the folder of a model that it loads") from None
     if model.config.is_encoder_decoder:
         raise HubError(folder, *TWO_SIDES)
+    missing = sorted(found["missing_keys"])
+    if lost := [name for name in missing if not name.startswith("pooler.")]:
+        problem = f"has no weight {lost[0]}, nor {len(lost) - 1} others of the model"
+        raise HubError(folder, problem, "Copy it again, whole, with its own config.json")
     if wanted is None and getattr(model.config, ENTRY, None) is not None:
         model = load_replaced(folder, type(model))
     elif wanted is not None:
@@ -204,11 +209,21 @@ def _transformer(
         extend_positions(model, longest)
     causal = not _is_encoder(model)
     activations = config.start.activations or "stored"
+    pooler = None if missing else _pooler(model)
     body = _huggingface_body(model, causal, activations)
+    body.pooler = pooler
     record = {
         "kind": "transformers", "config": model.config.to_dict(), "causal": causal, "activations": activations,
     }  # fmt: skip
     return body, tokenizer, record
+
+
+def _pooler(model: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A BERT's dense layer over the first token's state."""
+    dense = getattr(getattr(model, "pooler", None), "dense", None)
+    if not isinstance(dense, torch.nn.Linear) or dense.bias is None or dense.in_features != dense.out_features:
+        return None
+    return dense.weight.detach().clone(), dense.bias.detach().clone()
 
 
 def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFaceBody:

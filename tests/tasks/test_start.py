@@ -7,8 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, BartConfig, BartModel, BertForMaskedLM, BertModel, GPT2Config, GPT2Model
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    BartModel,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+)
 
 from megasparse.attention.heads import Padding
 from megasparse.config.finetuning import FinetuneConfig
@@ -18,13 +28,13 @@ from megasparse.hub.export import to_hf
 from megasparse.hub.replace import mechanisms, replace_attention
 from megasparse.hub.replaced_folder import save_replaced
 from megasparse.ops.random import EVALUATION_STEP, Draws
-from megasparse.tasks.batches import Padded
+from megasparse.tasks.batches import Padded, collate
 from megasparse.tasks.bodies import Body, HuggingFaceBody, MegasparseBody
 from megasparse.tasks.start import Start, open_start, rebuild
 from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
 from megasparse.training.ranks import Ranks
 from megasparse.training.saving import Saver
-from tests.helpers.finetuning import ENCODER, bert, bert_tokenizer, configured, write_tokenizer
+from tests.helpers.finetuning import ENCODER, bert, bert_tokenizer, configured, opened, reviews, write_tokenizer
 from tests.helpers.hub import checkpoint, decoder, encoder
 from tests.helpers.models import attention, small_pair
 
@@ -361,3 +371,34 @@ def test_the_record_of_a_tokenizer(tmp_path: Path) -> None:
     copied = tmp_path / "run" / "start" / "tokenizer.json"
     assert copied.read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert build_tokenizer(str(copied)).sha256 == build_tokenizer(str(folder / "tokenizer.json")).sha256
+
+
+def test_a_pooler_makes_the_head_that_transformers_has(tmp_path: Path) -> None:
+    folder, table = bert(tmp_path / "with_pooler"), reviews(tmp_path / "reviews.csv", 24)
+    run = opened(tmp_path / "run", table, start={"huggingface": str(folder)})
+    assert run.config.head.pooling == "pooler"
+    theirs = BertForSequenceClassification.from_pretrained(folder, num_labels=2).eval()
+    with torch.no_grad():
+        theirs.classifier.weight.copy_(run.model.head.output.weight)
+        theirs.classifier.bias.copy_(run.model.head.output.bias)
+        inputs = collate(run.train[:4], 64)
+        read = inputs.sequences[0]
+        mask = torch.arange(read.tokens.shape[1]) < read.lengths.unsqueeze(1)
+        expected = theirs(read.tokens, attention_mask=mask.long(), token_type_ids=read.types).logits
+        told, _ = run.model.eval().told(inputs, Draws.evaluation(0, 4))
+    assert torch.allclose(told, expected, atol=1e-5)
+
+
+def test_a_pooler_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    table = reviews(tmp_path / "reviews.csv", 24)
+    with pytest.raises(ConfigError, match=r"head\.pooling: \"pooler\", and the pretrained model has none"):
+        opened(tmp_path / "run", table, model=ENCODER, head={"pooling": "pooler"})
+
+
+def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    folder, table = bert(tmp_path / "torn"), reviews(tmp_path / "reviews.csv", 24)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["encoder.layer.1.output.dense.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(HubError, match=r"has no weight encoder\.layer\.1\.output\.dense\.weight"):
+        opened(tmp_path / "run", table, start={"huggingface": str(folder)})
