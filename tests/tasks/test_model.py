@@ -169,12 +169,21 @@ def test_dropout_of_a_head_is_an_examples_own() -> None:
     """Half of each layer's inputs, the same wherever the sample stands, another at another step."""
     head = Head(400, 3, HeadConfig(dropout=0.5), False, seed=1)
     x = torch.ones(2, 400)
-    kept = head._dropped(x, training(7, 8), "head dropout")
+    kept = head._dropped(x, 0.5, training(7, 8), "head dropout")
     assert set(kept.unique().tolist()) == {0.0, 2.0} and 150 < (kept[0] > 0).sum() < 250
-    swapped = head._dropped(x, training(8, 7), "head dropout")
+    swapped = head._dropped(x, 0.5, training(8, 7), "head dropout")
     assert torch.equal(swapped.flip(0), kept) and not torch.equal(kept[0], kept[1])
-    assert not torch.equal(head._dropped(x, training(7, 8, step=2), "head dropout"), kept)
-    assert torch.equal(head._dropped(x, evaluation(7, 8), "head dropout"), x)
+    assert not torch.equal(head._dropped(x, 0.5, training(7, 8, step=2), "head dropout"), kept)
+    assert torch.equal(head._dropped(x, 0.5, evaluation(7, 8), "head dropout"), x)
+
+
+def test_a_pooler_reads_what_no_dropout_has_touched() -> None:
+    for pooling, touched in (("pooler", False), ("first", True)):
+        head = Head(400, 3, HeadConfig(dropout=0.5, pooling=pooling), False, seed=1)
+        seen: list[Tensor] = []
+        head.dense.register_forward_pre_hook(lambda module, given, seen=seen: seen.append(given[0]))
+        head([torch.ones(2, 400)], training(7, 8))
+        assert bool((seen[0] == 0).any()) == touched
 
 
 def test_a_body_begins_in_training(tmp_path: Path) -> None:
