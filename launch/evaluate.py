@@ -54,7 +54,7 @@ def score_task(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     say = lambda line: print(line, file=sys.stderr)  # noqa: E731
     result, judged = judge(args.checkpoint, overrides, args.task, args.source, args.split, args.hash_seeds, say)
     if args.predictions:
-        write_predictions(args.predictions, judged[0].predictions())
+        write_predictions(args.predictions, judged[0].predictions(), judged[0].form)
     return result, summary(result)
 
 

@@ -37,14 +37,13 @@ def main() -> None:
     from megasparse.ops.random import Draws
     from megasparse.tasks.fitting import predict, require_fit
     from megasparse.tasks.run import open_run
-    from megasparse.tasks.scoring import validation
+    from megasparse.tasks.scoring import selection_of, validation
     from megasparse.training.engine import build_engine
     from megasparse.training.loop import train
     from megasparse.training.monitor import Monitor
     from megasparse.training.ranks import start_ranks
     from megasparse.training.resume import find_start
     from megasparse.training.saving import Saver
-    from megasparse.training.selection import Selection
     from megasparse.training.watch import watching
 
     ranks = start_ranks(config.run)
@@ -63,7 +62,7 @@ def main() -> None:
         step, position = (start.step, start.sequences) if start else (0, 0)
         if ranks.rank == 0:
             run.start.write(directory)
-        selection = Selection(f"evaluation/{config.evaluation.metric}", config.evaluation.patience)
+        selection = selection_of(config)
         engine = build_engine(run.model, config, make_draws, ranks, start)
         evaluate = validation(run, engine, watch)
         with Monitor(config, ranks, step) as monitor:

@@ -22,7 +22,7 @@ def arguments() -> argparse.Namespace:
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--source", nargs="+", metavar="FILE", help="files of the task's form")
     given.add_argument("--text", action="append", metavar="TEXT", help="one example; of a pair give it twice")
-    parser.add_argument("--output", type=Path, metavar="OUT", help="file to write: .jsonl, .csv or .tsv")
+    parser.add_argument("--output", type=Path, metavar="OUT", help="file to write: .jsonl, .json, .csv, .tsv or .txt")
     return parser.parse_args()
 
 
@@ -46,7 +46,7 @@ def main() -> None:
         for row in rows:
             print(json.dumps(row))
         return
-    write_predictions(args.output, rows)
+    write_predictions(args.output, rows, found.form)
     say(f"{len(rows):,} predictions by step {found.checkpoint.step} of {found.checkpoint.path}: {args.output}")
 
 

@@ -86,6 +86,9 @@ def check(config: FinetuneConfig, task: Task) -> None:
     """Raises ConfigError for what Trainer cannot do in the same way."""
     if config.start.huggingface is None:
         raise ConfigError("start.huggingface", "null: Trainer begins from a HuggingFace model", "Give its folder")
+    if task.form != "labels":
+        problem = f'"{task.name}" tells neither classes nor numbers'
+        raise ConfigError("task.name", problem, "Give a task whose examples have labels")
     if task.towers or task.vocabulary is not None:
         problem = f'"{task.name}" {"compares two texts read apart" if task.towers else "has ids of its own"}'
         raise ConfigError("task.name", problem, "Give a task whose inputs a tokenizer can join")

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from megasparse.config.strict_json import parse
 from megasparse.errors import ConfigError, UserError, report_user_errors
+from megasparse.tasks.metrics import LOWER_IS_BETTER
 
 LAUNCHER = Path(__file__).resolve().parent.parent / "launch" / "finetune.py"
 OWN_KEYS = ("run.seed", "run.directory")
@@ -53,6 +54,11 @@ class Combination:
     @property
     def mean(self) -> float | None:
         return statistics.mean(self.values) if self.runs else None
+
+    @property
+    def sign(self) -> int:
+        """Of a metric: 1 where higher is better, -1 where lower is."""
+        return -1 if self.runs and self.runs[0]["metric"].removeprefix("evaluation/") in LOWER_IS_BETTER else 1
 
     @property
     def deviation(self) -> float | None:
@@ -255,7 +261,8 @@ def summary(combinations: Sequence[Combination]) -> dict[str, Any]:
 
 
 def ranked(combinations: Sequence[Combination]) -> list[Combination]:
-    return sorted(combinations, key=lambda each: -math.inf if each.mean is None else each.mean, reverse=True)
+    """Best mean first, those without one last."""
+    return sorted(combinations, key=lambda each: math.inf if each.mean is None else -each.mean * each.sign)
 
 
 def best_of(combinations: Sequence[Combination]) -> Combination | None:

@@ -85,8 +85,6 @@ def _check_start(config: FinetuneConfig) -> None:
     if config.model is None:
         return
     check_model(config.model)
-    if config.model.kind == "encoder_decoder":
-        raise ConfigError("model.kind", '"encoder_decoder" has no one state a sequence', 'Set it to "encoder"')
     for key, value in (
         ("attention", start.attention),
         ("activations", start.activations),
@@ -94,9 +92,11 @@ def _check_start(config: FinetuneConfig) -> None:
     ):
         if value is not None:
             raise ConfigError(f"start.{key}", "given, but nothing to start from", "Set it in `model`, or remove it")
-    if config.task.max_length > config.model.max_length:
-        problem = f"{config.task.max_length} tokens are more than model.max_length = {config.model.max_length}"
-        raise ConfigError("task.max_length", problem, "Lower it, or raise model.max_length")
+    source = config.model.source
+    key, longest = ("model.source.length", source.length) if source else ("model.max_length", config.model.max_length)
+    if config.task.max_length > longest:
+        problem = f"{config.task.max_length} tokens are more than {key} = {longest}"
+        raise ConfigError("task.max_length", problem, f"Lower it, or raise {key}")
 
 
 LARGEST = 2**31 - 1

@@ -28,6 +28,51 @@ class StartConfig(Section):
     """Of its weights. Written into the run's configuration; given, another file is refused."""
 
 
+class GenerationConfig(Section):
+    """Tasks whose answers are texts, told by an encoder–decoder."""
+
+    target_length: Positive = 128
+    """Tokens of an answer, its end included. In training longer ones are cut or refused as inputs are (`too_long`)."""
+    beams: Positive = 4
+    length_penalty: Annotated[float, Field(ge=0.0)] = 0.6
+    """Exponent of ((5 + length)/6), by which a hypothesis' log-probability is divided (Wu et al. 2016)."""
+
+
+class RecommendationConfig(Section):
+    """NRMS (Wu et al. 2019): news read by the model of `start`, users by attention over the news they clicked."""
+
+    history: Positive = 50
+    """Clicked news that a user is known by, the latest ones."""
+    negatives: Positive = 4
+    """News of the same impression that were not clicked, against which a clicked one is learned."""
+    attention: AttentionConfig = AttentionConfig(pattern=["full"])
+    """Over a user's clicked news."""
+    heads: Positive = 8
+
+
+class ForecastConfig(Section):
+    """An encoder reads the last `task.max_length` rows of a table, a decoder tells the next ones at once (Zhou et al.
+    2020)."""
+
+    horizon: Positive = 24
+    """Rows to tell."""
+    overlap: Positive = 48
+    """Last rows read that the decoder sees too, before those it tells."""
+    date: str = "date"
+    """Column of the date and time."""
+    inputs: list[str] | None = None
+    """Columns that are read; null takes all but the date, and is written out in the run's configuration."""
+    targets: list[str] | None = None
+    """Columns that are told; null takes those that are read."""
+    mean: dict[str, float] | None = None
+    """Of each column's training rows; it is taken from what is read, and added to what is told. Written into the run's
+    configuration, as are `scale` and `step`."""
+    scale: dict[str, Annotated[float, Field(gt=0.0)]] | None = None
+    """The standard deviation of each column's training rows, 1 of a constant."""
+    step: Annotated[float, Field(gt=0.0)] | None = None
+    """Seconds from a row to the next."""
+
+
 class TaskConfig(Section):
     name: str = "table"
     """A name of megasparse/tasks/__init__.py; `table` is a CSV or JSONL file of one's own."""
@@ -47,13 +92,18 @@ class TaskConfig(Section):
     limit: Count = 0
     """Train on so many examples only, chosen by `run.seed`; 0 takes all."""
     text: list[str] = Field(default=["text"], min_length=1, max_length=2)
-    """`table` only: the column of the texts, or the two columns of pairs."""
+    """`table`: the column of the texts, or the two columns of pairs. `text_table`: the column of the texts.
+    `parallel_text`, `wmt14`: the suffix of the source's files, such as ["en"]."""
     label: str = "label"
-    """`table` only: the column of the labels."""
+    """`table`: the column of the labels. `text_table`: that of the answers. `parallel_text`, `wmt14`: the suffix of the
+    target's files, such as "de"."""
     labels: list[str] | None = None
     """`table` only: the classes in their order; null takes those of the training file, sorted. [] tells numbers."""
     tokenizer: str = "bytes"
     """Of a `model` that is trained from its initial weights: as `data.tokenizer`. Others have their own."""
+    generation: GenerationConfig = GenerationConfig()
+    recommendation: RecommendationConfig = RecommendationConfig()
+    forecast: ForecastConfig = ForecastConfig()
 
 
 class HeadConfig(Section):
@@ -85,6 +135,9 @@ class FinetuneTrainingConfig(TrainingConfig):
     """Examples a step, over all ranks."""
     micro_batch: Positive = 8
     """Examples a rank takes at once; the rest of its share is accumulated."""
+    batch_unit: Literal["examples", "tokens"] = "examples"
+    """What `global_batch` and `micro_batch` count. `tokens`: of texts and their answers, padding included; a batch has
+    as many examples of like length as fit."""
 
 
 class FinetuneOptimizerConfig(OptimizerConfig):

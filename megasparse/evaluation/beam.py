@@ -136,7 +136,11 @@ def _decided(live: list[_Live], ended: list[Hypothesis], rule: Rule) -> bool:
 
 def search(model: Any, prompts: Tensor, hash_seed: int, rule: Rule) -> list[list[Hypothesis]]:
     """Continuations of each of the prompts (B, n) int64 by cached decoding. model, hash_seed: see `continuations`."""
-    cache = model.new_cache(len(prompts), hash_seed)
+    return search_with(model, prompts, model.new_cache(len(prompts), hash_seed), rule)
+
+
+def search_with(model: Any, prompts: Tensor, cache: Any, rule: Rule) -> list[list[Hypothesis]]:
+    """The same with an empty cache of the model's."""
     logits = model.prefill(prompts, cache)
 
     def step(rows: Tensor, tokens: Tensor) -> Tensor:

@@ -23,15 +23,15 @@ from megasparse.ops.random import Draws, derive
 class SourceEncoder(Stack):
     """Reads the source. Its draws are none of the decoder's: they have a seed of their own."""
 
-    def __init__(self, config: ModelConfig, embedding: nn.Parameter | None):
+    def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None):
         super().__init__(config, embedding)
         self.norm = Norm(config)
 
     def forward(
         self, tokens: Tensor, draws: Draws, key_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """tokens: (B, S). Returns the mean of the streams, normalised, (B, S, E) fp32; the sum of auxiliary losses, and
-        the layers' statistics.
+        """tokens: (B, S), or what else the embedding takes. Returns the mean of the streams, normalised, (B, S, E)
+        fp32; the sum of auxiliary losses, and the layers' statistics.
         """
         own = replace(draws, seed=derive(draws.seed, "encoder"))
         streams, auxiliary, statistics = self.streams(tokens, own, Padding(key_mask))
@@ -69,11 +69,24 @@ class EncoderDecoder(Causal):
         layer's entry "cross" has its keys and values.
         """
         assert len(memory.states) == batch_size, "a source a sequence"
-        cache = self._empty_cache(Draws.evaluation(seed, batch_size, rounds))
+        return self.cache_beside(memory, Draws.evaluation(seed, batch_size, rounds))
+
+    @torch.no_grad()
+    def cache_beside(self, memory: Source, draws: Draws) -> DecodingCache:
+        """The same for what was read with these draws, of evaluation."""
+        cache = self._empty_cache(draws)
         for block, layer in zip(self.layers, cache.layers, strict=True):
             assert block.cross_attention is not None
             layer["cross"] = block.cross_attention.new_cache(memory, cache.draws)
         return cache
+
+    def tell(
+        self, tokens: Tensor, draws: Draws, key_mask: Tensor | None, memory: Source
+    ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
+        """Targets (B, t) beside what the encoder has read: the scores, what each token adds to the objective (B, t),
+        the sum of the decoder's auxiliary losses, and its layers' statistics. key_mask: of the targets.
+        """
+        return self._tell(tokens, draws, Padding(key_mask), memory)
 
     def _scores(
         self, tokens: Tensor, draws: Draws, padding: Padding
@@ -84,7 +97,7 @@ class EncoderDecoder(Causal):
         source, target = tokens.split(split, dim=1)
         real, told = (None, None) if padding.key_mask is None else padding.key_mask.split(split, dim=1)
         states, source_loss, of_encoder = self.encoder(source, draws, real)
-        scores, cost, loss, statistics = self._tell(target, draws, Padding(told), Source(states, real))
+        scores, cost, loss, statistics = self.tell(target, draws, told, Source(states, real))
         whole = TokenScores(*(F.pad(x, (self.source_length, 0)) for x in scores))
         of_both = statistics | {f"encoder/{name}": value for name, value in of_encoder.items()}
         return whole, F.pad(cost, (self.source_length, 0)), source_loss + loss, of_both

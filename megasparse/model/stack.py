@@ -52,11 +52,13 @@ def mean_cost(scores: TokenScores, cost: Tensor, divisor: float | None) -> tuple
 class Stack(nn.Module):
     """Embedding and blocks: what becomes of tokens before a head reads it."""
 
-    def __init__(self, config: ModelConfig, embedding: nn.Parameter | None = None):
-        """embedding: (V, E), of another stack that shares it."""
+    def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None = None):
+        """embedding: (V, E), of another stack that shares it; or what embeds other things than tokens, called with them
+        and their first position.
+        """
         super().__init__()
         self.config = config
-        self.embedding = Embedding(config, embedding)
+        self.embedding: Any = embedding if isinstance(embedding, nn.Module) else Embedding(config, embedding)
         self.layers = [Block(config, layer) for layer in range(config.layers)]
         self.blocks = nn.ModuleList(self.layers)
         if config.activations in ("checkpoint", "checkpoint_cpu"):

@@ -24,7 +24,15 @@ PLACES = {
     "amazon": "amazon",
     "imdb": "imdb",
     "mind_topics": "mind_topics",
+    "mind": "mind",
+    "wikihop": "wikihop",
     "table": "table",
+    **dict.fromkeys(("parallel_text", "wmt14"), "parallel_text"),
+    "cnn_dm": "cnn_dm",
+    "pubmed": "pubmed",
+    "headlines": "headlines",
+    "text_table": "text_table",
+    **dict.fromkeys(("series", "etth1", "ettm1"), "series"),
 }
 """Task -> the module of this folder that has a subclass of this `name`."""
 

@@ -13,7 +13,8 @@ from fairscale.nn import checkpoint_wrapper
 from torch import Tensor, nn
 
 from megasparse.errors import ConfigError
-from megasparse.tasks.bodies import MegasparseBody
+from megasparse.model.block import Block
+from megasparse.tasks.bodies import HuggingFaceBody
 
 PASS = "megasparse_pass"
 """Argument of a replaced model's layers that holds `losses`, a list that its mechanisms append to."""
@@ -98,11 +99,11 @@ def set_activations(body: nn.Module, kind: str) -> None:
     """Let a body store its layers' activations, or checkpoint them: as `start.activations` and `model.activations` say.
     A reversible one stays what it is.
     """
-    if isinstance(body, MegasparseBody):
-        for block in body.stack.layers:
-            vars(block).pop("forward", None)
-            if kind in ("checkpoint", "checkpoint_cpu"):
-                checkpoint_wrapper(block, offload_to_cpu=kind == "checkpoint_cpu")
+    for block in _own_blocks(body):
+        vars(block).pop("forward", None)
+        if kind in ("checkpoint", "checkpoint_cpu"):
+            checkpoint_wrapper(block, offload_to_cpu=kind == "checkpoint_cpu")
+    if not isinstance(body, HuggingFaceBody):
         return
     store_layers(body)
     if kind != "stored":
@@ -111,4 +112,9 @@ def set_activations(body: nn.Module, kind: str) -> None:
 
 def count_layers(body: nn.Module) -> int:
     """Layers that can be checkpointed."""
-    return len(body.stack.layers) if isinstance(body, MegasparseBody) else len(list(_layers(body)))
+    return len(_own_blocks(body)) or len(list(_layers(body)))
+
+
+def _own_blocks(body: nn.Module) -> list[Block]:
+    """Of a model of ours, of both sides where it has two."""
+    return [module for module in body.modules() if isinstance(module, Block)]

@@ -13,8 +13,9 @@ from megasparse.attention.contract import Attention
 from megasparse.config.finetuning import LoRAConfig
 from megasparse.config.messages import show
 from megasparse.errors import ConfigError, UserError, did_you_mean
+from megasparse.model.embedding import Embedding
 from megasparse.ops.random import derive
-from megasparse.tasks.bodies import Body, MegasparseBody
+from megasparse.tasks.bodies import Body, HuggingFaceBody, MegasparseBody
 
 
 def add_adapters(body: Body, config: LoRAConfig, seed: int) -> None:
@@ -30,7 +31,7 @@ def add_adapters(body: Body, config: LoRAConfig, seed: int) -> None:
     except ImportError:
         problem = "lora: peft is not installed"
         raise UserError(f'{problem}. Install it: pip install "megasparse[tasks]", or remove lora') from None
-    if config.dropout and isinstance(body, MegasparseBody):
+    if config.dropout and not isinstance(body, HuggingFaceBody):
         problem = f"{config.dropout}, and adapters of our own models have none: they draw by sample, peft's do not"
         raise ConfigError("lora.dropout", problem, "Set it to 0")
     targets = _targets(body, config.targets)
@@ -44,7 +45,9 @@ def add_adapters(body: Body, config: LoRAConfig, seed: int) -> None:
     own = {id(weight) for module in body.modules() if isinstance(module, Attention) for weight in module.parameters()}
     if isinstance(body, MegasparseBody):
         own |= {id(weight) for weight in body.norm.parameters()}
-        body.stack.embedding.register_forward_hook(_want_gradient)
+    for module in body.modules():
+        if isinstance(module, Embedding):
+            module.register_forward_hook(_want_gradient)
     for name, weight in body.named_parameters():
         adapter = ".lora_A." in name or ".lora_B." in name
         weight.requires_grad_(adapter or id(weight) in own)

@@ -1,7 +1,7 @@
 """Encoded examples to micro-batches. B batch, L length."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from megasparse.data.order import permutation
 from megasparse.tasks.encoding import Encoded
 from megasparse.training.ranks import Ranks
 
+Collate = Callable[[Sequence[Encoded]], Any]
+"""Examples to the batch that the task's model takes."""
 MULTIPLE = 8
 """Lengths of batches are rounded up to a multiple of this: fewer shapes, and whole tiles on a GPU."""
 
@@ -95,11 +97,11 @@ class ExampleBatches(Iterator[Step]):
         global_batch: int,
         micro_batch: int,
         ranks: Ranks,
-        limit: int,
+        collate: Collate,
         start: int = 0,
     ):
-        """start: the global sample number to begin at, a checkpoint's position. limit: as `collate` has it."""
-        self.examples, self.seed, self.limit = examples, seed, limit
+        """start: the global sample number to begin at, a checkpoint's position."""
+        self.examples, self.seed, self.collate = examples, seed, collate
         self.global_batch, self.micro_batch, self.ranks = global_batch, micro_batch, ranks
         self.position = start
         self._epoch: tuple[int, np.ndarray] | None = None
@@ -107,13 +109,13 @@ class ExampleBatches(Iterator[Step]):
     def __next__(self) -> Step:
         samples = range(self.position, self.position + self.global_batch)
         self.position = samples.stop
-        located = sorted(((self._locate(sample), sample) for sample in samples), key=lambda one: _length(one[0]))
+        located = sorted(((self._locate(sample), sample) for sample in samples), key=lambda one: one[0].length)
         share = self.micro_batch * self.ranks.world_size
         batches = []
         for first in range(self.ranks.rank * self.micro_batch, self.global_batch, share):
             mine = located[first : first + self.micro_batch]
             numbers = torch.tensor([sample for _, sample in mine])
-            inputs: Any = collate([example for example, _ in mine], self.limit)
+            inputs: Any = self.collate([example for example, _ in mine])
             batches.append(Batch(inputs, numbers, self.position))
         return Step(batches, self.position, 0.0)
 
@@ -128,11 +130,6 @@ def fingerprint(examples: Sequence[Encoded]) -> str:
     """A sha256 of what is trained on: tokens and labels, in order."""
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(f"{example.label!r} {[len(each.tokens) for each in example.sequences]}\n".encode())
-        for each in example.sequences:
-            digest.update(each.tokens.tobytes())
+        for piece in example.content():
+            digest.update(piece)
     return digest.hexdigest()
-
-
-def _length(example: Encoded) -> int:
-    return max(len(each.tokens) for each in example.sequences)

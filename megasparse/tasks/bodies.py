@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Targets
 from megasparse.attention.heads import Padding
+from megasparse.config.pattern import evaluation_rounds, kinds
 from megasparse.config.schema import ModelConfig
 from megasparse.model.stack import Stack
 from megasparse.ops.random import Draws
@@ -36,6 +37,10 @@ class Body(nn.Module, ABC):
         classes: (B,) int64, what a sketch of Smart Bird's learns from (objective "pooled").
         """
 
+    @abstractmethod
+    def attention(self) -> dict[str, Any] | None:
+        """The settings of its self-attention as a configuration has them; None of a HuggingFace model's own."""
+
 
 class MegasparseBody(Body):
     """The embedding and the blocks of a model of ours, and a norm of its own over the final streams side by side."""
@@ -61,6 +66,9 @@ class MegasparseBody(Body):
         return nn.functional.layer_norm(
             states, (self.width,), norm.weight.float(), norm.bias.float(), norm.eps
         ), auxiliary
+
+    def attention(self) -> dict[str, Any]:
+        return attention_settings(self.stack.config)
 
 
 class HuggingFaceBody(Body):
@@ -105,3 +113,15 @@ class HuggingFaceBody(Body):
         from megasparse.hub.replace import auxiliary_loss
 
         return states, auxiliary_loss(self.model)
+
+    def attention(self) -> dict[str, Any] | None:
+        from megasparse.hub.replace import ENTRY
+
+        entry = getattr(self.model.config, ENTRY, None)
+        return None if entry is None else entry["attention"]
+
+
+def attention_settings(config: ModelConfig) -> dict[str, Any]:
+    """Of a model of ours."""
+    attention = config.attention.model_dump(mode="json", include={"pattern", "full_below", *kinds(config)})
+    return {**attention, "evaluation_rounds": evaluation_rounds(config)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,6 +10,8 @@ from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.task import Example, Input, Place, Task
 
+DOUBLED = ("roberta", "xlm-roberta")
+"""Families of transformers' models with two separators between segments."""
 LINE_END = 10
 """Byte between two segments where a model has no separator."""
 
@@ -29,9 +31,21 @@ class Encoded:
 
     sequences: tuple[Segments, ...]
     """One, or two of a task with towers."""
-    label: int | float | None
+    label: Any
+    """As the example has it."""
     place: Place
     name: str
+
+    @property
+    def length(self) -> int:
+        """Of the longest sequence."""
+        return max(len(each.tokens) for each in self.sequences)
+
+    def content(self) -> Iterator[bytes]:
+        """All that is learned from it."""
+        yield f"{self.label!r} {[len(each.tokens) for each in self.sequences]}\n".encode()
+        for each in self.sequences:
+            yield each.tokens.tobytes()
 
 
 @dataclass
@@ -159,3 +173,16 @@ def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:
         lengths[short] = min(lengths[short], room // 2)
         lengths[long] = room - lengths[short]
     return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+def require_vocabulary(body: Any, needed: int, task: str | None = None) -> None:
+    """Raise ConfigError where a body has no embedding for some ids: of a task's own, or of its tokenizer's."""
+    if needed > body.vocabulary:
+        problem = f"{body.vocabulary} ids, and {task or 'its tokenizer'} has {needed}"
+        raise ConfigError("model.vocabulary", problem, f"Set it to {needed} or more")
+
+
+def separators_of(body: Any) -> int:
+    """Between two segments."""
+    model = getattr(body, "model", None)
+    return 2 if model is not None and model.config.model_type in DOUBLED else 1

@@ -18,15 +18,14 @@ import torch
 
 from megasparse.attention.full import FullAttention
 from megasparse.attention.routing import RoutingAttention
-from megasparse.config.finetuning import FinetuneConfig, LoRAConfig
+from megasparse.config.finetuning import FinetuneConfig, FinetuneTrainingConfig, LoRAConfig
 from megasparse.errors import ConfigError, UserError
 from megasparse.ops.random import EVALUATION_STEP, Draws
 from megasparse.planning.live_bytes import AllocatedBytes, LiveBytes
 from megasparse.tasks.activations import count_layers, set_activations
 from megasparse.tasks.adapters import adapter_size
-from megasparse.tasks.batches import MULTIPLE, Inputs, Padded
+from megasparse.tasks.batches import MULTIPLE
 from megasparse.tasks.bodies import HuggingFaceBody
-from megasparse.tasks.model import TaskModel
 from megasparse.tasks.run import TaskRun
 from megasparse.training.ranks import Ranks
 
@@ -96,9 +95,10 @@ class Fit:
     def lines(self) -> str:
         """The report that --dry-run prints."""
         training, length = self.config.training, f"{self.length:,}"
+        at_once = _at_once(training, self.length)
         found = [
             f"parameters       {self.trained:,} trained, {self.frozen:,} frozen",
-            f"micro-batch      {training.micro_batch} × {length} tokens in {training.precision} on {self.device}",
+            f"micro-batch      {at_once} × {length} tokens in {training.precision} on {self.device}",
         ]
         for place in self.places:
             found += [f"{name:16} {_gigabytes(size)}" for name, size in place.parts.items() if size]
@@ -146,7 +146,7 @@ class _Predictor:
         self.largest = max(p.numel() for p in weights if p.requires_grad)
         self.frozen = sum(p.numel() for p in weights) - self.trained
         self.held = sum(p.nbytes for p in weights)
-        longest = max(len(each.tokens) for example in run.train for each in example.sequences)
+        longest = max(example.length for example in run.train)
         self.length = min(run.config.task.max_length, -(-max(longest, 1) // MULTIPLE) * MULTIPLE)
         self.curves: dict[tuple[str, str], Curve] = {}
 
@@ -173,8 +173,10 @@ class _Predictor:
         """What can be changed, each with the prediction for it."""
         config, place = self.run.config, "start" if self.run.config.model is None else "model"
         training, gpu = config.training, self.ranks.device.type == "cuda"
-        if training.micro_batch > 1:
+        if training.micro_batch > 1 and training.batch_unit == "examples":
             yield "training.micro_batch=1", self._fit(_with(config, "training", micro_batch=1))
+        if training.batch_unit == "tokens" and (half := training.micro_batch // 2) >= self.length:
+            yield f"training.micro_batch={half}", self._fit(_with(config, "training", micro_batch=half))
         if config.evaluation.batch > 1:
             yield "evaluation.batch=1", self._fit(_with(config, "evaluation", batch=1))
         kinds = {"stored": ["checkpoint", "checkpoint_cpu"], "checkpoint": ["checkpoint_cpu"]}
@@ -238,8 +240,9 @@ class _Predictor:
         masters = 4 * number // shared if rounded or stage > 0 else 0
         adam = moments * number // shared
         full = 4 * number // shared  # gradients as the optimizer reads them
-        passing = curve.bytes(training.micro_batch, length, hashed=hashed)
-        again = curve.bytes(training.micro_batch, length, gradients=0, hashed=hashed)
+        at_once = _at_once(training, length)
+        passing = curve.bytes(at_once, length, hashed=hashed)
+        again = curve.bytes(at_once, length, gradients=0, hashed=hashed)
         whole = number * size
         if rounded or stage > 0:
             # Low-precision gradients become fp32 ones after each micro-batch, weight by weight.
@@ -271,7 +274,7 @@ class _Predictor:
         }
         cuda = self.ranks.device.type == "cuda"
         if cuda and kind == "checkpoint_cpu":
-            states = training.micro_batch * length * self.model.body.width * size
+            states = at_once * length * self.model.body.width * size
             host["offloaded activations"] = states * count_layers(self.model.body)
         own = available_bytes(self.ranks.device)
         if cuda:
@@ -321,7 +324,7 @@ class _Predictor:
         beside them. A phase ends with a weight's gradient.
         """
         device = self.ranks.device
-        inputs = _made_up(self.run, batch, length).to(device)
+        inputs = self.run.form.made_up(self.model.body, batch, length).to(device)
         step = 0 if learns else EVALUATION_STEP
         draws = Draws(self.run.config.run.seed, step, torch.arange(batch, device=device), training=learns)
         meter: Any = AllocatedBytes(device) if device.type == "cuda" else LiveBytes()
@@ -380,31 +383,23 @@ def _local(world: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world)))
 
 
-def _sees_all_pairs(model: TaskModel) -> bool:
+def _sees_all_pairs(model: Any) -> bool:
     body = model.body
     unreplaced = isinstance(body, HuggingFaceBody) and not body.replaced
     return unreplaced or any(isinstance(module, FullAttention) for module in body.modules())
 
 
-def _adapters(model: TaskModel) -> int | None:
+def _adapters(model: Any) -> int | None:
     """Weights that would be trained with adapters; None where the default ones match no layer."""
     try:
         size = adapter_size(model.body, LoRAConfig())
     except ConfigError:
         return None
-    return size + sum(weight.numel() for weight in model.head.parameters())
-
-
-def _made_up(run: TaskRun, batch: int, length: int) -> Inputs:
-    """Random tokens whose last one is padding, so that there is a mask; any labels."""
-    tokens = torch.randint(run.model.body.vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
-    read = Padded(tokens, torch.zeros_like(tokens), torch.full((batch,), max(1, length - 1)))
-    labels = torch.zeros(batch, dtype=torch.float32 if run.task.classes is None else torch.int64)
-    return Inputs((read,) * (2 if run.task.towers else 1), labels)
+    return size + sum(weight.numel() for name, weight in model.named_parameters() if not name.startswith("body."))
 
 
 @contextmanager
-def _untouched(model: TaskModel, precision: str) -> Iterator[None]:
+def _untouched(model: Any, precision: str) -> Iterator[None]:
     """Afterwards weights, random generators and the mechanisms' sums are what they were; inside, weights are of the
     precision.
     """
@@ -423,6 +418,11 @@ def _untouched(model: TaskModel, precision: str) -> Iterator[None]:
             for module in model.modules():
                 if isinstance(module, RoutingAttention):
                     module.after_step(False, lambda sums: sums)
+
+
+def _at_once(training: FinetuneTrainingConfig, length: int) -> int:
+    """Examples of a micro-batch whose inputs have this length."""
+    return training.micro_batch if training.batch_unit == "examples" else max(1, training.micro_batch // length)
 
 
 def _with(config: FinetuneConfig, section: str, **changes: Any) -> FinetuneConfig:

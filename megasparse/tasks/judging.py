@@ -8,46 +8,45 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from megasparse import __version__
-from megasparse.config.pattern import evaluation_rounds, kinds
 from megasparse.errors import ConfigError
-from megasparse.tasks.bodies import Body, HuggingFaceBody, MegasparseBody
 from megasparse.tasks.encoding import Encoded
+from megasparse.tasks.form import Form, column
 from megasparse.tasks.intervals import RESAMPLES, bootstrap_interval, t_interval
 from megasparse.tasks.metrics import METRICS, require_metrics
 from megasparse.tasks.predictions import Row, predictions, read, told
 from megasparse.tasks.restore import Finetuned, chosen_checkpoint, restore_task
 from megasparse.tasks.run import require_labels
-from megasparse.tasks.scoring import answers
+from megasparse.tasks.scoring import Told, answers
 from megasparse.tasks.sources import chosen_files, sha256_of
-from megasparse.tasks.task import Task
+from megasparse.tasks.text_metrics import signature
 
-LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "tokenizers")
+LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "sacrebleu", "rouge-score", "tokenizers")
 
 
 @dataclass(frozen=True)
 class Judged:
     """One checkpoint's answers."""
 
-    task: Task
+    form: Form
     examples: list[Encoded]
-    tables: list[np.ndarray]
-    """(N, C) of each of the draws' seeds."""
+    tables: list[list[Told]]
+    """Of each of the draws' seeds."""
     entry: dict[str, Any]
     """Of `runs` in the result."""
 
     def interval(self, name: str) -> tuple[float, float] | None:
         """95 %, of a metric over examples."""
-        labels, own = _labels(self.examples), [answers(self.task, table) for table in self.tables]
+        labels = column([self.form.label(example) for example in self.examples])
+        own = [column(answers(self.form, self.examples, table)) for table in self.tables]
         with tqdm(total=RESAMPLES, desc=f"resampling {name}", leave=False, disable=None) as bar:
             return bootstrap_interval(METRICS[name], labels, own, self.entry["seed"], bar.update)
 
     def predictions(self) -> list[Row]:
         """Of its first draw."""
-        return predictions(self.task, self.examples, self.tables[0])
+        return predictions(self.form, self.examples, self.tables[0])
 
 
 def judge(
@@ -65,9 +64,10 @@ def judge(
     randomised attention of its own, of the seeds run.seed, run.seed + 1, ...; a checkpoint's metric is its mean over
     them. say: told what became of the examples.
 
-    Returns what each checkpoint told, and {"task", "split", "files", "examples", "metrics", "interval", "runs",
-    "versions"}: of each metric `value`, `low` and `high`, one checkpoint's with the bootstrap interval over examples,
-    of several the mean with Student's t interval over them, and their `standard_deviation`.
+    Returns what each checkpoint told, and {"task", "split", "files", "examples", "metrics", "signatures", "interval",
+    "runs", "versions"}: of each metric `value`, `low` and `high`, one checkpoint's with the bootstrap interval over
+    examples, of several the mean with Student's t interval over them, and their `standard_deviation`; of those whose
+    library has settings these and its version, as it tells them (`signatures`).
     Raises what `restore_task` and the task's reader do; ConfigError where the same checkpoint is given twice.
     """
     require_metrics()
@@ -80,16 +80,17 @@ def judge(
     for directory in directories:
         found = restore_task(directory, overrides, name)
         chosen, files = chosen_files(found.task, sources, split)
-        if judged and judged[0].task.classes != found.task.classes:
+        if judged and judged[0].form.task.classes != found.task.classes:
             raise ConfigError("--checkpoint", f"{directory} was trained on other classes", "Evaluate it on its own")
         judged.append(_judge(found, chosen or "given", files, draws, say))
     first = judged[0]
     result = {
-        "task": first.task.name,
+        "task": first.form.task.name,
         "split": chosen,
         "files": [{"file": str(file), "sha256": sha256_of(file)} for file in files],
         "examples": len(first.examples),
-        "metrics": {name: _metric(name, judged) for name in first.task.metrics},
+        "metrics": {name: _metric(name, judged) for name in first.form.task.metrics},
+        "signatures": {name: text for name in first.form.task.metrics if (text := signature(name)) is not None},
         "interval": _interval_told(judged),
         "runs": [each.entry for each in judged],
         "versions": {
@@ -131,10 +132,9 @@ def _judge(found: Finetuned, split: str, files: list[Path], draws: int, say: Cal
     encoded = read(found, examples, split, say)
     seeds = [found.config.run.seed + number for number in range(draws)]
     tables = [told(found, encoded, seed) for seed in seeds]
-    labels, counts = _labels(encoded), found.encoder.counts
-    values = {
-        name: [METRICS[name](labels, answers(found.task, table)) for table in tables] for name in found.task.metrics
-    }
+    counts = found.encoder.counts
+    measured = [found.form.measures(encoded, answers(found.form, encoded, table)) for table in tables]
+    values = {name: [each[name] for each in measured] for name in found.task.metrics}
     entry = {
         "checkpoint": str(found.checkpoint.path),
         "step": found.checkpoint.step,
@@ -143,12 +143,12 @@ def _judge(found: Finetuned, split: str, files: list[Path], draws: int, say: Cal
         "draw_seeds": seeds,
         "draws": values,
         "deviation_over_draws": {name: statistics.stdev(each) for name, each in values.items()} if draws > 1 else None,
-        "attention": attention_of(found.model.body),
+        "attention": found.model.body.attention(),
         "precision": found.config.training.precision,
         "max_length": found.config.task.max_length,
         "inputs": {"cut": counts.cut, "empty": counts.empty, "longest": counts.longest},
     }
-    return Judged(found.task, encoded, tables, entry)
+    return Judged(found.form, encoded, tables, entry)
 
 
 def _metric(name: str, judged: list[Judged]) -> dict[str, float | None]:
@@ -163,20 +163,3 @@ def _interval_told(judged: list[Judged]) -> str:
     if len(judged) == 1:
         return f"95 %, bootstrap over examples, {RESAMPLES:,} resamples"
     return f"95 %, Student's t over {len(judged)} runs"
-
-
-def attention_of(body: Body) -> dict[str, Any] | None:
-    """The settings of its self-attention as a configuration has them; None where a HuggingFace model's own is kept."""
-    if isinstance(body, MegasparseBody):
-        config = body.stack.config
-        attention = config.attention.model_dump(mode="json", include={"pattern", "full_below", *kinds(config)})
-        return {**attention, "evaluation_rounds": evaluation_rounds(config)}
-    assert isinstance(body, HuggingFaceBody)
-    from megasparse.hub.replace import ENTRY
-
-    entry = getattr(body.model.config, ENTRY, None)
-    return None if entry is None else entry["attention"]
-
-
-def _labels(examples: Sequence[Encoded]) -> np.ndarray:
-    return np.array([example.label for example in examples])

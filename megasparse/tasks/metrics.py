@@ -5,6 +5,8 @@ from collections.abc import Callable
 import numpy as np
 
 from megasparse.errors import UserError
+from megasparse.tasks.ranking_metrics import auc, mrr, ndcg5, ndcg10
+from megasparse.tasks.text_metrics import bleu, chrf, rouge1, rouge2, rougeL, rougeLsum
 
 
 def accuracy(labels: np.ndarray, told: np.ndarray) -> float:
@@ -46,16 +48,39 @@ def spearman(labels: np.ndarray, told: np.ndarray) -> float:
     return float(spearmanr(labels, told).statistic) if _vary(labels, told) else 0.0
 
 
+def mse(labels: np.ndarray, told: np.ndarray) -> float:
+    """Mean squared error of all numbers of all examples, as `mae`."""
+    from sklearn.metrics import mean_squared_error
+
+    return float(mean_squared_error(_numbers(labels), _numbers(told)))
+
+
+def mae(labels: np.ndarray, told: np.ndarray) -> float:
+    from sklearn.metrics import mean_absolute_error
+
+    return float(mean_absolute_error(_numbers(labels), _numbers(told)))
+
+
 METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    function.__name__: function for function in (accuracy, f1, macro_f1, matthews, pearson, spearman)
+    function.__name__: function
+    for function in (
+        *(accuracy, f1, macro_f1, matthews, pearson, spearman, mse, mae),
+        *(bleu, chrf, rouge1, rouge2, rougeL, rougeLsum),
+        *(auc, mrr, ndcg5, ndcg10),
+    )
 }
-"""(labels (N,), what the model tells (N,): class numbers, or numbers) -> the metric, a fraction of 1, higher is better.
-A correlation with a constant, which is not defined, is 0."""
+"""(labels (N,), answers (N,)) -> the metric: class numbers, numbers, or objects of another form, of these texts. A
+correlation with a constant, which is not defined, is 0. BLEU and chrF go from 0 to 100, as everyone gives them, ROUGE
+from 0 to 1."""
+LOWER_IS_BETTER: tuple[str, ...] = ("mse", "mae")
+"""Of these; of all others higher is better."""
 
 
 def require_metrics() -> None:
     """Raises UserError where the libraries are not installed."""
     try:
+        import rouge_score  # noqa: F401
+        import sacrebleu  # noqa: F401
         import scipy  # noqa: F401
         import sklearn  # noqa: F401
     except ImportError as error:
@@ -65,3 +90,8 @@ def require_metrics() -> None:
 
 def _vary(labels: np.ndarray, told: np.ndarray) -> bool:
     return len(labels) > 1 and bool(np.ptp(labels) > 0 and np.ptp(told) > 0)
+
+
+def _numbers(values: np.ndarray) -> np.ndarray:
+    """Flat, of numbers or of arrays of them."""
+    return np.concatenate([np.ravel(value) for value in values])

@@ -68,8 +68,8 @@ class TaskModel(nn.Module):
 
     def forward(self, inputs: Inputs, draws: Draws) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective, mean cross-entropy in nats of an example, or mean squared error, and what the mechanisms add;
-        and statistics: `nats` the sum over examples of either, `tokens` their number, `accuracy` of classes; out of
-        training also `told`, (B, C). Without labels all but `told` are 0.
+        and statistics: those of tasks/form.py, an example weighing 1, and `accuracy` of classes. `told` is (B, C).
+        Without labels the loss is 0.
         """
         classes = inputs.labels if self.outputs > 1 and draws.training else None
         told, auxiliary = self.told(inputs, draws, classes)
@@ -77,10 +77,13 @@ class TaskModel(nn.Module):
         loss, found = torch.zeros((), device=told.device), {"tokens": count}
         if inputs.labels is not None:
             if self.outputs == 1:
-                loss = F.mse_loss(told.squeeze(1), inputs.labels.float())
+                costs = F.mse_loss(told.squeeze(1), inputs.labels.float(), reduction="none")
             else:
-                loss = F.cross_entropy(told, inputs.labels)
+                costs = F.cross_entropy(told, inputs.labels, reduction="none")
                 found["accuracy"] = (told.argmax(1) == inputs.labels).float().mean()
+            loss = costs.mean()
+            if not draws.training:
+                found |= {"costs": costs, "weights": torch.ones_like(costs)}
         found["nats"] = loss.detach() * count
         if not draws.training:
             found["told"] = told

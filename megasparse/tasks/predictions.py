@@ -1,6 +1,4 @@
-"""What a fine-tuned model tells of examples, and the files it is written to. N examples, C classes, or 1 where a number
-is told.
-"""
+"""What a fine-tuned model tells of examples, and the files it is written to. N examples."""
 
 import csv
 import io
@@ -16,15 +14,16 @@ from tqdm import tqdm
 from megasparse.errors import ConfigError, DataError, UserError
 from megasparse.evaluation.outputs import whole_file
 from megasparse.tasks.encoding import Encoded
+from megasparse.tasks.form import Form
 from megasparse.tasks.restore import Finetuned
 from megasparse.tasks.run import encode_all
-from megasparse.tasks.scoring import answers, tell
+from megasparse.tasks.scoring import Told, tell
 from megasparse.tasks.sources import chosen_files
-from megasparse.tasks.task import Example, Place, Task
+from megasparse.tasks.task import Example, Place
 
 Row = dict[str, Any]
 """A prediction: `name` of the example, its `file` and `line` (null where it has the file to itself), `label` (null
-where it has none), what was `told` (the name of a class, or a number), and `probabilities` by class (null of numbers).
+where it has none), what was `told`, and what else the task's form has to say, of classes `probabilities`.
 """
 
 
@@ -33,9 +32,9 @@ def read(found: Finetuned, examples: Sequence[Example], name: str, say: Callable
     return list(encode_all(found.encoder, name, list(examples), say))
 
 
-def told(found: Finetuned, examples: Sequence[Encoded], seed: int | None = None) -> np.ndarray:
-    """(N, C) float64 as `tell` has it, with a progress bar. seed: of the draws of randomised attention; None takes
-    `run.seed`. Raises UserError where it is not finite.
+def told(found: Finetuned, examples: Sequence[Encoded], seed: int | None = None) -> list[Told]:
+    """As `tell` has it, with a progress bar. seed: of the draws of randomised attention; None takes `run.seed`. Raises
+    UserError where it is not finite.
     """
     config = found.config
     if seed is not None:
@@ -46,30 +45,24 @@ def told(found: Finetuned, examples: Sequence[Encoded], seed: int | None = None)
         def advance() -> None:
             bar.update()
 
-        table = tell(found.model, examples, config, found.ranks, advance)
-    if not np.isfinite(table).all():
+        table = tell(found.model, found.form, examples, config, found.ranks, advance)
+    if not all(np.isfinite(each.values).all() for each in table):
         mend = "Take an earlier checkpoint, or --set training.precision=fp32"
         raise UserError(f"{found.checkpoint.path}: what the model tells is not finite. {mend}")
     return table
 
 
-def predictions(task: Task, examples: Sequence[Encoded], table: np.ndarray) -> list[Row]:
-    """table: (N, C), of `told`. In the order of the examples."""
-    own, classes = answers(task, table).tolist(), task.classes
-    rows: list[Row] = []
-    for example, answer, values in zip(examples, own, torch.from_numpy(table).softmax(1).tolist(), strict=True):
-        label = example.label
-        rows.append(
-            {
-                "name": example.name,
-                "file": str(example.place.file),
-                "line": example.place.line,
-                "label": label if label is None or classes is None else classes[int(label)],
-                "told": classes[answer] if classes is not None else answer,
-                "probabilities": dict(zip(classes, values, strict=True)) if classes is not None else None,
-            }
-        )
-    return rows
+def predictions(form: Form, examples: Sequence[Encoded], table: Sequence[Told]) -> list[Row]:
+    """table: of `told`. In the order of the examples."""
+    return [
+        {
+            "name": example.name,
+            "file": str(example.place.file),
+            "line": example.place.line,
+            **form.row(example, own.values),
+        }
+        for example, own in zip(examples, table, strict=True)
+    ]
 
 
 def predict(found: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
@@ -79,29 +72,24 @@ def predict(found: Finetuned, sources: Sequence[str], say: Callable[[str], None]
     if not examples:
         raise DataError(sources[0], "has no examples", "Give files that have some")
     encoded = read(found, examples, "new", say)
-    return predictions(found.task, encoded, told(found, encoded))
+    return predictions(found.form, encoded, told(found, encoded))
 
 
 def predict_texts(found: Finetuned, texts: Sequence[str], say: Callable[[str], None]) -> Row:
-    """Of one example, given by its text, or its two texts. Raises ConfigError where the task has other inputs."""
-    task, wanted = found.task, found.task.segments
-    if task.vocabulary is not None:
-        raise ConfigError("--text", f'"{task.name}" reads no texts', "Give --source FILE")
-    if len(texts) != wanted:
-        problem = f'{len(texts)} given, and an example of "{task.name}" has {wanted}'
-        raise ConfigError("--text", problem, f"Give it {'twice' if wanted == 2 else 'once'}")
-    encoded = read(found, [Example(tuple(texts), None, Place(Path("--text")), "0")], "new", say)
-    return predictions(task, encoded, told(found, encoded))[0]
+    """Of one example, given by its texts. Raises ConfigError where the task has other inputs."""
+    encoded = read(found, [found.form.example(texts)], "new", say)
+    return predictions(found.form, encoded, told(found, encoded))[0]
 
 
-def write_predictions(path: Path, rows: Sequence[Row]) -> None:
-    """A file of them, by its suffix: .jsonl, an object a line; .csv, `name`, `told` and `probability of CLASS`; .tsv,
-    GLUE's form of submission, `index` and `prediction`. Raises ConfigError for another suffix, DataError for a name
-    that a .tsv cannot hold, and UserError where it cannot be written.
+def write_predictions(path: Path, rows: Sequence[Row], form: Form) -> None:
+    """A file of them, by its suffix: .jsonl, an object a line; .json, an object of `told` by name, WikiHop's form of
+    submission; .csv, `name`, `told` and `probability of CLASS`; .tsv, GLUE's form of submission, `index` and
+    `prediction`; .txt, a line each as the task's form has it. Raises ConfigError for another suffix, DataError for a
+    name that a .tsv cannot hold, or that a .json would have twice, and UserError where it cannot be written.
     """
     require_form(path)
     with whole_file(path) as out:
-        for line in FORMS[path.suffix](rows):
+        for line in FORMS[path.suffix](rows, form):
             out.write(line.encode())
 
 
@@ -112,32 +100,53 @@ def require_form(path: Path) -> None:
         raise ConfigError("--output", problem, f"Give a name that ends in {', '.join(FORMS)}")
 
 
-def _json_lines(rows: Sequence[Row]) -> Iterator[str]:
+def _json_lines(rows: Sequence[Row], form: Form) -> Iterator[str]:
     for row in rows:
         yield json.dumps(row) + "\n"
 
 
-def _comma_separated(rows: Sequence[Row]) -> Iterator[str]:
-    classes = list(rows[0]["probabilities"] or ())
+def _json_object(rows: Sequence[Row], form: Form) -> Iterator[str]:
+    table: dict[str, Any] = {}
+    for row in rows:
+        if row["name"] in table:
+            place = str(Place(Path(row["file"]), row["line"]))
+            raise DataError(place, f'"{row["name"]}" comes twice, which a .json cannot hold', "Write a .jsonl")
+        table[row["name"]] = row["told"]
+    yield json.dumps(table, indent=1) + "\n"
+
+
+def _lines(rows: Sequence[Row], form: Form) -> Iterator[str]:
+    for row in rows:
+        yield form.line(row) + "\n"
+
+
+def _comma_separated(rows: Sequence[Row], form: Form) -> Iterator[str]:
+    classes = list(rows[0].get("probabilities") or ())
     table = [["name", "told", *(f"probability of {name}" for name in classes)]]
-    table += [[row["name"], row["told"], *((row["probabilities"] or {}).values())] for row in rows]
+    table += [[row["name"], _cell(row["told"]), *((row.get("probabilities") or {}).values())] for row in rows]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(table)
     yield out.getvalue()
 
 
-def _tab_separated(rows: Sequence[Row]) -> Iterator[str]:
+def _tab_separated(rows: Sequence[Row], form: Form) -> Iterator[str]:
     yield "index\tprediction\n"
     for row in rows:
-        fields = [str(row["name"]), str(row["told"])]
+        fields = [str(row["name"]), str(_cell(row["told"]))]
         if any(mark in field for field in fields for mark in "\t\r\n"):
             place = str(Place(Path(row["file"]), row["line"]))
             raise DataError(place, f"{fields} has a tab or a line end, which a .tsv cannot hold", "Write a .csv")
         yield "\t".join(fields) + "\n"
 
 
-FORMS: dict[str, Callable[[Sequence[Row]], Iterator[str]]] = {
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+FORMS: dict[str, Callable[[Sequence[Row], Form], Iterator[str]]] = {
     ".jsonl": _json_lines,
+    ".json": _json_object,
+    ".txt": _lines,
     ".csv": _comma_separated,
     ".tsv": _tab_separated,
 }

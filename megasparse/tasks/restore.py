@@ -5,14 +5,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.tasks import build_task
 from megasparse.tasks.encoding import Encoder
-from megasparse.tasks.model import TaskModel
-from megasparse.tasks.run import encoder_of
+from megasparse.tasks.form import Form, form_of
 from megasparse.tasks.start import FOLDER, Start, body_of_run
 from megasparse.tasks.task import Task
 from megasparse.training.checkpoint import Checkpoint, find_checkpoint, load_weights
@@ -24,10 +24,11 @@ from megasparse.training.ranks import Ranks, start_ranks
 class Finetuned:
     """All that it takes to tell something of new examples."""
 
-    model: TaskModel
-    """With its weights, in evaluation, in the precision and on the device that its run used."""
+    model: Any
+    """What `form.model` made, with its weights, in evaluation, in the precision and on the device that its run used."""
     task: Task
-    """The one that it was trained on, or another of the same classes."""
+    """The one that it was trained on, or another of the same form and classes."""
+    form: Form
     encoder: Encoder
     config: FinetuneConfig
     checkpoint: Checkpoint
@@ -54,7 +55,8 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     judged = build_task(config.task)
     _require_alike(trained, judged)
     run = Path(os.path.abspath(checkpoint.path)).parents[1]
-    body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}))
+    form = form_of(judged, config)
+    body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form)
     if tokenizer.sha256 != checkpoint.manifest["tokenizer"].get("sha256"):
         mend = "Copy the run's folder again, whole"
         raise CheckpointError(run / FOLDER, "has not the tokenizer that the checkpoint was trained with", mend)
@@ -62,14 +64,13 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
         problem = f"{config.task.max_length} tokens are more than the {body.longest} that the model reads"
         raise ConfigError("task.max_length", problem, f"Set it to {body.longest} or less")
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
-    outputs = 1 if trained.classes is None else len(trained.classes)
-    model = TaskModel(body, outputs, config.head, trained.towers, config.run.seed)
+    model = form.model(body)
     load_weights(model, checkpoint)
     if config.training.precision == "bf16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-    encoder = encoder_of(judged, Start(body, tokenizer, {}, None))
-    return Finetuned(model.to(ranks.device).eval(), judged, encoder, config, checkpoint, ranks)
+    encoder = form.encoder(Start(body, tokenizer, {}, None))
+    return Finetuned(model.to(ranks.device).eval(), judged, form, encoder, config, checkpoint, ranks)
 
 
 def chosen_checkpoint(directory: Path) -> Path:
@@ -95,6 +96,7 @@ def _require_alike(trained: Task, judged: Task) -> None:
         told, wanted = (", ".join(task.classes) if task.classes else "a number" for task in (trained, judged))
         problem = f'"{judged.name}" has {wanted[:100]}; the model was trained on "{trained.name}", {told[:100]}'
         raise ConfigError("--task", problem, f"Give --task {trained.name}, or another task of the same classes")
-    if (judged.towers, judged.vocabulary) != (trained.towers, trained.vocabulary):
+    kinds = [(task.form, task.towers, task.vocabulary) for task in (trained, judged)]
+    if kinds[0] != kinds[1]:
         problem = f'"{judged.name}" has other inputs than "{trained.name}", which the model was trained on'
         raise ConfigError("--task", problem, f"Give --task {trained.name}")

@@ -1,13 +1,15 @@
 """Files of rows, one example a row: tab-separated, CSV, JSON lines; every complaint names file, line and mend.
 
-A file whose name ends in .gz is decompressed as it is read.
+A file whose name ends in .gz is decompressed as it is read, and so is the one file of an archive that ends in .zip.
 """
 
 import csv
 import gzip
 import json
+import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from megasparse.errors import DataError, did_you_mean
 from megasparse.tasks.task import Place
 
 LONGEST_FIELD = 1 << 30
+UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError)
+"""RuntimeError of an archive that is encrypted, or compressed in another way."""
 
 
 def lines(file: Path) -> Iterator[tuple[Place, str]]:
@@ -29,7 +33,7 @@ def lines(file: Path) -> Iterator[tuple[Place, str]]:
 def _whole_lines(file: Path) -> Iterator[tuple[Place, str]]:
     """The same with what ends them."""
     try:
-        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
+        with _opened(file) as stream:
             for number, raw in enumerate(stream, start=1):
                 place = Place(file, number)
                 try:
@@ -38,9 +42,23 @@ def _whole_lines(file: Path) -> Iterator[tuple[Place, str]]:
                     problem = f"is no UTF-8 (byte 0x{raw[error.start]:02x} in column {error.start + 1})"
                     raise DataError(str(place), problem, "Convert the file: iconv -f latin1 -t utf-8") from None
                 yield place, text
-    except (OSError, EOFError, zlib.error) as error:
+    except UNREADABLE as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(file, f"cannot be read ({reason})", "Give a file of the task, and a whole one") from None
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Iterable[bytes]]:
+    if file.suffix != ".zip":
+        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
+            yield stream
+        return
+    with zipfile.ZipFile(file) as archive:
+        members = [member for member in archive.infolist() if not member.is_dir()]
+        if len(members) != 1:
+            raise DataError(file, f"has {len(members)} files, where one is read", "Unpack the one that is meant")
+        with archive.open(members[0]) as inside:
+            yield inside
 
 
 def tab_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[Place, dict[str, str]]]:

@@ -9,23 +9,22 @@ from typing import Any
 from tqdm import tqdm
 
 from megasparse.config.finetuning import FinetuneConfig
+from megasparse.data.batches import Step
 from megasparse.data.order import permutation
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.tasks import build_task
 from megasparse.tasks.adapters import add_adapters
 from megasparse.tasks.batches import ExampleBatches, fingerprint
 from megasparse.tasks.encoding import Encoded, Encoder
+from megasparse.tasks.form import Form, form_of
 from megasparse.tasks.metrics import require_metrics
-from megasparse.tasks.model import TaskModel
 from megasparse.tasks.start import Start, open_start
 from megasparse.tasks.task import Example, Task, split_files
+from megasparse.tasks.token_batches import TokenBatches, packed, sizes_of
 from megasparse.training.ranks import Ranks
 
 HELD_OUT = 1 << 20
 """Key of the permutation that chooses what is held out, which is no epoch's."""
-
-DOUBLED = ("roberta", "xlm-roberta")
-"""Families with two separators between segments."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,10 @@ class TaskRun:
     config: FinetuneConfig
     """With numbers of steps, labels and the digest of the pretrained weights filled in."""
     task: Task
+    form: Form
     start: Start
-    model: TaskModel
+    model: Any
+    """What `form.model` made around the start's body."""
     train: list[Encoded]
     validation: list[Encoded]
 
@@ -45,7 +46,7 @@ class TaskRun:
         """Of what is trained on."""
         return fingerprint(self.train)
 
-    def batches(self, ranks: Ranks, position: int) -> ExampleBatches:
+    def batches(self, ranks: Ranks, position: int) -> Iterator[Step]:
         """This rank's steps from the global sample number `position` on. Raises ConfigError naming
         training.global_batch where the ranks cannot share it out.
         """
@@ -54,13 +55,14 @@ class TaskRun:
         if training.global_batch % share:
             problem = f"{training.global_batch} is not a multiple of micro_batch × ranks = {share}"
             raise ConfigError("training.global_batch", problem, f"Set it to a multiple of {share}")
-        return ExampleBatches(
+        kind: Any = TokenBatches if training.batch_unit == "tokens" else ExampleBatches
+        return kind(
             self.train,
             seed=self.config.run.seed,
             global_batch=training.global_batch,
             micro_batch=training.micro_batch,
             ranks=ranks,
-            limit=self.config.task.max_length,
+            collate=self.form.collate,
             start=position,
         )
 
@@ -77,34 +79,20 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     metric = config.evaluation.metric or task.metrics[0]
     if metric not in task.metrics:
         raise ConfigError("evaluation.metric", f'"{metric}"', did_you_mean(metric, task.metrics))
+    if config.training.batch_unit == "tokens" and task.form != "texts":
+        problem = f'"tokens" counts those of texts and their answers, and the answers of {task.name} are none'
+        raise ConfigError("training.batch_unit", problem, 'Set it to "examples"')
+    form = form_of(task, config)
     train, validation = read_examples(task, config)
-    classes = [example.label for example in train if example.label is not None]
-    labels = len(task.classes) if task.classes is not None else max(2, round(max(classes)) + 1)
-    start = open_start(config, labels)
+    start = open_start(config, form, form.sketch_labels(train))
+    form.check(start.body)
     if config.lora is not None:
         add_adapters(start.body, config.lora, config.run.seed)
-    outputs = 1 if task.classes is None else len(task.classes)
-    _check_pooler(config, task, start)
-    model = TaskModel(start.body, outputs, config.head, task.towers, config.run.seed)
-    encoder = encoder_of(task, start)
+    model, encoder = form.model(start.body), form.encoder(start)
     encoded = [list(encode_all(encoder, split, examples, say)) for split, examples in (
         ("training", train), ("validation", validation),
     )]  # fmt: skip
-    return TaskRun(_resolved(config, task, start, model, len(train)), task, start, model, *encoded)
-
-
-def encoder_of(task: Task, start: Any) -> Encoder:
-    """start: has a body and a tokenizer."""
-    tokenizer = None if task.vocabulary is not None else start.tokenizer
-    if task.vocabulary is not None and task.vocabulary > start.body.vocabulary:
-        problem = f"{start.body.vocabulary} ids, and {task.name} has {task.vocabulary}"
-        raise ConfigError("model.vocabulary", problem, f"Set it to {task.vocabulary} or more")
-    if tokenizer is not None and tokenizer.vocabulary > start.body.vocabulary:
-        problem = f"{start.body.vocabulary} ids, and its tokenizer has {tokenizer.vocabulary}"
-        raise ConfigError("model.vocabulary", problem, f"Set it to {tokenizer.vocabulary} or more")
-    model = getattr(start.body, "model", None)
-    family = model.config.model_type if model is not None else ""
-    return Encoder(task, tokenizer, start.body.vocabulary, separators=2 if family in DOUBLED else 1)
+    return TaskRun(_resolved(config, task, start, model, encoded[0]), task, form, start, model, *encoded)
 
 
 def encode_all(encoder: Encoder, split: str, examples: list[Example], say: Callable[[str], None]) -> Iterator[Encoded]:
@@ -154,13 +142,16 @@ def require_labels(examples: list[Example], name: str, source: str | Path) -> No
             raise DataError(str(example.place), "has no label to learn from or to compare with", mend)
 
 
-def scheduled(config: FinetuneConfig, examples: int) -> FinetuneConfig:
-    """The configuration with the numbers of steps that depend on the number of training examples."""
+def scheduled(config: FinetuneConfig, number: int, batch: int | None = None) -> FinetuneConfig:
+    """The configuration with the numbers of steps that depend on the number of training examples, or of packs of them.
+    batch: how many of these a step takes; None takes training.global_batch.
+    """
     training, optimizer, evaluation = config.training, config.optimizer, config.evaluation
-    epoch = math.ceil(examples / training.global_batch)
+    batch = batch or training.global_batch
+    epoch = math.ceil(number / batch)
     steps = training.steps
     if training.epochs:
-        steps = max(1, math.ceil(training.epochs * examples / training.global_batch))
+        steps = max(1, math.ceil(training.epochs * number / batch))
     warmup = round(optimizer.warmup_fraction * steps) if optimizer.warmup_fraction else optimizer.warmup_steps
     return config.model_copy(
         update={
@@ -171,25 +162,22 @@ def scheduled(config: FinetuneConfig, examples: int) -> FinetuneConfig:
     )
 
 
-def _check_pooler(config: FinetuneConfig, task: Task, start: Start) -> None:
-    if config.head.pooling != "pooler":
-        return
-    mend = 'Set it to "first" or "mean"'
-    if start.body.pooler is None:
-        raise ConfigError("head.pooling", '"pooler", and the pretrained model has none', mend)
-    if task.towers or config.head.hidden not in (0, start.body.width):
-        raise ConfigError("head.pooling", '"pooler" is as wide as the model, and of one sequence', mend)
-
-
-def _resolved(config: FinetuneConfig, task: Task, start: Start, model: TaskModel, examples: int) -> FinetuneConfig:
-    """The configuration with what depends on the data and the pretrained weights."""
-    config = scheduled(config, examples)
+def _resolved(config: FinetuneConfig, task: Task, start: Start, model: Any, train: list[Any]) -> FinetuneConfig:
+    """The configuration with what depends on the data and the pretrained weights. Epochs of packs are taken to be as
+    long as the first one.
+    """
+    training = config.training
+    if training.batch_unit == "tokens":
+        packs = packed(sizes_of(train, training.micro_batch), training.micro_batch, config.run.seed, 0)
+        config = scheduled(config, len(packs), max(1, training.global_batch // training.micro_batch))
+    else:
+        config = scheduled(config, len(train))
     metric = config.evaluation.metric or task.metrics[0]
     return config.model_copy(
         update={
             "start": config.start.model_copy(update={"sha256": start.sha256}),
             "task": task.resolved(),
-            "head": config.head.model_copy(update={"pooling": model.pooling}),
+            "head": config.head.model_copy(update={"pooling": getattr(model, "pooling", None)}),
             "evaluation": config.evaluation.model_copy(update={"metric": metric}),
         }
     )

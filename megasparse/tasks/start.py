@@ -22,7 +22,8 @@ from megasparse.errors import CheckpointError, ConfigError, HubError
 from megasparse.model.build import initialise
 from megasparse.tasks.activations import checkpoint_layers
 from megasparse.tasks.adapters import add_adapters
-from megasparse.tasks.bodies import Body, HuggingFaceBody, MegasparseBody
+from megasparse.tasks.bodies import Body, HuggingFaceBody
+from megasparse.tasks.form import Form
 from megasparse.training.checkpoint import Checkpoint, find_checkpoint, persistent_buffers
 
 FOLDER, RECORD = "start", "body.json"
@@ -30,7 +31,8 @@ FOLDER, RECORD = "start", "body.json"
 OURS = ("megasparse", "reformer", "yoso")
 """`model_type` of HuggingFace's models that become ours; the others stay what they are."""
 TWO_SIDES = "is of an encoder-decoder, which has no one state a sequence", "Give a decoder's or an encoder's"
-"""A problem and its mend."""
+ONE_SIDE = "is no encoder-decoder of ours, which the task needs", "Give such a checkpoint, or a model in place of start"
+"""Problems and their mends."""
 LONGER = "Lower it, or lengthen the model first: tools/extend_positions.py"
 
 
@@ -58,8 +60,8 @@ class Start:
             out.write(json.dumps({**self.record, "tokenizer": name}, indent=2).encode() + b"\n")
 
 
-def open_start(config: FinetuneConfig, labels: int) -> Start:
-    """The body that a configuration names.
+def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:
+    """The body that a configuration names, for tasks of a form.
 
     labels: number of classes, of which a Smart Bird sketch learns to tell each sequence's. Raises ConfigError,
     CheckpointError and HubError for what is missing, damaged, too short for `task.max_length`, or not the weights of
@@ -67,11 +69,11 @@ def open_start(config: FinetuneConfig, labels: int) -> Start:
     """
     start = config.start
     if config.model is not None:
-        found = _initial(config, config.model, labels)
+        found = _initial(config, config.model, form, labels)
     elif start.checkpoint is not None:
-        found = _of_checkpoint(config, Path(start.checkpoint), labels)
+        found = _of_checkpoint(config, Path(start.checkpoint), form, labels)
     else:
-        found = _of_huggingface(config, Path(str(start.huggingface)), labels)
+        found = _of_huggingface(config, Path(str(start.huggingface)), form, labels)
     if start.sha256 is not None and start.sha256 != found.sha256:
         mend = "Give the weights that the run began with, or choose another run.directory and remove start.sha256"
         raise ConfigError("start.sha256", f"{show(start.sha256)}, but the weights have {show(found.sha256)}", mend)
@@ -81,7 +83,7 @@ def open_start(config: FinetuneConfig, labels: int) -> Start:
     return found
 
 
-def rebuild(run: Path) -> tuple[Body, Tokenizer]:
+def rebuild(run: Path, form: Form) -> tuple[Body, Tokenizer]:
     """The body of a run, its weights yet to be filled from a checkpoint, and its tokenizer. Raises CheckpointError."""
     folder = run / FOLDER
     try:
@@ -89,7 +91,7 @@ def rebuild(run: Path) -> tuple[Body, Tokenizer]:
         name = record["tokenizer"]
         tokenizer = build_tokenizer(name if name in NAMED else str(folder / Path(name).name))
         if record["kind"] == "megasparse":
-            return MegasparseBody(ModelConfig.model_validate_json(json.dumps(record["model"]))), tokenizer
+            return form.body(ModelConfig.model_validate_json(json.dumps(record["model"]))), tokenizer
         model = _empty_transformer(record["config"])
         return _huggingface_body(model, record["causal"], record["activations"]), tokenizer
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -97,17 +99,18 @@ def rebuild(run: Path) -> tuple[Body, Tokenizer]:
         raise CheckpointError(folder / RECORD, problem, "Copy the run's folder again, whole") from None
 
 
-def body_of_run(run: Path, config: FinetuneConfig) -> tuple[Body, Tokenizer]:
+def body_of_run(run: Path, config: FinetuneConfig, form: Form) -> tuple[Body, Tokenizer]:
     """The body of a run of this configuration, its trained weights yet to be filled from a checkpoint, and its
     tokenizer. The frozen weights of a run with adapters are in no checkpoint: they are read again from `start`.
 
     Raises CheckpointError where the run's record cannot be read, or the pretrained weights are not where they were.
     """
-    body, tokenizer = rebuild(run)
+    body, tokenizer = rebuild(run, form)
     if config.lora is None:
         return body, tokenizer
     try:
-        body = open_start(config, _sketch_labels(json.loads((run / FOLDER / RECORD).read_bytes()))).body
+        labels = _sketch_labels(json.loads((run / FOLDER / RECORD).read_bytes()))
+        body = open_start(config, form, labels).body
     except (CheckpointError, ConfigError, HubError) as error:
         key = "start.checkpoint" if config.start.checkpoint is not None else "start.huggingface"
         problem = f"has adapters alone, and the weights that they belong to cannot be read ({error})"
@@ -127,20 +130,23 @@ def _sketch_labels(record: dict[str, Any]) -> int:
     return entry.get("attention", {}).get("smart_bird", {}).get("labels") or 2
 
 
-def _initial(config: FinetuneConfig, model: ModelConfig, labels: int) -> Start:
-    body = _megasparse_body(_for_task(model, labels, config.start), config.run.seed)
+def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int) -> Start:
+    if (model.kind == "encoder_decoder") != form.two_sided:
+        wanted = '"encoder_decoder"' if form.two_sided else '"encoder" or "decoder"'
+        raise ConfigError("model.kind", f'"{model.kind}", and {form.task.name} has another form', f"Set it to {wanted}")
+    body = _megasparse_body(_for_task(model, labels, config.start), form, config.run.seed)
     return Start(body, build_tokenizer(config.task.tokenizer), _record(body), None)
 
 
-def _of_checkpoint(config: FinetuneConfig, path: Path, labels: int) -> Start:
+def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) -> Start:
     from megasparse.evaluation.restore import trained_tokenizer
 
     checkpoint = Checkpoint.open(find_checkpoint(path))
     pretrained = checkpoint.config
-    if pretrained.model.kind == "encoder_decoder":
-        raise CheckpointError(checkpoint.path, *TWO_SIDES)
+    if (pretrained.model.kind == "encoder_decoder") != form.two_sided:
+        raise CheckpointError(checkpoint.path, *(ONE_SIDE if form.two_sided else TWO_SIDES))
     model = _for_task(pretrained.model, labels, config.start)
-    body = _megasparse_body(model, config.run.seed)
+    body = _megasparse_body(model, form, config.run.seed)
     stored = checkpoint.manifest["tensors"]["weight"]
 
     def read(name: str) -> torch.Tensor | None:
@@ -150,7 +156,7 @@ def _of_checkpoint(config: FinetuneConfig, path: Path, labels: int) -> Start:
     return Start(body, trained_tokenizer(pretrained, checkpoint), _record(body), checkpoint.manifest["sha256"])
 
 
-def _of_huggingface(config: FinetuneConfig, named: Path, labels: int) -> Start:
+def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int) -> Start:
     from megasparse.hub import require_transformers
     from megasparse.hub.foreign import Foreign, find_folder, read_config
     from megasparse.hub.tokenizer_files import found_tokenizer
@@ -161,11 +167,13 @@ def _of_huggingface(config: FinetuneConfig, named: Path, labels: int) -> Start:
     sha256 = _weights_sha256(folder)
     if values.get("model_type") in OURS:
         foreign = Foreign.open(folder)
-        if foreign.config.model.kind == "encoder_decoder":
-            raise HubError(folder, *TWO_SIDES)
-        body = _megasparse_body(_for_task(foreign.config.model, labels, config.start), config.run.seed)
+        if (foreign.config.model.kind == "encoder_decoder") != form.two_sided:
+            raise HubError(folder, *(ONE_SIDE if form.two_sided else TWO_SIDES))
+        body = _megasparse_body(_for_task(foreign.config.model, labels, config.start), form, config.run.seed)
         _fill(body, lambda name: foreign.tensors[name]() if name in foreign.tensors else None, folder)
         return Start(body, build_tokenizer(foreign.config.data.tokenizer), _record(body), sha256)
+    if form.two_sided:
+        raise HubError(folder, *ONE_SIDE)
     if not (folder / "tokenizer.json").is_file():
         mend = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
         raise HubError(folder / "tokenizer.json", "is missing, without which its tokens mean nothing", mend)
@@ -257,26 +265,26 @@ def _is_encoder(model: Any) -> bool:
     return known or not any(getattr(module, "is_causal", False) for module in model.modules())
 
 
-def _megasparse_body(model: ModelConfig, seed: int) -> MegasparseBody:
-    body = MegasparseBody(model)
+def _megasparse_body(model: ModelConfig, form: Form, seed: int) -> Any:
+    body: Any = form.body(model)
     initialise(body.stack, model, seed)
     return body
 
 
-def _record(body: MegasparseBody) -> dict[str, Any]:
+def _record(body: Any) -> dict[str, Any]:
     return {"kind": "megasparse", "model": json.loads(body.stack.config.model_dump_json())}
 
 
 def _for_task(model: ModelConfig, labels: int, start: StartConfig) -> ModelConfig:
-    """The same weights but those of a Smart Bird sketch's objective, which is the task's. The token that padding of
-    pretraining had is one like others here, where lengths are known.
+    """The same weights but those of a Smart Bird sketch's objective, which is the task's, unless that is to tell tokens
+    as in pretraining. The token that padding had is one like others here, where lengths are known.
     """
     activations = start.activations
     changes: dict[str, Any] = {"padding_token": None, "document_separator": None, "loss_tiles": 1}
     if start.attention is not None:
         model = model.model_copy(update={"attention": start.attention})
         check_model(model)
-    if "smart_bird" in kinds(model):
+    if "smart_bird" in kinds(model) and model.kind != "encoder_decoder":
         changes["attention"] = _with_sketch_labels(model.attention, labels)
     if activations is not None:
         if (model.blocks == "reversible") != (activations == "reversible"):
@@ -293,7 +301,7 @@ def _with_sketch_labels(attention: AttentionConfig, labels: int) -> AttentionCon
     return attention.model_copy(update={"smart_bird": own})
 
 
-def _fill(body: MegasparseBody, read: Any, path: Path) -> None:
+def _fill(body: Any, read: Any, path: Path) -> None:
     """Pretrained weights, by the names of our models. A sketch's objective, which is the task's, stays initial."""
     for name, tensor in {**dict(body.stack.named_parameters()), **persistent_buffers(body.stack)}.items():
         if ".objective." in name:

@@ -48,8 +48,8 @@ class Table(Task):
         return {"train": [folder]}
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (place, row) in enumerate(_rows(file)):
-            inputs = tuple(_text(row, column, place) for column in self.config.text)
+        for number, (place, row) in enumerate(table_rows(file)):
+            inputs = tuple(text_of(row, column, place) for column in self.config.text)
             yield Example(inputs, self._label(row, place), place, str(number))
 
     def _label(self, row: dict[str, Any], place: Place) -> int | float | None:
@@ -67,7 +67,7 @@ class Table(Task):
     def _classes_of(self, file: Path) -> tuple[str, ...]:
         """The labels of a file, sorted: as numbers where all of them are, else by their text."""
         column = self.config.label
-        found = {_label_text(field(row, column, place), column, place) for place, row in _rows(file)}
+        found = {_label_text(field(row, column, place), column, place) for place, row in table_rows(file)}
         if len(found) < 2:
             problem = f'{len(found)} labels in the column "{column}" ({", ".join(found)[:80]})'
             raise DataError(file, problem, "Give a file with two classes or more, or name them: task.labels")
@@ -83,7 +83,8 @@ def _classes(labels: list[str]) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def _rows(file: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
+def table_rows(file: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """By column. Raises DataError for a file of another kind than READERS', and what these refuse."""
     reader = READERS.get(file.suffix.lower())
     if reader is None:
         mend = f"Give a file whose name ends in {', '.join(READERS)}"
@@ -91,7 +92,8 @@ def _rows(file: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
     return reader(file)
 
 
-def _text(row: dict[str, Any], column: str, place: Place) -> str:
+def text_of(row: dict[str, Any], column: str, place: Place) -> str:
+    """Raises DataError where there is no such column, or in JSON something else than a text."""
     value = field(row, column, place)
     if not isinstance(value, str):
         problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no text'

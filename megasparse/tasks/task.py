@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,8 +31,9 @@ class Place:
 class Example:
     inputs: tuple[Input, ...]
     """One, or two of a pair."""
-    label: int | float | None
-    """The number of its class, or the number to tell; None where the file has none, as in official test files."""
+    label: Any
+    """The number of its class, or the number to tell, or what another form than "labels" has; None where the file has
+    none, as in official test files."""
     place: Place
     name: str
     """Its official id, else its number in the file, counted from 0."""
@@ -44,6 +45,8 @@ class Task(ABC):
     name: ClassVar[str]
     metrics: tuple[str, ...]
     """Names of tasks/metrics.py; the first one says which checkpoint is best."""
+    form: ClassVar[str] = "labels"
+    """A name of tasks/form.py: what its labels are, and what learns to tell them. The rest is of the form "labels"."""
     segments: int = 1
     """Inputs of an example."""
     towers: ClassVar[bool] = False

@@ -12,13 +12,14 @@ KEPT = ("step", "value", "scalars", "without_better")
 
 
 class Selection:
-    """The best value so far of one scalar, higher being better; part of a checkpoint's state.
+    """The best value so far of one scalar; part of a checkpoint's state.
 
-    patience: evaluations in a row without a better one after which training ends; 0 never ends it.
+    patience: evaluations in a row without a better one after which training ends; 0 never ends it. lower: lower values
+    are better, rather than higher ones.
     """
 
-    def __init__(self, scalar: str, patience: int = 0):
-        self.scalar, self.patience = scalar, patience
+    def __init__(self, scalar: str, patience: int = 0, lower: bool = False):
+        self.scalar, self.patience, self.sign = scalar, patience, -1 if lower else 1
         self.step: int | None = None
         """Of the best value."""
         self.value: float | None = None
@@ -33,7 +34,7 @@ class Selection:
         """
         if (value := scalars.get(self.scalar)) is None:
             return False
-        if value != value or (self.value is not None and value <= self.value):
+        if value != value or (self.value is not None and self.sign * value <= self.sign * self.value):
             self.without_better += 1
             return False
         self.step, self.value, self.without_better = step, value, 0

@@ -100,9 +100,10 @@ def test_what_is_refused(values: dict[str, Any], overrides: list[str], said: str
     assert refusal(values, *overrides).startswith(said)
 
 
-def test_an_encoder_decoder_is_refused() -> None:
-    model = {"kind": "encoder_decoder", "vocabulary": 264, "source": {"length": 64}}
-    assert refusal({"model": model}).startswith('model.kind: "encoder_decoder" has no one state a sequence')
+def test_an_encoder_decoder_reads_as_much_as_its_encoder_does() -> None:
+    values = {"model": {"kind": "encoder_decoder", "max_length": 2048, "source": {"length": 64}}}
+    assert refusal(values).startswith("task.max_length: 512 tokens are more than model.source.length = 64. Lower it")
+    assert build_settings(values, ["task.max_length=64"], FinetuneConfig).task.max_length == 64
 
 
 def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:

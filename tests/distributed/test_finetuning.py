@@ -50,7 +50,10 @@ def finetune(folder: Path, name: str, ranks: Ranks, engine: str) -> dict[str, An
     built = build_engine(run.model, run.config, draws, ranks)
     validate = validation(run, built, Watch())
     before = validate(STEPS)
-    told = tell(built.evaluate, run.validation, run.config, ranks).tolist()
+    told = [
+        [each.values.tolist(), each.cost, each.weight]
+        for each in tell(built.evaluate, run.form, run.validation, run.config, ranks)
+    ]
     built.module.train()
     losses = []
     for step, data in zip(range(1, STEPS + 1), run.batches(ranks, 0), strict=False):

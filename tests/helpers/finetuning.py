@@ -16,7 +16,9 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
+from megasparse.tasks import build_task
 from megasparse.tasks.bodies import MegasparseBody
+from megasparse.tasks.form import Form, form_of
 from megasparse.tasks.run import TaskRun, open_run
 from tests.helpers.tokenizers import wordpiece, written
 
@@ -112,6 +114,11 @@ def settings(run: Path, source: Path, /, **sections: Any) -> dict[str, Any]:
 
 def configured(run: Path, source: Path, /, **sections: Any) -> FinetuneConfig:
     return build_settings(settings(run, source, **sections), [], FinetuneConfig)
+
+
+def form_for(config: FinetuneConfig) -> Form:
+    """Of its task."""
+    return form_of(build_task(config.task), config)
 
 
 def opened(run: Path, source: Path, /, **sections: Any) -> TaskRun:

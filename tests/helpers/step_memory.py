@@ -40,7 +40,7 @@ def predicted_and_measured(values: dict[str, Any], steps: int = 2) -> tuple[int,
         for step in range(1, steps + 1):
             engine.train_step(next(batches).micro_batches, step, 1e-3)
         run.model.eval()
-        tell(engine.evaluate, run.validation[: config.evaluation.batch], run.config, ranks)
+        tell(engine.evaluate, run.form, run.validation[: config.evaluation.batch], run.config, ranks)
     engine.close()
     fp32 = config.training.precision == "fp32"  # weights were there before the profiler, but not their rounded copies
     return found.places[0].peak, allocated_peak(profiled) + (held if fp32 else 0)

@@ -34,8 +34,9 @@ EXAMPLES = [example(i, 1 + (i * 5) % 19, i % 3) for i in range(NUMBER)]
 
 def batches(ranks: Ranks = Ranks(), seed: int = 3, micro: int = 2, start: int = 0) -> ExampleBatches:  # noqa: B008
     return ExampleBatches(
-        EXAMPLES, seed=seed, global_batch=GLOBAL, micro_batch=micro, ranks=ranks, limit=64, start=start
-    )
+        EXAMPLES, seed=seed, global_batch=GLOBAL, micro_batch=micro, ranks=ranks, start=start,
+        collate=lambda examples: collate(examples, 64),
+    )  # fmt: skip
 
 
 def seen(batch: Batch) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ from sklearn.metrics import accuracy_score, f1_score
 from launch import evaluate, predict
 from megasparse.evaluation.arguments import OF_PRETRAINED
 from megasparse.tasks import intervals, judging
+from megasparse.tasks.scoring import Told
 from tests.helpers.finetuning import ENCODER, bert, launch, reviews, settings, table
 from tests.helpers.hub import checkpoint, encoder
 
@@ -156,7 +158,8 @@ def test_a_metric_is_the_mean_over_draws_and_so_is_what_its_interval_is_of(folde
         """The first draw is right everywhere, the second nowhere, the third in a half."""
         right = np.array([[True] * 30, [False] * 30, [i < 15 for i in range(30)]][seed])
         classes = np.array([example.label for example in examples])
-        return np.eye(2)[np.where(right, classes, 1 - classes)]
+        table = np.eye(2)[np.where(right, classes, 1 - classes)]
+        return [Told(row, math.nan, math.nan) for row in table]
 
     monkeypatch.setattr(judging, "told", told)
     common = ["--task", "table", "--checkpoint", folder / "run_0", "--source", folder / "test.csv"]
@@ -250,7 +253,7 @@ def test_options_that_do_not_go_together_are_refused(folder, capsys, tmp_path):
     assert "is what is read" in refused(capsys, evaluate, *tasks, "--json", folder / "test.csv")
     new = ["--source", folder / "test.csv", "--output"]
     assert "is what is read" in refused(capsys, predict, *there, *new, folder / "test.csv")
-    assert "does not tell the form" in refused(capsys, predict, *there, *new, tmp_path / "x.txt")
+    assert "does not tell the form" in refused(capsys, predict, *there, *new, tmp_path / "x.xml")
     checkpoint(encoder("full"), tmp_path / "pretrained")
     other = ["--checkpoint", tmp_path / "pretrained"]
     assert "launch/evaluate.py --data" in refused(capsys, evaluate, *tasks[2:], *other)

@@ -74,18 +74,20 @@ def test_one_class_alone() -> None:
 
 def test_all_are_plain_numbers_and_1_where_all_is_right() -> None:
     labels = np.array([0, 1, 1, 0, 1])
-    for metric in METRICS.values():
+    for name in ("accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman"):
+        metric = METRICS[name]
         assert type(metric(labels, labels)) is float and metric(labels, labels) == pytest.approx(1.0)
 
 
-def test_missing_libraries_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", ["sklearn", "scipy", "sacrebleu", "rouge_score"])
+def test_missing_libraries_are_one_clear_line(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = builtins.__import__
 
-    def importing(name: str, *rest: object) -> object:
-        if name == "sklearn":
-            raise ImportError("No module named 'sklearn'", name="sklearn")
-        return own(name, *rest)  # type: ignore[arg-type]
+    def importing(name: str, *rest: object, **named: object) -> object:
+        if name == missing:
+            raise ImportError(f"No module named '{missing}'", name=missing)
+        return own(name, *rest, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", importing)
-    with pytest.raises(UserError, match=r'sklearn.*pip install "megasparse\[tasks\]"'):
+    with pytest.raises(UserError, match=rf'{missing}.*pip install "megasparse\[tasks\]"'):
         require_metrics()

@@ -50,6 +50,9 @@ class Slow(Body):
         states = torch.where(real.unsqueeze(-1), self.table(read.tokens), torch.nan)
         return states, torch.tensor(0.25)
 
+    def attention(self) -> None:
+        return None
+
 
 def encoded(number: int, length: int, label: int | float | None = 0, towers: int = 1) -> Encoded:
     generator = np.random.default_rng(number)

@@ -1,6 +1,7 @@
 """What is written of a model's answers, and of what is refused nothing at all."""
 
 import csv
+import importlib
 import json
 import math
 from pathlib import Path
@@ -13,8 +14,11 @@ from megasparse.errors import ConfigError, DataError, UserError
 from megasparse.evaluation.outputs import require_writable, whole_file
 from megasparse.tasks import PLACES, build_task
 from megasparse.tasks.encoding import Encoded, Segments
-from megasparse.tasks.predictions import predictions, write_predictions
-from megasparse.tasks.task import Place
+from megasparse.tasks.form import Form
+from megasparse.tasks.predictions import FORMS, predictions, write_predictions
+from megasparse.tasks.scoring import Told
+from megasparse.tasks.task import Place, Task
+from tests.helpers.finetuning import ENCODER, configured, form_for
 
 CLASSES = ["bad", "so, so", "good"]
 
@@ -24,14 +28,37 @@ def encoded(name, label, line=None):
     return Encoded((Segments(ids, ids * 0),), label, Place(Path("new.csv"), line), name)
 
 
+def form_of_labels(labels):
+    return form_for(configured(Path("run"), Path("table.csv"), model=ENCODER, task={"labels": labels}))
+
+
+OF_CLASSES, OF_NUMBERS = form_of_labels(CLASSES), form_of_labels([])
+
+
+def told(*values):
+    return Told(np.array(values), math.nan, math.nan)
+
+
 def told_of_classes():
-    task = build_task(TaskConfig(labels=CLASSES))
-    table = np.array([[1.0, 0.0, -1.0], [0.0, 3.0, 5.0]])
-    return predictions(task, [encoded("a", 2, 2), encoded("b", None)], table)
+    return predictions(
+        OF_CLASSES, [encoded("a", 2, 2), encoded("b", None)], [told(1.0, 0.0, -1.0), told(0.0, 3.0, 5.0)]
+    )
 
 
 def told_of_numbers():
-    return predictions(build_task(TaskConfig(labels=[])), [encoded("7", 2.5, 1)], np.array([[0.1]]))
+    return predictions(OF_NUMBERS, [encoded("7", 2.5, 1)], [told(0.1)])
+
+
+class Lists(Form):
+    """What is told is a list, or an object, or a text."""
+
+    encoder = model = collate = made_up = None
+
+    def answer(self, example, told):
+        return told.tolist()
+
+
+LISTS = Lists(None, None)
 
 
 def test_a_row_has_the_names_of_classes_and_their_probabilities():
@@ -48,8 +75,8 @@ def test_a_row_has_the_names_of_classes_and_their_probabilities():
 
 def test_forms_by_suffix(tmp_path):
     rows = told_of_classes()
-    for suffix in (".jsonl", ".csv", ".tsv"):
-        write_predictions(tmp_path / "new" / f"out{suffix}", rows)
+    for suffix in (".jsonl", ".json", ".csv", ".tsv", ".txt"):
+        write_predictions(tmp_path / "new" / f"out{suffix}", rows, OF_CLASSES)
     assert [json.loads(line) for line in (tmp_path / "new" / "out.jsonl").read_text().splitlines()] == rows
     with open(tmp_path / "new" / "out.csv", newline="") as stream:
         header, *lines = csv.reader(stream)
@@ -57,8 +84,62 @@ def test_forms_by_suffix(tmp_path):
     assert [line[:2] for line in lines] == [["a", "bad"], ["b", "good"]]
     assert [float(value) for value in lines[1][2:]] == list(rows[1]["probabilities"].values())
     assert (tmp_path / "new" / "out.tsv").read_text() == "index\tprediction\na\tbad\nb\tgood\n"
-    write_predictions(tmp_path / "numbers.csv", told_of_numbers())
-    assert (tmp_path / "numbers.csv").read_text() == "name,told\n7,0.1\n"
+    assert json.loads((tmp_path / "new" / "out.json").read_text()) == {"a": "bad", "b": "good"}
+    assert (tmp_path / "new" / "out.txt").read_text() == "bad\ngood\n"
+    for suffix, text in ((".csv", "name,told\n7,0.1\n"), (".txt", "0.1\n")):
+        write_predictions(tmp_path / f"numbers{suffix}", told_of_numbers(), OF_NUMBERS)
+        assert (tmp_path / f"numbers{suffix}").read_text() == text
+    write_predictions(tmp_path / "numbers.json", told_of_numbers(), OF_NUMBERS)
+    assert json.loads((tmp_path / "numbers.json").read_text()) == {"7": 0.1}
+
+
+def test_a_row_of_another_form_has_its_label_and_what_is_told():
+    """Lists, in their order, on the examples' own numbers of values."""
+    rows = predictions(LISTS, [encoded("a", [3.0]), encoded("b", None, 4)], [told(1.0, 2.0), told(0.5)])
+    assert rows == [
+        {"name": "a", "file": "new.csv", "line": None, "label": [3.0], "told": [1.0, 2.0]},
+        {"name": "b", "file": "new.csv", "line": 4, "label": None, "told": [0.5]},
+    ]
+
+
+def test_lists_in_every_form(tmp_path):
+    rows = predictions(LISTS, [encoded("a", None), encoded("b", None)], [told(1.0, 2.0), told(0.5)])
+    for suffix in FORMS:
+        write_predictions(tmp_path / f"out{suffix}", rows, LISTS)
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
+    assert json.loads((tmp_path / "out.json").read_text()) == {"a": [1.0, 2.0], "b": [0.5]}
+    with open(tmp_path / "out.csv", newline="") as stream:
+        header, *lines = csv.reader(stream)
+    assert header == ["name", "told"] and [json.loads(line[1]) for line in lines] == [[1.0, 2.0], [0.5]]
+    assert (tmp_path / "out.tsv").read_text() == "index\tprediction\na\t[1.0, 2.0]\nb\t[0.5]\n"
+
+
+def test_a_text_takes_one_line_and_keeps_its_characters(tmp_path):
+    """So that line i is example i's, whatever is told: as sacreBLEU and MIND's files have it."""
+    texts = ["ein Haus,\n\tein “Baum”\r\n", "", "a\u2028b\x85c\x0bd"]
+    rows = [{"name": str(i), "file": "new.csv", "line": None, "label": None, "told": t} for i, t in enumerate(texts)]
+    write_predictions(tmp_path / "out.txt", rows, LISTS)
+    assert (tmp_path / "out.txt").read_text(encoding="utf-8").split("\n") == ["ein Haus, ein “Baum”", "", "a b c d", ""]
+    write_predictions(tmp_path / "out.json", rows, LISTS)
+    assert json.loads((tmp_path / "out.json").read_text()) == dict(zip("012", texts, strict=True))
+
+
+def test_a_form_has_its_own_line(tmp_path):
+    class Ranks(Lists):
+        def line(self, row):
+            return f"{row['name']} {row['told']}"
+
+    write_predictions(tmp_path / "out.txt", told_of_numbers(), Ranks(None, None))
+    assert (tmp_path / "out.txt").read_text() == "7 0.1\n"
+
+
+def test_a_name_that_comes_twice_is_refused_where_one_would_be_lost(tmp_path):
+    rows = predictions(OF_NUMBERS, [encoded("7", 2.5, 1), encoded("8", 0.5, 2), encoded("7", 1.5, 3)], [told(0.1)] * 3)
+    with pytest.raises(DataError, match=r'^new\.csv:3: .*"7".*twice.*\.jsonl'):
+        write_predictions(tmp_path / "out.json", rows, OF_NUMBERS)
+    assert not list(tmp_path.iterdir())
+    write_predictions(tmp_path / "out.jsonl", rows, OF_NUMBERS)
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
 
 
 def test_what_a_form_cannot_hold_is_refused_and_the_old_file_stays(tmp_path):
@@ -67,10 +148,11 @@ def test_what_a_form_cannot_hold_is_refused_and_the_old_file_stays(tmp_path):
     rows = told_of_classes()
     rows[1]["told"] = "a\tb"
     with pytest.raises(DataError, match="has a tab"):
-        write_predictions(out, rows)
+        write_predictions(out, rows, OF_CLASSES)
     assert out.read_text() == "old"
-    with pytest.raises(ConfigError, match=r'"\.txt" does not tell the form'):
-        write_predictions(tmp_path / "out.txt", rows)
+    for name in ("out.xml", "out"):
+        with pytest.raises(ConfigError, match=rf'"{Path(name).suffix}" does not tell the form'):
+            write_predictions(tmp_path / name, rows, OF_CLASSES)
     assert [path.name for path in tmp_path.iterdir()] == ["out.tsv"]
 
 
@@ -89,7 +171,16 @@ def test_outputs_are_refused_before_the_work(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("name", PLACES)
+def of_texts():
+    """Names of the tasks whose examples are one text, or two."""
+    for name, place in PLACES.items():
+        kinds = vars(importlib.import_module(f"megasparse.tasks.{place}")).values()
+        tasks = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Task)]
+        if any(kind.form in ("labels", "texts") for kind in tasks if getattr(kind, "name", None) == name):
+            yield name
+
+
+@pytest.mark.parametrize("name", of_texts())
 def test_who_predicts_on_texts_is_told_of_how_many(name):
     task = build_task(TaskConfig(name=name, labels=CLASSES if name == "table" else None))
     pairs = {"mnli", "mrpc", "qnli", "qqp", "rte", "stsb", "sts_benchmark", "rte_challenge", "aan"}

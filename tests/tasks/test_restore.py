@@ -2,14 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from megasparse.errors import CheckpointError, ConfigError
-from megasparse.tasks.judging import attention_of
 from megasparse.tasks.predictions import read, told
 from megasparse.tasks.restore import restore_task
-from megasparse.tasks.scoring import measures
+from megasparse.tasks.scoring import answers
+from megasparse.tasks.sentence_polarity import SentencePolarity
 from tests.helpers.finetuning import ENCODER, bert, launch, reviews
 from tests.helpers.hub import checkpoint, encoder
 
@@ -17,7 +18,7 @@ from tests.helpers.hub import checkpoint, encoder
 def scores(run, file):
     found = restore_task(run)
     examples = read(found, list(found.task.read(file)), "new", lambda line: None)
-    return found, measures(found.task, examples, told(found, examples))
+    return found, found.form.measures(examples, answers(found.form, examples, told(found, examples)))
 
 
 def files(folder):
@@ -45,7 +46,7 @@ def test_a_model_of_ours_tells_what_it_told_in_training(trained):
     assert {name: known["scalars"][f"evaluation/{name}"] for name in values} == values
     assert found.checkpoint.step == known["step"]
     assert not found.model.training
-    attention = attention_of(found.model.body)
+    attention = found.model.body.attention()
     assert (attention["pattern"], attention["lsh"]["chunk"]) == (["lsh"], 8)
     assert attention["evaluation_rounds"] == {"lsh": attention["lsh"]["rounds"]}
     assert "yoso" not in attention
@@ -56,7 +57,7 @@ def test_draws_depend_on_the_seed_that_is_given(trained):
     for seed, override in ((None, []), (0, []), (1, []), (None, ["run.seed=1"])):
         found = restore_task(trained / "run", override)
         examples = read(found, list(found.task.read(trained / "validation.csv")), "new", lambda line: None)
-        tables.append(told(found, examples, seed))
+        tables.append(np.stack([each.values for each in told(found, examples, seed)]))
     assert (tables[0] == tables[1]).all()
     assert (tables[2] == tables[3]).all()
     assert (tables[1] != tables[2]).any()
@@ -81,7 +82,7 @@ def test_a_bert_tells_what_it_told_in_training(tmp_path, sections):
     assert {name: known[f"evaluation/{name}"] for name in values} == values
     dtype = torch.bfloat16 if "training" in sections else torch.float32
     assert found.model.head.dense.weight.dtype == dtype
-    assert (attention_of(found.model.body) or {}).get("pattern") == start.get("attention", {}).get("pattern")
+    assert (found.model.body.attention() or {}).get("pattern") == start.get("attention", {}).get("pattern")
     (tmp_path / "run" / "start" / "tokenizer.json").write_bytes(
         (tmp_path / "bert" / "tokenizer.json").read_bytes() + b"\n"
     )
@@ -127,6 +128,15 @@ def test_another_task_takes_its_place_only_with_the_same_classes(trained):
         restore_task(trained / "run", task="listops")
     with pytest.raises(ConfigError, match='no task "tabel"'):
         restore_task(trained / "run", task="tabel")
+
+
+def test_a_task_of_another_form_is_refused(trained, monkeypatch):
+    """Although it has the same classes."""
+    monkeypatch.setattr(SentencePolarity, "form", "texts")
+    monkeypatch.setattr(SentencePolarity, "classes", ("bad", "good"))
+    message = r'--task: "sentence_polarity" has other inputs than "table", which.*Give --task table'
+    with pytest.raises(ConfigError, match=message):
+        restore_task(trained / "run", task="sentence_polarity")
 
 
 def test_overrides_are_checked(trained):

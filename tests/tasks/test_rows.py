@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import zipfile
 
 import pytest
 
@@ -183,3 +184,38 @@ def test_a_missing_column_is_named_with_its_nearest(file):
     with pytest.raises(DataError) as caught:
         field({"text": "a", "label": "b"}, "texts", place)
     assert str(caught.value) == f'{file}:3: has no column "texts". Did you mean "text"?'
+
+
+def archive(file, *members):
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as out:
+        for name, content in members:
+            out.writestr(name, content)
+    return file
+
+
+def test_the_one_file_of_a_zip_archive_is_read_where_it_is(tmp_path):
+    file = archive(tmp_path / "a.zip", ("inner/", ""), ("inner/rows.csv", '\ufefftext,label\r\n"é\nb",1\n'.encode()))
+    assert [(str(place), row) for place, row in comma_separated(file)] == [
+        (f"{file}:2", {"text": "é\nb", "label": "1"})
+    ]
+    assert [line for _, line in lines(file)] == ["text,label", '"é', 'b",1']
+    assert [path.name for path in tmp_path.iterdir()] == ["a.zip"]
+
+
+@pytest.mark.parametrize("members", [[], [("a.csv", "x"), ("b.csv", "x")]])
+def test_a_zip_archive_of_none_or_several_files_is_refused(tmp_path, members):
+    message = refusal(lines, archive(tmp_path / "a.zip", *members))
+    assert message.startswith(f"{tmp_path / 'a.zip'}: has {len(members)} files, where one is read")
+
+
+def test_a_damaged_zip_archive_is_refused(tmp_path):
+    file = archive(tmp_path / "a.zip", ("a.csv", "".join(f"{n * n}\n" for n in range(1000))))
+    whole = file.read_bytes()
+    for content in (whole[:-30], whole[:200] + bytes([whole[200] ^ 8]) + whole[201:], b"no archive"):
+        file.write_bytes(content)
+        assert refusal(lines, file).startswith(f"{file}: cannot be read (")
+    encrypted = bytearray(whole)
+    for mark, offset in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        encrypted[whole.index(mark) + offset] |= 1
+    file.write_bytes(encrypted)
+    assert "encrypted" in refusal(lines, file)

@@ -11,10 +11,11 @@ import torch
 from transformers import BertModel
 
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks import scoring
 from megasparse.tasks.encoding import Encoded
+from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import open_run
+from megasparse.tasks.scoring import answers, tell
 from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.ranks import Ranks
 from megasparse.training.run_folder import list_checkpoints
@@ -91,8 +92,8 @@ def test_a_finished_runs_checkpoint_tells_what_the_run_told(name: str, place: Pa
     found = restore_task(run)
     assert found.checkpoint.step == best["step"]
     made = opened(run, place / "reviews.csv", **starts(place)[name])
-    told = scoring.tell(found.model, made.validation, found.config, Ranks())
-    measured = scoring.measures(found.task, made.validation, told)
+    told = tell(found.model, found.form, made.validation, found.config, Ranks())
+    measured = found.form.measures(made.validation, answers(found.form, made.validation, told))
     assert measured == {name: best["scalars"][f"evaluation/{name}"] for name in ("accuracy", "macro_f1")}
 
 
@@ -100,7 +101,7 @@ def test_a_finished_runs_checkpoint_tells_what_the_run_told(name: str, place: Pa
 def told_metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """What validations tell in turn as accuracy, in place of what they measure."""
     values: list[float] = []
-    monkeypatch.setitem(scoring.METRICS, "accuracy", lambda labels, told: values.pop(0))
+    monkeypatch.setitem(METRICS, "accuracy", lambda labels, told: values.pop(0))
     yield values
 
 

@@ -1,20 +1,25 @@
 """What a model tells of examples, over batches and ranks, and the validation that the training loop calls."""
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megasparse.config.finetuning import FinetuneConfig
 from megasparse.tasks.batches import Inputs
 from megasparse.tasks.encoding import Encoded, Segments
-from megasparse.tasks.scoring import answers, measures, tell, validation
+from megasparse.tasks.form import Form
+from megasparse.tasks.scoring import Told, answers, tell, validation
 from megasparse.tasks.task import Place
 from megasparse.training.ranks import Ranks
 from megasparse.training.watch import StopWanted, Watch
-from tests.helpers.finetuning import configured, opened, reviews, table
+from tests.helpers.finetuning import ENCODER, configured, form_for, opened, our_body, reviews, table
 from tests.helpers.ranks_in_threads import run_in_threads
 
 LENGTHS = [3, 40, 1, 17, 17, 8, 25]
@@ -26,6 +31,12 @@ def examples() -> list[Encoded]:
         ids = np.full(length, number)
         made.append(Encoded((Segments(ids, ids * 0),), number % 2, Place(Path("made"), 1), str(number)))
     return made
+
+
+def settled(folder: Path, labels: Sequence[str] = ("no", "yes"), batch: int = 4) -> FinetuneConfig:
+    """Of a task of given classes, or numbers."""
+    task = {"labels": list(labels), "max_length": 128}
+    return configured(folder / "run", folder / "none.csv", model=ENCODER, task=task, evaluation={"batch": batch})
 
 
 class Score:
@@ -44,11 +55,11 @@ class Score:
 @pytest.mark.parametrize("batch", [1, 2, 3, 16])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_example_is_told_its_own_on_every_rank(tmp_path: Path, batch: int, ranks: int) -> None:
-    config = configured(tmp_path, tmp_path, start={"huggingface": "x"}, evaluation={"batch": batch})
+    config = settled(tmp_path, batch=batch)
 
     def work(own: Ranks) -> tuple[list[Any], list[Any]]:
         score = Score()
-        return tell(score, examples(), config, own).tolist(), score.batches
+        return [each.values.tolist() for each in tell(score, form_for(config), examples(), config, own)], score.batches
 
     found = run_in_threads(work, ranks) if ranks > 1 else [work(Ranks())]
     assert not [each for each in found if isinstance(each, Exception)]
@@ -60,34 +71,35 @@ def test_every_example_is_told_its_own_on_every_rank(tmp_path: Path, batch: int,
 
 
 def test_the_longest_come_first_and_batches_have_little_padding(tmp_path: Path) -> None:
-    config, score = configured(tmp_path, tmp_path, start={"huggingface": "x"}, evaluation={"batch": 2}), Score()
-    told = tell(score, examples(), config, Ranks())
-    assert told.dtype == np.float64 and [width for _, width in score.batches] == [40, 24, 8, 8]
+    config, score = settled(tmp_path, batch=2), Score()
+    told = tell(score, form_for(config), examples(), config, Ranks())
+    assert {each.values.dtype for each in told} == {np.dtype(np.float64)}
+    assert [width for _, width in score.batches] == [40, 24, 8, 8]
 
 
 def test_a_pause_comes_before_each_batch(tmp_path: Path) -> None:
-    config, score, pauses = configured(tmp_path, tmp_path, start={"huggingface": "x"}), Score(), []
-    tell(score, examples(), config, Ranks(), lambda: pauses.append(len(score.batches)))
+    config, score, pauses = settled(tmp_path), Score(), []
+    tell(score, form_for(config), examples(), config, Ranks(), lambda: pauses.append(len(score.batches)))
     assert pauses == [0, 1]
 
 
-class Given:
-    """A task that tells classes, or numbers."""
-
-    def __init__(self, classes: tuple[str, ...] | None, *metrics: str):
-        self.classes, self.metrics = classes, metrics
+def of(*rows: list[float]) -> list[Told]:
+    return [Told(np.array(row), math.nan, math.nan) for row in rows]
 
 
-def test_answers_and_measures() -> None:
+def test_answers_and_measures(tmp_path: Path) -> None:
     made = examples()[:4]  # labels 0 1 0 1
-    told = np.array([[2.0, 1.0], [0.0, 3.0], [-1.0, 0.5], [-5.0, -4.0]])
-    task: Any = Given(("no", "yes"), "accuracy", "f1")
-    assert answers(task, told).tolist() == [0, 1, 1, 1]
-    assert measures(task, made, told) == {"accuracy": 0.75, "f1": pytest.approx(2 * 2 / (2 * 2 + 1))}
-    task = Given(None, "pearson")
-    numbers = np.array([[1.0], [3.0], [0.0], [2.0]])
-    assert answers(task, numbers).tolist() == [1.0, 3.0, 0.0, 2.0]
-    assert measures(task, made, numbers) == {"pearson": pytest.approx(np.corrcoef([0, 1, 0, 1], [1, 3, 0, 2])[0, 1])}
+    told = of([2.0, 1.0], [0.0, 3.0], [-1.0, 0.5], [-5.0, -4.0])
+    form = form_for(settled(tmp_path))
+    form.task.metrics = ("accuracy", "f1")
+    found = answers(form, made, told)
+    assert found == [0, 1, 1, 1]
+    assert form.measures(made, found) == {"accuracy": 0.75, "f1": pytest.approx(2 * 2 / (2 * 2 + 1))}
+    form = form_for(settled(tmp_path, labels=[]))
+    form.task.metrics = ("pearson",)
+    found = answers(form, made, of([1.0], [3.0], [0.0], [2.0]))
+    assert found == [1.0, 3.0, 0.0, 2.0]
+    assert form.measures(made, found) == {"pearson": pytest.approx(np.corrcoef([0, 1, 0, 1], [1, 3, 0, 2])[0, 1])}
 
 
 class FakeEngine:
@@ -114,7 +126,8 @@ def test_validation_comes_when_it_is_due_and_tells_the_tasks_loss_and_metrics(tm
     due = {step: validate(step) for step in range(1, 7)}
     assert [step for step in due if due[step]] == [4, 6] and run.model.training
     assert due[4] == due[6] and set(due[4]) == {"evaluation/loss", "evaluation/accuracy", "evaluation/macro_f1"}
-    told = torch.from_numpy(tell(FakeEngine(run.model.eval()).evaluate, run.validation, run.config, Ranks()))
+    table = tell(FakeEngine(run.model.eval()).evaluate, run.form, run.validation, run.config, Ranks())
+    told = torch.from_numpy(np.stack([each.values for each in table]))
     labels = [each.label for each in run.validation]
     nats = [-math.log(torch.softmax(row, 0)[int(label or 0)].item()) for row, label in zip(told, labels, strict=True)]
     assert due[4]["evaluation/loss"] == pytest.approx(sum(nats) / len(nats))
@@ -134,5 +147,78 @@ def test_a_stop_breaks_a_validation_off_and_training_goes_on(tmp_path: Path) -> 
     assert run.model.training
     found = validation(run, engine, Watch())(2)  # type: ignore[arg-type]
     (label,) = [each.label for each in run.validation]
-    told = tell(FakeEngine(run.model.eval()).evaluate, run.validation, run.config, Ranks())
-    assert found["evaluation/loss"] == pytest.approx((told[0, 0] - label) ** 2) and found["evaluation/pearson"] == 0.0
+    (told,) = tell(FakeEngine(run.model.eval()).evaluate, run.form, run.validation, run.config, Ranks())
+    assert (
+        found["evaluation/loss"] == pytest.approx((told.values[0] - label) ** 2) and found["evaluation/pearson"] == 0.0
+    )
+
+
+class Weighted(Form):
+    """Tells an example its number as often as it has tokens, at a cost and a weight that are its own."""
+
+    encoder = model = made_up = None  # type: ignore[assignment]
+
+    def collate(self, examples: Sequence[Encoded]) -> Any:
+        pairs = [(int(example.name), example.length) for example in examples]
+        return SimpleNamespace(to=lambda device: pairs)
+
+    def answer(self, example: Encoded, told: np.ndarray) -> list[float]:
+        return told.tolist()
+
+    def measures(self, examples: Sequence[Encoded], answers: Sequence[Any]) -> dict[str, float]:
+        return {"numbers": sum(len(answer) for answer in answers)}
+
+
+COSTS, WEIGHTS = [7.0, 1.5, 0.0, 4.0, 2.5, 11.0, 0.25], [3.0, 40.0, 0.0, 17.0, 1.0, 8.0, 25.0]
+
+
+class OfUnequalWeight(torch.nn.Module):
+    def forward(self, batch: list[tuple[int, int]], draws: Any) -> tuple[Any, dict[str, Any]]:
+        assert draws.samples.tolist() == [number for number, _ in batch]
+        return None, {
+            "told": [torch.full((1, length), float(number)) for number, length in batch],
+            "costs": torch.tensor([COSTS[number] for number, _ in batch]),
+            "weights": torch.tensor([WEIGHTS[number] for number, _ in batch]),
+        }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_validations_loss_is_the_sum_of_costs_by_that_of_weights(tmp_path: Path, size: int, ranks: int) -> None:
+    """Whatever batches and ranks they are in; a batch that is scored twice, so that ranks have equally many, counts
+    once. What is told is of each example's own length.
+    """
+    config = settled(tmp_path, batch=size)
+    config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 1})})
+    form: Any = Weighted(form_for(config).task, config)
+
+    def work(own: Ranks) -> tuple[dict[str, float], list[Told]]:
+        engine: Any = FakeEngine(OfUnequalWeight())
+        engine.ranks = own
+        run: Any = SimpleNamespace(config=config, form=form, validation=examples())
+        found = validation(run, engine, Watch())(1)
+        return found, tell(engine.module.eval(), form, examples(), config, own)
+
+    told = run_in_threads(work, ranks) if ranks > 1 else [work(Ranks())]
+    assert not [each for each in told if isinstance(each, Exception)]
+    for found, rows in told:
+        assert found == {"evaluation/loss": pytest.approx(26.25 / 94), "evaluation/numbers": sum(LENGTHS)}
+        assert [(each.cost, each.weight) for each in rows] == list(zip(COSTS, WEIGHTS, strict=True))
+        expected = [[float(number)] * length for number, length in enumerate(LENGTHS)]
+        assert answers(form, examples(), rows) == expected
+
+
+@pytest.mark.parametrize("labels", [("no", "yes"), ()])
+def test_costs_are_those_of_the_definition_and_nan_without_labels(tmp_path: Path, labels: tuple[str, ...]) -> None:
+    config = settled(tmp_path, labels)
+    form = form_for(config)
+    model = form.model(our_body()).eval()
+    unlabelled = [dataclasses.replace(example, label=None) for example in examples()]
+    with torch.no_grad():
+        known, unknown = (tell(model, form, each, config, Ranks()) for each in (examples(), unlabelled))
+    for example, one, other in zip(examples(), known, unknown, strict=True):
+        assert (one.values == other.values).all() and one.weight == 1.0
+        assert math.isnan(other.cost) and math.isnan(other.weight)
+        logits = one.values
+        nats = np.logaddexp.reduce(logits) - logits[example.label] if labels else (logits[0] - example.label) ** 2
+        assert one.cost == pytest.approx(nats, rel=1e-5)

@@ -28,13 +28,23 @@ from megasparse.hub.export import to_hf
 from megasparse.hub.replace import mechanisms, replace_attention
 from megasparse.hub.replaced_folder import save_replaced
 from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.tasks import start as starts
 from megasparse.tasks.batches import Padded, collate
 from megasparse.tasks.bodies import Body, HuggingFaceBody, MegasparseBody
-from megasparse.tasks.start import Start, open_start, rebuild
+from megasparse.tasks.start import Start, rebuild
 from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
 from megasparse.training.ranks import Ranks
 from megasparse.training.saving import Saver
-from tests.helpers.finetuning import ENCODER, bert, bert_tokenizer, configured, opened, reviews, write_tokenizer
+from tests.helpers.finetuning import (
+    ENCODER,
+    bert,
+    bert_tokenizer,
+    configured,
+    form_for,
+    opened,
+    reviews,
+    write_tokenizer,
+)
 from tests.helpers.hub import checkpoint, decoder, encoder
 from tests.helpers.models import attention, small_pair
 
@@ -47,7 +57,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def config_of(folder: Path, start: dict[str, Any], **sections: Any) -> FinetuneConfig:
-    return configured(folder / "run", folder / "table.csv", start=start, **sections)
+    task = {"labels": ["bad", "good"], **sections.pop("task", {})}
+    return configured(folder / "run", folder / "table.csv", start=start, task=task, **sections)
+
+
+def open_start(config: FinetuneConfig, labels: int) -> Start:
+    """For the form of its task."""
+    return starts.open_start(config, form_for(config), labels)
 
 
 def read_of(vocabulary: int = 40, length: int = 24) -> Padded:
@@ -102,7 +118,7 @@ def built_again(start: Start, config: FinetuneConfig, run: Path, origin: Path | 
     path = saver.finish() or run / "checkpoints" / "00000001"
     if origin is not None:
         shutil.move(origin, origin.with_name("moved"))
-    body, tokenizer = rebuild(run)
+    body, tokenizer = rebuild(run, form_for(config))
     load_weights(Module(body), Checkpoint.open(path))
     assert tokenizer.sha256 == start.tokenizer.sha256
     assert (body.causal, body.width, body.longest, body.vocabulary, body.task_weight) == (
@@ -353,15 +369,15 @@ def test_other_mistakes_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"kind": "megasparse"}', b"null"])
 def test_a_damaged_record_is_refused(content: bytes | None, tmp_path: Path) -> None:
-    start = open_start(config_of(tmp_path, {}, model=ENCODER), 2)
-    start.write(tmp_path)
+    config = config_of(tmp_path, {}, model=ENCODER)
+    open_start(config, 2).write(tmp_path)
     record = tmp_path / "start" / "body.json"
     if content is None:
         record.unlink()
     else:
         record.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"body\.json: cannot be read .*Copy the run's folder again"):
-        rebuild(tmp_path)
+        rebuild(tmp_path, form_for(config))
 
 
 def test_the_record_of_a_tokenizer(tmp_path: Path) -> None:
@@ -393,6 +409,16 @@ def test_a_pooler_that_is_not_there_is_refused(tmp_path: Path) -> None:
     table = reviews(tmp_path / "reviews.csv", 24)
     with pytest.raises(ConfigError, match=r"head\.pooling: \"pooler\", and the pretrained model has none"):
         opened(tmp_path / "run", table, model=ENCODER, head={"pooling": "pooler"})
+
+
+def test_a_pooler_fits_a_head_of_its_width_alone(tmp_path: Path) -> None:
+    folder, table = bert(tmp_path / "with_pooler"), reviews(tmp_path / "reviews.csv", 24)
+    start = {"huggingface": str(folder)}
+    for hidden in (0, 32):
+        run = opened(tmp_path / "run", table, start=start, head={"pooling": "pooler", "hidden": hidden})
+        assert run.config.head.pooling == "pooler"
+    with pytest.raises(ConfigError, match=r"head\.pooling: \"pooler\" is as wide as the model"):
+        opened(tmp_path / "run", table, start=start, head={"pooling": "pooler", "hidden": 16})
 
 
 def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import transformers
 
 from megasparse.tasks import build_task
 from megasparse.tasks.run import open_run, read_examples
+from megasparse.tasks.table import Table
 from tests.helpers.finetuning import bert, configured, launch, reviews, settings, table
 from tools.finetune_with_trainer import main
 
@@ -159,6 +160,15 @@ def test_what_is_refused(
         main(["--config", str(file), *(word for each in overrides for word in ("--set", each))])
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert caught.value.code == 2 and last.startswith("error: ") and said in last
+
+
+def test_a_task_of_another_form_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Table, "form", "texts")
+    with pytest.raises(SystemExit):
+        main(["--config", str(configuration(place, tmp_path / "run.json"))])
+    assert 'task.name: "table" tells neither classes nor numbers. Give a task' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"metric": "evaluation/f1", "value": 0.5, "step": 1}'])

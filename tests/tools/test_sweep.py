@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -123,6 +124,22 @@ def test_every_combination_runs_on_every_seed_and_the_best_mean_is_told(folder, 
     assert rows[2] == "| learning_rate=2e-05,epochs=4 | 0.2390 | 0.0010 | 3 | best |"
     assert len(rows) == 6 and all(row.endswith("| 3 |  |") for row in rows[3:])
     assert "12/12 learning_rate=2e-05,epochs=4 seed 2: accuracy 0.2380" in told.err
+
+
+def test_the_lowest_mean_of_an_error_is_the_best(folder, capsys, monkeypatch):
+    """Whether best.json names it as the launcher does or not."""
+    monkeypatch.setattr(sweep, "LOWER_IS_BETTER", ("accuracy",))
+    for name in ("accuracy", "evaluation/accuracy"):
+        stand_in = folder / "stand_in.py"
+        stand_in.write_text(stand_in.read_text().replace('"metric": "accuracy"', f'"metric": "{name}"'))
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        assert run(folder, "--seeds", 2) == 0
+        result = written(folder)
+        assert result["best"] == {"optimizer.learning_rate": 1e-5, "training.epochs": 3}
+        means = [each["mean"] for each in result["combinations"]]
+        assert means == sorted(means) and len(set(means)) == 4
+        rows = capsys.readouterr().out.splitlines()
+        assert rows[2] == "| learning_rate=1e-05,epochs=3 | 0.1295 | 0.0007 | 2 | best |"
 
 
 def test_what_is_done_is_not_repeated_and_more_is_added(folder, capsys):

@@ -7,9 +7,9 @@ from pathlib import Path
 from megasparse.training.selection import Selection
 
 
-def noted(values: list[float], patience: int = 0) -> Selection:
+def noted(values: list[float], patience: int = 0, lower: bool = False) -> Selection:
     """After evaluations at steps 10, 20, ..."""
-    selection = Selection("evaluation/f1", patience)
+    selection = Selection("evaluation/f1", patience, lower)
     for number, value in enumerate(values, start=1):
         selection.note(10 * number, {"evaluation/f1": value, "evaluation/loss": number, "train/loss": 9.0})
     return selection
@@ -40,6 +40,36 @@ def test_nan_is_worse_than_anything() -> None:
     assert (selection.step, selection.value, selection.without_better) == (20, -1.0, 1)
     assert not selection.exhausted
     assert noted([math.nan, math.nan], patience=2).exhausted
+
+
+def test_the_best_of_an_error_is_the_first_of_the_lowest() -> None:
+    selection = noted([0.5, 0.2, 0.2, 0.4, 0.2], lower=True)
+    assert (selection.step, selection.value, selection.without_better) == (20, 0.2, 3)
+    assert selection.scalars == {"evaluation/f1": 0.2, "evaluation/loss": 2}
+    selection = Selection("evaluation/f1", lower=True)
+    values = [0.0, 0.0, -0.0, -0.5, 1.0, -0.5, -math.inf]
+    told = [selection.note(step, {"evaluation/f1": value}) for step, value in enumerate(values)]
+    assert told == [True, False, False, True, False, False, True]
+
+
+def test_nan_is_worse_than_any_error() -> None:
+    assert noted([math.nan], lower=True).step is None
+    selection = noted([math.nan, 9.0, math.nan, 8.0, math.nan], patience=2, lower=True)
+    assert (selection.step, selection.value, selection.without_better) == (40, 8.0, 1)
+    assert not selection.exhausted and noted([3.0, math.nan, math.nan], patience=2, lower=True).exhausted
+    assert noted([math.nan, math.inf], lower=True).value == math.inf
+
+
+def test_a_resumed_run_goes_on_with_the_lowest() -> None:
+    values = [0.4, 0.1, 0.2, 0.1, 0.3]
+    for stop in range(len(values)):
+        resumed = Selection("evaluation/f1", 3, lower=True)
+        resumed.restore(json.loads(json.dumps(noted(values[:stop], 3, lower=True).state())))
+        for number in range(stop, len(values)):
+            step = 10 * (number + 1)
+            resumed.note(step, {"evaluation/f1": values[number], "evaluation/loss": number + 1})
+        assert resumed.state() == noted(values, 3, lower=True).state()
+        assert resumed.step == 20 and resumed.exhausted
 
 
 def test_patience() -> None:

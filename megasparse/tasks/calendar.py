@@ -1,0 +1,57 @@
+"""Dates of a series' rows: one each step, and what a model is told of each. N rows."""
+
+from datetime import datetime, timedelta
+
+import numpy as np
+
+from megasparse.errors import DataError
+from megasparse.tasks.task import Place
+
+HOUR, DAY = 3600.0, 86400.0
+"""Seconds."""
+MEND = "Put the rows in order of time, one each step, and fill the gaps"
+
+
+def date(text: str, place: Place) -> datetime:
+    """Raises DataError for what is no date and time, or one of a time zone, whose days are not equally long."""
+    try:
+        found = datetime.fromisoformat(text.strip())
+    except ValueError:
+        problem = f'"{text[:80]}" is no date and time'
+        raise DataError(str(place), problem, "Write it as 2016-07-01 13:00:00") from None
+    if found.tzinfo is not None:
+        raise DataError(str(place), f'"{text[:80]}" names a time zone', "Give all times in one zone, without its name")
+    return found
+
+
+def require_step(earlier: datetime, later: datetime, step: timedelta | None, place: Place) -> timedelta:
+    """The step from a row to the next, where it is `step`, or that is not known yet. Raises DataError."""
+    own = later - earlier
+    if own <= timedelta(0):
+        raise DataError(str(place), f"{later} comes after {earlier}, which is no earlier", MEND)
+    if step is not None and own != step:
+        raise DataError(str(place), f"{later} is {own} after the row before it, where a step is {step}", MEND)
+    return own
+
+
+def features(dates: np.ndarray, step: float) -> np.ndarray:
+    """Informer's (Zhou et al. 2020) of dates (N,) datetime64, each from −1/2 to 1/2, float64 (N, 4): hour of the
+    day/23, day of the week/6 (from Monday), day of the month/30 and day of the year/365 (both counted from 0), less 1/2
+    each. Where a step (in seconds) is no whole number of hours (N, 5), the first the minute of the hour/59.
+    """
+    days = dates.astype("datetime64[D]")
+    minutes = (dates - days) // np.timedelta64(1, "m")
+    parts = [
+        (minutes // 60, 23),
+        ((days.astype(np.int64) + 3) % 7, 6),  # 1970-01-01 was a Thursday
+        ((days - days.astype("datetime64[M]")).astype(np.int64), 30),
+        ((days - days.astype("datetime64[Y]")).astype(np.int64), 365),
+    ]
+    if step % HOUR:
+        parts.insert(0, (minutes % 60, 59))
+    return np.stack([values / largest - 0.5 for values, largest in parts], axis=1)
+
+
+def season(step: float) -> int | None:
+    """Rows a day; None where a day is no two or more whole steps."""
+    return round(DAY / step) if step <= DAY / 2 and DAY % step == 0 else None

@@ -1,0 +1,103 @@
+"""A pretrained body that scores the candidates of a question. B batch, L length, K candidates, E width."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.ops.random import Draws, derive, dropout
+from megasparse.tasks import batches
+from megasparse.tasks.batches import Inputs
+from megasparse.tasks.bodies import Body
+from megasparse.tasks.encoding import Encoded
+from megasparse.tasks.model import DEVIATION
+
+
+@dataclass(frozen=True)
+class EncodedChoice(Encoded):
+    marks: np.ndarray
+    """int64 (K,): where in the sequence each candidate's score is read."""
+    candidates: tuple[str, ...]
+    """Their texts."""
+
+    def content(self) -> Iterator[bytes]:
+        yield from super().content()
+        yield self.marks.tobytes()
+
+
+@dataclass(frozen=True)
+class ChoiceBatch:
+    """A micro-batch of questions."""
+
+    inputs: Inputs
+    """One sequence an example; labels are numbers of candidates."""
+    marks: Tensor
+    """int64 (B, K): of each example those of its own candidates, then -1."""
+
+    def to(self, device: torch.device) -> "ChoiceBatch":
+        return ChoiceBatch(self.inputs.to(device), self.marks.to(device))
+
+    def numel(self) -> int:
+        """Tokens read, padding left out."""
+        return self.inputs.numel()
+
+
+def collate(examples: Sequence[EncodedChoice], limit: int) -> ChoiceBatch:
+    """limit: tokens of the longest sequence that the model takes."""
+    marks = np.full((len(examples), max(len(each.marks) for each in examples)), -1)
+    for row, each in enumerate(examples):
+        marks[row, : len(each.marks)] = each.marks
+    return ChoiceBatch(batches.collate(examples, limit), torch.from_numpy(marks))
+
+
+class ChoiceModel(nn.Module):
+    """A candidate's score is w·dropout(h), h the body's final state at its mark, as Longformer's model of WikiHop has
+    it (Beltagy et al. 2020); p = softmax of the scores of an example's own candidates.
+    """
+
+    uneven = False
+
+    def __init__(self, body: Body, rate: float, seed: int):
+        """rate: of dropout."""
+        super().__init__()
+        self.body, self.rate = body, rate
+        self.output = nn.Linear(body.width, 1, bias=False)  # a softmax does not see a bias
+        generator = torch.Generator().manual_seed(derive(seed, "initial head", "choice") >> 1)
+        with torch.no_grad():
+            self.output.weight.copy_(torch.randn(self.output.weight.shape, generator=generator) * DEVIATION)
+
+    def forward(self, batch: ChoiceBatch, draws: Draws) -> tuple[Tensor, dict[str, Any]]:
+        """The objective, mean cross-entropy in nats of an example, and what the mechanisms add; and statistics: those
+        of tasks/form.py, an example weighing 1, and `accuracy`. `told`: of each example (its K,), fp32. Without labels
+        the loss is 0.
+        """
+        scores, auxiliary = self.scores(batch, draws)
+        labels, count = batch.inputs.labels, torch.tensor(float(len(scores)), device=scores.device)
+        loss, found = torch.zeros((), device=scores.device), {"tokens": count}
+        if labels is not None:
+            costs = F.cross_entropy(scores, labels, reduction="none")
+            found["accuracy"] = (scores.argmax(1) == labels).float().mean()
+            loss = costs.mean()
+            if not draws.training:
+                found |= {"costs": costs, "weights": torch.ones_like(costs)}
+        found["nats"] = loss.detach() * count
+        weight: Any = self.body.task_weight
+        if draws.training:
+            return weight * loss + auxiliary, found
+        own = (batch.marks >= 0).sum(1).tolist()
+        return weight * loss + auxiliary, {**found, "told": [row[:k] for row, k in zip(scores, own, strict=True)]}
+
+    def scores(self, batch: ChoiceBatch, draws: Draws) -> tuple[Tensor, Tensor]:
+        """(B, K) fp32, -inf where an example has no candidate; and the mechanisms' losses."""
+        states, auxiliary = self.body(batch.inputs.sequences[0], draws, None)
+        rows = torch.arange(len(states), device=states.device).unsqueeze(1)
+        marked = states[rows, batch.marks.clamp(min=0)].to(self.output.weight.dtype)
+        if draws.training:
+            key, places = draws.key(-1, "choice dropout"), draws.rows(marked.shape[1], marked.device)
+            marked = dropout(marked, self.rate, key, places)
+        scores = self.output(marked).squeeze(-1).float()
+        return scores.masked_fill(batch.marks < 0, -torch.inf), auxiliary

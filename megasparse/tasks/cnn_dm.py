@@ -1,0 +1,69 @@
+"""CNN/DailyMail: news, and what their editors made of them in a few lines (Hermann et al. 2015, See et al. 2017)."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from megasparse.errors import DataError
+from megasparse.tasks.parallel_text import ParallelText
+from megasparse.tasks.rows import lines
+from megasparse.tasks.task import Example, Place, existing
+from megasparse.tasks.text_task import ROUGE
+
+LISTS = {"train": ["all_train.txt"], "validation": ["all_val.txt"], "test": ["all_test.txt"]}
+STORIES = ("cnn/stories", "dailymail/stories", "cnn_stories_tokenized", "dm_stories_tokenized")
+HIGHLIGHT = "@highlight"
+
+
+class CNNDailyMail(ParallelText):
+    """The stories as they are downloaded (cnn/stories/*.story, dailymail/stories/*.story) or tokenised
+    (cnn_stories_tokenized/, dm_stories_tokenized/), and beside them, or in url_lists/, the splits of See et al.:
+    all_train.txt, all_val.txt, all_test.txt, a URL a line, whose sha1 is the name of its story.
+
+    A story is the lines before the first @highlight, with a space between them; its summary the highlights, each on
+    a line of its own. Case is kept, and no full stop is added to a highlight, where See et al. write lower case and
+    add one: ROUGE sees neither.
+    Else the form of a line a story: train.source and train.target, val, test. There a summary is one line, so that
+    rougeLsum is rougeL.
+
+    A .story file is an example too, without a label where it has no highlights.
+    """
+
+    name = "cnn_dm"
+    metrics = ROUGE
+
+    def sides(self) -> tuple[str, str]:
+        return "source", "target"
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return existing(folder, LISTS) or existing(folder / "url_lists", LISTS) or self.placed(folder)
+
+    def read(self, file: Path) -> Iterator[Example]:
+        if file.suffix == ".story":
+            yield story(file)
+        elif file.name in (name for names in LISTS.values() for name in names):
+            for place, url in lines(file):
+                yield story(_place_of(url, place))
+        else:
+            yield from super().read(file)
+
+
+def story(file: Path) -> Example:
+    """Raises DataError where it cannot be read."""
+    found = [line.strip() for _, line in lines(file)]
+    end = found.index(HIGHLIGHT) if HIGHLIGHT in found else len(found)
+    told = [line for line in found[end:] if line and line != HIGHLIGHT]
+    text = " ".join(line for line in found[:end] if line)
+    return Example((text,), "\n".join(told) or None, Place(file), file.stem)
+
+
+def _place_of(url: str, place: Place) -> Path:
+    """The story of a URL of a list."""
+    name = hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() + ".story"
+    above = place.file.parent
+    folders = [root / inner for root in (above, above.parent) for inner in STORIES]
+    for folder in folders:
+        if (folder / name).exists():
+            return folder / name
+    mend = f"Put all stories into {', '.join(STORIES[:2])} beside the lists"
+    raise DataError(str(place), f"there is no {name} of {url[:80]}", mend)

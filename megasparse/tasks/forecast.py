@@ -1,0 +1,122 @@
+"""Tasks that forecast the rows of a table. L rows read, H told, T columns told."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.schema import ModelConfig
+from megasparse.errors import ConfigError
+from megasparse.tasks.bodies import Body
+from megasparse.tasks.encoding import Counts, Encoded, Encoder
+from megasparse.tasks.forecaster import ForecastBody, Forecaster, Windows
+from megasparse.tasks.form import Form
+from megasparse.tasks.series import Series
+from megasparse.tasks.task import Example, Task
+
+
+@dataclass(frozen=True)
+class Window(Encoded):
+    values: np.ndarray
+    """float64 (L, C): the rows read, scaled; of the task's columns, those that the model reads first."""
+    marks: np.ndarray
+    """float64 (L + H, F): time features."""
+
+    @property
+    def length(self) -> int:
+        return len(self.values)
+
+    def content(self) -> Iterator[bytes]:
+        for part in (self.values, self.marks, self.label):
+            yield f"{part.shape}\n".encode()
+            yield np.ascontiguousarray(part).tobytes()
+
+
+class WindowCounts(Counts):
+    def lines(self, split: str, limit: int) -> list[str]:
+        return [f"{split}: {self.examples:,} windows of {limit:,} rows"]
+
+
+class WindowEncoder(Encoder):
+    """Takes examples as they are: the task has scaled them, and all are equally long."""
+
+    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
+        self.counts = WindowCounts(longest=self.config.max_length)
+        for example in examples:
+            self.counts.examples += 1
+            values, marks = (part for part in example.inputs if isinstance(part, np.ndarray))
+            yield Window((), example.label, example.place, example.name, values, marks)
+
+
+class ForecastForm(Form):
+    """Mean squared error; answers and labels are float64 (H, T), scaled, as the metrics are. Predictions are in the
+    file's own units.
+    """
+
+    two_sided = True
+
+    def __init__(self, task: Task, config: FinetuneConfig):
+        super().__init__(task, config)
+        assert isinstance(task, Series)
+        self.series, settings = task, config.task.forecast
+        for key, value in (("checkpoint", config.start.checkpoint), ("huggingface", config.start.huggingface)):
+            if value is not None:
+                problem = "given, and no pretrained model reads rows of numbers"
+                raise ConfigError(f"start.{key}", problem, "Give a `model`, which is trained from its initial weights")
+        if settings.overlap > config.task.max_length:
+            problem = f"{settings.overlap} rows are more than the task.max_length = {config.task.max_length} read"
+            raise ConfigError("task.forecast.overlap", problem, "Lower it")
+        self.shape = (settings.horizon, len(task.targets))
+
+    def body(self, model: ModelConfig) -> Body:
+        settings = self.config.task.forecast
+        rows = settings.overlap + settings.horizon
+        if rows > model.max_length:
+            problem = f"{settings.overlap} + {settings.horizon} rows of the decoder are more than {model.max_length}"
+            raise ConfigError("model.max_length", problem, f"Set it to {rows}, or lower task.forecast.horizon")
+        return ForecastBody(model, len(self.series.inputs) + self.series.time_features, settings.overlap)
+
+    def encoder(self, start: Any) -> Encoder:
+        return WindowEncoder(self.task, None, start.body.vocabulary)
+
+    def model(self, body: Body) -> nn.Module:
+        assert isinstance(body, ForecastBody)
+        return Forecaster(body, len(self.series.targets), self.config.run.seed)
+
+    def collate(self, examples: Sequence[Encoded]) -> Windows:
+        windows = [example for example in examples if isinstance(example, Window)]
+        read = len(self.series.inputs)
+        labels = None if any(each.label is None for each in windows) else _stack([each.label for each in windows])
+        return Windows(
+            _stack([each.values[:, :read] for each in windows]), _stack([each.marks for each in windows]), labels
+        )
+
+    def made_up(self, body: Body, batch: int, length: int) -> Windows:
+        rows, marks = len(self.series.inputs), self.series.time_features
+        values = torch.randn(batch, length, rows, generator=torch.Generator().manual_seed(0))
+        return Windows(values, torch.zeros(batch, length + self.shape[0], marks), torch.zeros(batch, *self.shape))
+
+    def answer(self, example: Encoded, told: np.ndarray) -> np.ndarray:
+        return told.reshape(self.shape)
+
+    def row(self, example: Encoded, told: np.ndarray) -> dict[str, Any]:
+        """`label` and `told`: by column the numbers of the rows to tell, of which `name` is the first one's date."""
+        label = example.label
+        return {
+            "label": None if label is None else self.in_units(label),
+            "told": self.in_units(self.answer(example, told)),
+        }
+
+    def in_units(self, scaled: np.ndarray) -> dict[str, list[float]]:
+        """Of targets (rows, T), by column and in the units of the file."""
+        own = self.series.target_places
+        values = scaled * self.series.scale[own] + self.series.mean[own]
+        return {column: values[:, i].tolist() for i, column in enumerate(self.series.targets)}
+
+
+def _stack(parts: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.stack(parts).astype(np.float32))

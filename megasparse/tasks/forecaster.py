@@ -1,0 +1,153 @@
+"""An encoder–decoder of vectors, which tells all rows of a forecast at once (Informer's generative decoder, Zhou et al.
+2020).
+
+B batch, L rows read, O of them seen by the decoder too, H rows to tell, C columns read, T told, F time features,
+E d_model.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.attention.contract import Targets
+from megasparse.attention.cross import Source
+from megasparse.attention.heads import Padding, projection
+from megasparse.config.parts import encoder_part
+from megasparse.config.schema import ModelConfig
+from megasparse.model.embedding import Positions
+from megasparse.model.encoder_decoder import SourceEncoder
+from megasparse.model.norm import Norm
+from megasparse.model.stack import Stack
+from megasparse.ops.random import Draws, derive
+from megasparse.tasks.bodies import Body, attention_settings
+from megasparse.tasks.model import DEVIATION
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A micro-batch, scaled, fp32."""
+
+    values: Tensor
+    """(B, L, C): the rows read."""
+    marks: Tensor
+    """(B, L + H, F): time features, of the rows to tell too."""
+    labels: Tensor | None
+    """(B, H, T)."""
+
+    def to(self, device: torch.device) -> "Windows":
+        labels = None if self.labels is None else self.labels.to(device)
+        return Windows(self.values.to(device), self.marks.to(device), labels)
+
+    def numel(self) -> int:
+        """Rows read."""
+        return self.values.shape[0] * self.values.shape[1]
+
+
+class VectorEmbedding(nn.Module):
+    """The input at position t: a linear map of row t and of its time features, plus position t."""
+
+    def __init__(self, config: ModelConfig, width: int, shared: nn.Linear | None = None):
+        """width: C + F. shared: the linear map of another embedding."""
+        super().__init__()
+        self.linear = projection(width, config.d_model, biased=False) if shared is None else shared
+        self.positions = Positions(config)
+
+    def initialise(self, seed: int, name: str) -> None:
+        """Normal with deviation 1/√(C + F), so that it is no larger than the positions."""
+        weight = self.linear.weight
+        generator = torch.Generator().manual_seed(derive(seed, "initial weights", f"{name}.linear.weight") >> 1)
+        with torch.no_grad():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
+
+    def forward(self, rows: Tensor, first: int) -> Tensor:
+        """rows: (B, n, C + F), from position `first` on. Returns (B, n, E) fp32."""
+        x = self.linear(rows.to(self.linear.weight.dtype)).float()
+        positions = self.positions(first, x.shape[1])
+        return x if positions is None else x + positions.to(x.device, torch.float32)
+
+
+class VectorStacks(Stack):
+    """The decoder, and the encoder that it sees."""
+
+    def __init__(self, config: ModelConfig, width: int):
+        embedding = VectorEmbedding(config, width)
+        super().__init__(config, embedding)
+        assert config.source is not None
+        source, shared = encoder_part(config), embedding.linear if config.source.shared_embedding else None
+        self.encoder = SourceEncoder(source, VectorEmbedding(source, width, shared))
+        self.norm = Norm(config)
+
+    def forward(self, read: Tensor, seen: Tensor, draws: Draws, targets: Targets | None) -> tuple[Tensor, Tensor]:
+        """read: (B, L, C + F). seen: (B, O + H, C + F), by the decoder. Returns the mean of its streams, normalised,
+        (B, O + H, E) fp32, and the sum of auxiliary losses.
+        """
+        memory, of_encoder, _ = self.encoder(read, draws, None)
+        streams, own, _ = self.streams(seen, draws, Padding(), targets, source=Source(memory, None))
+        return self.norm(torch.stack(streams).mean(0)), of_encoder + own
+
+
+class ForecastBody(Body):
+    """Reads windows. The decoder sees the last O rows, then H rows of zeros, of which the time features alone are
+    known, in one pass; its self-attention is causal.
+    """
+
+    causal, vocabulary = True, 1
+
+    def __init__(self, config: ModelConfig, width: int, overlap: int):
+        """width: C + F. overlap: O."""
+        super().__init__()
+        assert config.source is not None
+        self.stack, self.overlap = VectorStacks(config, width), overlap
+        self.width, self.longest = config.d_model, config.source.length
+        mechanisms = [*self.stack.mechanisms(), *self.stack.encoder.mechanisms()]
+        self.task_weight = min(mechanism.task_weight for _, mechanism in mechanisms)
+        self.pooled_sketch = config.attention.smart_bird.objective == "pooled"
+
+    def forward(self, read: Any, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """read: Windows. The states are those of the rows to tell, (B, H, E) fp32."""
+        length = read.values.shape[1]
+        first, horizon = max(0, length - self.overlap), read.marks.shape[1] - length
+        known = torch.cat([read.values, read.marks[:, :length]], dim=-1)
+        rows = F.pad(read.values[:, first:], (0, 0, 0, horizon))
+        seen = torch.cat([rows, read.marks[:, first:]], dim=-1)
+        targets = Targets(classes, None) if classes is not None and self.pooled_sketch else None
+        states, auxiliary = self.stack(known, seen, draws, targets)
+        return states[:, -horizon:], auxiliary
+
+    def attention(self) -> dict[str, Any]:
+        config = self.stack.config
+        return {"encoder": attention_settings(encoder_part(config)), "decoder": attention_settings(config)}
+
+
+class Forecaster(nn.Module):
+    """Tells the targets of every row of the forecast, by a linear layer, and learns them from the rows to come."""
+
+    uneven = False
+
+    def __init__(self, body: ForecastBody, targets: int, seed: int):
+        super().__init__()
+        self.body, self.output = body, projection(body.width, targets, biased=True)
+        generator = torch.Generator().manual_seed(derive(seed, "initial head", "output") >> 1)
+        with torch.no_grad():
+            self.output.weight.copy_(torch.randn(self.output.weight.shape, generator=generator) * DEVIATION)
+
+    def forward(self, windows: Windows, draws: Draws) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective, mean squared error of a number to tell, and what the mechanisms add; and statistics: those of
+        tasks/form.py, an example weighing H·T. `told` is (B, H, T) fp32. Without labels the loss is 0.
+
+        Smart Bird's sketches learn whether an example's targets are above their training mean.
+        """
+        labels, classes = windows.labels, None
+        if labels is not None and draws.training:
+            classes = (labels.mean((1, 2)) > 0).long()
+        states, auxiliary = self.body(windows, draws, classes)
+        told = self.output(states.to(self.output.weight.dtype)).float()
+        weights = torch.full((len(told),), float(told[0].numel()), device=told.device)
+        costs = torch.zeros_like(weights) if labels is None else (told - labels).square().sum((1, 2))
+        found = {"nats": costs.detach().sum(), "tokens": weights.sum()}
+        if not draws.training:
+            found |= {"told": told} | ({} if labels is None else {"costs": costs, "weights": weights})
+        return self.body.task_weight * costs.sum() / weights.sum() + auxiliary, found

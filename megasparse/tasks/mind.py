@@ -1,0 +1,92 @@
+"""News recommendation on MIND (Wu et al. 2020): which of the news that a user is shown they click."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megasparse.errors import DataError
+from megasparse.tasks.mind_topics import COLUMNS as NEWS_COLUMNS
+from megasparse.tasks.rows import tab_separated
+from megasparse.tasks.task import Example, Place, Task, existing
+
+COLUMNS = ("impression id", "user id", "time", "history", "impressions")
+NEWS, BEHAVIORS = "news.tsv", "behaviors.tsv"
+RELEASES = ("MINDlarge_", "MINDsmall_", "")
+FOLDERS = {"train": "train", "validation": "dev", "test": "test"}
+
+
+class MIND(Task):
+    """The official folders MINDlarge_train, MINDlarge_dev and MINDlarge_test, else those of MINDsmall (which has no
+    test), else train, dev and test; each has a behaviors.tsv, and beside it the news.tsv that this speaks of.
+
+    An example is one impression. Its inputs are the titles of the news clicked before, the latest
+    `task.recommendation.history` of them in the order of the clicks, and those of the news shown; its label says of
+    each news shown whether it was clicked, 1 or 0, and is None in the official test set. Equal titles, histories and
+    labels are one object in memory.
+    """
+
+    name = "mind"
+    form = "ranking"
+    metrics = ("auc", "mrr", "ndcg5", "ndcg10")
+    segments = 2
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        for release in RELEASES:
+            names = {split: [f"{release}{inner}/{BEHAVIORS}"] for split, inner in FOLDERS.items()}
+            if found := existing(folder, names):
+                return found
+        return {}
+
+    def read(self, file: Path) -> Iterator[Example]:
+        """Raises DataError also for a news id that the news.tsv beside the file has not, a label other than 0 and 1,
+        and a labelled impression without a click, or with clicks alone: none of its metrics is defined.
+        """
+        titles = self._titles(file.with_name(NEWS))
+        kept: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        last = self.config.recommendation.history
+
+        def of(names: list[str], place: Place) -> tuple[str, ...]:
+            for name in names:
+                if name not in titles:
+                    mend = "Put it right, or take both files from one official folder"
+                    raise DataError(str(place), f'"{name[:80]}" is no news of {file.with_name(NEWS)}', mend)
+            return tuple(titles[name] for name in names)
+
+        for place, row in tab_separated(file, COLUMNS):
+            clicked = of(row["history"].split(), place)[-last:]
+            names, label = _shown(row["impressions"].split(), place)
+            inputs: Any = (kept.setdefault(clicked, clicked), of(names, place))
+            label = None if label is None else kept.setdefault(label, label)
+            yield Example(inputs, label, place, row["impression id"])
+
+    def _titles(self, file: Path) -> dict[str, str]:
+        """Of each news of a news.tsv, by its id."""
+        titles: dict[str, str] = {}
+        kept: dict[str, str] = {}
+        for place, row in tab_separated(file, NEWS_COLUMNS):
+            name, title = row["id"], row["title"]
+            if not title.strip() and self.config.empty == "refuse":
+                mend = 'Give it one, or keep such news, telling how many: --set task.empty="keep"'
+                raise DataError(str(place), f'the title of "{name[:80]}" is empty', mend)
+            if name in titles:
+                raise DataError(str(place), f'"{name[:80]}" stands there twice', "Remove one of them")
+            titles[name] = kept.setdefault(title, title)
+        return titles
+
+
+def _shown(fields: list[str], place: Place) -> tuple[list[str], tuple[int, ...] | None]:
+    """The ids of `N1-0 N2-1`, and the labels; None of `N1 N2`."""
+    if not fields:
+        raise DataError(str(place), "an impression without any news", "Remove it, or take the official file")
+    if not any("-" in field for field in fields):
+        return fields, None
+    split = [field.rpartition("-") for field in fields]
+    for field, (name, _, label) in zip(fields, split, strict=True):
+        if not name or label not in ("0", "1"):
+            mend = "Write N1-1 of a news that was clicked, N1-0 of another one; in a test set N1 of each"
+            raise DataError(str(place), f'"{field[:80]}" has no label 0 or 1', mend)
+    labels = tuple(int(label) for _, _, label in split)
+    if len(set(labels)) == 1:
+        problem = "a click on every news shown" if labels[0] else "no click on any news shown"
+        raise DataError(str(place), f"{problem}: there is nothing to rank", "Remove the impression")
+    return [name for name, _, _ in split], labels

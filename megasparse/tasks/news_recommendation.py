@@ -1,0 +1,225 @@
+"""NRMS (Wu et al. 2019): news read by a pretrained body, users by attention over the news they clicked.
+
+B impressions, N distinct news of a batch, L length, H clicked news, C candidates, K negatives, M clicks, E width.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.attention.contract import AttentionContext
+from megasparse.attention.heads import AttentionLayer, Padding
+from megasparse.config.checks import check_model
+from megasparse.config.finetuning import HeadConfig, RecommendationConfig
+from megasparse.config.pattern import kinds
+from megasparse.config.schema import ModelConfig, PositionsConfig
+from megasparse.errors import ConfigError
+from megasparse.model.build import initialise
+from megasparse.ops.random import Draws, derive, dropout, random_bits
+from megasparse.tasks.batches import Padded
+from megasparse.tasks.bodies import Body
+
+HISTORY_LAYER = -2
+"""Of the draws of the attention over clicked news, which is no layer of the body."""
+
+
+@dataclass(frozen=True)
+class Impressions:
+    """A micro-batch: every news once, and which of them each impression is of."""
+
+    news: Padded
+    """(N, L)."""
+    numbers: Tensor
+    """(N,) int64 below 2^31: a function of each news' tokens, on which its dropout depends in place of its place."""
+    history: Tensor
+    """(B, H) int64 rows of `news`, 0 behind the last one."""
+    clicks: Tensor
+    """(B,) int64: real ones of these, may be 0."""
+    candidates: Tensor
+    """(B, C) int64 rows of `news`, 0 behind the last one."""
+    shown: Tensor
+    """(B,) int64: real ones of these."""
+    clicked: Tensor | None
+    """(B, C) bool; None where the files have no labels."""
+
+    def to(self, device: torch.device) -> "Impressions":
+        return Impressions(
+            self.news.to(device),
+            self.numbers.to(device),
+            self.history.to(device),
+            self.clicks.to(device),
+            self.candidates.to(device),
+            self.shown.to(device),
+            None if self.clicked is None else self.clicked.to(device),
+        )
+
+    def numel(self) -> int:
+        """Tokens of the news; training does not read the candidates that are no drawn negatives."""
+        return int(self.news.lengths.sum())
+
+
+class AdditivePooling(nn.Module):
+    """Σ α_i·x_i, α = softmax_i(q·tanh(V·x_i + v)): the additive attention of both of NRMS' encoders (section 2)."""
+
+    def __init__(self, width: int, hidden: int, seed: int, name: str):
+        super().__init__()
+        self.dense, self.query = nn.Linear(width, hidden), nn.Linear(hidden, 1, bias=False)
+        with torch.no_grad():
+            self.dense.bias.zero_()
+            for part, layer in (("dense", self.dense), ("query", self.query)):
+                generator = torch.Generator().manual_seed(derive(seed, "initial pooling", name, part) >> 1)
+                drawn = torch.randn(layer.weight.shape, generator=generator)
+                layer.weight.copy_(drawn * layer.weight.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x: (B, L, E). mask: (B, L) bool, true for what is real, in every row something. Returns (B, E) fp32."""
+        scores = self.query(torch.tanh(self.dense(x.to(self.dense.weight.dtype)))).squeeze(-1).float()
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        return (weights.unsqueeze(-1) * torch.where(mask.unsqueeze(-1), x.float(), 0.0)).sum(1)
+
+
+class NewsRecommender(nn.Module):
+    """Scores each candidate by the product u·r of the user's vector and the news' own.
+
+    r: additive pooling of the body's states of a title. u: multi-head self-attention over the vectors r of the clicked
+    news, then additive pooling; a user who clicked nothing has a learned vector, which begins as 0. Dropout before
+    both poolings. The width of the additive attentions is `head.hidden`.
+    """
+
+    uneven = True
+
+    def __init__(self, body: Body, config: RecommendationConfig, head: HeadConfig, seed: int):
+        """Raises ConfigError where the attention over clicked news does not fit."""
+        super().__init__()
+        self.body, self.negatives, self.rate = body, config.negatives, head.dropout
+        hidden, model = head.hidden or body.width, history_model(body.width, config)
+        self.news_pooling = AdditivePooling(body.width, hidden, seed, "news")
+        self.user_pooling = AdditivePooling(body.width, hidden, seed, "user")
+        self.attention = AttentionLayer(model, 0)
+        initialise(self.attention, model, derive(seed, "attention over clicked news"))
+        self.unknown_user = nn.Parameter(torch.zeros(body.width))
+        own = (self.attention.mechanism(kind).task_weight for kind in self.attention.split)
+        self.task_weight = min(body.task_weight, *own)
+
+    def forward(
+        self, batch: Impressions, draws: Draws, divisor: float | None = None
+    ) -> tuple[Tensor, dict[str, Tensor | list[Tensor]]]:
+        """The objective, what the mechanisms add to it, and the statistics of tasks/form.py.
+
+        In training every click is an example of weight 1: its cost is −ln softmax of its score among those of itself
+        and K news of its impression that were not clicked. divisor: of the sum of costs, in place of M. Otherwise all
+        candidates are scored, `told` has the scores of each impression, a tensor (its candidates,), and an impression
+        costs the sum over its clicks of −ln softmax among the click and all its news that were not clicked.
+        """
+        if draws.training:
+            assert batch.clicked is not None
+            rows, chosen = drawn_negatives(batch, draws, self.negatives)
+            vectors, users, auxiliary = self._read(batch, chosen, draws)
+            scores = (users[rows].unsqueeze(1) * vectors[chosen]).sum(-1)
+            costs = -scores.log_softmax(-1)[:, 0]
+            count = torch.tensor(len(costs), device=costs.device)
+            loss = costs.sum() / (len(costs) if divisor is None else divisor)
+            found: dict[str, Tensor | list[Tensor]] = {"nats": costs.sum().detach(), "tokens": count}
+            return self.task_weight * loss + auxiliary, found
+        real = _first(batch.shown, batch.candidates.shape[1])
+        vectors, users, auxiliary = self._read(batch, batch.candidates[real], draws)
+        scores = (users.unsqueeze(1) * vectors[batch.candidates]).sum(-1)
+        found = {"told": [row[:count] for row, count in zip(scores, batch.shown.tolist(), strict=True)]}
+        loss, count = scores.new_zeros(()), scores.new_tensor(float(len(scores)))
+        if batch.clicked is not None:
+            others = scores.masked_fill(~real | batch.clicked, -torch.inf).logsumexp(-1, keepdim=True)
+            costs = torch.where(batch.clicked, F.softplus(others - scores), 0.0).sum(-1)
+            weights = batch.clicked.sum(-1).float()
+            loss, count = costs.sum() / weights.sum(), weights.sum()
+            found |= {"costs": costs, "weights": weights}
+        return self.task_weight * loss + auxiliary, found | {"nats": loss.detach() * count, "tokens": count}
+
+    def count_scored(self, batch: Impressions) -> Tensor:
+        """Clicks to tell."""
+        assert batch.clicked is not None
+        return batch.clicked.sum()
+
+    def _read(self, batch: Impressions, wanted: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+        """The vectors of clicked and of wanted news (N, E), 0 of others; those of users (B, E); auxiliary losses."""
+        mask = _first(batch.clicks, batch.history.shape[1])
+        needed = torch.cat([batch.history[mask], wanted.flatten()]).unique()
+        news = batch.news
+        read = Padded(news.tokens[needed], news.types[needed], news.lengths[needed])
+        own = replace(draws, samples=batch.numbers[needed])
+        states, auxiliary = self.body(read, own, self._popular(batch, needed) if draws.training else None)
+        real = _first(read.lengths, read.tokens.shape[1])
+        pooled = self.news_pooling(self._dropped(states, own, "news dropout"), real)
+        vectors = pooled.new_zeros(len(news.tokens), self.body.width).index_copy(0, needed, pooled)
+        users, further = self._users(vectors[batch.history], mask, draws)
+        return vectors, users, auxiliary + further
+
+    def _users(self, clicked: Tensor, mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """clicked: (B, H, E), mask (B, H). Returns (B, E) fp32 and the mechanisms' loss."""
+        known = mask.any(-1, keepdim=True)
+        seen = mask.clone()
+        seen[:, 0] = True  # else a user without clicks has a softmax over nothing, and NaN spreads
+        given = torch.where(mask.unsqueeze(-1), clicked, 0.0).to(self.attention.query.weight.dtype)
+        context = AttentionContext(HISTORY_LAYER, draws)
+        out, auxiliary, _ = self.attention(given, context, Padding(None if bool(seen.all()) else seen))
+        users = self.user_pooling(self._dropped(out.float(), draws, "user dropout"), seen)
+        users = torch.where(known, users, self.unknown_user.float())
+        return users, users.new_zeros(()) if auxiliary is None else auxiliary
+
+    def _popular(self, batch: Impressions, needed: Tensor) -> Tensor:
+        """(needed,) int64: 1 of news that some user of the batch clicked, now or before; a sketch learns it."""
+        assert batch.clicked is not None
+        popular = batch.numbers.new_zeros(len(batch.numbers))
+        popular[batch.history[_first(batch.clicks, batch.history.shape[1])]] = 1
+        popular[batch.candidates[batch.clicked]] = 1
+        return popular[needed]
+
+    def _dropped(self, x: Tensor, draws: Draws, purpose: str) -> Tensor:
+        if not draws.training:
+            return x
+        return dropout(x, self.rate, draws.key(-1, purpose), draws.rows(x.shape[1], x.device))
+
+
+def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
+    """The one-layer encoder whose attention reads clicked news. Raises ConfigError naming task.recommendation."""
+    section = "task.recommendation"
+    if width % config.heads:
+        problem = f"{config.heads} heads do not divide the width of the news' vectors, {width}"
+        raise ConfigError(f"{section}.heads", problem, "Set it to a divisor")
+    model = ModelConfig(
+        kind="encoder", vocabulary=257, max_length=config.history, layers=1, d_model=width, heads=config.heads,
+        blocks="ordinary", activations="stored", positions=PositionsConfig(kind="none"), attention=config.attention,
+    )  # fmt: skip
+    if "smart_bird" in kinds(model):
+        problem = '"smart_bird" learns its choice from a label of each sequence, and a history has none'
+        raise ConfigError(f"{section}.attention.pattern", problem, "Choose another mechanism")
+    try:
+        check_model(model)
+    except ConfigError as error:
+        own = [text.replace("model.max_length", f"{section}.history") for text in (error.problem, error.mend)]
+        raise ConfigError(error.key.replace("model", section, 1), *own) from None
+    return model
+
+
+def drawn_negatives(batch: Impressions, draws: Draws, count: int) -> tuple[Tensor, Tensor]:
+    """Of each click its impression (M,), and the news that it is learned among: (M, 1 + count), the click first.
+
+    The others are drawn without replacement from those that its impression shows and that were not clicked; where
+    there are fewer, all of them in a drawn order, again and again. A draw depends on seed, step, the impression's
+    sample number and the click's place in it, and on nothing else.
+    """
+    assert batch.clicked is not None
+    width = batch.candidates.shape[1]
+    rows, place = batch.clicked.nonzero(as_tuple=True)
+    bits = random_bits(draws.key(-1, "negatives"), draws.rows(width, rows.device)[rows, place], width)
+    free = (_first(batch.shown, width) & ~batch.clicked)[rows]
+    order = bits.to(torch.int64).masked_fill(~free, 2**31).argsort(dim=-1, stable=True)
+    turns = torch.arange(count, device=rows.device) % free.sum(-1, keepdim=True)
+    chosen = torch.cat([place.unsqueeze(1), order.gather(1, turns)], dim=1)
+    return rows, batch.candidates[rows].gather(1, chosen)
+
+
+def _first(counts: Tensor, width: int) -> Tensor:
+    """(…, width) bool: the first so many."""
+    return torch.arange(width, device=counts.device) < counts.unsqueeze(-1)

@@ -1,0 +1,44 @@
+"""PubMed: papers and their abstracts (Cohan et al. 2018)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megasparse.errors import DataError
+from megasparse.tasks.rows import field, json_lines
+from megasparse.tasks.task import Example, Place, existing
+from megasparse.tasks.text_task import ROUGE, TextTask
+
+BEGIN, END = "<S>", "</S>"
+"""Around each sentence of an abstract."""
+
+
+class PubMed(TextTask):
+    """train.txt, val.txt and test.txt of JSON objects, one a line, in the folder or its pubmed-dataset/: `article_id`,
+    `article_text` and `abstract_text`, lists of sentences. A paper's sentences are joined by spaces, those of its
+    abstract stand on lines of their own, without their <S> and </S>. A paper without `abstract_text` has no label.
+    """
+
+    name = "pubmed"
+    metrics = ROUGE
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        inner = folder / "pubmed-dataset"
+        names = {"train": ["train.txt"], "validation": ["val.txt"], "test": ["test.txt"]}
+        return existing(inner if inner.is_dir() else folder, names)
+
+    def read(self, file: Path) -> Iterator[Example]:
+        for number, (place, row) in enumerate(json_lines(file)):
+            text = " ".join(_sentences(row, "article_text", place))
+            label = None
+            if "abstract_text" in row:
+                told = (each.removeprefix(BEGIN).removesuffix(END) for each in _sentences(row, "abstract_text", place))
+                label = "\n".join(each.strip() for each in told)
+            yield Example((text,), label, place, str(row.get("article_id", number)))
+
+
+def _sentences(row: dict[str, Any], column: str, place: Place) -> list[str]:
+    found = field(row, column, place)
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise DataError(str(place), f'"{column}" is no list of sentences', "Put it right, or take the official file")
+    return [each.strip() for each in found]

@@ -1,0 +1,162 @@
+"""Tasks that rank what a user is shown by what they chose before: see tasks/news_recommendation.py. B impressions."""
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from megasparse.errors import ConfigError
+from megasparse.tasks.batches import MULTIPLE, Padded, collate
+from megasparse.tasks.bodies import Body
+from megasparse.tasks.encoding import Counts, Encoded, Encoder, Segments, require_vocabulary, separators_of
+from megasparse.tasks.form import Form
+from megasparse.tasks.news_recommendation import Impressions, NewsRecommender
+from megasparse.tasks.ranking_metrics import ranking
+from megasparse.tasks.task import Example
+
+CANDIDATES = 40
+"""Of an impression that is made up: about as many as MIND's have in the mean."""
+
+
+@dataclass(frozen=True)
+class Impression(Encoded):
+    """`sequences` are the candidates. Equal texts, and equal histories, are one object."""
+
+    history: tuple[Segments, ...]
+
+    @property
+    def length(self) -> int:
+        return max(len(each.tokens) for each in (*self.history, *self.sequences))
+
+    def content(self) -> Iterator[bytes]:
+        read = (*self.history, *self.sequences)
+        lengths = [len(each.tokens) for each in read]
+        yield f"{self.label!r} {len(self.history)} {lengths}\n".encode()
+        yield b"".join([each.tokens.tobytes() for each in read])
+
+
+@dataclass
+class RankingCounts(Counts):
+    """`cut`, `empty` and `longest` are of distinct texts."""
+
+    texts: int = 0
+    clicks: int = 0
+    unknown: int = 0
+    """Impressions of users who clicked nothing before."""
+
+    def lines(self, split: str, limit: int) -> list[str]:
+        found = super().lines(split, limit)
+        found[0] += f"; {self.texts:,} distinct texts" + (f", {self.clicks:,} clicks" if self.clicks else "")
+        if self.unknown:
+            found.append(f"{split}: {self.unknown:,} impressions have no history: one learned vector stands for it")
+        return found
+
+
+class RankingEncoder(Encoder):
+    """Encodes each distinct text once."""
+
+    counts: RankingCounts
+
+    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
+        self.counts = counts = RankingCounts()
+        texts: dict[str, Segments] = {}
+        histories: dict[tuple[str, ...], tuple[Segments, ...]] = {}
+
+        def read(text: str, example: Example) -> Segments:
+            if text not in texts:
+                texts[text] = self._join((text,), example.place)
+                counts.texts += 1
+            return texts[text]
+
+        for example in examples:
+            history: Any
+            shown: Any
+            history, shown = example.inputs
+            counts.examples += 1
+            counts.clicks += sum(example.label or ())
+            counts.unknown += not history
+            if history not in histories:
+                histories[history] = tuple(read(text, example) for text in history)
+            candidates = tuple(read(text, example) for text in shown)
+            yield Impression(candidates, example.label, example.place, example.name, histories[history])
+
+
+class RankingForm(Form):
+    """Inputs are the texts chosen before and those shown, labels 0 or 1 of each one shown; answers are their scores.
+
+    A training example is an impression with all its clicks, of which each weighs the same: `training.global_batch`
+    counts impressions, and an epoch has every click once. The negatives are drawn anew for each of its steps.
+    """
+
+    def encoder(self, start: Any) -> Encoder:
+        require_vocabulary(start.body, start.tokenizer.vocabulary)
+        return RankingEncoder(self.task, start.tokenizer, start.body.vocabulary, separators=separators_of(start.body))
+
+    def model(self, body: Body) -> nn.Module:
+        if self.config.head.pooling is not None:
+            problem = f'"{self.config.head.pooling}", and news are pooled by additive attention'
+            raise ConfigError("head.pooling", problem, "Remove it")
+        return NewsRecommender(body, self.config.task.recommendation, self.config.head, self.config.run.seed)
+
+    def collate(self, examples: Sequence[Encoded]) -> Impressions:
+        """Each distinct text of the batch comes once."""
+        places: dict[int, int] = {}
+        distinct: list[Encoded] = []
+
+        def place(text: Segments, example: Encoded) -> int:
+            if id(text) not in places:
+                places[id(text)] = len(places)
+                distinct.append(Encoded((text,), None, example.place, example.name))
+            return places[id(text)]
+
+        histories, shown, labels = [], [], []
+        for example in examples:
+            assert isinstance(example, Impression)
+            histories.append([place(text, example) for text in example.history])
+            shown.append([place(text, example) for text in example.sequences])
+            labels.append(example.label)
+        (news,) = collate(distinct, self.config.task.max_length).sequences
+        numbers = [zlib.crc32(each.sequences[0].tokens.tobytes()) >> 1 for each in distinct]
+        history, clicks = _table(histories, self.config.task.recommendation.history)
+        candidates, counts = _table(shown, max(map(len, shown)))
+        clicked = None if None in labels else _table(labels, candidates.shape[1])[0].bool()
+        return Impressions(news, torch.tensor(numbers), history, clicks, candidates, counts, clicked)
+
+    def made_up(self, body: Body, batch: int, length: int) -> Impressions:
+        """Impressions of full histories and 40 candidates, no two news of which are the same."""
+        history = self.config.task.recommendation.history
+        each = history + CANDIDATES
+        tokens = torch.randint(body.vocabulary, (batch * each, length), generator=torch.Generator().manual_seed(0))
+        news = Padded(tokens, torch.zeros_like(tokens), torch.full((batch * each,), max(1, length - 1)))
+        numbers = torch.arange(batch * each)
+        rows = numbers.view(batch, each)
+        clicked = torch.arange(CANDIDATES).expand(batch, -1) == 0
+        counts = (torch.full((batch,), history), torch.full((batch,), CANDIDATES))
+        return Impressions(news, numbers, rows[:, :history], counts[0], rows[:, history:], counts[1], clicked)
+
+    def answer(self, example: Encoded, told: np.ndarray) -> tuple[float, ...]:
+        """The candidates' scores."""
+        return tuple(told.tolist())
+
+    def row(self, example: Encoded, told: np.ndarray) -> dict[str, Any]:
+        label = None if example.label is None else list(example.label)
+        return {"label": label, "told": told.tolist()}
+
+    def line(self, row: dict[str, Any]) -> str:
+        """MIND's form of submission: the impression's id, and the rank of each candidate, from 1."""
+        ranks = np.empty(len(row["told"]), dtype=np.int64)
+        ranks[ranking(row["told"])] = np.arange(1, len(ranks) + 1)
+        return f"{row['name']} [{','.join(map(str, ranks.tolist()))}]"
+
+
+def _table(rows: Sequence[Sequence[int]], limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, W) int64, 0 behind each row's end, W a multiple of 8 or the limit; and the rows' lengths (B,)."""
+    width = min(limit, -(-max(1, *map(len, rows)) // MULTIPLE) * MULTIPLE)
+    table = np.zeros((len(rows), width), dtype=np.int64)
+    for number, row in enumerate(rows):
+        table[number, : len(row)] = row
+    return torch.from_numpy(table), torch.tensor([len(row) for row in rows])

@@ -1,0 +1,117 @@
+"""An encoder–decoder that reads a text and learns to tell another. B batch, S source length, E width."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from megasparse.attention.cross import Source
+from megasparse.config.parts import encoder_part
+from megasparse.config.schema import ModelConfig
+from megasparse.evaluation.beam import Rule, search_with
+from megasparse.model.encoder_decoder import EncoderDecoder
+from megasparse.model.stack import mean_cost
+from megasparse.ops.random import Draws
+from megasparse.tasks.batches import Padded
+from megasparse.tasks.bodies import Body, attention_settings
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A micro-batch."""
+
+    source: Padded
+    target: Padded | None
+    """None where some example has no answer."""
+    rule: Rule
+    """How answers are searched for."""
+
+    def to(self, device: torch.device) -> "Texts":
+        target = None if self.target is None else self.target.to(device)
+        return Texts(self.source.to(device), target, self.rule)
+
+    def numel(self) -> int:
+        """Tokens read and told, padding left out."""
+        target = 0 if self.target is None else int(self.target.lengths.sum())
+        return int(self.source.lengths.sum()) + target
+
+
+def side_by_side(sequences: Sequence[np.ndarray]) -> Padded:
+    """Token ids as long as the longest of them, at least 1 each."""
+    tokens = pad_sequence([torch.from_numpy(each) for each in sequences], batch_first=True)
+    return Padded(tokens, torch.zeros_like(tokens), torch.tensor([len(each) for each in sequences]))
+
+
+class SequenceToSequenceBody(Body):
+    """All of an encoder–decoder of ours: what a checkpoint of its pretraining has."""
+
+    causal = False
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        assert config.source is not None
+        self.stack = EncoderDecoder(config)
+        self.width, self.vocabulary, self.longest = config.d_model, config.vocabulary, config.source.length
+        self.task_weight = self.stack.task_weight
+
+    def forward(self, read: Padded, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The encoder's states (B, S, E) fp32 of the sources, and the sum of its mechanisms' losses."""
+        states, auxiliary, _ = self.stack.encoder(read.tokens, draws, read.mask)
+        return states, auxiliary
+
+    def attention(self) -> dict[str, Any]:
+        """Of both sides; the decoder's attention to the source is `source`'s `cross_attention`."""
+        config = self.stack.config
+        assert config.source is not None
+        own = {**attention_settings(encoder_part(config)), "cross_attention": config.source.cross_attention}
+        return {**attention_settings(config), "source": own}
+
+
+class TextModel(nn.Module):
+    """−ln p(target | source), summed over the target's tokens, its end among them (Vaswani et al. 2017)."""
+
+    uneven = True
+
+    def __init__(self, body: SequenceToSequenceBody):
+        super().__init__()
+        self.body = body
+
+    def count_scored(self, batch: Texts) -> Tensor:
+        """Tokens of the targets."""
+        assert batch.target is not None
+        return batch.target.lengths.sum()
+
+    def forward(self, batch: Texts, draws: Draws, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective, mean nats of a target's token (in training with label smoothing), and what the mechanisms add;
+        and statistics: those of tasks/form.py, a token weighing 1, and `accuracy`. Without targets the loss is 0.
+
+        Out of training `told` has the token ids (n,) of each example's best hypothesis, without its end; one NaN where
+        the model's odds are none.
+        """
+        stack = self.body.stack
+        states, auxiliary = self.body(batch.source, draws, None)
+        memory = Source(states, batch.source.mask)
+        loss = torch.zeros((), device=states.device)
+        found: dict[str, Any] = {"nats": loss, "tokens": loss}
+        if batch.target is not None:
+            target = batch.target
+            scores, cost, own, statistics = stack.tell(target.tokens, draws, target.mask, memory)
+            loss, told = mean_cost(scores, cost, divisor)
+            auxiliary, found = auxiliary + own, statistics | told
+            if not draws.training:
+                found["costs"] = torch.where(scores.scored, scores.nats, 0.0).sum(1)
+                found["weights"] = target.lengths.float()
+        if not draws.training:
+            found["told"] = self._told(memory, draws, batch.rule)
+        return self.body.task_weight * loss + auxiliary, found
+
+    def _told(self, memory: Source, draws: Draws, rule: Rule) -> list[Tensor]:
+        stack = self.body.stack
+        nothing = torch.zeros(len(memory.states), 0, dtype=torch.int64, device=memory.states.device)
+        best = search_with(stack, nothing, stack.cache_beside(memory, draws), rule)
+        return [torch.tensor(each[0].tokens if each else [math.nan], dtype=torch.float64) for each in best]

@@ -1,0 +1,222 @@
+"""Tables of numbers by date, of which windows are read and the rows after them told (Zhou et al. 2020).
+
+N rows, C columns, L rows read, H rows told. Numbers are scaled by the mean and the standard deviation that their column
+has in the training rows.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from megasparse.config.finetuning import ForecastConfig, TaskConfig
+from megasparse.errors import ConfigError, DataError
+from megasparse.tasks import calendar
+from megasparse.tasks.parts import parts_of, split_name
+from megasparse.tasks.rows import comma_separated, field
+from megasparse.tasks.task import Example, Place, Task
+
+
+class Rows(NamedTuple):
+    """A file as it stands."""
+
+    columns: list[str]
+    lines: list[int]
+    dates: list[datetime]
+    values: np.ndarray
+    """(N, C) float64."""
+    step: timedelta | None
+    """None of a single row."""
+
+
+class Series(Task):
+    """Any CSV file with a column of dates, an equal step from each row to the next, and columns of numbers. The file to
+    train on is the task's source.
+
+    FILE#train, FILE#validation and FILE#test are 70, 10 and 20 % of its rows, in their order; a window may read rows of
+    the part before its own, and tells only rows of its own. There is a window for every row that one can begin at.
+    FILE alone is one example without a label: its last L rows, after which the model forecasts.
+
+    An example's inputs are scaled values (L, C), those of `forecast.inputs` first, and the time features of the dates
+    of all rows (L + H, F); its label the scaled targets (H, T); its name the date of the first row to tell.
+    """
+
+    name = "series"
+    metrics = ("mse", "mae")
+    form: ClassVar[str] = "forecast"
+    source_is_file: ClassVar[bool] = True
+
+    def __init__(self, config: TaskConfig):
+        """Reads the training file where the configuration does not have columns, mean, scale and step. Raises DataError
+        besides.
+        """
+        super().__init__(config)
+        own = config.forecast
+        if None in (own.inputs, own.targets, own.mean, own.scale, own.step):
+            own = self._fitted(own)
+        self.forecast = own
+        self.inputs, self.targets = own.inputs or [], own.targets or []
+        self.columns = list(dict.fromkeys([*self.inputs, *self.targets]))
+        mean, scale, self.step = own.mean or {}, own.scale or {}, own.step or 0.0
+        for column in self.columns:
+            if column not in mean or column not in scale:
+                mend = "Set forecast.mean and forecast.scale to null: the training file has them"
+                raise ConfigError("task.forecast.mean", f'has no "{column}", or forecast.scale has none', mend)
+        self.mean, self.scale = (np.array([of[column] for column in self.columns]) for of in (mean, scale))
+
+    def resolved(self) -> TaskConfig:
+        return self.config.model_copy(update={"forecast": self.forecast})
+
+    @property
+    def time_features(self) -> int:
+        """Time features of a row."""
+        return calendar.features(np.array(["2000-01-01"], dtype="datetime64[us]"), self.step).shape[1]
+
+    @property
+    def target_places(self) -> list[int]:
+        """The targets among the columns."""
+        return [self.columns.index(column) for column in self.targets]
+
+    def file_of(self, source: Path) -> Path:
+        return source
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return parts_of([self.file_of(folder)])
+
+    def borders(self, rows: int, file: Path) -> dict[str, tuple[int, int]]:
+        """The first row of each part to be told, and the one after its last (as Informer's Dataset_Custom)."""
+        train, test = int(rows * 0.7), int(rows * 0.2)
+        return {"train": (0, train), "validation": (train, rows - test), "test": (rows - test, rows)}
+
+    def read(self, file: Path) -> Iterator[Example]:
+        file, part = split_name(file)
+        length, horizon = self.config.max_length, self.config.forecast.horizon
+        rows = _rows(file, self.config.forecast.date, self.columns, timedelta(seconds=self.step))
+        count = len(rows.dates)
+        if part is None and count < length:
+            problem = f"has {count} rows, and a forecast reads {length} (task.max_length)"
+            raise DataError(file, problem, "Give at least as many, the last ones before those to tell")
+        begins = range(count - length, count - length + 1) if part is None else self._begins(part, count, file)
+        values = (rows.values - self.mean) / self.scale
+        told = values[:, self.target_places]
+        last = np.datetime64(rows.dates[-1])
+        further = last + np.timedelta64(timedelta(seconds=self.step)) * np.arange(1, horizon + 1)
+        dates = np.concatenate([np.array(rows.dates, dtype="datetime64[us]"), further])
+        marks = calendar.features(dates, self.step)
+        for first in begins:
+            now = first + length
+            label = None if part is None else told[now : now + horizon]
+            inputs = (values[first:now], marks[first : now + horizon])
+            name = str(dates[now].astype(datetime))
+            yield Example(inputs, label, Place(file, rows.lines[now - 1]), name)
+
+    def _begins(self, part: str, rows: int, file: Path) -> range:
+        """The first rows of a part's windows. Raises DataError where there are none."""
+        length, horizon = self.config.max_length, self.config.forecast.horizon
+        first, end = self.borders(rows, file)[part]
+        begins = range(max(0, first - length), end - length - horizon + 1)
+        if not begins:
+            problem = f"{rows} rows leave {end - first} to the {part} split, too few for a window of {length} rows to "
+            mend = "Give a longer file, or lower task.max_length or task.forecast.horizon"
+            raise DataError(file, f"{problem}read and {horizon} to tell", mend)
+        return begins
+
+    def _fitted(self, own: ForecastConfig) -> ForecastConfig:
+        """With what the training file has: its columns and step, mean and scale of its training rows."""
+        for key, names in (("inputs", own.inputs), ("targets", own.targets)):
+            if names is not None and (not names or len(set(names)) < len(names)):
+                problem = f"{json.dumps(names)[:80]} are no columns"
+                raise ConfigError(f"task.forecast.{key}", problem, "Name one or more, each once")
+        file = self.file_of(Path(self.config.source))
+        wanted = None if own.inputs is None else list(dict.fromkeys([*own.inputs, *(own.targets or [])]))
+        rows = _rows(file, own.date, wanted, None)
+        inputs = own.inputs or rows.columns
+        targets = own.targets or inputs
+        for column in targets:
+            field(dict.fromkeys(rows.columns), column, Place(file, 1))
+        self._begins("train", len(rows.dates), file)
+        assert rows.step is not None
+        first, end = self.borders(len(rows.dates), file)["train"]
+        found: dict[str, Any] = {"inputs": inputs, "targets": targets, "step": rows.step.total_seconds()}
+        return own.model_copy(update={**found, **_scaling(rows.columns, rows.values[first:end])})
+
+
+class ETT(Series):
+    """Electricity transformer temperature (Zhou et al. 2020). `source`: the folder of the official file; of its months
+    of 30 days 12 are for training, the next 4 for validation, the next 4 for test, and the rest is not used.
+    """
+
+    source_is_file: ClassVar[bool] = False
+    file: ClassVar[str]
+    rows_an_hour: ClassVar[int]
+
+    def file_of(self, source: Path) -> Path:
+        return source / self.file
+
+    def borders(self, rows: int, file: Path) -> dict[str, tuple[int, int]]:
+        """Raises DataError for a file that is shorter than the splits."""
+        month = 30 * 24 * self.rows_an_hour
+        if rows < 20 * month:
+            mend = f'Take the official {self.file}; for a file of one\'s own: task.name="series"'
+            raise DataError(file, f"has {rows:,} rows, and the official splits {20 * month:,}", mend)
+        return {
+            part: (first * month, end * month)
+            for part, first, end in (("train", 0, 12), ("validation", 12, 16), ("test", 16, 20))
+        }
+
+
+class ETTh1(ETT):
+    name = "etth1"
+    file = "ETTh1.csv"
+    rows_an_hour = 1
+
+
+class ETTm1(ETT):
+    name = "ettm1"
+    file = "ETTm1.csv"
+    rows_an_hour = 4
+
+
+def _rows(file: Path, date: str, columns: list[str] | None, step: timedelta | None) -> Rows:
+    """All of a file. columns: None for all but the date. step: that the dates must have; None for any. Raises DataError
+    naming file and line.
+    """
+    lines: list[int] = []
+    dates: list[datetime] = []
+    values: list[list[float]] = []
+    for place, row in comma_separated(file):
+        when = calendar.date(field(row, date, place), place)
+        if columns is None:
+            columns = [name for name in row if name != date]
+        if dates:
+            step = calendar.require_step(dates[-1], when, step, place)
+        lines.append(place.line or 0)
+        dates.append(when)
+        values.append([_number(field(row, column, place), column, place) for column in columns])
+    if not values or not columns:
+        raise DataError(file, f'has no {"columns beside" if values else "rows below"} "{date}"', "Give numbers by date")
+    return Rows(columns, lines, dates, np.array(values), step)
+
+
+def _number(text: str, column: str, place: Place) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        problem = f'"{text[:80]}" in the column "{column}" is no number'
+        raise DataError(str(place), problem, "Write one, such as 3.5, or name other columns: task.forecast.inputs")
+    return value
+
+
+def _scaling(columns: list[str], values: np.ndarray) -> dict[str, dict[str, float]]:
+    """Mean and population standard deviation of each column."""
+    from sklearn.preprocessing import StandardScaler
+
+    found = StandardScaler().fit(values)
+    named = (dict(zip(columns, each.tolist(), strict=True)) for each in (found.mean_, found.scale_))
+    return dict(zip(("mean", "scale"), named, strict=True))

@@ -1,0 +1,110 @@
+"""Metrics of texts: BLEU and chrF by sacrebleu, ROUGE by rouge-score. N examples.
+
+What one pair of texts adds is computed once and kept, so that the thousand resamples of an interval take seconds.
+"""
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+KEPT = 1 << 17
+"""Pairs of texts whose statistics are kept at most."""
+ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+
+def bleu(labels: np.ndarray, told: np.ndarray) -> float:
+    """Corpus BLEU, 0 to 100, of plain text that sacrebleu tokenises itself (Papineni et al. 2002, Post 2018)."""
+    from sacrebleu.metrics import BLEU
+
+    sums = _summed(_bleu_counts, labels, told)
+    orders = (len(sums) - 2) // 2
+    correct, total = sums[2 : 2 + orders], sums[2 + orders :]
+    return float(BLEU.compute_bleu(correct, total, sums[0], sums[1], smooth_method="exp").score)
+
+
+def chrf(labels: np.ndarray, told: np.ndarray) -> float:
+    """Corpus chrF, 0 to 100: F2 of character n-grams to 6 (Popović 2015)."""
+    return float(_scorer("chrf")._compute_score_from_stats(_summed(_chrf_counts, labels, told)).score)
+
+
+def rouge1(labels: np.ndarray, told: np.ndarray) -> float:
+    """Mean over examples of the F1 of words, stemmed by Porter's rules (Lin 2004), 0 to 1. rouge-score knows the
+    letters a to z and digits alone: it is a measure of English.
+    """
+    return _mean_rouge(labels, told, 0)
+
+
+def rouge2(labels: np.ndarray, told: np.ndarray) -> float:
+    """As rouge1, of pairs of words."""
+    return _mean_rouge(labels, told, 1)
+
+
+def rougeL(labels: np.ndarray, told: np.ndarray) -> float:
+    """As rouge1, of the longest common subsequence."""
+    return _mean_rouge(labels, told, 2)
+
+
+def rougeLsum(labels: np.ndarray, told: np.ndarray) -> float:
+    """As rouge1, of the union over sentences of longest common subsequences; a sentence is a line. What papers on
+    CNN/DailyMail call ROUGE-L.
+    """
+    return _mean_rouge(labels, told, 3)
+
+
+def signature(name: str) -> str | None:
+    """What the library wants told beside a metric's values, of those above: settings and version. None of others."""
+    if name in ("bleu", "chrf"):
+        scorer = _scorer(name)
+        scorer.corpus_score(["a"], [["a"]])
+        return str(scorer.get_signature())
+    if name in ROUGE_TYPES:
+        from importlib.metadata import version
+
+        return f"{name}|f1|stemmer:porter|mean|version:{version('rouge-score')}"
+    return None
+
+
+@cache
+def _scorer(name: str) -> Any:
+    from sacrebleu.metrics import BLEU, CHRF
+
+    return CHRF() if name == "chrf" else BLEU(effective_order=name == "bleu of a sentence")
+
+
+@lru_cache(maxsize=KEPT)
+def _bleu_counts(reference: str, hypothesis: str) -> tuple[int, ...]:
+    """Lengths of hypothesis and reference, n-grams that are right, n-grams, of each order."""
+    found = _scorer("bleu of a sentence").sentence_score(hypothesis, [reference])
+    return found.sys_len, found.ref_len, *found.counts, *found.totals
+
+
+@lru_cache(maxsize=KEPT)
+def _chrf_counts(reference: str, hypothesis: str) -> tuple[int, ...]:
+    """n-grams of the hypothesis, of the reference, and those of both, of each order. sacrebleu has no public name for
+    them; those that it has are what its own resampling takes.
+    """
+    return tuple(_scorer("chrf")._extract_corpus_statistics([hypothesis], [[reference]])[0])
+
+
+@cache
+def _rouge_scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(ROUGE_TYPES, use_stemmer=True)
+
+
+@lru_cache(maxsize=KEPT)
+def _rouge(reference: str, hypothesis: str) -> tuple[float, ...]:
+    """F1 of each of ROUGE_TYPES."""
+    found = _rouge_scorer().score(reference, hypothesis)
+    return tuple(found[name].fmeasure for name in ROUGE_TYPES)
+
+
+def _summed(counts: Callable[[str, str], tuple[int, ...]], labels: np.ndarray, told: np.ndarray) -> list[int]:
+    return np.array(list(map(counts, labels, told))).sum(0).tolist()
+
+
+def _mean_rouge(labels: np.ndarray, told: np.ndarray, number: int) -> float:
+    return float(np.mean([_rouge(label, own)[number] for label, own in zip(labels, told, strict=True)]))

@@ -1,0 +1,312 @@
+"""Questions with candidates of their own: laid out by hand, scored, learned, and told."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.errors import ConfigError, DataError
+from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.tasks import build_task
+from megasparse.tasks.batches import Padded, fingerprint
+from megasparse.tasks.bodies import Body, HuggingFaceBody
+from megasparse.tasks.choice import Choice, ChoiceEncoder, ChoiceForm
+from megasparse.tasks.choice_model import ChoiceBatch, ChoiceModel, EncodedChoice
+from megasparse.tasks.encoding import Segments
+from megasparse.tasks.task import Place
+from tests.helpers.finetuning import WORDS, bert, bert_tokenizer, configured, our_body
+from tests.helpers.tokenizers import written
+
+LENGTHS, CANDIDATES = (30, 12, 44, 9), (3, 1, 7, 2)
+
+
+def choice(question: str, candidates: Sequence[str], texts: Sequence[str] = (), label: int | None = 0) -> Choice:
+    return Choice((question, *candidates, *texts), label, Place(Path("made.json"), 3), "made_3", len(candidates))
+
+
+def form_with(tmp_path: Path, **sections: Any) -> ChoiceForm:
+    sections = {**sections, "task": {"name": "wikihop", "max_length": 64, **sections.get("task", {})}}
+    config = configured(tmp_path / "run", tmp_path, **{"model": {"kind": "encoder", "vocabulary": 264}, **sections})
+    return ChoiceForm(build_task(config.task), config)
+
+
+def encoder(tmp_path: Path, tokenizer: str = "bytes", vocabulary: int = 264, **task: Any) -> ChoiceEncoder:
+    form = form_with(tmp_path, task=task)
+    return ChoiceEncoder(form.task, build_tokenizer(tokenizer), vocabulary)
+
+
+def one(found: ChoiceEncoder, example: Choice) -> EncodedChoice:
+    (made,) = found.encode([example])
+    assert isinstance(made, EncodedChoice)
+    return made
+
+
+QUESTION = choice("who?", ["ann", "bo"], ["It is bo.", "a\nb"], 1)
+
+
+def test_bytes_without_special_tokens_are_laid_out_in_lines(tmp_path: Path) -> None:
+    made = one(encoder(tmp_path, vocabulary=256), QUESTION)
+    (sequence,) = made.sequences
+    assert bytes(sequence.tokens.tolist()) == b"who?\nann\nbo\nIt is bo.\na\nb\n"
+    assert made.marks.tolist() == [8, 11] and sequence.types.tolist() == [0] * 12 + [1] * 14
+    assert (made.label, made.name, str(made.place)) == (1, "made_3", "made.json:3")
+    assert made.candidates == ("ann", "bo") and made.length == 26
+
+
+def test_bytes_with_special_tokens(tmp_path: Path) -> None:
+    begin, end = [258], [259]
+    made = one(encoder(tmp_path), QUESTION)
+    head = [*begin, *b"who?", *end, *b"ann", *end, *b"bo", *end]
+    assert made.sequences[0].tokens.tolist() == [*head, *b"It is bo.", *end, *b"a\nb", *end]
+    assert made.marks.tolist() == [9, 12] and made.sequences[0].types.tolist() == [0] * 13 + [1] * 14
+
+
+def test_wordpieces_of_a_bert(tmp_path: Path) -> None:
+    file = str(written(tmp_path, bert_tokenizer()))
+    vocab = bert_tokenizer()["model"]["vocab"]
+    made = one(encoder(tmp_path, file), choice("The models", ["attention", "a mask"], ["Of a model!"]))
+    head = ["[CLS]", "the", "model", "##s", "[SEP]", "atten", "##tion", "[SEP]", "a", "mask", "[SEP]"]
+    expected = [*head, "of", "a", "model", "!", "[SEP]"]
+    tokens = made.sequences[0].tokens.tolist()
+    assert tokens == [vocab[piece] for piece in expected]
+    separators = [place for place, token in enumerate(tokens) if token == vocab["[SEP]"]]
+    assert made.marks.tolist() == separators[1:3]
+    assert made.sequences[0].types.tolist() == [0] * (separators[2] + 1) + [1] * (len(tokens) - separators[2] - 1)
+
+
+def test_a_tokenizer_without_separators_marks_the_candidates_last_tokens(tmp_path: Path) -> None:
+    """As of a model that has no room for them."""
+    file = str(written(tmp_path, bert_tokenizer()))
+    made = one(encoder(tmp_path, file, vocabulary=2), choice("a the", ["attention", "a mask"], ["of"]))
+    names = {token: piece for piece, token in bert_tokenizer()["model"]["vocab"].items()}
+    expected = ["a", "the", "atten", "##tion", "a", "mask", "of"]
+    assert [names[token] for token in made.sequences[0].tokens.tolist()] == expected
+    assert made.marks.tolist() == [3, 5] and made.sequences[0].types.tolist() == [0] * 6 + [1]
+
+
+def test_the_end_of_the_texts_is_cut_and_counted(tmp_path: Path) -> None:
+    whole = one(encoder(tmp_path), QUESTION)
+    for limit in (13, 14, 26):
+        ours = encoder(tmp_path, max_length=limit)
+        made = one(ours, QUESTION)
+        assert np.array_equal(made.sequences[0].tokens, whole.sequences[0].tokens[:limit])
+        assert np.array_equal(made.sequences[0].types, whole.sequences[0].types[:limit])
+        assert np.array_equal(made.marks, whole.marks)
+        assert (ours.counts.cut, ours.counts.longest, str(ours.counts.first_cut)) == (1, 27, "made.json:3")
+        assert f"1 inputs of more than {limit} tokens keep only their beginning" in ours.counts.lines("new", limit)[1]
+    ours = encoder(tmp_path, max_length=27)
+    assert one(ours, QUESTION).length == 27 and ours.counts.cut == 0 and len(ours.counts.lines("new", 27)) == 1
+
+
+def test_texts_that_are_too_long_are_refused_where_that_is_asked_for(tmp_path: Path) -> None:
+    said = r"^made\.json:3: 27 tokens are more than task\.max_length = 26\. .*too_long"
+    with pytest.raises(DataError, match=said):
+        one(encoder(tmp_path, max_length=26, too_long="refuse"), QUESTION)
+
+
+def test_question_and_candidates_are_never_cut(tmp_path: Path) -> None:
+    said = r"question and 2 candidates of made_3 alone are 13 tokens, more than task\.max_length = 12\. Raise it"
+    with pytest.raises(DataError, match=rf"^made\.json:3: {said}"):
+        one(encoder(tmp_path, max_length=12), QUESTION)
+
+
+def test_an_empty_text_is_refused_or_kept_and_counted(tmp_path: Path) -> None:
+    example = choice("who?", ["ann"], ["", "x"])
+    with pytest.raises(DataError, match=r"^made\.json:3: is empty.*task\.empty"):
+        one(encoder(tmp_path), example)
+    ours = encoder(tmp_path, empty="keep")
+    made = one(ours, example)
+    assert made.sequences[0].tokens.tolist() == [258, *b"who?", 259, *b"ann", 259, 259, *b"x", 259]
+    assert ours.counts.empty == 1
+
+
+def test_what_is_learned_from_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+    """The same tokens, but another line is a candidate."""
+    ours = encoder(tmp_path, vocabulary=256)
+    first, second = one(ours, choice("a", ["b", "c"], ["d"])), one(ours, choice("a\nb", ["c", "d"]))
+    assert np.array_equal(first.sequences[0].tokens, second.sequences[0].tokens)
+    assert fingerprint([first]) != fingerprint([second])
+
+
+# The model.
+
+
+def encoded(number: int, length: int, candidates: int, label: int | None) -> EncodedChoice:
+    generator = np.random.default_rng(number)
+    ids = generator.integers(5, 60, length)
+    marks = np.sort(generator.choice(length, candidates, replace=False))
+    names = tuple(f"c{i}" for i in range(candidates))
+    types = (np.arange(length) > marks[-1]).astype(np.int64)
+    return EncodedChoice((Segments(ids, types),), label, Place(Path("made"), number + 1), str(number), marks, names)
+
+
+def examples(labels: Sequence[int | None] = (2, 0, 6, 1)) -> list[EncodedChoice]:
+    return [encoded(i, *row) for i, row in enumerate(zip(LENGTHS, CANDIDATES, labels, strict=True))]
+
+
+def evaluation(*samples: int) -> Draws:
+    return Draws(3, EVALUATION_STEP, torch.tensor(samples), training=False)
+
+
+def model_of(body: Body, rate: float = 0.1) -> ChoiceModel:
+    model = ChoiceModel(body, rate, seed=1)
+    with torch.no_grad():
+        model.output.weight += 0.3 * torch.randn(1, body.width, generator=torch.Generator().manual_seed(2))
+    return model.eval()
+
+
+def body_of(where: str, tmp_path: Path) -> Body:
+    if where == "bert":
+        from transformers import BertModel
+
+        return HuggingFaceBody(BertModel.from_pretrained(bert(tmp_path / "bert")), False, 64)
+    kind = {"kind": "decoder"} if where == "decoder" else {}
+    own = {"pattern": [where], where: {"chunk": 8}} if where in ("lsh", "lha") else {"pattern": ["full"]}
+    return our_body(dropout=0.0, attention=own, **kind)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("where", ["full", "decoder", "bert"])
+def test_scores_costs_and_answers_against_one_example_at_a_time(where: str, tmp_path: Path) -> None:
+    model, form = model_of(body_of(where, tmp_path)), form_with(tmp_path)
+    given = examples()
+    objective, found = model(form.collate(given), evaluation(*range(4)))
+    expected = []
+    for row, each in enumerate(given):
+        ids, types = (torch.from_numpy(values).unsqueeze(0) for values in each.sequences[0])
+        states = model.body(Padded(ids, types, torch.tensor([ids.shape[1]])), evaluation(row), None)[0][0]
+        scores = np.array([float(states[mark] @ model.output.weight[0]) for mark in each.marks.tolist()])
+        p = np.exp(scores) / np.exp(scores).sum()
+        expected.append(-np.log(p[each.label]))
+        assert np.allclose(found["told"][row].numpy(), scores, atol=1e-5) and found["told"][row].dtype == torch.float32
+        assert form.answer(each, found["told"][row].double().numpy()) == scores.argmax()
+    assert np.allclose(found["costs"].numpy(), expected, atol=1e-5) and found["weights"].tolist() == [1.0] * 4
+    assert found["nats"].item() == pytest.approx(sum(expected), rel=1e-5) and found["tokens"] == 4
+    assert objective.item() == pytest.approx(sum(expected) / 4, rel=1e-5)
+    right = [int(told.argmax()) == each.label for told, each in zip(found["told"], given, strict=True)]
+    assert found["accuracy"].item() == pytest.approx(np.mean(right))
+
+
+@pytest.mark.parametrize("where", ["full", "lsh", "lha", "bert"])
+def test_what_an_example_is_told_depends_on_it_alone(where: str, tmp_path: Path) -> None:
+    """Neither on the others' lengths, nor on how many candidates they have, nor on its place."""
+    model, form, given = model_of(body_of(where, tmp_path)), form_with(tmp_path), examples()
+    alone = [model(form.collate([each]), evaluation(i))[1]["told"][0] for i, each in enumerate(given)]
+    assert alone[2].std() > 1e-3
+    for order in ([0, 1, 2, 3], [3, 2, 0], [1, 1]):
+        told = model(form.collate([given[i] for i in order]), evaluation(*order))[1]["told"]
+        for row, i in enumerate(order):
+            assert told[row].shape == (CANDIDATES[i],) and (told[row] - alone[i]).abs().max() < 1e-5
+
+
+def test_without_labels_there_is_only_what_is_told(tmp_path: Path) -> None:
+    model, form = model_of(body_of("full", tmp_path)), form_with(tmp_path)
+    told = model(form.collate(examples()), evaluation(*range(4)))[1]["told"]
+    objective, found = model(form.collate(examples((2, None, 6, 1))), evaluation(*range(4)))
+    assert all(torch.equal(*pair) for pair in zip(found["told"], told, strict=True))
+    assert objective.item() == 0.0 and found["nats"] == 0 and "costs" not in found and "accuracy" not in found
+
+
+def test_gradients_reach_candidates_of_ones_own_alone(tmp_path: Path) -> None:
+    """Where others have more, nothing is learned from, or spoilt by, the places that this leaves."""
+    model, form, given = model_of(body_of("full", tmp_path), rate=0.0), form_with(tmp_path), examples()
+
+    def gradient(chosen: list[int]) -> torch.Tensor:
+        model.zero_grad()
+        draws = Draws(3, 1, torch.tensor(chosen), training=True)
+        objective, found = model(form.collate([given[i] for i in chosen]), draws)
+        assert "told" not in found
+        objective.backward()
+        assert model.output.weight.grad is not None
+        return model.output.weight.grad.clone()
+
+    together, alone = gradient([0, 2]), [gradient([i]) for i in (0, 2)]
+    assert torch.allclose(together, sum(alone, torch.zeros(())) / 2, atol=1e-6) and gradient([1]).abs().max() < 1e-9
+
+
+def test_dropout_is_an_examples_own(tmp_path: Path) -> None:
+    model, form, given = model_of(body_of("full", tmp_path), rate=0.5), form_with(tmp_path), examples()
+
+    def scores(chosen: list[int], step: int = 1) -> torch.Tensor:
+        draws = Draws(3, step, torch.tensor(chosen), training=True)
+        return model.scores(form.collate([given[i] for i in chosen]), draws)[0]
+
+    first, swapped = scores([0, 2]), scores([2, 0])
+    assert torch.allclose(first.flip(0), swapped, atol=1e-5)
+    assert torch.allclose(scores([0])[0], first[0, :3], atol=1e-5)
+    assert first[0, 3:].isneginf().all() and not torch.allclose(scores([0], step=2)[0], first[0, :3], atol=1e-3)
+
+
+def test_weights_of_bf16_give_scores_of_fp32(tmp_path: Path) -> None:
+    model, form = model_of(body_of("full", tmp_path)), form_with(tmp_path)
+    exact = model(form.collate(examples()), evaluation(*range(4)))[1]["told"]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    found = model(form.collate(examples()), evaluation(*range(4)))[1]
+    assert all(told.dtype == torch.float32 for told in found["told"]) and found["costs"].dtype == torch.float32
+    assert all((a - b).abs().max() < 0.2 for a, b in zip(found["told"], exact, strict=True))
+
+
+def test_initial_weights_are_the_seeds() -> None:
+    body = our_body()
+    one, same, other = (ChoiceModel(body, 0.1, seed).output.weight for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other) and 0.01 < one.std() < 0.03
+
+
+def test_a_made_up_batch_is_as_long_as_it_says(tmp_path: Path) -> None:
+    body, form = our_body(), form_with(tmp_path)
+    model = model_of(body)
+    for length in (1, 2, 16, 128):
+        made = form.made_up(body, 2, length)
+        assert made.inputs.sequences[0].tokens.shape == (2, length)
+        assert isinstance(made.to(torch.device("cpu")), ChoiceBatch) and made.numel() == 2 * max(1, length - 1)
+        assert torch.isfinite(model(made, Draws(3, 1, torch.arange(2), training=True))[0])
+
+
+# The form.
+
+
+def test_rows_of_predictions(tmp_path: Path) -> None:
+    ours = encoder(tmp_path)
+    form, made = form_with(tmp_path), one(ours, choice("who?", ["ann", "bo", "cy"], label=2))
+    told = np.array([0.5, 1.5, -1.0])
+    row = {"label": "cy", "told": "bo", "scores": {"ann": 0.5, "bo": 1.5, "cy": -1.0}}
+    assert form.row(made, told) == row
+    assert form.row(one(ours, choice("who?", ["ann", "bo", "cy"], label=None)), told) == {**row, "label": None}
+    assert form.measures([made, made], [2, 0]) == {"accuracy": 0.5}
+
+
+def test_settings_and_inputs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    body = our_body()
+    for key, value in (("pooling", "mean"), ("hidden", 8)):
+        with pytest.raises(ConfigError, match=rf"^head\.{key}: .*{value}.*wikihop.* Remove it"):
+            form_with(tmp_path, head={key: value}).check(body)
+    form_with(tmp_path, head={"dropout": 0.3}).check(body)
+    with pytest.raises(ConfigError, match=r'^--text: "wikihop" reads no texts. Give --source FILE'):
+        form_with(tmp_path).example(["who?"])
+
+
+def test_a_body_without_room_for_the_tokens_is_refused(tmp_path: Path) -> None:
+    class Start:
+        body, tokenizer = our_body(vocabulary=100), build_tokenizer("bytes")
+
+    with pytest.raises(ConfigError, match=r"^model\.vocabulary: 100 ids, and its tokenizer has 256"):
+        form_with(tmp_path).encoder(Start())
+
+
+def test_random_questions_are_laid_out_as_their_texts_joined(tmp_path: Path) -> None:
+    """Against a join of strings, where every mark is the end of its line."""
+    drawn, ours = random.Random(0), encoder(tmp_path, vocabulary=256, max_length=512)
+    for _ in range(30):
+        parts = [" ".join(drawn.choices(WORDS, k=drawn.randint(1, 4))) for _ in range(drawn.randint(2, 9))]
+        count = drawn.randint(1, len(parts) - 1)
+        made = one(ours, choice(parts[0], parts[1 : 1 + count], parts[1 + count :]))
+        text = "".join(f"{part}\n" for part in parts)
+        assert bytes(made.sequences[0].tokens.tolist()).decode() == text
+        ends = [len("".join(f"{part}\n" for part in parts[: 2 + i])) - 1 for i in range(count)]
+        assert made.marks.tolist() == ends and int((made.sequences[0].types == 0).sum()) == ends[-1] + 1

@@ -1,0 +1,118 @@
+"""CNN/DailyMail in small files of its official forms."""
+
+import hashlib
+
+import pytest
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import DataError
+from megasparse.tasks import build_task
+from megasparse.tasks.task import split_files
+
+STORY = """(CNN) -- A man was seen in a tree.
+
+ "He is still there," an @highlight of the day said.
+
+@highlight
+
+A man sits in a tree
+
+@highlight
+
+Nobody knows why
+"""
+ARTICLE = '(CNN) -- A man was seen in a tree. "He is still there," an @highlight of the day said.'
+
+
+@pytest.fixture
+def task():
+    return build_task(TaskConfig(name="cnn_dm"))
+
+
+def url(number):
+    return f"http://web.archive.org/web/2015id_/http://www.cnn.com/2015/04/01/é/{number}.html"
+
+
+def refusal(action):
+    with pytest.raises(DataError) as caught:
+        list(action())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def corpus(folder, lists, stories=("cnn/stories", "dailymail/stories")):
+    """Six stories, of either paper in turn; two of each split, listed from the last to the first."""
+    numbers = iter(range(6))
+    for name in stories:
+        (folder / name).mkdir(parents=True)
+    lists.mkdir(exist_ok=True)
+    for split in ("train", "val", "test"):
+        two = [next(numbers), next(numbers)]
+        for n in two:
+            name = hashlib.sha1(url(n).encode()).hexdigest()
+            (folder / stories[n % 2] / f"{name}.story").write_text(f"text {n}\n\n@highlight\n\ntold {n}\n")
+        (lists / f"all_{split}.txt").write_text("".join(f"{url(n)}\n" for n in reversed(two)))
+
+
+def test_a_story_is_its_text_and_its_highlights(task, tmp_path):
+    file = tmp_path / "ab12.story"
+    file.write_text(STORY, encoding="utf-8")
+    (found,) = task.read(file)
+    assert found.inputs == (ARTICLE,) and found.label == "A man sits in a tree\nNobody knows why"
+    assert (str(found.place), found.name) == (str(file), "ab12")
+
+
+@pytest.mark.parametrize("text", ["New news.\n", "New news.\n\n@highlight\n\n"])
+def test_a_story_without_highlights_has_no_label(task, tmp_path, text):
+    file = tmp_path / "new.story"
+    file.write_text(text)
+    (found,) = task.read(file)
+    assert found.inputs == ("New news.",) and found.label is None
+
+
+@pytest.mark.parametrize("inner", [".", "url_lists"])
+@pytest.mark.parametrize(
+    "stories", [("cnn/stories", "dailymail/stories"), ("cnn_stories_tokenized", "dm_stories_tokenized")]
+)
+def test_the_splits_are_those_of_the_lists(task, tmp_path, inner, stories):
+    corpus(tmp_path, tmp_path / inner, stories)
+    found = {}
+    for split, (file,) in task.files(tmp_path).items():
+        examples = list(task.read(file))
+        found[split] = [(example.inputs[0], example.label) for example in examples]
+        assert all(example.place.file.stem == example.name for example in examples)
+    assert found == {
+        "train": [("text 1", "told 1"), ("text 0", "told 0")],
+        "validation": [("text 3", "told 3"), ("text 2", "told 2")],
+        "test": [("text 5", "told 5"), ("text 4", "told 4")],
+    }
+
+
+def test_a_listed_story_that_is_missing_is_refused(task, tmp_path):
+    corpus(tmp_path, tmp_path)
+    name = hashlib.sha1(url(4).encode()).hexdigest()
+    (tmp_path / "cnn/stories" / f"{name}.story").unlink()
+    message = refusal(lambda: task.read(tmp_path / "all_test.txt"))
+    assert message.startswith(f"{tmp_path / 'all_test.txt'}:2: there is no {name}.story of http://web.archive.org/")
+
+
+def test_a_story_that_is_no_utf_8_is_refused(task, tmp_path):
+    (tmp_path / "a.story").write_bytes("ok\ncafé\n".encode("latin-1"))
+    assert "a.story:2: is no UTF-8" in refusal(lambda: task.read(tmp_path / "a.story"))
+
+
+def test_a_line_a_story(task, tmp_path):
+    for name in ("train", "val", "test"):
+        (tmp_path / f"{name}.source").write_text(f"{name} one .\n{name} two .\n")
+        (tmp_path / f"{name}.target").write_text("told one .\ntold two .\n")
+    assert set(task.files(tmp_path)) == {"train", "validation", "test"}
+    (file,) = split_files(task, tmp_path, "validation")
+    found = [(example.inputs[0], example.label) for example in task.read(file)]
+    assert found == [("val one .", "told one ."), ("val two .", "told two .")]
+    (tmp_path / "val.target").write_text("told one .\n")
+    assert "2 lines, and" in refusal(lambda: task.read(file))
+
+
+def test_a_folder_without_any_form_is_refused(task, tmp_path):
+    assert 'no "train" split of cnn_dm' in refusal(lambda: split_files(task, tmp_path, "train"))
+    assert task.metrics == ("rouge1", "rouge2", "rougeL", "rougeLsum")

@@ -1,0 +1,298 @@
+"""Forecasting: what the model may see, its loss, its mechanisms, and runs from a table to predictions."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import mean_absolute_error, mean_squared_error
+
+from launch import evaluate, predict
+from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.load import build_settings, load_settings
+from megasparse.errors import ConfigError
+from megasparse.ops.random import Draws
+from megasparse.tasks.activations import count_layers, set_activations
+from megasparse.tasks.fitting import predict as predicted_memory
+from megasparse.tasks.forecast import ForecastForm
+from megasparse.tasks.forecaster import Windows
+from megasparse.tasks.restore import restore_task
+from megasparse.tasks.run import TaskRun, read_split
+from megasparse.training.ranks import Ranks
+from tests.helpers import finetuning
+from tests.helpers.models import SMALL
+from tests.helpers.series import COLUMNS, FORECASTER, TASK, numbers, write
+from tests.tasks.test_run import plain, weights
+
+L, OVERLAP, H = 12, 6, 4
+ROOT = Path(__file__).parents[2]
+
+
+def sections(**changes: Any) -> dict[str, Any]:
+    """Of a run; changes: of its model, source: of the encoder."""
+    source = {**FORECASTER["source"], **changes.pop("source", {})}
+    return {"model": {**FORECASTER, **changes, "source": source}, "task": TASK}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("series") / "series.csv", numbers(120))
+
+
+def opened(folder: Path, file: Path, **changes: Any) -> TaskRun:
+    return finetuning.opened(folder / "run", file, **sections(**changes))
+
+
+def batch(run: TaskRun, size: int = 3) -> Windows:
+    return run.form.collate(run.train[:size])
+
+
+def louder(run: TaskRun) -> TaskRun:
+    """Initial weights hardly attend."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in run.model.parameters():
+            weight += 0.2 * torch.randn(weight.shape, generator=generator)
+    return run
+
+
+def told(run: TaskRun, windows: Windows) -> torch.Tensor:
+    run.model.eval()
+    with torch.no_grad():
+        return run.model(windows, Draws.evaluation(0, len(windows.values)))[1]["told"]
+
+
+def test_a_batch_is_the_rows_of_the_windows(tmp_path: Path, file: Path) -> None:
+    run = opened(tmp_path, file)
+    windows = batch(run)
+    assert windows.values.shape == (3, L, 3) and windows.marks.shape == (3, L + H, 4)
+    assert windows.labels is not None and windows.labels.shape == (3, H, 1) and windows.numel() == 3 * L
+    train = read_split(run.task, file, "train")[:3]
+    for i, example in enumerate(train):
+        np.testing.assert_allclose(windows.values[i], example.inputs[0], rtol=1e-6)
+        np.testing.assert_allclose(windows.labels[i], example.label, rtol=1e-6)
+        assert np.array_equal(windows.labels[i, :, 0], windows.values.new_tensor(example.label[:, 0]))
+
+
+def test_the_loss_is_the_mean_squared_error(tmp_path: Path, file: Path) -> None:
+    run = louder(opened(tmp_path, file, attention={"pattern": ["full"]}, source={"attention": {"pattern": ["full"]}}))
+    windows = batch(run)
+    values = told(run, windows)
+    assert windows.labels is not None
+    objective, found = run.model(windows, Draws.evaluation(0, 3))
+    wanted = mean_squared_error(windows.labels.flatten(), values.flatten())
+    assert float(objective.detach()) == pytest.approx(wanted, rel=1e-6)
+    assert float(found["nats"] / found["tokens"]) == pytest.approx(wanted, rel=1e-6)
+    each = [float(((values[i] - windows.labels[i]) ** 2).sum()) for i in range(3)]
+    assert found["costs"].tolist() == pytest.approx(each, rel=1e-6) and found["weights"].tolist() == [H] * 3
+    _, found = run.model(Windows(windows.values, windows.marks, None), Draws.evaluation(0, 3))
+    assert "costs" not in found and torch.equal(found["told"], values)
+
+
+@pytest.mark.parametrize("source", [{}, {"shared_embedding": False, "cross_attention": "lsh"}])
+def test_nothing_of_the_future_is_seen(tmp_path: Path, file: Path, source: dict[str, Any]) -> None:
+    """Later rows of the file do not move a forecast; what is read, and its dates, do."""
+    run = louder(opened(tmp_path, file, source=source, attention={"pattern": ["full"], "lsh": {"chunk": 4}}))
+    form, example = run.form, run.train[5]
+    before = told(run, form.collate([example]))
+    lines = file.read_text().splitlines()
+    first = 1 + 5 + L  # below the names
+    changed = [*lines[:first], *(f"{line.split(',')[0]},1e3,1e3,1e3" for line in lines[first:])]
+    other = tmp_path / "other.csv"
+    other.write_text("\n".join(changed) + "\n")
+    again = next(each for each in run.task.read(Path(f"{other}#train")) if each.name == example.name)
+    (encoded,) = form.encoder(run.start).encode([again])
+    windows = form.collate([encoded])
+    assert windows.labels is not None and windows.labels.min() > 50
+    assert torch.equal(told(run, windows), before)
+    for name in ("values", "marks"):
+        for place in (0, L - 1):
+            moved = {"values": windows.values.clone(), "marks": windows.marks.clone()}
+            moved[name][:, place] += 1.0
+            assert not torch.equal(told(run, Windows(**moved, labels=None)), before)
+    later = windows.marks.clone()
+    later[:, -1] += 1.0  # the last date to tell moves only what is told of it: the decoder is causal
+    moved_told = told(run, Windows(windows.values, later, None))
+    if not source:
+        assert torch.equal(moved_told[:, :-1], before[:, :-1])
+    assert not torch.equal(moved_told[:, -1], before[:, -1])
+
+
+def test_the_decoder_sees_the_last_rows_and_then_zeros(tmp_path: Path, file: Path) -> None:
+    run = opened(tmp_path, file)
+    given: list[Any] = []
+    run.model.body.stack.register_forward_pre_hook(lambda module, inputs: given.append(inputs[:2]))
+    windows = batch(run)
+    told(run, windows)
+    ((read, seen),) = given
+    assert torch.equal(read, torch.cat([windows.values, windows.marks[:, :L]], -1))
+    assert seen.shape == (3, OVERLAP + H, 3 + 4) and not seen[:, OVERLAP:, :3].any()
+    assert torch.equal(seen[:, :OVERLAP, :3], windows.values[:, L - OVERLAP :])
+    assert torch.equal(seen[..., 3:], windows.marks[:, L - OVERLAP :])
+
+
+@pytest.mark.parametrize("blocks", ["ordinary", "reversible"])
+@pytest.mark.parametrize("kind", MECHANISMS)
+def test_every_mechanism_learns_on_both_sides(tmp_path: Path, file: Path, kind: str, blocks: str) -> None:
+    """All weights get a finite gradient, and what is told does not depend on the batch."""
+    small = SMALL.get(kind, {}) | ({"chunk": 4} if "chunk" in SMALL.get(kind, {}) else {})
+    attention = {"pattern": [kind], kind: small}
+    changes: dict[str, Any] = {} if kind == "smart_bird" else {"source": {"attention": attention}}
+    if MECHANISMS[kind].causal:
+        changes["attention"] = attention
+    run = opened(
+        tmp_path, file, blocks=blocks, activations="reversible" if blocks == "reversible" else "stored", **changes
+    )
+    windows = batch(run)
+    objective, found = run.model.train()(windows, Draws(0, 1, torch.arange(3), training=True))
+    objective.backward()
+    assert torch.isfinite(objective) and "told" not in found
+    missing = {name for name, p in run.model.named_parameters() if p.grad is None or not p.grad.isfinite().all()}
+    assert not missing
+    values = told(run, windows)
+    alone = run.model(run.form.collate(run.train[1:2]), Draws(0, -1, torch.tensor([1]), training=False))[1]["told"]
+    torch.testing.assert_close(alone[0], values[1], rtol=1e-4, atol=1e-5)
+
+
+def test_activations_of_both_sides_are_checkpointed(tmp_path: Path, file: Path) -> None:
+    gradients = []
+    for kind in ("stored", "checkpoint"):
+        run = opened(tmp_path, file, activations=kind)
+        assert count_layers(run.model.body) == 3
+        set_activations(run.model.body, kind)
+        objective, _ = run.model.train()(batch(run), Draws(0, 1, torch.arange(3), training=True))
+        objective.backward()
+        gradients.append([weight.grad for weight in run.model.parameters()])
+    for one, two in zip(*gradients, strict=True):
+        assert torch.equal(one, two)
+    found = predicted_memory(opened(tmp_path, file), Ranks())
+    assert found.fits and found.length == L
+
+
+def test_answers_are_scaled_and_rows_in_units(tmp_path: Path, file: Path) -> None:
+    run = opened(tmp_path, file)
+    form = run.form
+    assert isinstance(form, ForecastForm)
+    example, flat = run.validation[0], np.arange(4.0)
+    assert form.answer(example, flat).tolist() == [[0.0], [1.0], [2.0], [3.0]]
+    with open(file, newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    ot = np.array([float(row["OT"]) for row in rows])
+    row = form.row(example, flat)
+    np.testing.assert_allclose(row["label"]["OT"], ot[84:88], rtol=1e-12)
+    np.testing.assert_allclose(row["told"]["OT"], ot[:84].mean() + flat * ot[:84].std(), rtol=1e-12)
+    labels = [form.label(each) for each in run.validation[:2]]
+    made = form.measures(run.validation[:2], [labels[0] + 1.0, labels[1] - 2.0])
+    assert made == pytest.approx({"mse": (1 + 4) / 2, "mae": 1.5})
+
+
+def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "series.csv", numbers(120))
+    straight = finetuning.launch(tmp_path / "straight", file, **sections())
+    finetuning.launch(tmp_path / "stopped", file, "--stop-at", "3", **sections())
+    resumed = finetuning.launch(tmp_path / "stopped", file, **sections())
+    assert plain(resumed) == plain(straight) and len(plain(straight)) == 6
+    assert weights(tmp_path / "stopped", 6) == weights(tmp_path / "straight", 6)
+    best = json.loads((tmp_path / "straight" / "best.json").read_text())
+    errors = {line["step"]: line["evaluation/mse"] for line in straight if "evaluation/mse" in line}
+    assert best["step"] == min(errors, key=lambda step: errors[step])  # an error: lower is better
+
+    copy = file.rename(tmp_path / "moved.csv")
+    out, rows_file = tmp_path / "validation.json", tmp_path / "validation.jsonl"
+    common = ["--checkpoint", str(tmp_path / "straight"), "--source", f"{copy}#validation"]
+    call(evaluate, "--task", "series", *common, "--json", str(out), "--predictions", str(rows_file))
+    result = json.loads(out.read_text())
+    assert result["metrics"]["mse"]["value"] == best["scalars"]["evaluation/mse"]
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    scale = restore_task(tmp_path / "straight").config.task.forecast.scale
+    assert scale is not None and len(rows) == 9
+    labels, answers = (np.array([row[name]["OT"] for row in rows]) / scale["OT"] for name in ("label", "told"))
+    assert result["metrics"]["mse"]["value"] == pytest.approx(mean_squared_error(labels, answers), rel=1e-9)
+    assert result["metrics"]["mae"]["value"] == pytest.approx(mean_absolute_error(labels, answers), rel=1e-9)
+
+    # A file that ends where a validation window begins to tell is told the same.
+    lines = copy.read_text().splitlines()
+    new = tmp_path / "new.csv"
+    new.write_text("\n".join([lines[0], *lines[rows[2]["line"] - L : rows[2]["line"]]]) + "\n")
+    capsys.readouterr()
+    call(predict, "--checkpoint", str(tmp_path / "straight"), "--source", str(new))
+    (found,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert found["name"] == rows[2]["name"] and found["label"] is None
+    np.testing.assert_allclose(found["told"]["OT"], rows[2]["told"]["OT"], rtol=1e-6)
+
+
+def call(launcher: Any, *arguments: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["launcher", *arguments])
+        launcher.main()
+
+
+def test_initial_weights_depend_on_the_seed_alone(tmp_path: Path, file: Path) -> None:
+    one, two = (opened(tmp_path, file) for _ in range(2))
+    other = finetuning.opened(tmp_path / "x", file, **sections(), run={"seed": 1, "device": "cpu", "engine": "torch"})
+    for (name, a), b, c in zip(
+        one.model.named_parameters(), two.model.parameters(), other.model.parameters(), strict=True
+    ):
+        assert torch.equal(a, b) and (a.dim() < 2 or not torch.equal(a, c)), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"start": {"huggingface": "m"}, "model": None}, r"start\.huggingface: given, and no pretrained model reads"),
+        ({"start": {"checkpoint": "m"}, "model": None}, r"start\.checkpoint: given, and no pretrained model reads"),
+        (
+            {"task": {**TASK, "forecast": {**TASK["forecast"], "overlap": 13}}},
+            r"overlap: 13 rows are more than .* = 12",
+        ),
+        (
+            {"task": {**TASK, "forecast": {**TASK["forecast"], "horizon": 11}}},
+            r"model\.max_length: 6 \+ 11 rows of the decoder are more than 16. Set it to 17",
+        ),
+        ({"task": {**TASK, "max_length": 25}}, r"task\.max_length: 25 tokens are more than model\.source\.length = 24"),
+        ({"model": finetuning.ENCODER}, r'model\.kind: "encoder", and series has another form. Set it to "encoder_dec'),
+        ({"evaluation": {"metric": "accuracy"}}, r'evaluation\.metric: "accuracy"'),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, file: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        finetuning.opened(tmp_path / "run", file, **{**sections(), **changes})
+
+
+def test_a_forecaster_reads_no_text(tmp_path: Path, file: Path) -> None:
+    with pytest.raises(ConfigError, match=r'--text: "series" reads no texts. Give --source FILE'):
+        opened(tmp_path, file).form.example(["a"])
+
+
+@pytest.mark.parametrize("name", ["etth1_24", "etth1_168", "ettm1_96"])
+def test_shipped_configurations_fit_their_windows(name: str, tmp_path: Path, file: Path) -> None:
+    """On another table, with few rows to read and narrow layers: heads, patterns and lengths are their own."""
+    values = load_settings(ROOT / "configs" / "finetune" / f"{name}.json", [], FinetuneConfig).model_dump(mode="json")
+    forecast, model = values["task"]["forecast"], values["model"]
+    assert model["max_length"] == forecast["overlap"] + forecast["horizon"]
+    assert model["source"]["length"] == values["task"]["max_length"]
+    assert forecast["targets"] == [COLUMNS[2]]
+    values["task"] |= {"name": "series", "source": str(file), "max_length": L}
+    forecast |= {"horizon": H, "overlap": OVERLAP}
+    model |= {"d_model": 2 * model["heads"], "d_ff": 8}
+    values["run"] = {"directory": str(tmp_path), "engine": "torch", "device": "cpu"}
+    run = finetuning.open_run(build_settings(values, [], FinetuneConfig), lambda line: None)
+    objective, _ = run.model.train()(batch(run), Draws(0, 1, torch.arange(3), training=True))
+    objective.backward()
+    assert torch.isfinite(objective)
+
+
+def test_the_shipped_grid_compares_full_attention_with_the_hybrid() -> None:
+    folder = ROOT / "configs" / "finetune"
+    grid = json.loads((folder / "grids" / "forecast.json").read_text())
+    ((key, values),) = grid.items()
+    found = [load_settings(folder / "etth1_24.json", [f"{key}={json.dumps(one)}"], FinetuneConfig) for one in values]
+    patterns = [config.model.source.attention.pattern for config in found if config.model and config.model.source]
+    assert patterns == [["full"], [{"local": 2, "lha": 2}]]
+    assert found[1] == load_settings(folder / "etth1_24.json", [], FinetuneConfig)

@@ -1,0 +1,128 @@
+"""MIND's impressions, in small folders of their form."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasparse.config.finetuning import RecommendationConfig, TaskConfig
+from megasparse.errors import DataError
+from megasparse.tasks import build_task
+from megasparse.tasks.sources import chosen_files
+from megasparse.tasks.task import Task, split_files
+from tests.helpers.mind import behaviors_row, mind, news_row, split_folder
+
+NEWS = [
+    news_row("N1", 'The "Brands" they Swear By'),
+    news_row("N2", "Cold \u2028 soup"),
+    news_row("N3", "Rain"),
+    news_row("N4", "Rain"),
+]
+
+
+def task(history: int = 50, **changes: Any) -> Task:
+    return build_task(TaskConfig(name="mind", recommendation=RecommendationConfig(history=history), **changes))
+
+
+def test_an_impression_is_the_titles_of_clicked_and_of_shown_news(tmp_path: Path) -> None:
+    rows = [
+        behaviors_row("17", "N1 N3", "N2-1 N1-0 N3-0"),
+        behaviors_row("9", "", "N3-0 N4-1"),
+        behaviors_row("9", "N2", "N3 N2"),
+    ]
+    file = split_folder(tmp_path / "dev", NEWS, rows)
+    first, second, third = task().read(file)
+    brands, soup = 'The "Brands" they Swear By', "Cold \u2028 soup"
+    assert first.inputs == ((brands, "Rain"), (soup, brands, "Rain")) and first.label == (1, 0, 0)
+    assert first.name == "17" and str(first.place) == f"{file}:1"
+    assert second.inputs == ((), ("Rain", "Rain")) and second.label == (0, 1)
+    assert third.inputs == ((soup,), ("Rain", soup)) and third.label is None
+
+
+@pytest.mark.parametrize("history, kept", [(1, ["c"]), (2, ["b", "c"]), (3, ["a", "b", "c"]), (9, ["a", "b", "c"])])
+def test_the_latest_clicked_news_are_kept_in_their_order(tmp_path: Path, history: int, kept: list[str]) -> None:
+    news = [news_row(f"N{name}", name) for name in "abc"]
+    file = split_folder(tmp_path, news, [behaviors_row("1", "Na Nb Nc", "Na-1 Nb-0")])
+    (found,) = task(history).read(file)
+    assert list(found.inputs[0]) == kept
+
+
+def test_what_is_equal_is_one_object(tmp_path: Path) -> None:
+    rows = [behaviors_row("1", "N1 N2", "N3-1 N1-0"), behaviors_row("2", "N1 N2", "N4-1 N2-0")]
+    first, second = task().read(split_folder(tmp_path, NEWS, rows))
+    assert first.inputs[0] is second.inputs[0] and first.label is second.label
+    assert first.inputs[1][0] is second.inputs[1][0]  # N3 and N4 have one title
+
+
+@pytest.mark.parametrize("release", ["MINDlarge_", "MINDsmall_", ""])
+def test_splits_are_the_official_folders_and_the_test_set_has_no_labels(tmp_path: Path, release: str) -> None:
+    mind(tmp_path, 3, 2)
+    for inner in ("train", "dev", "test"):
+        (tmp_path / inner).rename(tmp_path / f"{release}{inner}")
+    found = {split: split_files(task(), tmp_path, split) for split in ("train", "validation", "test")}
+    folders = {"train": "train", "validation": "dev", "test": "test"}
+    assert found == {split: [tmp_path / f"{release}{inner}/behaviors.tsv"] for split, inner in folders.items()}
+    assert [example.label for example in task().read(found["test"][0])] == [None] * 5
+    assert chosen_files(task(), [str(tmp_path)], None)[0] == "validation"
+
+
+def test_the_large_release_comes_before_the_small_one_and_they_are_never_mixed(tmp_path: Path) -> None:
+    for inner in ("MINDsmall_train", "MINDsmall_dev", "MINDlarge_train"):
+        split_folder(tmp_path / inner, NEWS, [behaviors_row("1", "", "N1-0 N2-1")])
+    assert task().files(tmp_path) == {"train": [tmp_path / "MINDlarge_train/behaviors.tsv"]}
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        (behaviors_row("2", "N1 N9", "N1-0 N2-1"), r'"N9" is no news of .*news\.tsv'),
+        (behaviors_row("2", "N1", "N1-0 N7-1"), r'"N7" is no news of .*news\.tsv'),
+        (behaviors_row("2", "N1", "N1 N7"), r'"N7" is no news of .*news\.tsv'),
+        (behaviors_row("2", "N1", "N1-0 N2-2"), '"N2-2" has no label 0 or 1'),
+        (behaviors_row("2", "N1", "N1-0 N2-"), '"N2-" has no label 0 or 1'),
+        (behaviors_row("2", "N1", "N1-0 N2"), '"N2" has no label 0 or 1'),
+        (behaviors_row("2", "N1", "N1-0 -1"), '"-1" has no label 0 or 1'),
+        (behaviors_row("2", "N1", " "), "an impression without any news"),
+        (behaviors_row("2", "N1", "N1-0 N2-0"), "no click on any news shown"),
+        (behaviors_row("2", "N1", "N1-1"), "a click on every news shown"),
+        ("2\tU1\tnow\tN1\n", r"4 fields where there are 5 columns \(impression id, user id"),
+        ("2\tU1\tnow\tN1\tN1-0 N2-1\t\n", "6 fields where there are 5 columns"),
+    ],
+)
+def test_a_bad_impression_is_told_by_file_and_line(tmp_path: Path, row: str, problem: str) -> None:
+    file = split_folder(tmp_path, NEWS, [behaviors_row("1", "N1", "N1-0 N2-1"), row])
+    with pytest.raises(DataError, match=f"{file}:2: {problem}"):
+        list(task().read(file))
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        (news_row("N5", ""), 'the title of "N5" is empty'),
+        (news_row("N5", "  "), 'the title of "N5" is empty'),
+        (news_row("N1", "again"), '"N1" stands there twice'),
+        ("N5\tnews\ta title\n", "3 fields where there are 8 columns"),
+    ],
+)
+def test_a_bad_news_is_told_by_file_and_line(tmp_path: Path, row: str, problem: str) -> None:
+    file = split_folder(tmp_path, [*NEWS, row], [behaviors_row("1", "N1", "N1-0 N2-1")])
+    with pytest.raises(DataError, match=rf"{tmp_path}/news\.tsv:5: {problem}"):
+        list(task().read(file))
+
+
+def test_empty_titles_are_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+    file = split_folder(tmp_path, [*NEWS, news_row("N5", "")], [behaviors_row("1", "N5", "N1-0 N2-1")])
+    (found,) = task(empty="keep").read(file)
+    assert found.inputs[0] == ("",)
+
+
+def test_a_missing_news_file_is_told(tmp_path: Path) -> None:
+    file = split_folder(tmp_path, NEWS, [behaviors_row("1", "N1", "N1-0 N2-1")])
+    (tmp_path / "news.tsv").unlink()
+    with pytest.raises(DataError, match=r"news\.tsv: cannot be read \(No such file"):
+        list(task().read(file))
+
+
+def test_a_folder_without_the_files_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match='holds no "train" split of mind'):
+        split_files(task(), tmp_path, "train")

@@ -1,0 +1,263 @@
+"""Windows of tables by date, against readings of the same file by hand."""
+
+import csv
+import json
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.preprocessing import StandardScaler
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import ConfigError, DataError
+from megasparse.tasks import build_task
+from megasparse.tasks.calendar import features
+from megasparse.tasks.series import ETTh1, Series
+from megasparse.tasks.task import Example, split_files
+from tests.helpers.series import COLUMNS, HOUR, START, numbers, series, write
+
+ROWS = 100
+"""70 to train on, 10 to validate, 20 to test."""
+L, H = 12, 4
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(tmp_path / "series.csv", numbers(ROWS))
+
+
+def by_hand(file: Path) -> tuple[list[datetime], np.ndarray]:
+    with open(file, newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    values = np.array([[float(row[column]) for column in COLUMNS] for row in rows])
+    return [datetime.strptime(row["date"], "%Y-%m-%d %H:%M:%S") for row in rows], values
+
+
+def part(task: Series, file: Path, split: str) -> list[Example]:
+    (one,) = split_files(task, file, split)
+    return list(task.read(one))
+
+
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [("train", range(L, 70 - H + 1)), ("validation", range(70, 80 - H + 1)), ("test", range(80, 100 - H + 1))],
+)
+def test_windows_of_a_split(file: Path, split: str, told: range) -> None:
+    """told: the first row to tell of each window."""
+    task = series(file)
+    dates, values = by_hand(file)
+    scaled = StandardScaler().fit(values[:70]).transform(values)
+    found = part(task, file, split)
+    assert len(found) == len(told)
+    for example, now in zip(found, told, strict=True):
+        read, marks = example.inputs
+        np.testing.assert_allclose(read, scaled[now - L : now], rtol=1e-12)
+        np.testing.assert_allclose(example.label, scaled[now : now + H], rtol=1e-12)
+        wanted = features(np.array(dates[now - L : now + H], dtype="datetime64[us]"), 3600.0)
+        np.testing.assert_array_equal(marks, wanted)
+        assert example.name == str(dates[now])
+        assert str(example.place) == f"{file}:{now + 1}"  # of the last row read, under the line of names
+
+
+def test_the_rest_of_the_file_is_not_read(file: Path, tmp_path: Path) -> None:
+    """A split's windows are the same whatever stands in rows after it; scaling depends on training rows alone."""
+    later = [*numbers(80), *[[1e6] * 3] * 20]
+    other = write(tmp_path / "other.csv", later)
+    for split in ("train", "validation"):
+        for one, two in zip(part(series(file), file, split), part(series(other), other, split), strict=True):
+            assert np.array_equal(one.inputs[0], two.inputs[0]) and np.array_equal(one.label, two.label)
+    assert series(file).resolved().forecast == series(other).resolved().forecast
+
+
+def test_the_scaler_is_scikit_learns(file: Path) -> None:
+    values = by_hand(file)[1][:70]
+    own = series(file).resolved().forecast
+    assert own.mean is not None and own.scale is not None
+    mean = values.sum(0) / 70
+    np.testing.assert_allclose([own.mean[name] for name in COLUMNS], mean, rtol=1e-12)
+    deviation = (((values - mean) ** 2).sum(0) / 70) ** 0.5
+    np.testing.assert_allclose([own.scale[name] for name in COLUMNS], deviation, rtol=1e-12)
+
+
+def test_a_constant_column_is_scaled_by_1(tmp_path: Path) -> None:
+    file = write(tmp_path / "constant.csv", [[a, 0.1, b] for a, _, b in numbers(ROWS)])
+    found = part(series(file), file, "train")
+    own = series(file).resolved().forecast
+    assert own.scale is not None and own.scale["wind"] == 1.0
+    assert np.abs(found[0].inputs[0][:, 1]).max() < 1e-12
+
+
+def test_columns_by_name(file: Path) -> None:
+    """Read columns first, in their order; a target need not be read."""
+    task = series(file, inputs=["wind", "load"], targets=["OT", "wind"])
+    assert task.columns == ["wind", "load", "OT"]
+    scaled = StandardScaler().fit(by_hand(file)[1][:70]).transform(by_hand(file)[1])
+    first = part(task, file, "train")[0]
+    np.testing.assert_allclose(first.inputs[0], scaled[:L][:, [1, 0, 2]], rtol=1e-12)
+    np.testing.assert_allclose(first.label, scaled[L : L + H][:, [2, 1]], rtol=1e-12)
+    assert series(file).resolved().forecast.targets == list(COLUMNS)
+
+
+def test_a_resolved_task_needs_no_training_file(file: Path, tmp_path: Path) -> None:
+    """It forecasts after the last row of another file, in the units of the first."""
+    kept = json.loads(series(file).resolved().model_dump_json())
+    before = part(series(file), file, "test")
+    new = write(tmp_path / "new.csv", by_hand(file)[1][60:97].tolist(), START + 60 * HOUR)
+    file.unlink()
+    task = build_task(TaskConfig(**{**kept, "name": "series"}))
+    (found,) = task.read(new)
+    assert found.label is None and str(found.place) == f"{new}:38" and found.name == str(START + 97 * HOUR)
+    wanted = next(each for each in before if each.name == str(START + 96 * HOUR)).inputs
+    np.testing.assert_array_equal(found.inputs[0][:-1], wanted[0][1:])  # one row later
+    np.testing.assert_array_equal(found.inputs[1][:-1], wanted[1][1:])
+    later = features(np.array([START + (97 + H - 1) * HOUR], dtype="datetime64[us]"), 3600.0)
+    np.testing.assert_array_equal(found.inputs[1][-1:], later)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(101, (70, 11, 20)), (99, (69, 11, 19)), (1007, (704, 102, 201))])
+def test_parts_are_informers(file: Path, rows: int, sizes: tuple[int, int, int]) -> None:
+    """Dataset_Custom: int(0.7·N), int(0.2·N) at the end, the rest between."""
+    borders = series(file).borders(rows, file)
+    assert tuple(end - first for first, end in borders.values()) == sizes
+    assert [borders[name][0] for name in borders] == [0, sizes[0], sizes[0] + sizes[1]]
+
+
+@pytest.fixture(scope="module")
+def etth1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file of the official size, its values the row's number."""
+    folder = tmp_path_factory.mktemp("ett")
+    with open(folder / "ETTh1.csv", "w") as out:
+        out.write("date,HUFL,OT\n")
+        for i in range(17420):
+            out.write(f"{datetime(2016, 7, 1) + i * HOUR},{i},{-i}\n")
+    return folder
+
+
+@pytest.mark.parametrize(("horizon", "counts"), [(24, (8521, 2857, 2857)), (168, (8377, 2713, 2713))])
+def test_official_splits_of_etth1(etth1: Path, horizon: int, counts: tuple[int, int, int]) -> None:
+    """12, 4 and 4 months of 30 days; Informer's counts of windows that read 96 rows."""
+    task = build_task(
+        TaskConfig.model_validate(
+            {"name": "etth1", "source": str(etth1), "max_length": 96, "forecast": {"horizon": horizon}}
+        )
+    )
+    assert isinstance(task, ETTh1)
+    mean, scale = task.mean[0], task.scale[0]
+    assert mean == pytest.approx(8639 / 2) and scale == pytest.approx(((8640**2 - 1) / 12) ** 0.5)
+    for split, count, first in zip(("train", "validation", "test"), counts, (96, 8640, 11520), strict=True):
+        found = part(task, etth1, split)
+        rows = [round(float(example.label[0, 0] * scale + mean)) for example in found]
+        assert rows == list(range(first, first + count))
+        last = float(found[-1].label[-1, 0] * scale + mean)
+        assert round(last) == {"train": 8639, "validation": 11519, "test": 14399}[split]
+
+
+def test_ettm1_has_four_rows_an_hour(tmp_path: Path) -> None:
+    task = build_task(
+        TaskConfig.model_validate(
+            {
+                "name": "ettm1",
+                "source": str(tmp_path),
+                "forecast": {"inputs": ["OT"], "targets": ["OT"], "mean": {"OT": 0}, "scale": {"OT": 1}, "step": 900},
+            },
+            strict=False,
+        )
+    )
+    assert isinstance(task, Series)
+    assert task.borders(69680, tmp_path) == {"train": (0, 34560), "validation": (34560, 46080), "test": (46080, 57600)}
+    assert task.time_features == 5
+
+
+def test_a_short_official_file_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "ETTh1.csv", numbers(50))
+    with pytest.raises(DataError, match=r"ETTh1\.csv: has 50 rows, and the official splits 14,400. Take the official"):
+        ETTh1(TaskConfig(name="etth1", source=str(tmp_path)))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"ETTh1\.csv: cannot be read \(No such file"):
+        ETTh1(TaskConfig(name="etth1", source=str(tmp_path)))
+
+
+def changed(file: Path, line: int, text: str) -> Path:
+    """The same with another line, counted from 1."""
+    lines = file.read_text().splitlines()
+    lines[line - 1] = text
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "said"),
+    [
+        (1, "time,load,wind,OT", r'series\.csv:2: has no column "date"'),
+        (5, "2019-12-30 08:00:00,1,2,", r'series\.csv:5: "" in the column "OT" is no number. Write one, such as 3.5'),
+        (5, "2019-12-30 08:00:00,1,nan,3", r'series\.csv:5: "nan" in the column "wind" is no number'),
+        (5, "2019-12-30 08:00:00,1,inf,3", r'series\.csv:5: "inf" in the column "wind" is no number'),
+        (5, "2019-12-30 08:00:00,x,2,3", r'series\.csv:5: "x" in the column "load" is no number'),
+        (5, "2019-12-30 08:00:00,1,2", r"series\.csv:5: 3 fields where there are 4 columns"),
+        (5, "now,1,2,3", r'series\.csv:5: "now" is no date and time'),
+        (5, "2019-12-30 09:00:00,1,2,3", r"series\.csv:5: .* is 2:00:00 after the row before it"),
+        (5, "2019-12-30 07:00:00,1,2,3", r"series\.csv:5: .* comes after 2019-12-30 07:00:00, which is no earlier"),
+        (5, "2019-12-30 06:00:00,1,2,3", r"series\.csv:5: .* comes after 2019-12-30 07:00:00, which is no earlier"),
+    ],
+)
+def test_a_bad_line_is_named(file: Path, line: int, text: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        series(changed(file, line, text))
+
+
+def test_another_step_than_in_training_is_refused(file: Path, tmp_path: Path) -> None:
+    new = write(tmp_path / "new.csv", numbers(40), step=timedelta(minutes=30))
+    with pytest.raises(DataError, match=r"new\.csv:3: .* is 0:30:00 after the row before it, where a step is 1:00:00"):
+        list(series(file).read(new))
+
+
+def test_a_new_file_without_a_column_is_refused(file: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new.csv"
+    new.write_text("date,load,OT\n2020-01-01 00:00:00,1,2\n")
+    with pytest.raises(DataError, match=r'new\.csv:2: has no column "wind"'):
+        list(series(file).read(new))
+
+
+@pytest.mark.parametrize("text", ["date,load,wind,OT\n", ""])
+def test_a_file_without_rows_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "empty.csv"
+    file.write_text(text)
+    with pytest.raises(DataError, match=r"empty\.csv: (has no rows below|is empty)"):
+        series(file)
+
+
+def test_a_file_of_dates_alone_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "dates.csv"
+    file.write_text("date\n2020-01-01\n2020-01-02\n")
+    with pytest.raises(DataError, match=r'dates\.csv: has no columns beside "date"'):
+        series(file)
+
+
+def test_too_few_rows_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "short.csv", numbers(20))
+    with pytest.raises(DataError, match=r"short\.csv: 20 rows leave 14 to the train split, too few .* 12 rows .* 4 to"):
+        series(file)
+    file = write(tmp_path / "short.csv", numbers(30))  # 21, 3 and 6
+    with pytest.raises(DataError, match=r"short\.csv: 30 rows leave 3 to the validation split"):
+        part(series(file), file, "validation")
+    new = write(tmp_path / "new.csv", numbers(11))
+    with pytest.raises(DataError, match=r"new\.csv: has 11 rows, and a forecast reads 12 \(task.max_length\)"):
+        list(series(file).read(new))
+
+
+@pytest.mark.parametrize("key", ["inputs", "targets"])
+def test_wrong_columns_are_refused(file: Path, key: str) -> None:
+    for names in ([], ["OT", "OT"]):
+        with pytest.raises(ConfigError, match=rf"task\.forecast\.{key}: .* are no columns. Name one or more, each"):
+            series(file, **{key: names})
+    with pytest.raises(DataError, match=r'series\.csv:[12]: has no column "oT". Known here: OT'):
+        series(file, **{key: ["oT"]})
+
+
+def test_a_mean_without_a_column_is_refused(file: Path) -> None:
+    given = {"inputs": ["OT"], "targets": ["wind"], "mean": {"OT": 0.0}, "scale": {"OT": 1.0}, "step": 3600.0}
+    with pytest.raises(ConfigError, match=r'task\.forecast\.mean: has no "wind"'):
+        series(file, **given)

@@ -1,0 +1,107 @@
+"""Metrics of texts against the libraries' own results of the same strings, and against their definitions."""
+
+import random
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import sacrebleu
+from rouge_score.rouge_scorer import RougeScorer
+
+from megasparse.tasks.form import column
+from megasparse.tasks.intervals import bootstrap_interval
+from megasparse.tasks.metrics import METRICS
+from megasparse.tasks.text_metrics import signature
+
+LABELS = [
+    "Ein Mann mit einem orangefarbenen Hut, der etwas anstarrt.",
+    'Ein Boston Terrier läuft über "saftig-grünes" Gras.',
+    "the cats were running in the garden\nit is raining again today",
+    "Leute Reparieren das Dach eines Hauses.",
+    "Five people wearing winter jackets stand in the snow .",
+]
+TOLD = [
+    "Ein Mann mit orangem Hut starrt etwas an.",
+    "Ein Terrier läuft über saftig grünes Gras vor einem weißen Zaun.",
+    "it rained again today\nthe cat runs in the garden",
+    "",
+    "Five people wearing winter jackets stand in the snow .",
+]
+ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+
+def value(name, labels=LABELS, told=TOLD):
+    return METRICS[name](column(labels), column(told))
+
+
+def test_bleu_and_chrf_are_sacrebleus_of_the_corpus():
+    assert value("bleu") == pytest.approx(sacrebleu.corpus_bleu(TOLD, [LABELS]).score, abs=1e-9)
+    assert value("chrf") == pytest.approx(sacrebleu.corpus_chrf(TOLD, [LABELS]).score, abs=1e-9)
+    assert 1 < value("bleu") < 100 and 1 < value("chrf") < 100
+
+
+@pytest.mark.parametrize("name", ["bleu", "chrf"])
+def test_of_any_choice_of_pairs_too(name):
+    drawn = random.Random(0)
+    for number in (1, 2, 3, 8):
+        chosen = drawn.choices(range(5), k=number)
+        labels, told = [LABELS[i] for i in chosen], [TOLD[i] for i in chosen]
+        expected = {"bleu": sacrebleu.corpus_bleu, "chrf": sacrebleu.corpus_chrf}[name](told, [labels]).score
+        assert value(name, labels, told) == pytest.approx(expected, abs=1e-9)
+
+
+def test_bleu_by_hand():
+    """Lengths are equal; of three runs of four words none is right, which counts as half of one (smoothing)."""
+    label, told = "the cat sat on the mat", "the cat sits on the mat"
+    precisions = [5 / 6, 3 / 5, 1 / 4, 0.5 / 3]
+    assert value("bleu", [label], [told]) == pytest.approx(100 * float(np.prod(precisions)) ** 0.25)
+
+
+@pytest.mark.parametrize("name", ROUGE)
+def test_rouge_is_the_mean_of_rouge_scores_f1(name):
+    scorer = RougeScorer([name], use_stemmer=True)
+    expected = [scorer.score(label, told)[name].fmeasure for label, told in zip(LABELS, TOLD, strict=True)]
+    assert value(name) == pytest.approx(sum(expected) / 5, abs=1e-12)
+
+
+def test_rouge_by_hand():
+    label, told = "the cats ran\nit rained", "it rains\nthe cat ran away"
+    assert value("rouge1", [label], [told]) == pytest.approx(2 * 5 / (5 + 6))  # cats, cat and rained, rains are alike
+    assert value("rouge2", [label], [told]) == pytest.approx(2 * 3 / (4 + 5))  # the cat, cat ran, it rain
+    assert value("rougeL", [label], [told]) == pytest.approx(2 * 3 / (5 + 6))  # the cat ran
+    assert value("rougeLsum", [label], [told]) == pytest.approx(2 * 5 / (5 + 6))  # both lines
+
+
+@pytest.mark.parametrize(("name", "most"), [("bleu", 100), ("chrf", 100), *((name, 1) for name in ROUGE)])
+def test_scales_and_kinds(name, most):
+    same = ["the same five words again", "and four words more"]
+    assert type(value(name)) is float and value(name, same, same) == pytest.approx(most)
+    assert value(name, same, ["", ""]) == 0.0
+
+
+def test_signatures_are_sacrebleus_own():
+    scorer = sacrebleu.BLEU()
+    scorer.corpus_score(TOLD, [LABELS])
+    assert signature("bleu") == str(scorer.get_signature())
+    assert signature("bleu") == f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{version('sacrebleu')}"
+    other = sacrebleu.CHRF()
+    other.corpus_score(TOLD, [LABELS])
+    assert signature("chrf") == str(other.get_signature())
+    assert all(version("rouge-score") in signature(name) for name in ROUGE)
+    assert signature("accuracy") is None
+
+
+@pytest.mark.parametrize("name", ["bleu", "rouge2"])
+def test_an_interval_of_texts_is_that_of_the_library(name):
+    """The same draws, scored by the library from the strings."""
+    labels, told = column(LABELS * 2), column(TOLD * 2)
+    scorer = RougeScorer([name], use_stemmer=True) if name != "bleu" else None
+
+    def direct(labels, told):
+        if scorer is None:
+            return sacrebleu.corpus_bleu(list(told), [list(labels)]).score
+        return float(np.mean([scorer.score(*pair)[name].fmeasure for pair in zip(labels, told, strict=True)]))
+
+    assert bootstrap_interval(METRICS[name], labels, [told], 3) == pytest.approx(
+        bootstrap_interval(direct, labels, [told], 3)
+    )

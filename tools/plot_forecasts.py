@@ -1,0 +1,149 @@
+r"""Forecasts of a fine-tuned model beside those of the last value and of the same time yesterday.
+
+    python tools/plot_forecasts.py runs/etth1_24 --output runs/etth1_24/forecasts
+    python tools/plot_forecasts.py runs/sales --source sales.csv --split validation --output plots --windows 6
+
+Writes a picture for each target column (some windows: what was read, what came, what was forecast, in the file's
+units), and forecasts.json and forecasts.md: errors on all windows of the split, scaled as the metrics are. Baselines
+read the same windows. `last value`: the last row read, repeated. `seasonal`: the row one day before, of the last day
+read where the horizon is longer; only where a day is a whole number of steps, and read.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasparse.config.command_line import add_overrides
+from megasparse.errors import ConfigError, UserError, report_user_errors
+from megasparse.evaluation.outputs import require_writable, whole_file, write_json
+from megasparse.tasks.calendar import season
+from megasparse.tasks.forecast import ForecastForm, Window
+from megasparse.tasks.metrics import METRICS
+from megasparse.tasks.predictions import read, told
+from megasparse.tasks.restore import restore_task
+from megasparse.tasks.run import read_split
+from megasparse.tasks.scoring import answers
+
+Forecasts = dict[str, list[np.ndarray]]
+"""By whom -> of each window (H, T), scaled."""
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or a checkpoint's")
+    parser.add_argument("--source", help="folder of the official files, or a CSV file; by default the run's own")
+    parser.add_argument("--split", default="test", help="train, validation or test")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write to")
+    parser.add_argument("--windows", type=int, default=4, help="windows in a picture")
+    add_overrides(parser)
+    return parser.parse_args(given)
+
+
+@report_user_errors
+def main(given: Sequence[str] | None = None) -> None:
+    args = arguments(given)
+    figure = _figure_class()
+    if args.windows < 1:
+        raise ConfigError("--windows", f"{args.windows}", "Give 1 or more")
+    require_writable(args.output / "forecasts.json")
+    found = restore_task(args.run, args.set)
+    form = found.form
+    if not isinstance(form, ForecastForm):
+        raise ConfigError("RUN", f'"{found.task.name}" forecasts nothing', "Give a run of series, etth1 or ettm1")
+    examples = read_split(found.task, Path(args.source or found.config.task.source), args.split)
+    encoded = read(found, examples, args.split, print)
+    windows = [each for each in encoded if isinstance(each, Window)]
+    forecasts = {"model": answers(form, encoded, told(found, encoded)), **baselines(form, windows)}
+    labels = np.stack([each.label for each in windows])
+    errors = {
+        name: {metric: METRICS[metric](labels, np.stack(own)) for metric in found.task.metrics}
+        for name, own in forecasts.items()
+    }
+    result = {
+        "run": str(found.checkpoint.path),
+        "task": found.task.name,
+        "split": args.split,
+        "windows": len(windows),
+        "rows_read": found.config.task.max_length,
+        "horizon": form.shape[0],
+        "targets": form.series.targets,
+        "errors": errors,
+    }
+    write_json(args.output / "forecasts.json", result)
+    lines = table(result)
+    with whole_file(args.output / "forecasts.md") as out:
+        out.write(("\n".join(lines) + "\n").encode())
+    print("\n".join(lines))
+    chosen = sorted({round(i) for i in np.linspace(0, len(windows) - 1, args.windows)})
+    for number, column in enumerate(form.series.targets):
+        file = args.output / f"{number:02d}_{re.sub(r'[^A-Za-z0-9.-]', '_', column)[:80]}.png"
+        with whole_file(file) as out:
+            picture(figure, form, number, [(windows[i], forecasts["model"][i]) for i in chosen]).savefig(out)
+
+
+def baselines(form: ForecastForm, windows: Sequence[Window]) -> Forecasts:
+    """What is told of windows without learning anything."""
+    horizon, places = form.shape[0], form.series.target_places
+    read = [window.values[:, places] for window in windows]
+    found = {"last value": [np.repeat(rows[-1:], horizon, axis=0) for rows in read]}
+    day = season(form.series.step)
+    if day is not None and day <= form.config.task.max_length:
+        found["seasonal"] = [rows[len(rows) - day + np.arange(horizon) % day] for rows in read]
+    return found
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """In Markdown."""
+    lines = [
+        f"{result['task']}, {result['split']}: {result['windows']:,} windows of {result['rows_read']} rows, "
+        f"{result['horizon']} rows of {', '.join(result['targets'])} told",
+        "",
+    ]
+    metrics = list(result["errors"]["model"])
+    rows = [["", *metrics], ["---"] * (1 + len(metrics))]
+    rows += [[name, *(f"{own[each]:.4f}" for each in metrics)] for name, own in result["errors"].items()]
+    return [*lines, *(f"| {' | '.join(f'{cell:10}' for cell in row)} |" for row in rows)]
+
+
+def picture(figure: Any, form: ForecastForm, number: int, chosen: Sequence[tuple[Window, np.ndarray]]) -> Any:
+    """One target of some windows, each with its forecast."""
+    found = figure(figsize=(11, 2.6 * len(chosen)), layout="constrained", dpi=110)
+    column, step = form.series.targets[number], timedelta(seconds=form.series.step)
+    for axes, (window, forecast) in zip(found.subplots(len(chosen), squeeze=False)[:, 0], chosen, strict=True):
+        first = datetime.fromisoformat(window.name)
+        history = window.values[:, form.series.target_places]
+        before = [first + step * i for i in range(-len(history), 0)]
+        after = [first + step * i for i in range(len(forecast))]
+        for label, dates, values, style in (
+            ("read", before, history, {"color": "0.45"}),
+            ("truth", after, window.label, {"color": "tab:blue"}),
+            ("forecast", after, forecast, {"color": "tab:red", "linestyle": "--"}),
+        ):
+            axes.plot(dates, form.in_units(values)[column], label=label, **style)
+        axes.axvline(first, color="0.8", linewidth=1)
+        axes.set_title(f"{column}, from {window.name}", loc="left", fontsize=10)
+        axes.grid(alpha=0.25)
+    found.axes[0].legend(loc="upper left", ncols=3, fontsize=9)
+    return found
+
+
+def _figure_class() -> Any:
+    """Figures of matplotlib that need no screen. Raises UserError where it is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: F401
+        from matplotlib.figure import Figure
+    except ImportError:
+        mend = 'Install what fine-tuning needs: pip install "megasparse[tasks]"'
+        raise UserError(f"matplotlib: is not installed, and draws the forecasts. {mend}") from None
+    return Figure
+
+
+if __name__ == "__main__":
+    main()
