@@ -64,6 +64,9 @@ class ForecastConfig(Section):
     """Columns that are read; null takes all but the date, and is written out in the run's configuration."""
     targets: list[str] | None = None
     """Columns that are told; null takes those that are read."""
+    relative: bool = False
+    """Rows are read and told as differences from the last row read (NLinear's normalisation, Zeng et al. 2023): a
+    series wanders away from the level that it had in training. The papers' models do without."""
     mean: dict[str, float] | None = None
     """Of each column's training rows; it is taken from what is read, and added to what is told. Written into the run's
     configuration, as are `scale` and `step`."""

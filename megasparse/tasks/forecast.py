@@ -70,6 +70,9 @@ class ForecastForm(Form):
         if settings.overlap > config.task.max_length:
             problem = f"{settings.overlap} rows are more than the task.max_length = {config.task.max_length} read"
             raise ConfigError("task.forecast.overlap", problem, "Lower it")
+        if settings.relative and (unread := [column for column in task.targets if column not in task.inputs]):
+            problem = f'true, and "{unread[0]}" is told but not read'
+            raise ConfigError("task.forecast.relative", problem, "Add it to task.forecast.inputs, or set it to false")
         self.shape = (settings.horizon, len(task.targets))
 
     def body(self, model: ModelConfig) -> Body:
@@ -85,7 +88,9 @@ class ForecastForm(Form):
 
     def model(self, body: Body) -> nn.Module:
         assert isinstance(body, ForecastBody)
-        return Forecaster(body, len(self.series.targets), self.config.run.seed)
+        relative = self.config.task.forecast.relative
+        anchors = [self.series.inputs.index(column) for column in self.series.targets] if relative else None
+        return Forecaster(body, len(self.series.targets), self.config.run.seed, anchors)
 
     def collate(self, examples: Sequence[Encoded]) -> Windows:
         windows = [example for example in examples if isinstance(example, Window)]

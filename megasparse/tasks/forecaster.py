@@ -5,7 +5,7 @@ B batch, L rows read, O of them seen by the decoder too, H rows to tell, C colum
 E d_model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -123,12 +123,16 @@ class ForecastBody(Body):
 
 
 class Forecaster(nn.Module):
-    """Tells the targets of every row of the forecast, by a linear layer, and learns them from the rows to come."""
+    """Tells the targets of every row of the forecast, by a linear layer, and learns them from the rows to come; with
+    `anchors` as x̂ = level + f(x − level), where the level is the last row read (Zeng et al. 2023).
+    """
 
     uneven = False
 
-    def __init__(self, body: ForecastBody, targets: int, seed: int):
+    def __init__(self, body: ForecastBody, targets: int, seed: int, anchors: list[int] | None = None):
+        """anchors: of each target its place among the columns read; None tells values as they are."""
         super().__init__()
+        self.anchors = anchors
         self.body, self.output = body, projection(body.width, targets, biased=True)
         generator = torch.Generator().manual_seed(derive(seed, "initial head", "output") >> 1)
         with torch.no_grad():
@@ -143,8 +147,13 @@ class Forecaster(nn.Module):
         labels, classes = windows.labels, None
         if labels is not None and draws.training:
             classes = (labels.mean((1, 2)) > 0).long()
-        states, auxiliary = self.body(windows, draws, classes)
+        read, level = windows, windows.values[:, -1:]
+        if self.anchors is not None:
+            read = replace(windows, values=windows.values - level)
+        states, auxiliary = self.body(read, draws, classes)
         told = self.output(states.to(self.output.weight.dtype)).float()
+        if self.anchors is not None:
+            told = told + level[..., self.anchors]
         weights = torch.full((len(told),), float(told[0].numel()), device=told.device)
         costs = torch.zeros_like(weights) if labels is None else (told - labels).square().sum((1, 2))
         found = {"nats": costs.detach().sum(), "tokens": weights.sum()}

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +297,23 @@ def test_the_shipped_grid_compares_full_attention_with_the_hybrid() -> None:
     patterns = [config.model.source.attention.pattern for config in found if config.model and config.model.source]
     assert patterns == [["full"], [{"local": 2, "lha": 2}]]
     assert found[1] == load_settings(folder / "etth1_24.json", [], FinetuneConfig)
+
+
+def test_relative_forecasts_are_differences_from_the_last_row_read(tmp_path: Path, file: Path) -> None:
+    """x̂ = level + f(x − level), so that a series moved by a number is forecast moved by it."""
+    task = {**TASK, "forecast": {**TASK["forecast"], "inputs": list(COLUMNS), "targets": [COLUMNS[2], COLUMNS[0]]}}
+    runs = []
+    for relative in (False, True):
+        values = sections() | {"task": {**task, "forecast": {**task["forecast"], "relative": relative}}}
+        runs.append(louder(finetuning.opened(tmp_path / str(relative), file, **values)))
+    windows = batch(runs[0])
+    level = windows.values[:, -1:]
+    below = replace(windows, values=windows.values - level)
+    assert torch.equal(told(runs[1], windows), told(runs[0], below) + level[..., [2, 0]])
+    moved = torch.tensor([1.0, 2.0, -3.0])[: len(COLUMNS)]
+    above = told(runs[1], replace(windows, values=windows.values + moved))
+    assert above == pytest.approx(told(runs[1], windows) + moved[[2, 0]], abs=1e-4)
+    values = sections() | {"task": {**TASK, "forecast": {**TASK["forecast"], "inputs": [COLUMNS[0]],
+                                                         "targets": [COLUMNS[1]], "relative": True}}}  # fmt: skip
+    with pytest.raises(ConfigError, match=rf"task.forecast.relative: true, and \"{COLUMNS[1]}\" is told but not read"):
+        finetuning.opened(tmp_path / "refused", file, **values)
