@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.hub.output_folder import appearing
-from megasparse.tasks.listops import DIGITS, END, OPERATORS
+from megasparse.tasks.readers.listops import DIGITS, END, OPERATORS
 
 OPERATOR_PROBABILITY = 0.25
 MOST_TRIES = 100_000

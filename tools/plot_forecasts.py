@@ -21,10 +21,10 @@ import numpy as np
 from megasparse.config.command_line import add_overrides
 from megasparse.errors import ConfigError, UserError, report_user_errors
 from megasparse.evaluation.outputs import require_writable, whole_file, write_json
-from megasparse.tasks.calendar import season
-from megasparse.tasks.forecast import ForecastForm, Window
+from megasparse.tasks.forms.forecast import ForecastForm, Window
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.predictions import read, told
+from megasparse.tasks.readers.calendar import season
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import read_split
 from megasparse.tasks.scoring import answers

@@ -1,4 +1,5 @@
-"""Downstream tasks, each a short file: how its official files become examples, and by which metric it is judged.
+"""Downstream tasks, each a short file of readers/: how its official files become examples, and by which metric it is
+judged.
 
 Adding a task is writing a subclass of tasks/task.py's Task, and naming it here.
 """
@@ -34,15 +35,15 @@ PLACES = {
     "text_table": "text_table",
     **dict.fromkeys(("series", "etth1", "ettm1"), "series"),
 }
-"""Task -> the module of this folder that has a subclass of this `name`."""
+"""Task -> the module of readers/ that has a subclass of this `name`."""
 
 
 def build_task(config: TaskConfig) -> Task:
     """The task that `task.name` names. Raises ConfigError naming that key, or a setting that does not fit the task."""
     if config.name not in PLACES:
         raise ConfigError("task.name", f'there is no task "{config.name}"', did_you_mean(config.name, PLACES))
-    module = importlib.import_module(f"megasparse.tasks.{PLACES[config.name]}")
+    module = importlib.import_module(f"megasparse.tasks.readers.{PLACES[config.name]}")
     for kind in vars(module).values():
-        if isinstance(kind, type) and issubclass(kind, Task) and getattr(kind, "name", None) == config.name:
+        if isinstance(kind, type) and issubclass(kind, Task) and vars(kind).get("name") == config.name:
             return kind(config)
     raise AssertionError(f"{module.__name__} has no task {config.name}")

@@ -23,7 +23,7 @@ PLACES = {
     "texts": "TextForm",
     "choice": "ChoiceForm",
 }
-"""Form -> its class, in the module of this folder of the same name."""
+"""Form -> its class, in the module of forms/ of the same name."""
 
 
 class Form(ABC):
@@ -114,5 +114,5 @@ def column(values: Sequence[Any]) -> np.ndarray:
 
 def form_of(task: Task, config: FinetuneConfig) -> Form:
     """Raises ConfigError where settings of the run do not fit the form."""
-    module = importlib.import_module(f"megasparse.tasks.{task.form}")
+    module = importlib.import_module(f"megasparse.tasks.forms.{task.form}")
     return getattr(module, PLACES[task.form])(task, config)

@@ -17,10 +17,10 @@ from megasparse.tasks.adapters import add_adapters
 from megasparse.tasks.batches import ExampleBatches, fingerprint
 from megasparse.tasks.encoding import Encoded, Encoder
 from megasparse.tasks.form import Form, form_of
+from megasparse.tasks.forms.token_batches import TokenBatches, packed, sizes_of
 from megasparse.tasks.metrics import require_metrics
 from megasparse.tasks.start import Start, open_start
 from megasparse.tasks.task import Example, Task, split_files
-from megasparse.tasks.token_batches import TokenBatches, packed, sizes_of
 from megasparse.training.ranks import Ranks
 
 HELD_OUT = 1 << 20

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megasparse.data.files import file_sha256
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.parts import split_name
+from megasparse.tasks.readers.parts import split_name
 from megasparse.tasks.task import Task, split_files
 
 

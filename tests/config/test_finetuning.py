@@ -39,7 +39,7 @@ def test_there_are_some() -> None:
 
 @pytest.mark.parametrize("name", PLACES)
 def test_every_task_has_a_module_that_names_it(name: str) -> None:
-    module = __import__(f"megasparse.tasks.{PLACES[name]}", fromlist=["*"])
+    module = __import__(f"megasparse.tasks.readers.{PLACES[name]}", fromlist=["*"])
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Task)]
     assert [kind for kind in kinds if getattr(kind, "name", None) == name]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.tasks.series import Series
+from megasparse.tasks.readers.series import Series
 
 START = datetime(2019, 12, 30, 5)
 HOUR = timedelta(hours=1)

@@ -13,9 +13,9 @@ from megasparse.attention.heads import Padding
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.random import Draws
 from megasparse.tasks.encoding import Segments
-from megasparse.tasks.sequence_to_sequence import SequenceToSequenceBody, TextModel
+from megasparse.tasks.forms.sequence_to_sequence import SequenceToSequenceBody, TextModel
+from megasparse.tasks.forms.texts import EncodedText
 from megasparse.tasks.task import Place
-from megasparse.tasks.texts import EncodedText
 from tests.helpers.hub import made
 
 FULL: dict[str, Any] = {"pattern": ["full"]}

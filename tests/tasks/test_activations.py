@@ -14,7 +14,7 @@ from megasparse.ops.random import Draws
 from megasparse.tasks.activations import checkpoint_layers, store_layers
 from megasparse.tasks.batches import Inputs, Padded
 from megasparse.tasks.bodies import HuggingFaceBody
-from megasparse.tasks.model import TaskModel
+from megasparse.tasks.forms.label_model import TaskModel
 from tests.helpers.peak_memory import PeakMemory
 
 BERT = BertConfig(

@@ -16,7 +16,7 @@ from megasparse.ops.random import Draws
 from megasparse.tasks.adapters import add_adapters
 from megasparse.tasks.batches import Inputs, Padded
 from megasparse.tasks.bodies import HuggingFaceBody, MegasparseBody
-from megasparse.tasks.model import TaskModel
+from megasparse.tasks.forms.label_model import TaskModel
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.scoring import answers, tell
 from megasparse.training.checkpoint import Checkpoint, find_checkpoint

@@ -11,7 +11,7 @@ from megasparse.data.batches import Batch
 from megasparse.ops.random import Draws
 from megasparse.tasks.batches import ExampleBatches, Inputs, collate, fingerprint
 from megasparse.tasks.encoding import Encoded, Segments
-from megasparse.tasks.model import TaskModel
+from megasparse.tasks.forms.label_model import TaskModel
 from megasparse.tasks.task import Place
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import our_body

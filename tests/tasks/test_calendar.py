@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megasparse.errors import DataError
-from megasparse.tasks.calendar import date, features, require_step, season
+from megasparse.tasks.readers.calendar import date, features, require_step, season
 from megasparse.tasks.task import Place
 
 PLACE = Place(Path("a.csv"), 7)

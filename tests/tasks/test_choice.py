@@ -15,9 +15,9 @@ from megasparse.ops.random import EVALUATION_STEP, Draws
 from megasparse.tasks import build_task
 from megasparse.tasks.batches import Padded, fingerprint
 from megasparse.tasks.bodies import Body, HuggingFaceBody
-from megasparse.tasks.choice import Choice, ChoiceEncoder, ChoiceForm
-from megasparse.tasks.choice_model import ChoiceBatch, ChoiceModel, EncodedChoice
 from megasparse.tasks.encoding import Segments
+from megasparse.tasks.forms.choice import Choice, ChoiceEncoder, ChoiceForm
+from megasparse.tasks.forms.choice_model import ChoiceBatch, ChoiceModel, EncodedChoice
 from megasparse.tasks.task import Place
 from tests.helpers.finetuning import WORDS, bert, bert_tokenizer, configured, our_body
 from tests.helpers.tokenizers import written

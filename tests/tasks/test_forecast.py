@@ -19,8 +19,8 @@ from megasparse.errors import ConfigError
 from megasparse.ops.random import Draws
 from megasparse.tasks.activations import count_layers, set_activations
 from megasparse.tasks.fitting import predict as predicted_memory
-from megasparse.tasks.forecast import ForecastForm
-from megasparse.tasks.forecaster import Windows
+from megasparse.tasks.forms.forecast import ForecastForm
+from megasparse.tasks.forms.forecaster import Windows
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import TaskRun, read_split
 from megasparse.training.ranks import Ranks

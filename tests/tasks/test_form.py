@@ -10,7 +10,7 @@ from megasparse.errors import ConfigError
 from megasparse.tasks import build_task
 from megasparse.tasks.encoding import Encoded, Segments
 from megasparse.tasks.form import PLACES, Form, column, form_of
-from megasparse.tasks.labels import LabelForm
+from megasparse.tasks.forms.labels import LabelForm
 from megasparse.tasks.task import Example, Place
 from tests.helpers.finetuning import ENCODER, configured, form_for
 
@@ -84,7 +84,7 @@ def test_every_form_is_where_it_is_said_to_be(name: str) -> None:
     else:
         import importlib
 
-        kind = getattr(importlib.import_module(f"megasparse.tasks.{name}"), PLACES[name])
+        kind = getattr(importlib.import_module(f"megasparse.tasks.forms.{name}"), PLACES[name])
         assert issubclass(kind, Form) and not kind.__abstractmethods__
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.grey_cifar10 import grey
+from megasparse.tasks.readers.grey_cifar10 import grey
 from megasparse.tasks.task import Task, split_files
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -18,7 +18,7 @@ from megasparse.ops.random import EVALUATION_STEP, Draws
 from megasparse.tasks.batches import Inputs, Padded, collate
 from megasparse.tasks.bodies import Body, HuggingFaceBody
 from megasparse.tasks.encoding import Encoded, Segments
-from megasparse.tasks.model import Head, TaskModel
+from megasparse.tasks.forms.label_model import Head, TaskModel
 from megasparse.tasks.task import Place
 from tests.helpers.finetuning import bert, our_body
 

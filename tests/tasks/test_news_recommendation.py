@@ -17,9 +17,9 @@ from megasparse.ops.random import EVALUATION_STEP, Draws
 from megasparse.tasks.batches import Padded
 from megasparse.tasks.encoding import Encoded
 from megasparse.tasks.fitting import predict
+from megasparse.tasks.forms.news_recommendation import Impressions, NewsRecommender, drawn_negatives
+from megasparse.tasks.forms.ranking import Impression
 from megasparse.tasks.metrics import METRICS
-from megasparse.tasks.news_recommendation import Impressions, NewsRecommender, drawn_negatives
-from megasparse.tasks.ranking import Impression
 from megasparse.tasks.run import TaskRun
 from megasparse.tasks.scoring import tell
 from megasparse.training.ranks import Ranks

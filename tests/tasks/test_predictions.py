@@ -174,7 +174,7 @@ def test_outputs_are_refused_before_the_work(tmp_path):
 def of_texts():
     """Names of the tasks whose examples are one text, or two."""
     for name, place in PLACES.items():
-        kinds = vars(importlib.import_module(f"megasparse.tasks.{place}")).values()
+        kinds = vars(importlib.import_module(f"megasparse.tasks.readers.{place}")).values()
         tasks = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Task)]
         if any(kind.form in ("labels", "texts") for kind in tasks if getattr(kind, "name", None) == name):
             yield name

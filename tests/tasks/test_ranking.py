@@ -18,9 +18,9 @@ from megasparse.tasks import build_task
 from megasparse.tasks.batches import fingerprint
 from megasparse.tasks.encoding import Encoded
 from megasparse.tasks.form import column
+from megasparse.tasks.forms.ranking import Impression, RankingEncoder, RankingForm
 from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS
 from megasparse.tasks.predictions import write_predictions
-from megasparse.tasks.ranking import Impression, RankingEncoder, RankingForm
 from megasparse.tasks.ranking_metrics import ranking
 from megasparse.tasks.task import Example, Place
 from tests.helpers.finetuning import ENCODER, configured, our_body

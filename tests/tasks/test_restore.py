@@ -8,9 +8,9 @@ import torch
 
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.tasks.predictions import read, told
+from megasparse.tasks.readers.sentence_polarity import SentencePolarity
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.scoring import answers
-from megasparse.tasks.sentence_polarity import SentencePolarity
 from tests.helpers.finetuning import ENCODER, bert, launch, reviews
 from tests.helpers.hub import checkpoint, encoder
 

@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from megasparse.errors import DataError
-from megasparse.tasks.rows import comma_separated, field, json_lines, lines, tab_separated
+from megasparse.tasks.readers.rows import comma_separated, field, json_lines, lines, tab_separated
 from megasparse.tasks.task import Place
 
 

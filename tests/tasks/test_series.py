@@ -12,8 +12,8 @@ from sklearn.preprocessing import StandardScaler
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.calendar import features
-from megasparse.tasks.series import ETTh1, Series
+from megasparse.tasks.readers.calendar import features
+from megasparse.tasks.readers.series import ETTh1, Series
 from megasparse.tasks.task import Example, split_files
 from tests.helpers.series import COLUMNS, HOUR, START, numbers, series, write
 

@@ -11,11 +11,11 @@ import torch
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.batches import fingerprint
 from megasparse.tasks.form import Form
+from megasparse.tasks.forms.sequence_to_sequence import TextModel
 from megasparse.tasks.predictions import predict_texts
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import TaskRun
 from megasparse.tasks.scoring import answers, tell
-from megasparse.tasks.sequence_to_sequence import TextModel
 from megasparse.tasks.task import Example, Place
 from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.ranks import Ranks

@@ -11,9 +11,9 @@ import torch
 from megasparse.data.batches import Step
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.beam import Rule
-from megasparse.tasks import token_batches
-from megasparse.tasks.sequence_to_sequence import Texts, side_by_side
-from megasparse.tasks.token_batches import TokenBatches, packed, sizes_of
+from megasparse.tasks.forms import token_batches
+from megasparse.tasks.forms.sequence_to_sequence import Texts, side_by_side
+from megasparse.tasks.forms.token_batches import TokenBatches, packed, sizes_of
 from megasparse.training.ranks import Ranks
 from tests.helpers.texts import example
 

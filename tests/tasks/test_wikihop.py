@@ -13,7 +13,7 @@ from launch import evaluate, predict
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task, intervals
-from megasparse.tasks.choice import Choice
+from megasparse.tasks.forms.choice import Choice
 from megasparse.training.checkpoint import Checkpoint
 from tests.helpers.finetuning import ENCODER, bert_tokenizer, launch
 from tests.helpers.tokenizers import written

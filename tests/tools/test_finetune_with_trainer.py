@@ -8,8 +8,8 @@ import pytest
 import transformers
 
 from megasparse.tasks import build_task
+from megasparse.tasks.readers.table import Table
 from megasparse.tasks.run import open_run, read_examples
-from megasparse.tasks.table import Table
 from tests.helpers.finetuning import bert, configured, launch, reviews, settings, table
 from tools.finetune_with_trainer import main
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megasparse.tasks.forecast import ForecastForm, Window
+from megasparse.tasks.forms.forecast import ForecastForm, Window
 from tests.helpers import finetuning
 from tests.helpers.series import FORECASTER, TASK, numbers, write
 from tools import plot_forecasts

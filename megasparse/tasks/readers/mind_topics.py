@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megasparse.tasks.parts import is_in, parts_of, split_name
-from megasparse.tasks.rows import tab_separated
+from megasparse.tasks.readers.parts import is_in, parts_of, split_name
+from megasparse.tasks.readers.rows import tab_separated
 from megasparse.tasks.task import Example, Task
 
 COLUMNS = ("id", "category", "subcategory", "title", "abstract", "url", "title entities", "abstract entities")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megasparse.errors import DataError
-from megasparse.tasks.rows import lines
+from megasparse.tasks.readers.rows import lines
 from megasparse.tasks.task import Example, Task, existing
 
 FIELDS = ("user", "product", "rating", "text")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megasparse.errors import DataError
-from megasparse.tasks.rows import lines
+from megasparse.tasks.readers.rows import lines
 from megasparse.tasks.task import Example, Place, Task, existing
 
 COLUMNS = ("genre", "file", "year", "old_index", "score", "sentence1", "sentence2")

@@ -19,7 +19,7 @@ from megasparse.tasks.batches import Padded
 from megasparse.tasks.bodies import Body
 from megasparse.tasks.encoding import Counts, Encoded, Encoder, require_vocabulary
 from megasparse.tasks.form import Form
-from megasparse.tasks.sequence_to_sequence import SequenceToSequenceBody, TextModel, Texts, side_by_side
+from megasparse.tasks.forms.sequence_to_sequence import SequenceToSequenceBody, TextModel, Texts, side_by_side
 from megasparse.tasks.task import Example, Place, Task
 
 MADE_UP = 4

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.errors import DataError
-from megasparse.tasks.mind_topics import COLUMNS as NEWS_COLUMNS
-from megasparse.tasks.rows import tab_separated
+from megasparse.tasks.readers.mind_topics import COLUMNS as NEWS_COLUMNS
+from megasparse.tasks.readers.rows import tab_separated
 from megasparse.tasks.task import Example, Place, Task, existing
 
 COLUMNS = ("impression id", "user id", "time", "history", "impressions")

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
-from megasparse.tasks.rows import field, lines, tab_separated
-from megasparse.tasks.sts_benchmark import similarity
+from megasparse.tasks.readers.rows import field, lines, tab_separated
+from megasparse.tasks.readers.sts_benchmark import similarity
 from megasparse.tasks.task import Example, Place, Task, existing
 
 Rows = Iterator[tuple[Place, dict[str, str]]]

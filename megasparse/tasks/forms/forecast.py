@@ -13,9 +13,9 @@ from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.tasks.bodies import Body
 from megasparse.tasks.encoding import Counts, Encoded, Encoder
-from megasparse.tasks.forecaster import ForecastBody, Forecaster, Windows
 from megasparse.tasks.form import Form
-from megasparse.tasks.series import Series
+from megasparse.tasks.forms.forecaster import ForecastBody, Forecaster, Windows
+from megasparse.tasks.readers.series import Series
 from megasparse.tasks.task import Example, Task
 
 

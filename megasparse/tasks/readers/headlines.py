@@ -4,10 +4,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megasparse.tasks.parts import is_in, parts_of, split_name
-from megasparse.tasks.rows import comma_separated, field
+from megasparse.tasks.readers.parts import is_in, parts_of, split_name
+from megasparse.tasks.readers.rows import comma_separated, field
+from megasparse.tasks.readers.text_task import ROUGE, TextTask
 from megasparse.tasks.task import Example
-from megasparse.tasks.text_task import ROUGE, TextTask
 
 
 class Headlines(TextTask):

@@ -18,8 +18,8 @@ import numpy as np
 
 from megasparse.data.corpora.number_files import natural
 from megasparse.errors import DataError
-from megasparse.tasks.images import image
-from megasparse.tasks.rows import lines
+from megasparse.tasks.readers.images import image
+from megasparse.tasks.readers.rows import lines
 from megasparse.tasks.task import Example, Place, Task
 
 LEVELS = ("curv_baseline", "curv_contour_length_9", "curv_contour_length_14")

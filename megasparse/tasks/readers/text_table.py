@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.tasks.table import table_rows, text_of
+from megasparse.tasks.readers.table import table_rows, text_of
+from megasparse.tasks.readers.text_task import ROUGE, TextTask, names_of
 from megasparse.tasks.task import Example
-from megasparse.tasks.text_task import ROUGE, TextTask, names_of
 
 
 class TextTable(TextTask):

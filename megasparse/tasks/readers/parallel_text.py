@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
-from megasparse.tasks.rows import lines
+from megasparse.tasks.readers.rows import lines
+from megasparse.tasks.readers.text_task import TextTask, names_of
 from megasparse.tasks.task import Example
-from megasparse.tasks.text_task import TextTask, names_of
 
 
 class ParallelText(TextTask):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megasparse.errors import DataError
-from megasparse.tasks.rows import comma_separated
+from megasparse.tasks.readers.rows import comma_separated
 from megasparse.tasks.task import Example, Task, existing
 
 COLUMNS = ("class index", "title", "description")

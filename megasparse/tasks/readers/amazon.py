@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megasparse.errors import DataError
-from megasparse.tasks.parts import is_in, parts_of, split_name
-from megasparse.tasks.rows import field, json_lines
+from megasparse.tasks.readers.parts import is_in, parts_of, split_name
+from megasparse.tasks.readers.rows import field, json_lines
 from megasparse.tasks.task import Example, Task
 
 FILES = ("reviews_Electronics_5.json", "reviews_Electronics_5.json.gz")

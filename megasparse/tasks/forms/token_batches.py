@@ -11,7 +11,7 @@ from megasparse.data.batches import Batch, Step
 from megasparse.data.order import permutation
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.batches import Collate
-from megasparse.tasks.texts import EncodedText
+from megasparse.tasks.forms.texts import EncodedText
 from megasparse.training.ranks import Ranks
 
 POOL = 8192

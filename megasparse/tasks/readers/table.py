@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.rows import comma_separated, field, json_lines, tab_separated
+from megasparse.tasks.readers.rows import comma_separated, field, json_lines, tab_separated
 from megasparse.tasks.task import Example, Place, Task
 
 READERS = {".csv": comma_separated, ".tsv": tab_separated, ".jsonl": json_lines}

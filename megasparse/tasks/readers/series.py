@@ -15,9 +15,9 @@ import numpy as np
 
 from megasparse.config.finetuning import ForecastConfig, TaskConfig
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks import calendar
-from megasparse.tasks.parts import parts_of, split_name
-from megasparse.tasks.rows import comma_separated, field
+from megasparse.tasks.readers import calendar
+from megasparse.tasks.readers.parts import parts_of, split_name
+from megasparse.tasks.readers.rows import comma_separated, field
 from megasparse.tasks.task import Example, Place, Task
 
 

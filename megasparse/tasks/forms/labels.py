@@ -13,7 +13,7 @@ from megasparse.tasks.batches import Inputs, Padded, collate
 from megasparse.tasks.bodies import Body
 from megasparse.tasks.encoding import Encoded, Encoder, require_vocabulary, separators_of
 from megasparse.tasks.form import Form
-from megasparse.tasks.model import TaskModel
+from megasparse.tasks.forms.label_model import TaskModel
 from megasparse.tasks.task import Example, Place
 
 

@@ -9,7 +9,7 @@ input pipeline does, so these quotation marks and escapes are part of what the m
 from collections.abc import Iterator
 from pathlib import Path
 
-from megasparse.tasks.rows import tab_separated
+from megasparse.tasks.readers.rows import tab_separated
 from megasparse.tasks.task import Example, Task, existing
 
 COLUMNS = ("label", "id1", "id2", "text1", "text2")

@@ -14,7 +14,7 @@ from megasparse.tasks import batches
 from megasparse.tasks.batches import Inputs
 from megasparse.tasks.bodies import Body
 from megasparse.tasks.encoding import Encoded
-from megasparse.tasks.model import DEVIATION
+from megasparse.tasks.forms.label_model import DEVIATION
 
 
 @dataclass(frozen=True)

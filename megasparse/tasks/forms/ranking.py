@@ -14,7 +14,7 @@ from megasparse.tasks.batches import MULTIPLE, Padded, collate
 from megasparse.tasks.bodies import Body
 from megasparse.tasks.encoding import Counts, Encoded, Encoder, Segments, require_vocabulary, separators_of
 from megasparse.tasks.form import Form
-from megasparse.tasks.news_recommendation import Impressions, NewsRecommender
+from megasparse.tasks.forms.news_recommendation import Impressions, NewsRecommender
 from megasparse.tasks.ranking_metrics import ranking
 from megasparse.tasks.task import Example
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megasparse.errors import DataError
-from megasparse.tasks.rows import field, tab_separated
+from megasparse.tasks.readers.rows import field, tab_separated
 from megasparse.tasks.task import Example, Task, existing
 
 DIGITS = tuple("0123456789")

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megasparse.errors import DataError
-from megasparse.tasks.parallel_text import ParallelText
-from megasparse.tasks.rows import lines
+from megasparse.tasks.readers.parallel_text import ParallelText
+from megasparse.tasks.readers.rows import lines
+from megasparse.tasks.readers.text_task import ROUGE
 from megasparse.tasks.task import Example, Place, existing
-from megasparse.tasks.text_task import ROUGE
 
 LISTS = {"train": ["all_train.txt"], "validation": ["all_val.txt"], "test": ["all_test.txt"]}
 STORIES = ("cnn/stories", "dailymail/stories", "cnn_stories_tokenized", "dm_stories_tokenized")

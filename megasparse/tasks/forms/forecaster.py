@@ -23,7 +23,7 @@ from megasparse.model.norm import Norm
 from megasparse.model.stack import Stack
 from megasparse.ops.random import Draws, derive
 from megasparse.tasks.bodies import Body, attention_settings
-from megasparse.tasks.model import DEVIATION
+from megasparse.tasks.forms.label_model import DEVIATION
 
 
 @dataclass(frozen=True)

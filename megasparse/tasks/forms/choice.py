@@ -10,9 +10,9 @@ import torch
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.batches import Inputs, Padded
 from megasparse.tasks.bodies import Body
-from megasparse.tasks.choice_model import ChoiceBatch, ChoiceModel, EncodedChoice, collate
 from megasparse.tasks.encoding import Counts, Encoded, Encoder, Segments, require_vocabulary
 from megasparse.tasks.form import Form
+from megasparse.tasks.forms.choice_model import ChoiceBatch, ChoiceModel, EncodedChoice, collate
 from megasparse.tasks.task import Example
 
 MADE_UP = 79

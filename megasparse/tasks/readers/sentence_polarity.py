@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megasparse.errors import DataError
-from megasparse.tasks.parts import is_in, parts_of, split_name
+from megasparse.tasks.readers.parts import is_in, parts_of, split_name
 from megasparse.tasks.task import Example, Place, Task
 
 

@@ -18,7 +18,7 @@ from megasparse.data.corpora.cifar10 import BATCHES, PICKLED, RECORD, RECORDS, S
 from megasparse.data.corpora.number_files import natural
 from megasparse.data.corpora.pixels import SUFFIXES
 from megasparse.errors import DataError
-from megasparse.tasks.images import image
+from megasparse.tasks.readers.images import image
 from megasparse.tasks.task import Example, Place, Task, existing
 
 OFFICIAL_FOLDER, PICKLED_FOLDER = "cifar-10-batches-bin", "cifar-10-batches-py"

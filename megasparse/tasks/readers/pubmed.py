@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.errors import DataError
-from megasparse.tasks.rows import field, json_lines
+from megasparse.tasks.readers.rows import field, json_lines
+from megasparse.tasks.readers.text_task import ROUGE, TextTask
 from megasparse.tasks.task import Example, Place, existing
-from megasparse.tasks.text_task import ROUGE, TextTask
 
 BEGIN, END = "<S>", "</S>"
 """Around each sentence of an abstract."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.errors import DataError
-from megasparse.tasks.choice import Choice
+from megasparse.tasks.forms.choice import Choice
 from megasparse.tasks.task import Example, Place, Task, existing
 
 WHOLE = "Put it right, or take the official file again, whole"
