@@ -31,6 +31,8 @@ class Form(ABC):
 
     two_sided: ClassVar[bool] = False
     """Whether the model is an encoder–decoder, rather than one stack."""
+    pooled_sketch: ClassVar[bool] = True
+    """Whether a Smart Bird sketch learns a class of each sequence, rather than the tokens that are told."""
 
     def __init__(self, task: Task, config: FinetuneConfig):
         """Raises ConfigError where settings of the run do not fit."""

@@ -134,7 +134,7 @@ def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int
     if (model.kind == "encoder_decoder") != form.two_sided:
         wanted = '"encoder_decoder"' if form.two_sided else '"encoder" or "decoder"'
         raise ConfigError("model.kind", f'"{model.kind}", and {form.task.name} has another form', f"Set it to {wanted}")
-    body = _megasparse_body(_for_task(model, labels, config.start), form, config.run.seed)
+    body = _megasparse_body(_for_task(model, form, labels, config.start), form, config.run.seed)
     return Start(body, build_tokenizer(config.task.tokenizer), _record(body), None)
 
 
@@ -145,7 +145,7 @@ def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) 
     pretrained = checkpoint.config
     if (pretrained.model.kind == "encoder_decoder") != form.two_sided:
         raise CheckpointError(checkpoint.path, *(ONE_SIDE if form.two_sided else TWO_SIDES))
-    model = _for_task(pretrained.model, labels, config.start)
+    model = _for_task(pretrained.model, form, labels, config.start)
     body = _megasparse_body(model, form, config.run.seed)
     stored = checkpoint.manifest["tensors"]["weight"]
 
@@ -169,7 +169,7 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
         foreign = Foreign.open(folder)
         if (foreign.config.model.kind == "encoder_decoder") != form.two_sided:
             raise HubError(folder, *(ONE_SIDE if form.two_sided else TWO_SIDES))
-        body = _megasparse_body(_for_task(foreign.config.model, labels, config.start), form, config.run.seed)
+        body = _megasparse_body(_for_task(foreign.config.model, form, labels, config.start), form, config.run.seed)
         _fill(body, lambda name: foreign.tensors[name]() if name in foreign.tensors else None, folder)
         return Start(body, build_tokenizer(foreign.config.data.tokenizer), _record(body), sha256)
     if form.two_sided:
@@ -275,7 +275,7 @@ def _record(body: Any) -> dict[str, Any]:
     return {"kind": "megasparse", "model": json.loads(body.stack.config.model_dump_json())}
 
 
-def _for_task(model: ModelConfig, labels: int, start: StartConfig) -> ModelConfig:
+def _for_task(model: ModelConfig, form: Form, labels: int, start: StartConfig) -> ModelConfig:
     """The same weights but those of a Smart Bird sketch's objective, which is the task's, unless that is to tell tokens
     as in pretraining. The token that padding had is one like others here, where lengths are known.
     """
@@ -284,7 +284,7 @@ def _for_task(model: ModelConfig, labels: int, start: StartConfig) -> ModelConfi
     if start.attention is not None:
         model = model.model_copy(update={"attention": start.attention})
         check_model(model)
-    if "smart_bird" in kinds(model) and model.kind != "encoder_decoder":
+    if "smart_bird" in kinds(model) and form.pooled_sketch:
         changes["attention"] = _with_sketch_labels(model.attention, labels)
     if activations is not None:
         if (model.blocks == "reversible") != (activations == "reversible"):

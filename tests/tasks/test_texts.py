@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.batches import fingerprint
+from megasparse.ops.random import Draws
+from megasparse.tasks.batches import MULTIPLE, fingerprint
+from megasparse.tasks.fitting import predict
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.sequence_to_sequence import TextModel
 from megasparse.tasks.predictions import predict_texts
@@ -201,3 +203,22 @@ def test_a_pretrained_encoder_decoder_is_what_a_run_starts_from(data: Path, tmp_
     assert run.config.start.sha256 == json.loads((path / "manifest.json").read_text())["sha256"]
     for name, weight in model.named_parameters():
         assert torch.equal(dict(run.model.body.stack.named_parameters())[name], weight)
+
+
+def test_a_decoders_sketch_learns_the_tokens_that_are_told(data: Path, tmp_path: Path) -> None:
+    """And not a class, which a text has none of."""
+    run = run_of(data, tmp_path, model={"attention": {"pattern": ["smart_bird"], "smart_bird": {"keys": 3}}})
+    objective, _ = run.model.train()(run.form.collate(run.train[:4]), Draws(0, 1, torch.arange(4), training=True))
+    objective.backward()
+    sketches = {name: weight.grad for name, weight in run.model.named_parameters() if "smart_bird" in name}
+    assert sketches and all(gradient is not None and gradient.any() for gradient in sketches.values())
+
+
+def test_memory_is_predicted_of_as_many_examples_as_a_batch_of_tokens_has(data: Path, tmp_path: Path) -> None:
+    """Four of the longest at once, whatever the unit."""
+    of_examples = run_of(data, tmp_path / "examples", training={"micro_batch": 4, "global_batch": 8})
+    longest = -(-max(each.length for each in of_examples.train) // MULTIPLE) * MULTIPLE
+    tokens = {"batch_unit": "tokens", "micro_batch": 4 * longest, "global_batch": 8 * longest}
+    of_tokens = run_of(data, tmp_path / "tokens", training=tokens)
+    mine, theirs = (predict(run, Ranks()).places[0].peak for run in (of_tokens, of_examples))
+    assert mine == theirs

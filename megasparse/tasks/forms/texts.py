@@ -109,7 +109,7 @@ class TextEncoder(Encoder):
 class TextForm(Form):
     """Cross-entropy of the target's tokens; answers are the texts that beam search finds."""
 
-    two_sided = True
+    two_sided, pooled_sketch = True, False
     tokenizer: Tokenizer
     rule: Rule
     """These two are known once there is an encoder."""
