@@ -1,4 +1,4 @@
-"""Tasks that rank what a user is shown by what they chose before: see tasks/news_recommendation.py. B impressions."""
+"""Tasks that rank what a user is shown by what they chose before: see news_recommendation.py. B impressions."""
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence

@@ -15,7 +15,7 @@ STARS = (1, 2, 3, 4, 5)
 
 class Amazon(Task):
     """The official reviews_Electronics_5.json or .json.gz, 1,689,188 reviews, one JSON object a line. There are no
-    official splits: see tasks/parts.py. Smart Bird has 40,000, 5,000 and 5,000, and does not say which: 50,000 lines
+    official splits: see readers/parts.py. Smart Bird has 40,000, 5,000 and 5,000, and does not say which: 50,000 lines
     drawn at random, in a file of the same name, give as many.
 
     A text is `reviewText` alone, without `summary`, and may be empty (task.empty).

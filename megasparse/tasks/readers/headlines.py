@@ -12,7 +12,7 @@ from megasparse.tasks.task import Example
 
 class Headlines(TextTask):
     """The `title` of a `text`. The file is read where it is, in NewsArticles.zip or beside it; the splits are made of
-    it, see tasks/parts.py.
+    it, see readers/parts.py.
 
     95 of its rows have no title or no text. The splits leave them out, and stderr is told how many there were, and
     where; the whole file, as one predicts on it, keeps them, and they have no label.

@@ -13,7 +13,7 @@ FOLDERS = ("MINDlarge_train", "MINDsmall_train", ".")
 
 class MINDTopics(Task):
     """The official news.tsv of MINDlarge_train or MINDsmall_train. The official validation and test folders list many
-    of the same articles, so the splits are made of this one file: see tasks/parts.py.
+    of the same articles, so the splits are made of this one file: see readers/parts.py.
 
     An article is its title, a space, and its abstract; where that is empty the title alone. Smart Bird reads the body
     of the article (505 words in the mean), which MIND links to and does not hold, and has more articles (161,000): its

@@ -10,7 +10,7 @@ from megasparse.tasks.task import Example, Place, Task
 
 class SentencePolarity(Task):
     """The official rt-polarity.neg and rt-polarity.pos, a sentence a line. There are no official splits: see
-    tasks/parts.py.
+    readers/parts.py.
 
     The authors' files are Latin-1, the ones that NLTK ships UTF-8: a file that is no UTF-8 is read as Latin-1. What
     another file has (its name ends neither in .neg nor in .pos) is sentences without labels.
