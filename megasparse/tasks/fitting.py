@@ -1,14 +1,9 @@
-"""Whether a fine-tuning run fits into memory, before its first step: states by count, activations by short passes.
-
-A step's memory is followed from one weight's gradient to the next: between two of them, the largest number of live
-bytes is measured at a few short lengths, and continued to the run's own length by a line, or by a parabola where
-attention sees all pairs. B batch, L length.
+"""Whether a fine-tuning run fits into memory, before its first step: states by count, activations by short passes (see
+memory_curves.py).
 """
 
-import itertools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,46 +11,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from megasparse.attention.full import FullAttention
-from megasparse.attention.routing import RoutingAttention
 from megasparse.config.finetuning import FinetuneConfig, FinetuneTrainingConfig, LoRAConfig
 from megasparse.errors import ConfigError, UserError
-from megasparse.ops.random import EVALUATION_STEP, Draws
-from megasparse.planning.live_bytes import AllocatedBytes, LiveBytes
-from megasparse.tasks.activations import count_layers, set_activations
+from megasparse.tasks.activations import count_layers
 from megasparse.tasks.adapters import adapter_size
 from megasparse.tasks.batches import MULTIPLE
 from megasparse.tasks.bodies import HuggingFaceBody
+from megasparse.tasks.memory_curves import Curves
 from megasparse.tasks.run import TaskRun
 from megasparse.training.ranks import Ranks
 
-LONGEST_TRIAL = 1024
-"""Tokens; longer runs are predicted from passes of this length, a half and a quarter of it."""
 ERROR = 0.15
 """By how much a prediction may be too high: a run is refused only where it does not fit even so."""
 LIVE_PARAMETERS = 10**9
 """DeepSpeed's default of zero_optimization.stage3_max_live_parameters."""
 BUCKET = 5 * 10**8
 """DeepSpeed's default of zero_optimization.reduce_bucket_size, which stage 2 takes as a buffer from the start."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Live bytes of a pass of B sequences of L tokens, in each of its phases: constant + B·(linear·L + square·L²)."""
-
-    gradients: np.ndarray
-    """Bytes of weights' gradients that exist at the phase's end, (phases,); not part of the others."""
-    constant: np.ndarray
-    linear: np.ndarray
-    square: np.ndarray
-
-    def bytes(self, batch: int, length: int, gradients: int | None = None, hashed: bool = False) -> int:
-        """The largest of all phases, with the gradients of this pass, or with so many bytes of them from the start.
-        hashed: without what grows with the square of the length.
-        """
-        square = 0.0 if hashed else self.square * length**2
-        held = self.gradients if gradients is None else gradients
-        return int((held + self.constant + batch * (self.linear * length + square)).max())
 
 
 @dataclass(frozen=True)
@@ -148,7 +119,7 @@ class _Predictor:
         self.held = sum(p.nbytes for p in weights)
         longest = max(example.length for example in run.train)
         self.length = min(run.config.task.max_length, -(-max(longest, 1) // MULTIPLE) * MULTIPLE)
-        self.curves: dict[tuple[str, str], Curve] = {}
+        self.curves = Curves(run, ranks, self.length, self.activations)
 
     @property
     def activations(self) -> str:
@@ -199,7 +170,7 @@ class _Predictor:
                 yield f"{engine}deepspeed.zero_optimization: stage={stage}, {keys}", self._fit(changed)
         if shorter := self._longest_that_fits():
             yield f"task.max_length={shorter}", self._fit(config, length=shorter)
-        grows = self.curve(self.activations, training.precision).square.any()
+        grows = self.curves.of(self.activations, training.precision).square.any()
         if grows and isinstance(self.model.body, HuggingFaceBody):
             yield 'start.attention={"pattern": ["lha"]} or another hashed one', self._fit(config, hashed=True)
 
@@ -226,7 +197,7 @@ class _Predictor:
         frozen = self.frozen + (0 if trained is None else self.trained)
         rounded = training.precision == "bf16"
         size = 2 if rounded else 4
-        curve = self.curve(kind, training.precision)
+        curve = self.curves.of(kind, training.precision)
         if trained is not None:
             curve = replace(curve, gradients=np.full_like(curve.gradients, number * size))
         accumulated = training.global_batch > training.micro_batch * world
@@ -251,7 +222,7 @@ class _Predictor:
             step = max(held + passing, 0 if offload["optimizer"] else update)
         else:
             step = max(passing, whole + again) if accumulated else max(passing, whole)
-        scored = self.curve("scored", training.precision).bytes(config.evaluation.batch, length, 0, hashed)
+        scored = self.curves.of("scored", training.precision).bytes(config.evaluation.batch, length, 0, hashed)
         gradients = min(step, max(whole, 0 if offload["optimizer"] else full if rounded or stage > 0 else 0))
         buffers = 0
         if stage in (1, 2):
@@ -286,75 +257,6 @@ class _Predictor:
             places = [Place("memory", parts, own // _local(world) + self.held)]
         return Fit(config, number, frozen, length, places, str(self.ranks.device))
 
-    def curve(self, activations: str, precision: str) -> Curve:
-        """activations: "scored" of a pass without gradients."""
-        key = (activations, precision)
-        if key not in self.curves:
-            with _untouched(self.model, precision):
-                if activations != "scored":
-                    set_activations(self.model.body, activations)
-                try:
-                    self.curves[key] = self._measured(activations != "scored")
-                except torch.OutOfMemoryError:
-                    tokens = min(self.length, LONGEST_TRIAL)
-                    problem = f"this run cannot fit: not even one sequence of {tokens} tokens does"
-                    raise UserError(f"{problem}. Choose a smaller model, or lower task.max_length") from None
-                finally:
-                    set_activations(self.model.body, self.activations)
-        return self.curves[key]
-
-    def _measured(self, learns: bool) -> Curve:
-        if self.length <= LONGEST_TRIAL:  # no need to continue: one sequence, and two
-            (gradients, one), (_, two) = (self._phases(batch, self.length, learns) for batch in (1, 2))
-            linear = np.maximum(two - one, 0) / self.length
-            return Curve(gradients, one - linear * self.length, linear, np.zeros_like(linear))
-        lengths = [LONGEST_TRIAL // 4, LONGEST_TRIAL // 2, LONGEST_TRIAL]
-        found = [self._phases(1, length, learns) for length in lengths]
-        gradients, (short, middle, long) = found[-1][0], (values for _, values in found)
-        square = np.zeros_like(long)
-        if _sees_all_pairs(self.model):
-            steep, flat = (long - middle) / (lengths[2] - lengths[1]), (middle - short) / (lengths[1] - lengths[0])
-            square = np.maximum(0.0, (steep - flat) / (lengths[2] - lengths[0]))
-        long, middle = long - square * lengths[2] ** 2, middle - square * lengths[1] ** 2
-        linear = np.maximum(0.0, (long - middle) / (lengths[2] - lengths[1]))
-        return Curve(gradients, long - linear * lengths[2], linear, square)
-
-    def _phases(self, batch: int, length: int, learns: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Of one pass: bytes of gradients that exist at the end of each phase, and the largest number of live bytes
-        beside them. A phase ends with a weight's gradient.
-        """
-        device = self.ranks.device
-        inputs = self.run.form.made_up(self.model.body, batch, length).to(device)
-        step = 0 if learns else EVALUATION_STEP
-        draws = Draws(self.run.config.run.seed, step, torch.arange(batch, device=device), training=learns)
-        meter: Any = AllocatedBytes(device) if device.type == "cuda" else LiveBytes()
-        made: list[int] = [0]
-        peaks: list[float] = []
-
-        def note(weight: torch.nn.Parameter) -> None:
-            if id(weight) not in seen:
-                seen.add(id(weight))
-                peaks.append(meter.mark())
-                made.append(weight.numel() * weight.element_size())
-
-        seen: set[int] = set()
-        trained = [weight for weight in self.model.parameters() if learns and weight.requires_grad]
-        hooks = [weight.register_post_accumulate_grad_hook(note) for weight in trained]
-        try:
-            with meter, torch.set_grad_enabled(learns):
-                objective = self.model.train(learns)(inputs, draws)[0]
-                if learns:
-                    objective.backward()
-                peaks.append(meter.mark())
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for weight in self.model.parameters():
-                weight.grad = None
-        gradients = np.array(list(itertools.accumulate(made)), dtype=np.float64)
-        # A phase's peak includes the gradient that ends it, which is being made.
-        return gradients, np.maximum(0.0, np.array(peaks) - gradients)
-
 
 def available_bytes(device: torch.device) -> int:
     """Free memory of a GPU, with what torch keeps for itself; of the CPU what the system can give, and the control
@@ -383,12 +285,6 @@ def _local(world: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world)))
 
 
-def _sees_all_pairs(model: Any) -> bool:
-    body = model.body
-    unreplaced = isinstance(body, HuggingFaceBody) and not body.replaced
-    return unreplaced or any(isinstance(module, FullAttention) for module in body.modules())
-
-
 def _adapters(model: Any) -> int | None:
     """Weights that would be trained with adapters; None where the default ones match no layer."""
     try:
@@ -396,28 +292,6 @@ def _adapters(model: Any) -> int | None:
     except ConfigError:
         return None
     return size + sum(weight.numel() for name, weight in model.named_parameters() if not name.startswith("body."))
-
-
-@contextmanager
-def _untouched(model: Any, precision: str) -> Iterator[None]:
-    """Afterwards weights, random generators and the mechanisms' sums are what they were; inside, weights are of the
-    precision.
-    """
-    cuda = [weight.device for weight in model.parameters() if weight.device.type == "cuda"][:1]
-    kept, training = {weight: weight.data for weight in model.parameters()}, model.training
-    with torch.random.fork_rng(cuda):
-        try:
-            if precision == "bf16":
-                for weight in kept:
-                    weight.data = weight.data.bfloat16()
-            yield
-        finally:
-            for weight, data in kept.items():
-                weight.data = data
-            model.train(training)
-            for module in model.modules():
-                if isinstance(module, RoutingAttention):
-                    module.after_step(False, lambda sums: sums)
 
 
 def _at_once(training: FinetuneTrainingConfig, length: int) -> int:
