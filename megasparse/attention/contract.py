@@ -61,12 +61,13 @@ class Memory:
 class Targets(NamedTuple):
     """What a training step asks the model to tell, for mechanisms that learn from it themselves (Smart Bird's sketch).
 
-    values: (B, L) int64, a token for each position, or (B,) a label for each sequence. counted: (B, L) bool, the
-    positions that count, or None for all.
+    values: int64, (B, L) a token for each position, (B,) a label for each sequence, or, with `answer`, (B, T) the
+    tokens that another stack tells of each sequence. counted: bool, the values that count, or None for all.
     """
 
     values: Tensor
     counted: Tensor | None
+    answer: bool = False
 
 
 @dataclass

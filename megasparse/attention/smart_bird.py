@@ -17,6 +17,9 @@ from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.sketch import Noise, chosen_keys, sketched_attention
 from megasparse.ops.tiled import tiled
 
+ASKED = {"token": "a token a position", "pooled": "a label a sequence", "answer": "the tokens of an answer"}
+"""What each of a sketch's objectives tells."""
+
 _LOGIT_ELEMENTS = 1 << 22  # logits of the token objective that exist at a time
 _PROJECTED = 1 << 12  # tokens projected at a time in float64
 
@@ -53,8 +56,7 @@ class SmartBirdAttention(Attention):
         if config.objective == "token":
             self.objective = TokenObjective(config.sketch_dim, place.vocabulary)
         else:
-            assert config.labels is not None
-            self.objective = PooledObjective(config.sketch_dim, config.labels)
+            self.objective = PooledObjective(config.sketch_dim, config.labels or place.vocabulary)
 
     def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
         x = x.detach()
@@ -70,13 +72,12 @@ class SmartBirdAttention(Attention):
         return AttentionOutput(out, loss, statistics)
 
     def _objective(self, x: Tensor, heads: Heads, targets: Targets) -> Tensor:
-        by_token = targets.values.dim() == 2
-        if by_token != (self.config.objective == "token"):
-            given, other = ("a token a position", "token") if by_token else ("a label a sequence", "pooled")
+        wanted = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
+        if wanted != self.config.objective:
             raise ConfigError(
                 "model.attention.smart_bird.objective",
-                f'"{self.config.objective}" does not fit this task, which asks for {given}',
-                f'Set it to "{other}"',
+                f'"{self.config.objective}" does not fit this task, which asks for {ASKED[wanted]}',
+                f'Set it to "{wanted}"',
             )
         h, _ = _sketch(self.query(x), self.key(x), self.value(x), heads)
         return self.objective(h, targets, heads.key_mask)
@@ -173,8 +174,8 @@ class TokenObjective(nn.Module):
 
 
 class PooledObjective(nn.Module):
-    """The paper's: the outputs h_i of a sequence, pooled by attention Σ_i softmax_i(u·h_i) h_i, predict its label. Mean
-    nats a sequence.
+    """The paper's: the outputs h_i of a sequence, pooled by attention Σ_i softmax_i(u·h_i) h_i, predict its label, or
+    each token of its answer alike. Mean nats a label, or a token that counts.
     """
 
     def __init__(self, width: int, labels: int):
@@ -184,9 +185,14 @@ class PooledObjective(nn.Module):
         self.bias = nn.Parameter(torch.zeros(labels))
 
     def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
-        """h: (B, L, d) in fp32 at least. targets.values: (B,) labels."""
+        """h: (B, L, d) in fp32 at least. targets.values: (B,) labels, or (B, T) tokens."""
         score = F.linear(h, self.pool.to(h.dtype)).squeeze(-1)  # (B, L)
         if key_mask is not None:
             score = score.masked_fill(~key_mask, torch.finfo(h.dtype).min)
         pooled = (torch.softmax(score, dim=-1).unsqueeze(-1) * h).sum(1)  # (B, d)
-        return F.cross_entropy(F.linear(pooled, self.weight.to(h.dtype), self.bias.to(h.dtype)), targets.values)
+        logits = F.linear(pooled, self.weight.to(h.dtype), self.bias.to(h.dtype))
+        if targets.values.dim() == 1:
+            return F.cross_entropy(logits, targets.values)
+        counted = torch.ones_like(targets.values, dtype=torch.bool) if targets.counted is None else targets.counted
+        nats = -torch.log_softmax(logits, dim=-1).gather(1, targets.values.masked_fill(~counted, 0))  # (B, T)
+        return torch.where(counted, nats, 0.0).sum() / counted.sum().clamp_min(1)

@@ -94,9 +94,10 @@ class SmartBirdAttentionConfig(Section):
     """d, width of the single-head sketch."""
     sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
     """What makes a sampling score of a sketched weight (the paper's Figure 4)."""
-    objective: Literal["token", "pooled"] = "token"
+    objective: Literal["token", "pooled", "answer"] = "token"
     """What the sketch itself learns: `token`, each position's target (language modelling, masked tokens); `pooled`, the
-    sequence's label, from an attention-pooled vector (the paper)."""
+    sequence's label, from an attention-pooled vector (the paper); `answer`, in the encoder of an encoder–decoder, which
+    tokens the target has, from the same vector."""
     labels: Positive | None = None
     """pooled only: number of labels."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0

@@ -229,11 +229,12 @@ def _check_source(model: ModelConfig) -> None:
         for key, value in (("score_from", model.score_from), ("document_separator", model.document_separator)):
             if value:
                 raise ConfigError(f"model.{key}", f'{value} does not go with kind "encoder_decoder"', "Leave it out")
-        if "smart_bird" in kinds(encoder_part(model)):
+        objective = model.source.attention.smart_bird.objective
+        if "smart_bird" in kinds(encoder_part(model)) and objective == "token":
             raise ConfigError(
-                "model.source.attention.pattern",
-                '"smart_bird" learns its choice from tokens to tell, and the encoder has none',
-                "Choose another mechanism for the source",
+                "model.source.attention.smart_bird.objective",
+                '"token" learns the choice of keys from a token to tell at each position, and the encoder has none',
+                'Set it to "answer"',
             )
 
 
@@ -367,7 +368,7 @@ def _check_smart_bird(bird: SmartBirdAttentionConfig) -> None:
         raise ConfigError(
             "model.attention.smart_bird.labels",
             f'{"null" if bird.labels is None else bird.labels} does not fit objective = "{bird.objective}"',
-            'Give the number of labels with "pooled", null with "token"',
+            'Give the number of labels with "pooled", null with others',
         )
 
 

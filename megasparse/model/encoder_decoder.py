@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
 from megasparse.config.parts import encoder_part
@@ -28,13 +29,13 @@ class SourceEncoder(Stack):
         self.norm = Norm(config)
 
     def forward(
-        self, tokens: Tensor, draws: Draws, key_mask: Tensor | None
+        self, tokens: Tensor, draws: Draws, key_mask: Tensor | None, targets: Targets | None = None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """tokens: (B, S), or what else the embedding takes. Returns the mean of the streams, normalised, (B, S, E)
-        fp32; the sum of auxiliary losses, and the layers' statistics.
+        """tokens: (B, S), or what else the embedding takes. targets: for the mechanisms, in training. Returns the mean
+        of the streams, normalised, (B, S, E) fp32; the sum of auxiliary losses, and the layers' statistics.
         """
         own = replace(draws, seed=derive(draws.seed, "encoder"))
-        streams, auxiliary, statistics = self.streams(tokens, own, Padding(key_mask))
+        streams, auxiliary, statistics = self.streams(tokens, own, Padding(key_mask), targets)
         return self.norm(torch.stack(streams).mean(0)), auxiliary, statistics
 
 
@@ -96,7 +97,7 @@ class EncoderDecoder(Causal):
         split = [self.source_length, tokens.shape[1] - self.source_length]
         source, target = tokens.split(split, dim=1)
         real, told = (None, None) if padding.key_mask is None else padding.key_mask.split(split, dim=1)
-        states, source_loss, of_encoder = self.encoder(source, draws, real)
+        states, source_loss, of_encoder = self.encoder(source, draws, real, Targets(target, told, answer=True))
         scores, cost, loss, statistics = self.tell(target, draws, told, Source(states, real))
         whole = TokenScores(*(F.pad(x, (self.source_length, 0)) for x in scores))
         of_both = statistics | {f"encoder/{name}": value for name, value in of_encoder.items()}

@@ -14,7 +14,6 @@ from megasparse.config.attention import AttentionConfig
 from megasparse.config.checks import check_model
 from megasparse.config.finetuning import FinetuneConfig, StartConfig
 from megasparse.config.messages import show
-from megasparse.config.pattern import kinds
 from megasparse.config.schema import ModelConfig
 from megasparse.data.files import file_sha256, replacing
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
@@ -284,8 +283,11 @@ def _for_task(model: ModelConfig, form: Form, labels: int, start: StartConfig) -
     if start.attention is not None:
         model = model.model_copy(update={"attention": start.attention})
         check_model(model)
-    if "smart_bird" in kinds(model) and form.pooled_sketch:
+    if form.pooled_sketch:
         changes["attention"] = _with_sketch_labels(model.attention, labels)
+        if model.source is not None:
+            own = _with_sketch_labels(model.source.attention, labels)
+            changes["source"] = model.source.model_copy(update={"attention": own})
     if activations is not None:
         if (model.blocks == "reversible") != (activations == "reversible"):
             problem = f'"{activations}" is for models of ordinary blocks, and this one recomputes its inputs already'

@@ -18,9 +18,10 @@ from tests.helpers.models import Single, attention, named, random_tokens, small,
 LABELS = Targets(torch.tensor([2, 0]), None)
 
 
-def pooled(causal=False):
-    single = Single("smart_bird", causal)
-    section = attention("smart_bird", smart_bird={"objective": "pooled", "labels": 3})
+def pooled(**settings):
+    """Learns the label of a sequence, or as `settings` say."""
+    single = Single("smart_bird", causal=False)
+    section = attention("smart_bird", smart_bird={"keys": 6, **(settings or {"objective": "pooled", "labels": 3})})
     single.mechanism = build_mechanism("smart_bird", small(attention=section), heads=2)
     generator = torch.Generator().manual_seed(0)
     for parameter in single.mechanism.parameters():
@@ -121,6 +122,21 @@ def test_the_pooled_objective_is_that_of_the_label_and_padding_is_not_pooled():
     assert nothing.auxiliary_loss.isfinite()
 
 
+def test_the_objective_of_an_answer_is_the_cross_entropy_of_each_of_its_tokens_that_counts():
+    single = pooled(objective="answer")
+    m = single.mechanism.double()
+    x, *heads = single.inputs(30, dtype=torch.float64)
+    values, counted = torch.tensor([[7, 9, 7], [250, 3, -100]]), torch.tensor([[True, True, True], [True, True, False]])
+    given = Targets(values, counted, answer=True)
+    loss = single(x, *heads, training=True, targets=given).statistics["sketch_loss"]
+    alpha, _ = sketched_weights(m.query(x), m.key(x), causal=False)
+    h = alpha @ m.value(x)
+    share = torch.softmax((h * m.objective.pool).sum(-1, keepdim=True), dim=1)
+    logits = (share * h).sum(1) @ m.objective.weight.T + m.objective.bias
+    expected = F.cross_entropy(logits[[0, 0, 0, 1, 1]], torch.tensor([7, 9, 7, 250, 3]))
+    torch.testing.assert_close(loss, expected)
+
+
 def test_its_objective_trains_the_sketch_alone_and_nothing_else_does():
     for single, targets in ((Single("smart_bird", True), words(30)), (pooled(), LABELS)):
         inputs = [t.requires_grad_() for t in single.inputs(30)]
@@ -152,7 +168,10 @@ def test_without_targets_there_is_no_objective():
 
 
 def test_an_objective_that_does_not_fit_the_task_is_refused():
-    for single, targets, mend in ((Single("smart_bird", False), LABELS, "pooled"), (pooled(), words(20), "token")):
+    answer = Targets(torch.zeros(2, 3, dtype=torch.int64), None, answer=True)
+    cases = ((False, LABELS, "pooled"), (True, words(20), "token"), (True, answer, "answer"))
+    for labels, targets, mend in cases:
+        single = pooled() if labels else Single("smart_bird", False)
         with pytest.raises(ConfigError, match=f'smart_bird.objective: .*Set it to "{mend}"'):
             single(*single.inputs(20), training=True, targets=targets)
 

@@ -23,7 +23,12 @@ def built(source, **changes):
         (SAME, {"kind": "decoder"}, "model.source", ["given", '"decoder"']),
         (SAME, {"score_from": 3}, "model.score_from", ["3"]),
         ({"attention": {"pattern": ["full"] * 3}}, {}, "model.source.attention.pattern", ["3 layers"]),
-        ({"attention": {"pattern": ["smart_bird"]}}, {}, "model.source.attention.pattern", ["smart_bird", "another"]),
+        (
+            {"attention": {"pattern": ["smart_bird"]}},
+            {},
+            "model.source.attention.smart_bird.objective",
+            ['"token"', '"answer"'],
+        ),
         (
             {"cross_attention": "lsh"},
             {"attention": {**FULL, "lsh": {"buckets": 7, "chunk": 8}}},

@@ -23,12 +23,14 @@ S, PADDING = 40, 258
 HASHED = {"source": {"cross_attention": "lsh"}}
 LHA = attention("lha", "full", lha={"utility": "sampled"})
 """Has auxiliary losses."""
+SKETCH = attention("smart_bird", smart_bird={"keys": 6, "objective": "answer"})
 CONFIGS = {
     "reversible": small_pair(),
     "hashed": small_pair(**HASHED),
     "apart": small_pair(tied_embeddings=True, source={"shared_embedding": False}),
     "ordinary": small_pair(blocks="ordinary", activations="checkpoint", tied_embeddings=True),
     "others": small_pair(("lha", "yoso", "smart_bird"), source={"attention": attention("smyrf", "linformer")}),
+    "sketches": small_pair(("smart_bird",), source={"attention": SKETCH}),
     "learned": small_pair(attention=LHA, source={"attention": LHA}),
     "leaking": small_pair(("local", "lsh"), attention=attention("local", "lsh", lsh={"window": "chunk"})),
 }
@@ -69,7 +71,7 @@ def test_logits_and_loss_are_ours(name):
     torch.testing.assert_close(2 * halved, out.loss, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["reversible", "hashed", "learned"])
+@pytest.mark.parametrize("name", ["reversible", "hashed", "learned", "sketches"])
 def test_training_minimises_our_own_objective(name):
     ours, hf = (model.train() for model in model_of(name, dropout=0.1, label_smoothing=0.2))
     tokens = padded_pairs(3, 30)

@@ -116,6 +116,26 @@ def test_both_stacks_add_their_auxiliary_losses_and_statistics():
     assert all(gradient.abs().max() > 0 for gradient in hashes.values()), "only the auxiliary loss trains a hash"
 
 
+def test_a_sketch_of_the_encoder_learns_the_tokens_of_the_target():
+    """What is told moves its loss; padding of the target, and the source's own tokens as targets, do not."""
+    bird = attention("smart_bird", smart_bird={"keys": 5, "objective": "answer"})
+    model = build_model(small_pair(("full",), source={"attention": bird}), 0)
+    tokens = padded_pairs(2, 50)
+    sketch = {n: g for n, g in gradients(model, tokens)[1].items() if "mechanisms.smart_bird" in n}
+    assert sketch and all(gradient.abs().max() > 0 for gradient in sketch.values())
+
+    def loss(tokens):
+        return model(tokens, training_draws(2))[1]["encoder/attention/smart_bird/sketch_loss"]
+
+    shuffled, other = tokens.clone(), tokens.clone()
+    shuffled[:, S : S + 40] = tokens[:, S : S + 40].flip(1)  # the same words in another order
+    other[:, S] = (tokens[:, S] + 1) % 256
+    torch.testing.assert_close(loss(shuffled), loss(tokens))
+    assert (loss(other) - loss(tokens)).abs() > 1e-4
+    more = torch.cat([tokens, torch.full((2, 6), 258)], dim=1)
+    torch.testing.assert_close(loss(more), loss(tokens))
+
+
 def test_the_encoder_draws_for_itself():
     """Same weights, same input: with dropout the two stacks must not have the same masks."""
     model = build_model(small_pair(("full",), dropout=0.5, source={"attention": attention("full")}), 0)

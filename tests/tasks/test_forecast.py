@@ -141,8 +141,9 @@ def test_the_decoder_sees_the_last_rows_and_then_zeros(tmp_path: Path, file: Pat
 def test_every_mechanism_learns_on_both_sides(tmp_path: Path, file: Path, kind: str, blocks: str) -> None:
     """All weights get a finite gradient, and what is told does not depend on the batch."""
     small = SMALL.get(kind, {}) | ({"chunk": 4} if "chunk" in SMALL.get(kind, {}) else {})
+    objective = {"objective": "answer"} if kind == "smart_bird" else {}
     attention = {"pattern": [kind], kind: small}
-    changes: dict[str, Any] = {} if kind == "smart_bird" else {"source": {"attention": attention}}
+    changes: dict[str, Any] = {"source": {"attention": {"pattern": [kind], kind: small | objective}}}
     if MECHANISMS[kind].causal:
         changes["attention"] = attention
     run = opened(

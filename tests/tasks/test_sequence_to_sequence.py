@@ -26,8 +26,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def pair(name: str = "full", blocks: str = "ordinary", **changes: Any) -> ModelConfig:
-    """The mechanism is on both sides; a Smart Bird, which no encoder can have, on the decoder's."""
-    read = attention("full") if name == "smart_bird" else named(name)
+    """The mechanism is on both sides; a Smart Bird of the encoder learns from the answer."""
+    read = attention(name, smart_bird={"keys": 6, "objective": "answer"}) if name == "smart_bird" else named(name)
     source = {"layers": 2, "attention": read, **changes.pop("source", {})}
     return small_pair(attention=named(name), layers=2, padding_token=None, **BLOCKS[blocks], **changes, source=source)
 

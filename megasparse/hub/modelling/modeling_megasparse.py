@@ -233,18 +233,18 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         if labels is not None and logits_to_keep:
             raise ValueError("labels need the logits of all positions: leave logits_to_keep out")
         draws, auxiliary = self.draws(len(decoder_input_ids)), torch.zeros((), device=decoder_input_ids.device)
-        if encoder_outputs is None:
-            if input_ids is None:
-                raise ValueError("an encoder-decoder needs input_ids or encoder_outputs")
-            encoder_outputs, auxiliary = self._encoded(input_ids, attention_mask, draws)
-        source = self._source(encoder_outputs, attention_mask)
-        if use_cache and labels is None and not self.training:
-            found = self._into_cache(decoder_input_ids, source, logits_to_keep)
-            return Seq2SeqLMOutput(**found, encoder_last_hidden_state=encoder_outputs[0])
         targets = None
         if labels is not None:
             counted = (labels != IGNORED) & (labels != self._padding)
             targets = Targets(labels.masked_fill(~counted, 0), counted)
+        if encoder_outputs is None:
+            if input_ids is None:
+                raise ValueError("an encoder-decoder needs input_ids or encoder_outputs")
+            encoder_outputs, auxiliary = self._encoded(input_ids, attention_mask, draws, targets)
+        source = self._source(encoder_outputs, attention_mask)
+        if use_cache and labels is None and not self.training:
+            found = self._into_cache(decoder_input_ids, source, logits_to_keep)
+            return Seq2SeqLMOutput(**found, encoder_last_hidden_state=encoder_outputs[0])
         padding = Padding(self._told(decoder_attention_mask, targets))
         streams, own, _ = self.model.streams(decoder_input_ids[:, 1:], draws, padding, targets, source=source)
         logits = self.model.logits(tuple(x[:, -logits_to_keep:] for x in streams))
@@ -259,14 +259,17 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         token: int | None = self.settings.padding_token
         return IGNORED if token is None else token
 
-    def _encoded(self, tokens: Tensor, mask: Tensor | None, draws: Draws) -> tuple[SourceOutput, Tensor]:
+    def _encoded(
+        self, tokens: Tensor, mask: Tensor | None, draws: Draws, targets: Targets | None = None
+    ) -> tuple[SourceOutput, Tensor]:
         """What the encoder makes of sources, in the order of the input, and its auxiliary losses."""
         longest = self.settings.source.length
         if tokens.shape[1] > longest:
             raise ValueError(f"{tokens.shape[1]} tokens are more than the {longest} that the encoder reads")
         mask = tokens != self._padding if mask is None else mask
         rows = Rows(tokens, mask, self._padding)
-        states, auxiliary, _ = self.model.encoder(rows.tokens, draws, rows.real)
+        answer = targets and targets._replace(answer=True)
+        states, auxiliary, _ = self.model.encoder(rows.tokens, draws, rows.real, answer)
         return SourceOutput(rows.restore(states), attention_mask=mask if rows.padded else None), auxiliary
 
     def _source(self, encoder_outputs: Any, mask: Tensor | None) -> Source:
@@ -298,7 +301,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         return None if bool(real.all()) else real
 
     def _loss(self, logits: Tensor, targets: Targets, divisor: Tensor | int | None) -> Tensor:
-        values, counted = targets
+        values, counted = targets.values, targets.counted
         assert counted is not None
         smoothing = self.settings.label_smoothing if self.training else 0.0
         labels = values.masked_fill(~counted, IGNORED).flatten()

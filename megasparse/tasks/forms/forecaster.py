@@ -84,7 +84,7 @@ class VectorStacks(Stack):
         """read: (B, L, C + F). seen: (B, O + H, C + F), by the decoder. Returns the mean of its streams, normalised,
         (B, O + H, E) fp32, and the sum of auxiliary losses.
         """
-        memory, of_encoder, _ = self.encoder(read, draws, None)
+        memory, of_encoder, _ = self.encoder(read, draws, None, targets)
         streams, own, _ = self.streams(seen, draws, Padding(), targets, source=Source(memory, None))
         return self.norm(torch.stack(streams).mean(0)), of_encoder + own
 
@@ -104,7 +104,8 @@ class ForecastBody(Body):
         self.width, self.longest = config.d_model, config.source.length
         mechanisms = [*self.stack.mechanisms(), *self.stack.encoder.mechanisms()]
         self.task_weight = min(mechanism.task_weight for _, mechanism in mechanisms)
-        self.pooled_sketch = config.attention.smart_bird.objective == "pooled"
+        sides = (config.attention, config.source.attention)
+        self.pooled_sketch = any(each.smart_bird.objective == "pooled" for each in sides)
 
     def forward(self, read: Any, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         """read: Windows. The states are those of the rows to tell, (B, H, E) fp32."""

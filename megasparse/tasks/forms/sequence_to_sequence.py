@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.config.parts import encoder_part
 from megasparse.config.schema import ModelConfig
@@ -59,9 +60,13 @@ class SequenceToSequenceBody(Body):
         self.width, self.vocabulary, self.longest = config.d_model, config.vocabulary, config.source.length
         self.task_weight = self.stack.task_weight
 
-    def forward(self, read: Padded, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The encoder's states (B, S, E) fp32 of the sources, and the sum of its mechanisms' losses."""
-        states, auxiliary, _ = self.stack.encoder(read.tokens, draws, read.mask)
+    def forward(
+        self, read: Padded, draws: Draws, classes: Tensor | None, answer: Targets | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The encoder's states (B, S, E) fp32 of the sources, and the sum of its mechanisms' losses. answer: the
+        targets' tokens, from which a sketch of the encoder's learns.
+        """
+        states, auxiliary, _ = self.stack.encoder(read.tokens, draws, read.mask, answer)
         return states, auxiliary
 
     def attention(self) -> dict[str, Any]:
@@ -94,7 +99,8 @@ class TextModel(nn.Module):
         the model's odds are none.
         """
         stack = self.body.stack
-        states, auxiliary = self.body(batch.source, draws, None)
+        answer = None if batch.target is None else Targets(batch.target.tokens, batch.target.mask, answer=True)
+        states, auxiliary = self.body(batch.source, draws, None, answer)
         memory = Source(states, batch.source.mask)
         loss = torch.zeros((), device=states.device)
         found: dict[str, Any] = {"nats": loss, "tokens": loss}
