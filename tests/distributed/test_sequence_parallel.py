@@ -4,27 +4,36 @@ One launch of two gloo ranks (`on_two_ranks`) goes through all cases: each rank 
 the mean of the ranks' gradients with the gradient of the whole batch, which it computes by itself.
 """
 
-import math
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from megasparse.attention.contract import AttentionContext, Heads
+from megasparse.attention.heads import build_mechanism
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.schema import RunConfig
 from megasparse.model.build import build_model
-from megasparse.model.padding import padding_of
 from megasparse.training.ranks import Ranks, start_ranks
-from tests.helpers.models import AXIAL, all_names, attention, causal_names, kind_of, named, random_tokens, small
-from tests.helpers.models import training_draws
+from tests.helpers.models import (
+    AXIAL,
+    all_names,
+    attention,
+    causal_names,
+    kind_of,
+    named,
+    random_tokens,
+    small,
+    training_draws,
+)
 from tests.helpers.run_ranks import run_ranks
 
-PAD, SEPARATOR, MASK = 257, 258, 256
+PAD, SEPARATOR = 257, 258
 LENGTH = 96
 SPLIT = [{"local": 2, "lha": 2}, {"lsh": 2, "full": 2}]
 PADDED = {"padding_token": PAD, "document_separator": SEPARATOR}
@@ -103,9 +112,35 @@ def compare(ranks: Ranks, kind: str, name: str, padded: bool) -> dict[str, float
     return {name: float(value) for name, value in worst.items()}
 
 
+class LocalAttention(torch.nn.Module):
+    """What DeepSpeed wraps: full causal attention of (L, B, H, D)."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        out = scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=True)
+        return out.permute(2, 0, 1, 3)
+
+
+def against_deepspeed(ranks: Ranks) -> dict[str, float]:
+    """Output and gradients of our full attention between our exchanges, and of DeepSpeed's DistributedAttention."""
+    deepspeed.init_distributed("gloo")
+    generator = torch.Generator().manual_seed(ranks.rank)
+    given = [torch.randn(2, 4, 8, 16, generator=generator, requires_grad=True) for _ in range(3)]  # (B, H, L/S, D)
+    weight = torch.randn(2, 4, 8, 16, generator=generator)
+    part, mechanism = SequencePart.of(ranks.sequence), build_mechanism("full", small(attention=named("full")), 4)
+    context = AttentionContext(0, training_draws(2), part=part)
+    out = mechanism(torch.empty(2, 8, 32), Heads(*part.to_heads(*given), None, None, True), context).out
+    ours = [part.to_tokens(out), *torch.autograd.grad(part.to_tokens(out), given, weight)]
+    theirs = DistributedAttention(LocalAttention(), ranks.sequence)(*(x.permute(2, 0, 1, 3) for x in given), 1)
+    theirs = theirs.permute(1, 2, 0, 3)
+    expected = [theirs, *torch.autograd.grad(theirs, given, weight)]
+    names = ("out", "q", "k", "v")
+    return {name: difference(*pair) for name, *pair in zip(names, ours, expected, strict=True)}
+
+
 def on_two_ranks() -> dict[str, dict[str, float]]:
     ranks = start_ranks(RunConfig(device="cpu"), 2)
     found = {" ".join(map(str, case)): compare(ranks, *case) for case in cases()}
+    found["deepspeed"] = against_deepspeed(ranks)
     ranks.stop()
     return found
 
@@ -117,6 +152,11 @@ def found() -> dict[str, dict[str, float]]:
 
 def test_every_mechanism_is_there() -> None:
     assert {kind_of(name) for kind, name, _ in cases() if name not in EXTRA} == set(MECHANISMS)
+
+
+def test_the_exchange_is_that_of_deepspeeds_distributed_attention(found: dict[str, dict[str, float]]) -> None:
+    assert set(found["deepspeed"]) == {"out", "q", "k", "v"}
+    assert max(found["deepspeed"].values()) < 1e-6
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: " ".join(map(str, case)))
