@@ -42,7 +42,8 @@ class StepResult:
     """False where the loss or the gradient of any rank was not finite, or the loss not accepted: then no weight of any
     rank has changed."""
     forward_seconds: float
-    """This rank's own time in the model's forward passes, which wait for no other rank (but under ZeRO 3)."""
+    """This rank's own time in the model's forward passes, which wait for no other rank (but under ZeRO 3, and for those
+    that share its sequences)."""
 
 
 def _always(loss: float) -> bool:

@@ -19,9 +19,12 @@ from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.schema import RunConfig
 from megasparse.model.build import build_model
+from megasparse.model.padding import cut
+from megasparse.ops.random import Draws
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import (
     AXIAL,
+    VARIANTS,
     all_names,
     attention,
     causal_names,
@@ -50,6 +53,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "whole words": {"attention": attention("lsh"), "masking": {"whole_words": True}},
     "bert": {"attention": named("yoso expectation"), "style": "bert", **ORDINARY, "token_types": 2},
 }
+RAGGED = [(kind, padded) for kind in ("decoder", "encoder") for padded in (False, True)]
 DECODERS, ENCODERS = set(EXTRA) - {"whole words", "bert"}, set(EXTRA) - {"score_from"}
 
 
@@ -74,9 +78,10 @@ def batch_of(padded: bool) -> Tensor:
 
 
 def cases() -> list[tuple[str, str, bool]]:
-    decoders = [("decoder", name, padded) for name in [*causal_names(), *DECODERS] for padded in (False, True)]
-    encoders = [("encoder", name, padded) for name in [*all_names(), *ENCODERS] for padded in (False, True)]
-    return sorted(decoders + encoders)
+    """(kind, name, padded): each with padding and documents and without; variants of a mechanism in a decoder with."""
+    names = {"decoder": [*causal_names(), *DECODERS], "encoder": [*all_names(), *ENCODERS]}
+    every = [(kind, name, padded) for kind in names for name in names[kind] for padded in (False, True)]
+    return sorted(case for case in every if case[1] not in VARIANTS or case[2] == (case[0] == "decoder"))
 
 
 def gradients(model: Any, tokens: Tensor, divisor: float, **shared: Any) -> tuple[Tensor, dict[str, Tensor], Any]:
@@ -112,6 +117,18 @@ def compare(ranks: Ranks, kind: str, name: str, padded: bool) -> dict[str, float
     return {name: float(value) for name, value in worst.items()}
 
 
+def ragged(ranks: Ranks, kind: str, padded: bool) -> dict[str, float]:
+    """Of an evaluation window that does not divide among the ranks."""
+    model, tokens = model_of(kind, "split", padded), batch_of(padded)[:, :-1]
+    draws = Draws.evaluation(0, len(tokens))
+    with torch.no_grad():
+        expected = model(tokens, draws)[1]
+        own, padding = cut(tokens, model.config, ranks.sequence)
+        found = model(own, draws, padding)[1]
+    sums = {name: ranks.sum(found[name].double()) for name in ("nats", "tokens")}
+    return {name: difference(value, expected[name].double()) for name, value in sums.items()}
+
+
 class LocalAttention(torch.nn.Module):
     """What DeepSpeed wraps: full causal attention of (L, B, H, D)."""
 
@@ -141,13 +158,14 @@ def on_two_ranks() -> dict[str, dict[str, float]]:
     ranks = start_ranks(RunConfig(device="cpu"), 2)
     found = {" ".join(map(str, case)): compare(ranks, *case) for case in cases()}
     found["deepspeed"] = against_deepspeed(ranks)
+    found |= {f"ragged {kind} {padded}": ragged(ranks, kind, padded) for kind, padded in RAGGED}
     ranks.stop()
     return found
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, float]]:
-    return run_ranks(on_two_ranks, timeout=240)[0]
+    return run_ranks(on_two_ranks, timeout=400)[0]
 
 
 def test_every_mechanism_is_there() -> None:
@@ -157,6 +175,11 @@ def test_every_mechanism_is_there() -> None:
 def test_the_exchange_is_that_of_deepspeeds_distributed_attention(found: dict[str, dict[str, float]]) -> None:
     assert set(found["deepspeed"]) == {"out", "q", "k", "v"}
     assert max(found["deepspeed"].values()) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "padded"), RAGGED)
+def test_a_ragged_window_scores_as_on_one_rank(found: dict[str, dict[str, float]], kind: str, padded: bool) -> None:
+    assert max(found[f"ragged {kind} {padded}"].values()) < 1e-6
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: " ".join(map(str, case)))
