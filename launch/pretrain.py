@@ -57,7 +57,7 @@ def main() -> None:
         return Draws(config.run.seed, step, samples, training=True)
 
     data = open_data(config)
-    ranks = start_ranks(config.run)
+    ranks = start_ranks(config.run, config.parallel.sequence)
     with watching(config.run, ranks, signals) as watch:
         saver = Saver(config, ranks, data.fingerprint, data.evaluation.tokenizer.model_dump(), watch)
         start = find_start(args.resume, saver, args.allow_changed_config)

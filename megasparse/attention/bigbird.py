@@ -23,11 +23,12 @@ class BigBirdAttention(FixedPatternAttention):
 
     def attend(self, heads: Heads, context: AttentionContext) -> Tensor:
         blocks = torch.arange(-(-heads.q.shape[2] // self.chunk), device=heads.q.device)
-        return block_attention(heads, self.chunk, self._first(), self._further(blocks, heads.causal, context))
+        further = self._further(blocks, heads.q.shape[1], heads.causal, context)
+        return block_attention(heads, self.chunk, self._first(), further)
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         block = torch.tensor([position // self.chunk], device=device)
-        further = self._further(block, True, context)[:, 0]
+        further = self._further(block, self.place.heads, True, context)[:, 0]
         # Every head has equally many: only the empty places are left out.
         further = further[further >= 0].view(len(further), -1)
         return visible_blocks(position, self.chunk, self._first(), further, device)
@@ -35,9 +36,9 @@ class BigBirdAttention(FixedPatternAttention):
     def _first(self) -> int:
         return self.config.globals * self.chunk
 
-    def _further(self, blocks: Tensor, causal: bool, context: AttentionContext) -> Tensor:
+    def _further(self, blocks: Tensor, count: int, causal: bool, context: AttentionContext) -> Tensor:
         key = derive(context.draws.seed, context.layer, "bigbird blocks")
-        heads = range(context.head_offset, context.head_offset + self.place.heads)
+        heads = range(context.head_offset, context.head_offset + count)
         total = None if causal else self.blocks
         return random_blocks(key, heads, blocks, self.config.globals, total, self.config.random)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.ops.random import Draws
 
 
@@ -14,6 +15,7 @@ class Heads(NamedTuple):
     """Queries, keys and values of one layer. q: (B, H, Lq, D). k, v: (B, H, Lk, D); with shared QK, k is q/|q|.
 
     key_mask: (B, Lk) bool, true for real tokens, or None. segments: (B, L) document numbers, or None.
+    Where ranks share sequences: whole ones, of this rank's heads.
     """
 
     q: Tensor
@@ -74,7 +76,8 @@ class Targets(NamedTuple):
 class AttentionContext:
     """Where a call stands: the layer, the global number of its first head, and what its draws depend on.
 
-    targets: in training only, else None.
+    targets: in training only, else None; of the tokens that are here. part: of the sequences, and of the mechanism's
+    heads, that are here. What the mechanism has a head, a parameter or a buffer, it takes by `part.own`.
     """
 
     layer: int
@@ -82,6 +85,7 @@ class AttentionContext:
     head_offset: int = 0
     memory: Memory = field(default_factory=Memory)
     targets: Targets | None = None
+    part: SequencePart = WHOLE
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Place:
     """Where a mechanism stands in a model: what it is built for."""
 
     heads: int
-    """Its own heads, which may be a part of the layer's."""
+    """Its own heads, which may be a part of the layer's; all of them, where ranks share them out."""
     head_dim: int
     d_model: int
     """Width of the layer's input x."""
@@ -120,7 +124,8 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
-        """x: (B, L, E), the layer's input, which learned hashes and sketches read.
+        """x: (B, L, E), the layer's input, which learned hashes and sketches read; where ranks share sequences that of
+        the tokens that are here.
 
         The auxiliary loss comes already weighted, as the part of it that is added to the model's objective.
         """

@@ -17,6 +17,7 @@ from torch.nn.utils import skip_init
 from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
 from megasparse.attention.full import FullAttention
 from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import FullAttentionConfig
 from megasparse.config.pattern import attends_fully, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig
@@ -49,10 +50,13 @@ def head_dim(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Padding:
-    """Which tokens of a batch are real, and which document each belongs to: (B, L) each, or None for all and one."""
+    """Which tokens of a batch's sequences are real, and which document each belongs to: (B, L) each, or None for all
+    and one. Where ranks share the sequences: of whole ones, and which part of them is here.
+    """
 
     key_mask: Tensor | None = None
     segments: Tensor | None = None
+    part: SequencePart = WHOLE
 
 
 class AttentionLayer(nn.Module):
@@ -82,10 +86,10 @@ class AttentionLayer(nn.Module):
         outs: list[Tensor] = []
         auxiliary: Tensor | None = None
         statistics: dict[str, Tensor] = {}
-        for kind, heads, own in self._project(x, 0, padding, context):
+        for kind, heads, own in self._project(x, context.draws.first, padding, context):
             mechanism = self.mechanism(kind)
             out, loss, scalars = mechanism(x, heads, own)
-            outs.append(out)
+            outs.append(padding.part.to_tokens(out))
             if loss is not None:
                 auxiliary = loss if auxiliary is None else auxiliary + loss
             statistics |= {f"{kind}/{name}": value for name, value in scalars.items()}
@@ -133,9 +137,11 @@ def shares(
     """Each mechanism's share of a layer's heads, as it wants them, and its context.
 
     split: number of heads of each mechanism. projected: q, k, v of all heads (B, H, L, D), k without the heads of
-    mechanisms that share queries and keys.
+    mechanisms that share queries and keys. Where ranks share sequences, those of the tokens from `first_position` on
+    that are here; each mechanism gets all tokens of this rank's part of its heads.
     """
     q, k, v = projected
+    part, whole = padding.part, dataclasses.replace(context.draws, first=0)
     first, first_key = 0, 0
     for kind, heads in split.items():
         mechanism = mechanisms[kind]
@@ -148,8 +154,12 @@ def shares(
             positions = sinusoids(first_position, q.shape[2], q.shape[3]).to(q.device, q.dtype)
             mine, keys = mine + positions, keys + positions
         if mechanism.shared_qk:
+            mine, values = part.to_heads(mine, values)
             keys = normalized(mine)
-        own = dataclasses.replace(context, head_offset=context.head_offset + first)
+        else:
+            mine, keys, values = part.to_heads(mine, keys, values)
+        offset = context.head_offset + first + part.place * (heads // part.size)
+        own = dataclasses.replace(context, head_offset=offset, draws=whole, part=part)
         yield kind, Heads(mine, keys, values, padding.key_mask, padding.segments, causal), own
         first += heads
 

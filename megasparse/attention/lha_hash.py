@@ -58,7 +58,10 @@ class HashFunctions(nn.Module):
             half = rotations(key, heads, 1, q.shape[3], [width], q.device)[:, 0]
             projection = torch.cat([half, -half], dim=-1)[..., : self.buckets]
             return job((projection,), (projection,))
-        query, key_ = (tuple(self.get_parameter(name) for name in self.names[side]) for side in ("query", "key"))
+        query, key_ = (
+            tuple(context.part.own(self.get_parameter(name), 0) for name in self.names[side])
+            for side in ("query", "key")
+        )
         return job(query, key_)
 
 

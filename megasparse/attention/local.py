@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
 from megasparse.attention.full import KeyValueCache
+from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import LocalAttentionConfig
 from megasparse.ops.bucketed_attention import Window, bucketed_attention
 from megasparse.ops.local_attention import distances, relative_local_attention
@@ -27,12 +28,13 @@ class RelativePositions(nn.Module):
         self.content_bias = nn.Parameter(torch.empty(place.heads, place.head_dim))
         self.distance_bias = nn.Parameter(torch.empty(place.heads, place.head_dim))
 
-    def forward(self, chunk: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """r (H, E, D) in fp32 at least, u (H, D) and w (H, D)."""
+    def forward(self, chunk: int, causal: bool, part: SequencePart = WHOLE) -> tuple[Tensor, Tensor, Tensor]:
+        """r (H, E, D) in fp32 at least, u (H, D) and w (H, D), of the heads that are here."""
         steps = distances(chunk, causal)
         r = sinusoids(steps[-1], len(steps), self.width).flip(0).to(self.projection.device)
         dtype = torch.promote_types(self.projection.dtype, torch.float32)
-        return r.to(dtype) @ self.projection.to(dtype), self.content_bias, self.distance_bias
+        r = r.to(dtype) @ part.own(self.projection, 0).to(dtype)
+        return r, part.own(self.content_bias, 0), part.own(self.distance_bias, 0)
 
 
 @dataclass
@@ -64,7 +66,7 @@ class LocalAttention(Attention):
         q, k, v, key_mask, segments, causal = heads
         scale = self.place.head_dim**-0.5
         if self.relative is not None:
-            r, u, w = self.relative(self.chunk, causal)
+            r, u, w = self.relative(self.chunk, causal, context.part)
             out = relative_local_attention(
                 q, k, v, r, u, w, self.chunk,
                 causal=causal, scale=scale, key_mask=key_mask, segments=segments,

@@ -87,22 +87,22 @@ class RoutingAttention(Attention):
         """In the first pass only, so that a member counts once. Checkpointed layers come twice, which doubles sums and
         numbers of members alike, and moves no mean.
         """
-        queries, keys = self._sides(heads)
+        queries, keys = self._sides(heads, context)
         if context.draws.training:
-            self._remember(heads, queries, keys)
+            self._remember(heads, queries, keys, context)
         if self.config.window == "band":
             return Routes(*self._codes(queries, keys))
 
         def choose(document: Document) -> Lists:
-            nearest = [self._nearest([document.take(x) for x in side.inputs]) for side in (queries, keys)]
+            nearest = [self._nearest(side, document) for side in (queries, keys)]
             return nearest[0], nearest[1]
 
         return Routes(*clusters_by_document(heads, choose))
 
-    def _sides(self, heads: Heads) -> tuple[Sides, Sides]:
+    def _sides(self, heads: Heads, context: AttentionContext) -> tuple[Sides, Sides]:
         """What the centroids are compared with: unit queries and unit keys, in a decoder one and the same."""
         q, k = (F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in (heads.q, heads.k))
-        weights = (self.centroids.transpose(1, 2),)  # (H, D, N)
+        weights = (context.part.own(self.centroids, 0).transpose(1, 2),)  # (H, D, N)
         if heads.causal:
             both = Sides((q,), (weights,))
             return both, both
@@ -112,24 +112,24 @@ class RoutingAttention(Attention):
         codes = bucket_codes(queries, self.buckets)
         return codes, codes if keys is queries else bucket_codes(keys, self.buckets)
 
-    def _nearest(self, inputs: list[Tensor]) -> Tensor:
-        """The `chunk` tokens with the highest μ·x of every centroid, x the sum of inputs (B, H, n, D): (B, H, N,
-        min(chunk, n)).
+    def _nearest(self, side: Sides, document: Document) -> Tensor:
+        """The `chunk` tokens of a document with the highest μ·x of every centroid: (B, H, N, min(chunk, n)).
 
         Some centroids at a time, so that no tensor holds all tokens with all centroids.
         """
-        x = sum(inputs[1:], inputs[0]).transpose(-1, -2)
+        x, centroids = document.take(side.inputs[0]).transpose(-1, -2), side.weights[0][0].transpose(1, 2)
         step = max(1, _TILE_ELEMENTS // (x[..., 0, :].numel()))
         size = min(self.config.chunk, x.shape[-1])
-        tiles = self.centroids.to(x.dtype).split(step, dim=1)
+        tiles = centroids.to(x.dtype).split(step, dim=1)
         return torch.cat([(tile @ x).topk(size, dim=-1, sorted=False).indices for tile in tiles], dim=2)
 
-    def _remember(self, heads: Heads, queries: Sides, keys: Sides) -> None:
+    def _remember(self, heads: Heads, queries: Sides, keys: Sides, context: AttentionContext) -> None:
         """Adds unit queries and unit keys to the sums of their nearest centroids. Padding is no member."""
         if self._sums is None:
             shape = (*self.centroids.shape[:2], self.centroids.shape[2] + 1)
             self._sums = torch.zeros(shape, dtype=torch.float64, device=heads.q.device)
-        first = torch.arange(heads.q.shape[1], device=heads.q.device)[:, None] * self.buckets
+        first = torch.arange(self.place.heads, device=heads.q.device)[:, None] * self.buckets
+        first = context.part.own(first, 0)
         for x, codes in zip((queries.inputs[0], keys.inputs[-1]), self._codes(queries, keys), strict=True):
             members = F.pad(x.double(), (0, 1), value=1.0)  # (B, H, L, D + 1)
             if heads.key_mask is not None:
@@ -155,10 +155,10 @@ class RoutingAttention(Attention):
         return BandCache.empty(batch, self.place, 1, self.buckets, self.window, like)
 
     def fill_cache(self, x: Tensor, heads: Heads, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(heads, self._codes(*self._sides(heads))[0].unsqueeze(2), None)
+        cache.fill(heads, self._codes(*self._sides(heads, context))[0].unsqueeze(2), None)
 
     def decode(self, x: Tensor, heads: Heads, cache: BandCache, position: int, context: AttentionContext) -> Tensor:
         if self.config.window == "top_k":
             raise ValueError(f"Routing attention cannot decode token by token here: {self.leak}")
-        codes = self._codes(*self._sides(heads))[0].unsqueeze(2)
+        codes = self._codes(*self._sides(heads, context))[0].unsqueeze(2)
         return cache.decode(heads, codes, None, position, **self.rule)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place, Targets
 from megasparse.attention.full import KeyValueCache
+from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import SmartBirdAttentionConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.gathered_attention import gathered_attention
@@ -62,16 +63,15 @@ class SmartBirdAttention(Attention):
         x = x.detach()
         loss, statistics = None, {}
         if context.targets is not None:
-            loss = self._objective(x, heads, context.targets)
+            loss = self._objective(x, heads, context.targets, context.part)
             statistics["sketch_loss"] = loss.detach()
             loss = loss * (self.config.weight / self.place.layers)
-        index = context.memory.keep(
-            lambda: self._choose(_exactly(self.query, x), _exactly(self.key, x), heads, context)
-        )
+        index = context.memory.keep(lambda: self._choose_whole(x, heads, context))
         out, _ = gathered_attention(heads.q, heads.k, heads.v, index, scale=heads.q.shape[-1] ** -0.5)
         return AttentionOutput(out, loss, statistics)
 
-    def _objective(self, x: Tensor, heads: Heads, targets: Targets) -> Tensor:
+    def _objective(self, x: Tensor, heads: Heads, targets: Targets, part: SequencePart) -> Tensor:
+        """Where ranks share sequences, each of them has the whole loss, of the projections that all have made."""
         wanted = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
         if wanted != self.config.objective:
             raise ConfigError(
@@ -79,7 +79,11 @@ class SmartBirdAttention(Attention):
                 f'"{self.config.objective}" does not fit this task, which asks for {ASKED[wanted]}',
                 f'Set it to "{wanted}"',
             )
-        h, _ = _sketch(self.query(x), self.key(x), self.value(x), heads)
+        q, k, v = (part.gather(project(x), 1) for project in (self.query, self.key, self.value))
+        h, _ = _sketch(q, k, v, heads)
+        if wanted == "token":
+            counted = None if targets.counted is None else part.gather(targets.counted, 1)
+            targets = Targets(part.gather(targets.values, 1), counted)
         return self.objective(h, targets, heads.key_mask)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> SketchCache:
@@ -97,6 +101,10 @@ class SmartBirdAttention(Attention):
         seen = cache.sketch[:, : position + 1]
         index = self._choose(_exactly(self.query, x), seen, heads, context, position)
         return gathered_attention(heads.q, cache.heads.k, cache.heads.v, index, scale=heads.q.shape[-1] ** -0.5)[0]
+
+    def _choose_whole(self, x: Tensor, heads: Heads, context: AttentionContext) -> Tensor:
+        q, k = (context.part.gather(_exactly(project, x), 1) for project in (self.query, self.key))
+        return self._choose(q, k, heads, context)
 
     @torch.no_grad()
     def _choose(self, q: Tensor, k: Tensor, heads: Heads, context: AttentionContext, first_query: int = 0) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
 from megasparse.attention.full import KeyValueCache
+from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import YOSOAttentionConfig
 from megasparse.ops.hash_table_attention import expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
@@ -98,7 +99,7 @@ class YOSOAttention(Attention):
             )
         out = unit(out)
         if self.convolution is not None:
-            out = out + self.convolution(heads.v, mask, heads.segments, heads.causal)
+            out = out + self.convolution(heads.v, mask, heads.segments, heads.causal, context.part)
         real = mask.sum() if mask is not None else met[:, 0].numel()
         return AttentionOutput(out.to(heads.q.dtype), None, {"collisions": met.sum() / (real * met.shape[1])})
 
@@ -168,8 +169,12 @@ class _Convolution(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads, size))
 
-    def forward(self, v: Tensor, mask: Tensor | None, segments: Tensor | None, causal: bool) -> Tensor:
-        """v: (B, H, L, D); mask, segments: (B, L) or None. Returns (B, H, L, D) in fp32 at least; padding gets 0."""
+    def forward(
+        self, v: Tensor, mask: Tensor | None, segments: Tensor | None, causal: bool, part: SequencePart = WHOLE
+    ) -> Tensor:
+        """v: (B, H, L, D), of the heads that are here; mask, segments: (B, L) or None. Returns (B, H, L, D) in fp32 at
+        least; padding gets 0.
+        """
         length, size = v.shape[2], self.weight.shape[1]
         before = size - 1 if causal else size // 2
         if mask is not None:
@@ -177,7 +182,7 @@ class _Convolution(nn.Module):
         around = (before, size - 1 - before)
         padded = F.pad(v, (0, 0, *around))
         documents = None if segments is None else F.pad(segments, around, value=-1)
-        weight = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        weight = part.own(self.weight, 0).to(torch.promote_types(self.weight.dtype, torch.float32))
         out = torch.zeros((), dtype=weight.dtype, device=v.device)
         for s in range(size):
             factor = weight[:, s, None, None]  # (H, 1, 1)

@@ -8,6 +8,7 @@ from megasparse.config.attention import LSHAttentionConfig, SmartBirdAttentionCo
 from megasparse.config.buckets import lsh_buckets
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
+from megasparse.config.parallel import check_parallel
 from megasparse.config.parts import decoder_part, encoder_part
 from megasparse.config.pattern import WITHOUT_WEIGHTS, heads_of_layer, kinds
 from megasparse.config.schema import Config, MaskingConfig, ModelConfig, PositionsConfig, RunSettings
@@ -22,6 +23,7 @@ def check(config: RunSettings) -> None:
         _check_tokenizer(config)
         _check_lengths(config)
         _check_masking(config)
+        check_parallel(config)
     elif isinstance(config, FinetuneConfig):
         _check_start(config)
     _check_batches(config)

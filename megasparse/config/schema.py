@@ -212,8 +212,9 @@ class LoggingConfig(Section):
 
 
 class ParallelConfig(Section):
-    sequence: Literal[1] = 1
-    """Ranks that share one sequence. Only 1 so far: each rank holds whole sequences."""
+    sequence: Positive = 1
+    """Ranks that share one sequence, each with its part of the tokens, and inside attention of each mechanism's heads,
+    which it must divide. The number of ranks is a multiple of it."""
 
 
 class RunSettings(Section):

@@ -2,7 +2,8 @@
 
 Of global batch GB, step s takes the global sample numbers [s·GB, (s+1)·GB); micro-batch m of rank r takes
 [s·GB + (m·world_size + r)·micro_batch, + micro_batch). So the ranks share each global batch out among them whatever
-their number is, and each has equally many micro-batches.
+their number is, and each has equally many micro-batches. Ranks that share sequences count as one: they take the same
+numbers, and each reads its own part of every sequence.
 """
 
 import queue
@@ -54,7 +55,7 @@ class Step:
     wait_seconds: float
     """Time the training loop stood still for this step's data."""
     skipped: int = 0
-    """Sequences of this rank's that were damaged and replaced."""
+    """Sequences of this rank's that were damaged and replaced, told by the first of those that share them."""
 
 
 class TrainingBatches(Iterator[Step]):
@@ -68,6 +69,8 @@ class TrainingBatches(Iterator[Step]):
     the thread; use it, or a `with` statement.
 
     `max_damaged`: part of each folder's samples that may be damaged; with 0 the first one is an error.
+    `part` (p, S): S ranks share each sequence, and this one reads the p-th of S parts. `rank` and `world_size` count
+    those that read the same part.
 
     Raises ConfigError naming training.global_batch or data.sequence_length when they do not fit the ranks or the data.
     """
@@ -88,6 +91,7 @@ class TrainingBatches(Iterator[Step]):
         prefetch: int = 2,
         max_damaged: float = 0.0,
         stop_waiting: Callable[[], bool] = never,
+        part: tuple[int, int] = (0, 1),
     ):
         assert 0 <= rank < world_size and start >= 0
         share = micro_batch * world_size
@@ -107,6 +111,7 @@ class TrainingBatches(Iterator[Step]):
                 shuffle_shards=shuffle_shards,
                 open_files=max(1, min(shuffle_shards, MOST_OPEN_FILES // len(folders))),
                 max_damaged=max_damaged,
+                part=part,
             )
             for index, _ in folders
         ]
@@ -114,6 +119,7 @@ class TrainingBatches(Iterator[Step]):
         self.micro_batch = micro_batch
         self.rank = rank
         self.world_size = world_size
+        self._counts_damage = part[0] == 0
         self._stop_waiting = stop_waiting
         self._steps = self._read_steps(start)
         self._queue: queue.Queue[Step | BaseException] | None = queue.Queue(prefetch) if prefetch else None
@@ -198,7 +204,7 @@ class TrainingBatches(Iterator[Step]):
             skipped += sum(replaced for _, replaced in rows)
             tokens = torch.stack([row for row, _ in rows])
             micro_batches.append(Batch(tokens, torch.tensor(samples), position))
-        return Step(micro_batches, position, 0.0, skipped)
+        return Step(micro_batches, position, 0.0, skipped if self._counts_damage else 0)
 
     def _read_sequence(self, sample: int) -> tuple[Tensor, bool]:
         """The tokens of a sample number, and whether they replace damaged ones."""

@@ -14,7 +14,7 @@ class Sequences:
     """Sequences 0, 1, 2, ... of a split: epochs follow each other, in each every sequence comes exactly once.
 
     `max_damaged`: part of the split's samples that may be damaged; with 0 the first one is an error. `damage` counts
-    them. `open_files`: shards kept open.
+    them. `open_files`: shards kept open. `part` (p, S): of each sequence read the p-th of S equal parts.
 
     Raises ConfigError naming data.sequence_length when no shard has one.
     """
@@ -29,6 +29,7 @@ class Sequences:
         shuffle_shards: int,
         open_files: int,
         max_damaged: float = 0.0,
+        part: tuple[int, int] = (0, 1),
     ):
         shard_tokens = [shard.tokens for shard in index.split(split).shards]
         self.order = Order(shard_tokens, sequence_length, seed, shuffle_shards)
@@ -40,11 +41,13 @@ class Sequences:
         self.index = index
         self.damage = Damage(index, split, max_damaged)
         self._length = sequence_length
+        place, parts = part
+        self._part = slice(place * sequence_length // parts, (place + 1) * sequence_length // parts)
         self._split = split
         self._reader = ShardReader(index, split, open_files, self.damage if max_damaged > 0 else None)
 
     def read(self, number: int) -> tuple[Tensor, bool]:
-        """Tokens of a sequence, int64 (T,), and whether they replace damaged ones. Raises DataError."""
+        """Tokens of (the part of) a sequence, int64, and whether they replace damaged ones. Raises DataError."""
         try:
             return self._read_window(*self.order.locate(number)), False
         except DamagedSample:
@@ -58,7 +61,9 @@ class Sequences:
 
     def _read_window(self, shard: int, sequence: int) -> Tensor:
         begin = sequence * self._length
-        return self._reader.read(shard, begin, begin + self._length)
+        if self.damage.limit > 0:  # damage of any part must make all ranks take the same other sequence
+            return self._reader.read(shard, begin, begin + self._length)[self._part]
+        return self._reader.read(shard, begin + self._part.start, begin + self._part.stop)
 
     def close(self) -> None:
         self._reader.close()

@@ -104,13 +104,15 @@ def score(
     limit: int | None = None,
     device: torch.device | str = "cpu",
     progress: bool = False,
+    ranks_a_window: int = 1,
 ) -> Score:
     """Score a split, or its first `limit` windows.
 
     scorer: the model, see `of_model` and `of_engine`. seed: of the draws (hash rotations, an encoder's masks). rounds:
     hash rounds in place of the configured ones. batch: windows scored at once; it changes nothing but speed. In a
     process group every rank must call this: the ranks share the windows, make equally many calls of the model (as
-    ZeRO-3 needs), and all get the same Score.
+    ZeRO-3 needs), and all get the same Score. ranks_a_window: neighbouring ranks that score each window together: their
+    scorers are given the whole of it, and each returns its part of the sums.
     Raises ConfigError for a stride or limit that cannot be, UserError where the model's nats are not finite.
     """
     if limit is not None and limit < 1:
@@ -120,8 +122,9 @@ def score(
         raise ConfigError("model.score_from", f"{score_from} leaves nothing of this split to score", "Lower it")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, correct, dims
-    for first in tqdm(range(0, len(batches), world_size), desc="scoring", unit="batch", disable=not progress):
-        mine = first + rank
+    at_once = world_size // ranks_a_window
+    for first in tqdm(range(0, len(batches), at_once), desc="scoring", unit="batch", disable=not progress):
+        mine = first + rank // ranks_a_window
         group = batches[min(mine, len(batches) - 1)]
         tokens = torch.stack([stream.read(window.start, window.stop) for window in group]).to(device)
         # A window is known by its start: what is drawn for its tokens is the same whatever batch it stands in.

@@ -15,6 +15,7 @@ from megasparse.evaluation.attention_quality import attention_quality
 from megasparse.evaluation.bits_per_dim import of_engine, score
 from megasparse.evaluation.generate import generate
 from megasparse.evaluation.pictures import image_shape, picture_of
+from megasparse.model.padding import cut
 from megasparse.training.engine import Engine
 from megasparse.training.watch import Watch, heed
 
@@ -70,7 +71,8 @@ def held_out(
 
     def window(tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
         heed(watch, engine.ranks, "evaluation")
-        return engine.evaluate(tokens, draws)
+        own, padding = cut(tokens, model.config, engine.ranks.sequence)
+        return engine.evaluate(own, draws, padding)
 
     def losses() -> Found:
         result = score(
@@ -81,6 +83,7 @@ def held_out(
             score_from=config.model.score_from,
             limit=settings.sequences,
             device=device,
+            ranks_a_window=engine.ranks.sequence_size,
         )
         found: Found = {
             "evaluation/loss": result.nats / result.dims,

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megasparse.attention.heads import Padding
+from megasparse.attention.sequence_part import SequencePart
 from megasparse.model.stack import Transformer
 from megasparse.ops.random import Draws
 
@@ -47,15 +49,22 @@ class Causal(Transformer):
         return [f"layer {layer}: {mechanism.leak}" for layer, mechanism in self.mechanisms() if mechanism.leak]
 
     def task(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[Tensor, Tensor]:
-        scored = torch.ones_like(tokens, dtype=torch.bool) if padding.key_mask is None else padding.key_mask.clone()
-        scored[:, : self.config.score_from] = False
-        return tokens[:, :-1], scored
+        part, scored = padding.part, torch.ones_like(tokens, dtype=torch.bool)
+        if padding.key_mask is not None:
+            scored = part.own(padding.key_mask, 1).clone()
+        scored[:, : max(0, self.config.score_from - draws.first)] = False
+        if part.size == 1:
+            return tokens[:, :-1], scored
+        last = part.gather(tokens[:, -1:], 1)  # (B, S)
+        before = last[:, part.place - 1 : part.place] if part.place else last[:, :0]
+        return torch.cat([before, tokens[:, :-1]], dim=1), scored
 
-    def count_scored(self, tokens: Tensor) -> Tensor:
+    def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
+        first = SequencePart.of(sequence).place * tokens.shape[1]
         real = torch.ones_like(tokens, dtype=torch.bool)
         if self.config.padding_token is not None:
             real = tokens != self.config.padding_token
-        return real[:, self.config.score_from :].sum()
+        return real[:, max(0, self.config.score_from - first) :].sum()
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, cache: DecodingCache) -> Tensor:

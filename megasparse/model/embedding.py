@@ -73,6 +73,8 @@ class Embedding(nn.Module):
         x = F.embedding(tokens, self.weight)
         if first == 0 and self.start is not None:
             x = torch.cat([self.start.expand(tokens.shape[0], 1, -1), x], dim=1)
+        elif self.start is not None and torch.is_grad_enabled():
+            x = x + 0.0 * self.start  # where ranks share a sequence, ZeRO expects a gradient of it from every one
         x = x.float()
         if self.token_types is not None:
             x = x + self._types(tokens).float()

@@ -3,10 +3,14 @@
 B batch, L length, V vocabulary.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megasparse.attention.heads import Padding
+from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Streams
 from megasparse.model.padding import padding_of
@@ -50,7 +54,8 @@ class Encoder(Transformer):
         word are hidden together, but for the last word taken, which is cut so that the number is the same.
         """
         masking = self.config.masking
-        key, rows = draws.key(-1, "masked tokens"), draws.rows(tokens.shape[1], tokens.device)
+        part, tokens = padding.part, padding.part.gather(tokens, 1)  # whose number and order decide
+        key, rows = draws.key(-1, "masked tokens"), replace(draws, first=0).rows(tokens.shape[1], tokens.device)
         order, fate, other = (random_bits(key, rows, 3).to(torch.int64) + 2**31).unbind(-1)  # uniform below 2^32
         maskable = self._maskable(tokens, padding)
         if masking.whole_words:
@@ -59,10 +64,13 @@ class Encoder(Transformer):
         scored = (rank < self._count(maskable)) & maskable
         hidden = torch.where(fate < (MASKED + REPLACED) * 2**32, self._replacements(other), tokens)
         hidden = torch.where(fate < MASKED * 2**32, masking.token, hidden)
-        return torch.where(scored, hidden, tokens), scored
+        return part.own(torch.where(scored, hidden, tokens), 1), part.own(scored, 1)
 
-    def count_scored(self, tokens: Tensor) -> Tensor:
-        return self._count(self._maskable(tokens, padding_of(tokens, self.config))).sum()
+    def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
+        part = SequencePart.of(sequence)
+        tokens = part.gather(tokens, 1)
+        counts = self._count(self._maskable(tokens, padding_of(tokens, self.config)))
+        return counts.sum() * (part.place == 0)
 
     @torch.no_grad()
     def sentence_order_scores(self, tokens: Tensor, draws: Draws, padding: Padding | None = None) -> OrderScores:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
@@ -54,7 +55,8 @@ class EncoderDecoder(Causal):
         weights = [mechanism.task_weight for _, mechanism in self.encoder.mechanisms()]
         self.source_length, self.task_weight = config.source.length, min(self.task_weight, *weights)
 
-    def count_scored(self, tokens: Tensor) -> Tensor:
+    def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
+        assert sequence is None, "the configuration would have refused this"
         return super().count_scored(tokens[:, self.source_length :])
 
     @torch.no_grad()

@@ -5,15 +5,18 @@ B batch, L length, E d_model, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from fairscale.nn import checkpoint_wrapper
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megasparse.attention.contract import Attention, Targets
 from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
+from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Block, Pass, Streams
 from megasparse.model.embedding import Embedding
@@ -34,18 +37,21 @@ class TokenScores(NamedTuple):
     """Whether the token counts: the model was to tell it."""
 
 
-def mean_cost(scores: TokenScores, cost: Tensor, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_cost(
+    scores: TokenScores, cost: Tensor, divisor: float | None, part: SequencePart = WHOLE
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean `cost` (B, L) of a scored token, 0 where nothing is scored, and the statistics `nats`, `tokens` and
     `accuracy` of `Transformer.forward`.
 
-    divisor: of the sum, in place of the number of scored tokens.
+    divisor: of the sum, in place of the number of scored tokens. part: of the sequences, to which the scores belong.
     """
     total, count = torch.where(scores.scored, cost, 0.0).sum(), scores.scored.sum()
     own = count.clamp_min(1)
+    correct = (scores.correct & scores.scored).sum()
     return total / (own if divisor is None else divisor), {
         "nats": torch.where(scores.scored, scores.nats.detach(), 0.0).sum(),
         "tokens": count,
-        "accuracy": (scores.correct & scores.scored).sum() / own,
+        "accuracy": part.sum(correct) / part.sum(count).clamp_min(1),
     }
 
 
@@ -74,13 +80,14 @@ class Stack(nn.Module):
         caches: Sequence[Any] | None = None,
         source: Source | None = None,
     ) -> tuple[Streams, Tensor, dict[str, Tensor]]:
-        """What the head reads, for what the embedding reads from position 0 on; the sum of auxiliary losses, and the
-        layers' statistics, mean over layers. targets: for the mechanisms, in training. Empty caches, one a layer, take
-        in the whole sequence. source: what an encoder–decoder's blocks see beside it; caches have it already.
+        """What the head reads, for what the embedding reads from position draws.first on; the sum of auxiliary losses,
+        and the layers' statistics, mean over layers. targets: for the mechanisms, in training. Empty caches, one a
+        layer, take in the whole sequence. source: what an encoder–decoder's blocks see beside it; caches have it
+        already.
         """
         run = Pass(draws, padding, targets if draws.training else None, source and source.key_mask)
         states = None if source is None else source.states
-        streams, auxiliary = self._stack(self._enter(read, 0, draws), states, run, caches)
+        streams, auxiliary = self._stack(self._enter(read, draws.first, draws), states, run, caches)
         return streams, auxiliary, {name: torch.stack(values).mean() for name, values in run.statistics.items()}
 
     def mechanisms(self) -> Iterator[tuple[int, Attention]]:
@@ -121,26 +128,38 @@ class Transformer(Stack, ABC):
 
     @abstractmethod
     def task(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[Tensor, Tensor]:
-        """What the embedding reads, and which tokens the model is to tell: (B, L) bool. tokens: (B, L) int64."""
+        """What the embedding reads, and which tokens the model is to tell: (B, L) bool. tokens: (B, L) int64, those
+        that are here.
+        """
 
     @abstractmethod
-    def count_scored(self, tokens: Tensor) -> Tensor:
-        """How many tokens of a batch (B, L) the model is to tell: a whole number, whatever the draws."""
+    def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
+        """How many tokens of a batch (B, L) the model is to tell: a whole number, whatever the draws. sequence: the
+        ranks that share the sequences, over which these numbers are to be summed.
+        """
 
     def forward(
-        self, tokens: Tensor, draws: Draws, padding: Padding | None = None, divisor: float | None = None
+        self,
+        tokens: Tensor,
+        draws: Draws,
+        padding: Padding | None = None,
+        divisor: float | None = None,
+        sequence: ProcessGroup | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """tokens: (B, L) int64. Returns the objective, mean nats a scored token (in training with label smoothing) plus
         auxiliary losses (LHA's is a convex combination of the two), and statistics.
 
         padding: by default what the tokens themselves tell. divisor: of the sum of nats in place of the batch's own
-        number of scored tokens, where batches that are averaged have not equally many.
+        number of scored tokens, where batches that are averaged have not equally many. sequence: the ranks that share
+        the sequences, of which each gives its part of the tokens; with `padding`, that says so.
         statistics: `nats` the sum over scored tokens and `tokens` their number; any others are means to log, among them
         `accuracy`, the share of scored tokens that were the likeliest. Where nothing is scored, loss and accuracy are
         0.
         """
-        scores, cost, auxiliary, statistics = self._scores(tokens, draws, padding or padding_of(tokens, self.config))
-        loss, found = mean_cost(scores, cost, divisor)
+        padding = padding or padding_of(tokens, self.config, SequencePart.of(sequence))
+        draws = replace(draws, first=padding.part.place * tokens.shape[1])
+        scores, cost, auxiliary, statistics = self._scores(tokens, draws, padding)
+        loss, found = mean_cost(scores, cost, divisor, padding.part)
         return self.task_weight * loss + auxiliary, statistics | found
 
     @torch.no_grad()

@@ -37,7 +37,8 @@ class Draws:
     """What the random draws of one forward pass depend on.
 
     seed: of the run. step: optimizer step. samples: (B,) int64, global number of each sequence. training: dropout is
-    on. rounds: hash rounds in place of the configured ones, or None.
+    on. rounds: hash rounds in place of the configured ones, or None. first: position of the first token that is here,
+    where ranks share sequences.
     """
 
     seed: int
@@ -45,6 +46,7 @@ class Draws:
     samples: Tensor
     training: bool
     rounds: int | None = None
+    first: int = 0
 
     @staticmethod
     def evaluation(seed: int, batch_size: int, rounds: int | None = None) -> "Draws":
@@ -56,7 +58,8 @@ class Draws:
 
     def rows(self, length: int, device: torch.device) -> Tensor:
         """(B, L) int64: a number for every (global sample, position), for draws that differ by token."""
-        return self.samples.to(device).unsqueeze(1) * (1 << 32) + torch.arange(length, device=device)
+        positions = torch.arange(self.first, self.first + length, device=device)
+        return self.samples.to(device).unsqueeze(1) * (1 << 32) + positions
 
 
 def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:

@@ -42,7 +42,8 @@ class StepResult:
     """False where the loss or the gradient of any rank was not finite, or the loss not accepted: then no weight of any
     rank has changed."""
     forward_seconds: float
-    """This rank's own time in the model's forward passes, which wait for no other rank (but under ZeRO 3)."""
+    """This rank's own time in the model's forward passes, which wait for no other rank (but under ZeRO 3, and for those
+    that share its sequences)."""
 
 
 def _always(loss: float) -> bool:
@@ -59,8 +60,10 @@ class Engine(ABC):
         self.module, self.ranks, self._make_draws = model, ranks, make_draws
         self._forward_time = Stopwatch(ranks.device)
         self._clipping = config.training.gradient_clipping
-        self._uneven = getattr(model, "uneven", False)
-        """Whether micro-batches can have unequally many tokens to tell."""
+        self._shared: dict[str, Any] = {} if ranks.sequence is None else {"sequence": ranks.sequence}
+        """What the model must be told where ranks share sequences."""
+        self._uneven = bool(self._shared) or getattr(model, "uneven", False)
+        """Whether micro-batches, or the ranks' parts of them, can have unequally many tokens to tell."""
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """What the optimizer updates and a checkpoint keeps; frozen weights are neither."""
         self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
@@ -74,10 +77,11 @@ class Engine(ABC):
         accept: Callable[[float], bool] = _always,
         progress: Callable[[str], None] = silent,
     ) -> StepResult:
-        """One optimizer step on this rank's micro-batches; all of them, on all ranks, have equally many tokens.
+        """One optimizer step on this rank's micro-batches, or its parts of those that it shares; all of them, on all
+        ranks, have equally many tokens.
 
         Every scored token of the global batch weighs the same. Without padding and separators all micro-batches have
-        equally many; with them, they are counted first.
+        equally many; with them, or where ranks share sequences, they are counted first.
 
         accept: whether to apply a step of this loss (nats a token, the same on all ranks). progress: told of each
         micro-batch's two passes.
@@ -114,13 +118,17 @@ class Engine(ABC):
     def _mean_scored(self, micro_batches: Sequence[Batch]) -> float:
         """Scored tokens a micro-batch of this step, mean over all ranks."""
         model: Any = self.module
-        own = sum(int(model.count_scored(batch.tokens)) for batch in micro_batches)
+        tokens = (batch.tokens.to(self.ranks.device) for batch in micro_batches)
+        own = sum(int(model.count_scored(each, **self._shared)) for each in tokens)
         total = self.ranks.sum(torch.tensor(own, dtype=torch.float64, device=self.ranks.device)).item()
         return max(1.0, total / (len(micro_batches) * self.ranks.world_size))
 
     @abstractmethod
-    def evaluate(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The model's objective and statistics without gradients. Every rank calls it equally often."""
+    def evaluate(self, tokens: Tensor, draws: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The model's objective and statistics without gradients. Every rank calls it equally often.
+
+        padding: for the model, where it says more than the tokens, such as that they are a part of shared sequences.
+        """
 
     @abstractmethod
     def _forward(self, tokens: Tensor, draws: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -209,12 +217,12 @@ class TorchEngine(Engine):
                 p.data = p.data.bfloat16()
         self.optimizer = build_optimizer(self._masters.values(), config.optimizer)
 
-    def evaluate(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, tokens: Tensor, draws: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            return self.module(tokens, draws)
+            return self.module(tokens, draws, *padding)
 
     def _forward(self, tokens: Tensor, draws: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.module(tokens, draws, **_given(divisor))
+        return self.module(tokens, draws, **_given(divisor), **self._shared)
 
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
         (objective / micro_batches).backward()
@@ -273,12 +281,12 @@ class DeepSpeedEngine(Engine):
             mend = 'Use "adamw", or fp32 with deepspeed.zero_optimization.stage 0, or run.engine="torch"'
             raise ConfigError("optimizer.name", problem, mend)
 
-    def evaluate(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, tokens: Tensor, draws: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            return self._engine(tokens, draws)
+            return self._engine(tokens, draws, *padding)
 
     def _forward(self, tokens: Tensor, draws: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._engine(tokens, draws, **_given(divisor))
+        return self._engine(tokens, draws, **_given(divisor), **self._shared)
 
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
@@ -368,10 +376,10 @@ def _import_deepspeed(ranks: Ranks) -> Any:
 def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str, Any]:
     """DeepSpeed's configuration: the user's section, and what our own sections decide."""
     training = config.training
-    share = training.micro_batch * ranks.world_size
+    share = training.micro_batch * ranks.data_ranks
     assert training.global_batch % share == 0, "the data would have refused this"
     generated: dict[str, Any] = {
-        "train_batch_size": training.global_batch,
+        "train_batch_size": training.global_batch * ranks.sequence_size,  # as if each had sequences of its own
         "train_micro_batch_size_per_gpu": training.micro_batch,
         "gradient_accumulation_steps": training.global_batch // share,
         "gradient_clipping": training.gradient_clipping,

@@ -24,6 +24,27 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    sequence: torch.distributed.ProcessGroup | None = None
+    """The neighbouring ranks that share every sequence with this one; None where it has whole ones."""
+
+    @property
+    def sequence_size(self) -> int:
+        """Ranks that share a sequence."""
+        return 1 if self.sequence is None else self.sequence.size()
+
+    @property
+    def place(self) -> int:
+        """Which part of the sequences this rank has, from 0 on."""
+        return self.rank % self.sequence_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which sequences this rank has, alone or with others: one of the numbers below `data_ranks`."""
+        return self.rank // self.sequence_size
+
+    @property
+    def data_ranks(self) -> int:
+        return self.world_size // self.sequence_size
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON value of every rank, in the order of the ranks, on every rank. Waits for all of them."""
@@ -54,13 +75,17 @@ class Ranks:
             torch.distributed.destroy_process_group()
 
 
-def start_ranks(run: RunConfig) -> Ranks:
-    """Join the other processes that the launcher started; without a launcher, be the only one.
+def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
+    """Join the other processes that the launcher started; without a launcher, be the only one. sequence: how many
+    neighbouring ranks share a sequence.
 
-    Raises ConfigError where the device does not exist, where `run.engine=torch` meets several processes, and where
-    the address at which they meet is taken or out of reach.
+    Raises ConfigError where the device does not exist, where `run.engine=torch` meets several processes, where
+    `sequence` does not divide their number, and where the address at which they meet is taken or out of reach.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size % sequence:
+        problem = f"{sequence} ranks are to share a sequence, but the {world_size} ranks are no multiple of that"
+        raise ConfigError("parallel.sequence", problem, "Start a multiple of it, or set it to a divisor")
     if run.engine == "torch" and world_size > 1:
         raise ConfigError(
             "run.engine", f'"torch" runs in one process, and {world_size} were started', 'Set run.engine="deepspeed"'
@@ -83,7 +108,21 @@ def start_ranks(run: RunConfig) -> Ranks:
         os.environ.update(alone, MASTER_PORT=str(_free_port()))
     if not torch.distributed.is_initialized():
         _meet(run, device)
-    return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
+    rank = torch.distributed.get_rank()
+    return Ranks(rank, world_size, device, _sequence_groups(run, sequence, world_size)[rank // sequence])
+
+
+def _sequence_groups(run: RunConfig, size: int, world_size: int) -> list[torch.distributed.ProcessGroup | None]:
+    """Of ranks [g·size, (g + 1)·size) for every g; None for single ones. All ranks make all of them, in this order."""
+    if size == 1:
+        return [None] * world_size
+    starts, limit = range(0, world_size, size), _time_limit(run)
+    return [torch.distributed.new_group(list(range(start, start + size)), timeout=limit) for start in starts]
+
+
+def _time_limit(run: RunConfig) -> timedelta:
+    """Of a collective operation, far behind the watchdog's."""
+    return timedelta(seconds=max(3600.0, 20 * run.hang_timeout))
 
 
 def _meet(run: RunConfig, device: torch.device) -> None:
@@ -97,9 +136,9 @@ def _meet(run: RunConfig, device: torch.device) -> None:
         ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", recorder),
     ):
         os.environ.setdefault(name, value)
-    limit = timedelta(seconds=max(3600.0, 20 * run.hang_timeout))
+    backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
+        torch.distributed.init_process_group(backend, timeout=_time_limit(run))
     except torch.distributed.DistNetworkError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         problem = f"the ranks cannot meet at {place} ({str(error).splitlines()[0]})"

@@ -40,6 +40,7 @@ FREE_TO_CHANGE = (
     "training.micro_batch",
     "training.skip_loss_spikes",
     "training.max_skipped_steps",
+    "parallel.sequence",
     "evaluation",
     "checkpoint",
     "logging",

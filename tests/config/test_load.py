@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
             "model.attention.lsh.buckets=many",
             'model.attention.lsh.buckets: "many" does not fit. It must be a whole number',
         ),
-        ("parallel.sequence=2", "parallel.sequence: 2 does not fit. It must be 1"),
+        ("parallel.sequence=0", "parallel.sequence: 0 does not fit. It must be a whole number >= 1"),
         ("model=3", "model: 3 does not fit. It must be an object {...}"),
         ("logging.peak_tflops=-1", "logging.peak_tflops: -1 does not fit. It must be a number > 0 or null"),
         ("training", '--set: "training" is not of the form section.key=value'),

@@ -263,6 +263,17 @@ def test_D7_damaged_sequences_are_replaced_and_the_ranks_keep_their_steps(make_i
             assert counts == found and rank.corpora[0].damage.samples == 16
 
 
+def test_D7_ranks_that_share_a_sequence_replace_it_together(make_index: Make, corpus: bytes) -> None:
+    """Each has damage of its own part to see, and takes the same other sequence as all; the first one counts it."""
+    index = harm(make_index(corpus))
+    whole, *parts = (take(batches(index, max_damaged=0.3, part=part), 40) for part in ((0, 1), (0, 3), (1, 3), (2, 3)))
+    assert sum(step.skipped for step in whole) > 0
+    for step, *shared in zip(whole, *parts, strict=True):
+        assert [other.skipped for other in shared] == [step.skipped, 0, 0]
+        for batch, *pieces in zip(step.micro_batches, *(other.micro_batches for other in shared), strict=True):
+            assert torch.equal(torch.cat([piece.tokens for piece in pieces], dim=1), batch.tokens)
+
+
 def test_R3_R4_substitutes_do_not_depend_on_ranks_prefetch_or_history(make_index: Make, corpus: bytes) -> None:
     index = harm(make_index(corpus))
 

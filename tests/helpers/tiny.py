@@ -71,7 +71,9 @@ def made_up_sample(number: int, length: int = 24) -> Tensor:
 
 @dataclasses.dataclass
 class MadeUpBatches:
-    """As TrainingBatches: this rank's share of every global batch, from global sample number `start`."""
+    """As TrainingBatches: this rank's share of every global batch, or its part of that, from global sample number
+    `start`.
+    """
 
     config: Config
     ranks: Ranks
@@ -79,13 +81,14 @@ class MadeUpBatches:
 
     def __iter__(self) -> Iterator[Step]:
         whole, micro = self.config.training.global_batch, self.config.training.micro_batch
-        position = self.start
+        position, ranks = self.start, self.ranks
         while True:
             batches = []
-            for number in range(whole // (micro * self.ranks.world_size)):
-                first = position + (number * self.ranks.world_size + self.ranks.rank) * micro
+            for number in range(whole // (micro * ranks.data_ranks)):
+                first = position + (number * ranks.data_ranks + ranks.data_rank) * micro
                 samples = torch.arange(first, first + micro)
                 tokens = torch.stack([made_up_sample(int(sample)) for sample in samples])
-                batches.append(Batch(tokens, samples, position + whole))
+                own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.place]
+                batches.append(Batch(own, samples, position + whole))
             position += whole
             yield Step(batches, position, 0.0)

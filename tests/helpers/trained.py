@@ -12,9 +12,9 @@ from megasparse.data.corpora.source import Source
 from megasparse.data.prepare import prepare
 
 
-def prepared(folder: Path) -> Path:
-    """Shards of 3,200 random bytes to train on, 400 to validate and 400 to test."""
-    (folder / "source.txt").write_bytes(random.Random(0).randbytes(4000))
+def prepared(folder: Path, size: int = 4000) -> Path:
+    """Shards of random bytes: of 4,000 bytes 3,200 to train on, 400 to validate and 400 to test."""
+    (folder / "source.txt").write_bytes(random.Random(0).randbytes(size))
     source = Source.open([str(folder / "source.txt")], None, folder / "download")
     options = {"split": "80,10,10"}
     prepare("text", source, folder / "data", options=options, sample_bytes=256, shard_bytes=2048, command="a test")

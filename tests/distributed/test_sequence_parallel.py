@@ -1,0 +1,188 @@
+"""Two ranks that share every sequence: losses and gradients of every mechanism are those of one rank, to 1e-5.
+
+One launch of two gloo ranks (`on_two_ranks`) goes through all cases: each rank has its half of the tokens, and compares
+the mean of the ranks' gradients with the gradient of the whole batch, which it computes by itself.
+"""
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.sequence.layer import DistributedAttention
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megasparse.attention.contract import AttentionContext, Heads
+from megasparse.attention.heads import build_mechanism
+from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.attention.sequence_part import SequencePart
+from megasparse.config.schema import RunConfig
+from megasparse.model.build import build_model
+from megasparse.model.padding import cut
+from megasparse.ops.random import Draws
+from megasparse.training.ranks import Ranks, start_ranks
+from tests.helpers.models import (
+    AXIAL,
+    VARIANTS,
+    all_names,
+    attention,
+    causal_names,
+    kind_of,
+    named,
+    random_tokens,
+    small,
+    training_draws,
+)
+from tests.helpers.run_ranks import run_ranks
+
+PAD, SEPARATOR = 257, 258
+LENGTH = 96
+SPLIT = [{"local": 2, "lha": 2}, {"lsh": 2, "full": 2}]
+PADDED = {"padding_token": PAD, "document_separator": SEPARATOR}
+ORDINARY = {"blocks": "ordinary", "activations": "stored"}
+
+EXTRA: dict[str, dict[str, Any]] = {
+    "split": {"attention": attention(*SPLIT)},
+    "rotary": {"attention": attention(*SPLIT), "positions": {"kind": "rotary"}},
+    "learned": {"attention": attention(*SPLIT), "positions": {"kind": "learned", "offset": 2}},
+    "sinusoidal": {"attention": attention(*SPLIT, lha={"sinusoidal_positions": True})},
+    "stored": {"attention": attention(*SPLIT), **ORDINARY},
+    "checkpoint": {"attention": attention(*SPLIT), **ORDINARY, "activations": "checkpoint"},
+    "score_from": {"attention": attention("lsh"), "score_from": 70},
+    "whole words": {"attention": attention("lsh"), "masking": {"whole_words": True}},
+    "bert": {"attention": named("yoso expectation"), "style": "bert", **ORDINARY, "token_types": 2},
+}
+RAGGED = [(kind, padded) for kind in ("decoder", "encoder") for padded in (False, True)]
+DECODERS, ENCODERS = set(EXTRA) - {"whole words", "bert"}, set(EXTRA) - {"score_from"}
+
+
+def model_of(kind: str, name: str, padded: bool) -> Any:
+    """4 heads, dropout, and of every weight a gradient: of 96 tokens, the longest 128."""
+    settings = EXTRA.get(name) or {"attention": named(name)}
+    fixed = {"kind": kind, "vocabulary": 260, "heads": 4, "layers": 2, "dropout": 0.1, "positions": AXIAL}
+    config = small(**{**fixed, **settings, **(PADDED if padded else {})})
+    model = build_model(config, 0)
+    if config.masking.whole_words:
+        model.set_word_starts(torch.arange(256) % 3 == 0)
+    return model
+
+
+def batch_of(padded: bool) -> Tensor:
+    tokens = random_tokens(2, LENGTH)
+    if padded:  # the second sequence ends in the first half, and begins with padding
+        tokens[0, [20, 47, 70]] = SEPARATOR
+        tokens[1, 40:] = tokens[1, :3] = PAD
+        tokens[1, 25] = SEPARATOR
+    return tokens
+
+
+def cases() -> list[tuple[str, str, bool]]:
+    """(kind, name, padded): each with padding and documents and without; variants of a mechanism in a decoder with."""
+    names = {"decoder": [*causal_names(), *DECODERS], "encoder": [*all_names(), *ENCODERS]}
+    every = [(kind, name, padded) for kind in names for name in names[kind] for padded in (False, True)]
+    return sorted(case for case in every if case[1] not in VARIANTS or case[2] == (case[0] == "decoder"))
+
+
+def gradients(model: Any, tokens: Tensor, divisor: float, **shared: Any) -> tuple[Tensor, dict[str, Tensor], Any]:
+    model.zero_grad()
+    objective, statistics = model(tokens, training_draws(len(tokens)), divisor=divisor, **shared)
+    objective.backward()
+    return objective.detach(), {name: p.grad for name, p in model.named_parameters()}, statistics
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Largest, relative to the largest number expected."""
+    assert found.isfinite().all() and expected.isfinite().all()
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+
+
+def compare(ranks: Ranks, kind: str, name: str, padded: bool) -> dict[str, float]:
+    model, tokens = model_of(kind, name, padded), batch_of(padded)
+    scored = float(model.count_scored(tokens))
+    alone, expected, told = gradients(model, tokens, scored)
+    own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.place]
+    divided = scored / ranks.world_size  # as the engine has it: scored tokens a rank
+    counted = ranks.sum(model.count_scored(own, sequence=ranks.sequence).double())
+    objective, found, statistics = gradients(model, own, divided, sequence=ranks.sequence)
+    worst = {"objective": difference(ranks.sum(objective) / ranks.world_size, alone), "counted": counted - scored}
+    for name in ("nats", "tokens"):
+        worst[name] = difference(ranks.sum(statistics[name].double()), told[name].double())
+    worst["accuracy"] = float((statistics["accuracy"] - told["accuracy"]).abs())
+    missing = [name for name, gradient in found.items() if gradient is None]
+    assert not missing, f"ZeRO waits for the gradients of {missing}"
+    for name, gradient in found.items():
+        if expected[name].abs().max() > 0:
+            worst[name] = difference(ranks.sum(gradient) / ranks.world_size, expected[name])
+    return {name: float(value) for name, value in worst.items()}
+
+
+def ragged(ranks: Ranks, kind: str, padded: bool) -> dict[str, float]:
+    """Of an evaluation window that does not divide among the ranks."""
+    model, tokens = model_of(kind, "split", padded), batch_of(padded)[:, :-1]
+    draws = Draws.evaluation(0, len(tokens))
+    with torch.no_grad():
+        expected = model(tokens, draws)[1]
+        own, padding = cut(tokens, model.config, ranks.sequence)
+        found = model(own, draws, padding)[1]
+    sums = {name: ranks.sum(found[name].double()) for name in ("nats", "tokens")}
+    return {name: difference(value, expected[name].double()) for name, value in sums.items()}
+
+
+class LocalAttention(torch.nn.Module):
+    """What DeepSpeed wraps: full causal attention of (L, B, H, D)."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        out = scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=True)
+        return out.permute(2, 0, 1, 3)
+
+
+def against_deepspeed(ranks: Ranks) -> dict[str, float]:
+    """Output and gradients of our full attention between our exchanges, and of DeepSpeed's DistributedAttention."""
+    deepspeed.init_distributed("gloo")
+    generator = torch.Generator().manual_seed(ranks.rank)
+    given = [torch.randn(2, 4, 8, 16, generator=generator, requires_grad=True) for _ in range(3)]  # (B, H, L/S, D)
+    weight = torch.randn(2, 4, 8, 16, generator=generator)
+    part, mechanism = SequencePart.of(ranks.sequence), build_mechanism("full", small(attention=named("full")), 4)
+    context = AttentionContext(0, training_draws(2), part=part)
+    out = mechanism(torch.empty(2, 8, 32), Heads(*part.to_heads(*given), None, None, True), context).out
+    ours = [part.to_tokens(out), *torch.autograd.grad(part.to_tokens(out), given, weight)]
+    theirs = DistributedAttention(LocalAttention(), ranks.sequence)(*(x.permute(2, 0, 1, 3) for x in given), 1)
+    theirs = theirs.permute(1, 2, 0, 3)
+    expected = [theirs, *torch.autograd.grad(theirs, given, weight)]
+    names = ("out", "q", "k", "v")
+    return {name: difference(*pair) for name, *pair in zip(names, ours, expected, strict=True)}
+
+
+def on_two_ranks() -> dict[str, dict[str, float]]:
+    ranks = start_ranks(RunConfig(device="cpu"), 2)
+    found = {" ".join(map(str, case)): compare(ranks, *case) for case in cases()}
+    found["deepspeed"] = against_deepspeed(ranks)
+    found |= {f"ragged {kind} {padded}": ragged(ranks, kind, padded) for kind, padded in RAGGED}
+    ranks.stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, float]]:
+    return run_ranks(on_two_ranks, timeout=400)[0]
+
+
+def test_every_mechanism_is_there() -> None:
+    assert {kind_of(name) for kind, name, _ in cases() if name not in EXTRA} == set(MECHANISMS)
+
+
+def test_the_exchange_is_that_of_deepspeeds_distributed_attention(found: dict[str, dict[str, float]]) -> None:
+    assert set(found["deepspeed"]) == {"out", "q", "k", "v"}
+    assert max(found["deepspeed"].values()) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "padded"), RAGGED)
+def test_a_ragged_window_scores_as_on_one_rank(found: dict[str, dict[str, float]], kind: str, padded: bool) -> None:
+    assert max(found[f"ragged {kind} {padded}"].values()) < 1e-6
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: " ".join(map(str, case)))
+def test_two_ranks_are_one(found: dict[str, dict[str, float]], case: tuple[str, str, bool]) -> None:
+    worst = found[" ".join(map(str, case))]
+    assert {name: value for name, value in worst.items() if not value <= 1e-5} == {}

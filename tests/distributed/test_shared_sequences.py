@@ -1,0 +1,188 @@
+"""Runs in which two ranks share every sequence: the losses of one process, in training, evaluation and after a resume.
+
+One launch of two gloo ranks (`on_two_ranks`) trains under every ZeRO stage, and then by launch/pretrain.py; one of four
+ranks has two pairs that share.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import pretrain
+from megasparse.config.parallel import check_parallel
+from megasparse.config.schema import Config
+from megasparse.data.index import Index
+from megasparse.errors import ConfigError
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from megasparse.training.engine import build_engine
+from megasparse.training.ranks import Ranks, start_ranks
+from tests.data.folders import batches
+from tests.helpers.models import SMALL
+from tests.helpers.run_ranks import ROOT, run_ranks
+from tests.helpers.tiny import MadeUpBatches, tiny_config
+from tests.helpers.trained import prepared
+
+STAGES = (0, 1, 2, 3)
+STEPS = 3
+SHARED = {"parallel": {"sequence": 2}}
+SPLIT = [{"lha": 2, "local": 2, "routing": 2}, {"smart_bird": 2, "lsh": 2, "bigbird": 2}]
+SETTINGS = SMALL | {"local": {"chunk": 8, "relative": True}}
+
+
+def config_of(folder: Path, engine: str, **sections: dict[str, Any]) -> Config:
+    """Sequences of 24 tokens, among which those with id 7 are left out: not equally many on both ranks."""
+    model = {
+        "max_length": 24, "layers": 2, "d_model": 18, "d_ff": 17, "heads": 6, "head_dim": 4, "dropout": 0.1,
+        "score_from": 5, "padding_token": 7, "positions": {"kind": "learned"},
+        "attention": {"pattern": SPLIT, **SETTINGS},
+    }  # fmt: skip
+    return tiny_config(folder, engine, model=model, data={"sequence_length": 24}, **sections)
+
+
+def losses(config: Config, ranks: Ranks) -> list[float]:
+    def draws(step: int, samples: torch.Tensor) -> Draws:
+        return Draws(0, step, samples, training=True)
+
+    engine = build_engine(build_model(config.model, 0), config, draws, ranks)
+    steps = zip(range(1, STEPS + 1), MadeUpBatches(config, ranks), strict=False)
+    found = [engine.train_step(data.micro_batches, step, 0.003) for step, data in steps]
+    engine.close()
+    assert all(result.applied for result in found)
+    return [v for r in found for v in (r.loss, r.grad_norm, r.statistics["accuracy"], float(r.tokens))]
+
+
+def of_stage(folder: Path, stage: int) -> tuple[Config, Ranks]:
+    zero = {"zero_optimization": {"stage": stage}}
+    config = config_of(folder / str(stage), "deepspeed", deepspeed=zero, **SHARED)
+    return config, start_ranks(config.run, 2)
+
+
+def write_run(path: Path, data: Path, **sections: Any) -> Path:
+    """A run of 6 steps into the folder `path`, evaluated every second one. Returns its configuration file."""
+    size = {"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 4, "dropout": 0.1}
+    attention = {"pattern": [{"local": 2, "lsh": 2}, "lsh"], "local": {"chunk": 8}, "lsh": {"chunk": 8}}
+    config = {
+        "model": size | {"attention": attention},
+        "data": {"path": str(data), "sequence_length": 64},
+        "training": {"steps": 6, "global_batch": 2, "micro_batch": 1},
+        "evaluation": {"every": 2},
+        **sections,
+        "run": {"directory": str(path), "device": "cpu", "engine": sections.get("engine", "torch")},
+    }
+    config.pop("engine", None)
+    path.with_suffix(".json").write_text(json.dumps(config))
+    return path.with_suffix(".json")
+
+
+def pretrained(config: str | Path, *options: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["pretrain.py", "--config", str(config), *options])
+        pretrain.main()
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def on_two_ranks(folder: str) -> dict[str, list[float]]:
+    found = {str(stage): losses(*of_stage(Path(folder), stage)) for stage in STAGES}
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def launched(run: str) -> None:
+    """Four steps, in a process of its own on each rank, as a launcher starts it."""
+    subprocess.run([sys.executable, str(ROOT / "launch/pretrain.py"), "--config", run, "--stop-at", "4"], check=True)
+
+
+def on_four_ranks(folder: str) -> list[float]:
+    config, ranks = of_stage(Path(folder), 2)
+    found = losses(config, ranks)
+    ranks.stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    prepared(folder, 4010)  # the last held-out window is of 17 tokens
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, list[float]]]:
+    return run_ranks(on_two_ranks, timeout=240, folder=str(folder))
+
+
+@cache
+def alone() -> list[float]:
+    return losses(config_of(Path("never"), "torch"), Ranks())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_are_one(found: list[dict[str, list[float]]], stage: int) -> None:
+    for rank in found:
+        assert rank[str(stage)] == pytest.approx(alone(), rel=1e-5)
+
+
+@pytest.mark.soak
+def test_two_pairs_are_one(tmp_path: Path) -> None:
+    for rank in run_ranks(on_four_ranks, 4, timeout=240, folder=str(tmp_path)):
+        assert rank == pytest.approx(alone(), rel=1e-5)
+
+
+def test_a_launched_run_goes_on_alone(folder: Path) -> None:
+    """Four steps on two ranks and two on one, against six on one: with the held-out losses, of a ragged window too."""
+    pretrained(write_run(folder / "alone", folder / "data"))
+    shared, zero = folder / "shared", {"zero_optimization": {"stage": 2}}
+    run = write_run(shared, folder / "data", engine="deepspeed", deepspeed=zero, **SHARED)
+    run_ranks(launched, timeout=240, run=str(run))
+    assert [line["step"] for line in metrics(shared)] == [1, 2, 3, 4]
+    pretrained(write_run(shared, folder / "data"))
+    expected, told = metrics(folder / "alone"), metrics(shared)
+    assert len(told) == len(expected) == 6
+    for one, other in zip(told, expected, strict=True):
+        for name in ("train/loss", "evaluation/loss", "evaluation/accuracy", "optimizer/gradient_norm"):
+            assert (name in one) == (name in other)
+            assert one.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=1e-5), (name, one["step"])
+
+
+def test_each_rank_reads_its_part_of_every_sequence(folder: Path) -> None:
+    parts = [(place, 3) for place in range(3)]
+    readers = [batches([(Index.load(folder / "data"), 1.0)], part=part) for part in [(0, 1), *parts]]
+    for whole, *others in itertools.islice(zip(*readers, strict=True), 4):
+        for number, batch in enumerate(whole.micro_batches):
+            joined = torch.cat([other.micro_batches[number].tokens for other in others], dim=1)
+            assert torch.equal(joined, batch.tokens)
+            assert all(torch.equal(other.micro_batches[number].samples, batch.samples) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run": {"engine": "torch"}}, 'parallel.sequence: 2 ranks are to share a sequence, but run.engine = "torch"'),
+        ({"data": {"sequence_length": 23}}, "data.sequence_length: 23 tokens do not divide among"),
+        ({"parallel": {"sequence": 3}}, 'share out the 2 heads of "local" in layer 0'),
+        ({"model": {"sentence_order": {"separator": 9}}}, "model.sentence_order: given"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    values = config_of(tmp_path, "deepspeed", **SHARED).model_dump(mode="json")
+    for section, keys in changes.items():
+        values[section] |= keys
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_parallel(Config.model_validate_json(json.dumps(values)))
+
+
+def test_a_number_of_ranks_that_is_no_multiple_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.sequence: 3 ranks .* the 1 ranks are no multiple of that"):
+        start_ranks(config_of(tmp_path, "deepspeed").run, 3)
