@@ -42,12 +42,28 @@ class Order:
         """(shard number, sequence number inside the shard) of global sample number `sample`."""
         epoch, place = divmod(sample, self.sequences_per_epoch)
         shards, group_starts = self._shards(epoch)
-        group = int(np.searchsorted(group_starts, place, side="right")) - 1
+        group = self.group_of(sample)[1]
         members = shards[group * self.group : (group + 1) * self.group]
         starts, mixed = self._mix(epoch, group, members)
         sequence = mixed[place - group_starts[group]]
         member = int(np.searchsorted(starts, sequence, side="right")) - 1
         return int(members[member]), int(sequence - starts[member])
+
+    def group_of(self, sample: int) -> tuple[int, int]:
+        """(epoch, number of the group of shards in it) of global sample number `sample`."""
+        epoch, place = divmod(sample, self.sequences_per_epoch)
+        return epoch, int(np.searchsorted(self._shards(epoch)[1], place, side="right")) - 1
+
+    def shards_ahead(self, sample: int) -> list[int]:
+        """The shards of the sample's group and of the group after it: what is read next. Each once, in that order."""
+        epoch, group = self.group_of(sample)
+        shards, group_starts = self._shards(epoch)
+        following = (epoch, group + 1) if group + 1 < len(group_starts) else (epoch + 1, 0)
+        groups = [shards[group * self.group : (group + 1) * self.group]]
+        begin = following[1] * self.group
+        groups.append(self._shards(following[0])[0][begin : begin + self.group])
+        ahead = dict.fromkeys(np.concatenate(groups).tolist())
+        return [shard for shard in ahead if self.sequences[shard]]
 
     def substitutes(self, sample: int, skip: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
         """(shard, sequence) to take instead of sample number `sample`, in turn until one is undamaged.
