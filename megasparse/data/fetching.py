@@ -32,8 +32,8 @@ T = TypeVar("T")
 class FetchError(DataError):
     """A file could not be fetched: no damage of the data, but a fault of the way to it, which may pass."""
 
-    def __init__(self, url: str, problem: str):
-        super().__init__(url, f"this cannot be fetched: {problem}", "Mend that, and start again: it goes on from here")
+    def __init__(self, url: str, problem: str, mend: str = "Mend that, and start again: it goes on from here"):
+        super().__init__(url, f"this cannot be fetched: {problem}", mend)
 
 
 class WrongContent(Exception):
@@ -122,7 +122,8 @@ def _retry(url: str, attempt: Callable[[float], T], size: int, attempts: int, pr
         try:
             return attempt(until)
         except Refused as error:
-            raise FetchError(url, one_line(str(error))) from None
+            mend = "Check the URL of the folder, and who may read it; then start again"
+            raise FetchError(url, one_line(str(error)), mend) from None
         except WrongContent as error:
             wrong += 1
             reason = str(error)
