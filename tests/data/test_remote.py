@@ -29,7 +29,7 @@ FIRST = "train-000000.tar"
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(urls, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(urls, "STALL_SECONDS", 0.15)
     monkeypatch.setattr(fetching, "LONGEST_PAUSE", 0.01)
 
 

@@ -60,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "refuse":
             return
         if isinstance(fault, int) or not path.is_file():
-            self.send_response(fault if isinstance(fault, int) else 404, "\r\nno\x07")
+            self.send_response(*((fault, "no\x07") if isinstance(fault, int) else (404, None)))
             self.end_headers()
             return
         if fault in ("loop", "ftp"):
