@@ -49,7 +49,7 @@ class ShardCache:
     """The cache in `folder`, of `limit` bytes. May be used from any thread, and by any number of processes."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, limit: int = 50 * GIGABYTE):
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         self.folder = Path(home, "megasparse", "shards") if folder is None else Path(folder)
         self.limit = limit
         self._verified: set[tuple[int, int, int]] = set()  # device, inode and mtime of those whose content was verified

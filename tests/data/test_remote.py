@@ -343,7 +343,7 @@ def test_closing_ends_a_fetch_that_is_under_way(server: ShardServer, cache: Shar
 
 def test_waiting_for_a_slow_server_is_told_by_the_thread_that_waits(server: ShardServer, cache: ShardCache) -> None:
     index = Index.load(server.url, cache=cache)
-    server.pause = 0.3
+    server.pause, server.piece = 0.05, 1000
     told: list[tuple[str, bool]] = []
 
     def alive(doing: str) -> None:

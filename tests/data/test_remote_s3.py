@@ -103,6 +103,7 @@ def test_a_missing_library_is_one_error_with_its_command(monkeypatch: pytest.Mon
         Index.load("s3://bucket/data")
 
 
+@pytest.mark.soak
 def test_buckets_of_an_independent_server_of_s3(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip install 'moto[server]': S3 as others have written it, with its signatures, errors and listings."""
     s3fs = pytest.importorskip("s3fs")

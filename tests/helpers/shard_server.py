@@ -30,7 +30,8 @@ class ShardServer(ThreadingHTTPServer):
         self.gets: list[tuple[str, str | None]] = []
         """File and Range of each GET."""
         self.pause = 0.0
-        """Seconds before each 16 KiB of a right answer."""
+        self.piece = 1 << 14
+        """Seconds before each so many bytes of a right answer."""
         self.stopping = threading.Event()
 
     @property
@@ -110,9 +111,9 @@ class Handler(BaseHTTPRequestHandler):
             if fault == "stall":
                 self.server.stopping.wait(30)
             return
-        for begin in range(0, len(content), 1 << 14):
+        for begin in range(0, len(content), self.server.piece):
             self.server.stopping.wait(self.server.pause)
-            self.wfile.write(content[begin : begin + (1 << 14)])
+            self.wfile.write(content[begin : begin + self.server.piece])
 
     def log_message(self, *arguments: object) -> None:
         pass
