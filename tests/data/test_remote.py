@@ -411,3 +411,35 @@ def test_an_epoch_under_a_small_limit_is_the_same(folder: Path, server: ShardSer
             mine, theirs = (torch.cat([b.tokens for b in next(data).micro_batches]) for data in (remote, local))
             assert np.array_equal(mine, theirs)
             assert sum(path.stat().st_size for path in cache.folder.iterdir()) <= cache.limit
+
+
+def test_what_is_fetched_ahead_costs_none_of_what_is_needed_before(
+    folder: Path, server: ShardServer, tmp_path: Path
+) -> None:
+    largest = max(path.stat().st_size for path in folder.glob("*.tar"))
+    cache = ShardCache(tmp_path / "cache", 2 * largest)
+    index = Index.load(server.url, cache=cache)
+    first, second, third, *_ = index.split("train").shards
+    assert index.remote is not None
+    for shard in (first, second):
+        assert index.remote.fetch_ahead(shard, [first, second, third], print)
+    assert not index.remote.fetch_ahead(third, [first, second, third], print)
+    assert cache.path(first).exists() and cache.path(second).exists() and server.count() == 2
+    assert index.remote.fetch_ahead(third, [second, third], print)
+    assert not cache.path(first).exists() and cache.path(second).exists()
+
+
+@pytest.mark.parametrize("fault", ["longer", "longer unannounced"])
+def test_D6_no_byte_more_is_taken_than_the_index_says(
+    server: ShardServer, cache: ShardCache, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    index, write, ends = Index.load(server.url, cache=cache), os.pwrite, []
+
+    def noting(descriptor: int, piece: bytes, offset: int) -> int:
+        ends.append(offset + len(piece))
+        return write(descriptor, piece, offset)
+
+    monkeypatch.setattr(os, "pwrite", noting)
+    server.faults[FIRST].append(fault)
+    ShardReader(index, "train").read(0, 0, 10)
+    assert max(ends) == index.split("train").shards[0].bytes
