@@ -68,7 +68,7 @@ def main() -> None:
         engine = build_engine(model, config, make_draws, ranks, start)
         evaluate = held_out(engine, data.evaluation, config, watch)
         flops = model_flops_per_token(config.model, config.data.sequence_length)
-        batches = training_batches(config, data, ranks, position, watch.stop_wanted)
+        batches = training_batches(config, data, ranks, position, watch)
         with batches, Monitor(config, ranks, step, flops) as monitor:
             train(engine, config, batches, saver, monitor, start, evaluate, args.stop_at, watch, batches.damage)
         engine.close()

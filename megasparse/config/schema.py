@@ -130,7 +130,12 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     path: str = "data/enwik8"
-    """Folder of shards with its index.json, as tools/prepare_data.py writes it."""
+    """Folder of shards with its index.json, as tools/prepare_data.py writes it; or its URL: http://, https:// or s3://."""
+    cache: str | None = None
+    """Folder of this machine to which shards are fetched from URLs; null is megasparse/shards in the user's cache
+    (XDG_CACHE_HOME, or ~/.cache). All ranks and runs of a machine share it; best is a local disk."""
+    cache_gb: Annotated[float, Field(gt=0.0)] = 50.0
+    """Limit of the cache, 10^9 bytes: shards that were not used for longest are deleted first, never one in use."""
     mixture: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default={})
     """Train on several such folders instead, each with its weight among the sequences. Evaluation is on `path`."""
     split: str = "train"

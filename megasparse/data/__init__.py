@@ -27,6 +27,10 @@ lost, up to that part of each corpus' split: `damage.py` counts each of them by 
 a sequence that needs one is replaced by another of its corpus, chosen by the content alone. Evaluation tolerates no
 damage.
 
+A folder may be at a URL: `remote.py` fetches each shard whole into `shard_cache.py`, a folder of this machine, verifies
+it and reads it there, so that nothing of the above changes. `fetching.py` asks again where the server fails, `urls.py`
+knows http and S3.
+
 The whole state of the data is one number: the global sample number of the next step, the same on every rank. Resuming
 in the middle of an epoch, or on another number of ranks, is arithmetic on it, and takes no longer late in an epoch
 than early.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megasparse.data.index import Index
 from megasparse.data.mixture import Mixture
+from megasparse.data.remote import silent
 from megasparse.data.sequences import Sequences
 from megasparse.errors import ConfigError
 
@@ -66,7 +67,8 @@ class TrainingBatches(Iterator[Step]):
     `start` is the first global sample number, 0 or a checkpoint's position. `prefetch` is the number of steps read
     ahead; with 0 they are read when asked for. An error of the background thread is raised by `next`. While `next`
     waits for that thread it asks `stop_waiting` every 0.1 s, and raises WaitingStopped when that says so. `close` ends
-    the thread; use it, or a `with` statement.
+    the thread; use it, or a `with` statement. `alive` is told, by the thread that calls `next`, while that waits for
+    shards that come from a URL.
 
     `max_damaged`: part of each folder's samples that may be damaged; with 0 the first one is an error.
     `part` (p, S): S ranks share each sequence, and this one reads the p-th of S parts. `rank` and `world_size` count
@@ -92,6 +94,7 @@ class TrainingBatches(Iterator[Step]):
         max_damaged: float = 0.0,
         stop_waiting: Callable[[], bool] = never,
         part: tuple[int, int] = (0, 1),
+        alive: Callable[[str], None] = silent,
     ):
         assert 0 <= rank < world_size and start >= 0
         share = micro_batch * world_size
@@ -112,6 +115,7 @@ class TrainingBatches(Iterator[Step]):
                 open_files=max(1, min(shuffle_shards, MOST_OPEN_FILES // len(folders))),
                 max_damaged=max_damaged,
                 part=part,
+                progress=self._fetching,
             )
             for index, _ in folders
         ]
@@ -121,6 +125,8 @@ class TrainingBatches(Iterator[Step]):
         self.world_size = world_size
         self._counts_damage = part[0] == 0
         self._stop_waiting = stop_waiting
+        self._alive = alive
+        self._signs = (0, "")  # of progress in what the background thread fetches; replaced as one
         self._steps = self._read_steps(start)
         self._queue: queue.Queue[Step | BaseException] | None = queue.Queue(prefetch) if prefetch else None
         self._thread: threading.Thread | None = None
@@ -169,12 +175,25 @@ class TrainingBatches(Iterator[Step]):
         if self._thread is None:
             self._thread = threading.Thread(target=self._read_ahead, args=(steps,), name="data", daemon=True)
             self._thread.start()
+        told = self._signs
         while True:
             try:
                 return steps.get(timeout=POLL_SECONDS)
             except queue.Empty:
+                if self._signs != told:
+                    told = self._signs
+                    self._alive(told[1])
                 if self._stop_waiting():
                     raise WaitingStopped from None
+
+    def _fetching(self, doing: str) -> None:
+        """Told by whoever reads, as a shard comes from a URL."""
+        if self._closing.is_set():
+            raise WaitingStopped
+        if self._queue is None:
+            self._alive(doing)
+        else:
+            self._signs = (self._signs[0] + 1, doing)
 
     def _read_ahead(self, steps: "queue.Queue[Step | BaseException]") -> None:
         item: Step | BaseException | None = None

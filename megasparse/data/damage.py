@@ -4,7 +4,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -28,7 +27,7 @@ class Damage:
 
     def __init__(self, index: Index, split: str, limit: float):
         self.limit = limit
-        self._directory: Path = index.directory
+        self._directory = index.directory
         self._split = split
         self._samples = index.split(split).samples
         self._lost: dict[str, np.ndarray] = {}

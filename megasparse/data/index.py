@@ -2,14 +2,18 @@
 
 import hashlib
 import json
+import os
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megasparse.data.index_file import INDEX_FILE, IndexFile, Shard, Split, TokenizerEntry, parse
+from megasparse.data.index_file import INDEX_FILE, IndexFile, Shard, Split, TokenizerEntry, parse, parse_content
 from megasparse.data.members import check_size, verify_shard
+from megasparse.data.remote import RemoteFolder
+from megasparse.data.shard_cache import ShardCache
 from megasparse.data.tokenizers import Tokenizer
+from megasparse.data.urls import is_url
 from megasparse.errors import ConfigError, DataError, did_you_mean
 
 NAMED_AFTER = ("bookcorpus", "pg19", "wikitext103", "imagenet64", "cifar10", "pairs")
@@ -20,17 +24,23 @@ NAMED_AFTER = ("bookcorpus", "pg19", "wikitext103", "imagenet64", "cifar10", "pa
 class Index:
     """The checked index of a folder of shards."""
 
-    directory: Path
+    directory: Path | RemoteFolder
     file: IndexFile
 
     @classmethod
-    def load(cls, directory: str | Path, tolerant: bool = False) -> "Index":
+    def load(cls, directory: str | Path, tolerant: bool = False, cache: ShardCache | None = None) -> "Index":
         """Read DIRECTORY/index.json and check it against the sizes of the shards on disk.
+
+        `directory` may be a URL: its shards are fetched into `cache` as they are needed, and checked there.
 
         Raises DataError when there is no index (with the command that makes one), when it is not valid, and, unless
         `tolerant`, when a shard is missing or has another size than the index says: who tolerates damage counts it as
         it is read. The content of the shards is checked as they are first read, or all at once by `verify`.
+        Raises FetchError (a DataError) when a URL does not give its index.
         """
+        if is_url(str(directory)):
+            remote = RemoteFolder(str(directory), cache or ShardCache())
+            return cls(remote, parse_content(remote.read_index(), remote / INDEX_FILE, IndexFile))
         directory = Path(directory)
         path = directory / INDEX_FILE
         if not path.exists():
@@ -48,8 +58,13 @@ class Index:
             raise DataError(self.directory / INDEX_FILE, problem, did_you_mean(name, self.file.splits))
         return self.file.splits[name]
 
+    @property
+    def remote(self) -> RemoteFolder | None:
+        return self.directory if isinstance(self.directory, RemoteFolder) else None
+
     def path(self, shard: Shard) -> Path:
-        return self.directory / shard.file
+        """Where a shard is read: of a remote folder, once it was fetched."""
+        return self.directory.path(shard) if isinstance(self.directory, RemoteFolder) else self.directory / shard.file
 
     @property
     def sample_bytes(self) -> int | None:
@@ -81,7 +96,10 @@ class Index:
         """Compare the sha256 of every shard. Raises DataError naming the first that differs."""
         for split in self.file.splits.values():
             for shard in split.shards:
-                verify_shard(self.path(shard), shard, self.path(shard), self.sample_bytes)
+                if self.remote:
+                    os.close(self.remote.open(shard))
+                else:
+                    verify_shard(self.path(shard), shard, self.path(shard), self.sample_bytes)
 
     def require_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError unless the shards were made with exactly this tokenizer."""

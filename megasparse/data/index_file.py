@@ -90,18 +90,22 @@ def parse(path: Path, kind: type[File]) -> File:
 
     Memory is bounded by the file's size, and that by MOST_BYTES.
     """
-    raw = _read(path)
+    return parse_content(_read(path), path, kind)
+
+
+def parse_content(raw: bytes, path: Path | str, kind: type[File]) -> File:
+    """The index file that is at `path`, a URL too, and has this content. Raises DataError as `parse` does."""
     try:
         _check_json(raw)
         file = kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise DataError(path, f"{_short(where)}: {_short(first['msg'])}", ANEW) from None
+        raise DataError(path, f"{one_line(where)}: {one_line(first['msg'])}", ANEW) from None
     except RecursionError:
         raise DataError(path, "its JSON is nested too deeply to be an index", ANEW) from None
     except ValueError as error:  # among them JSONDecodeError and UnicodeDecodeError
-        raise DataError(path, f"it is not the JSON of an index: {_short(str(error))}", ANEW) from None
+        raise DataError(path, f"it is not the JSON of an index: {one_line(str(error))}", ANEW) from None
     _check_counts(path, file)
     return file
 
@@ -143,15 +147,15 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _short(text: str) -> str:
-    """What the file made us say, on one line."""
+def one_line(text: str) -> str:
+    """What a file or a server made us say, on one line."""
     return text if len(text) <= 200 and text.isprintable() else ascii(text[:200])
 
 
-def _check_counts(path: Path, file: IndexFile) -> None:
+def _check_counts(path: Path | str, file: IndexFile) -> None:
     record = file.settings.get("record")
     if record is not None and (type(record) is not int or record < 1):
-        raise DataError(path, f"settings.record is {_short(repr(record))}, a number of tokens is expected", ANEW)
+        raise DataError(path, f"settings.record is {one_line(repr(record))}, a number of tokens is expected", ANEW)
     seen: set[str] = set()
     for name, split in file.splits.items():
         for shard in split.shards:
@@ -162,9 +166,11 @@ def _check_counts(path: Path, file: IndexFile) -> None:
                 problem = f"crc32 of {shard.file} has {len(shard.crc32)} digits for {shard.samples} samples"
                 raise DataError(path, f"{problem}, 8 each are expected", ANEW)
             if record is not None and shard.tokens % record:
-                problem = f"{shard.file} has {shard.tokens} tokens, no whole number of records of {_short(str(record))}"
+                problem = (
+                    f"{shard.file} has {shard.tokens} tokens, no whole number of records of {one_line(str(record))}"
+                )
                 raise DataError(path, problem, ANEW)
         for what in ("tokens", "samples"):
             total, stated = sum(getattr(shard, what) for shard in split.shards), getattr(split, what)
             if total != stated:
-                raise DataError(path, f"splits.{_short(name)}.{what} is {stated}, but its shards have {total}", ANEW)
+                raise DataError(path, f"splits.{one_line(name)}.{what} is {stated}, but its shards have {total}", ANEW)

@@ -40,14 +40,29 @@ class Order:
 
     def locate(self, sample: int) -> tuple[int, int]:
         """(shard number, sequence number inside the shard) of global sample number `sample`."""
-        epoch, place = divmod(sample, self.sequences_per_epoch)
-        shards, group_starts = self._shards(epoch)
-        group = int(np.searchsorted(group_starts, place, side="right")) - 1
-        members = shards[group * self.group : (group + 1) * self.group]
+        epoch, group = self.group_of(sample)
+        members = self._members(epoch, group)
         starts, mixed = self._mix(epoch, group, members)
-        sequence = mixed[place - group_starts[group]]
+        sequence = mixed[sample % self.sequences_per_epoch - self._shards(epoch)[1][group]]
         member = int(np.searchsorted(starts, sequence, side="right")) - 1
         return int(members[member]), int(sequence - starts[member])
+
+    def group_of(self, sample: int) -> tuple[int, int]:
+        """(epoch, number of the group of shards in it) of global sample number `sample`."""
+        epoch, place = divmod(sample, self.sequences_per_epoch)
+        return epoch, int(np.searchsorted(self._shards(epoch)[1], place, side="right")) - 1
+
+    def shards_ahead(self, sample: int) -> list[int]:
+        """The shards of the sample's group and of the group after it: what is read next. Each once, in that order."""
+        epoch, group = self.group_of(sample)
+        here = self._members(epoch, group)
+        end = epoch * self.sequences_per_epoch + int(self._shards(epoch)[1][group] + self.sequences[here].sum())
+        there = self._members(*self.group_of(end))
+        return [shard for shard in dict.fromkeys([*here.tolist(), *there.tolist()]) if self.sequences[shard]]
+
+    def _members(self, epoch: int, group: int) -> np.ndarray:
+        """The shards of a group."""
+        return self._shards(epoch)[0][group * self.group : (group + 1) * self.group]
 
     def substitutes(self, sample: int, skip: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
         """(shard, sequence) to take instead of sample number `sample`, in turn until one is undamaged.

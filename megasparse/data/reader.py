@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megasparse.data.damage import Damage, DamagedSample
+from megasparse.data.fetching import Progress
 from megasparse.data.index import Index
 from megasparse.data.index_file import AGAIN, Shard
 from megasparse.data.members import (
@@ -27,6 +28,7 @@ from megasparse.data.members import (
     unreadable,
     verify_shard,
 )
+from megasparse.data.remote import silent
 from megasparse.errors import DataError
 
 Signature = tuple[int, ...]
@@ -44,16 +46,24 @@ class ShardFile:
     """One open, verified shard. `read` gives any range of its tokens.
 
     Damage raises DataError. With `damage` it is counted there, and DamagedSample raised for what it concerns.
+    `descriptor`: of the file, where it is open already.
     """
 
-    def __init__(self, path: Path, shard: Shard, sample_bytes: int | None, damage: Damage | None = None):
+    def __init__(
+        self,
+        path: Path,
+        shard: Shard,
+        sample_bytes: int | None,
+        damage: Damage | None = None,
+        descriptor: int | None = None,
+    ):
         self.path = path
         self.shard = shard
         self._sample_bytes = sample_bytes
         self._damage = damage
         self._seen: Signature | None = None
         try:
-            self.descriptor = open_shard(path)
+            self.descriptor = open_shard(path) if descriptor is None else descriptor
         except OSError as error:
             raise self._unreadable(error) from None
         try:
@@ -160,10 +170,21 @@ class ShardFile:
 
 
 class ShardReader:
-    """Any range of tokens of any shard of a split; keeps the `open_files` shards last used open."""
+    """Any range of tokens of any shard of a split; keeps the `open_files` shards last used open.
 
-    def __init__(self, index: Index, split: str, open_files: int = 16, damage: Damage | None = None):
+    `progress` is told while a shard is fetched from a URL.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        split: str,
+        open_files: int = 16,
+        damage: Damage | None = None,
+        progress: Progress = silent,
+    ):
         self.index = index
+        self._progress = progress
         self.shards = index.split(split).shards
         self.open_files = open_files
         self.damage = damage
@@ -172,7 +193,8 @@ class ShardReader:
     def read(self, shard: int, start: int, stop: int) -> Tensor:
         """Tokens start..stop of a shard by its number: int64 (stop - start,).
 
-        Raises DataError naming what is damaged; with `damage` DamagedSample, and DataError when that is too much.
+        Raises DataError naming what is damaged; with `damage` DamagedSample, and DataError when that is too much, or
+        when a shard cannot be fetched.
         """
         if self.is_lost(shard):
             raise DamagedSample
@@ -187,7 +209,9 @@ class ShardReader:
             while len(self._open) >= self.open_files:
                 self._open.popitem(last=False)[1].close()
             entry = self.shards[shard]
-            self._open[shard] = ShardFile(self.index.path(entry), entry, self.index.sample_bytes, self.damage)
+            remote, path = self.index.remote, self.index.path(entry)
+            descriptor = remote.open(entry, self._progress) if remote else None
+            self._open[shard] = ShardFile(path, entry, self.index.sample_bytes, self.damage, descriptor)
         self._open.move_to_end(shard)
         return self._open[shard]
 
@@ -199,12 +223,12 @@ class ShardReader:
 class EvaluationStream:
     """A split as one stream of tokens, contiguous across its shards, for evaluation: any damage is an error.
 
-    `tokens`: its length.
+    `tokens`: its length. `progress` is told while a shard is fetched from a URL.
     """
 
-    def __init__(self, index: Index, split: str):
+    def __init__(self, index: Index, split: str, progress: Progress = silent):
         self.tokens = index.split(split).tokens
-        self._reader = ShardReader(index, split, open_files=2)
+        self._reader = ShardReader(index, split, open_files=2, progress=progress)
         counts = np.asarray([shard.tokens for shard in self._reader.shards], dtype=np.int64)
         self._stops = np.cumsum(counts)
         self._starts = self._stops - counts

@@ -49,7 +49,7 @@ def held_out(
         return None
     settings, device = config.evaluation, engine.ranks.device
     model: Any = engine.module
-    stream = EvaluationStream(index, settings.split)
+    stream = EvaluationStream(index, settings.split, watch.alive)
     quality = attention_quality(engine, index, config) if every["quality"] else None
     draw = None
     if every["evaluation"] and settings.sample_tokens:

@@ -2,16 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.batches import TrainingBatches
 from megasparse.data.index import Index
+from megasparse.data.shard_cache import GIGABYTE, ShardCache
 from megasparse.data.tokenizers import Tokenizer, build_tokenizer
 from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks
+from megasparse.training.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer, tolerant
     Raises DataError as `Index.load` does; ConfigError naming data.tokenizer, data.sequence_length, model.source.length,
     model.vocabulary, model.padding_token, model.masking.token or model.sentence_order where they do not fit the folder.
     """
-    index = Index.load(path, tolerant)
+    cache = ShardCache(config.data.cache, int(config.data.cache_gb * GIGABYTE))
+    index = Index.load(path, tolerant, cache)
     index.require_tokenizer(tokenizer)
     index.require_length(config.data.sequence_length, config.model.source.length if config.model.source else None)
     index.require_room(tokenizer, config.model.vocabulary, config.model.padding_token)
@@ -82,9 +84,7 @@ def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) ->
         raise ConfigError("model.sentence_order.separator", problem, f"Set it to {special.separator}")
 
 
-def training_batches(
-    config: Config, run_data: RunData, ranks: Ranks, position: int, stop_waiting: Callable[[], bool]
-) -> TrainingBatches:
+def training_batches(config: Config, run_data: RunData, ranks: Ranks, position: int, watch: Watch) -> TrainingBatches:
     """This rank's steps from the global sample number `position` on; see data/batches.py for the errors."""
     data, training = config.data, config.training
     return TrainingBatches(
@@ -101,5 +101,6 @@ def training_batches(
         start=position,
         prefetch=data.prefetch,
         max_damaged=data.max_damaged,
-        stop_waiting=stop_waiting,
+        stop_waiting=watch.stop_wanted,
+        alive=watch.alive,
     )

@@ -27,6 +27,8 @@ FREE_TO_CHANGE = (
     "run.deterministic",
     "data.path",  # of this and the next two the content counts: the fingerprint of the data, the tokenizer's sha256
     "data.mixture",
+    "data.cache",
+    "data.cache_gb",
     "data.tokenizer",
     "data.prefetch",
     "data.max_damaged",

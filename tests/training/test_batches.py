@@ -13,6 +13,7 @@ from megasparse.data.tokenizers.byte import ByteTokenizer, PixelTokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.training.batches import open_data, open_folder, training_batches
 from megasparse.training.ranks import Ranks
+from megasparse.training.watch import Watch
 from tests.data.damages import edit
 from tests.data.folders import ramp, write_folder
 from tests.helpers.tiny import tiny_config
@@ -64,7 +65,7 @@ def test_the_fingerprint_of_a_mixture_is_of_contents_and_weights(folders: dict[s
 def test_what_is_trained_on_does_not_depend_on_paths_or_their_order(folders: dict[str, Path]) -> None:
     def first_steps(where: dict[str, Path], **weights: float) -> list[list[int]]:
         config = config_of(where["c"], mixture=mixture(where, **weights))
-        with training_batches(config, open_data(config), Ranks(), 0, lambda: False) as steps:
+        with training_batches(config, open_data(config), Ranks(), 0, Watch()) as steps:
             return [batch.tokens.flatten().tolist() for _ in range(6) for batch in next(steps).micro_batches]
 
     want = first_steps(folders, a=2, b=1)

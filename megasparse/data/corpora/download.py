@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 from tqdm import tqdm
 
 from megasparse.data.files import file_sha256, replacing, sync_folder
+from megasparse.data.urls import http_opener, resumed_at
 from megasparse.errors import ConfigError, DataError
 
 PIECE = 1 << 20
@@ -67,13 +68,13 @@ def _fetch(url: str, partial: Path, validator: Path) -> None:
     headers = {"Range": f"bytes={have}-", "If-Range": validator.read_text()} if have else {}
     request = urllib.request.Request(url, headers={"User-Agent": "megasparse", **headers})
     try:
-        response = _opener().open(request, timeout=TIMEOUT_SECONDS)
+        response = http_opener().open(request, timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
         if error.code == 416:  # nothing to go on with: what is here is as long as the server's file, or longer
             partial.unlink()
         raise
     with response:
-        have = _resumed_at(response, have)
+        have = resumed_at(response, have)
         total = have + _length(response)
         _check_room(partial.parent, total - have)
         with partial.open("r+b" if have else "wb") as file:
@@ -94,16 +95,6 @@ def _fetch(url: str, partial: Path, validator: Path) -> None:
     if have < total:
         raise EOFError(f"the connection ended after {have:,} of {total:,} bytes")
     validator.unlink(missing_ok=True)
-
-
-def _resumed_at(response: HTTPResponse, asked: int) -> int:
-    """The byte that the server's answer begins with: 0 unless it took up our Range."""
-    if response.status != 206:
-        return 0
-    content_range = response.headers.get("Content-Range", "")
-    if not content_range.startswith(f"bytes {asked}-"):
-        raise ValueError(f'the server was asked to go on at byte {asked} and answers "{content_range}"')
-    return asked
 
 
 def _remember(validator: Path, response: HTTPResponse) -> None:
@@ -127,19 +118,3 @@ def _check_room(folder: Path, wanted: int) -> None:
     free = shutil.disk_usage(folder).free
     if wanted > free:
         raise OSError(f"the server announces {wanted:,} bytes more, the disk has {free:,} free")
-
-
-def _opener() -> urllib.request.OpenerDirector:
-    """http and https alone, also behind redirects: urllib's own opener would follow one to ftp."""
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.ProxyHandler(),
-        urllib.request.HTTPHandler(),
-        urllib.request.HTTPSHandler(),
-        urllib.request.HTTPRedirectHandler(),
-        urllib.request.HTTPDefaultErrorHandler(),
-        urllib.request.HTTPErrorProcessor(),
-        urllib.request.UnknownHandler(),
-    ):
-        opener.add_handler(handler)
-    return opener

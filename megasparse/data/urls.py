@@ -1,0 +1,192 @@
+"""Bytes of a URL from some offset on: http(s) by the standard library, S3 by fsspec. What comes is not believed here.
+
+http(s) has no need of the extra libraries; both kinds give one `Body`, and tell in the same exceptions whether asking
+again may help.
+"""
+
+import http.client
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from functools import cache
+from http import HTTPStatus
+from typing import IO, Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from megasparse.errors import DataError
+
+STALL_SECONDS = 30.0
+"""Without a byte for so long, a connection counts as broken."""
+BLOCK = 8 << 20  # of an S3 object, asked for at once
+WORTH_ASKING_AGAIN = {408, 425, 429}  # and all from 500 on
+SCHEMES = ("http", "https", "s3")
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """The answer is such that asking again would not change it."""
+
+
+class OutOfRange(Exception):
+    """What is there is no longer than what was asked to be left out."""
+
+
+class Stream(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+class Body(NamedTuple):
+    """What a URL has from byte `start` on: 0, or what was asked for. `size` is that of the whole, where it is told."""
+
+    start: int
+    size: int | None
+    stream: Stream
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def is_url(place: str) -> bool:
+    return "://" in place
+
+
+def check_url(url: str) -> str:
+    """The URL of a folder without a slash at its end. Raises DataError for what is none that we read."""
+    parts = urlsplit(url)
+    named = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # never the password that it may have
+    if parts.scheme not in SCHEMES:
+        problem = f'"{parts.scheme}" is not a kind of URL that shards are read from'
+        raise DataError(named, problem, f"Known here: {', '.join(SCHEMES)}. Or give the path of a folder")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        problem = "a folder's URL has no user, password, query or fragment"
+        raise DataError(named, problem, "Credentials of S3 are taken from the environment")
+    if not parts.hostname or not re.fullmatch(r"[!-~]+", url):
+        raise DataError(ascii(named)[1:-1], "this is not a URL", "It has a host, and %20 in place of a space")
+    return url.rstrip("/")
+
+
+def open_url(url: str, start: int = 0) -> Body:
+    """The bytes of a URL from `start` on, or from 0 where the server does not begin in the middle. Close it.
+
+    Raises Refused; OutOfRange; DataError where a library is missing; OSError, HTTPException or ValueError where the
+    same question may find another answer later. So does `read`, which waits at most STALL_SECONDS for a byte.
+    """
+    return _open_s3(url, start) if url.startswith("s3:") else _open_http(url, start)
+
+
+def _open_http(url: str, start: int) -> Body:
+    asked = {"Range": f"bytes={start}-"} if start else {}
+    request = urllib.request.Request(url, headers={"User-Agent": "megasparse", "Accept-Encoding": "identity", **asked})
+    try:
+        response = http_opener().open(request, timeout=STALL_SECONDS)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and start:
+            raise OutOfRange from None
+        reason = f"the server answers {error.code} ({http.client.responses.get(error.code, 'unknown')})"
+        if 300 <= error.code < 400:
+            raise Refused(f"{reason}: a redirect without end, or to where we do not follow") from None
+        if error.code < 500 and error.code not in WORTH_ASKING_AGAIN:
+            raise Refused(reason) from None
+        raise OSError(reason) from None
+    except urllib.error.URLError as error:
+        raise OSError(str(error.reason)) from None
+    try:
+        begin = resumed_at(response, start)
+        length = response.headers.get("Content-Length")
+        return Body(begin, None if length is None else begin + int(length), _Http(response))
+    except ValueError:
+        response.close()
+        raise
+
+
+class _Http:
+    """Gives what has come, where HTTPResponse.read would wait until `size` bytes are there."""
+
+    def __init__(self, response: http.client.HTTPResponse):
+        self.read = response.read1
+        self.close = response.close
+
+
+def resumed_at(response: http.client.HTTPResponse, asked: int) -> int:
+    """The byte that the server's answer begins with: 0 unless it took up our Range. Raises ValueError for another."""
+    if response.status != HTTPStatus.PARTIAL_CONTENT:
+        return 0
+    content_range = response.headers.get("Content-Range", "")
+    if not content_range.startswith(f"bytes {asked}-"):
+        raise ValueError(f'the server was asked to go on at byte {asked} and answers "{content_range}"')
+    return asked
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Ten at most, and none from https to http: who asked for an answer that nobody can alter must get one."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        if req.type == "https" and urlsplit(newurl).scheme != "https":
+            raise urllib.error.HTTPError(req.full_url, code, "redirected from https to another kind", headers, fp)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def http_opener() -> urllib.request.OpenerDirector:
+    """http and https alone, also behind redirects: urllib's own opener would follow one to ftp."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(),
+        urllib.request.HTTPHandler(),
+        urllib.request.HTTPSHandler(),
+        _Redirects(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.UnknownHandler(),
+    ):
+        opener.add_handler(handler)
+    return opener
+
+
+def _open_s3(url: str, start: int) -> Body:
+    system = _s3()
+    file = _asked(lambda: system.open(url, "rb", block_size=BLOCK, cache_type="readahead"))
+    _asked(lambda: file.seek(start))
+    return Body(start, file.size, _S3(file))
+
+
+class _S3:
+    def __init__(self, file: Any):
+        self._file = file
+        self.close = file.close
+
+    def read(self, size: int, /) -> bytes:
+        return _asked(lambda: bytes(self._file.read(size)))
+
+
+@cache
+def _s3() -> Any:
+    """Credentials, endpoint and region are those of the environment, or of ~/.aws, as for every tool of AWS."""
+    try:
+        import s3fs
+    except ImportError:
+        raise DataError("s3://", "s3fs is not installed", "Run: pip install 'megasparse[remote]'") from None
+    waits = {"connect_timeout": STALL_SECONDS, "read_timeout": STALL_SECONDS, "retries": {"total_max_attempts": 1}}
+    system = s3fs.S3FileSystem(config_kwargs=waits, use_listings_cache=False)
+    system.retries = 1  # asking again is done, and told, in one place
+    return system
+
+
+def _asked(call: Callable[[], T]) -> T:
+    """What fsspec gives. Its backends raise exceptions of many libraries; here they are of two kinds."""
+    try:
+        return call()
+    except (FileNotFoundError, PermissionError) as error:
+        raise Refused(f"S3 answers: {error}") from None
+    except OSError:
+        raise
+    except Exception as error:
+        if "credentials" in type(error).__name__.lower():
+            raise Refused(f"S3 wants credentials, in the environment or ~/.aws ({error})") from None
+        raise OSError(f"{type(error).__name__}: {error}") from None

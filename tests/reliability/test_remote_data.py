@@ -1,0 +1,115 @@
+"""A whole run over http, on a server that fails: to the last bit the run on the same folder."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasparse.data import fetching, urls
+from megasparse.data.corpora.source import Source
+from megasparse.data.index import Index
+from megasparse.data.prepare import prepare
+from tests.helpers.faults import Run, running
+from tests.helpers.shard_server import ShardServer, serving
+from tests.helpers.trained import trained
+
+STEPS = 40
+"""Two sequences of 64 bytes each: more than an epoch."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Thirteen shards to train on, of four sequences each."""
+    (tmp_path / "source.txt").write_bytes(random.Random(0).randbytes(4000))
+    source, output = Source.open([str(tmp_path / "source.txt")], None, tmp_path / "download"), tmp_path / "data"
+    cut = {"sample_bytes": 64, "shard_bytes": 256}
+    prepare("text", source, output, options={"split": "80,10,10"}, command="a test", **cut)
+    assert len(list(output.glob("train-*.tar"))) == 13
+    return output
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[ShardServer]:
+    with serving(folder) as server:
+        yield server
+
+
+def run(path: Path | str, tmp_path: Path, name: str, **changes: Any) -> list[str]:
+    """The loss of each step, and of each evaluation, to the last bit."""
+    data = {"path": str(path), "sequence_length": 64, "shuffle_shards": 2, "cache": str(tmp_path / "cache"), **changes}
+    training, evaluation = {"steps": STEPS, "global_batch": 2, "micro_batch": 2}, {"every": 10, "sequences": 4}
+    sections = {"data": data, "training": training, "evaluation": evaluation, "checkpoint": {"every": 3}}
+    lines = trained("", tmp_path / name, ["local"], STEPS, **sections)  # type: ignore[arg-type]
+    return [
+        f"{line['step']} {line['train/loss'].hex()} {line.get('evaluation/loss', 0.0).hex()}"
+        for line in {line["step"]: line for line in lines}.values()
+    ]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(fetching, "LONGEST_PAUSE", 0.01)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_R1_a_run_over_http_with_faults_is_the_run_on_the_folder(
+    folder: Path, server: ShardServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    want = run(folder, tmp_path, "local")
+    faults: list[int | str] = ["refuse", 500, "stall", "cut", "wrong", "longer unannounced", "shorter", 503]
+    for number, path in enumerate(sorted(folder.glob("*.tar"))):
+        fault = faults[number % len(faults)]
+        server.faults[path.name].extend([fault, "cut", 500])
+    server.faults["index.json"].append("cut")
+    limit = 5 * max(path.stat().st_size for path in folder.glob("*.tar"))
+    assert run(server.url, tmp_path, "remote", cache_gb=limit / 1e9) == want and len(want) == STEPS
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= limit
+    assert capsys.readouterr().err.count("again in") >= 13, "the faults happened"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_R1_a_run_that_loses_its_server_goes_on_exactly(
+    folder: Path, server: ShardServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    want = run(folder, tmp_path, "local")
+    lost, hidden = sorted(folder.glob("train-*.tar"))[4], tmp_path / "hidden"
+    lost.rename(hidden)
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            run(server.url, tmp_path, "remote")
+        assert ended.value.code == 2
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and f"{server.url}/{lost.name}: this cannot be fetched" in errors[0], errors
+    hidden.rename(lost)
+    assert run(server.url, tmp_path, "remote") == want
+    with serving(folder) as mirror:  # the same content at another place is the same run
+        assert run(mirror.url, tmp_path, "remote") == want == run(folder, tmp_path, "remote")
+
+
+@pytest.mark.soak
+def test_S3_a_slow_server_is_no_hang(tmp_path: Path) -> None:
+    """Each shard takes four times as long as run.hang_timeout: bytes that come are progress."""
+    (tmp_path / "long.txt").write_bytes(random.Random(1).randbytes(20_000))
+    source, output = Source.open([str(tmp_path / "long.txt")], None, tmp_path / "download"), tmp_path / "long"
+    cut = {"sample_bytes": 1000, "shard_bytes": 2000}
+    prepare("text", source, output, options={"split": "90,5,5"}, command="a test", **cut)
+    smallest = min(shard.bytes for shard in Index.load(output).split("train").shards)
+    with serving(output) as slow:
+        slow.pause, slow.piece = 0.3, 256
+        assert slow.pause * smallest / slow.piece > 4 * 1.5
+        data = {"cache": str(tmp_path / "cache"), "sequence_length": 64, "shuffle_shards": 1}
+        training = {"steps": 100, "global_batch": 31, "micro_batch": 31}
+        run = Run(tmp_path / "slow", Path(), run={"engine": "torch", "hang_timeout": 1.5}, training=training)
+        config = json.loads((run.folder / "config.json").read_text())
+        config["run"] |= {"directory": str(run.directory), "device": "cpu"}
+        config["data"] = {"path": slow.url, **data}
+        (run.folder / "config.json").write_text(json.dumps(config))
+        with running(run):
+            run.start("--stop-at", "5", ranks=None)  # a shard each
+            ended = run.wait()
+        assert ended.code == 0, ended.said
+        assert slow.count() >= 5
