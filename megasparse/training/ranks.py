@@ -6,6 +6,11 @@ What ranks tell each other travels as JSON, never as pickle.
 import json
 import os
 import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,7 +19,11 @@ import torch
 import torch.distributed
 
 from megasparse.config.schema import RunConfig
-from megasparse.errors import ConfigError
+from megasparse.errors import HANG, ConfigError, leave
+from megasparse.training.watchdog import START
+
+MEETING_TOLD = 30.0
+"""Seconds that the ranks may need to meet before each says that it waits."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +107,42 @@ def _meet(run: RunConfig, device: torch.device) -> None:
     ):
         os.environ.setdefault(name, value)
     limit = timedelta(seconds=max(3600.0, 20 * run.hang_timeout))
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
+        with _patience(place, START * run.hang_timeout):
+            torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
     except torch.distributed.DistNetworkError as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         problem = f"the ranks cannot meet at {place} ({str(error).splitlines()[0]})"
         mend = "Choose a port that is free on the first host, and that the other hosts reach"
         raise ConfigError("MASTER_ADDR:MASTER_PORT", problem, mend) from None
+
+
+@contextmanager
+def _patience(place: str, limit: float) -> Iterator[None]:
+    """While the ranks meet, where no watchdog looks yet: say after half a minute that this one waits, and end it with
+    errors.HANG after `limit` seconds (0: never).
+    """
+    began, met = time.monotonic(), threading.Event()
+    name = f"rank {os.environ['RANK']} on {socket.gethostname()}"
+    whom = f"for the {os.environ['WORLD_SIZE']} ranks to meet at {place}"
+    mend = (
+        "Have all nodes started their ranks, is that the first node's address, and is the port open? "
+        "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the network interface (docs/nodes.md)"
+    )
+
+    def wait() -> None:
+        if met.wait(min(MEETING_TOLD, limit or MEETING_TOLD)):
+            return
+        print(f"{name} has waited {time.monotonic() - began:.0f} s {whom}. {mend}", file=sys.stderr, flush=True)
+        if limit and not met.wait(limit - MEETING_TOLD):
+            print(f"HANG: {name} waited {limit:g} s {whom}, and ends with exit code {HANG}", file=sys.stderr)
+            leave(HANG)
+
+    threading.Thread(target=wait, name="meeting", daemon=True).start()
+    try:
+        yield
+    finally:
+        met.set()
 
 
 def _choose_device(run: RunConfig) -> torch.device:

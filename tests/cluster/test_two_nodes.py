@@ -1,0 +1,158 @@
+"""Two hosts, each with its own network, processes and sshd: a run on both by a hostfile, one of them cut off or killed,
+and what DeepSpeed's launcher says of wrong hostfiles. Needs root; see docs/nodes.md.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megasparse.errors import HANG
+from tests.cluster.conftest import NOBODY, STEPS, TwoNodes, cluster_run
+from tests.conftest import Report
+from tests.helpers.faults import Run, patience, running
+
+pytestmark = pytest.mark.cluster
+
+HOSTFILE = "node-a slots=1\nnode-b slots=1\n"
+BROKEN_CONNECTION = 255
+"""Exit code of ssh that lost its host; pdsh, and so `deepspeed`, ends with the largest of its hosts."""
+NOTICED = 12
+"""Seconds in which ssh gives up a silent host with ServerAliveInterval 5 and ServerAliveCountMax 2, and a bit."""
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
+    """The same on two ranks of one machine, undisturbed."""
+    run = cluster_run(tmp_path_factory.mktemp("clean"), data)
+    with running(run):
+        run.start()
+        ended = run.wait()
+    assert ended.code == 0, ended.said
+    assert sorted(run.losses()) == list(range(1, STEPS + 1))
+    return run
+
+
+@pytest.fixture
+def run(two_nodes: TwoNodes, tmp_path: Path, data: Path) -> Iterator[Run]:
+    run = cluster_run(tmp_path / "run", data)
+    try:
+        yield run
+    finally:
+        two_nodes.clear()
+        if run.process is not None:
+            run.process.kill()
+            run.process.wait()
+
+
+def goes_on(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
+    """The same command ends the run, whose every loss is that of the undisturbed one to the last bit."""
+    assert 10 <= max(run.checkpoints()) < STEPS
+    two_nodes.start(run, HOSTFILE)
+    ended = run.wait()
+    assert ended.code == 0, ended.said
+    assert run.losses() == clean.losses()
+
+
+def test_two_nodes_train_as_two_ranks_of_one(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
+    two_nodes.start(run, HOSTFILE)
+    ended = run.wait()
+    assert ended.code == 0, ended.said
+    assert run.losses() == clean.losses()
+    assert "node-a" in ended.said and "node-b" in ended.said
+
+
+def test_a_node_that_is_cut_off_is_named_and_the_run_goes_on(
+    two_nodes: TwoNodes, run: Run, clean: Run, figures: Report
+) -> None:
+    """node-b loses its network, and with it the disk that it shares with node-a."""
+    two_nodes.start(run, HOSTFILE)
+    run.wait_for_step(25)
+    two_nodes.b.do("ip", "link", "set", "eth0", "down")
+    two_nodes.b.do("mount", "-t", "tmpfs", "none", str(run.directory / "heartbeats"))
+    cut = time.monotonic()
+    try:
+        run.wait_until(lambda: "HANG:" in run.said())
+        noticed = time.monotonic() - cut
+        ended = run.wait(since=cut)
+        while two_nodes.ranks(two_nodes.b) and time.monotonic() < cut + 60:
+            time.sleep(0.1)
+        assert two_nodes.ranks(two_nodes.b) == [], "what was cut off ends too"
+    finally:
+        two_nodes.b.do("umount", str(run.directory / "heartbeats"))
+        two_nodes.b.do("ip", "link", "set", "eth0", "up")
+    figures(longest_cut_noticed_seconds=noticed, longest_cut_ended_seconds=ended.seconds)
+    assert ended.code == BROKEN_CONNECTION, ended.said
+    verdict = next(line for line in ended.said.splitlines() if "HANG:" in line)
+    assert "HANG: rank 1 on node-b" in verdict and f"ends with exit code {HANG}" in verdict, verdict
+    assert 4 < noticed < 5 + 3 * patience() and ended.seconds < NOTICED + 5 * patience()
+    goes_on(two_nodes, run, clean)
+
+
+def test_a_node_whose_processes_are_killed(two_nodes: TwoNodes, run: Run, clean: Run, figures: Report) -> None:
+    two_nodes.start(run, HOSTFILE)
+    run.wait_for_step(25)
+    for pid in two_nodes.ranks(two_nodes.b):
+        os.kill(pid, signal.SIGKILL)
+    ended = run.wait(since=time.monotonic())
+    figures(longest_kill_ended_seconds=ended.seconds)
+    assert ended.code not in (0, 2, 4) and ended.seconds < 5 * patience(), ended.said
+    assert "error: the connection to another rank broke" in ended.said
+    goes_on(two_nodes, run, clean)
+
+
+def test_supervisors_on_both_nodes_start_again_by_themselves(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
+    two_nodes.supervise(run, "--restarts", "2")
+    run.wait_for_step(25)
+    rank = min(set(two_nodes.ranks(two_nodes.b)) - set(two_nodes.b.processes("supervise.py")))
+    os.kill(rank, signal.SIGKILL)
+    ended = run.wait()
+    assert ended.code == 0, ended.said
+    assert run.losses() == clean.losses()
+    assert "rank 1 (pid" in ended.said and "was killed by SIGKILL" in ended.said
+    assert "rank 0 (pid" in ended.said and "lost another rank" in ended.said
+    assert ended.said.count("starting again in 1 s") == 2
+
+
+def test_one_signal_to_one_node_stops_both(two_nodes: TwoNodes, run: Run) -> None:
+    two_nodes.supervise(run)
+    run.wait_for_step(5)
+    os.kill(min(two_nodes.b.processes("supervise.py")), signal.SIGUSR1)
+    ended = run.wait()
+    assert ended.code == 0, ended.said
+    assert max(run.checkpoints()) == max(run.losses()) < STEPS
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "options", "said"),
+    [
+        ("node-c slots=1\nnode-a slots=1\n", (), "host=node-c was not reachable via ssh"),
+        ("node-a slots=1\nnode-a slots=1\n", (), "node-a"),
+        ("node-a 1\n", (), "hostfile"),
+        ("node-a slots=one\n", (), "hostfile"),
+    ],
+)
+def test_a_wrong_hostfile_ends_at_once(
+    two_nodes: TwoNodes, run: Run, hostfile: str, options: tuple[str, ...], said: str
+) -> None:
+    two_nodes.start(run, hostfile, *options)
+    ended = run.wait(limit=60)
+    print(ended)
+    assert ended.code not in (0, None) and said in ended.said, ended
+    assert not run.directory.exists()
+
+
+def test_a_second_host_that_is_out_of_reach_or_a_wrong_address_ends_in_time(
+    two_nodes: TwoNodes, tmp_path: Path, data: Path
+) -> None:
+    run = cluster_run(tmp_path / "run", data, run={"hang_timeout": 2.0})
+    for hostfile, options in (("node-a slots=1\nnode-c slots=1\n", ()), (HOSTFILE, ("--master_addr", NOBODY))):
+        two_nodes.start(run, hostfile, *options)
+        ended = run.wait()
+        print(ended)
+        two_nodes.clear()
+        assert f"HANG: rank 0 on node-a waited 20 s for the 2 ranks to meet at" in ended.said
