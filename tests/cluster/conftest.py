@@ -10,16 +10,25 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.faults import SUPERVISE, Run
+from tests.helpers.faults import SUPERVISE, Run, running
 from tests.helpers.hosts import Host, hosts, require
+from tests.helpers.slurm import Slurm
 from tests.helpers.trained import prepared
 
 PRETRAIN = SUPERVISE.with_name("pretrain.py")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NOBODY = "10.77.0.9"
 """An address of the same network that no host has."""
-STEPS = 60
-PASSED_ON = ("OMP_NUM_THREADS=1", "GOMP_SPINCOUNT=0", "GLOO_SOCKET_IFNAME=eth0")
+STEPS = 120
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GOMP_SPINCOUNT": "0",
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "PYTHONPATH": str(SUPERVISE.parents[1]),
+    "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions")),
+}
+"""What every rank is given, on whichever node."""
+SETTINGS = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cluster_run(folder: Path, data: Path, **sections: dict[str, Any]) -> Run:
-    """A run of 60 steps that saves every tenth."""
+    """A run of 120 steps that saves every tenth."""
     own = {"training": {"steps": STEPS}, "checkpoint": {"every": 10}, "run": {"hang_timeout": 5.0}}
     return Run(folder, data, **(own | sections))
 
@@ -37,7 +46,6 @@ def cluster_run(folder: Path, data: Path, **sections: dict[str, Any]) -> Run:
 class TwoNodes:
     """Two hosts that know each other as node-a and node-b; everything is started on node-a."""
 
-    folder: Path
     a: Host
     b: Host
 
@@ -45,29 +53,20 @@ class TwoNodes:
         """`deepspeed --hostfile` with these lines, and options of its own."""
         path = run.folder / "hostfile"
         path.write_text(hostfile)
-        (run.folder / ".deepspeed_env").write_text("".join(f"{each}\n" for each in (*PASSED_ON, self._extensions())))
+        (run.folder / ".deepspeed_env").write_text("\n".join(SETTINGS))
         script = [str(PRETRAIN), "--config", str(run.folder / "config.json")]
         deepspeed = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(path), *options]
         self._launch(run, [*deepspeed, *script])
 
     def supervise(self, run: Run, *options: str) -> None:
         """A supervisor on each node, started by one pdsh."""
-        environment = " ".join([*PASSED_ON, self._extensions(), f"PYTHONPATH={SUPERVISE.parents[1]}"])
         place = f"--ranks 1 --nodes 2 --node-rank %n --address node-a:29500 {' '.join(options)}"
         script = f"{PRETRAIN} --config {run.folder}/config.json"
-        command = f"cd {run.folder}; env {environment} {sys.executable} -u {SUPERVISE} {place} {script}"
+        command = f"cd {run.folder}; env {' '.join(SETTINGS)} {sys.executable} -u {SUPERVISE} {place} {script}"
         self._launch(run, ["env", "PDSH_RCMD_TYPE=ssh", "pdsh", "-S", "-w", "node-a,node-b", command])
 
     def _launch(self, run: Run, command: list[str]) -> None:
-        run.launch(self.a.command(*command, folder=run.folder), PYTHONPATH=str(SUPERVISE.parents[1]))
-
-    @staticmethod
-    def _extensions() -> str:
-        cache = Path.home() / ".cache" / "torch_extensions"
-        return f"TORCH_EXTENSIONS_DIR={os.environ.get('TORCH_EXTENSIONS_DIR', cache)}"
-
-    def ranks(self, host: Host) -> list[int]:
-        return [pid for pid in host.processes(str(PRETRAIN)) if pid in host.processes("--config")]
+        run.launch(self.a.command(*command, folder=run.folder), **ENVIRONMENT)
 
     def clear(self) -> None:
         """End what a test has left behind on both."""
@@ -77,14 +76,42 @@ class TwoNodes:
 
 
 @pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
-    require("ip", "unshare", "nsenter", "setpriv", "ssh-keygen", "sshd", "pdsh")
-    folder = tmp_path_factory.mktemp("hosts")
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    """node-a and node-b, joined."""
+    require("ip", "unshare", "nsenter", "setpriv")
+    names = tmp_path_factory.mktemp("names") / "hosts"
     known = [f"{address} {name}" for address, name in zip(ADDRESSES, ("node-a", "node-b"), strict=True)]
-    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, f"{NOBODY} node-c", ""]))
+    names.write_text("\n".join(["127.0.0.1 localhost", *known, f"{NOBODY} node-c", ""]))
     with hosts(["node-a", "node-b"]) as (a, b):
         a.join(b, ADDRESSES)
         for host in (a, b):
-            host.serve_ssh(folder, folder / "hosts")
-        yield TwoNodes(folder, a, b)
+            host.know(names)
+        yield [a, b]
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory, pair: list[Host]) -> TwoNodes:
+    require("ssh-keygen", "sshd", "pdsh")
+    folder = tmp_path_factory.mktemp("ssh")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
+    for host in pair:
+        host.serve_ssh(folder)
+    return TwoNodes(*pair)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory, pair: list[Host]) -> Slurm:
+    require("munged", "slurmctld", "slurmd", "sbatch")
+    return Slurm(tmp_path_factory.mktemp("slurm"), pair)
+
+
+@pytest.fixture(scope="session")
+def clean(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
+    """The same on two ranks of one machine, undisturbed."""
+    run = cluster_run(tmp_path_factory.mktemp("clean"), data)
+    with running(run):
+        run.start()
+        ended = run.wait()
+    assert ended.code == 0, ended.said
+    assert sorted(run.losses()) == list(range(1, STEPS + 1))
+    return run

@@ -62,8 +62,9 @@ class Host:
         own = ["--net", "--pid", "--mount", "--uts", "--ipc", f"--wd={folder}"]
         return ["nsenter", "-t", str(self.pid), *own, *command]
 
-    def do(self, *command: str) -> str:
-        done = subprocess.run(self.command(*command), capture_output=True, text=True, timeout=30)
+    def do(self, *command: str, folder: Path = Path("/")) -> str:
+        """Run a command to its end; what it wrote."""
+        done = subprocess.run(self.command(*command, folder=folder), capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, f"{self.name}: {command}: {done.stderr or done.stdout}"
         return done.stdout
 
@@ -75,23 +76,28 @@ class Host:
             host.do("ip", "address", "add", f"{address}/24", "dev", "eth0")
             host.do("ip", "link", "set", "eth0", "up")
 
-    def serve_ssh(self, folder: Path, hosts: Path) -> None:
-        """Let root in by the key in `folder`, and know the others by the file `hosts`."""
+    def know(self, names: Path) -> None:
+        """Take a file for /etc/hosts."""
+        self.do("mount", "--bind", str(names), "/etc/hosts")
+
+    def serve_ssh(self, folder: Path) -> None:
+        """Let root in by the key in `folder`, and log in elsewhere by it."""
         (folder / "ssh_config").write_text(SSH.format(folder=folder))
         (folder / "sshd_config").write_text(SSHD.format(folder=folder))
         self.do("mount", "--bind", str(folder / "ssh_config"), "/etc/ssh/ssh_config")
-        self.do("mount", "--bind", str(hosts), "/etc/hosts")
         self.do("/usr/sbin/sshd", "-f", str(folder / "sshd_config"))
 
-    def processes(self, part: str) -> list[int]:
-        """Numbers, as seen from outside, of this host's processes whose command line has `part`."""
+    def processes(self, *parts: str) -> list[int]:
+        """Numbers, as seen from outside, of this host's processes whose command line has all these parts."""
         found = []
         own = os.readlink(f"/proc/{self.pid}/ns/pid")
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and os.readlink(entry / "ns/pid") == own:
-                    if part in (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"):
-                        found.append(int(entry.name))
+                if not entry.name.isdigit() or os.readlink(entry / "ns/pid") != own:
+                    continue
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if all(part in line for part in parts):
+                    found.append(int(entry.name))
             except OSError:
                 continue
         return found
