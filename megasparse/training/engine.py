@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.config.schema import RunSettings
-from megasparse.data.batches import Batch
+from megasparse.data.batches import Batch, check_shares
 from megasparse.errors import ConfigError
 from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers, silent
 from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
@@ -369,7 +369,7 @@ def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str
     """DeepSpeed's configuration: the user's section, and what our own sections decide."""
     training = config.training
     share = training.micro_batch * ranks.world_size
-    assert training.global_batch % share == 0, "the data would have refused this"
+    check_shares(training.global_batch, training.micro_batch, ranks.world_size)
     generated: dict[str, Any] = {
         "train_batch_size": training.global_batch,
         "train_micro_batch_size_per_gpu": training.micro_batch,

@@ -49,12 +49,12 @@ class TwoNodes:
     a: Host
     b: Host
 
-    def start(self, run: Run, hostfile: str, *options: str) -> None:
+    def start(self, run: Run, hostfile: str, *options: str, stop_at: int = STEPS) -> None:
         """`deepspeed --hostfile` with these lines, and options of its own."""
         path = run.folder / "hostfile"
         path.write_text(hostfile)
         (run.folder / ".deepspeed_env").write_text("\n".join(SETTINGS))
-        script = [str(PRETRAIN), "--config", str(run.folder / "config.json")]
+        script = [str(PRETRAIN), "--config", str(run.folder / "config.json"), "--stop-at", str(stop_at)]
         deepspeed = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(path), *options]
         self._launch(run, [*deepspeed, *script])
 

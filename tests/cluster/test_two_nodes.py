@@ -93,6 +93,21 @@ def test_a_node_whose_processes_are_killed(two_nodes: TwoNodes, run: Run, clean:
     goes_on(two_nodes, run, clean)
 
 
+def test_two_nodes_one_and_two_again_go_on_with_the_same_batch(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
+    """On as many nodes as before to the last bit; on another number sums have another order. The order of samples is
+    checked in tests/reliability.
+    """
+    for hostfile, stop in ((HOSTFILE, 40), ("node-a slots=1\n", 80), (HOSTFILE, STEPS)):
+        two_nodes.start(run, hostfile, stop_at=stop)
+        ended = run.wait()
+        assert ended.code == 0, ended.said
+        assert max(run.checkpoints()) == max(run.losses()) == stop
+    for step, loss in clean.losses().items():
+        if step <= 40:
+            assert run.losses()[step] == loss
+        assert float.fromhex(run.losses()[step]) == pytest.approx(float.fromhex(loss), rel=1e-5), step
+
+
 def test_supervisors_on_both_nodes_start_again_by_themselves(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
     two_nodes.supervise(run, "--restarts", "2")
     run.wait_for_step(25)
