@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -122,7 +121,7 @@ def _patience(place: str, limit: float) -> Iterator[None]:
     """While the ranks meet, where no watchdog looks yet: say after half a minute that this one waits, and end it with
     errors.HANG after `limit` seconds (0: never).
     """
-    began, met = time.monotonic(), threading.Event()
+    met, told = threading.Event(), min(MEETING_TOLD, limit or MEETING_TOLD)
     name = f"rank {os.environ['RANK']} on {socket.gethostname()}"
     whom = f"for the {os.environ['WORLD_SIZE']} ranks to meet at {place}"
     mend = (
@@ -131,10 +130,10 @@ def _patience(place: str, limit: float) -> Iterator[None]:
     )
 
     def wait() -> None:
-        if met.wait(min(MEETING_TOLD, limit or MEETING_TOLD)):
+        if met.wait(told):
             return
-        print(f"{name} has waited {time.monotonic() - began:.0f} s {whom}. {mend}", file=sys.stderr, flush=True)
-        if limit and not met.wait(limit - MEETING_TOLD):
+        print(f"{name} has waited {told:g} s {whom}. {mend}", file=sys.stderr, flush=True)
+        if limit and not met.wait(limit - told):
             print(f"HANG: {name} waited {limit:g} s {whom}, and ends with exit code {HANG}", file=sys.stderr)
             leave(HANG)
 
@@ -150,7 +149,11 @@ def _choose_device(run: RunConfig) -> torch.device:
         raise ConfigError("run.device", '"cuda" was asked for, and PyTorch sees no GPU', 'Set run.device="cpu"')
     if run.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= devices:
+        problem = f"rank {local} of {socket.gethostname()} has no GPU of its own; PyTorch sees {devices} there"
+        raise ConfigError("LOCAL_RANK", problem, "Start no more ranks a node than it has GPUs: --ranks, or slots=")
+    return torch.device("cuda", local)
 
 
 def _free_port() -> int:
