@@ -19,7 +19,9 @@ pytestmark = pytest.mark.cluster
 
 HOSTFILE = "node-a slots=1\nnode-b slots=1\n"
 BROKEN_CONNECTION = 255
-"""Exit code of ssh that lost its host, or whose command there was killed; pdsh, and so `deepspeed`, ends with the largest of its hosts."""
+"""Exit code of ssh that lost its host, or whose command there was killed; pdsh, and so `deepspeed`, ends with the
+largest of its hosts'.
+"""
 RANK = ("launch/pretrain.py", "--config")
 NOTICED = 12
 """Seconds in which ssh gives up a silent host with ServerAliveInterval 5 and ServerAliveCountMax 2, and a bit."""
