@@ -2,6 +2,7 @@
 # make test         the tests (12 minutes on two cores)         make checks   ruff and mypy
 # make kernels      every GPU kernel in Triton's interpreter, and compiled for the A100 and the H100 (no GPU needed)
 # make soak         the tests that take minutes to hours        make clean    the virtual environment and caches
+# make cluster      two hosts, and a Slurm, made of namespaces of this one; as root, with openssh-server, pdsh, slurm-wlm and munge
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu takes PyTorch's CPU build (no GPU: 200 MB in place of several GB).
 # PYTHON=python3.12 chooses the interpreter of the virtual environment. JOBS=8 runs the files of `make test` in 8 processes (2).
@@ -15,13 +16,13 @@ BIN := .venv/bin
 export GOMP_SPINCOUNT ?= 2000
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: quickstart test checks kernels soak clean install
+.PHONY: quickstart test checks kernels soak cluster clean install
 
 quickstart: .venv/installed
 	@$(BIN)/python tools/quickstart.py
 
 test: .venv/installed-dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak and not kernels" -n $(JOBS) --dist loadfile $(TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak and not kernels and not cluster" -n $(JOBS) --dist loadfile $(TESTS)
 
 checks: .venv/installed-dev
 	@$(BIN)/ruff check .
@@ -33,6 +34,9 @@ kernels: .venv/installed-dev
 
 soak: .venv/installed-dev
 	@$(BIN)/python -m pytest -m soak $(TESTS)
+
+cluster: .venv/installed-dev
+	@$(BIN)/python -m pytest -m cluster $(TESTS)
 
 install: .venv/installed
 

@@ -59,6 +59,24 @@ class Step:
     """Sequences of this rank's that were damaged and replaced, told by the first of those that share them."""
 
 
+def check_shares(global_batch: int, micro_batch: int, ranks: int, sharing: int = 1) -> None:
+    """Raises ConfigError where a global batch cannot be shared out among so many ranks, of which `sharing` take each
+    sequence together; it names what numbers can.
+    """
+    share = micro_batch * ranks // sharing
+    if global_batch % share == 0:
+        return
+    problem = f"{global_batch} is not a multiple of micro_batch × ranks = {micro_batch} × {ranks}"
+    if sharing > 1:
+        problem += f" / {sharing} (parallel.sequence)"
+    mend = f"Set it to {max(1, round(global_batch / share)) * share}, or change micro_batch"
+    if global_batch % micro_batch == 0:
+        parts = global_batch // micro_batch
+        possible = (str(number * sharing) for number in range(1, parts + 1) if parts % number == 0)
+        mend += f", or run it on another number of ranks: {', '.join(possible)}"
+    raise ConfigError("training.global_batch", problem, mend)
+
+
 class TrainingBatches(Iterator[Step]):
     """Endless iterator of `Step`s over folders of shards, each with its weight among the sequences.
 
@@ -97,13 +115,7 @@ class TrainingBatches(Iterator[Step]):
         alive: Callable[[str], None] = silent,
     ):
         assert 0 <= rank < world_size and start >= 0
-        share = micro_batch * world_size
-        if global_batch % share:
-            problem = f"{global_batch} is not a multiple of micro_batch × ranks = {micro_batch} × {world_size}"
-            nearest = max(1, round(global_batch / share)) * share
-            raise ConfigError(
-                "training.global_batch", problem, f"Set it to {nearest}, or change micro_batch or the ranks"
-            )
+        check_shares(global_batch, micro_batch, world_size * part[1], part[1])
         self.mixture = Mixture([weight for _, weight in folders], seed)
         self.corpora = [
             Sequences(

@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.data.batches import Step
+from megasparse.data.batches import Step, check_shares
 from megasparse.data.order import permutation
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.tasks import build_task
@@ -51,10 +51,7 @@ class TaskRun:
         training.global_batch where the ranks cannot share it out.
         """
         training = self.config.training
-        share = training.micro_batch * ranks.world_size
-        if training.global_batch % share:
-            problem = f"{training.global_batch} is not a multiple of micro_batch × ranks = {share}"
-            raise ConfigError("training.global_batch", problem, f"Set it to a multiple of {share}")
+        check_shares(training.global_batch, training.micro_batch, ranks.world_size)
         kind: Any = TokenBatches if training.batch_unit == "tokens" else ExampleBatches
         return kind(
             self.train,

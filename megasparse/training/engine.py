@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.config.schema import RunSettings
-from megasparse.data.batches import Batch
+from megasparse.data.batches import Batch, check_shares
 from megasparse.errors import ConfigError
 from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers, silent
 from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
@@ -377,7 +377,7 @@ def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str
     """DeepSpeed's configuration: the user's section, and what our own sections decide."""
     training = config.training
     share = training.micro_batch * ranks.data_ranks
-    assert training.global_batch % share == 0, "the data would have refused this"
+    check_shares(training.global_batch, training.micro_batch, ranks.world_size, ranks.sequence_size)
     generated: dict[str, Any] = {
         "train_batch_size": training.global_batch * ranks.sequence_size,  # as if each had sequences of its own
         "train_micro_batch_size_per_gpu": training.micro_batch,

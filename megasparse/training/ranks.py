@@ -6,6 +6,10 @@ What ranks tell each other travels as JSON, never as pickle.
 import json
 import os
 import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,7 +18,11 @@ import torch
 import torch.distributed
 
 from megasparse.config.schema import RunConfig
-from megasparse.errors import ConfigError
+from megasparse.errors import HANG, ConfigError, leave
+from megasparse.training.watchdog import START
+
+MEETING_TOLD = 30.0
+"""Seconds that the ranks may need to meet before each says that it waits."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +145,42 @@ def _meet(run: RunConfig, device: torch.device) -> None:
     ):
         os.environ.setdefault(name, value)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        torch.distributed.init_process_group(backend, timeout=_time_limit(run))
+        with _patience(place, START * run.hang_timeout):
+            torch.distributed.init_process_group(backend, timeout=_time_limit(run))
     except torch.distributed.DistNetworkError as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         problem = f"the ranks cannot meet at {place} ({str(error).splitlines()[0]})"
         mend = "Choose a port that is free on the first host, and that the other hosts reach"
         raise ConfigError("MASTER_ADDR:MASTER_PORT", problem, mend) from None
+
+
+@contextmanager
+def _patience(place: str, limit: float) -> Iterator[None]:
+    """While the ranks meet, where no watchdog looks yet: say after half a minute that this one waits, and end it with
+    errors.HANG after `limit` seconds (0: never).
+    """
+    met, told = threading.Event(), min(MEETING_TOLD, limit or MEETING_TOLD)
+    name = f"rank {os.environ['RANK']} on {socket.gethostname()}"
+    whom = f"for the {os.environ['WORLD_SIZE']} ranks to meet at {place}"
+    mend = (
+        "Have all nodes started their ranks, is that the first node's address, and is the port open? "
+        "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the network interface (docs/nodes.md)"
+    )
+
+    def wait() -> None:
+        if met.wait(told):
+            return
+        print(f"{name} has waited {told:g} s {whom}. {mend}", file=sys.stderr, flush=True)
+        if limit and not met.wait(limit - told):
+            print(f"HANG: {name} waited {limit:g} s {whom}, and ends with exit code {HANG}", file=sys.stderr)
+            leave(HANG)
+
+    threading.Thread(target=wait, name="meeting", daemon=True).start()
+    try:
+        yield
+    finally:
+        met.set()
 
 
 def _choose_device(run: RunConfig) -> torch.device:
@@ -151,7 +188,11 @@ def _choose_device(run: RunConfig) -> torch.device:
         raise ConfigError("run.device", '"cuda" was asked for, and PyTorch sees no GPU', 'Set run.device="cpu"')
     if run.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= devices:
+        problem = f"rank {local} of {socket.gethostname()} has no GPU of its own; PyTorch sees {devices} there"
+        raise ConfigError("LOCAL_RANK", problem, "Start no more ranks a node than it has GPUs: --ranks, or slots=")
+    return torch.device("cuda", local)
 
 
 def _free_port() -> int:

@@ -267,8 +267,10 @@ class Watchdog:
         more = f" and {len(culprits) - NAMED} more" if len(culprits) > NAMED else ""
         ended = [beat.rank for beat, _ in heard if beat.ended]
         gone = f" (ended before: {', '.join(map(str, ended[:NAMED]))})" if ended else ""
+        even = len(behind) == self._world_size > 1 and not silent
+        hint = " (no rank is behind the others: is the network between them down?)" if even else ""
         return (
-            f"HANG: {'; '.join(culprits[:NAMED])}{more}{gone}. "
+            f"HANG: {'; '.join(culprits[:NAMED])}{more}{gone}{hint}. "
             f'Rank {own.rank}, at "{own.doing}" for {own.age:.1f} s, ends with exit code {HANG}; its stacks follow '
             f"(limit {own.limit:g} s, run.hang_timeout={self._timeout:g})"
         )

@@ -183,10 +183,14 @@ def test_close_ends_the_thread(make_index: Make, corpus: bytes, taken: int, paus
 
 
 def test_a_global_batch_that_does_not_divide_names_the_key_and_a_value(make_index: Make, corpus: bytes) -> None:
-    with pytest.raises(ConfigError, match=r"training\.global_batch: 12 is not a multiple of .*2 × 4. Set it to (8|16)"):
+    refused = r"training\.global_batch: 12 is not a multiple of .*2 × 4. Set it to (8|16), .* of ranks: 1, 2, 3, 6$"
+    with pytest.raises(ConfigError, match=refused):
         batches(make_index(corpus), micro_batch=2, world_size=4)
-    with pytest.raises(ConfigError, match=r"Set it to 16,"):
+    with pytest.raises(ConfigError, match=r"Set it to 16, or change micro_batch$"):
         batches(make_index(corpus), micro_batch=16)
+    shared = r"micro_batch × ranks = 2 × 16 / 2 \(parallel.sequence\)\. Set it to 16, .* of ranks: 2, 4, 6, 12$"
+    with pytest.raises(ConfigError, match=shared):
+        batches(make_index(corpus), micro_batch=2, world_size=8, part=(0, 2))
 
 
 def test_a_sequence_longer_than_every_shard_names_the_key(make_index: Make, corpus: bytes) -> None:

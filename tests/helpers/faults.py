@@ -69,14 +69,18 @@ class Run:
         injected = json.dumps({"folder": str(self.folder), "faults": list(faults)})
         for note in self.folder.glob("fault-*.json"):
             note.unlink()
+        self.launch([sys.executable, *script], MEGASPARSE_FAULTS=injected)
+
+    def launch(self, command: list[str], **environment: str) -> None:
+        """Start any command as this run's launcher."""
         self.starts += 1
         self.began = time.monotonic()
         self.shared_memory = set(os.listdir("/dev/shm"))
         threads = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *script],
-                env=os.environ | threads | {"MEGASPARSE_FAULTS": injected},
+                command,
+                env=os.environ | threads | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -271,7 +271,9 @@ def test_a_bad_line_is_named(place: Path, tmp_path: Path) -> None:
 
 def test_ranks_must_share_a_global_batch(place: Path) -> None:
     run = made(place)
-    with pytest.raises(ConfigError, match=r"^training\.global_batch: 8 is not a multiple of micro_batch × ranks = 12"):
+    with pytest.raises(
+        ConfigError, match=r"^training\.global_batch: 8 is not a multiple of micro_batch × ranks = 4 × 3"
+    ):
         run.batches(Ranks(0, 3), 0)
 
 

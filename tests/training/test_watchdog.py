@@ -179,10 +179,19 @@ def test_S3_a_rank_that_holds_pythons_lock_is_named_and_prints_its_stacks(start:
     detected(began)
     assert code == HANG
     assert "HANG: rank 1 on" in verdict(said) and '"step 2, tokenizing"' in verdict(said)
+    assert "network" not in verdict(said)
     code, said = holding.end(TIMEOUT + 5.0)
     assert code == 1
     assert "in catastrophic" in said
     detected(began, limit=TIMEOUT + 2.5)
+
+
+def test_S3_ranks_that_all_wait_at_the_same_place_suspect_the_network(start: Start) -> None:
+    ranks = [start(f"{STEPS}\nhang('step 2, update')", rank=rank) for rank in range(2)]
+    for rank in ranks:
+        code, said = rank.end(10)
+        assert code == HANG and "rank 0 on" in verdict(said) and "rank 1 on" in verdict(said)
+        assert "no rank is behind the others: is the network between them down?" in verdict(said)
 
 
 @pytest.mark.parametrize("ahead", [0, 50], ids=["the slow one behind", "the slow one ahead"])

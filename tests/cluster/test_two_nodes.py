@@ -1,0 +1,165 @@
+"""Two hosts, each with its own network, processes and sshd: a run on both by a hostfile, one of them cut off or killed,
+and what DeepSpeed's launcher says of wrong hostfiles. Needs root; see docs/nodes.md.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megasparse.errors import HANG
+from tests.cluster.conftest import NOBODY, STEPS, TwoNodes, cluster_run
+from tests.conftest import Report
+from tests.helpers.faults import Run, patience
+
+pytestmark = pytest.mark.cluster
+
+HOSTFILE = "node-a slots=1\nnode-b slots=1\n"
+BROKEN_CONNECTION = 255
+"""Exit code of ssh that lost its host, or whose command there was killed; pdsh, and so `deepspeed`, ends with the
+largest of its hosts'.
+"""
+RANK = ("launch/pretrain.py", "--config")
+NOTICED = 12
+"""Seconds in which ssh gives up a silent host with ServerAliveInterval 5 and ServerAliveCountMax 2, and a bit."""
+
+
+@pytest.fixture
+def run(two_nodes: TwoNodes, tmp_path: Path, data: Path) -> Iterator[Run]:
+    run = cluster_run(tmp_path / "run", data)
+    try:
+        yield run
+    finally:
+        two_nodes.clear()
+        if run.process is not None:
+            run.process.kill()
+            run.process.wait()
+
+
+def goes_on(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
+    """The same command ends the run, whose every loss is that of the undisturbed one to the last bit."""
+    assert 10 <= max(run.checkpoints()) < STEPS
+    two_nodes.start(run, HOSTFILE)
+    ended = run.wait()
+    assert ended.code == 0, ended.said
+    assert run.losses() == clean.losses()
+
+
+def test_two_nodes_train_as_two_ranks_of_one(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
+    two_nodes.start(run, HOSTFILE)
+    ended = run.wait()
+    assert ended.code == 0, ended.said
+    assert run.losses() == clean.losses()
+    assert "node-a" in ended.said and "node-b" in ended.said
+
+
+def test_a_node_that_is_cut_off_is_named_and_the_run_goes_on(
+    two_nodes: TwoNodes, run: Run, clean: Run, figures: Report
+) -> None:
+    """node-b loses its network, and with it the disk that it shares with node-a."""
+    two_nodes.start(run, HOSTFILE)
+    run.wait_for_step(25)
+    two_nodes.b.do("ip", "link", "set", "eth0", "down")
+    two_nodes.b.do("mount", "-t", "tmpfs", "none", str(run.directory / "heartbeats"))
+    cut = time.monotonic()
+    try:
+        run.wait_until(lambda: "HANG:" in run.said())
+        noticed = time.monotonic() - cut
+        ended = run.wait(since=cut)
+        while two_nodes.b.processes(*RANK) and time.monotonic() < cut + 60:
+            time.sleep(0.1)
+        assert two_nodes.b.processes(*RANK) == [], "what was cut off ends too"
+    finally:
+        two_nodes.b.do("umount", str(run.directory / "heartbeats"))
+        two_nodes.b.do("ip", "link", "set", "eth0", "up")
+    figures(longest_cut_noticed_seconds=noticed, longest_cut_ended_seconds=ended.seconds)
+    assert ended.code == BROKEN_CONNECTION, ended.said
+    verdict = next(line for line in ended.said.splitlines() if "HANG:" in line)
+    assert "HANG: rank 1 on node-b" in verdict and f"ends with exit code {HANG}" in verdict, verdict
+    assert 4 < noticed < 5 + 3 * patience() and ended.seconds < NOTICED + 5 * patience()
+    goes_on(two_nodes, run, clean)
+
+
+def test_a_node_whose_processes_are_killed(two_nodes: TwoNodes, run: Run, clean: Run, figures: Report) -> None:
+    two_nodes.start(run, HOSTFILE)
+    run.wait_for_step(25)
+    for pid in two_nodes.b.processes(*RANK):
+        os.kill(pid, signal.SIGKILL)
+    ended = run.wait(since=time.monotonic())
+    figures(longest_kill_ended_seconds=ended.seconds)
+    assert ended.code == BROKEN_CONNECTION and ended.seconds < 5 * patience(), ended.said
+    assert "error: the connection to another rank broke" in ended.said
+    goes_on(two_nodes, run, clean)
+
+
+def test_two_nodes_one_and_two_again_go_on_with_the_same_batch(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
+    """On as many nodes as before to the last bit; on another number sums have another order. The order of samples is
+    checked in tests/reliability.
+    """
+    for hostfile, stop in ((HOSTFILE, 40), ("node-a slots=1\n", 80), (HOSTFILE, STEPS)):
+        two_nodes.start(run, hostfile, stop_at=stop)
+        ended = run.wait()
+        assert ended.code == 0, ended.said
+        assert max(run.checkpoints()) == max(run.losses()) == stop
+    for step, loss in clean.losses().items():
+        if step <= 40:
+            assert run.losses()[step] == loss
+        assert float.fromhex(run.losses()[step]) == pytest.approx(float.fromhex(loss), rel=1e-5), step
+
+
+def test_supervisors_on_both_nodes_start_again_by_themselves(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
+    two_nodes.supervise(run, "--restarts", "2")
+    run.wait_for_step(25)
+    (rank,) = set(two_nodes.b.processes(*RANK)) - set(two_nodes.b.processes("supervise.py"))
+    os.kill(rank, signal.SIGKILL)
+    ended = run.wait()
+    assert ended.code == 0, ended.said
+    assert run.losses() == clean.losses()
+    assert "rank 1 (pid" in ended.said and "was killed by SIGKILL" in ended.said
+    assert "rank 0 (pid" in ended.said and "lost another rank" in ended.said
+    assert ended.said.count("starting again in 1 s") == 2
+
+
+def test_one_signal_to_one_node_stops_both(two_nodes: TwoNodes, run: Run) -> None:
+    two_nodes.supervise(run)
+    run.wait_for_step(5)
+    os.kill(min(two_nodes.b.processes("supervise.py")), signal.SIGUSR1)
+    ended = run.wait()
+    assert ended.code == 0, ended.said
+    assert max(run.checkpoints()) == max(run.losses()) < STEPS
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "said"),
+    [
+        ("node-c slots=1\nnode-a slots=1\n", "host=node-c was not reachable via ssh"),
+        ("node-a slots=1\nnode-a slots=1\n", "Hostfile contains multiple entries for node-a"),
+        ("node-a slots=one\n", "Hostfile contains a bad entry: node-a slots=one"),
+    ],
+)
+def test_a_wrong_hostfile_ends_at_once(two_nodes: TwoNodes, run: Run, hostfile: str, said: str) -> None:
+    two_nodes.start(run, hostfile)
+    ended = run.wait(limit=60)
+    assert ended.code == 1 and said in ended.said.splitlines()[-1], ended.said
+    assert not run.directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "options", "code"),
+    [
+        ("node-a slots=1\nnode-c slots=1\n", (), BROKEN_CONNECTION),
+        (HOSTFILE, ("--master_addr", NOBODY), HANG),
+    ],
+    ids=["second host", "address"],
+)
+def test_what_is_out_of_reach_ends_in_time(
+    two_nodes: TwoNodes, run: Run, hostfile: str, options: tuple[str, ...], code: int
+) -> None:
+    two_nodes.start(run, hostfile, *options)
+    ended = run.wait()
+    assert ended.code == code, ended.said
+    assert "HANG: rank 0 on node-a waited 50 s for the 2 ranks to meet at 10.77.0." in ended.said
+    assert not run.directory.exists()

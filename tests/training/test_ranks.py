@@ -1,0 +1,45 @@
+"""Ranks that cannot meet, or have no device, say so and end."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasparse.config.schema import RunConfig
+from megasparse.errors import HANG, ConfigError
+from megasparse.training.ranks import start_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+MEET = """
+from megasparse.config.schema import RunConfig
+from megasparse.training import ranks
+ranks.MEETING_TOLD = 0.5
+ranks.start_ranks(RunConfig(directory="unused", device="cpu", hang_timeout=0.1))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["the first waits", "the first is not there"])
+def test_ranks_that_do_not_meet_say_so_and_end_as_hung(rank: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = os.environ | {name: str(value) for name, value in place.items()} | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", MEET], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == HANG, ended.stderr
+    where = f"rank {rank} on {socket.gethostname()}"
+    assert f"{where} has waited 0.5 s for the 2 ranks to meet at 127.0.0.1:{port}. Have all" in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith(f"HANG: {where} waited 1 s for the 2 ranks to meet at")
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_RANK", "8")
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    with pytest.raises(ConfigError, match=r"^LOCAL_RANK: rank 8 of \S+ has no GPU of its own; PyTorch sees 8 there\."):
+        start_ranks(RunConfig(directory="unused"))
