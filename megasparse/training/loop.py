@@ -14,12 +14,16 @@ from megasparse.data.batches import Step, WaitingStopped
 from megasparse.errors import LostPeer, StorageError, TrainingError
 from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.engine import Engine, StepResult
+from megasparse.training.memory import memory_scalars
 from megasparse.training.monitor import Monitor
+from megasparse.training.rank_table import EVERY as TABLE_EVERY
+from megasparse.training.rank_table import RankTable, Spent
 from megasparse.training.saving import Saver
 from megasparse.training.schedule import learning_rate
 from megasparse.training.selection import Selection
 from megasparse.training.spikes import LossGuard
 from megasparse.training.stragglers import Stragglers
+from megasparse.training.tracing import Tracer
 from megasparse.training.watch import RollCall, StopWanted, Watch, call_roll
 
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
@@ -110,16 +114,20 @@ def train(
         if selection.exhausted:
             monitor.say(f"nothing left to do: {selection.verdict()}")
             return True
-    stragglers, own_seconds, stall_seconds = Stragglers(engine.ranks.world_size), 0.0, 0.0
+    if here.step:
+        monitor.event(here.step, f"started again, after step {here.step}")
+    stragglers, stall_seconds = Stragglers(engine.ranks.world_size), 0.0
+    table, spent = RankTable(engine.ranks.world_size), Spent()
     guard = here.guard
 
     def accept(loss: float) -> bool:
         return not (guard.skip and guard.is_spike(loss))
 
-    for step in range(here.step + 1, last + 1):
+    tracer = Tracer(config, engine.ranks, watch.trace_wanted)
+    for step in tracer.steps(range(here.step + 1, last + 1)):
         began = time.perf_counter()
         data = _next(source, step, watch)
-        roll = _agree(engine, saver, watch, data, own_seconds)
+        roll = _agree(engine, saver, watch, data, spent)
         if not roll.writing:
             here.finish(saver)
         if roll.stop:
@@ -129,12 +137,14 @@ def train(
         result = engine.train_step(data.micro_batches, step, rate, accept, watch.progress)
         spike = guard.is_spike(result.loss)
         here.advance(data, roll.skipped, result)
-        own_seconds = data.wait_seconds + result.forward_seconds
+        spent = Spent(data.wait_seconds, result.forward_seconds, roll.waited + result.communication_seconds)
+        table.add(roll.spent)
 
         scalars = _describe(config, engine, here, result, rate)
         scalars |= {"speed/straggler_ratio": stragglers.worst_ratio, "checkpoint/stall_seconds": stall_seconds}
-        scalars |= monitor.speed(result.tokens, time.perf_counter() - began, data.wait_seconds)
-        events = [*_events(step, result, spike), *stragglers.add(roll.seconds)]
+        scalars |= monitor.speed(result.tokens, time.perf_counter() - began, spent)
+        slow = stragglers.add([each.own for each in roll.spent])
+        events = [*_events(step, result, spike), *slow]
         if roll.skipped:
             found = _merge(engine.ranks.gather(damage()))
             scalars |= {f"data/damaged_samples/{reason}": count for reason, count in _by_reason(found).items()}
@@ -142,6 +152,8 @@ def train(
         if evaluate is not None:
             scalars |= _evaluate(evaluate, monitor, step)
         monitor.write(step, scalars)
+        if slow or _due(step, TABLE_EVERY) or step == last:
+            monitor.ranks(step, table)
         for event in events:
             monitor.event(step, event)
         _stop_if_diverged(config, here, result)
@@ -180,7 +192,7 @@ def _next(source: Iterator[Step], step: int, watch: Watch) -> Step | Exception:
         watch.progress(f"step {step}: meeting the other ranks")
 
 
-def _agree(engine: Engine, saver: Saver, watch: Watch, data: Step | Exception, own_seconds: float) -> RollCall:
+def _agree(engine: Engine, saver: Saver, watch: Watch, data: Step | Exception, spent: Spent) -> RollCall:
     """What all ranks do next: train, stop, or fail together."""
     stopped, failed = isinstance(data, WaitingStopped), isinstance(data, Exception)
     roll = call_roll(
@@ -189,7 +201,7 @@ def _agree(engine: Engine, saver: Saver, watch: Watch, data: Step | Exception, o
         failed=failed and not stopped,
         writing=saver.pending(),
         skipped=data.skipped if isinstance(data, Step) else 0,
-        seconds=own_seconds + (data.wait_seconds if isinstance(data, Step) else 0.0),
+        spent=spent,
     )
     if roll.failed:
         failures = engine.ranks.gather(f"{type(data).__name__}" if failed and not stopped else None)
@@ -231,6 +243,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _describe(config: RunSettings, engine: Engine, here: Progress, result: StepResult, rate: float) -> dict[str, float]:
+    layers = _due(here.step, config.logging.every) or here.step == config.training.steps
     scalars = {
         "train/loss": result.loss,
         "train/skipped_steps": here.step - engine.steps_done(),
@@ -238,7 +251,8 @@ def _describe(config: RunSettings, engine: Engine, here: Progress, result: StepR
         "data/skipped_sequences": here.skipped_sequences,
         "optimizer/learning_rate": rate,
         "optimizer/gradient_norm": result.grad_norm,
-        **{f"model/{name}": value for name, value in result.statistics.items()},
+        **{f"model/{name}": x for name, x in result.statistics.items() if layers or "/layer_" not in name},
+        **memory_scalars(engine.ranks.device, result.held),
     }
     if getattr(engine.module, "tells_code_length", False):
         scalars["train/bits_per_dim"] = result.loss / math.log(2)
