@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from megasparse.data.files import replacing
-from megasparse.training.stragglers import STEPS
+from megasparse.training.stragglers import STEPS, usual
 
 EVERY = 100
 """Steps between tables, and at the end."""
@@ -52,12 +52,12 @@ class RankTable:
             out.write(json.dumps({"step": step, "steps": len(self._past[0]), "ranks": rows}).encode() + b"\n")
 
     def text(self) -> str:
-        """In Markdown, the slowest ranks first; seconds, and their own part against the median rank's."""
+        """In Markdown, the slowest ranks first; seconds, and their own part against the usual one."""
         medians = self.medians()
-        usual = max(median(spent.own for spent in medians), 1e-9)
+        of_others = usual([spent.own for spent in medians])
         slowest = sorted(enumerate(medians), key=lambda row: -row[1].own)[:SHOWN]
         heading = "| rank | waiting for data | forward | exposed communication | own ratio |\n|---|---|---|---|---|\n"
         return heading + "\n".join(
-            f"| {rank} | {spent.data:.3g} | {spent.forward:.3g} | {spent.communication:.3g} | {spent.own / usual:.2f} |"
+            f"| {rank} | {spent.data:.3g} | {spent.forward:.3g} | {spent.communication:.3g} | {spent.own / of_others[rank]:.2f} |"
             for rank, spent in slowest
         )
