@@ -70,7 +70,7 @@ PLANNED = {
 }
 LEFT_OUT = {"speed/tokens_per_second_per_device"}
 """Scalars that another one tells already."""
-EXAMPLES = {"Loss": "loss of an example", "Objective": "of an example"}
+EXAMPLES = {"Loss": "mean of an example", "Objective": "mean of an example"}
 """Units of charts in fine-tuning."""
 
 UNITS = {

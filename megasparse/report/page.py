@@ -135,7 +135,8 @@ def shown(run: Run, budget: int) -> str:
     tags = {tag: _spread(every) for tag, every in run.board.items() if tag not in WRITTEN_ELSEWHERE}
     drawn = sum(isinstance(every[-1].content, bytes) for every in tags.values())
     for tag, every in tags.items():
-        left, kept = budget // max(1, drawn), []
+        left = budget // max(1, drawn)
+        kept: list[Shown] = []
         for each in reversed(every):
             left -= len(each.content) if isinstance(each.content, bytes) else 0
             if left >= 0:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.schema import Config
+from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import DataError
 from megasparse.report.chart import Mark
 from megasparse.report.pictures import Shown, read_board
@@ -92,13 +92,14 @@ def read_run(path: Path) -> Run:
     if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):
         what = "has neither config.json nor metrics.jsonl" if path.is_dir() else "is no folder"
         raise DataError(path, f"no run: it {what}", "Give the run.directory of a pretraining or fine-tuning run")
-    config = flatten(_json(path / "config.json"))
-    finetuning = any(key.split(".")[0] == "task" for key in config)
-    defaults = (FinetuneConfig if finetuning else Config)().model_dump(mode="json")
+    config = _json(path / "config.json")
+    defaults = (FinetuneConfig if "task" in config else Config)().model_dump(mode="json")
+    if config.get("model"):
+        defaults["model"] = ModelConfig().model_dump(mode="json")
     try:
         return Run(
             path=path,
-            config=config,
+            config=flatten(config),
             defaults=flatten(defaults),
             series=read_series(path / "metrics.jsonl"),
             events=list(read_lines(path / "events.jsonl")),

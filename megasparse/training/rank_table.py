@@ -57,7 +57,8 @@ class RankTable:
         of_others = usual([spent.own for spent in medians])
         slowest = sorted(enumerate(medians), key=lambda row: -row[1].own)[:SHOWN]
         heading = "| rank | waiting for data | forward | exposed communication | own ratio |\n|---|---|---|---|---|\n"
-        return heading + "\n".join(
-            f"| {rank} | {spent.data:.3g} | {spent.forward:.3g} | {spent.communication:.3g} | {spent.own / of_others[rank]:.2f} |"
-            for rank, spent in slowest
-        )
+        rows = []
+        for rank, spent in slowest:
+            seconds = " | ".join(f"{each:.3g}" for each in spent)
+            rows.append(f"| {rank} | {seconds} | {spent.own / of_others[rank]:.2f} |")
+        return heading + "\n".join(rows)
