@@ -70,7 +70,8 @@ def _kept(model: ModelConfig, sequence_length: int) -> float:
         return sum(KEPT[kind](layer).forward for kind, layer in _mechanisms(model, sequence_length) if kind in KEPT)
     source = model.source.length
     target = sequence_length - source
-    whole = source * _kept(encoder_part(model), source) + target * _kept(decoder_part(model), target)
+    crossing = model.layers * _cross_hashing(model, source, target).forward
+    whole = source * _kept(encoder_part(model), source) + target * _kept(decoder_part(model), target) + crossing
     return whole / sequence_length
 
 
@@ -110,14 +111,22 @@ def _cross_attention(model: ModelConfig, source: int, target: int) -> "Passes":
     pairs of the two; hashed, as LSH with separate queries and keys in a two-sided window.
     """
     assert model.source is not None
-    lsh, width = model.attention.lsh, model.heads * head_dim(model)
+    width = model.heads * head_dim(model)
     projections = product(4.0 * model.d_model * width * (source + target))
     if model.source.cross_attention == "full":
         return projections + product(4.0 * width * source * target)
-    buckets = sum(lsh_buckets(lsh, max(model.max_length, model.source.length)))
+    lsh = model.attention.lsh
     keys = min(2 * lsh.chunk, source)
-    hashing = Passes(float(buckets * (source + target)))
-    return projections + (product(4.0 * keys * target) + hashing) * (lsh.rounds * width)
+    return projections + product(4.0 * keys * target * lsh.rounds * width) + _cross_hashing(model, source, target)
+
+
+def _cross_hashing(model: ModelConfig, source: int, target: int) -> "Passes":
+    assert model.source is not None
+    lsh = model.attention.lsh
+    if model.source.cross_attention == "full":
+        return Passes()
+    buckets = sum(lsh_buckets(lsh, max(model.max_length, model.source.length)))
+    return Passes(float(lsh.rounds * model.heads * head_dim(model) * buckets * (source + target)))
 
 
 @dataclass(frozen=True)

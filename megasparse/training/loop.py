@@ -52,12 +52,25 @@ class Progress:
         if selection is not None:
             selection.restore(state.get("selection", {}))
 
+    def accepts(self, loss: float) -> bool:
+        """Whether a step of this loss is to be applied, if it is finite."""
+        return not (self.guard.skip and self.guard.is_spike(loss))
+
     def advance(self, data: Step, skipped_sequences: int, result: StepResult) -> None:
         """One step is done; over all ranks, `skipped_sequences` of its sequences were damaged."""
         self.step += 1
         self.sequences = data.position
         self.skipped_sequences += skipped_sequences
         self.guard.note(result.loss, result.applied)
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether the selection has ended training."""
+        return self.selection is not None and self.selection.exhausted
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.selection is None else self.selection.verdict()
 
     def save(self, engine: Engine, saver: Saver) -> None:
         """A checkpoint of here, unless there is one, or one of here is being written."""
@@ -105,24 +118,17 @@ def train(
     steps, source = config.training.steps, iter(batches)
     here = Progress(start, config.training.skip_loss_spikes, selection)
     last = min(steps, stop_at or steps)
-    if here.step >= last:
+    if here.step >= last or here.ended_early:
         done = f"all {steps}" if last == steps else f"{here.step} of {steps}"
-        monitor.say(f"nothing left to do: {done} steps are done (training.steps)")
-        return last == steps
-    if selection is not None:
-        saver.best = selection.step
-        if selection.exhausted:
-            monitor.say(f"nothing left to do: {selection.verdict()}")
-            return True
+        why = f"{done} steps are done (training.steps)" if here.step >= last else here.verdict
+        monitor.say(f"nothing left to do: {why}")
+        return last == steps or here.ended_early
     if here.step:
         monitor.event(here.step, f"started again, after step {here.step}")
+    if selection is not None:
+        saver.best = selection.step
     stragglers, stall_seconds = Stragglers(engine.ranks.world_size), 0.0
     table, spent = RankTable(engine.ranks.world_size), Spent()
-    guard = here.guard
-
-    def accept(loss: float) -> bool:
-        return not (guard.skip and guard.is_spike(loss))
-
     tracer = Tracer(config, engine.ranks, watch.trace_wanted)
     for step in tracer.steps(range(here.step + 1, last + 1)):
         began = time.perf_counter()
@@ -134,8 +140,8 @@ def train(
             break
         assert isinstance(data, Step)
         rate = learning_rate(step, steps, config.optimizer)
-        result = engine.train_step(data.micro_batches, step, rate, accept, watch.progress)
-        spike = guard.is_spike(result.loss)
+        result = engine.train_step(data.micro_batches, step, rate, here.accepts, watch.progress)
+        spike = here.guard.is_spike(result.loss)
         here.advance(data, roll.skipped, result)
         spent = Spent(data.wait_seconds, result.forward_seconds, roll.waited + result.communication_seconds)
         table.add(roll.spent)
@@ -165,20 +171,22 @@ def train(
         if better or _due(step, config.checkpoint.every):
             here.save(engine, saver)
         stall_seconds = time.perf_counter() - began
-        if selection is not None and selection.exhausted:
+        if here.ended_early:
             break
     here.save(engine, saver)
     here.finish(saver)
     if here.saved != here.step:
         raise StorageError(saver.directory, f"step {here.step}, the last, is not saved", "Mend that and start again")
-    ended_early = selection is not None and selection.exhausted
-    told = f"stopped after step {here.step} of {steps}, as asked; started again, the run goes on from there"
+    monitor.say(_last_word(here, steps))
+    return here.step == steps or here.ended_early
+
+
+def _last_word(here: Progress, steps: int) -> str:
     if here.step == steps:
-        told = f"done: {steps} steps"
-    elif selection is not None and ended_early:
-        told = f"done early, after step {here.step} of {steps}: {selection.verdict()}"
-    monitor.say(told)
-    return here.step == steps or ended_early
+        return f"done: {steps} steps"
+    if here.ended_early:
+        return f"done early, after step {here.step} of {steps}: {here.verdict}"
+    return f"stopped after step {here.step} of {steps}, as asked; started again, the run goes on from there"
 
 
 def _next(source: Iterator[Step], step: int, watch: Watch) -> Step | Exception:
