@@ -99,7 +99,7 @@ def read_run(path: Path) -> Run:
     try:
         return Run(
             path=path,
-            config=flatten(config),
+            config=flatten(config) if config else {},
             defaults=flatten(defaults),
             series=read_series(path / "metrics.jsonl"),
             events=list(read_lines(path / "events.jsonl")),

@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
+HUGE = 1e300
+"""Beyond it a value is no measurement, and its square no number."""
+
+
 class Series(NamedTuple):
     """A scalar over steps: (n,) int64 ascending, and (n,) float64, NaN where it was not finite."""
 
@@ -33,7 +37,7 @@ def read_series(path: Path) -> dict[str, Series]:
         if not isinstance(step, int) or not 0 <= step < 1 << 62:
             continue
         for name, value in line.items():
-            if name != "step" and (value is None or (isinstance(value, int | float) and abs(value) < 1e300)):
+            if name != "step" and (value is None or (type(value) in (int, float) and abs(value) < HUGE)):
                 steps[name].append(step)
                 values[name].append(math.nan if value is None else value)
     return {name: _ascending(np.array(steps[name]), np.array(values[name])) for name in steps}
