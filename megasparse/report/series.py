@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-
 HUGE = 1e300
 """Beyond it a value is no measurement, and its square no number."""
 
