@@ -39,7 +39,7 @@ def main() -> None:
     from megasparse.model.build import build_model
     from megasparse.ops.random import Draws
     from megasparse.planning.dry_run import dry_run
-    from megasparse.planning.flops import model_flops_per_token
+    from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
     from megasparse.training.batches import open_data, training_batches
     from megasparse.training.engine import build_engine
     from megasparse.training.loop import train
@@ -67,9 +67,10 @@ def main() -> None:
             model.set_word_starts(data.tokenizer.word_starts())
         engine = build_engine(model, config, make_draws, ranks, start)
         evaluate = held_out(engine, data.evaluation, config, watch)
-        flops = model_flops_per_token(config.model, config.data.sequence_length)
+        length = config.data.sequence_length
+        flops = [count(config.model, length) for count in (model_flops_per_token, hardware_flops_per_token)]
         batches = training_batches(config, data, ranks, position, watch)
-        with batches, Monitor(config, ranks, step, flops) as monitor:
+        with batches, Monitor(config, ranks, step, *flops) as monitor:
             train(engine, config, batches, saver, monitor, start, evaluate, args.stop_at, watch, batches.damage)
         engine.close()
         ranks.stop()

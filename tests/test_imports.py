@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "attention": {"errors", "ops", "config"},
     "training": {"errors", "config", "data"},
     "model": {"errors", "ops", "config", "attention"},
+    "report": {"errors", "config", "data", "training"},
 }
 ALL_BELOW = {"errors", "ops", "config", "data", "attention", "training", "model"}
 for floor in ("evaluation", "planning", "hub"):

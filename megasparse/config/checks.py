@@ -14,6 +14,9 @@ from megasparse.config.pattern import WITHOUT_WEIGHTS, heads_of_layer, kinds
 from megasparse.config.schema import Config, MaskingConfig, ModelConfig, PositionsConfig, RunSettings
 from megasparse.errors import ConfigError
 
+LONGEST_TRACE = 10
+"""Steps."""
+
 
 def check(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks. What takes an import of seconds to tell comes last."""
@@ -27,6 +30,7 @@ def check(config: RunSettings) -> None:
     elif isinstance(config, FinetuneConfig):
         _check_start(config)
     _check_batches(config)
+    _check_profile(config)
     deepspeed_section.check_keys(config.deepspeed)
     _check_optimizer(config)
     deepspeed_section.check_values(config.deepspeed)
@@ -476,6 +480,14 @@ def _check_batches(config: RunSettings) -> None:
             f"{training.global_batch} is no multiple of training.micro_batch = {training.micro_batch}",
             "Make it a multiple of training.micro_batch times the number of ranks",
         )
+
+
+def _check_profile(config: RunSettings) -> None:
+    """A step of a large model is a trace of tens of megabytes."""
+    steps = config.logging.profile_steps
+    if steps is not None and not steps[0] <= steps[1] < steps[0] + LONGEST_TRACE:
+        problem = f"{list(steps)} is no range of 1 to {LONGEST_TRACE} steps"
+        raise ConfigError("logging.profile_steps", problem, "Give the first and the last step, such as [100, 102]")
 
 
 def _check_optimizer(config: RunSettings) -> None:

@@ -211,8 +211,11 @@ class LoggingConfig(Section):
     """Steps between lines of the progress display and of TensorBoard; metrics.jsonl has every step."""
     attention_quality_every: Count = 0
     """Steps between measurements of how near each attention comes to full attention, on a held-out window; 0 never."""
+    profile_steps: tuple[Positive, Positive] | None = None
+    """First and last step, 10 at most, that every rank traces with torch's profiler, into traces/. null: none; SIGUSR2
+    to a rank's process traces the next three."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
-    """Peak of one device in TFLOP/s, for the model FLOPs utilisation; null knows the A100, H100 and H200 (bf16), and
+    """Peak of one device in TFLOP/s, for the utilisations; null knows the A100, H100 and H200 (bf16), and
     leaves the utilisation out for others."""
 
 

@@ -36,7 +36,8 @@ class Pass:
     padding: Padding
     targets: Targets | None = None
     source_mask: Tensor | None = None
-    statistics: dict[str, list[Tensor]] = field(default_factory=dict)
+    statistics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """By name, of each layer that has it."""
     memories: defaultdict[tuple[str, int], Memory] = field(default_factory=lambda: defaultdict(Memory))
 
     def replay(self) -> "Pass":
@@ -84,7 +85,7 @@ class AttentionBranch(Branch):
         )
         output = self.attention(self.read(x), context, run.padding, cache=cache)
         for name, value in output.statistics.items():
-            run.statistics.setdefault(f"attention/{name}", []).append(value)
+            run.statistics.setdefault(f"attention/{name}", {})[self.layer] = value
         return _dropped(output.out, self.rate, run.draws, self.layer, "attention dropout"), output.auxiliary_loss
 
     def decode(self, x: Tensor, cache: Any, position: int, draws: Draws) -> Tensor:

@@ -4,7 +4,7 @@ B batch, L length, E d_model, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -55,6 +55,19 @@ def mean_cost(
     }
 
 
+def of_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: int) -> dict[str, Tensor]:
+    """The mean over the layers that have it of each statistic, and, where several have it, as NAME/layers those of all
+    `layers`, NaN where one has none.
+    """
+    found: dict[str, Tensor] = {}
+    for name, values in statistics.items():
+        found[name] = torch.stack(list(values.values())).mean()
+        if len(values) > 1:
+            none = torch.full_like(found[name], torch.nan)
+            found[f"{name}/layers"] = torch.stack([values.get(layer, none) for layer in range(layers)])
+    return found
+
+
 class Stack(nn.Module):
     """Embedding and blocks: what becomes of tokens before a head reads it."""
 
@@ -81,14 +94,14 @@ class Stack(nn.Module):
         source: Source | None = None,
     ) -> tuple[Streams, Tensor, dict[str, Tensor]]:
         """What the head reads, for what the embedding reads from position draws.first on; the sum of auxiliary losses,
-        and the layers' statistics, mean over layers. targets: for the mechanisms, in training. Empty caches, one a
+        and the layers' statistics, see `of_layers`. targets: for the mechanisms, in training. Empty caches, one a
         layer, take in the whole sequence. source: what an encoder–decoder's blocks see beside it; caches have it
         already.
         """
         run = Pass(draws, padding, targets if draws.training else None, source and source.key_mask)
         states = None if source is None else source.states
         streams, auxiliary = self._stack(self._enter(read, draws.first, draws), states, run, caches)
-        return streams, auxiliary, {name: torch.stack(values).mean() for name, values in run.statistics.items()}
+        return streams, auxiliary, of_layers(run.statistics, self.config.layers)
 
     def mechanisms(self) -> Iterator[tuple[int, Attention]]:
         """Of self-attention, each with its layer."""
@@ -153,8 +166,8 @@ class Transformer(Stack, ABC):
         number of scored tokens, where batches that are averaged have not equally many. sequence: the ranks that share
         the sequences, of which each gives its part of the tokens; with `padding`, that says so.
         statistics: `nats` the sum over scored tokens and `tokens` their number; any others are means to log, among them
-        `accuracy`, the share of scored tokens that were the likeliest. Where nothing is scored, loss and accuracy are
-        0.
+        `accuracy`, the share of scored tokens that were the likeliest, scalars all but NAME/layers, (layers,). Where
+        nothing is scored, loss and accuracy are 0.
         """
         padding = padding or padding_of(tokens, self.config, SequencePart.of(sequence))
         draws = replace(draws, first=padding.part.place * tokens.shape[1])

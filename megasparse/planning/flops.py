@@ -4,7 +4,7 @@ E d_model, F d_ff, H heads, D head dim, V vocabulary, T sequence length, S sourc
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from megasparse.attention.heads import build_mechanism, head_dim
 from megasparse.attention.yoso import YOSOAttention
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.buckets import lsh_buckets
-from megasparse.config.parts import encoder_part
+from megasparse.config.parts import decoder_part, encoder_part
 from megasparse.config.pattern import heads_of_layer
 from megasparse.config.schema import ModelConfig
 
@@ -28,48 +28,105 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     backward, masked inside a block, or done elementwise (sorting, sampling) is not counted. An encoder–decoder's is the
     mean over the tokens of source and target.
     """
+    head, feed_forward, others = _parts(model, sequence_length)
+    return (head + feed_forward + others).both
+
+
+def hardware_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """As `model_flops_per_token`, with what the backward computes once more, for the hardware FLOPs utilisation.
+
+    Reversible and checkpointed layers run forward again, but for the codes that reversible ones keep; what is cut into
+    tiles (`feed_forward_tiles`, `loss_tiles`) runs forward again tile by tile, in layers that are recomputed a third
+    time. Scores that a kernel computes again inside its own backward are not counted.
+    """
+    head, feed_forward, others = _parts(model, sequence_length)
+    layers = 0.0 if model.activations == "stored" else 1.0
+    again = layers * (feed_forward.forward + others.forward)
+    if model.activations == "reversible":
+        again -= _kept(model, sequence_length)
+    if model.feed_forward_tiles > 1:
+        again += feed_forward.forward
+    if model.loss_tiles > 1:
+        again += head.forward
+    return (head + feed_forward + others).both + again
+
+
+def _parts(model: ModelConfig, sequence_length: int) -> tuple["Passes", "Passes", "Passes"]:
+    """FLOPs a token of the output head, of the feed-forwards, and of what else the layers have."""
     if model.source is None:
-        return _head(model) + _stack(model, sequence_length)
+        return _head(model), _feed_forward(model), _attention(model, sequence_length)
+    source = model.source.length
+    target, encoder = sequence_length - source, encoder_part(model)
+    crossing = _cross_attention(model, source, target) * model.layers
+    others = _attention(encoder, source) * source + _attention(model, target) * target + crossing
+    feed_forward = _feed_forward(encoder) * source + _feed_forward(model) * target
+    head, share = _head(model) * target, 1 / sequence_length
+    return head * share, feed_forward * share, others * share
+
+
+def _kept(model: ModelConfig, sequence_length: int) -> float:
+    """FLOPs a token of the codes that reversible layers do not compute again."""
+    if model.source is None:
+        return sum(KEPT[kind](layer).forward for kind, layer in _mechanisms(model, sequence_length) if kind in KEPT)
     source = model.source.length
     target = sequence_length - source
-    whole = source * _stack(encoder_part(model), source) + target * (_head(model) + _stack(model, target))
-    return (whole + model.layers * _cross_attention(model, source, target)) / sequence_length
+    crossing = model.layers * _cross_hashing(model, source, target).forward
+    whole = source * _kept(encoder_part(model), source) + target * _kept(decoder_part(model), target) + crossing
+    return whole / sequence_length
 
 
-def _head(model: ModelConfig) -> float:
+def _head(model: ModelConfig) -> "Passes":
     streams = 2 if model.blocks == "reversible" and not model.tied_embeddings else 1  # side by side in the output head
     dense = model.d_model**2 if model.style == "bert" else 0  # before the output projection
     # Of an adaptive softmax its head alone: how many tokens need a cluster too is the data's.
     outputs = model.adaptive_cutoffs[0] + len(model.adaptive_cutoffs) if model.adaptive_cutoffs else model.vocabulary
-    return 6.0 * (streams * model.d_model * outputs + dense)
+    return product(2.0 * (streams * model.d_model * outputs + dense))
 
 
-def _stack(model: ModelConfig, sequence_length: int) -> float:
-    """Of all layers, but for cross-attention."""
-    total = 6.0 * 2 * model.layers * model.d_model * model.d_ff
-    for layer in range(model.layers):
-        for kind, heads in heads_of_layer(model, layer).items():
-            with torch.device("meta"):
-                mechanism = build_mechanism(kind, model, heads)
-            layer_of = Layer(model, mechanism, heads, sequence_length)
-            projections = 3 if mechanism.shared_qk else 4  # queries, keys, values, output; shared QK has no keys
-            total += 6.0 * projections * model.d_model * heads * layer_of.head_dim
-            total += ATTENTION["full" if isinstance(mechanism, FullAttention) else kind](layer_of).both
+def _feed_forward(model: ModelConfig) -> "Passes":
+    return product(2.0 * 2 * model.layers * model.d_model * model.d_ff)
+
+
+def _attention(model: ModelConfig, sequence_length: int) -> "Passes":
+    """Of all layers, with its projections, but for cross-attention."""
+    total = Passes()
+    for kind, layer in _mechanisms(model, sequence_length):
+        projections = 3 if layer.mechanism.shared_qk else 4  # queries, keys, values, output; shared QK has no keys
+        total += product(2.0 * projections * model.d_model * layer.heads * layer.head_dim) + ATTENTION[kind](layer)
     return total
 
 
-def _cross_attention(model: ModelConfig, source: int, target: int) -> float:
+def _mechanisms(model: ModelConfig, sequence_length: int) -> Iterator[tuple[str, "Layer"]]:
+    """Each mechanism of each layer, by what it computes: "full" where `full_below` has it attend fully."""
+    for number in range(model.layers):
+        for kind, heads in heads_of_layer(model, number).items():
+            with torch.device("meta"):
+                mechanism = build_mechanism(kind, model, heads)
+            own = "full" if isinstance(mechanism, FullAttention) else kind
+            yield own, Layer(model, mechanism, heads, sequence_length)
+
+
+def _cross_attention(model: ModelConfig, source: int, target: int) -> "Passes":
     """Of one layer and a whole sequence: queries and outputs of the target, keys and values of the source, and the
     pairs of the two; hashed, as LSH with separate queries and keys in a two-sided window.
     """
     assert model.source is not None
-    lsh, width = model.attention.lsh, model.heads * head_dim(model)
-    projections = 12.0 * model.d_model * width * (source + target)
+    width = model.heads * head_dim(model)
+    projections = product(4.0 * model.d_model * width * (source + target))
     if model.source.cross_attention == "full":
-        return projections + 12.0 * width * source * target
-    buckets = sum(lsh_buckets(lsh, max(model.max_length, model.source.length)))
+        return projections + product(4.0 * width * source * target)
+    lsh = model.attention.lsh
     keys = min(2 * lsh.chunk, source)
-    return projections + lsh.rounds * width * (12.0 * keys * target + buckets * (source + target))
+    return projections + product(4.0 * keys * target * lsh.rounds * width) + _cross_hashing(model, source, target)
+
+
+def _cross_hashing(model: ModelConfig, source: int, target: int) -> "Passes":
+    assert model.source is not None
+    lsh = model.attention.lsh
+    if model.source.cross_attention == "full":
+        return Passes()
+    buckets = sum(lsh_buckets(lsh, max(model.max_length, model.source.length)))
+    return Passes(float(lsh.rounds * model.heads * head_dim(model) * buckets * (source + target)))
 
 
 @dataclass(frozen=True)
@@ -223,7 +280,11 @@ def sketching(layer: Layer) -> Passes:
 def _smyrf(layer: Layer) -> Passes:
     """In each round one cluster, and a projection of q and of k, two numbers longer, to a line."""
     smyrf = layer.config.smyrf
-    return (layer.pairs(smyrf.chunk) + Passes(layer.heads * 2 * 2.0 * (layer.head_dim + 2))) * smyrf.rounds
+    return layer.pairs(smyrf.chunk) * smyrf.rounds + _smyrf_hashing(layer)
+
+
+def _smyrf_hashing(layer: Layer) -> Passes:
+    return Passes(layer.heads * 2 * 2.0 * (layer.head_dim + 2)) * layer.config.smyrf.rounds
 
 
 def _routing(layer: Layer) -> Passes:
@@ -231,7 +292,12 @@ def _routing(layer: Layer) -> Passes:
     routing = layer.config.routing
     count = math.ceil(layer.model.max_length / routing.chunk)
     keys = layer.band(routing.chunk, False) if routing.window == "band" else layer.clusters(count, routing.chunk)
-    return layer.pairs(keys) + Passes(layer.heads * (1 if layer.causal else 2) * 2.0 * layer.head_dim * count)
+    return layer.pairs(keys) + _routing_hashing(layer)
+
+
+def _routing_hashing(layer: Layer) -> Passes:
+    count = math.ceil(layer.model.max_length / layer.config.routing.chunk)
+    return Passes(layer.heads * (1 if layer.causal else 2) * 2.0 * layer.head_dim * count)
 
 
 def _sparse_transformer(layer: Layer) -> Passes:
@@ -284,3 +350,10 @@ ATTENTION: dict[str, Callable[[Layer], Passes]] = {
     "linformer": _linformer,
 }
 """FLOPs a token of a mechanism's heads, beside the projections of every mechanism."""
+
+KEPT: dict[str, Callable[[Layer], Passes]] = {
+    "lsh": lsh_hashing,
+    "smyrf": _smyrf_hashing,
+    "routing": _routing_hashing,
+}
+"""The part of it that finds codes, which reversible layers keep for the backward."""

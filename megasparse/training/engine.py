@@ -4,10 +4,12 @@ Both engines share one interface and give the same losses. Only this file knows 
 run asks for it.
 """
 
+import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,8 @@ from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Batch, check_shares
 from megasparse.errors import ConfigError
 from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers, silent
+from megasparse.training.exposed import Exposed
+from megasparse.training.memory import bytes_of
 from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopwatch import Stopwatch
@@ -33,7 +37,8 @@ class StepResult:
     loss: float
     """Mean nats per scored token over the global batch."""
     statistics: dict[str, float]
-    """The model's other scalars, mean over micro-batches and ranks."""
+    """The model's other scalars, mean over micro-batches and ranks; of NAME/layers, a value a layer, those of NAME as
+    NAME/layer_0 and so on of the layers that have it."""
     tokens: int
     """Tokens read, over all ranks."""
     grad_norm: float
@@ -44,6 +49,10 @@ class StepResult:
     forward_seconds: float
     """This rank's own time in the model's forward passes, which wait for no other rank (but under ZeRO 3, and for those
     that share its sequences)."""
+    communication_seconds: float
+    """This rank's time on, or waiting for, the others that no computation hides, see `Exposed`."""
+    held: dict[str, tuple[int, int]]
+    """Bytes of this rank's weights, gradients and optimizer state, on its device and elsewhere."""
 
 
 def _always(loss: float) -> bool:
@@ -59,6 +68,7 @@ class Engine(ABC):
     def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
         self.module, self.ranks, self._make_draws = model, ranks, make_draws
         self._forward_time = Stopwatch(ranks.device)
+        self._exposed: Exposed | None = None
         self._clipping = config.training.gradient_clipping
         self._shared: dict[str, Any] = {} if ranks.sequence is None else {"sequence": ranks.sequence}
         """What the model must be told where ranks share sequences."""
@@ -89,7 +99,8 @@ class Engine(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         sums: dict[str, Tensor] = {}
-        divisor = self._mean_scored(micro_batches) if self._uneven else None
+        with self._meeting():
+            divisor = self._mean_scored(micro_batches) if self._uneven else None
         for number, batch in enumerate(micro_batches, start=1):
             progress(f"step {step}, micro-batch {number}")
             last = number == len(micro_batches)
@@ -100,20 +111,56 @@ class Engine(ABC):
             for name, value in {**statistics, "objective": objective}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
             if last:  # known before the last backward, which can still spoil the gradient of a step not to be applied
-                names = sorted(sums)
-                totals = self.ranks.sum(torch.stack([sums[name].to(self.ranks.device) for name in names]))
-                total = dict(zip(names, totals.tolist(), strict=True))
+                with self._meeting():
+                    total = self._total(sums)
                 loss = total.pop("nats") / total.pop("tokens")
                 wanted = math.isfinite(total["objective"]) and accept(loss)
             self._backward(objective, len(micro_batches), last, spoilt=last and not wanted)
+        gradients = bytes_of(self._gradients(), self.ranks.device)
         grad_norm, applied = self._update(wanted)
+        waited = self._exposed.seconds() if self._exposed else 0.0
         for module in self.module.modules():  # what moves once a step, and by no gradient
             if (after_step := getattr(module, "after_step", None)) is not None:
                 after_step(applied, self.ranks.sum)
         share = len(micro_batches) * self.ranks.world_size
         means = {name: value / share for name, value in total.items()}
         read = sum(batch.tokens.numel() for batch in micro_batches) * self.ranks.world_size
-        return StepResult(loss, means, read, grad_norm, applied, self._forward_time.seconds())
+        held = {"gradients": gradients, **self._held()}
+        return StepResult(loss, means, read, grad_norm, applied, self._forward_time.seconds(), waited, held)
+
+    def _meeting(self) -> AbstractContextManager[None]:
+        """Around what waits for all ranks."""
+        return self._exposed.meeting.running() if self._exposed else nullcontext()
+
+    def _gradients(self) -> Iterable[Tensor]:
+        """The gradients that the update reads."""
+        return [p.grad for p in self._state_owners() if p.grad is not None]
+
+    def _weights(self) -> Iterable[Tensor]:
+        """What this rank holds of the model between two steps."""
+        return itertools.chain(self.module.parameters(), self.module.buffers())
+
+    def _held(self) -> dict[str, tuple[int, int]]:
+        weights, masters = list(self._weights()), self._state_owners()
+        own = {weight.untyped_storage().data_ptr() for weight in weights}
+        rounded = [master for master in masters if master.untyped_storage().data_ptr() not in own]
+        moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        device = self.ranks.device
+        return {"weights": bytes_of(weights, device), "optimizer": bytes_of([*moments, *rounded], device)}
+
+    def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Of all ranks, in one all-reduce. What a vector has of each layer gets a name of its own."""
+        names = sorted(sums)
+        values = self.ranks.sum(torch.cat([sums[name].reshape(-1).to(self.ranks.device) for name in names])).tolist()
+        total: dict[str, float] = {}
+        for name in names:
+            own, values = values[: sums[name].numel()], values[sums[name].numel() :]
+            if sums[name].dim() == 0:
+                total[name] = own[0]
+                continue
+            place = name.removesuffix("layers")
+            total |= {f"{place}layer_{layer}": value for layer, value in enumerate(own) if not math.isnan(value)}
+        return total
 
     def _mean_scored(self, micro_batches: Sequence[Batch]) -> float:
         """Scored tokens a micro-batch of this step, mean over all ranks."""
@@ -270,6 +317,8 @@ class DeepSpeedEngine(Engine):
         self.replicated = self._stage == 0
         self._names = {id(p): name for name, p in self._trained.items()}
         self.optimizer = build_optimizer(self._trained.values(), config.optimizer)
+        if ranks.world_size > 1:
+            self._exposed = Exposed(ranks.device, self._trained.values(), self.optimizer)
         self._engine = _import_deepspeed(ranks).initialize(
             model=model, optimizer=self.optimizer, config=_deepspeed_config(config, self._stage, ranks)
         )[0]
@@ -304,6 +353,15 @@ class DeepSpeedEngine(Engine):
             return norm, True
         self._engine.step()
         return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
+
+    def _gradients(self) -> Iterable[Tensor]:
+        averaged = getattr(self._engine.optimizer, "averaged_gradients", {})  # ZeRO's own, this rank's part
+        own = (gradient for group in averaged.values() for gradient in group or ())
+        return itertools.chain((p.grad for p in self._trained.values() if p.grad is not None), own)
+
+    def _weights(self) -> Iterable[Tensor]:
+        whole = super()._weights()
+        return whole if self._stage < 3 else (getattr(weight, "ds_tensor", weight) for weight in whole)
 
     def _state(self) -> Iterator[Fragment]:
         if self._stage == 0:

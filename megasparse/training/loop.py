@@ -14,12 +14,16 @@ from megasparse.data.batches import Step, WaitingStopped
 from megasparse.errors import LostPeer, StorageError, TrainingError
 from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.engine import Engine, StepResult
+from megasparse.training.memory import memory_scalars
 from megasparse.training.monitor import Monitor
+from megasparse.training.rank_table import EVERY as TABLE_EVERY
+from megasparse.training.rank_table import RankTable, Spent
 from megasparse.training.saving import Saver
 from megasparse.training.schedule import learning_rate
 from megasparse.training.selection import Selection
 from megasparse.training.spikes import LossGuard
 from megasparse.training.stragglers import Stragglers
+from megasparse.training.tracing import Tracer
 from megasparse.training.watch import RollCall, StopWanted, Watch, call_roll
 
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
@@ -48,12 +52,25 @@ class Progress:
         if selection is not None:
             selection.restore(state.get("selection", {}))
 
+    def accepts(self, loss: float) -> bool:
+        """Whether a step of this loss is to be applied, if it is finite."""
+        return not (self.guard.skip and self.guard.is_spike(loss))
+
     def advance(self, data: Step, skipped_sequences: int, result: StepResult) -> None:
         """One step is done; over all ranks, `skipped_sequences` of its sequences were damaged."""
         self.step += 1
         self.sequences = data.position
         self.skipped_sequences += skipped_sequences
         self.guard.note(result.loss, result.applied)
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether the selection has ended training."""
+        return self.selection is not None and self.selection.exhausted
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.selection is None else self.selection.verdict()
 
     def save(self, engine: Engine, saver: Saver) -> None:
         """A checkpoint of here, unless there is one, or one of here is being written."""
@@ -101,40 +118,39 @@ def train(
     steps, source = config.training.steps, iter(batches)
     here = Progress(start, config.training.skip_loss_spikes, selection)
     last = min(steps, stop_at or steps)
-    if here.step >= last:
+    if here.step >= last or here.ended_early:
         done = f"all {steps}" if last == steps else f"{here.step} of {steps}"
-        monitor.say(f"nothing left to do: {done} steps are done (training.steps)")
-        return last == steps
+        why = f"{done} steps are done (training.steps)" if here.step >= last else here.verdict
+        monitor.say(f"nothing left to do: {why}")
+        return last == steps or here.ended_early
+    if here.step:
+        monitor.event(here.step, f"started again, after step {here.step}")
     if selection is not None:
         saver.best = selection.step
-        if selection.exhausted:
-            monitor.say(f"nothing left to do: {selection.verdict()}")
-            return True
-    stragglers, own_seconds, stall_seconds = Stragglers(engine.ranks.world_size), 0.0, 0.0
-    guard = here.guard
-
-    def accept(loss: float) -> bool:
-        return not (guard.skip and guard.is_spike(loss))
-
-    for step in range(here.step + 1, last + 1):
+    stragglers, stall_seconds = Stragglers(engine.ranks.world_size), 0.0
+    table, spent = RankTable(engine.ranks.world_size), Spent()
+    tracer = Tracer(config, engine.ranks, watch.trace_wanted)
+    for step in tracer.steps(range(here.step + 1, last + 1)):
         began = time.perf_counter()
         data = _next(source, step, watch)
-        roll = _agree(engine, saver, watch, data, own_seconds)
+        roll = _agree(engine, saver, watch, data, spent)
         if not roll.writing:
             here.finish(saver)
         if roll.stop:
             break
         assert isinstance(data, Step)
         rate = learning_rate(step, steps, config.optimizer)
-        result = engine.train_step(data.micro_batches, step, rate, accept, watch.progress)
-        spike = guard.is_spike(result.loss)
+        result = engine.train_step(data.micro_batches, step, rate, here.accepts, watch.progress)
+        spike = here.guard.is_spike(result.loss)
         here.advance(data, roll.skipped, result)
-        own_seconds = data.wait_seconds + result.forward_seconds
+        spent = Spent(data.wait_seconds, result.forward_seconds, roll.waited + result.communication_seconds)
+        table.add(roll.spent)
 
         scalars = _describe(config, engine, here, result, rate)
         scalars |= {"speed/straggler_ratio": stragglers.worst_ratio, "checkpoint/stall_seconds": stall_seconds}
-        scalars |= monitor.speed(result.tokens, time.perf_counter() - began, data.wait_seconds)
-        events = [*_events(step, result, spike), *stragglers.add(roll.seconds)]
+        scalars |= monitor.speed(result.tokens, time.perf_counter() - began, spent)
+        slow = stragglers.add([each.own for each in roll.spent])
+        events = [*_events(step, result, spike), *slow]
         if roll.skipped:
             found = _merge(engine.ranks.gather(damage()))
             scalars |= {f"data/damaged_samples/{reason}": count for reason, count in _by_reason(found).items()}
@@ -142,6 +158,8 @@ def train(
         if evaluate is not None:
             scalars |= _evaluate(evaluate, monitor, step)
         monitor.write(step, scalars)
+        if slow or _due(step, TABLE_EVERY) or step == last:
+            monitor.ranks(step, table)
         for event in events:
             monitor.event(step, event)
         _stop_if_diverged(config, here, result)
@@ -153,20 +171,22 @@ def train(
         if better or _due(step, config.checkpoint.every):
             here.save(engine, saver)
         stall_seconds = time.perf_counter() - began
-        if selection is not None and selection.exhausted:
+        if here.ended_early:
             break
     here.save(engine, saver)
     here.finish(saver)
     if here.saved != here.step:
         raise StorageError(saver.directory, f"step {here.step}, the last, is not saved", "Mend that and start again")
-    ended_early = selection is not None and selection.exhausted
-    told = f"stopped after step {here.step} of {steps}, as asked; started again, the run goes on from there"
+    monitor.say(_last_word(here, steps))
+    return here.step == steps or here.ended_early
+
+
+def _last_word(here: Progress, steps: int) -> str:
     if here.step == steps:
-        told = f"done: {steps} steps"
-    elif selection is not None and ended_early:
-        told = f"done early, after step {here.step} of {steps}: {selection.verdict()}"
-    monitor.say(told)
-    return here.step == steps or ended_early
+        return f"done: {steps} steps"
+    if here.ended_early:
+        return f"done early, after step {here.step} of {steps}: {here.verdict}"
+    return f"stopped after step {here.step} of {steps}, as asked; started again, the run goes on from there"
 
 
 def _next(source: Iterator[Step], step: int, watch: Watch) -> Step | Exception:
@@ -180,7 +200,7 @@ def _next(source: Iterator[Step], step: int, watch: Watch) -> Step | Exception:
         watch.progress(f"step {step}: meeting the other ranks")
 
 
-def _agree(engine: Engine, saver: Saver, watch: Watch, data: Step | Exception, own_seconds: float) -> RollCall:
+def _agree(engine: Engine, saver: Saver, watch: Watch, data: Step | Exception, spent: Spent) -> RollCall:
     """What all ranks do next: train, stop, or fail together."""
     stopped, failed = isinstance(data, WaitingStopped), isinstance(data, Exception)
     roll = call_roll(
@@ -189,7 +209,7 @@ def _agree(engine: Engine, saver: Saver, watch: Watch, data: Step | Exception, o
         failed=failed and not stopped,
         writing=saver.pending(),
         skipped=data.skipped if isinstance(data, Step) else 0,
-        seconds=own_seconds + (data.wait_seconds if isinstance(data, Step) else 0.0),
+        spent=spent,
     )
     if roll.failed:
         failures = engine.ranks.gather(f"{type(data).__name__}" if failed and not stopped else None)
@@ -231,6 +251,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _describe(config: RunSettings, engine: Engine, here: Progress, result: StepResult, rate: float) -> dict[str, float]:
+    layers = _due(here.step, config.logging.every) or here.step == config.training.steps
     scalars = {
         "train/loss": result.loss,
         "train/skipped_steps": here.step - engine.steps_done(),
@@ -238,7 +259,8 @@ def _describe(config: RunSettings, engine: Engine, here: Progress, result: StepR
         "data/skipped_sequences": here.skipped_sequences,
         "optimizer/learning_rate": rate,
         "optimizer/gradient_norm": result.grad_norm,
-        **{f"model/{name}": value for name, value in result.statistics.items()},
+        **{f"model/{name}": x for name, x in result.statistics.items() if layers or "/layer_" not in name},
+        **memory_scalars(engine.ranks.device, result.held),
     }
     if getattr(engine.module, "tells_code_length", False):
         scalars["train/bits_per_dim"] = result.loss / math.log(2)

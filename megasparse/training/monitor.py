@@ -5,7 +5,6 @@ docs/monitoring.md lists the scalars. Only rank 0 writes. Storage or a terminal 
 
 import contextlib
 import math
-import resource
 import sys
 import time
 from datetime import datetime, timezone
@@ -21,6 +20,7 @@ from megasparse.data.files import replacing
 from megasparse.errors import ConfigError
 from megasparse.training.board import Board
 from megasparse.training.json_lines import JsonLines
+from megasparse.training.rank_table import RankTable, Spent
 from megasparse.training.ranks import Ranks
 
 PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}
@@ -34,15 +34,22 @@ class Monitor:
     """Writes a run's scalars and texts; a context manager. On other ranks than 0 it does nothing.
 
     `start_step`: the step that the run goes on from. What an earlier process wrote of later steps is cut off, so that
-    metrics.jsonl has exactly one line a step.
+    metrics.jsonl has exactly one line a step. Of a token: FLOPs that the model needs, and those that its devices do.
     """
 
-    def __init__(self, config: RunSettings, ranks: Ranks, start_step: int, flops_per_token: float | None = None):
+    def __init__(
+        self,
+        config: RunSettings,
+        ranks: Ranks,
+        start_step: int,
+        flops_per_token: float | None = None,
+        hardware_flops_per_token: float | None = None,
+    ):
         self.writing = ranks.rank == 0
         self._every, self._steps = config.logging.every, config.training.steps
         self._device, self._world_size = ranks.device, ranks.world_size
         self._peak = config.logging.peak_tflops or _known_peak(ranks.device)
-        self._flops_per_token = flops_per_token
+        self._flops = {"model": flops_per_token, "hardware": hardware_flops_per_token}
         if not self.writing:
             return
         self._bar = tqdm(
@@ -60,22 +67,25 @@ class Monitor:
                 file.write(config.model_dump_json(indent=2).encode() + b"\n")
         except OSError as error:
             self.say(f"{directory / 'config.json'} cannot be written ({error.strerror})")
+        self._directory = directory
         self._lines = JsonLines(directory / "metrics.jsonl", self.say, start_step)
         self._events = JsonLines(directory / "events.jsonl", self.say)
         self._board = Board(directory / "tensorboard", start_step + 1, self.say)
 
-    def speed(self, tokens: int, step_seconds: float, wait_seconds: float) -> dict[str, float]:
-        """The scalars of speed and memory for a step of `tokens` tokens over all ranks."""
+    def speed(self, tokens: int, step_seconds: float, spent: Spent) -> dict[str, float]:
+        """The scalars of speed for a step of `tokens` tokens over all ranks, of which this one spent its time so."""
         rate = tokens / step_seconds
         scalars = {
             "speed/tokens_per_second": rate,
+            "speed/tokens_per_second_per_device": rate / self._world_size,
             "speed/step_seconds": step_seconds,
-            "speed/data_wait_seconds": wait_seconds,
-            "memory/peak_bytes": float(_peak_memory(self._device)),
+            "speed/data_wait_seconds": spent.data,
         }
-        if self._flops_per_token is not None and self._peak is not None:
-            peak = self._world_size * self._peak * 1e12
-            scalars["speed/model_flops_utilisation"] = self._flops_per_token * rate / peak
+        if self._world_size > 1:
+            scalars["speed/exposed_communication_seconds"] = spent.communication
+        for kind, flops in self._flops.items():
+            if flops is not None and self._peak is not None:
+                scalars[f"speed/{kind}_flops_utilisation"] = flops * rate / (self._world_size * self._peak * 1e12)
         return scalars
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
@@ -90,6 +100,15 @@ class Monitor:
         if step % self._every == 0 or step == self._steps or evaluated:
             self._board.scalars(step, scalars)
             self._show_progress(step, scalars, evaluated)
+
+    def ranks(self, step: int, table: RankTable) -> None:
+        """What each of several ranks spends of a step: to ranks.json, in place of the last one, and to TensorBoard."""
+        if self.writing and self._world_size > 1:
+            self._board.text(step, "ranks", table.text())
+            try:
+                table.write(self._directory / "ranks.json", step)
+            except OSError as error:
+                self.say(f"{self._directory / 'ranks.json'} cannot be written ({error.strerror})")
 
     def text(self, step: int, name: str, text: str) -> None:
         """A text sample, to TensorBoard."""
@@ -152,14 +171,6 @@ class Monitor:
 def _no_terminal_matters() -> contextlib.suppress:
     """stderr may be a pipe whose reader is gone, or a file on a full disk."""
     return contextlib.suppress(OSError)
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Most bytes ever in use: allocated tensors on a GPU, resident memory of this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _known_peak(device: torch.device) -> float | None:

@@ -1,4 +1,4 @@
-"""Being asked to stop: by a signal, or by the end of the launcher that started this rank.
+"""Being asked to stop: by a signal, or by the end of the launcher that started this rank. Being asked for a trace.
 
 What asks is noticed by a thread, through the byte that Python's own C handler writes for each signal: the main thread
 may be inside a collective for minutes, and runs no Python until that returns.
@@ -26,7 +26,8 @@ class StopSignals:
     """Notes SIGTERM, SIGINT and SIGUSR1; the training loop reads `wanted` and stops by itself, saving.
 
     A second SIGTERM or SIGINT, at least 0.5 s after the first, ends the process at once with exit code 128 + its
-    number; SIGUSR1 never does. SIGUSR2 prints the stacks of all threads, and nothing else. Made on the main thread.
+    number; SIGUSR1 never does. SIGUSR2 prints the stacks of all threads, and asks for a trace of the next steps. Made
+    on the main thread.
     """
 
     wanted: str | None = None
@@ -34,6 +35,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._parent = os.getppid()
+        self._trace = threading.Event()
         self._told = threading.Lock()
         arrived, arriving = os.pipe()
         os.set_blocking(arriving, False)
@@ -42,7 +44,8 @@ class StopSignals:
         threading.Thread(target=self._listen, args=(arrived,), name="stop signals", daemon=True).start()
         for number in STOPPING:
             signal.signal(number, self._handle)
-        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+        signal.signal(signal.SIGUSR2, lambda *_: None)  # Python's own handler writes the byte
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True, chain=True)
 
     def follow_launcher(self) -> None:
         """Stop when the launcher ends without a word, even by SIGKILL. Without a launcher (no RANK) this does nothing.
@@ -62,6 +65,12 @@ class StopSignals:
                 command = _parent_of(self._parent)
                 threading.Thread(target=self._follow, args=(command,), name="launcher", daemon=True).start()
 
+    def trace_wanted(self) -> bool:
+        """Whether a trace was asked for since the last call."""
+        asked = self._trace.is_set()
+        self._trace.clear()
+        return asked
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.wanted = self.wanted or self._why(number)
 
@@ -71,6 +80,8 @@ class StopSignals:
             number = os.read(arrived, 1)[0]
             if number in STOPPING:
                 self._ask(self._why(number))
+            if number == signal.SIGUSR2:
+                self._trace.set()
             if number in (signal.SIGTERM, signal.SIGINT):
                 now = time.monotonic()
                 first = first or now

@@ -1,6 +1,7 @@
 """Ranks that are slower than the others, step after step."""
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 STEPS = 16
@@ -25,12 +26,18 @@ class Stragglers:
         if len(self._seconds) == 1 or len(self._seconds[0]) < STEPS:
             return []
         medians = [median(past) for past in self._seconds]
-        usual = [medians[1], medians[0]] if len(medians) == 2 else [median(medians)] * len(medians)
-        ratios = [own / max(of, 1e-9) for own, of in zip(medians, usual, strict=True)]
+        of_others = usual(medians)
+        ratios = [own / of for own, of in zip(medians, of_others, strict=True)]
         self.worst_ratio = max(ratios)
         before, self._slow = self._slow, {rank for rank, ratio in enumerate(ratios) if ratio > RATIO}
         return [
             f"rank {rank} is a straggler: {ratios[rank]:.2f} × the usual time of a step over the last {STEPS} "
-            f"({medians[rank]:.3g} s against {usual[rank]:.3g} s)"
+            f"({medians[rank]:.3g} s against {of_others[rank]:.3g} s)"
             for rank in sorted(self._slow - before)
         ]
+
+
+def usual(seconds: Sequence[float]) -> list[float]:
+    """What each rank's seconds are to be measured by: the ranks' median; of two ranks the other one's."""
+    found = [seconds[1], seconds[0]] if len(seconds) == 2 else [median(seconds)] * len(seconds)
+    return [max(each, 1e-9) for each in found]

@@ -1,5 +1,6 @@
 """What training asks and tells of the world outside it: whether to stop, and that it is alive."""
 
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch
 from megasparse.config.schema import RunConfig
 from megasparse.data.batches import never
 from megasparse.training.checkpoint import silent
+from megasparse.training.rank_table import Spent
 from megasparse.training.ranks import Ranks
 from megasparse.training.signals import StopSignals
 from megasparse.training.watchdog import Watchdog
@@ -26,6 +28,8 @@ class Watch:
     """Told what is done next, alike on all ranks: who hangs stands still, and has been told less than the others."""
     alive: Callable[[str], None] = silent
     """Told the same in work of which ranks may have different parts, such as files."""
+    trace_wanted: Callable[[], bool] = never
+    """Whether this rank was asked, since the last call, for a trace of its next steps."""
 
 
 @contextmanager
@@ -38,7 +42,8 @@ def watching(run: RunConfig, ranks: Ranks, signals: StopSignals) -> Iterator[Wat
     launch = ranks.gather(uuid.uuid4().hex)[0]
     directory = Path(run.directory) / "heartbeats"
     with Watchdog(directory, launch, ranks.rank, ranks.world_size, run.hang_timeout, signalled) as watchdog:
-        yield Watch(lambda: signalled() or watchdog.stop_elsewhere(), watchdog.progress, watchdog.alive)
+        stop_wanted = lambda: signalled() or watchdog.stop_elsewhere()  # noqa: E731
+        yield Watch(stop_wanted, watchdog.progress, watchdog.alive, signals.trace_wanted)
 
 
 class StopWanted(Exception):
@@ -67,14 +72,19 @@ class RollCall:
     """Some rank is still writing its part of a checkpoint."""
     skipped: int
     """Sequences of the step that were skipped as damaged, over all ranks."""
-    seconds: list[float]
-    """What each rank needed for its own part of the step before: reading, and the model's forward passes."""
+    spent: list[Spent]
+    """What each rank spent of the step before."""
+    waited: float
+    """Seconds that this rank waited here."""
 
 
-def call_roll(ranks: Ranks, *, stop: bool, failed: bool, writing: bool, skipped: int, seconds: float) -> RollCall:
+def call_roll(ranks: Ranks, *, stop: bool, failed: bool, writing: bool, skipped: int, spent: Spent) -> RollCall:
     """Every rank's own answers, shared in one small all-reduce, so that all of them do the same next."""
-    answers = torch.zeros(4 + ranks.world_size, dtype=torch.float64)
+    began, width = time.perf_counter(), len(Spent._fields)
+    answers = torch.zeros(4 + width * ranks.world_size, dtype=torch.float64)
     answers[:4] = torch.tensor([stop, failed, writing, skipped], dtype=torch.float64)
-    answers[4 + ranks.rank] = seconds
-    stopping, failing, busy, missing, *each = ranks.sum(answers.to(ranks.device)).tolist()
-    return RollCall(stopping > 0, failing > 0, busy > 0, int(missing), each)
+    answers[4 + width * ranks.rank :][:width] = torch.tensor(spent, dtype=torch.float64)
+    shared = ranks.sum(answers.to(ranks.device)).cpu()
+    stopping, failing, busy, missing = shared[:4].tolist()
+    each = [Spent(*row) for row in shared[4:].view(-1, width).tolist()]
+    return RollCall(stopping > 0, failing > 0, busy > 0, int(missing), each, time.perf_counter() - began)

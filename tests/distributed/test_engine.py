@@ -26,6 +26,7 @@ from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
 from megasparse.training.checkpoint import Checkpoint
 from megasparse.training.engine import Engine, build_engine
+from megasparse.training.rank_table import Spent
 from megasparse.training.ranks import Ranks, start_ranks
 from megasparse.training.resume import find_start
 from megasparse.training.run_folder import find_newest
@@ -206,7 +207,7 @@ def rolls(ranks: Ranks) -> dict[str, Any]:
     """Rank 1 has no data, is asked to stop, and needs longer; rank 0 still writes and skipped three sequences."""
     here = ranks.rank == 1
     call = call_roll(
-        ranks, stop=here, failed=here, writing=not here, skipped=0 if here else 3, seconds=0.5 + ranks.rank
+        ranks, stop=here, failed=here, writing=not here, skipped=0 if here else 3, spent=Spent(0.5 + ranks.rank)
     )
     stopped = []
     for wanted in (False, here):
@@ -215,7 +216,7 @@ def rolls(ranks: Ranks) -> dict[str, Any]:
             stopped.append(False)
         except StopWanted:
             stopped.append(True)
-    return {"call": dataclasses.asdict(call), "stopped": stopped}
+    return {"call": {**dataclasses.asdict(call), "waited": call.waited >= 0}, "stopped": stopped}
 
 
 def across(folder: Path, ranks: Ranks, checkpoints: dict[str, str]) -> dict[str, Any]:
@@ -341,7 +342,8 @@ def test_N1_what_is_not_finite_on_one_rank_is_skipped_on_all(report: dict[str, A
 
 
 def test_what_one_rank_knows_all_ranks_act_on(report: dict[str, Any]) -> None:
-    answers = {"stop": True, "failed": True, "writing": True, "skipped": 3, "seconds": [0.5, 1.5]}
+    answers = {"stop": True, "failed": True, "writing": True, "skipped": 3}
+    answers |= {"spent": [[0.5, 0.0, 0.0], [1.5, 0.0, 0.0]], "waited": True}
     assert report["rolls"] == {"call": answers, "stopped": [False, True]}
 
 

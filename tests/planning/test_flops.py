@@ -8,7 +8,7 @@ from megasparse.config.attention import AttentionKind
 from megasparse.config.load import build_config
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import build_model
-from megasparse.planning.flops import ATTENTION, model_flops_per_token
+from megasparse.planning.flops import ATTENTION, hardware_flops_per_token, model_flops_per_token
 
 BASE = {"max_length": 64, "layers": 1, "d_model": 32, "d_ff": 48, "heads": 4, "vocabulary": 256}
 
@@ -186,3 +186,60 @@ def test_an_encoder_decoder_by_its_own_weights(shared):
     again = {**values, "model": {**values["model"], "attention": layers, "source": hashed}}
     change = 3 * (3 * (12 * 32 * 16 * 24 + 32 * 16 * 64) - 12 * 32 * 24 * 40)
     assert model_flops_per_token(build_config(again).model, 64) == pytest.approx((whole + change) / 64)
+
+
+TILED = {"feed_forward_tiles": 2, "loss_tiles": 4}
+
+
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [  # of the forward: what runs once more in the backward
+        ({}, {"layers": 1}),
+        (TILED, {"layers": 1, "feed_forward": 1, "head": 1}),
+        ({"blocks": "ordinary", "activations": "stored"}, {}),
+        ({"blocks": "ordinary", "activations": "stored", **TILED}, {"feed_forward": 1, "head": 1}),
+        ({"blocks": "ordinary", "activations": "checkpoint"}, {"layers": 1}),
+        ({"blocks": "ordinary", "activations": "checkpoint_cpu"}, {"layers": 1}),
+    ],
+)
+def test_hardware_flops_by_hand(changed: dict, again: dict) -> None:
+    """Two layers of 4 heads of 8 in 64 tokens: 8/6 of the layers' FLOPs where they are recomputed."""
+    config = model(layers=2, attention=attention("full"), **changed)
+    feed_forward = 2 * 2 * 2 * 32 * 48
+    layers = feed_forward + 2 * (2 * 4 * 32 * 32 + 4 * 32 * 32.5)
+    head = 2 * 256 * 32 * (2 if config.blocks == "reversible" else 1)
+    forward = {"layers": layers, "feed_forward": feed_forward, "head": head}
+    whole = 3 * (layers + head)
+    assert model_flops_per_token(config, 64) == pytest.approx(whole)
+    found = hardware_flops_per_token(config, 64)
+    assert found == pytest.approx(whole + sum(forward[part] * times for part, times in again.items()))
+
+
+def test_codes_that_reversible_layers_keep_are_not_computed_again():
+    for kind, section, projections, keys, codes in (
+        ("lsh", {"chunk": 8, "rounds": 3}, 3, 3 * 8, 3 * 4 * 8 * 8 * 2),
+        ("routing", {"chunk": 16}, 3, 16, 4 * 2 * 8 * 4),
+    ):
+        forward = FEED_FORWARD / 3 + 2 * projections * 32 * 32 + 4 * 32 * keys
+        kept = model(attention=attention(kind, **{kind: section}))
+        more = hardware_flops_per_token(kept, 64) - model_flops_per_token(kept, 64)
+        assert more == pytest.approx(forward)
+        ordinary = {"blocks": "ordinary", "activations": "checkpoint"}
+        again = model(attention=attention(kind, **{kind: section}), **ordinary)
+        more = hardware_flops_per_token(again, 64) - model_flops_per_token(again, 64)
+        assert more == pytest.approx(forward + codes)
+
+
+@pytest.mark.parametrize("cross", ["full", "lsh"])
+def test_both_stacks_of_an_encoder_decoder_run_again(cross):
+    """And cross-attention, whose codes are kept."""
+    made = {"kind": "encoder_decoder", "layers": 3, "attention": attention("lsh", lsh={"chunk": 8, "buckets": 16})}
+    source = {"length": 40, "layers": 2, "attention": attention("full"), "cross_attention": cross}
+    config = build_config({"model": {**BASE, **made, "source": source}, "data": {"sequence_length": 64}}).model
+    rounds = config.attention.lsh.rounds
+    pairs = 3 * (4 * 32 * 24 * 40 if cross == "full" else rounds * 4 * 32 * 16 * 24)
+    encoder = 2 * 40 * (FEED_FORWARD / 3 + 2 * 4 * 32 * 32 + 4 * 32 * 40)
+    decoder = 3 * 24 * (FEED_FORWARD / 3 + 2 * 3 * 32 * 32 + rounds * 4 * 32 * 8)
+    crossing = 3 * 4 * 32 * 32 * 64 + pairs
+    again = 64 * (hardware_flops_per_token(config, 64) - model_flops_per_token(config, 64))
+    assert again == pytest.approx(encoder + decoder + crossing)

@@ -1,0 +1,56 @@
+"""What fills a rank's memory, by kind; bytes throughout."""
+
+import resource
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+KINDS = ("weights", "gradients", "optimizer")
+
+
+def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[int, int]:
+    """What holds these tensors on `device`, and elsewhere. What several share counts once."""
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = (storage.nbytes(), tensor.device.type == device.type)
+    here = sum(size for size, own in storages.values() if own)
+    return here, sum(size for size, _ in storages.values()) - here
+
+
+def memory_scalars(device: torch.device, held: dict[str, tuple[int, int]]) -> dict[str, float]:
+    """docs/monitoring.md's memory/... of this rank. held: of each of KINDS what `bytes_of` found."""
+    scalars = {f"memory/{kind}_bytes": held[kind][0] for kind in KINDS if kind in held}
+    peak = peak_bytes(device)
+    scalars |= {"memory/peak_bytes": peak, "memory/other_bytes": max(0, peak - sum(scalars.values()))}
+    scalars |= _of_process()
+    if device.type == "cuda":
+        reserved = torch.cuda.max_memory_reserved(device)
+        scalars |= {
+            "memory/offloaded_bytes": sum(elsewhere for _, elsewhere in held.values()),
+            "memory/reserved_bytes": reserved,
+        }
+        return {**scalars, "memory/fragmentation": 1 - peak / max(1, reserved)}
+    return {**scalars}
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most ever in use: allocated tensors on a GPU, resident memory of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _of_process() -> dict[str, int]:
+    """Its memory at the moment; nothing where the system does not tell."""
+    found = {}
+    with suppress(OSError, ValueError, IndexError):
+        status = Path("/proc/self/status").read_text()
+        for name, field in (("resident", "VmRSS"), ("swapped", "VmSwap")):
+            found[f"memory/{name}_bytes"] = 1024 * int(status.split(f"\n{field}:", 1)[1].split(maxsplit=1)[0])
+    return found

@@ -1,0 +1,246 @@
+"""Every scalar that a run writes stands in the one table of docs/monitoring.md; and what the newer ones say is so."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.schema import Config
+from megasparse.model.build import build_model
+from megasparse.model.stack import of_layers
+from megasparse.ops.random import Draws
+from megasparse.training.engine import build_engine
+from megasparse.training.exposed import Exposed
+from megasparse.training.loop import train
+from megasparse.training.memory import bytes_of, memory_scalars
+from megasparse.training.monitor import Monitor
+from megasparse.training.rank_table import RankTable, Spent
+from megasparse.training.ranks import Ranks, start_ranks
+from megasparse.training.saving import Saver
+from tests.data.damages import flip
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+from tests.helpers.trained import prepared, trained
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "monitoring.md"
+WORDS = {"REASON": "[A-Za-z0-9_ ]+", "KIND": f"({'|'.join(MECHANISMS)})", "METRIC": "[a-z0-9_]+", "_N": r"_\d+"}
+"""What the documentation's capital letters stand for."""
+
+
+def documented() -> re.Pattern[str]:
+    """Every name that the tables tell."""
+    scalars: list[str] = []
+    within: dict[str, list[str]] = {"model": [], "quality": []}
+    table = scalars
+    for line in DOCUMENT.read_text().splitlines():
+        if found := re.search(r"\(`(model|quality)/.*NAME`", line):
+            table = within[found[1]]
+        elif line.startswith("| Scalar |"):
+            table = scalars
+        elif line.startswith("| File |"):
+            table = []
+        elif line.startswith("| `"):
+            table += re.findall(r"`([^`]+)`", line.split("|")[1])
+    names = [name for name in scalars if "..." not in name]
+    for name in set(scalars) - set(names):
+        parts = within["quality"] if name.startswith("quality") else within["model"]
+        names += [name.replace("KIND/...", part if "/" in part else f"KIND/{part}") for part in parts]
+    patterns = [re.escape(name) for name in names]
+    for word, meaning in WORDS.items():
+        patterns = [pattern.replace(word, meaning) for pattern in patterns]
+    return re.compile("|".join(patterns))
+
+
+def missing(lines: list[dict[str, float]]) -> set[str]:
+    table = documented()
+    return {name for line in lines for name in line if name != "step" and not table.fullmatch(name)}
+
+
+def test_the_table_tells_names_and_no_others() -> None:
+    table = documented()
+    for name in ("train/loss", "model/encoder/attention/lha/kl_keys/layer_11", "quality/lsh/bucket_ratio"):
+        assert table.fullmatch(name)
+    for name in ("train/losses", "model/attention/lha/kl_keys/layer_", "quality/lsh/maps2", "config.json", "a/b"):
+        assert not table.fullmatch(name)
+
+
+def test_every_scalar_of_pretraining_is_in_the_table(tmp_path: Path) -> None:
+    data = prepared(tmp_path)
+    shard = sorted(data.glob("train-*.tar"))[0]
+    shard.write_bytes(flip(520)(shard.read_bytes()))
+    attention = {
+        "pattern": [{"lha": 1, "yoso": 1, "smart_bird": 1, "lsh": 1}, {"lha": 2, "routing": 1, "yoso": 1}],
+        "lha": {"chunk": 16},
+        "lsh": {"chunk": 8},
+        "smart_bird": {"keys": 4, "sketch_dim": 4},
+        "routing": {"chunk": 16},
+    }
+    size = {"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 48, "heads": 4, "attention": attention}
+    lines = trained(
+        data,
+        tmp_path / "run",
+        [],
+        12,
+        model=size,
+        data={"path": str(data), "sequence_length": 64, "max_damaged": 0.2},
+        evaluation={"every": 6, "sequences": 2},
+        logging={"attention_quality_every": 6, "peak_tflops": 0.1, "every": 4},
+    )
+    assert not missing(lines)
+    assert any("data/damaged_samples/its crc32 differs" in line for line in lines), "what should be tried was"
+    of_layers = {"model/attention/lha/kl_keys/layer_0", "model/attention/lha/kl_keys/layer_1"}
+    assert [of_layers <= line.keys() for line in lines] == [line["step"] % 4 == 0 for line in lines]
+    last = lines[-1]
+    mean = sum(last[name] for name in of_layers) / 2
+    assert last["model/attention/lha/kl_keys"] == pytest.approx(mean, rel=1e-6)
+    assert not any("smart_bird" in name and "layer" in name for name in last), "one layer is its own mean"
+    assert last["speed/hardware_flops_utilisation"] > last["speed/model_flops_utilisation"]
+
+
+def test_every_scalar_of_an_encoder_decoder_is_in_the_table(tmp_path: Path) -> None:
+    lha = {"pattern": ["lha"], "lha": {"chunk": 16}}
+    size = {"max_length": 14, "layers": 2, "d_model": 32, "d_ff": 48, "heads": 4, "attention": lha}
+    source = {"length": 10, "attention": lha}
+    model = {"kind": "encoder_decoder", "positions": {"kind": "rotary"}, "source": source, **size}
+    config = tiny_config(tmp_path, model=model, training={"steps": 2})
+    lines = run(build_model(config.model, 0), config, Ranks())
+    assert not missing(lines)
+    assert "model/encoder/attention/lha/kl_queries/layer_1" in lines[-1]
+
+
+def run(model: Any, config: Config, ranks: Ranks) -> list[dict[str, float]]:
+    """Trains on made-up sequences of 24 tokens; what metrics.jsonl has of it."""
+    draw = make_draws if isinstance(model, TinyModel) else lambda step, samples: Draws(0, step, samples, training=True)
+    engine = build_engine(model, config, draw, ranks)
+    with Monitor(config, ranks, 0) as monitor:
+        train(engine, config, MadeUpBatches(config, ranks), Saver(config, ranks, "data", {}), monitor)
+    engine.close()
+    lines = (Path(config.run.directory) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines] if ranks.rank == 0 else []
+
+
+def on_two_ranks(folder: str) -> list[list[dict[str, float]]]:
+    """The lines of a run of each ZeRO stage."""
+    found = []
+    for stage in (1, 3):
+        zero = {"zero_optimization": {"stage": stage}}
+        config = tiny_config(f"{folder}/{stage}", "deepspeed", training={"steps": 4}, deepspeed=zero)
+        ranks = start_ranks(config.run)
+        found.append(run(TinyModel(), config, ranks))
+    ranks.stop()
+    return found
+
+
+def test_what_two_ranks_spend_and_hold(tmp_path: Path) -> None:
+    runs, _ = run_ranks(on_two_ranks, folder=str(tmp_path))
+    whole = sum(p.numel() for p in TinyModel().parameters()) * 4
+    for stage, lines in zip((1, 3), runs, strict=True):
+        assert missing(lines) == {"model/width"}, "of the tiny model alone"
+        last = lines[-1]
+        assert 0 < last["speed/exposed_communication_seconds"] < last["speed/step_seconds"]
+        per_device = last["speed/tokens_per_second"] / 2
+        assert last["speed/tokens_per_second_per_device"] == pytest.approx(per_device)
+        part = whole / 2  # and what pads the last piece
+        assert last["memory/weights_bytes"] == pytest.approx(part if stage == 3 else whole, rel=0.1)
+        assert 0.9 * part <= last["memory/gradients_bytes"] <= 1.1 * whole, "ZeRO 1 accumulates all"
+        assert last["memory/optimizer_bytes"] == pytest.approx(3 * part, rel=0.1)
+        table = json.loads((tmp_path / str(stage) / "ranks.json").read_text())
+        assert table["step"] == 4 and [row["rank"] for row in table["ranks"]] == [0, 1]
+        assert all(row["forward"] > 0 and row["communication"] > 0 for row in table["ranks"])
+
+
+class Clock:
+    """A time that goes on only when it is told to."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.now = 0.0
+        patch.setattr("megasparse.training.stopwatch.time.perf_counter", lambda: self.now)
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_exposed_is_what_follows_the_last_gradient_but_for_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    class SlowOptimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            clock.passes(100.0)
+
+    optimizer = SlowOptimizer([weight], lr=0.1)
+    exposed = Exposed(torch.device("cpu"), [weight], optimizer)
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            clock.passes(10.0)
+            return grad
+
+    for _ in range(2):  # two steps alike
+        for _ in range(2):  # of two micro-batches
+            with exposed.meeting.running():
+                clock.passes(1.0)
+            Slow.apply(weight).sum().backward()
+        clock.passes(5.0)  # reducing gradients
+        optimizer.step()
+        clock.passes(2.0)  # gathering weights
+        assert exposed.seconds() == pytest.approx(2 * 1.0 + 5.0 + 2.0)
+
+
+def test_memory_counts_what_holds_the_tensors_once() -> None:
+    whole = torch.zeros(100)
+    views = [whole[:10], whole[50:], torch.zeros(7, dtype=torch.bfloat16), torch.zeros(5, device="meta")]
+    assert bytes_of(views, torch.device("cpu")) == (414, 20)
+    held = {"weights": (400, 0), "gradients": (100, 0), "optimizer": (0, 0)}
+    scalars = memory_scalars(torch.device("cpu"), held)
+    assert scalars["memory/other_bytes"] == scalars["memory/peak_bytes"] - 500
+    assert 1e7 < scalars["memory/resident_bytes"] <= scalars["memory/peak_bytes"] * 1.05
+
+
+def test_on_a_gpu_memory_has_more_kinds_and_they_are_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 600)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 800)
+    held = {"weights": (100, 0), "gradients": (50, 10), "optimizer": (0, 300)}
+    scalars = memory_scalars(torch.device("cuda", 0), held)
+    assert not missing([scalars])
+    assert scalars["memory/other_bytes"] == 450 and scalars["memory/offloaded_bytes"] == 310
+    assert scalars["memory/reserved_bytes"] == 800 and scalars["memory/fragmentation"] == 0.25
+
+
+def test_layers_are_vectors_with_nan_for_those_without() -> None:
+    one, two, three = (torch.tensor(x) for x in (1.0, 2.0, 3.0))
+    found = of_layers({"a": {0: one, 3: three}, "b": {1: two}}, 4)
+    assert {name: value.tolist() for name, value in found.items() if value.dim() == 0} == {"a": 2.0, "b": 2.0}
+    assert found.keys() == {"a", "b", "a/layers"}
+    assert torch.equal(found["a/layers"].isnan(), torch.tensor([False, True, True, False]))
+    assert found["a/layers"][[0, 3]].tolist() == [1.0, 3.0]
+
+
+def test_the_table_of_ranks_has_medians_and_the_slowest_first(tmp_path: Path) -> None:
+    table = RankTable(3)
+    for step in range(20):
+        table.add([Spent(0.0, 1.0, 0.5), Spent(0.1 * step, 2.0, 0.25), Spent(9.0 if step == 19 else 0.0, 1.0, 0.5)])
+    data = [0.1 * step for step in range(4, 20)]
+    middle = (data[7] + data[8]) / 2
+    assert table.medians()[1] == pytest.approx((middle, 2.0, 0.25)) and table.medians()[2] == (0.0, 1.0, 0.5)
+    lines = table.text().splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["1", "0", "2"]
+    assert lines[2].split("|")[-2].strip() == f"{middle + 2:.2f}"
+    table.write(tmp_path / "ranks.json", 20)
+    written = json.loads((tmp_path / "ranks.json").read_text())
+    assert written["ranks"][0] == {"rank": 0, "data": 0.0, "forward": 1.0, "communication": 0.5}
+
+
+def test_the_loop_keeps_the_table_of_one_rank_to_itself(tmp_path: Path) -> None:
+    lines = run(TinyModel(), tiny_config(tmp_path, training={"steps": 2}), Ranks())
+    assert not (tmp_path / "ranks.json").exists()
+    assert not any("exposed" in name for name in lines[-1])

@@ -1,0 +1,156 @@
+"""Traces on demand: valid, of the steps that were asked for, and without a trace in the numbers."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from megasparse.config.load import build_config
+from megasparse.config.schema import Config
+from megasparse.errors import ConfigError
+from megasparse.training.engine import build_engine
+from megasparse.training.loop import train
+from megasparse.training.monitor import Monitor
+from megasparse.training.ranks import Ranks
+from megasparse.training.saving import Saver
+from megasparse.training.tracing import STEPS
+from megasparse.training.watch import Watch
+from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+
+ROOT = Path(__file__).parents[2]
+
+RUN = """
+import sys, time
+from pathlib import Path
+from megasparse.training.engine import build_engine
+from megasparse.training.loop import train
+from megasparse.training.monitor import Monitor
+from megasparse.training.ranks import Ranks
+from megasparse.training.saving import Saver
+from megasparse.training.signals import StopSignals
+from megasparse.training.watch import watching
+from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+
+class Slow(TinyModel):
+    def forward(self, *given):
+        time.sleep(0.02)
+        return super().forward(*given)
+
+signals = StopSignals()
+config = tiny_config(sys.argv[1], training={"steps": 100000})
+with watching(config.run, Ranks(), signals) as watch, Monitor(config, Ranks(), 0) as monitor:
+    engine = build_engine(Slow(), config, make_draws, Ranks())
+    train(engine, config, MadeUpBatches(config, Ranks()), Saver(config, Ranks(), "data", {}), monitor, watch=watch)
+"""
+
+
+def losses(config: Config, watch: Watch = Watch()) -> list[float]:  # noqa: B008
+    engine = build_engine(TinyModel(), config, make_draws, Ranks())
+    saver = Saver(config, Ranks(), "data", {})
+    with Monitor(config, Ranks(), 0) as monitor:
+        train(engine, config, MadeUpBatches(config, Ranks()), saver, monitor, watch=watch)
+    lines = (Path(config.run.directory) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["train/loss"] for line in lines]
+
+
+def updates(path: Path) -> int:
+    """Optimizer steps in a trace."""
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    return sum(event.get("name", "").startswith("Optimizer.step#") for event in trace["traceEvents"])
+
+
+def traces(folder: Path) -> dict[str, int]:
+    return {path.name: updates(path) for path in sorted((folder / "traces").iterdir())}
+
+
+def test_a_range_of_steps_is_traced_and_changes_no_loss(tmp_path: Path) -> None:
+    plain = losses(tiny_config(tmp_path / "plain"))
+    traced = losses(tiny_config(tmp_path / "traced", logging={"profile_steps": (7, 9)}))
+    assert traced == plain
+    assert traces(tmp_path / "traced") == {"step-00000007-rank-00000.json.gz": 3}
+    assert not (tmp_path / "plain" / "traces").exists()
+
+
+def test_a_range_that_the_run_ends_in_is_traced_up_to_there(tmp_path: Path) -> None:
+    losses(tiny_config(tmp_path, logging={"profile_steps": (19, 25)}))
+    assert traces(tmp_path) == {"step-00000019-rank-00000.json.gz": 2}
+
+
+def test_each_request_traces_the_next_steps(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def wanted() -> bool:
+        return bool(told) and told[-1] in {"step 3, micro-batch 4, backward", "step 11, micro-batch 4, backward"}
+
+    losses(tiny_config(tmp_path), Watch(progress=told.append, trace_wanted=wanted))
+    assert traces(tmp_path) == {f"step-{step:08d}-rank-00000.json.gz": STEPS for step in (4, 12)}
+
+
+def test_storage_that_fails_costs_the_trace_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plain = losses(tiny_config(tmp_path / "plain"))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "traces").write_text("in the way")
+    assert losses(tiny_config(run, logging={"profile_steps": (3, 3)})) == plain
+    assert re.search(
+        r"rank 0: .*step-00000003-rank-00000.json.gz cannot be written \(.*File exists", capfd.readouterr()[1]
+    )
+
+
+def test_a_trace_that_the_exporter_could_not_finish_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a disk that is full torch's exporter may say nothing."""
+
+    def torn(self: object, path: str) -> None:
+        Path(path).write_text('{"traceEvents": [{"name": "aten')
+
+    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", torn)
+    losses(tiny_config(tmp_path, logging={"profile_steps": (3, 3)}))
+    assert f"{tempfile.gettempdir()} has no room for it" in capfd.readouterr()[1]
+    assert list((tmp_path / "traces").iterdir()) == []
+
+
+def test_a_signal_asks_for_a_trace_of_a_running_process(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(tmp_path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    try:
+        metrics, folder = tmp_path / "metrics.jsonl", tmp_path / "traces"
+        _wait(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 3, process)
+        beat = json.loads((tmp_path / "heartbeats" / "rank-00000.json").read_bytes())["heartbeat"]
+        os.kill(beat["pid"], signal.SIGUSR2)
+        _wait(lambda: bool(list(folder.glob("*.json.gz"))), process)
+        before = metrics.read_bytes().count(b"\n")
+        _wait(lambda: metrics.read_bytes().count(b"\n") > before + 3, process)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert list(traces(tmp_path).values()) == [STEPS]
+    assert "a trace; open it" in said and "Current thread" in said, "and the stacks, as ever"
+
+
+def _wait(condition, process: subprocess.Popen[str]) -> None:  # type: ignore[no-untyped-def]
+    end = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("steps", [[5, 4], [1, 11]])
+def test_a_range_that_is_none_or_too_long_is_refused(steps: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"logging.profile_steps: .* is no range of 1 to 10 steps"):
+        build_config({"logging": {"profile_steps": steps}})
