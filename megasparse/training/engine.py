@@ -5,6 +5,7 @@ run asks for it.
 """
 
 import math
+import shutil
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +18,20 @@ from torch import Tensor, nn
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Batch
 from megasparse.errors import ConfigError
-from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers, silent
+from megasparse.training.checkpoint import (
+    MEMORY,
+    Checkpoint,
+    Fragment,
+    Home,
+    load_weights,
+    persistent_buffers,
+    present,
+    silent,
+)
 from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopwatch import Stopwatch
+from megasparse.training.swapping import SubGroup, Swap, swapped_sections
 
 MakeDraws = Callable[[int, Tensor], Any]
 """(optimizer step, global sample numbers (B,)) -> what the model's random draws depend on."""
@@ -137,11 +148,11 @@ class Engine(ABC):
 
     @abstractmethod
     def _state(self) -> Iterator[Fragment]:
-        """What this rank holds: pieces of fp32 weights and of the optimizer's state."""
+        """What this rank holds: pieces of fp32 weights and of the optimizer's state, those of one home together."""
 
     @abstractmethod
-    def _state_owners(self) -> list[Tensor]:
-        """The tensors that the optimizer updates."""
+    def _state_owners(self) -> Iterator[Tensor]:
+        """The tensors that the optimizer updates, each while it is in memory."""
 
     def fragments(self) -> list[Fragment]:
         """What this rank must save: over all ranks, every number exactly once."""
@@ -165,7 +176,7 @@ class Engine(ABC):
             for weight in self._state_owners():
                 create_state(self.optimizer, weight)
             set_steps_done(self.optimizer, checkpoint.optimizer_steps)
-        for fragment in self._state():
+        for fragment in present(self._state(), changing=True):
             fragment.write(checkpoint.read(fragment.kind, fragment.name, fragment.start, fragment.numel))
 
     def close(self) -> None:  # noqa: B027  (plain torch holds nothing)
@@ -246,12 +257,12 @@ class TorchEngine(Engine):
     def _state(self) -> Iterator[Fragment]:
         return _whole(self._masters, self.optimizer)
 
-    def _state_owners(self) -> list[Tensor]:
-        return list(self._masters.values())
+    def _state_owners(self) -> Iterator[Tensor]:
+        yield from self._masters.values()
 
 
 class DeepSpeedEngine(Engine):
-    """ZeRO stage 0 to 3 on any number of ranks, optimizer and weights on the device or in CPU memory."""
+    """ZeRO stage 0 to 3 on any number of ranks, optimizer and weights on the device, in CPU memory or on a disk."""
 
     def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
         super().__init__(model, config, make_draws, ranks)
@@ -262,9 +273,14 @@ class DeepSpeedEngine(Engine):
         self.replicated = self._stage == 0
         self._names = {id(p): name for name, p in self._trained.items()}
         self.optimizer = build_optimizer(self._trained.values(), config.optimizer)
-        self._engine = _import_deepspeed(ranks).initialize(
-            model=model, optimizer=self.optimizer, config=_deepspeed_config(config, self._stage, ranks)
-        )[0]
+        deepspeed = _import_deepspeed(ranks)
+        if swapped := swapped_sections(zero):
+            _check_async_io(f"deepspeed.zero_optimization.{swapped[0]}.device")
+        self._swap = Swap(zero, model, ranks)
+        section = config.deepspeed | ({"zero_optimization": self._swap.section()} if zero else {})
+        settings = _deepspeed_config(config, section, self._stage, ranks)
+        self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
+        self._swap.attach(self._engine.optimizer)
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
 
     def _check(self, config: RunSettings) -> None:
@@ -295,6 +311,7 @@ class DeepSpeedEngine(Engine):
             self._engine.step()
             return norm, True
         self._engine.step()
+        self._swap.verify()
         return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
 
     def _state(self) -> Iterator[Fragment]:
@@ -302,10 +319,18 @@ class DeepSpeedEngine(Engine):
             return _whole(self._masters(), self.optimizer)
         return self._partitioned() if self._stage == 3 else self._flattened()
 
-    def _state_owners(self) -> list[Tensor]:
-        if self._stage == 3:
-            return list(self._engine.optimizer.fp32_partitioned_groups_flat)
-        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+    def _state_owners(self) -> Iterator[Tensor]:
+        if self._stage < 3:
+            yield from (weight for group in self.optimizer.param_groups for weight in group["params"])
+            return
+        for number, flat in enumerate(self._engine.optimizer.fp32_partitioned_groups_flat):
+            with self._home(number).present(changing=True):
+                yield flat
+
+    def _home(self, number: int) -> Home:
+        """Of the vector that ZeRO 3 makes of sub-group `number`."""
+        zero = self._engine.optimizer
+        return SubGroup(zero, number) if zero._swappable_optimizer_subgroup(number) else MEMORY
 
     def _masters(self) -> dict[str, Tensor]:
         """ZeRO 0: parameter name -> fp32 weight."""
@@ -329,22 +354,25 @@ class DeepSpeedEngine(Engine):
                 yield Fragment.of(kind, name, self._shapes[name], mapping.lp_fragment_address.start, piece)
 
     def _partitioned(self) -> Iterator[Fragment]:
-        """ZeRO 3: each parameter is cut evenly among the ranks, the last piece padded."""
+        """ZeRO 3: each parameter is cut evenly among the ranks, the last piece padded. The pieces of a sub-group are
+        one vector."""
         zero = self._engine.optimizer
         p: Any
-        for p in self._trained.values():
-            name, size = self._names[id(p)], p.ds_tensor.ds_numel
-            start = self.ranks.rank * size
-            numel = min(size, p.ds_numel - start)
-            if numel <= 0:
-                continue
-            group, offset, _ = zero.grad_position[zero.get_param_id(p)]
-            flat = zero.fp32_partitioned_groups_flat[group]
-            for kind, tensor in {"weight": flat, **state_tensors(self.optimizer.state.get(flat, {}))}.items():
-                yield Fragment.of(kind, name, self._shapes[name], start, tensor.detach().narrow(0, offset, numel))
+        for number, group in enumerate(zero.fp16_groups):
+            flat, home = zero.fp32_partitioned_groups_flat[number], self._home(number)
+            for p in group:
+                name, size = self._names[id(p)], p.ds_tensor.ds_numel
+                start = self.ranks.rank * size
+                numel = min(size, p.ds_numel - start)
+                if numel <= 0:
+                    continue
+                offset = zero.grad_position[zero.get_param_id(p)][1]
+                for kind, tensor in {"weight": flat, **state_tensors(self.optimizer.state.get(flat, {}))}.items():
+                    yield Fragment(kind, name, self._shapes[name], start, numel, tensor, offset, home)
 
     def close(self) -> None:
         self._engine.destroy()
+        self._swap.close()
 
 
 def _given(divisor: float | None) -> dict[str, float]:
@@ -365,8 +393,20 @@ def _import_deepspeed(ranks: Ranks) -> Any:
     return deepspeed
 
 
-def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str, Any]:
-    """DeepSpeed's configuration: the user's section, and what our own sections decide."""
+def _check_async_io(key: str) -> None:
+    """What swaps to a disk is compiled where it is first used: say before that what is missing."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if shutil.which("c++") is None:
+        problem = '"nvme" compiles DeepSpeed\'s async_io, and there is no c++'
+        raise ConfigError(key, problem, "Install Debian's g++ on every node (apt-get install g++)")
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        problem = '"nvme" needs libaio, which the linker does not find'
+        raise ConfigError(key, problem, "Install Debian's libaio-dev on every node (apt-get install libaio-dev)")
+
+
+def _deepspeed_config(config: RunSettings, section: dict[str, Any], stage: int, ranks: Ranks) -> dict[str, Any]:
+    """DeepSpeed's configuration: the user's `section`, and what our own sections decide."""
     training = config.training
     share = training.micro_batch * ranks.world_size
     assert training.global_batch % share == 0, "the data would have refused this"
@@ -380,4 +420,4 @@ def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str
     }
     if training.precision == "bf16" and stage > 0:  # ZeRO 0 accumulates in bf16 only
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
-    return {**config.deepspeed, **generated}
+    return {**section, **generated}
