@@ -255,6 +255,13 @@ def _check_nvme(zero: dict[str, Any]) -> None:
             )
             raise ConfigError(f"{place}.buffer_count", problem, f"Set it to {least} or more")
 
+    swapped = zero.get("offload_param")
+    prefetch = zero.get("stage3_prefetch_bucket_size", zero.get("prefetch_bucket_size"))
+    if isinstance(swapped, dict) and swapped.get("device") == "nvme" and prefetch != 0:
+        # __prefetch_nvme_param_partitions asks twice for a weight that is used twice in what lies ahead (0.19.8)
+        problem = f'{show(prefetch)} with offload_param.device "nvme" ends in an assertion of DeepSpeed'
+        raise ConfigError("deepspeed.zero_optimization.stage3_prefetch_bucket_size", problem, "Set it to 0")
+
 
 def _check_supported(zero: dict[str, Any]) -> None:
     """Where the optimizer's state lies, as far as the checkpoints know."""

@@ -269,13 +269,11 @@ class DeepSpeedEngine(Engine):
         zero = config.deepspeed.get("zero_optimization", {})
         self._stage = int(zero.get("stage", 0))
         self._rounded = config.training.precision == "bf16"
+        deepspeed = _import_deepspeed(ranks)
         self._check(config)
         self.replicated = self._stage == 0
         self._names = {id(p): name for name, p in self._trained.items()}
         self.optimizer = build_optimizer(self._trained.values(), config.optimizer)
-        deepspeed = _import_deepspeed(ranks)
-        if swapped := swapped_sections(zero):
-            _check_async_io(f"deepspeed.zero_optimization.{swapped[0]}.device")
         self._swap = Swap(zero, model, ranks)
         section = config.deepspeed | ({"zero_optimization": self._swap.section()} if zero else {})
         settings = _deepspeed_config(config, section, self._stage, ranks)
@@ -288,6 +286,13 @@ class DeepSpeedEngine(Engine):
             problem = "adafactor needs each weight's own shape, and ZeRO hands the optimizer flat pieces"
             mend = 'Use "adamw", or fp32 with deepspeed.zero_optimization.stage 0, or run.engine="torch"'
             raise ConfigError("optimizer.name", problem, mend)
+        swapped = swapped_sections(config.deepspeed.get("zero_optimization", {}))
+        if "offload_param" in swapped and not self._rounded and self.ranks.device.type == "cpu":
+            # _set_dtype reads `dtype or float16 if fp16 is supported else bfloat16` (0.19.8): bf16, whatever the dtype
+            problem = '"fp32" with offload_param.device "nvme" on the CPU: DeepSpeed would swap bf16 there'
+            raise ConfigError("training.precision", problem, 'Use "bf16", or a GPU, or offload_param.device "cpu"')
+        if swapped:
+            _check_async_io(f"deepspeed.zero_optimization.{swapped[0]}.device")
 
     def evaluate(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -310,6 +315,7 @@ class DeepSpeedEngine(Engine):
                 return norm, False
             self._engine.step()
             return norm, True
+        self._swap.verify()
         self._engine.step()
         self._swap.verify()
         return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())

@@ -22,6 +22,10 @@ ADAM_BYTES = 16
 """On the disk for each number that a rank updates: fp32 weight, both moments, gradient."""
 
 
+BUFFER_SIZE = 10**8
+"""DeepSpeed's default of `offload_param.buffer_size`: numbers of a rank's piece of one weight."""
+
+
 class SubGroup(Home):
     """Optimizer state that DeepSpeed swaps as one. zero: DeepSpeed's optimizer of stage 3."""
 
@@ -48,8 +52,8 @@ def swapped_sections(zero: Mapping[str, Any]) -> list[str]:
 class Swap:
     """This rank's folders on the disks of `nvme_path`, until `close`. Nothing at all where no section asks for a disk.
 
-    Raises on all ranks: ConfigError where a folder cannot serve, StorageError where the ranks of a node have not enough
-    room together.
+    Raises on all ranks: ConfigError where a folder cannot serve or a buffer is too small, StorageError where the ranks
+    of a node have not enough room together.
     """
 
     def __init__(self, zero: Mapping[str, Any], model: nn.Module, ranks: Ranks):
@@ -60,6 +64,8 @@ class Swap:
         self._sections = swapped_sections(zero)
         if not self._sections:
             return
+        if "offload_param" in self._sections:
+            _check_buffers(zero["offload_param"].get("buffer_size", BUFFER_SIZE), model, ranks.world_size)
         problem = None
         try:
             self._open()
@@ -81,9 +87,15 @@ class Swap:
         self.verify()
 
     def verify(self) -> None:
-        """Raise StorageError where the disk did not keep what was written."""
-        if self._sections:
-            verify(dict(self._files()))
+        """Raise StorageError where the disk did not keep what was written.
+
+        To be called before DeepSpeed reads it again: where a file is too short, that ends the process.
+        """
+        if not self._sections:
+            return
+        if self._optimizer.optimizer_swapper is not None:
+            self._optimizer.optimizer_swapper.flush_gradients()
+        verify(dict(self._files()))
 
     def close(self) -> None:
         """Delete the folders."""
@@ -128,6 +140,15 @@ class Swap:
         swapper = zero.fp16_groups[0][0].nvme_swapper
         for number, path in swapper.id_to_path.items() if swapper is not None else ():
             yield path, swapper._io_aligned_numel(swapper.param_id_to_numel[number]) * swapper.swap_element_size
+
+
+def _check_buffers(size: float, model: nn.Module, world_size: int) -> None:
+    name, weight = max(model.named_parameters(), key=lambda item: item[1].numel())
+    if size < (piece := -(-weight.numel() // world_size)):
+        key = "deepspeed.zero_optimization.offload_param.buffer_size"
+        raise ConfigError(
+            key, f"{size:,.0f} is too few for the {piece:,} numbers of {name}", f"Set it to {piece} or more"
+        )
 
 
 def _needed(key: str, model: nn.Module, world_size: int) -> int:
