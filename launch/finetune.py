@@ -9,8 +9,8 @@ Started again, it goes on from its newest checkpoint. launch/evaluate.py --task 
 """
 
 import argparse
-from contextlib import closing
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from megasparse.config.command_line import config_from, config_parser

@@ -146,9 +146,8 @@ def _check_buffers(size: float, model: nn.Module, world_size: int) -> None:
     name, weight = max(model.named_parameters(), key=lambda item: item[1].numel())
     if size < (piece := -(-weight.numel() // world_size)):
         key = "deepspeed.zero_optimization.offload_param.buffer_size"
-        raise ConfigError(
-            key, f"{size:,.0f} is too few for the {piece:,} numbers of {name}", f"Set it to {piece} or more"
-        )
+        problem = f"{size:,.0f} is too few for a rank's {piece:,} numbers of {name}"
+        raise ConfigError(key, problem, f"Set it to {piece} or more")
 
 
 def _needed(key: str, model: nn.Module, world_size: int) -> int:
