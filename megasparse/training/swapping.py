@@ -120,13 +120,16 @@ class Swap:
         everyone = [need for needs in ranks.gather(own) for need in needs]
         problem = None
         for folder in self._folders.values():
-            needed = sum(bytes_ for *where, bytes_ in everyone if where == [node, folder.device])
+            needed = sum(size for *where, size in everyone if where == [node, folder.device])
             if needed > (free := folder.free_bytes()):
-                where = str(folder.path.parent)
-                problem = [where, f"no room for what is swapped: {needed:,} bytes needed, {free:,} bytes free"]
+                problem = (
+                    str(folder.path.parent),
+                    f"no room for what is swapped: {needed:,} bytes needed, {free:,} bytes free",
+                )
         if told := [problem for problem in ranks.gather(problem) if problem is not None]:
             self.close()
-            raise StorageError(*told[0], "Make room, or give another nvme_path")
+            where, text = told[0]
+            raise StorageError(where, text, "Make room, or give another nvme_path")
 
     def _files(self) -> Iterator[tuple[str, int]]:
         """Every file that has been written, and its bytes."""
