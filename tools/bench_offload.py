@@ -12,13 +12,12 @@ weights in CPU memory, optimizer on the disk, which takes 16 bytes a parameter.
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from megasparse.config.command_line import config_from, config_parser
 from megasparse.config.load import build_config
@@ -41,10 +40,9 @@ def main(given: Sequence[str] | None = None) -> None:
     if config.model.source is not None:
         raise ConfigError("model.kind", '"encoder_decoder" is not measured here', "Give a decoder or an encoder")
     ranks = start_ranks(config.run.model_copy(update={"engine": "deepspeed"}))
-    rows = []
-    for length in tqdm([int(length) for length in args.lengths.split(",")], unit="length", disable=None):
-        rows.append([length, *measure(config, length, args.nvme_path, args.steps, ranks)])
-    print("\n".join(report(rows)))
+    print("| tokens | none, s a step | cpu, s | nvme, s | cpu / none | nvme / none |\n|---|---|---|---|---|---|")
+    for length in lengths(args.lengths):
+        print(row(length, *measure(config, length, args.nvme_path, args.steps, ranks)), flush=True)
     ranks.stop()
 
 
@@ -54,6 +52,14 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--nvme-path", type=Path, required=True, metavar="DIR", help="a folder on the disk")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured steps (default: %(default)s)")
     return parser.parse_args(given)
+
+
+def lengths(given: str) -> list[int]:
+    parts = given.split(",")
+    for part in parts:
+        if not part.isdecimal():
+            raise ConfigError("--lengths", f'"{part}" is no length', "Write whole numbers with commas: 512,4096")
+    return [int(part) for part in parts]
 
 
 def measure(config: Config, length: int, disk: Path, steps: int, ranks: Ranks) -> list[list[float]]:
@@ -92,13 +98,11 @@ def step_seconds(engine: Engine, batch: Batch, step: int) -> float:
     return time.perf_counter() - begun
 
 
-def report(rows: list[list[Any]]) -> Iterator[str]:
-    yield "| tokens | none, s a step | cpu, s | nvme, s | cpu / none | nvme / none |"
-    yield "|---|---|---|---|---|---|"
-    for length, *times in rows:
-        none, cpu, nvme = map(statistics.median, times)
-        ratios = [statistics.median(a / b for a, b in zip(other, times[0], strict=True)) for other in times[1:]]
-        yield f"| {length:,} | {none:.3g} | {cpu:.3g} | {nvme:.3g} | {ratios[0]:.2f} | {ratios[1]:.2f} |"
+def row(length: int, none: list[float], cpu: list[float], nvme: list[float]) -> str:
+    """Medians of the times, and of their ratios from step to step."""
+    times = " | ".join(f"{statistics.median(column):.3g}" for column in (none, cpu, nvme))
+    ratios = [statistics.median(a / b for a, b in zip(column, none, strict=True)) for column in (cpu, nvme)]
+    return f"| {length:,} | {times} | {ratios[0]:.2f} | {ratios[1]:.2f} |"
 
 
 if __name__ == "__main__":
