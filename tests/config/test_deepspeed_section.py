@@ -102,8 +102,8 @@ def test_features_that_megasparse_does_not_run_on(key):
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": NVME | {"pipeline_read": True}}},
-            "offload_optimizer.buffer_count: 4 is too few: weights, gradients and two moments, of 2 sub-groups at "
-            "once. Set it to 8 or more",
+            "offload_optimizer.buffer_count: 4 is too few for the weights, gradients and two moments of 2 sub-groups. "
+            "Set it to 8 or more",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": NVME}},
