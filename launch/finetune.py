@@ -10,6 +10,7 @@ Started again, it goes on from its newest checkpoint. launch/evaluate.py --task 
 
 import argparse
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from megasparse.config.command_line import config_from, config_parser
@@ -63,15 +64,14 @@ def main() -> None:
         if ranks.rank == 0:
             run.start.write(directory)
         selection = selection_of(config)
-        engine = build_engine(run.model, config, make_draws, ranks, start)
-        evaluate = validation(run, engine, watch)
-        with Monitor(config, ranks, step) as monitor:
-            batches = run.batches(ranks, position)
-            when = (start, evaluate, args.stop_at, watch)
-            complete = train(engine, config, batches, saver, monitor, *when, selection=selection)
+        with closing(build_engine(run.model, config, make_draws, ranks, start)) as engine:
+            evaluate = validation(run, engine, watch)
+            with Monitor(config, ranks, step) as monitor:
+                batches = run.batches(ranks, position)
+                when = (start, evaluate, args.stop_at, watch)
+                complete = train(engine, config, batches, saver, monitor, *when, selection=selection)
         if complete and ranks.rank == 0:
             selection.write(directory / "best.json")
-        engine.close()
         ranks.stop()
 
 

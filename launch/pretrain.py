@@ -10,6 +10,7 @@ and end after the step at hand.
 """
 
 import argparse
+from contextlib import closing
 from typing import Any
 
 from megasparse.config.command_line import config_from, config_parser
@@ -65,14 +66,13 @@ def main() -> None:
         model: Any = build_model(config.model, config.run.seed)
         if config.model.masking.whole_words:
             model.set_word_starts(data.tokenizer.word_starts())
-        engine = build_engine(model, config, make_draws, ranks, start)
-        evaluate = held_out(engine, data.evaluation, config, watch)
         length = config.data.sequence_length
         flops = [count(config.model, length) for count in (model_flops_per_token, hardware_flops_per_token)]
         batches = training_batches(config, data, ranks, position, watch)
-        with batches, Monitor(config, ranks, step, *flops) as monitor:
-            train(engine, config, batches, saver, monitor, start, evaluate, args.stop_at, watch, batches.damage)
-        engine.close()
+        with closing(build_engine(model, config, make_draws, ranks, start)) as engine:
+            evaluate = held_out(engine, data.evaluation, config, watch)
+            with batches, Monitor(config, ranks, step, *flops) as monitor:
+                train(engine, config, batches, saver, monitor, start, evaluate, args.stop_at, watch, batches.damage)
         ranks.stop()
 
 

@@ -10,7 +10,7 @@ import difflib
 import importlib.util
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -80,12 +80,15 @@ class FlopsProfiler(Section):
 
 
 class Aio(Section):
-    block_size: Positive = 1048576
+    """How DeepSpeed reads and writes what is swapped to a disk."""
+
+    block_size: Annotated[int, Field(ge=4096, multiple_of=4096)] = 1048576
+    """Bytes a request: whole pages, for direct reads and writes."""
     queue_depth: Positive = 8
     intra_op_parallelism: Positive = 1
     single_submit: bool = False
     overlap_events: bool = True
-    use_gds: bool = False
+    use_gds: Literal[False] = False
 
 
 class Timers(Section):
@@ -115,9 +118,10 @@ class DeepSpeedSection(Section):
     wall_clock_breakdown: bool = False
 
 
+ADAM_BUFFERS = 4
+"""Vectors of a sub-group that the optimizer's step needs in memory: weights, gradients, two moments."""
+
 ZERO_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "offload_param.device": ("cpu", "none"),
-    "offload_optimizer.device": ("cpu", "none"),
     "offload_optimizer.ratio": (1.0,),
     "offload_optimizer.super_offload": (False,),
     "round_robin_gradients": (False,),  # DeepSpeed's own map from weights to their pieces is wrong under it
@@ -152,6 +156,7 @@ def check_keys(section: dict[str, Any]) -> None:
             problem = f"unknown key (its value is {show(value)})"
             raise ConfigError(dotted([key], "deepspeed.zero_optimization"), problem, did_you_mean(key, zero_keys))
     _check_stage(zero)
+    _check_nvme(zero)
 
 
 def check_values(section: dict[str, Any]) -> None:
@@ -221,12 +226,41 @@ def _check_stage(zero: dict[str, Any]) -> None:
     for key, least in (("offload_param", 3), ("offload_optimizer", 1)):
         offload = zero.get(key)
         device = offload.get("device") if isinstance(offload, dict) else None
+        if device == "nvme":  # below stage 3 DeepSpeed would take it for "cpu" and say nothing
+            least = 3
         if device in ("cpu", "nvme") and stage < least:
             raise ConfigError(
                 f"deepspeed.zero_optimization.{key}.device",
                 f"{show(device)} needs stage {least} or more, but stage = {stage}",
                 f"Set deepspeed.zero_optimization.stage to {least}{' or more' if least < 3 else ''}, or remove {key}",
             )
+
+
+def _check_nvme(zero: dict[str, Any]) -> None:
+    """What moving to a disk needs. Whether the folder is there is asked where the run starts, on every node."""
+    for key in ("offload_optimizer", "offload_param"):
+        offload, place = zero.get(key), f"deepspeed.zero_optimization.{key}"
+        if not isinstance(offload, dict) or offload.get("device") != "nvme":
+            continue
+        path = offload.get("nvme_path")
+        if not isinstance(path, str) or not path:
+            mend = "Give a folder on a local disk of every node"
+            raise ConfigError(f"{place}.nvme_path", f'{show(path)} does not fit device "nvme"', mend)
+        pipelines = sum(offload.get(pipeline) is True for pipeline in ("pipeline_read", "pipeline_write"))
+        least = ADAM_BUFFERS * (1 + pipelines)
+        count = offload.get("buffer_count", ADAM_BUFFERS)
+        if key == "offload_optimizer" and isinstance(count, int) and count < least:
+            problem = (
+                f"{show(count)} is too few for the weights, gradients and two moments of {1 + pipelines} sub-groups"
+            )
+            raise ConfigError(f"{place}.buffer_count", problem, f"Set it to {least} or more")
+
+    swapped = zero.get("offload_param")
+    prefetch = zero.get("stage3_prefetch_bucket_size", zero.get("prefetch_bucket_size"))
+    if isinstance(swapped, dict) and swapped.get("device") == "nvme" and prefetch != 0:
+        # __prefetch_nvme_param_partitions asks twice for a weight that is used twice in what lies ahead (0.19.8)
+        problem = f'{show(prefetch)} with offload_param.device "nvme" ends in an assertion of DeepSpeed'
+        raise ConfigError("deepspeed.zero_optimization.stage3_prefetch_bucket_size", problem, "Set it to 0")
 
 
 def _check_supported(zero: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.output_folder import appearing
 from megasparse.model.build import empty_model
-from megasparse.training.checkpoint import Fragment, persistent_buffers
+from megasparse.training.checkpoint import MEMORY, Fragment, persistent_buffers
 from megasparse.training.identity import versions
 from megasparse.training.manifest import FORMAT, MANIFEST, NO_DATA, seal
 from megasparse.training.rank_file import RankFile, durable, make_folder
@@ -91,7 +91,7 @@ def turned(tensors: Mapping[str, Callable[[], Tensor]], first: int) -> dict[str,
 class _Unread:
     """What `RankFile` needs of a Fragment, whose memory exists only while it is written."""
 
-    kind, start = "weight", 0
+    kind, start, home = "weight", 0, MEMORY
 
     def __init__(self, name: str, shape: tuple[int, ...], read: Callable[[], Tensor]):
         self.name, self.shape, self.numel, self._read = name, shape, math.prod(shape), read

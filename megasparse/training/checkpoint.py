@@ -9,8 +9,10 @@ The format knows neither the number of ranks nor the ZeRO stage: a tensor is put
 Nothing in it is pickled.
 """
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,21 @@ def silent(doing: str) -> None:
     """Takes what is being done now, and tells nobody."""
 
 
+class Home:
+    """Where numbers live: in memory, unless a subclass says otherwise."""
+
+    @contextmanager
+    def present(self, changing: bool = False) -> Iterator[None]:
+        """Have them in memory. changing: keep what becomes of them."""
+        yield
+
+
+MEMORY = Home()
+
+
 @dataclass(frozen=True)
 class Fragment:
-    """A flat piece of one tensor, where it lives in memory."""
+    """A flat piece of one tensor, where it lives."""
 
     kind: str
     """`weight`, or the name of an optimizer state (`exp_avg`, ...)."""
@@ -44,18 +58,24 @@ class Fragment:
     """Of the whole tensor."""
     start: int
     """First element of the piece in the flattened tensor."""
-    memory: Tensor
-    """Where it lives: flat, fp32."""
+    numel: int
+    holder: Tensor
+    """What holds the piece: flat, fp32."""
+    offset: int = 0
+    """First element of the piece in `holder`."""
+    home: Home = MEMORY
+    """Of `holder`, which is empty while it is not in memory: see `present`."""
 
     @staticmethod
     def of(kind: str, name: str, shape: tuple[int, ...], start: int, memory: Tensor) -> "Fragment":
         """The piece that `memory`, flat and fp32, holds."""
         assert memory.dtype == torch.float32 and memory.ndim == 1
-        return Fragment(kind, name, shape, start, memory)
+        return Fragment(kind, name, shape, start, memory.numel(), memory)
 
     @property
-    def numel(self) -> int:
-        return self.memory.numel()
+    def memory(self) -> Tensor:
+        """The piece itself, while it is in memory."""
+        return self.holder.detach().narrow(0, self.offset, self.numel)
 
     def read(self) -> Tensor:
         """The piece on the CPU; where it lives there already, no copy."""
@@ -64,6 +84,16 @@ class Fragment:
     def write(self, numbers: Tensor) -> None:
         """Fill the piece."""
         self.memory.copy_(numbers)
+
+
+def present(fragments: Iterable[Fragment], changing: bool = False) -> Generator[Fragment, None, None]:
+    """The fragments in turn, each while it is in memory. Those of one home that follow each other are there together.
+
+    changing: whether they are written.
+    """
+    for home, together in itertools.groupby(fragments, key=lambda fragment: fragment.home):
+        with home.present(changing):
+            yield from together
 
 
 class Checkpoint:

@@ -6,6 +6,7 @@ run asks for it.
 
 import itertools
 import math
+import shutil
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,12 +20,22 @@ from torch import Tensor, nn
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Batch, check_shares
 from megasparse.errors import ConfigError
-from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers, silent
+from megasparse.training.checkpoint import (
+    MEMORY,
+    Checkpoint,
+    Fragment,
+    Home,
+    load_weights,
+    persistent_buffers,
+    present,
+    silent,
+)
 from megasparse.training.exposed import Exposed
 from megasparse.training.memory import bytes_of
 from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopwatch import Stopwatch
+from megasparse.training.swapping import SubGroup, Swap, swapped_sections
 
 MakeDraws = Callable[[int, Tensor], Any]
 """(optimizer step, global sample numbers (B,)) -> what the model's random draws depend on."""
@@ -192,11 +203,11 @@ class Engine(ABC):
 
     @abstractmethod
     def _state(self) -> Iterator[Fragment]:
-        """What this rank holds: pieces of fp32 weights and of the optimizer's state."""
+        """What this rank holds: pieces of fp32 weights and of the optimizer's state, those of one home together."""
 
     @abstractmethod
-    def _state_owners(self) -> list[Tensor]:
-        """The tensors that the optimizer updates."""
+    def _state_owners(self) -> Iterator[Tensor]:
+        """The tensors that the optimizer updates, each while it is in memory."""
 
     def fragments(self) -> list[Fragment]:
         """What this rank must save: over all ranks, every number exactly once."""
@@ -220,7 +231,7 @@ class Engine(ABC):
             for weight in self._state_owners():
                 create_state(self.optimizer, weight)
             set_steps_done(self.optimizer, checkpoint.optimizer_steps)
-        for fragment in self._state():
+        for fragment in present(self._state(), changing=True):
             fragment.write(checkpoint.read(fragment.kind, fragment.name, fragment.start, fragment.numel))
 
     def close(self) -> None:  # noqa: B027  (plain torch holds nothing)
@@ -301,27 +312,30 @@ class TorchEngine(Engine):
     def _state(self) -> Iterator[Fragment]:
         return _whole(self._masters, self.optimizer)
 
-    def _state_owners(self) -> list[Tensor]:
-        return list(self._masters.values())
+    def _state_owners(self) -> Iterator[Tensor]:
+        yield from self._masters.values()
 
 
 class DeepSpeedEngine(Engine):
-    """ZeRO stage 0 to 3 on any number of ranks, optimizer and weights on the device or in CPU memory."""
+    """ZeRO stage 0 to 3 on any number of ranks, optimizer and weights on the device, in CPU memory or on a disk."""
 
     def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
         super().__init__(model, config, make_draws, ranks)
         zero = config.deepspeed.get("zero_optimization", {})
         self._stage = int(zero.get("stage", 0))
         self._rounded = config.training.precision == "bf16"
+        deepspeed = _import_deepspeed(ranks)
         self._check(config)
         self.replicated = self._stage == 0
         self._names = {id(p): name for name, p in self._trained.items()}
         self.optimizer = build_optimizer(self._trained.values(), config.optimizer)
         if ranks.world_size > 1:
             self._exposed = Exposed(ranks.device, self._trained.values(), self.optimizer)
-        self._engine = _import_deepspeed(ranks).initialize(
-            model=model, optimizer=self.optimizer, config=_deepspeed_config(config, self._stage, ranks)
-        )[0]
+        self._swap = Swap(zero, model, ranks)
+        section = config.deepspeed | ({"zero_optimization": self._swap.section()} if zero else {})
+        settings = _deepspeed_config(config, section, self._stage, ranks)
+        self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
+        self._swap.attach(self._engine.optimizer)
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
 
     def _check(self, config: RunSettings) -> None:
@@ -329,6 +343,13 @@ class DeepSpeedEngine(Engine):
             problem = "adafactor needs each weight's own shape, and ZeRO hands the optimizer flat pieces"
             mend = 'Use "adamw", or fp32 with deepspeed.zero_optimization.stage 0, or run.engine="torch"'
             raise ConfigError("optimizer.name", problem, mend)
+        swapped = swapped_sections(config.deepspeed.get("zero_optimization", {}))
+        if "offload_param" in swapped and not self._rounded and self.ranks.device.type == "cpu":
+            # _set_dtype reads `dtype or float16 if fp16 is supported else bfloat16` (0.19.8): bf16, whatever the dtype
+            problem = '"fp32" with offload_param.device "nvme" on the CPU: DeepSpeed would swap bf16 there'
+            raise ConfigError("training.precision", problem, 'Use "bf16", or a GPU, or offload_param.device "cpu"')
+        if swapped:
+            _check_async_io(f"deepspeed.zero_optimization.{swapped[0]}.device")
 
     def evaluate(self, tokens: Tensor, draws: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -351,7 +372,9 @@ class DeepSpeedEngine(Engine):
                 return norm, False
             self._engine.step()
             return norm, True
+        self._swap.verify()
         self._engine.step()
+        self._swap.verify()
         return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
 
     def _gradients(self) -> Iterable[Tensor]:
@@ -368,10 +391,18 @@ class DeepSpeedEngine(Engine):
             return _whole(self._masters(), self.optimizer)
         return self._partitioned() if self._stage == 3 else self._flattened()
 
-    def _state_owners(self) -> list[Tensor]:
-        if self._stage == 3:
-            return list(self._engine.optimizer.fp32_partitioned_groups_flat)
-        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+    def _state_owners(self) -> Iterator[Tensor]:
+        if self._stage < 3:
+            yield from (weight for group in self.optimizer.param_groups for weight in group["params"])
+            return
+        for number, flat in enumerate(self._engine.optimizer.fp32_partitioned_groups_flat):
+            with self._home(number).present(changing=True):
+                yield flat
+
+    def _home(self, number: int) -> Home:
+        """Of the vector that ZeRO 3 makes of sub-group `number`."""
+        zero = self._engine.optimizer
+        return SubGroup(zero, number) if zero._swappable_optimizer_subgroup(number) else MEMORY
 
     def _masters(self) -> dict[str, Tensor]:
         """ZeRO 0: parameter name -> fp32 weight."""
@@ -395,22 +426,25 @@ class DeepSpeedEngine(Engine):
                 yield Fragment.of(kind, name, self._shapes[name], mapping.lp_fragment_address.start, piece)
 
     def _partitioned(self) -> Iterator[Fragment]:
-        """ZeRO 3: each parameter is cut evenly among the ranks, the last piece padded."""
+        """ZeRO 3: each parameter is cut evenly among the ranks, the last piece padded. The pieces of a sub-group are
+        one vector."""
         zero = self._engine.optimizer
         p: Any
-        for p in self._trained.values():
-            name, size = self._names[id(p)], p.ds_tensor.ds_numel
-            start = self.ranks.rank * size
-            numel = min(size, p.ds_numel - start)
-            if numel <= 0:
-                continue
-            group, offset, _ = zero.grad_position[zero.get_param_id(p)]
-            flat = zero.fp32_partitioned_groups_flat[group]
-            for kind, tensor in {"weight": flat, **state_tensors(self.optimizer.state.get(flat, {}))}.items():
-                yield Fragment.of(kind, name, self._shapes[name], start, tensor.detach().narrow(0, offset, numel))
+        for number, group in enumerate(zero.fp16_groups):
+            flat, home = zero.fp32_partitioned_groups_flat[number], self._home(number)
+            for p in group:
+                name, size = self._names[id(p)], p.ds_tensor.ds_numel
+                start = self.ranks.rank * size
+                numel = min(size, p.ds_numel - start)
+                if numel <= 0:
+                    continue
+                offset = zero.grad_position[zero.get_param_id(p)][1]
+                for kind, tensor in {"weight": flat, **state_tensors(self.optimizer.state.get(flat, {}))}.items():
+                    yield Fragment(kind, name, self._shapes[name], start, numel, tensor, offset, home)
 
     def close(self) -> None:
         self._engine.destroy()
+        self._swap.close()
 
 
 def _given(divisor: float | None) -> dict[str, float]:
@@ -431,8 +465,20 @@ def _import_deepspeed(ranks: Ranks) -> Any:
     return deepspeed
 
 
-def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str, Any]:
-    """DeepSpeed's configuration: the user's section, and what our own sections decide."""
+def _check_async_io(key: str) -> None:
+    """What swaps to a disk is compiled where it is first used: say before that what is missing."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if shutil.which("c++") is None:
+        problem = '"nvme" compiles DeepSpeed\'s async_io, and there is no c++'
+        raise ConfigError(key, problem, "Install Debian's g++ on every node (apt-get install g++)")
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        problem = '"nvme" needs libaio, which the linker does not find'
+        raise ConfigError(key, problem, "Install Debian's libaio-dev on every node (apt-get install libaio-dev)")
+
+
+def _deepspeed_config(config: RunSettings, section: dict[str, Any], stage: int, ranks: Ranks) -> dict[str, Any]:
+    """DeepSpeed's configuration: the user's `section`, and what our own sections decide."""
     training = config.training
     share = training.micro_batch * ranks.data_ranks
     check_shares(training.global_batch, training.micro_batch, ranks.world_size, ranks.sequence_size)
@@ -446,4 +492,4 @@ def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str
     }
     if training.precision == "bf16" and stage > 0:  # ZeRO 0 accumulates in bf16 only
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
-    return {**config.deepspeed, **generated}
+    return {**section, **generated}

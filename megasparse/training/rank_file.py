@@ -1,6 +1,5 @@
 """One rank's file of a checkpoint: written in blocks, hashed on the way, on disk before its name counts."""
 
-import dataclasses
 import errno
 import hashlib
 import json
@@ -8,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megasparse.errors import TrainingError
-from megasparse.training.checkpoint import Fragment
+from megasparse.training.checkpoint import Fragment, present
 
 BLOCK = 1 << 24
 """Numbers (64 MB) that are read, hashed and written at a time."""
@@ -58,10 +57,11 @@ class RankFile:
         if memory.numel() != sum(sizes):
             memory = torch.empty(sum(sizes), dtype=torch.float32)
         copies = memory.split(sizes)
-        for f, copy in zip(self._fragments, copies, strict=True):
-            copy.copy_(f.memory)
+        with closing(present(self._fragments)) as fragments:
+            for f, copy in zip(fragments, copies, strict=True):
+                copy.copy_(f.memory)
         pairs = zip(self._fragments, copies, strict=True)
-        return RankFile([dataclasses.replace(f, memory=copy) for f, copy in pairs]), memory
+        return RankFile([Fragment.of(f.kind, f.name, f.shape, f.start, copy) for f, copy in pairs]), memory
 
     def write(self, path: Path, progress: Callable[[], None]) -> str:
         """Write the file; `progress` is called after every block. Returns its SHA-256.
@@ -69,9 +69,9 @@ class RankFile:
         Raises OSError; TrainingError where a number is not finite.
         """
         digest, unsynced = hashlib.sha256(self._header), 0
-        with durable(path, self.bytes) as file:
+        with durable(path, self.bytes) as file, closing(present(self._fragments)) as fragments:
             file.write(self._header)
-            for f in self._fragments:
+            for f in fragments:
                 for block in f.memory.split(BLOCK):
                     if block.numel():
                         block = block.cpu()

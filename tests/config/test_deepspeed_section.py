@@ -12,6 +12,7 @@ from megasparse.config.messages import known_keys
 from megasparse.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
 
 
 def refused(**section: object) -> str:
@@ -92,9 +93,25 @@ def test_features_that_megasparse_does_not_run_on(key):
         ({"zero_optimization": {"mics_shard_size": 1}}, "zero_optimization.mics_shard_size: unknown key"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            'offload_param.device: "nvme" puts the optimizer\'s state where checkpoints cannot find it. Remove it, or '
-            'set it to "cpu"',
+            'offload_param.nvme_path: null does not fit device "nvme". Give a folder on a local disk of every node',
         ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": NVME}},
+            'offload_optimizer.device: "nvme" needs stage 3 or more, but stage = 2. Set deepspeed.zero_optimization.'
+            "stage to 3, or remove offload_optimizer",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": NVME | {"pipeline_read": True}}},
+            "offload_optimizer.buffer_count: 4 is too few for the weights, gradients and two moments of 2 sub-groups. "
+            "Set it to 8 or more",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": NVME}},
+            'stage3_prefetch_bucket_size: null with offload_param.device "nvme" ends in an assertion of DeepSpeed. '
+            "Set it to 0",
+        ),
+        ({"aio": {"block_size": 5000}}, "deepspeed.aio.block_size: 5000 does not fit"),
+        ({"aio": {"use_gds": True}}, "deepspeed.aio.use_gds: true does not fit. It must be false"),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
             "offload_optimizer.ratio: 0.5 puts",
@@ -139,12 +156,23 @@ def test_what_is_right_is_handed_over_as_it_is():
         },
         "comms_logger": {"enabled": True},
         "flops_profiler": {"enabled": True, "output_file": None},
-        "aio": {"block_size": 1024},
+        "aio": {"block_size": 1048576, "queue_depth": 32},
         "csv_monitor": {"enabled": False},
         "timers": {"throughput": {"enabled": False}},
         "wall_clock_breakdown": True,
     }
     assert build_config({"deepspeed": section}).deepspeed == section
+
+
+def test_a_disk_is_handed_over_as_it_is():
+    """Whether the folder is there is asked where the run starts: another machine can read the configuration."""
+    zero = {
+        "stage": 3,
+        "offload_optimizer": NVME | {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12},
+        "offload_param": NVME | {"max_in_cpu": 0},
+        "prefetch_bucket_size": 0,
+    }
+    assert build_config({"deepspeed": {"zero_optimization": zero}}).deepspeed == {"zero_optimization": zero}
 
 
 @pytest.mark.parametrize(
