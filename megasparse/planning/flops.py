@@ -36,6 +36,29 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     return (whole + model.layers * _cross_attention(model, source, target)) / sequence_length
 
 
+def hardware_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """The same with what is computed again: reversible and checkpointed layers' forward, a third of their FLOPs; and
+    that of a tiled feed-forward or loss, tile by tile. Kernels that compute scores again in their backward do so inside
+    the count of a pass.
+    """
+    model_flops = model_flops_per_token(model, sequence_length)
+    shares = _shares(model, sequence_length)
+    decoded = shares[0][0]
+    again = _head(model) / 3 * decoded if model.loss_tiles > 1 else 0.0
+    if model.activations != "stored":
+        again += (model_flops - _head(model) * decoded) / 3
+    if model.feed_forward_tiles > 1:
+        again += sum(share * 4.0 * part.layers * part.d_model * part.d_ff for share, part in shares)
+    return model_flops + again
+
+
+def _shares(model: ModelConfig, sequence_length: int) -> list[tuple[float, ModelConfig]]:
+    """Each stack, the one that tells first, and its share of a sequence's tokens."""
+    source = model.source.length if model.source else 0
+    stacks = [(1 - source / sequence_length, model)]
+    return [*stacks, (source / sequence_length, encoder_part(model))] if model.source else stacks
+
+
 def _head(model: ModelConfig) -> float:
     streams = 2 if model.blocks == "reversible" and not model.tied_embeddings else 1  # side by side in the output head
     dense = model.d_model**2 if model.style == "bert" else 0  # before the output projection
