@@ -107,12 +107,13 @@ def of_one_length(one: Phases, two: Phases, length: int) -> Curve:
 
 
 def continued(lengths: Sequence[int], found: Sequence[Phases], all_pairs: bool) -> Curve:
-    """From passes of one sequence of three lengths each, ascending. all_pairs: some of it grows with L²."""
-    last, (short, middle, long) = found[-1], (each.beside for each in found)
+    """From passes of two lengths, ascending, or of three where some of it grows with L²: all_pairs."""
+    last, long, middle = found[-1], found[-1].beside, found[-2].beside
     square = np.zeros_like(long)
     if all_pairs:
-        steep, flat = (long - middle) / (lengths[2] - lengths[1]), (middle - short) / (lengths[1] - lengths[0])
-        square = np.maximum(0.0, (steep - flat) / (lengths[2] - lengths[0]))
-    long, middle = long - square * lengths[2] ** 2, middle - square * lengths[1] ** 2
-    linear = np.maximum(0.0, (long - middle) / (lengths[2] - lengths[1]))
-    return Curve(last.ends, last.gradients, long - linear * lengths[2], linear, square)
+        steep = (long - middle) / (lengths[-1] - lengths[-2])
+        flat = (middle - found[-3].beside) / (lengths[-2] - lengths[-3])
+        square = np.maximum(0.0, (steep - flat) / (lengths[-1] - lengths[-3]))
+    long, middle = long - square * lengths[-1] ** 2, middle - square * lengths[-2] ** 2
+    linear = np.maximum(0.0, (long - middle) / (lengths[-1] - lengths[-2]))
+    return Curve(last.ends, last.gradients, long - linear * lengths[-1], linear, square)

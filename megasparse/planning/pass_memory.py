@@ -7,6 +7,7 @@ exists. What a kernel takes inside itself (shared memory, registers) is no GPU m
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -71,20 +72,23 @@ class PassMemory:
         if length <= SHORTEST:
             return [length]
         longest = length // 4 if self.path == "counted" else min(length // 4, LONGEST_TRIAL)
-        return [longest // 4, longest // 2, longest]
+        # Near to each other, so that blocks of bounded size are full in all of them.
+        return [longest // 2, 3 * longest // 4, longest][0 if self._all_pairs else 1 :]
 
     @cached_property
     def curve(self) -> Curve:
         lengths = self.lengths
         if len(lengths) == 1:
             return of_one_length(self._phases(1, lengths[0]), self._phases(2, lengths[0]), lengths[0])
-        all_pairs = any(isinstance(module, FullAttention) for module in self.model.modules())
-        return continued(lengths, [self._phases(1, length) for length in lengths], all_pairs or self._crosses)
+        batch = 1 if self.path == "counted" else self.config.training.micro_batch
+        found = continued(lengths, [self._phases(batch, length) for length in lengths], self._all_pairs)
+        return replace(found, linear=found.linear / batch, square=found.square / batch)
 
     @property
-    def _crosses(self) -> bool:
+    def _all_pairs(self) -> bool:
         source = self.config.model.source
-        return source is not None and source.cross_attention == "full"
+        crosses = source is not None and source.cross_attention == "full"
+        return crosses or any(isinstance(module, FullAttention) for module in self.model.modules())
 
     def _phases(self, batch: int, length: int) -> Phases:
         model: Any = self.model

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from megasparse.attention.heads import head_dim
 from megasparse.config.messages import show
+from megasparse.config.pattern import layers_with
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
@@ -42,45 +43,53 @@ class Assumptions:
 class Plan:
     """Of a configuration. Raises ConfigError where the GPUs do not divide the batch, the sequence or the nodes."""
 
-    def __init__(self, config: Config, on: Assumptions):
+    def __init__(self, config: Config, on: Assumptions, passes: PassMemory | None = None):
+        """passes: of a configuration with the same model, precision and length, where one is at hand."""
         self.config, self.on = config, on
         self.micro_batches = _micro_batches(config, on)
         self.zero = Zero.of(config.run.engine, config.deepspeed)
         self.cluster = Cluster(on.gpus, on.per_node, config.parallel.sequence)
-        self.passes = PassMemory(config, on.path)
+        self.passes = passes or PassMemory(config, on.path)
 
     @cached_property
     def memory(self) -> Memory:
         """Of a rank, at the peak of a step."""
-        training, sequence = self.config.training, self.config.parallel.sequence
+        return self._memory(self.config.data.sequence_length)
+
+    def at_length(self, length: int) -> int:
+        """The peak with sequences of another length, all else the same."""
+        return self._sum(self._memory(length))
+
+    def _memory(self, length: int) -> Memory:
+        model, training, sequence = self.config.model, self.config.training, self.config.parallel.sequence
         # A rank has L/S tokens of every head outside attention, and inside L tokens of H/S heads: as many numbers.
-        curve, length = self.passes.curve.shared_among(sequence), self.config.data.sequence_length / sequence
-        states = self.passes.states
+        curve, part = self.passes.curve.shared_among(sequence), length / sequence
+        states, on_gpu = self.passes.states, self.on.path == "counted"
         found = memory(
             states,
             self.zero,
             self.on.gpus,
-            passing=curve.bytes(training.micro_batch, length),
-            again=curve.bytes(training.micro_batch, length, gradients=0),
+            passing=curve.bytes(training.micro_batch, part),
+            again=curve.bytes(training.micro_batch, part, gradients=0),
             accumulated=self.micro_batches > 1,
-            on_gpu=self.on.path == "counted",
+            on_gpu=on_gpu,
         )
+        tokens = training.micro_batch * part
         if sequence > 1:  # q, k, v and out, once more as they are sent
-            width = self.config.model.heads * head_dim(self.config.model)
-            found.device["all-to-all"] = int(4 * training.micro_batch * length * width * states.size)
-        if self.on.path == "counted":
+            found.device["all-to-all"] = int(4 * tokens * model.heads * head_dim(model) * states.size)
+        if on_gpu:
             found.device["CUDA context, libraries (assumed)"] = RESERVE
-            if self.config.model.activations == "checkpoint_cpu":
-                tokens = training.micro_batch * length * self.config.model.layers
-                kept = int(tokens * self.config.model.d_model * 4)
-                found.host["offloaded activations"] = kept
+            if model.activations == "checkpoint_cpu":
+                found.host["offloaded activations"] = int(tokens * model.layers * model.d_model * 4)
         return found
+
+    def _sum(self, found: Memory) -> int:
+        return sum((found.device | ({} if self.on.path == "counted" else found.host)).values())
 
     @property
     def peak(self) -> int:
         """Bytes of a GPU; of a measured path all bytes of the process, what is offloaded included."""
-        parts = self.memory.device | ({} if self.on.path == "counted" else self.memory.host)
-        return sum(parts.values())
+        return self._sum(self.memory)
 
     @property
     def fits(self) -> bool:
@@ -92,6 +101,9 @@ class Plan:
         sequence = self.config.parallel.sequence
         curve, length = self.passes.curve.shared_among(sequence), self.config.data.sequence_length / sequence
         return curve.by_part(self.config.training.micro_batch, length, _part)
+
+    def uses(self, kind: str) -> bool:
+        return layers_with(self.config.model, kind) > 0
 
     @property
     def tokens(self) -> int:
@@ -155,7 +167,11 @@ class Plan:
 
 def _part(weight: str) -> str:
     """Of the model, by the name of a weight."""
-    for word, part in (("attention", "attention"), ("feed_forward", "feed-forward"), ("head.", "forward, output, loss")):
+    for word, part in (
+        ("attention", "attention"),
+        ("feed_forward", "feed-forward"),
+        ("head.", "forward, output, loss"),
+    ):
         if word in weight:
             return part
     return "embedding"

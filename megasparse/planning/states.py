@@ -14,7 +14,7 @@ from typing import Any
 LIVE_PARAMETERS = 10**9
 """DeepSpeed's default of zero_optimization.stage3_max_live_parameters."""
 BUCKET = 5 * 10**8
-"""DeepSpeed's default of zero_optimization.reduce_bucket_size, which stage 2 takes as a buffer from the start."""
+"""DeepSpeed's default of zero_optimization.reduce_bucket_size, which is a buffer of its own."""
 ADAMW_MOMENTS = 8
 """Bytes of AdamW's two moments of a weight."""
 
@@ -95,6 +95,9 @@ def memory(
     # The optimizer's own: fp32 weights where the model's are rounded, or flat pieces of them, and moments.
     masters, moments = (4 * number // shared if own_copy else 0), states.moments // shared
     full, whole = 4 * number // shared, number * states.size
+    if zero.stage >= 2:  # a gradient goes into the bucket as soon as it exists, from there to the rank that owns it
+        whole = states.largest * states.size
+        passing = min(passing, again + whole)
     if own_copy:
         # Low-precision gradients become fp32 ones after each micro-batch, weight by weight.
         held = full if accumulated and not offloads else 0
@@ -104,9 +107,9 @@ def memory(
         step = max(passing, whole + again if accumulated else 0, whole + states.scratch)
     gradients = min(step, max(whole, full if own_copy and not offloads else 0))
     buffers = 0
-    if zero.stage in (1, 2):
-        buffers = zero.bucket * states.size * (2 if zero.overlap else 1)
-        buffers = buffers if on_gpu else min(buffers, whole)
+    if zero.stage > 0:
+        buffers = zero.bucket * states.size * (2 if zero.overlap and zero.stage < 3 else 1)
+        buffers = buffers if on_gpu else min(buffers, number * states.size)
     weights = (number + states.frozen) * states.size
     kept = weights // (shared if zero.stage == 3 else 1)
     gathered = min(number + states.frozen, zero.live) * states.size if zero.stage == 3 else 0
