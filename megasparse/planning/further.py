@@ -103,7 +103,7 @@ def mends(plan: Plan) -> list[Mend]:
             peak = Plan(config, plan.on, plan.passes if same else None).peak
         except ConfigError:
             continue
-        if peak < plan.peak * 0.995:
+        if peak < plan.peak:
             found.append(Mend(change, peak))
     return sorted(found, key=lambda mend: mend.peak)
 

@@ -122,7 +122,8 @@ def memory(
         "activations": max(step, other) - gradients,
         "ZeRO's buffers": buffers,
     }
-    host, nvme = {}, {}
+    host: dict[str, int] = {}
+    nvme: dict[str, int] = {}
     if zero.weights != "none":
         (host if zero.weights == "cpu" else nvme)["offloaded weights"] = kept
     if offloads:
