@@ -2,9 +2,19 @@
 
 from typing import Any
 
+from megasparse.config.schema import Config
+from megasparse.planning.dry_run import dry_run
 from megasparse.planning.further import Longest, Mend
-from megasparse.planning.hardware import gigabytes
-from megasparse.planning.plan import Plan
+from megasparse.planning.hardware import GPUS, gigabytes
+from megasparse.planning.plan import Assumptions, Plan
+
+
+def dry_run_report(config: Config) -> str:
+    """What --dry-run prints: the trial step, and the plan for as few A100s as the configuration takes."""
+    trial = dry_run(config).lines(config)
+    ranks = config.parallel.sequence
+    plan = Plan(config, Assumptions(GPUS["A100"], gpus=ranks, per_node=max(8, ranks)))
+    return "\n".join([trial, "", "planned, see tools/plan_memory.py:", *lines(plan), *assumption_lines(plan)])
 
 
 def as_json(plan: Plan, longest: Longest | None, changes: list[Mend]) -> dict[str, Any]:
