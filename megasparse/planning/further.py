@@ -52,7 +52,8 @@ def scaled(config: Config, length: int) -> tuple[Config, dict[str, Any]]:
     """The configuration for sequences of this length, and the keys that changed: model.max_length, and with it the
     grid of axial positions, given numbers of buckets and an encoder–decoder's source.
     """
-    model, changed = config.model, {"data.sequence_length": length}
+    model = config.model
+    changed: dict[str, Any] = {"data.sequence_length": length}
     share = length / config.data.sequence_length
     update: dict[str, Any] = {}
     own = length
@@ -136,8 +137,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
         if stage > zero.stage or (stage == zero.stage and optimizer and zero.optimizer == "none"):
             yield _zero(config, stage, optimizer, weights)
     if zero.stage > 0 and (bucket := zero.bucket // 10) > 10**6:
-        section = {**config.deepspeed.get("zero_optimization", {}), "reduce_bucket_size": bucket}
-        update = {"deepspeed": {**config.deepspeed, "zero_optimization": section}}
+        smaller = {**config.deepspeed.get("zero_optimization", {}), "reduce_bucket_size": bucket}
+        update = {"deepspeed": {**config.deepspeed, "zero_optimization": smaller}}
         yield f"deepspeed.zero_optimization.reduce_bucket_size={bucket}", config.model_copy(update=update)
 
 
