@@ -72,8 +72,7 @@ class PassMemory:
         if length <= SHORTEST:
             return [length]
         longest = length // 4 if self.path == "counted" else min(length // 4, LONGEST_TRIAL)
-        # Near to each other, so that blocks of bounded size are full in all of them.
-        return [longest // 2, 3 * longest // 4, longest][0 if self._all_pairs else 1 :]
+        return [longest // 4, longest // 2, longest][0 if self._all_pairs else 1 :]
 
     @cached_property
     def curve(self) -> Curve:

@@ -54,11 +54,6 @@ CASES = {
         {"layers": 2, "d_model": 64, **ENCODER, "attention": LHA},
         {"training": {"micro_batch": 4, "global_batch": 4}},
     ),
-    "yoso, encoder, batch 8": (
-        8192,
-        {"kind": "encoder", "layers": 1, "vocabulary": 300, "attention": attention("yoso", yoso={"hashes": 16})},
-        {"training": {"micro_batch": 8, "global_batch": 8}},
-    ),
     "yoso, causal, bf16": (8192, {"attention": YOSO}, BF16),
     "smart_bird": (8192, {"layers": 1, "d_model": 64, "attention": BIRD}, {}),
     "full, stored, vocabulary of 8,000": (
