@@ -39,8 +39,8 @@ def main() -> None:
     from megasparse.evaluation.held_out import held_out
     from megasparse.model.build import build_model
     from megasparse.ops.random import Draws
-    from megasparse.planning.dry_run import dry_run
     from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
+    from megasparse.planning.report import dry_run_report
     from megasparse.training.batches import open_data, training_batches
     from megasparse.training.engine import build_engine
     from megasparse.training.loop import train
@@ -51,7 +51,7 @@ def main() -> None:
     from megasparse.training.watch import watching
 
     if args.dry_run:
-        print(dry_run(config).lines(config))
+        print(dry_run_report(config))
         return
 
     def make_draws(step: int, samples: Any) -> Draws:

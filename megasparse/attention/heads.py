@@ -176,7 +176,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
     """Without torch's own initialisation, which would draw from the global generator; a bias is 0."""
-    linear = skip_init(nn.Linear, width_in, width_out, bias=biased)
+    linear = skip_init(nn.Linear, width_in, width_out, bias=biased, device=torch.get_default_device())
     if biased:
         nn.init.zeros_(linear.bias)
     return linear

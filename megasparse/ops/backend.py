@@ -21,7 +21,8 @@ def implementation(
     x: Tensor, dtypes: tuple[torch.dtype, ...] = _DTYPES, largest_width: int | None = LARGEST_HEAD_DIM
 ) -> Implementation:
     """The implementation for vectors x (..., D): kernels on a GPU for fp32, bf16 and fp16 up to D = 256 (or for the
-    dtypes and widths given, None being any width), else blockwise torch.
+    dtypes and widths given, None being any width), else blockwise torch. Of tensors without memory (torch's meta
+    device) what a GPU would run, so that its memory can be counted without one.
 
     The environment variable MEGASPARSE_OPS=reference|eager|triton forces one; kernels then run on a CPU too, in
     Triton's interpreter. ConfigError for another value, or where the forced kernels cannot take x.
@@ -29,7 +30,7 @@ def implementation(
     forced = os.environ.get(VARIABLE)
     fits = x.dtype in dtypes and (largest_width is None or x.shape[-1] <= largest_width)
     if forced is None:
-        return "triton" if x.is_cuda and fits and _has_triton() else "eager"
+        return "triton" if (x.is_cuda or x.is_meta) and fits and _has_triton() else "eager"
     if forced not in get_args(Implementation):
         raise ConfigError(VARIABLE, f"{forced!r} is no implementation", "Set reference, eager or triton, or unset it")
     if forced == "triton":
@@ -45,7 +46,7 @@ def _require_kernels(x: Tensor, fits: bool, dtypes: tuple[torch.dtype, ...], lar
         widths = "" if largest_width is None else f" up to a head dim of {largest_width}"
         problem = f"the kernels take {taken}{widths}, not {_name(x.dtype)} of {x.shape[-1]}"
         raise ConfigError(VARIABLE, problem, "Unset it")
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    if not (x.is_cuda or x.is_meta) and os.environ.get("TRITON_INTERPRET") != "1":
         mend = "Run on a GPU, or set TRITON_INTERPRET=1, which is slow"
         raise ConfigError(VARIABLE, "triton kernels run on a CPU in its interpreter only", mend)
 

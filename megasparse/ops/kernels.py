@@ -94,11 +94,15 @@ _recording: list[Launch] | None = None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
-    """Starts `kernel` on the device of its first tensor; a grid without programs starts nothing."""
+    """Starts `kernel` on the device of its first tensor; a grid without programs, or tensors without memory, start
+    nothing.
+    """
     if _recording is not None:
         _recording.append(Launch(kernel, arguments, settings))
     elif all(grid):
         first = next(x for x in arguments if isinstance(x, Tensor))
+        if first.is_meta:
+            return
         with torch.cuda.device_of(first):
             kernel[grid](*arguments, **settings)
 

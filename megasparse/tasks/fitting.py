@@ -13,6 +13,7 @@ import torch
 
 from megasparse.config.finetuning import FinetuneConfig, FinetuneTrainingConfig, LoRAConfig
 from megasparse.errors import ConfigError, UserError
+from megasparse.planning.states import ADAMW_MOMENTS, States, Zero, memory
 from megasparse.tasks.activations import count_layers
 from megasparse.tasks.adapters import adapter_size
 from megasparse.tasks.batches import MULTIPLE
@@ -23,10 +24,6 @@ from megasparse.training.ranks import Ranks
 
 ERROR = 0.15
 """By how much a prediction may be too high: a run is refused only where it does not fit even so."""
-LIVE_PARAMETERS = 10**9
-"""DeepSpeed's default of zero_optimization.stage3_max_live_parameters."""
-BUCKET = 5 * 10**8
-"""DeepSpeed's default of zero_optimization.reduce_bucket_size, which stage 2 takes as a buffer from the start."""
 
 
 @dataclass(frozen=True)
@@ -200,49 +197,19 @@ class _Predictor:
         curve = self.curves.of(kind, training.precision)
         if trained is not None:
             curve = replace(curve, gradients=np.full_like(curve.gradients, number * size))
-        accumulated = training.global_batch > training.micro_batch * world
-        zero = config.deepspeed.get("zero_optimization", {}) if config.run.engine == "deepspeed" else {}
-        stage, moments = int(zero.get("stage", 0)), 0 if config.optimizer.name == "adafactor" else 8
-        shared = world if stage > 0 else 1
-        offload = {what: zero.get(f"offload_{what}", {}).get("device") == "cpu" for what in ("optimizer", "param")}
-        offload["optimizer"] |= offload["param"]
-
-        # The optimizer's own: fp32 weights where the model's are rounded, or flat pieces of them, and moments.
-        masters = 4 * number // shared if rounded or stage > 0 else 0
-        adam = moments * number // shared
-        full = 4 * number // shared  # gradients as the optimizer reads them
         at_once = _at_once(training, length)
-        passing = curve.bytes(at_once, length, hashed=hashed)
-        again = curve.bytes(at_once, length, gradients=0, hashed=hashed)
-        whole = number * size
-        if rounded or stage > 0:
-            # Low-precision gradients become fp32 ones after each micro-batch, weight by weight.
-            held = full if accumulated and not offload["optimizer"] else 0
-            update = full + (whole if stage > 0 else 8 * min(self.largest, number))
-            step = max(held + passing, 0 if offload["optimizer"] else update)
-        else:
-            step = max(passing, whole + again) if accumulated else max(passing, whole)
-        scored = self.curves.of("scored", training.precision).bytes(config.evaluation.batch, length, 0, hashed)
-        gradients = min(step, max(whole, 0 if offload["optimizer"] else full if rounded or stage > 0 else 0))
-        buffers = 0
-        if stage in (1, 2):
-            buffers = int(zero.get("reduce_bucket_size", BUCKET)) * size * (2 if zero.get("overlap_comm") else 1)
-            buffers = buffers if self.ranks.device.type == "cuda" else min(buffers, whole)
-        weights = (number + frozen) * size
-        live = min(number + frozen, int(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS))) * size
-        device = {
-            "weights": (0 if offload["param"] else weights // (shared if stage == 3 else 1)),
-            "gathered weights": live if stage == 3 else 0,
-            "fp32 weights": 0 if offload["optimizer"] else masters,
-            "optimizer": 0 if offload["optimizer"] else adam,
-            "gradients": gradients,
-            "activations": max(step, scored) - gradients,
-            "ZeRO's buffers": buffers,
-        }
-        host = {
-            "offloaded optimizer, weights and gradients": masters + adam + full if offload["optimizer"] else 0,
-            "offloaded weights": weights // shared if offload["param"] else 0,
-        }
+        moments = 0 if config.optimizer.name == "adafactor" else ADAMW_MOMENTS
+        needed = memory(
+            States(number, frozen, self.largest, moments * number, rounded),
+            Zero.of(config.run.engine, config.deepspeed),
+            world,
+            passing=curve.bytes(at_once, length, hashed=hashed),
+            again=curve.bytes(at_once, length, gradients=0, hashed=hashed),
+            accumulated=training.global_batch > training.micro_batch * world,
+            other=self.curves.of("scored", training.precision).bytes(config.evaluation.batch, length, 0, hashed),
+            on_gpu=self.ranks.device.type == "cuda",
+        )
+        device, host = needed.device, dict(needed.host)
         cuda = self.ranks.device.type == "cuda"
         if cuda and kind == "checkpoint_cpu":
             states = at_once * length * self.model.body.width * size

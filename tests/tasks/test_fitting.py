@@ -8,9 +8,9 @@ import torch
 
 from megasparse.errors import UserError
 from megasparse.planning.measure import alone
+from megasparse.planning.memory_curves import Curve
 from megasparse.tasks import fitting
 from megasparse.tasks.fitting import predict, require_fit
-from megasparse.tasks.memory_curves import Curve
 from megasparse.training.ranks import Ranks
 from tests.helpers import finetuning
 from tests.helpers.step_memory import all_predicted_and_measured
@@ -99,6 +99,8 @@ def test_predicting_leaves_model_and_generators_as_they_were(tmp_path):
 
 
 def test_a_curve_is_the_largest_of_its_phases():
-    curve = Curve(*(np.array(values, dtype=float) for values in ([0, 100], [50, 10], [3, 1], [0, 2])))
+    curve = Curve(["weight", ""], *(np.array(values, dtype=float) for values in ([0, 100], [50, 10], [3, 1], [0, 2])))
     assert curve.bytes(2, 10) == max(0 + 50 + 2 * 30, 100 + 10 + 2 * (10 + 200))
     assert curve.bytes(2, 10, gradients=7, hashed=True) == max(7 + 50 + 60, 7 + 10 + 20)
+    parts = curve.by_part(2, 10, part=lambda name: name or "the end")
+    assert parts == {"weight": 50 + 2 * 30, "the end": 10 + 2 * (10 + 200)}

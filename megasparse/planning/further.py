@@ -1,0 +1,158 @@
+"""How to go further: the longest sequence that fits, and what each key would save."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megasparse.config.checks import check_model
+from megasparse.config.schema import Config, ModelConfig
+from megasparse.errors import ConfigError
+from megasparse.planning.plan import Plan
+
+STEPS = 64
+"""Lengths are searched in multiples of this part of the configured one."""
+LARGEST = 1 << 14
+"""Times the configured length: where the search ends."""
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence that fits, and what else of the configuration it changes."""
+
+    length: int
+    changed: dict[str, Any]
+
+
+def longest_that_fits(plan: Plan) -> Longest | None:
+    """By bisection over the curve of activations; None where not even a 64th of the configured length fits. What
+    depends on the length is scaled with it, and the weights of positions counted anew.
+    """
+    length = plan.config.data.sequence_length
+    unit = max(1, length // STEPS)
+    low, high = 0, STEPS * LARGEST
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _fits(plan, middle * unit) else (low, middle - 1)
+    if low == 0:
+        return None
+    return Longest(low * unit, scaled(plan.config, low * unit)[1])
+
+
+def _fits(plan: Plan, length: int) -> bool:
+    config = plan.config
+    longer = plan.at_length(length)
+    if config.model.positions.kind != "learned" or plan.on.available is None:
+        return longer <= (plan.on.available or 0)
+    rows = max(0, length - config.model.max_length) * config.model.d_model
+    return longer + 16 * rows <= plan.on.available  # weight, gradient and moments in fp32
+
+
+def scaled(config: Config, length: int) -> tuple[Config, dict[str, Any]]:
+    """The configuration for sequences of this length, and the keys that changed: model.max_length, and with it the
+    grid of axial positions, given numbers of buckets and an encoder–decoder's source.
+    """
+    model = config.model
+    changed: dict[str, Any] = {"data.sequence_length": length}
+    share = length / config.data.sequence_length
+    update: dict[str, Any] = {}
+    own = length
+    if model.source is not None:
+        source = max(1, round(model.source.length * share))
+        own, changed["model.source.length"] = length - source, source
+        update["source"] = model.source.model_copy(update={"length": source})
+    if own > model.max_length:
+        update["max_length"] = changed["model.max_length"] = own
+        shape = model.positions.axial_shape
+        if shape and math.prod(shape) < own:
+            grid = [-(-own // math.prod(shape[1:])), *shape[1:]]
+            changed["model.positions.axial_shape"] = grid
+            update["positions"] = model.positions.model_copy(update={"axial_shape": grid})
+        if isinstance(model.attention.lsh.buckets, int):
+            _scale_buckets(model, own / model.max_length, update, changed)
+    data = config.data.model_copy(update={"sequence_length": length})
+    return config.model_copy(update={"model": model.model_copy(update=update), "data": data}), changed
+
+
+def _scale_buckets(model: ModelConfig, share: float, update: dict[str, Any], changed: dict[str, Any]) -> None:
+    """Where the number has factors; otherwise it stays what it is."""
+    assert isinstance(model.attention.lsh.buckets, int)
+    buckets = 4 * max(1, round(model.attention.lsh.buckets * share / 4))
+    attention = model.attention.model_copy(update={"lsh": model.attention.lsh.model_copy(update={"buckets": buckets})})
+    try:
+        check_model(model.model_copy(update={**update, "attention": attention}))
+    except ConfigError:
+        return
+    update["attention"], changed["model.attention.lsh.buckets"] = attention, buckets
+
+
+@dataclass(frozen=True)
+class Mend:
+    """A change of the configuration, and the bytes of a GPU at the peak after it."""
+
+    change: str
+    peak: int
+
+
+def mends(plan: Plan) -> list[Mend]:
+    """What would lower the peak, the most effective change first; each alone."""
+    found = []
+    for change, config in _changes(plan):
+        try:
+            check_model(config.model)
+            same = config.model == plan.config.model and config.training == plan.config.training
+            peak = Plan(config, plan.on, plan.passes if same else None).peak
+        except ConfigError:
+            continue
+        if peak < plan.peak:
+            found.append(Mend(change, peak))
+    return sorted(found, key=lambda mend: mend.peak)
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
+    config, zero = plan.config, plan.zero
+    model, training = config.model, config.training
+    for key in ("feed_forward_tiles", "loss_tiles"):
+        if (tiles := 4 * getattr(model, key)) <= config.data.sequence_length:
+            yield f"model.{key}={tiles}", _with(config, "model", **{key: tiles})
+    if model.activations == "stored":
+        kind = "reversible" if model.blocks == "reversible" else "checkpoint"
+        yield f'model.activations="{kind}"', _with(config, "model", activations=kind)
+    if model.activations == "checkpoint":
+        yield 'model.activations="checkpoint_cpu"', _with(config, "model", activations="checkpoint_cpu")
+    if training.precision == "fp32":
+        yield 'training.precision="bf16"', _with(config, "training", precision="bf16")
+    if training.micro_batch > 1:
+        yield "training.micro_batch=1", _with(config, "training", micro_batch=1)
+    for kind, section in (("lsh", model.attention.lsh), ("yoso", model.attention.yoso)):
+        key = "rounds" if kind == "lsh" else "hashes"
+        number = getattr(section, key)
+        if number > 1 and plan.uses(kind):
+            attention = model.attention.model_copy(update={kind: section.model_copy(update={key: number // 2})})
+            yield f"model.attention.{kind}.{key}={number // 2}", _with(config, "model", attention=attention)
+    sequence = 2 * config.parallel.sequence
+    if model.heads % sequence == 0 and plan.on.gpus % sequence == 0 and not model.source:
+        yield f"parallel.sequence={sequence}", _with(config, "parallel", sequence=sequence)
+    for stage, optimizer, weights in ((1, "", ""), (2, "", ""), (2, "cpu", ""), (3, "", ""), (3, "cpu", "cpu")):
+        if stage > zero.stage or (stage == zero.stage and optimizer and zero.optimizer == "none"):
+            yield _zero(config, stage, optimizer, weights)
+    if zero.stage > 0 and (bucket := zero.bucket // 10) > 10**6:
+        smaller = {**config.deepspeed.get("zero_optimization", {}), "reduce_bucket_size": bucket}
+        update = {"deepspeed": {**config.deepspeed, "zero_optimization": smaller}}
+        yield f"deepspeed.zero_optimization.reduce_bucket_size={bucket}", config.model_copy(update=update)
+
+
+def _zero(config: Config, stage: int, optimizer: str, weights: str) -> tuple[str, Config]:
+    section = {**config.deepspeed.get("zero_optimization", {}), "stage": stage}
+    told = [f"stage={stage}"]
+    for key, device in (("offload_optimizer", optimizer), ("offload_param", weights)):
+        if device:
+            section[key] = {"device": device}
+            told.append(f'{key}={{"device": "{device}"}}')
+    engine = _with(config, "run", engine="deepspeed")
+    changed = engine.model_copy(update={"deepspeed": {**config.deepspeed, "zero_optimization": section}})
+    return f"deepspeed.zero_optimization: {', '.join(told)}", changed
+
+
+def _with(config: Config, section: str, **changes: Any) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})

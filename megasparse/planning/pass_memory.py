@@ -1,0 +1,139 @@
+"""Memory of a pretraining run's passes: measured at short lengths on the CPU, or counted as a GPU would allocate.
+
+A counted pass runs on torch's meta device, where tensors have shapes and no memory: the host code of the Triton kernels
+allocates what it allocates on a GPU, and starts nothing. It takes seconds whatever the model's size, and no weight
+exists. What a kernel takes inside itself (shared memory, registers) is no GPU memory; cuBLAS' workspace is not seen.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megasparse.attention.full import FullAttention
+from megasparse.config.schema import Config
+from megasparse.model.build import build_model, empty_model
+from megasparse.model.encoder import Encoder
+from megasparse.ops.random import Draws
+from megasparse.planning.dry_run import made_up_records
+from megasparse.planning.memory_curves import Curve, Phases, continued, of_one_length, phases
+from megasparse.planning.states import ADAMW_MOMENTS, States
+
+Path = Literal["measured", "counted"]
+LONGEST_TRIAL = 4096
+"""Tokens of a measured pass, at most."""
+SHORTEST = 1024
+"""Runs up to this length are measured at their own; longer ones are predicted from a quarter of it at most."""
+
+
+class PassMemory:
+    """Of a configuration's model on one rank. path: "measured" on the CPU with the blockwise torch that runs there, or
+    "counted" of the GPU's kernels.
+    """
+
+    def __init__(self, config: Config, path: Path):
+        self.config, self.path = config, path
+        self._device = torch.device("cpu" if path == "measured" else "meta")
+
+    @cached_property
+    def model(self) -> nn.Module:
+        config = self.config.model
+        with self._device:
+            model: Any = build_model(config, 0) if self.path == "measured" else empty_model(config)
+            if isinstance(model, Encoder) and config.masking.whole_words:
+                model.word_starts = torch.ones(config.vocabulary, dtype=torch.bool)
+        if self.config.training.precision == "bf16":
+            for weight in model.parameters():
+                weight.data = weight.data.bfloat16()
+        return model.train()
+
+    @cached_property
+    def states(self) -> States:
+        weights = list(self.model.parameters())
+        trained = [weight for weight in weights if weight.requires_grad]
+        number, largest = sum(w.numel() for w in trained), max(w.numel() for w in trained)
+        moments, scratch = ADAMW_MOMENTS * number, 0
+        if self.config.optimizer.name == "adafactor":  # a row and a column of each matrix; one update at a time
+            rows = [w.numel() // w.shape[-1] + w.numel() // w.shape[-2] if w.ndim > 1 else w.numel() for w in trained]
+            moments, scratch = 4 * sum(rows), 4 * largest
+        frozen = sum(weight.numel() for weight in weights) - number
+        return States(number, frozen, largest, moments, self.config.training.precision == "bf16", scratch)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the passes that the curve is continued from, ascending; one length is the run's own."""
+        length = self.config.data.sequence_length
+        if length <= SHORTEST:
+            return [length]
+        longest = length // 4 if self.path == "counted" else min(length // 4, LONGEST_TRIAL)
+        return [longest // 4, longest // 2, longest][0 if self._all_pairs else 1 :]
+
+    @cached_property
+    def curve(self) -> Curve:
+        lengths = self.lengths
+        if len(lengths) == 1:
+            return of_one_length(self._phases(1, lengths[0]), self._phases(2, lengths[0]), lengths[0])
+        batch = 1 if self.path == "counted" else self.config.training.micro_batch
+        found = continued(lengths, [self._phases(batch, length) for length in lengths], self._all_pairs)
+        return replace(found, linear=found.linear / batch, square=found.square / batch)
+
+    @property
+    def _all_pairs(self) -> bool:
+        source = self.config.model.source
+        crosses = source is not None and source.cross_attention == "full"
+        return crosses or any(isinstance(module, FullAttention) for module in self.model.modules())
+
+    def _phases(self, batch: int, length: int) -> Phases:
+        model: Any = self.model
+        source = self.config.model.source
+        config = self.config.model
+        if source is not None:  # each side keeps its share of the length
+            part = max(1, round(length * source.length / self.config.data.sequence_length))
+            model.source_length = part
+            config = config.model_copy(update={"source": source.model_copy(update={"length": part})})
+        tokens = made_up_records(config, batch, length, 0).to(self._device)
+        draws = Draws(0, 0, torch.arange(batch, device=self._device), training=True)
+        with torch.random.fork_rng([]), _as_on_a_gpu() if self.path == "counted" else self._device:
+            return phases(model, lambda: model(tokens, draws)[0], self._device, learns=True)
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    experimental = torch.fx.experimental._config
+    before = experimental.meta_nonzero_assume_all_nonzero  # where rows are chosen, the most there can be
+    experimental.meta_nonzero_assume_all_nonzero = True
+    try:
+        with torch.device("meta"), _Fused():
+            yield
+    finally:
+        experimental.meta_nonzero_assume_all_nonzero = before
+
+
+class _Fused(TorchFunctionMode):
+    """Full attention by torch's fused kernels, which the meta device would not choose."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention and args[0].is_meta:
+            return _fused_attention(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """As torch chooses on a GPU: flash attention, or the memory-efficient kernel in fp32 and with a mask."""
+    aten = torch.ops.aten
+    if attn_mask is None and q.dtype != torch.float32:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    bias = None
+    if attn_mask is not None:  # it becomes numbers, a row for every query and head
+        bias = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:3], k.shape[2])
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]

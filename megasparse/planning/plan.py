@@ -1,0 +1,196 @@
+"""What a pretraining run takes on so many GPUs, before it runs: memory, traffic, FLOPs, time and cost.
+
+Assumed, and said with every plan: the model FLOPs utilisation of computing alone; bandwidths (planning/hardware.py);
+that ZeRO's communication and the swap to the CPU go on while the device computes, and that all-to-alls do not. The
+optimizer's arithmetic on the CPU is not in the time.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megasparse.attention.heads import head_dim
+from megasparse.config.messages import show
+from megasparse.config.pattern import layers_with
+from megasparse.config.schema import Config
+from megasparse.errors import ConfigError
+from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
+from megasparse.planning.hardware import Hardware
+from megasparse.planning.pass_memory import PassMemory, Path
+from megasparse.planning.states import Memory, Zero, memory
+from megasparse.planning.traffic import Cluster, Communication, Offload, communication, offload
+
+RESERVE = 1 << 30
+"""Bytes of a GPU assumed for the CUDA context, cuBLAS and NCCL."""
+MFU = 0.3
+"""Model FLOPs utilisation of computing alone, where none is given: an assumption, not a measurement."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """On what a run is planned. available: bytes of a GPU, or None where nothing has to fit. price: of a GPU and hour,
+    or None. path: whose memory, see `PassMemory`.
+    """
+
+    gpu: Hardware
+    gpus: int = 1
+    per_node: int = 8
+    available: int | None = None
+    mfu: float = MFU
+    price: float | None = None
+    path: Path = "counted"
+
+
+class Plan:
+    """Of a configuration. Raises ConfigError where the GPUs do not divide the batch, the sequence or the nodes."""
+
+    def __init__(self, config: Config, on: Assumptions, passes: PassMemory | None = None):
+        """passes: of a configuration with the same model, precision and length, where one is at hand."""
+        self.config, self.on = config, on
+        self.micro_batches = _micro_batches(config, on)
+        self.zero = Zero.of(config.run.engine, config.deepspeed)
+        self.cluster = Cluster(on.gpus, on.per_node, config.parallel.sequence)
+        self.passes = passes or PassMemory(config, on.path)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of a rank, at the peak of a step."""
+        return self._memory(self.config.data.sequence_length)
+
+    def at_length(self, length: int) -> int:
+        """The peak with sequences of another length, all else the same."""
+        return self._sum(self._memory(length))
+
+    def _memory(self, length: int) -> Memory:
+        model, training, sequence = self.config.model, self.config.training, self.config.parallel.sequence
+        # A rank has L/S tokens of every head outside attention, and inside L tokens of H/S heads: as many numbers.
+        curve, part = self.passes.curve.shared_among(sequence), length / sequence
+        states, on_gpu = self.passes.states, self.on.path == "counted"
+        found = memory(
+            states,
+            self.zero,
+            self.on.gpus,
+            passing=curve.bytes(training.micro_batch, part),
+            again=curve.bytes(training.micro_batch, part, gradients=0),
+            accumulated=self.micro_batches > 1,
+            on_gpu=on_gpu,
+        )
+        tokens = training.micro_batch * part
+        if sequence > 1:  # q, k, v and out, once more as they are sent
+            found.device["all-to-all"] = int(4 * tokens * model.heads * head_dim(model) * states.size)
+        if on_gpu:
+            found.device["CUDA context, libraries (assumed)"] = RESERVE
+            if model.activations == "checkpoint_cpu":
+                found.host["offloaded activations"] = int(tokens * model.layers * model.d_model * 4)
+        return found
+
+    def _sum(self, found: Memory) -> int:
+        return sum((found.device | ({} if self.on.path == "counted" else found.host)).values())
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a GPU; of a measured path all bytes of the process, what is offloaded included."""
+        return self._sum(self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.on.available is None or self.peak <= self.on.available
+
+    @cached_property
+    def activations(self) -> dict[str, int]:
+        """The most bytes of a pass, beside gradients, while each part of the model is at work."""
+        sequence = self.config.parallel.sequence
+        curve, length = self.passes.curve.shared_among(sequence), self.config.data.sequence_length / sequence
+        return curve.by_part(self.config.training.micro_batch, length, _part)
+
+    def uses(self, kind: str) -> bool:
+        return layers_with(self.config.model, kind) > 0
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all ranks."""
+        return self.config.training.global_batch * self.config.data.sequence_length
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Of a step, over all ranks."""
+        return self.tokens * model_flops_per_token(self.config.model, self.config.data.sequence_length)
+
+    @cached_property
+    def hardware_flops(self) -> float:
+        return self.tokens * hardware_flops_per_token(self.config.model, self.config.data.sequence_length)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of a step, at the assumed utilisation, waiting for nothing."""
+        return self.model_flops / (self.on.mfu * self.on.gpu.peak * self.on.gpus)
+
+    @cached_property
+    def communication(self) -> Communication:
+        return communication(self.config, self.passes.states, self.zero, self.cluster, self.micro_batches, self.on.gpu)
+
+    @cached_property
+    def offload(self) -> Offload:
+        return offload(self.passes.states, self.zero, self.cluster, self.micro_batches, self.on.gpu)
+
+    @property
+    def step_seconds(self) -> float:
+        found = self.communication
+        return max(self.compute_seconds, found.zero_seconds, self.offload.seconds) + found.sequence_seconds
+
+    @property
+    def run_seconds(self) -> float:
+        return self.step_seconds * self.config.training.steps
+
+    @property
+    def cost(self) -> float | None:
+        return None if self.on.price is None else self.on.price * self.on.gpus * self.run_seconds / 3600
+
+    def hides_from(self, seconds: float) -> int | None:
+        """The shortest sequence at whose length computing a step takes these seconds, all else the same; None where
+        none does that the model can have.
+        """
+        model = self.config.model
+        before = model.source.length if model.source else 0
+        scale = self.config.training.global_batch / (self.on.mfu * self.on.gpu.peak * self.on.gpus)
+
+        def takes(length: int) -> float:
+            return scale * length * model_flops_per_token(model, length)
+
+        low, high = before, before + model.max_length
+        if takes(high) < seconds:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if takes(middle) >= seconds else (middle, high)
+        return high
+
+
+def _part(weight: str) -> str:
+    """Of the model, by the name of a weight."""
+    for word, part in (
+        ("attention", "attention"),
+        ("feed_forward", "feed-forward"),
+        ("head.", "forward, output, loss"),
+    ):
+        if word in weight:
+            return part
+    return "embedding"
+
+
+def _micro_batches(config: Config, on: Assumptions) -> int:
+    """Of each rank, a step."""
+    training, sequence = config.training, config.parallel.sequence
+    if on.gpus > on.per_node and on.gpus % on.per_node:
+        mend = "Give a multiple of it, or another --gpus-per-node"
+        raise ConfigError("--gpus", f"{on.gpus} is no multiple of --gpus-per-node = {on.per_node}", mend)
+    if on.gpus % sequence:
+        problem = f"{on.gpus} is no multiple of parallel.sequence = {sequence}"
+        raise ConfigError("--gpus", problem, "Give a multiple of it, or change parallel.sequence")
+    share = training.micro_batch * (on.gpus // sequence)
+    if training.global_batch % share:
+        problem = f"{show(on.gpus)} GPUs take {share} sequences at once, and training.global_batch = "
+        problem += f"{training.global_batch} is no multiple of that"
+        most = training.global_batch // training.micro_batch * sequence
+        mend = f"At most {most} GPUs have work in a step; raise training.global_batch or parallel.sequence for more"
+        raise ConfigError("--gpus", problem, mend)
+    return training.global_batch // share
