@@ -1,13 +1,11 @@
-"""Forward, backward and optimizer step: on DeepSpeed's ZeRO over any number of ranks, or on plain torch in one process.
+"""Forward, backward and optimizer step: what both engines share.
 
-Both engines share one interface and give the same losses. Only this file knows DeepSpeed, and imports it only when a
-run asks for it.
+On DeepSpeed's ZeRO over any number of ranks (deepspeed_engine.py), or on plain torch in one process (torch_engine.py):
+with the same losses.
 """
 
 import itertools
 import math
-import shutil
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,13 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.config.schema import RunSettings
-from megasparse.data.batches import Batch, check_shares
-from megasparse.errors import ConfigError
+from megasparse.data.batches import Batch
 from megasparse.training.checkpoint import (
-    MEMORY,
     Checkpoint,
     Fragment,
-    Home,
     load_weights,
     persistent_buffers,
     present,
@@ -32,10 +27,9 @@ from megasparse.training.checkpoint import (
 )
 from megasparse.training.exposed import Exposed
 from megasparse.training.memory import bytes_of
-from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
+from megasparse.training.optimizer import create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopwatch import Stopwatch
-from megasparse.training.swapping import SubGroup, Swap, swapped_sections
 
 MakeDraws = Callable[[int, Tensor], Any]
 """(optimizer step, global sample numbers (B,)) -> what the model's random draws depend on."""
@@ -181,6 +175,10 @@ class Engine(ABC):
         total = self.ranks.sum(torch.tensor(own, dtype=torch.float64, device=self.ranks.device)).item()
         return max(1.0, total / (len(micro_batches) * self.ranks.world_size))
 
+    def _given(self, divisor: float | None) -> dict[str, Any]:
+        """What the model's forward is given beside a micro-batch and its draws."""
+        return self._shared | ({} if divisor is None else {"divisor": divisor})
+
     @abstractmethod
     def evaluate(self, tokens: Tensor, draws: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The model's objective and statistics without gradients. Every rank calls it equally often.
@@ -248,248 +246,25 @@ def build_engine(
     model.to(ranks.device)
     if checkpoint is not None:
         load_weights(model, checkpoint)  # before the engine makes its low-precision and partitioned copies
-    kind = TorchEngine if config.run.engine == "torch" else DeepSpeedEngine
-    engine = kind(model, config, make_draws, ranks)
+    engine = _kind(config)(model, config, make_draws, ranks)
     if checkpoint is not None:
         engine.load(checkpoint)
     return engine
 
 
-def _whole(masters: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Fragment]:
+def _kind(config: RunSettings) -> type[Engine]:
+    """Imported here: both build on this module, and DeepSpeed's takes seconds."""
+    if config.run.engine == "torch":
+        from megasparse.training.torch_engine import TorchEngine
+
+        return TorchEngine
+    from megasparse.training.deepspeed_engine import DeepSpeedEngine
+
+    return DeepSpeedEngine
+
+
+def whole_fragments(masters: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Fragment]:
     """Fragments of weights that are not cut: name -> fp32 weight that the optimizer updates."""
     for name, weight in masters.items():
         for kind, tensor in {"weight": weight, **state_tensors(optimizer.state.get(weight, {}))}.items():
             yield Fragment.of(kind, name, tuple(tensor.shape), 0, tensor.detach().view(-1))
-
-
-class TorchEngine(Engine):
-    """Plain torch in one process. In bf16 the model is a rounded copy of fp32 weights, as under DeepSpeed."""
-
-    def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
-        super().__init__(model, config, make_draws, ranks)
-        self._masters: dict[str, Tensor] = dict(self._trained)
-        self._rounded = config.training.precision == "bf16"
-        if self._rounded:
-            self._masters = {name: p.detach().clone() for name, p in self._masters.items()}
-            for p in model.parameters():
-                p.data = p.data.bfloat16()
-        self.optimizer = build_optimizer(self._masters.values(), config.optimizer)
-
-    def evaluate(self, tokens: Tensor, draws: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        with torch.no_grad():
-            return self.module(tokens, draws, *padding)
-
-    def _forward(self, tokens: Tensor, draws: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.module(tokens, draws, **_given(divisor), **self._shared)
-
-    def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
-        (objective / micro_batches).backward()
-        if self._rounded:  # accumulate in fp32
-            for name, p in self._trained.items():
-                if p.grad is not None:
-                    master, grad = self._masters[name], p.grad.float()
-                    master.grad = grad if master.grad is None else master.grad + grad
-                    p.grad = None
-
-    def _update(self, wanted: bool) -> tuple[float, bool]:
-        masters = self._masters.values()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in masters if p.grad is not None])
-        applied = wanted and math.isfinite(norm)
-        if applied:
-            if self._clipping > 0:
-                torch.nn.utils.clip_grads_with_norm_(masters, self._clipping, norm)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._round()
-        return norm.item(), applied
-
-    @torch.no_grad()
-    def _round(self) -> None:
-        if self._rounded:
-            for name, p in self._trained.items():
-                p.copy_(self._masters[name])
-
-    def _state(self) -> Iterator[Fragment]:
-        return _whole(self._masters, self.optimizer)
-
-    def _state_owners(self) -> Iterator[Tensor]:
-        yield from self._masters.values()
-
-
-class DeepSpeedEngine(Engine):
-    """ZeRO stage 0 to 3 on any number of ranks, optimizer and weights on the device, in CPU memory or on a disk."""
-
-    def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
-        super().__init__(model, config, make_draws, ranks)
-        zero = config.deepspeed.get("zero_optimization", {})
-        self._stage = int(zero.get("stage", 0))
-        self._rounded = config.training.precision == "bf16"
-        deepspeed = _import_deepspeed(ranks)
-        self._check(config)
-        self.replicated = self._stage == 0
-        self._names = {id(p): name for name, p in self._trained.items()}
-        self.optimizer = build_optimizer(self._trained.values(), config.optimizer)
-        if ranks.world_size > 1:
-            self._exposed = Exposed(ranks.device, self._trained.values(), self.optimizer)
-        self._swap = Swap(zero, model, ranks)
-        section = config.deepspeed | ({"zero_optimization": self._swap.section()} if zero else {})
-        settings = _deepspeed_config(config, section, self._stage, ranks)
-        self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
-        self._swap.attach(self._engine.optimizer)
-        self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
-
-    def _check(self, config: RunSettings) -> None:
-        if config.optimizer.name == "adafactor" and (self._stage > 0 or self._rounded):
-            problem = "adafactor needs each weight's own shape, and ZeRO hands the optimizer flat pieces"
-            mend = 'Use "adamw", or fp32 with deepspeed.zero_optimization.stage 0, or run.engine="torch"'
-            raise ConfigError("optimizer.name", problem, mend)
-        swapped = swapped_sections(config.deepspeed.get("zero_optimization", {}))
-        if "offload_param" in swapped and not self._rounded and self.ranks.device.type == "cpu":
-            # _set_dtype reads `dtype or float16 if fp16 is supported else bfloat16` (0.19.8): bf16, whatever the dtype
-            problem = '"fp32" with offload_param.device "nvme" on the CPU: DeepSpeed would swap bf16 there'
-            raise ConfigError("training.precision", problem, 'Use "bf16", or a GPU, or offload_param.device "cpu"')
-        if swapped:
-            _check_async_io(f"deepspeed.zero_optimization.{swapped[0]}.device")
-
-    def evaluate(self, tokens: Tensor, draws: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        with torch.no_grad():
-            return self._engine(tokens, draws, *padding)
-
-    def _forward(self, tokens: Tensor, draws: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._engine(tokens, draws, **_given(divisor), **self._shared)
-
-    def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
-        self._engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed leaves a step out if its gradient is not finite, and then on every rank
-        self._engine.backward(objective * torch.nan if spoilt else objective)
-
-    def _update(self, wanted: bool) -> tuple[float, bool]:
-        if self._stage == 0 and not self._rounded:  # here DeepSpeed would apply a gradient of NaN
-            gradients = [p.grad for p in self._trained.values() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients).item()
-            if not (wanted and math.isfinite(norm)):
-                self._engine.zero_grad()
-                return norm, False
-            self._engine.step()
-            return norm, True
-        self._swap.verify()
-        self._engine.step()
-        self._swap.verify()
-        return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
-
-    def _gradients(self) -> Iterable[Tensor]:
-        averaged = getattr(self._engine.optimizer, "averaged_gradients", {})  # ZeRO's own, this rank's part
-        own = (gradient for group in averaged.values() for gradient in group or ())
-        return itertools.chain((p.grad for p in self._trained.values() if p.grad is not None), own)
-
-    def _weights(self) -> Iterable[Tensor]:
-        whole = super()._weights()
-        return whole if self._stage < 3 else (getattr(weight, "ds_tensor", weight) for weight in whole)
-
-    def _state(self) -> Iterator[Fragment]:
-        if self._stage == 0:
-            return _whole(self._masters(), self.optimizer)
-        return self._partitioned() if self._stage == 3 else self._flattened()
-
-    def _state_owners(self) -> Iterator[Tensor]:
-        if self._stage < 3:
-            yield from (weight for group in self.optimizer.param_groups for weight in group["params"])
-            return
-        for number, flat in enumerate(self._engine.optimizer.fp32_partitioned_groups_flat):
-            with self._home(number).present(changing=True):
-                yield flat
-
-    def _home(self, number: int) -> Home:
-        """Of the vector that ZeRO 3 makes of sub-group `number`."""
-        zero = self._engine.optimizer
-        return SubGroup(zero, number) if zero._swappable_optimizer_subgroup(number) else MEMORY
-
-    def _masters(self) -> dict[str, Tensor]:
-        """ZeRO 0: parameter name -> fp32 weight."""
-        if not self._rounded:
-            return dict(self._trained)
-        wrapper = self._engine.optimizer
-        groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
-        return {self._names[id(p)]: master for pair in groups for p, master in zip(*pair, strict=True)}
-
-    def _flattened(self) -> Iterator[Fragment]:
-        """ZeRO 1 and 2: a parameter group is one vector, of which each rank updates a slice."""
-        p: Any
-        for p in self._trained.values():
-            mapping = p._hp_mapping
-            if mapping is None:  # all of it is in another rank's slice
-                continue
-            flat = self.optimizer.param_groups[mapping.param_group_index]["params"][0]
-            here, name = mapping.hp_fragment_address, self._names[id(p)]
-            for kind, tensor in {"weight": flat, **state_tensors(self.optimizer.state.get(flat, {}))}.items():
-                piece = tensor.detach().narrow(0, here.start, here.numel)
-                yield Fragment.of(kind, name, self._shapes[name], mapping.lp_fragment_address.start, piece)
-
-    def _partitioned(self) -> Iterator[Fragment]:
-        """ZeRO 3: each parameter is cut evenly among the ranks, the last piece padded. The pieces of a sub-group are
-        one vector."""
-        zero = self._engine.optimizer
-        p: Any
-        for number, group in enumerate(zero.fp16_groups):
-            flat, home = zero.fp32_partitioned_groups_flat[number], self._home(number)
-            for p in group:
-                name, size = self._names[id(p)], p.ds_tensor.ds_numel
-                start = self.ranks.rank * size
-                numel = min(size, p.ds_numel - start)
-                if numel <= 0:
-                    continue
-                offset = zero.grad_position[zero.get_param_id(p)][1]
-                for kind, tensor in {"weight": flat, **state_tensors(self.optimizer.state.get(flat, {}))}.items():
-                    yield Fragment(kind, name, self._shapes[name], start, numel, tensor, offset, home)
-
-    def close(self) -> None:
-        self._engine.destroy()
-        self._swap.close()
-
-
-def _given(divisor: float | None) -> dict[str, float]:
-    return {} if divisor is None else {"divisor": divisor}
-
-
-def _import_deepspeed(ranks: Ranks) -> Any:
-    # DeepSpeed calls collectives by names that torch will rename: nothing a user can act on
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator, set_accelerator
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    if ranks.device.type == "cpu" and get_accelerator().device_name() != "cpu":
-        set_accelerator(CPU_Accelerator())
-    # A C++ all-reduce that only inference uses. It would take g++, minutes of compiling, and 69 MB of /dev/shm a rank.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
-def _check_async_io(key: str) -> None:
-    """What swaps to a disk is compiled where it is first used: say before that what is missing."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if shutil.which("c++") is None:
-        problem = '"nvme" compiles DeepSpeed\'s async_io, and there is no c++'
-        raise ConfigError(key, problem, "Install Debian's g++ on every node (apt-get install g++)")
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        problem = '"nvme" needs libaio, which the linker does not find'
-        raise ConfigError(key, problem, "Install Debian's libaio-dev on every node (apt-get install libaio-dev)")
-
-
-def _deepspeed_config(config: RunSettings, section: dict[str, Any], stage: int, ranks: Ranks) -> dict[str, Any]:
-    """DeepSpeed's configuration: the user's `section`, and what our own sections decide."""
-    training = config.training
-    share = training.micro_batch * ranks.data_ranks
-    check_shares(training.global_batch, training.micro_batch, ranks.world_size, ranks.sequence_size)
-    generated: dict[str, Any] = {
-        "train_batch_size": training.global_batch * ranks.sequence_size,  # as if each had sequences of its own
-        "train_micro_batch_size_per_gpu": training.micro_batch,
-        "gradient_accumulation_steps": training.global_batch // share,
-        "gradient_clipping": training.gradient_clipping,
-        "bf16": {"enabled": training.precision == "bf16"},
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW serves the CPU too, with the same numbers
-    }
-    if training.precision == "bf16" and stage > 0:  # ZeRO 0 accumulates in bf16 only
-        generated["data_types"] = {"grad_accum_dtype": "fp32"}
-    return {**section, **generated}

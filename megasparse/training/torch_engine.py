@@ -1,0 +1,68 @@
+"""Training on plain torch, in one process."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasparse.config.schema import RunSettings
+from megasparse.training.checkpoint import Fragment
+from megasparse.training.engine import Engine, MakeDraws, whole_fragments
+from megasparse.training.optimizer import build_optimizer
+from megasparse.training.ranks import Ranks
+
+
+class TorchEngine(Engine):
+    """Plain torch in one process. In bf16 the model is a rounded copy of fp32 weights, as under DeepSpeed."""
+
+    def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
+        super().__init__(model, config, make_draws, ranks)
+        self._masters: dict[str, Tensor] = dict(self._trained)
+        self._rounded = config.training.precision == "bf16"
+        if self._rounded:
+            self._masters = {name: p.detach().clone() for name, p in self._masters.items()}
+            for p in model.parameters():
+                p.data = p.data.bfloat16()
+        self.optimizer = build_optimizer(self._masters.values(), config.optimizer)
+
+    def evaluate(self, tokens: Tensor, draws: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            return self.module(tokens, draws, *padding)
+
+    def _forward(self, tokens: Tensor, draws: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.module(tokens, draws, **self._given(divisor))
+
+    def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
+        (objective / micro_batches).backward()
+        if self._rounded:  # accumulate in fp32
+            for name, p in self._trained.items():
+                if p.grad is not None:
+                    master, grad = self._masters[name], p.grad.float()
+                    master.grad = grad if master.grad is None else master.grad + grad
+                    p.grad = None
+
+    def _update(self, wanted: bool) -> tuple[float, bool]:
+        masters = self._masters.values()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in masters if p.grad is not None])
+        applied = wanted and math.isfinite(norm)
+        if applied:
+            if self._clipping > 0:
+                torch.nn.utils.clip_grads_with_norm_(masters, self._clipping, norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._round()
+        return norm.item(), applied
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        if self._rounded:
+            for name, p in self._trained.items():
+                p.copy_(self._masters[name])
+
+    def _state(self) -> Iterator[Fragment]:
+        return whole_fragments(self._masters, self.optimizer)
+
+    def _state_owners(self) -> Iterator[Tensor]:
+        yield from self._masters.values()
