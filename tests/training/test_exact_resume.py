@@ -43,13 +43,13 @@ class Read:
             patch.setattr(kind, "forward", self.recording(kind.forward))
 
     def recording(self, forward: Any) -> Any:
-        def record(model: Any, tokens: Any, draws: Any) -> Any:
+        def record(model: Any, tokens: Any, draws: Any, *padding: Any) -> Any:
             if draws.training:
                 if len(self.batches) == self.fail_at:
                     raise Died
                 digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()
                 self.batches.append((draws.step, draws.samples.tolist(), digest))
-            return forward(model, tokens, draws)
+            return forward(model, tokens, draws, *padding)
 
         return record
 
