@@ -151,8 +151,12 @@ class Engine(ABC):
         """What this rank holds of the model between two steps."""
         return itertools.chain(self.module.parameters(), self.module.buffers())
 
+    def _masters_here(self) -> Iterable[Tensor]:
+        """The tensors that the optimizer updates, as they are: what lies on a disk is empty, and stays there."""
+        return self._state_owners()
+
     def _held(self) -> dict[str, tuple[int, int]]:
-        weights, masters = list(self._weights()), self._state_owners()
+        weights, masters = list(self._weights()), self._masters_here()
         own = {weight.untyped_storage().data_ptr() for weight in weights}
         rounded = [master for master in masters if master.untyped_storage().data_ptr() not in own]
         moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
@@ -385,6 +389,9 @@ class DeepSpeedEngine(Engine):
     def _weights(self) -> Iterable[Tensor]:
         whole = super()._weights()
         return whole if self._stage < 3 else (getattr(weight, "ds_tensor", weight) for weight in whole)
+
+    def _masters_here(self) -> Iterable[Tensor]:
+        return super()._masters_here() if self._stage < 3 else self._engine.optimizer.fp32_partitioned_groups_flat
 
     def _state(self) -> Iterator[Fragment]:
         if self._stage == 0:

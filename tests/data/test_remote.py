@@ -1,11 +1,13 @@
 """Folders of shards at URLs: what is read is what the local folder has, whatever the server does meanwhile."""
 
+import fcntl
 import hashlib
 import os
 import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -427,6 +429,47 @@ def test_what_is_fetched_ahead_costs_none_of_what_is_needed_before(
     assert cache.path(first).exists() and cache.path(second).exists() and server.count() == 2
     assert index.remote.fetch_ahead(third, [second, third], print)
     assert not cache.path(first).exists() and cache.path(second).exists()
+
+
+def test_what_another_process_deletes_while_room_is_made_is_no_error(
+    server: ShardServer, cache: ShardCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, scan = Index.load(server.url, cache=cache), os.scandir
+    cache.folder.mkdir()
+    (given_up := cache.folder / f"{'0' * 64}.9000.partial").touch()
+
+    @contextmanager
+    def late(folder: Path) -> Iterator[list[os.DirEntry[str]]]:
+        with scan(folder) as files:
+            found = list(files)
+        given_up.unlink(missing_ok=True)
+        yield found
+
+    monkeypatch.setattr(os, "scandir", late)
+    reader = ShardReader(index, "train")
+    assert len(reader.read(0, 0, 10)) == 10 and not given_up.exists()
+    reader.close()
+
+
+def test_a_shard_gets_its_name_while_nobody_makes_room(
+    server: ShardServer, cache: ShardCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks for it, or counts, between its two names would fetch it once more, or take its bytes for free."""
+    index, rename, locked = Index.load(server.url, cache=cache), os.rename, []
+
+    def watching(source: Path, target: Path) -> None:
+        with (cache.folder / ".lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                locked.append(target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", watching)
+    reader = ShardReader(index, "train")
+    reader.read(0, 0, 10)
+    reader.close()
+    assert locked == [cache.path(index.split("train").shards[0])]
 
 
 @pytest.mark.parametrize("fault", ["longer", "longer unannounced"])

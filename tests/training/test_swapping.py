@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from megasparse.errors import ConfigError, StorageError
 from megasparse.training.checkpoint import Fragment, Home, present
+from megasparse.training.engine import DeepSpeedEngine
 from megasparse.training.rank_file import RankFile
 from megasparse.training.ranks import Ranks
 from megasparse.training.swap_folder import SwapFolder, verify
@@ -187,3 +189,13 @@ def test_numbers_that_lie_elsewhere_are_written_and_filled_one_home_at_a_time(tm
     for _ in present(fragments):
         vectors[0].data.fill_(9.0)
     assert homes[0].kept[0].tolist() == [5.0, 7.0, 7.0], "what is only read is not kept"
+
+
+def test_counting_memory_leaves_the_disk_alone():
+    """What of ZeRO 3's optimizer state is on a disk takes no memory, and is not read in every step to say so."""
+    engine = object.__new__(DeepSpeedEngine)
+    here, swapped = torch.zeros(3), torch.empty(0)
+    zero = SimpleNamespace(fp32_partitioned_groups_flat=[here, swapped], _swappable_optimizer_subgroup=lambda n: n == 1)
+    engine.module, engine.ranks, engine._stage = torch.nn.Linear(2, 5), Ranks(), 3
+    engine.optimizer, engine._engine = SimpleNamespace(state={}), SimpleNamespace(optimizer=zero)
+    assert engine._held() == {"weights": (60, 0), "optimizer": (12, 0)}
