@@ -183,7 +183,7 @@ class Engine(ABC):
         tokens = (batch.tokens.to(self.ranks.device) for batch in micro_batches)
         own = sum(int(model.count_scored(each, **self._shared)) for each in tokens)
         total = self.ranks.sum(torch.tensor(own, dtype=torch.float64, device=self.ranks.device)).item()
-        return max(1.0, total / (len(micro_batches) * self.ranks.world_size))
+        return total / (len(micro_batches) * self.ranks.world_size) or 1.0
 
     @abstractmethod
     def evaluate(self, tokens: Tensor, draws: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:

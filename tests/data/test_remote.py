@@ -226,6 +226,15 @@ def test_D6_an_index_that_does_not_come_is_named(
     assert str(caught.value).isprintable() and not cache.folder.exists()
 
 
+def test_D6_a_redirect_is_followed_without_what_comes_with_it(
+    server: ShardServer, cache: ShardCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(urls, "STALL_SECONDS", 5.0)
+    server.faults["index.json"].append("page")
+    assert Index.load(server.url, cache=cache).split("train").shards
+    assert server.count("index.json") == 2 and capsys.readouterr().err == "", "no attempt waited for the page"
+
+
 def test_an_index_that_comes_at_last_is_right(folder: Path, server: ShardServer, cache: ShardCache) -> None:
     server.faults["index.json"].extend([500, "cut", "refuse"])
     assert Index.load(server.url, cache=cache).fingerprint == Index.load(folder).fingerprint
