@@ -345,11 +345,12 @@ def test_the_shards_ahead_are_those_that_the_next_sequences_are_in(group: int) -
         assert set(ahead[: len(here)]) == here
 
 
-def test_closing_ends_a_fetch_that_is_under_way(server: ShardServer, cache: ShardCache) -> None:
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_stopping_ends_a_fetch_that_is_under_way(server: ShardServer, cache: ShardCache, prefetch: int) -> None:
     index = Index.load(server.url, cache=cache)
     for shard in index.split("train").shards:
         server.faults[shard.file].extend(["drip"] * 8)
-    data = batches([(index, 1.0)], prefetch=1, stop_waiting=lambda: True)
+    data = batches([(index, 1.0)], prefetch=prefetch, stop_waiting=lambda: True)
     with pytest.raises(WaitingStopped), data:
         next(data)
     assert data._thread is None, "the thread has ended"

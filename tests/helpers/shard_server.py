@@ -18,7 +18,8 @@ class ShardServer(ThreadingHTTPServer):
     A number is that status; "stall" sends half and then nothing, "drip" a byte now and then; "cut" sends half and ends;
     "refuse" ends the connection without an answer; "wrong" sends other bytes, as many; "longer" more of them,
     "longer unannounced" without saying how many; "shorter" says that there are fewer; "unannounced" says no length and
-    is right; "no ranges" begins at 0; "other range" begins elsewhere; "loop" redirects to itself; "ftp" elsewhere; "page" to itself, with a page that never ends.
+    is right; "no ranges" begins at 0; "other range" begins elsewhere; "loop" redirects to itself; "ftp" elsewhere;
+    "page" to itself, with a page that never ends.
     """
 
     daemon_threads = True
