@@ -180,7 +180,8 @@ class Engine(ABC):
     def _mean_scored(self, micro_batches: Sequence[Batch]) -> float:
         """Scored tokens a micro-batch of this step, mean over all ranks."""
         model: Any = self.module
-        tokens = (batch.tokens.to(self.ranks.device) for batch in micro_batches)
+        device = self.ranks.device if self._shared else torch.device("cpu")  # where the ranks that share count together
+        tokens = (batch.tokens.to(device) for batch in micro_batches)
         own = sum(int(model.count_scored(each, **self._shared)) for each in tokens)
         total = self.ranks.sum(torch.tensor(own, dtype=torch.float64, device=self.ranks.device)).item()
         return total / (len(micro_batches) * self.ranks.world_size) or 1.0
