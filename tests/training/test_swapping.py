@@ -70,6 +70,16 @@ def test_folders_of_others_are_left_alone(tmp_path):
     assert (tmp_path / "precious" / "lock").exists()
 
 
+def test_a_file_system_without_locks_is_refused_and_nothing_stays_there(tmp_path, monkeypatch):
+    def no_locks(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(ConfigError, match=r"cannot be written \(No locks available\)"):
+        SwapFolder(tmp_path, KEY)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("place", ["missing", "file", "/proc/self"])
 def test_a_folder_that_cannot_serve_is_refused_with_its_key(tmp_path, place):
     (tmp_path / "file").touch()
