@@ -84,9 +84,9 @@ class TrainingBatches(Iterator[Step]):
 
     `start` is the first global sample number, 0 or a checkpoint's position. `prefetch` is the number of steps read
     ahead; with 0 they are read when asked for. An error of the background thread is raised by `next`. While `next`
-    waits for that thread it asks `stop_waiting` every 0.1 s, and raises WaitingStopped when that says so. `close` ends
-    the thread; use it, or a `with` statement. `alive` is told, by the thread that calls `next`, while that waits for
-    shards that come from a URL.
+    waits for that thread, or itself for shards that come from a URL, it asks `stop_waiting` every 0.1 s, and raises
+    WaitingStopped when that says so. `close` ends the thread; use it, or a `with` statement. `alive` is told, by the
+    thread that calls `next`, while that waits for shards that come from a URL.
 
     `max_damaged`: part of each folder's samples that may be damaged; with 0 the first one is an error.
     `part` (p, S): S ranks share each sequence, and this one reads the p-th of S parts. `rank` and `world_size` count
@@ -200,7 +200,7 @@ class TrainingBatches(Iterator[Step]):
 
     def _fetching(self, doing: str) -> None:
         """Told by whoever reads, as a shard comes from a URL."""
-        if self._closing.is_set():
+        if self._closing.is_set() or (self._queue is None and self._stop_waiting()):
             raise WaitingStopped
         if self._queue is None:
             self._alive(doing)

@@ -157,7 +157,8 @@ class ShardCache:
             fill(partial, descriptor)
             with self._errors_named():
                 os.fsync(descriptor)
-                os.rename(partial, path)
+                with self._locked():  # who makes room must see it under one name or the other
+                    os.rename(partial, path)
                 sync_folder(self.folder)
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
                 status = os.fstat(descriptor)
@@ -190,7 +191,10 @@ class ShardCache:
         with os.scandir(self.folder) as files:
             for file in files:
                 if match := ENTRY.match(file.name):
-                    status = file.stat(follow_symlinks=False)
+                    try:
+                        status = file.stat(follow_symlinks=False)
+                    except FileNotFoundError:  # an empty partial, or a damaged shard, that another has just deleted
+                        continue
                     size = max(status.st_size, int(match["bytes"] or 0))
                     yield Entry(Path(file.path), size, max(status.st_atime_ns, status.st_mtime_ns))
 

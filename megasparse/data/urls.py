@@ -130,6 +130,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     ) -> urllib.request.Request | None:
         if req.type == "https" and urlsplit(newurl).scheme != "https":
             raise urllib.error.HTTPError(req.full_url, code, "redirected from https to another kind", headers, fp)
+        fp.close()  # urllib would read what comes with the redirect to its end, and keep it
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from megasparse.report.chart import number_text
 from megasparse.report.run import Run, kind_of
+from megasparse.report.series import HUGE
 from megasparse.training.stragglers import usual
 
 Tile = tuple[str, str, str]
@@ -36,7 +37,7 @@ def headline(run: Run) -> list[Tile]:
             lowest = int(np.nanargmin(own.values))
             found.append((label, f"{run.last(name):.4g}", f"best {own.values[lowest]:.4g}, step {own.steps[lowest]:,}"))
             break
-    if isinstance(run.best.get("value"), int | float):
+    if _numeric(run.best, ("value",)):
         metric = str(run.best.get("metric", "")).removeprefix("evaluation/")
         found.append((f"best {metric}", f"{run.best['value']:.4g}", f"step {run.best.get('step')}"))
     return [*found, *_speed(run), *_trouble(run)]
@@ -116,8 +117,9 @@ def _cells(values: dict[str, Any], keys: Sequence[str]) -> list[str]:
 
 def ranks(run: Run) -> str:
     """Seconds of each rank's step, the slowest first, with where it runs and what it last said."""
-    beats = {beat.get("rank"): beat for beat in run.heartbeats}
-    spent = [row for row in run.ranks.get("ranks", []) if isinstance(row, dict)]
+    beats = {beat["rank"]: beat for beat in run.heartbeats if isinstance(beat.get("rank"), int)}
+    known = run.ranks.get("ranks")
+    spent = [row for row in known if isinstance(row, dict)] if isinstance(known, list) else []
     if not spent and len(beats) < 2:
         return ""
     rows = spent or [{"rank": rank} for rank in beats]
@@ -125,7 +127,7 @@ def ranks(run: Run) -> str:
     own = [sum(row[key] for key in numbers[:2]) if _numeric(row, numbers) else 0.0 for row in rows]
     cells = []
     for row, seconds, other in sorted(zip(rows, own, usual(own), strict=True), key=lambda one: -one[1])[:MOST_ROWS]:
-        beat = beats.get(row.get("rank"), {})
+        beat = beats[row["rank"]] if _numeric(row, ("rank",)) and row["rank"] in beats else {}
         told = [f"{row[key]:.3g}" if _numeric(row, (key,)) else "" for key in numbers]
         ratio = f"{seconds / other:.2f}" if seconds else ""
         cells.append([escape(str(row.get("rank"))), *told, ratio, *_cells(beat, ("host", "pid", "doing"))])
@@ -138,7 +140,7 @@ def ranks(run: Run) -> str:
 
 
 def _numeric(row: dict[str, Any], keys: Sequence[str]) -> bool:
-    return all(isinstance(row.get(key), int | float) for key in keys)
+    return all(isinstance(row.get(key), int | float) and abs(row[key]) < HUGE for key in keys)
 
 
 def checkpoints(run: Run) -> str:
@@ -195,4 +197,4 @@ def table(
 
 
 def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 3600}:{time.strftime('%M:%S', time.gmtime(seconds))}"
+    return f"{int(seconds) // 3600}:{time.strftime('%M:%S', time.gmtime(seconds % 3600))}"

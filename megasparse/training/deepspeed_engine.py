@@ -91,6 +91,9 @@ class DeepSpeedEngine(Engine):
         whole = super()._weights()
         return whole if self._stage < 3 else (getattr(weight, "ds_tensor", weight) for weight in whole)
 
+    def _masters_here(self) -> Iterable[Tensor]:
+        return super()._masters_here() if self._stage < 3 else self._engine.optimizer.fp32_partitioned_groups_flat
+
     def _state(self) -> Iterator[Fragment]:
         if self._stage == 0:
             return whole_fragments(self._masters(), self.optimizer)
@@ -148,8 +151,10 @@ class DeepSpeedEngine(Engine):
                     yield Fragment(kind, name, self._shapes[name], start, numel, tensor, offset, home)
 
     def close(self) -> None:
-        self._engine.destroy()
-        self._swap.close()
+        try:
+            self._engine.destroy()
+        finally:
+            self._swap.close()
 
 
 def _import_deepspeed(ranks: Ranks) -> Any:

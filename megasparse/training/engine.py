@@ -145,8 +145,12 @@ class Engine(ABC):
         """What this rank holds of the model between two steps."""
         return itertools.chain(self.module.parameters(), self.module.buffers())
 
+    def _masters_here(self) -> Iterable[Tensor]:
+        """The tensors that the optimizer updates, as they are: what lies on a disk is empty, and stays there."""
+        return self._state_owners()
+
     def _held(self) -> dict[str, tuple[int, int]]:
-        weights, masters = list(self._weights()), self._state_owners()
+        weights, masters = list(self._weights()), self._masters_here()
         own = {weight.untyped_storage().data_ptr() for weight in weights}
         rounded = [master for master in masters if master.untyped_storage().data_ptr() not in own]
         moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
@@ -170,10 +174,11 @@ class Engine(ABC):
     def _mean_scored(self, micro_batches: Sequence[Batch]) -> float:
         """Scored tokens a micro-batch of this step, mean over all ranks."""
         model: Any = self.module
-        tokens = (batch.tokens.to(self.ranks.device) for batch in micro_batches)
+        device = self.ranks.device if self._shared else torch.device("cpu")  # where the ranks that share count together
+        tokens = (batch.tokens.to(device) for batch in micro_batches)
         own = sum(int(model.count_scored(each, **self._shared)) for each in tokens)
         total = self.ranks.sum(torch.tensor(own, dtype=torch.float64, device=self.ranks.device)).item()
-        return max(1.0, total / (len(micro_batches) * self.ranks.world_size))
+        return total / (len(micro_batches) * self.ranks.world_size) or 1.0
 
     def _given(self, divisor: float | None) -> dict[str, Any]:
         """What the model's forward is given beside a micro-batch and its draws."""

@@ -40,7 +40,11 @@ class SwapFolder:
         remove_leftovers(place)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-            self._lock = self._locked()
+            try:
+                self._lock = self._locked()
+            except OSError:
+                shutil.rmtree(self.path, ignore_errors=True)  # without a lock no later run would
+                raise
         except OSError as error:
             mend = "Give a folder that this user may write to"
             raise ConfigError(key, f'"{place}" cannot be written ({error.strerror})', mend) from None

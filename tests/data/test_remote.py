@@ -1,11 +1,13 @@
 """Folders of shards at URLs: what is read is what the local folder has, whatever the server does meanwhile."""
 
+import fcntl
 import hashlib
 import os
 import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +226,15 @@ def test_D6_an_index_that_does_not_come_is_named(
     assert str(caught.value).isprintable() and not cache.folder.exists()
 
 
+def test_D6_a_redirect_is_followed_without_what_comes_with_it(
+    server: ShardServer, cache: ShardCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(urls, "STALL_SECONDS", 5.0)
+    server.faults["index.json"].append("page")
+    assert Index.load(server.url, cache=cache).split("train").shards
+    assert server.count("index.json") == 2 and capsys.readouterr().err == "", "no attempt waited for the page"
+
+
 def test_an_index_that_comes_at_last_is_right(folder: Path, server: ShardServer, cache: ShardCache) -> None:
     server.faults["index.json"].extend([500, "cut", "refuse"])
     assert Index.load(server.url, cache=cache).fingerprint == Index.load(folder).fingerprint
@@ -334,11 +345,12 @@ def test_the_shards_ahead_are_those_that_the_next_sequences_are_in(group: int) -
         assert set(ahead[: len(here)]) == here
 
 
-def test_closing_ends_a_fetch_that_is_under_way(server: ShardServer, cache: ShardCache) -> None:
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_stopping_ends_a_fetch_that_is_under_way(server: ShardServer, cache: ShardCache, prefetch: int) -> None:
     index = Index.load(server.url, cache=cache)
     for shard in index.split("train").shards:
         server.faults[shard.file].extend(["drip"] * 8)
-    data = batches([(index, 1.0)], prefetch=1, stop_waiting=lambda: True)
+    data = batches([(index, 1.0)], prefetch=prefetch, stop_waiting=lambda: True)
     with pytest.raises(WaitingStopped), data:
         next(data)
     assert data._thread is None, "the thread has ended"
@@ -427,6 +439,47 @@ def test_what_is_fetched_ahead_costs_none_of_what_is_needed_before(
     assert cache.path(first).exists() and cache.path(second).exists() and server.count() == 2
     assert index.remote.fetch_ahead(third, [second, third], print)
     assert not cache.path(first).exists() and cache.path(second).exists()
+
+
+def test_what_another_process_deletes_while_room_is_made_is_no_error(
+    server: ShardServer, cache: ShardCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, scan = Index.load(server.url, cache=cache), os.scandir
+    cache.folder.mkdir()
+    (given_up := cache.folder / f"{'0' * 64}.9000.partial").touch()
+
+    @contextmanager
+    def late(folder: Path) -> Iterator[list[os.DirEntry[str]]]:
+        with scan(folder) as files:
+            found = list(files)
+        given_up.unlink(missing_ok=True)
+        yield found
+
+    monkeypatch.setattr(os, "scandir", late)
+    reader = ShardReader(index, "train")
+    assert len(reader.read(0, 0, 10)) == 10 and not given_up.exists()
+    reader.close()
+
+
+def test_a_shard_gets_its_name_while_nobody_makes_room(
+    server: ShardServer, cache: ShardCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks for it, or counts, between its two names would fetch it once more, or take its bytes for free."""
+    index, rename, locked = Index.load(server.url, cache=cache), os.rename, []
+
+    def watching(source: Path, target: Path) -> None:
+        with (cache.folder / ".lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                locked.append(target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", watching)
+    reader = ShardReader(index, "train")
+    reader.read(0, 0, 10)
+    reader.close()
+    assert locked == [cache.path(index.split("train").shards[0])]
 
 
 @pytest.mark.parametrize("fault", ["longer", "longer unannounced"])

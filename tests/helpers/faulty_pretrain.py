@@ -136,8 +136,8 @@ def watch_model(faults: Faults) -> None:
     samples = (faults.folder / f"samples-{faults.rank}.txt").open("a")
     build_model = build.build_model
 
-    def before(module: Any, arguments: tuple[Any, Any]) -> None:
-        tokens, draws = arguments
+    def before(module: Any, arguments: tuple[Any, ...]) -> None:
+        tokens, draws = arguments[:2]
         if not draws.training:
             faults.happen("evaluate")
             return

@@ -18,7 +18,8 @@ class ShardServer(ThreadingHTTPServer):
     A number is that status; "stall" sends half and then nothing, "drip" a byte now and then; "cut" sends half and ends;
     "refuse" ends the connection without an answer; "wrong" sends other bytes, as many; "longer" more of them,
     "longer unannounced" without saying how many; "shorter" says that there are fewer; "unannounced" says no length and
-    is right; "no ranges" begins at 0; "other range" begins elsewhere; "loop" redirects to itself; "ftp" elsewhere.
+    is right; "no ranges" begins at 0; "other range" begins elsewhere; "loop" redirects to itself; "ftp" elsewhere;
+    "page" to itself, with a page that never ends.
     """
 
     daemon_threads = True
@@ -64,10 +65,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(*((fault, "no\x07") if isinstance(fault, int) else (404, None)))
             self.end_headers()
             return
-        if fault in ("loop", "ftp"):
+        if fault in ("loop", "ftp", "page"):
             self.send_response(302)
-            self.send_header("Location", self.path if fault == "loop" else "ftp://127.0.0.1/x")
+            self.send_header("Location", "ftp://127.0.0.1/x" if fault == "ftp" else self.path)
             self.end_headers()
+            if fault == "page":
+                self.server.stopping.wait(30)
             return
         content = path.read_bytes()
         if fault in ("wrong", "longer", "longer unannounced"):

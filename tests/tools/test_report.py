@@ -178,6 +178,25 @@ def test_broken_files_cost_what_is_broken(tmp_path: Path) -> None:
     assert "config.json is missing or broken" in page.said
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("ranks.json", {"ranks": 5}),
+        ("ranks.json", {"ranks": [{"rank": [1], "data": 1, "forward": 1, "communication": 1}]}),
+        ("ranks.json", {"ranks": [{"rank": 0, "data": float("nan"), "forward": 10**400, "communication": 1}]}),
+        ("heartbeats/rank-00000.json", {"heartbeat": {"rank": [1], "launch": "a"}}),
+        ("best.json", {"value": 10**400}),
+        ("metrics.jsonl", {"step": 1, "speed/tokens_per_second": 1.0, "speed/step_seconds": 1e200}),
+    ],
+    ids=["no list", "rank", "numbers", "rank of a heartbeat", "best", "seconds"],
+)
+def test_values_of_another_kind_cost_what_they_tell(tmp_path: Path, file: str, content: dict[str, Any]) -> None:
+    run = folder(tmp_path / "run", [line(1)])
+    (run / file).parent.mkdir(exist_ok=True)
+    (run / file).write_text(json.dumps(content) + "\n")
+    assert "Configuration" in made(run, output=tmp_path / "page.html")[0].said
+
+
 def test_nothing_that_a_file_says_becomes_more_than_text(tmp_path: Path) -> None:
     lines = [line(step, **{f"evil/{EVIL}": 1.0, f"model/attention/{EVIL}/layer_1": 2.0}) for step in range(1, 4)]
     run = folder(tmp_path / EVIL.replace("/", "⁄")[:60], lines, data={"path": EVIL})

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megasparse.config.schema import Config
+from megasparse.data.batches import Batch
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
@@ -43,6 +44,22 @@ def test_accumulation_does_not_change_an_encoders_run(tmp_path: Path, ids: dict[
         engine = build_engine(model, config, lambda step, samples: Draws(0, step, samples, True), Ranks())
         losses.append(train(engine, config, 1, 3))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_micro_batches_without_a_token_to_tell_do_not_shrink_the_loss(tmp_path: Path) -> None:
+    """One masked token in four micro-batches: the mean is of that one, as in a single micro-batch of them all."""
+    ids, objectives = {"padding_token": 101}, []
+    tokens = torch.full((4, 32), 101)
+    tokens[1, :7] = torch.arange(7)
+    for size in (4, 1):
+        model = build_model(small(kind="encoder", vocabulary=257, **ids), seed=0)
+        assert model.count_scored(tokens) == 1
+        config = tiny_config(tmp_path, training={"global_batch": 4, "micro_batch": size})
+        engine = build_engine(model, config, lambda step, samples: Draws(0, step, samples, True), Ranks())
+        parts = [Batch(*part, 4) for part in zip(tokens.split(size), torch.arange(4).split(size), strict=True)]
+        result = engine.train_step(parts, 1, 0.01)
+        objectives.append((result.statistics["objective"], result.grad_norm))
+    assert objectives[1] == pytest.approx(objectives[0], rel=1e-5)
 
 
 def test_a_step_against_its_definition(tmp_path: Path) -> None:

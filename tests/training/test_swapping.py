@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from megasparse.errors import ConfigError, StorageError
 from megasparse.training.checkpoint import Fragment, Home, present
+from megasparse.training.engine import DeepSpeedEngine
 from megasparse.training.rank_file import RankFile
 from megasparse.training.ranks import Ranks
 from megasparse.training.swap_folder import SwapFolder, verify
@@ -66,6 +68,16 @@ def test_folders_of_others_are_left_alone(tmp_path):
     (tmp_path / "precious" / "lock").touch()
     SwapFolder(tmp_path, KEY).remove()
     assert (tmp_path / "precious" / "lock").exists()
+
+
+def test_a_file_system_without_locks_is_refused_and_nothing_stays_there(tmp_path, monkeypatch):
+    def no_locks(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(ConfigError, match=r"cannot be written \(No locks available\)"):
+        SwapFolder(tmp_path, KEY)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("place", ["missing", "file", "/proc/self"])
@@ -187,3 +199,13 @@ def test_numbers_that_lie_elsewhere_are_written_and_filled_one_home_at_a_time(tm
     for _ in present(fragments):
         vectors[0].data.fill_(9.0)
     assert homes[0].kept[0].tolist() == [5.0, 7.0, 7.0], "what is only read is not kept"
+
+
+def test_counting_memory_leaves_the_disk_alone():
+    """What of ZeRO 3's optimizer state is on a disk takes no memory, and is not read in every step to say so."""
+    engine = object.__new__(DeepSpeedEngine)
+    here, swapped = torch.zeros(3), torch.empty(0)
+    zero = SimpleNamespace(fp32_partitioned_groups_flat=[here, swapped], _swappable_optimizer_subgroup=lambda n: n == 1)
+    engine.module, engine.ranks, engine._stage = torch.nn.Linear(2, 5), Ranks(), 3
+    engine.optimizer, engine._engine = SimpleNamespace(state={}), SimpleNamespace(optimizer=zero)
+    assert engine._held() == {"weights": (60, 0), "optimizer": (12, 0)}
