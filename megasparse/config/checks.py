@@ -4,13 +4,12 @@ import math
 from typing import Any
 
 from megasparse.config import deepspeed_section
-from megasparse.config.attention import LSHAttentionConfig, SmartBirdAttentionConfig, YOSOAttentionConfig
-from megasparse.config.buckets import lsh_buckets
+from megasparse.config.attention_checks import check_attention, check_heads, check_lsh, check_sketches
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.parallel import check_parallel
 from megasparse.config.parts import decoder_part, encoder_part
-from megasparse.config.pattern import WITHOUT_WEIGHTS, heads_of_layer, kinds
+from megasparse.config.pattern import kinds
 from megasparse.config.schema import Config, MaskingConfig, ModelConfig, PositionsConfig, RunSettings
 from megasparse.errors import ConfigError
 
@@ -26,6 +25,7 @@ def check(config: RunSettings) -> None:
         _check_tokenizer(config)
         _check_lengths(config)
         _check_masking(config)
+        check_sketches(config.model)
         check_parallel(config)
     elif isinstance(config, FinetuneConfig):
         _check_start(config)
@@ -47,7 +47,7 @@ def check_model(model: ModelConfig) -> None:
     _check_stack(decoder_part(model))
     if model.source.cross_attention == "lsh":
         longest = max(model.max_length, model.source.length)
-        _check_lsh(model.attention.lsh, model.model_copy(update={"max_length": longest}))
+        check_lsh(model.attention.lsh, model.model_copy(update={"max_length": longest}))
     try:
         _check_stack(encoder_part(model))
     except ConfigError as error:  # the encoder's keys are those of model.source
@@ -61,20 +61,7 @@ SOURCE_KEYS = ("layers", "positions", "attention")
 def _check_stack(model: ModelConfig) -> None:
     _check_model(model)
     _check_positions(model.positions, model)
-    if "lsh" in kinds(model):
-        _check_lsh(model.attention.lsh, model)
-    if "local" in kinds(model):
-        _check_local(model)
-    if "yoso" in kinds(model):
-        _check_yoso(model.attention.yoso)
-    if "smart_bird" in kinds(model):
-        _check_smart_bird(model.attention.smart_bird)
-    if model.attention.full_below is not None and not set(WITHOUT_WEIGHTS) & set(kinds(model)):
-        raise ConfigError(
-            "model.attention.full_below",
-            f"{model.attention.full_below} is given, but no layer has {' or '.join(show(k) for k in WITHOUT_WEIGHTS)}",
-            "Set it to null",
-        )
+    check_attention(model)
 
 
 def _check_start(config: FinetuneConfig) -> None:
@@ -151,7 +138,7 @@ def _check_model(model: ModelConfig) -> None:
             f"{len(model.attention.pattern)} layers are listed, but model.layers = {model.layers}",
             f"Shorten the pattern to {model.layers} or fewer, or raise model.layers",
         )
-    _check_heads(model)
+    check_heads(model)
 
 
 def _check_style(model: ModelConfig) -> None:
@@ -244,31 +231,6 @@ def _check_source(model: ModelConfig) -> None:
             )
 
 
-BIDIRECTIONAL_ONLY = {
-    "smyrf": "its balanced clusters depend on all tokens",
-    "linformer": "it projects the whole sequence",
-}
-
-
-def _check_heads(model: ModelConfig) -> None:
-    for layer in range(len(model.attention.pattern)):
-        split = heads_of_layer(model, layer)
-        key = f"model.attention.pattern[{layer}]"
-        if sum(split.values()) != model.heads:
-            raise ConfigError(
-                key,
-                f"{split} has {sum(split.values())} heads, but model.heads = {model.heads}",
-                f"Make the numbers sum to {model.heads}",
-            )
-        for kind in split:
-            if model.kind == "decoder" and kind in BIDIRECTIONAL_ONLY:
-                raise ConfigError(
-                    key,
-                    f'"{kind}" cannot be causal: {BIDIRECTIONAL_ONLY[kind]}',
-                    'Choose another mechanism, or set model.kind to "encoder"',
-                )
-
-
 def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
     head_dim = model.head_dim or model.d_model // model.heads
     if positions.kind == "rotary" and head_dim % 2:
@@ -318,77 +280,6 @@ def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
             "model.positions.axial_dims",
             f"{dims} sums to {sum(dims)}, but model.d_model = {model.d_model}",
             f"Make the widths sum to {model.d_model}",
-        )
-
-
-def _check_lsh(lsh: LSHAttentionConfig, model: ModelConfig) -> None:
-    key = "model.attention.lsh"
-    if lsh.chunk > model.max_length:
-        raise ConfigError(
-            f"{key}.chunk",
-            f"{lsh.chunk} is longer than model.max_length = {model.max_length}",
-            f"Set it to {model.max_length} or less",
-        )
-    if lsh.window == "band" and not lsh.same_bucket:
-        raise ConfigError(
-            f"{key}.same_bucket",
-            'false with window = "band" is not causal: later tokens move the borders of what is seen',
-            'Set same_bucket to true, or window to "chunk"',
-        )
-    if lsh.window == "chunk" and not lsh.shared_qk:
-        raise ConfigError(
-            f"{key}.window",
-            '"chunk" is a window on tokens in one order, but with shared_qk = false queries and keys have buckets of '
-            "their own",
-            'Set window to "band", or shared_qk to true',
-        )
-    factors = lsh.buckets if isinstance(lsh.buckets, list) else [lsh.buckets] if lsh.buckets else []
-    if isinstance(lsh.buckets, list) and len(factors) not in (1, 2):
-        raise ConfigError(f"{key}.buckets", f"{factors} has {len(factors)} factors", "Give a number, or two factors")
-    odd = [factor for factor in factors if factor % 2]
-    if odd:
-        raise ConfigError(
-            f"{key}.buckets",
-            f"{odd[0]} is odd, but a rotation R gives the buckets [xR; -xR], an even number",
-            f"Write {odd[0] + 1} instead",
-        )
-    try:
-        lsh_buckets(lsh, model.max_length)
-    except ValueError as error:
-        raise ConfigError(
-            f"{key}.buckets", f"{error}, and as one rotation it would cost too much", "Take a multiple of 4"
-        ) from None
-
-
-def _check_local(model: ModelConfig) -> None:
-    if model.attention.local.relative and model.positions.kind == "rotary":
-        raise ConfigError(
-            "model.attention.local.relative",
-            'true gives distances to a layer whose queries and keys model.positions.kind = "rotary" has turned by them',
-            "Set it to false, or model.positions.kind to another",
-        )
-
-
-def _check_smart_bird(bird: SmartBirdAttentionConfig) -> None:
-    if (bird.objective == "pooled") != (bird.labels is not None):
-        raise ConfigError(
-            "model.attention.smart_bird.labels",
-            f'{"null" if bird.labels is None else bird.labels} does not fit objective = "{bird.objective}"',
-            'Give the number of labels with "pooled", null with others',
-        )
-
-
-def _check_yoso(yoso: YOSOAttentionConfig) -> None:
-    key = "model.attention.yoso"
-    if yoso.code_bits is not None and yoso.code_bits > 30:
-        raise ConfigError(
-            f"{key}.code_bits", f"{yoso.code_bits} bits do not fit a 32-bit code", "Set it to 30 or less, or to null"
-        )
-    if yoso.convolution is not None and yoso.convolution % 2 == 0:
-        raise ConfigError(
-            f"{key}.convolution",
-            f"{yoso.convolution} is even, so the kernel has no middle",
-            f"Write {yoso.convolution + 1} instead",
         )
 
 

@@ -70,6 +70,11 @@ def axial(shape: str, dims: str) -> list[str]:
             ["null", '"pooled"', "number of labels"],
         ),
         (
+            ['model.attention.pattern=["smart_bird"]', "model.attention.smart_bird.objective=answer"],
+            "model.attention.smart_bird.objective",
+            ['"answer"', '"token"'],
+        ),
+        (
             ['model.attention.pattern=["smart_bird"]', "model.attention.smart_bird.labels=3"],
             "model.attention.smart_bird.labels",
             ["3", '"token"', "null"],

@@ -129,7 +129,9 @@ def too_large(config: Config) -> bool:
 def step_of(config: Config) -> None:
     """A step of training and one forward pass of evaluation, both finite."""
     assert math.isfinite(dry_run(config).loss)
-    model = build_model(config.model, config.run.seed)
+    model: Any = build_model(config.model, config.run.seed)
+    if config.model.kind == "encoder" and config.model.masking.whole_words:
+        model.set_word_starts(torch.ones(config.model.vocabulary, dtype=torch.bool))
     model.eval()
     tokens = torch.randint(256, (2, config.data.sequence_length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -3,7 +3,7 @@
 import pytest
 
 from megasparse.attention.mechanisms import MECHANISMS
-from megasparse.config.checks import BIDIRECTIONAL_ONLY
+from megasparse.config.attention_checks import BIDIRECTIONAL_ONLY
 from megasparse.config.load import build_config
 from megasparse.config.pattern import heads_of_layer, kinds, layers_with
 from megasparse.errors import ConfigError

@@ -30,6 +30,12 @@ def built(source, **changes):
             ['"token"', '"answer"'],
         ),
         (
+            {"attention": {"pattern": ["smart_bird"], "smart_bird": {"objective": "pooled", "labels": 2}}},
+            {},
+            "model.source.attention.smart_bird.objective",
+            ['"pooled"', '"answer"'],
+        ),
+        (
             {"cross_attention": "lsh"},
             {"attention": {**FULL, "lsh": {"buckets": 7, "chunk": 8}}},
             "model.attention.lsh.buckets",
