@@ -96,7 +96,7 @@ def memory(
     # The optimizer's own: fp32 weights where the model's are rounded, or flat pieces of them, and moments.
     masters, moments = (4 * number // shared if own_copy else 0), states.moments // shared
     # In bf16 under stage 1 each rank has the fp32 gradients of all weights, not of its part alone.
-    every_gradient = states.rounded and zero.stage == 1
+    every_gradient = states.rounded and zero.stage == 1 and not offloads
     full, whole = (4 * number if every_gradient else 4 * number // shared), number * states.size
     if zero.stage >= 2:  # a gradient goes into the bucket as soon as it exists, from there to the rank that owns it
         whole = states.largest * states.size

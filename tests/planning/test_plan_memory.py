@@ -109,6 +109,7 @@ CASES = {
 
 QUICK = {
     "quick: lsh, reversible": (16384, {"layers": 1, "d_model": 64, "d_ff": 128, "attention": LSH}, {}),
+    "quick: blocks not full in passes": (2048, {"layers": 1, "d_model": 64, "d_ff": 128, "attention": LSH}, {}),
     "quick: full, stored, bf16": (
         4096,
         {**ORDINARY, "layers": 2, "d_model": 32, "d_ff": 64, "activations": "stored", "attention": attention("full")},
