@@ -21,6 +21,7 @@ from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import FullAttentionConfig
 from megasparse.config.pattern import attends_fully, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig
+from megasparse.ops.blocks import at_most
 from megasparse.ops.positions import rotate, sinusoids
 from megasparse.ops.tiled import tiled
 
@@ -190,4 +191,4 @@ def normalized(q: Tensor) -> Tensor:
     def unit(x: Tensor) -> Tensor:
         return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)
 
-    return tiled(unit, [q], [], -(-q.numel() // _UNIT_ELEMENTS))
+    return tiled(unit, [q], [], -(-q.numel() // at_most(_UNIT_ELEMENTS)))

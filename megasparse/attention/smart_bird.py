@@ -14,6 +14,7 @@ from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import SmartBirdAttentionConfig
 from megasparse.errors import ConfigError
+from megasparse.ops.blocks import at_most
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.sketch import Noise, chosen_keys, sketched_attention
 from megasparse.ops.tiled import tiled
@@ -147,7 +148,7 @@ def _exactly(project: Projection, x: Tensor) -> Tensor:
     """In float64, so that equal tokens tie, and go by their position, however many are projected at a time: decoding
     would else choose others of them than the whole pass.
     """
-    return torch.cat([project(piece.double()) for piece in x.split(_PROJECTED, dim=1)], dim=1)
+    return torch.cat([project(piece.double()) for piece in x.split(at_most(_PROJECTED), dim=1)], dim=1)
 
 
 def _sketch(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
@@ -176,7 +177,7 @@ class TokenObjective(nn.Module):
             logits = F.linear(h, weight.to(h.dtype), bias.to(h.dtype))  # (B, T, V)
             return F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none")
 
-        tiles = -(-counted.numel() * len(self.weight) // _LOGIT_ELEMENTS)
+        tiles = -(-counted.numel() * len(self.weight) // at_most(_LOGIT_ELEMENTS))
         nats = tiled(score, (wanted, h), (self.weight, self.bias), tiles)  # (B, L)
         return torch.where(counted, nats, 0.0).sum() / counted.sum().clamp_min(1)
 

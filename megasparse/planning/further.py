@@ -100,7 +100,7 @@ def mends(plan: Plan) -> list[Mend]:
     for change, config in _changes(plan):
         try:
             check_model(config.model)
-            same = config.model == plan.config.model and config.training == plan.config.training
+            same = all(getattr(config, key) == getattr(plan.config, key) for key in ("model", "training", "parallel"))
             peak = Plan(config, plan.on, plan.passes if same else None).peak
         except ConfigError:
             continue

@@ -3,6 +3,10 @@
 A counted pass runs on torch's meta device, where tensors have shapes and no memory: the host code of the Triton kernels
 allocates what it allocates on a GPU, and starts nothing. It takes seconds whatever the model's size, and no weight
 exists. What a kernel takes inside itself (shared memory, registers) is no GPU memory; cuBLAS' workspace is not seen.
+
+Blockwise code works on blocks of bounded size, which a short pass may not fill where the run does: a line through short
+passes would be too steep. So a pass over a part of the run's length has blocks of the same part (ops/blocks.py): all
+that grows with the length, and all blocks, full or not, take that part of what they take in the run.
 """
 
 from collections.abc import Iterator
@@ -20,16 +24,17 @@ from megasparse.attention.full import FullAttention
 from megasparse.config.schema import Config
 from megasparse.model.build import build_model, empty_model
 from megasparse.model.encoder import Encoder
+from megasparse.ops.blocks import smaller_blocks
 from megasparse.ops.random import Draws
 from megasparse.planning.dry_run import made_up_records
-from megasparse.planning.memory_curves import Curve, Phases, continued, of_one_length, phases
+from megasparse.planning.memory_curves import Curve, Phases, continued, phases
 from megasparse.planning.states import ADAMW_MOMENTS, States
 
 Path = Literal["measured", "counted"]
 LONGEST_TRIAL = 4096
 """Tokens of a measured pass, at most."""
 SHORTEST = 1024
-"""Runs up to this length are measured at their own; longer ones are predicted from a quarter of it at most."""
+"""Runs up to this length are measured at their own; longer ones from a quarter of it at most."""
 
 
 class PassMemory:
@@ -66,20 +71,22 @@ class PassMemory:
         return States(number, frozen, largest, moments, self.config.training.precision == "bf16", scratch)
 
     @property
+    def length(self) -> int:
+        """Tokens of a sequence that a rank has."""
+        return self.config.data.sequence_length // self.config.parallel.sequence
+
+    @property
     def lengths(self) -> list[int]:
-        """Of the passes that the curve is continued from, ascending; one length is the run's own."""
-        length = self.config.data.sequence_length
-        if length <= SHORTEST:
-            return [length]
-        longest = length // 4 if self.path == "counted" else min(length // 4, LONGEST_TRIAL)
+        """Of the passes that the curve is continued from, ascending."""
+        longest = self.length
+        if self.path == "measured" and longest > SHORTEST:
+            longest = min(longest // 4, LONGEST_TRIAL)
         return [longest // 4, longest // 2, longest][0 if self._all_pairs else 1 :]
 
     @cached_property
     def curve(self) -> Curve:
-        lengths = self.lengths
-        if len(lengths) == 1:
-            return of_one_length(self._phases(1, lengths[0]), self._phases(2, lengths[0]), lengths[0])
-        batch = 1 if self.path == "counted" else self.config.training.micro_batch
+        """Of the configured micro-batch, at the run's own length; at others, of blocks as much larger or smaller."""
+        lengths, batch = self.lengths, self.config.training.micro_batch
         found = continued(lengths, [self._phases(batch, length) for length in lengths], self._all_pairs)
         return replace(found, linear=found.linear / batch, square=found.square / batch)
 
@@ -99,7 +106,8 @@ class PassMemory:
             config = config.model_copy(update={"source": source.model_copy(update={"length": part})})
         tokens = made_up_records(config, batch, length, 0).to(self._device)
         draws = Draws(0, 0, torch.arange(batch, device=self._device), training=True)
-        with torch.random.fork_rng([]), _as_on_a_gpu() if self.path == "counted" else self._device:
+        place = _as_on_a_gpu() if self.path == "counted" else self._device
+        with torch.random.fork_rng([]), place, smaller_blocks(length / self.length):
             return phases(model, lambda: model(tokens, draws)[0], self._device, learns=True)
 
 

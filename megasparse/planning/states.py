@@ -4,7 +4,8 @@ N trained weights, n ranks that share the states, s bytes of a weight (2 in bf16
 
     stage   weights   fp32 weights, moments   gradients as the optimizer reads them
     0       s·N       4·N in bf16, 8·N        4·N
-    1, 2    s·N       (4 + 8)·N/n             4·N/n
+    1       s·N       (4 + 8)·N/n             4·N in bf16, else 4·N/n
+    2       s·N       (4 + 8)·N/n             4·N/n
     3       s·N/n     (4 + 8)·N/n             4·N/n, and weights gathered for the layers at work
 """
 
@@ -94,13 +95,17 @@ def memory(
     offloads = zero.optimizer != "none"
     # The optimizer's own: fp32 weights where the model's are rounded, or flat pieces of them, and moments.
     masters, moments = (4 * number // shared if own_copy else 0), states.moments // shared
-    full, whole = 4 * number // shared, number * states.size
+    # In bf16 under stage 1 each rank has the fp32 gradients of all weights, not of its part alone.
+    every_gradient = states.rounded and zero.stage == 1 and not offloads
+    full, whole = (4 * number if every_gradient else 4 * number // shared), number * states.size
     if zero.stage >= 2:  # a gradient goes into the bucket as soon as it exists, from there to the rank that owns it
         whole = states.largest * states.size
         passing = min(passing, again + whole)
     if own_copy:
-        # Low-precision gradients become fp32 ones after each micro-batch, weight by weight.
-        held = full if accumulated and not offloads else 0
+        # Low-precision gradients become fp32 ones after each micro-batch, weight by weight. Where they are vectors that
+        # last from step to step, they are there in every pass.
+        lasting = every_gradient or zero.stage == 3
+        held = full if (accumulated or lasting) and not offloads else 0
         update = full + (whole if zero.stage > 0 else 8 * min(states.largest, number))
         step = max(held + passing, 0 if offloads else max(update, full + states.scratch))
     else:

@@ -89,11 +89,27 @@ CASES = {
         },
         {"training": {"micro_batch": 2, "global_batch": 2}},
     ),
+    # Whose blocks are not full in short passes: a line through passes with whole blocks is too steep.
+    "smart_bird, 3 layers": (4096, {"attention": BIRD}, {}),
+    "smart_bird, 2 layers": (4096, {"layers": 2, "d_model": 64, "attention": BIRD}, {}),
+    "yoso, encoder": (8192, {**ENCODER, "attention": YOSO}, {}),
+    "yoso, encoder, 32K": (32768, {**ENCODER, "layers": 2, "d_model": 64, "attention": YOSO}, {}),
+    "adafactor, wide, short": (
+        2048,
+        {"layers": 2, "d_model": 256, "d_ff": 2048, "vocabulary": 8000, "attention": LSH, "feed_forward_tiles": 1},
+        {"optimizer": {"name": "adafactor"}},
+    ),
+    "lsh, heads of 16, 1 layer": (8192, {"layers": 1, "d_model": 64, "d_ff": 128, "attention": LSH}, {}),
+    "lsh, heads of 16, 2 layers": (8192, {"layers": 2, "d_model": 64, "attention": LSH}, {}),
+    "lsh, heads of 16, dropout": (16384, {"layers": 2, "d_model": 64, "dropout": 0.1, "attention": LSH}, {}),
+    "routing": (8192, {"layers": 2, "d_model": 64, "attention": attention("routing")}, {}),
+    "performer, encoder": (16384, {"layers": 2, "d_model": 64, **ENCODER, "attention": attention("performer")}, {}),
 }  # fmt: skip
 
 
 QUICK = {
     "quick: lsh, reversible": (16384, {"layers": 1, "d_model": 64, "d_ff": 128, "attention": LSH}, {}),
+    "quick: blocks not full in passes": (2048, {"layers": 1, "d_model": 64, "d_ff": 128, "attention": LSH}, {}),
     "quick: full, stored, bf16": (
         4096,
         {**ORDINARY, "layers": 2, "d_model": 32, "d_ff": 64, "activations": "stored", "attention": attention("full")},

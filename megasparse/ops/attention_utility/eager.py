@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
+
 _CPU_TILE_ELEMENTS = 1 << 19  # of a tile's tokens with all buckets: 2 MB of fp32
 _GPU_TILE_ELEMENTS = 1 << 25
 
@@ -104,7 +106,7 @@ def _membership(members: Tensor, tokens: Tensor, length: int) -> Tensor:
 
 def tiles(x: Tensor, width: int, *, pairs: bool = False) -> Iterator[slice]:
     """Cuts x (B, H, L, ...) along L so that (B, H, T, width) numbers make a tile; pairs: (B, H, T, T) numbers too."""
-    elements = _CPU_TILE_ELEMENTS if x.device.type == "cpu" else _GPU_TILE_ELEMENTS
+    elements = at_most(_CPU_TILE_ELEMENTS if x.device.type == "cpu" else _GPU_TILE_ELEMENTS)
     each = elements // max(1, x.shape[0] * x.shape[1])
     step = max(1, min(each // width, math.isqrt(each)) if pairs else each // width)
     for start in range(0, x.shape[2], step):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention.layout import Window, lay_out
 
 _SCORE_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32
@@ -141,7 +142,7 @@ class Round:
         return x.unfold(1, self.rule.span * tile, tile).unsqueeze(2), queries.unsqueeze(3)
 
     def blocks(self) -> Iterator["Block"]:
-        step = max(1, _SCORE_ELEMENTS // (self.token.shape[0] * self.rule.span * self.rule.tile**2))
+        step = max(1, at_most(_SCORE_ELEMENTS) // (self.token.shape[0] * self.rule.span * self.rule.tile**2))
         for start in range(0, self.tiles, step):
             yield Block(self, start, min(start + step, self.tiles))
 
@@ -236,8 +237,8 @@ def lay_out_rows(
         codes = q.new_zeros((q.shape[0], 1, 1, q.shape[2]), dtype=torch.int16)
     heads, rounds, length = codes.shape[1:]
     order, slot = (torch.empty(codes.shape, dtype=torch.int32, device=q.device) for _ in range(2))
-    step = max(1, _LAYOUT_ELEMENTS // (heads * rounds * length))
-    head_step = max(1, _LAYOUT_ELEMENTS // (rounds * length))
+    step = max(1, at_most(_LAYOUT_ELEMENTS) // (heads * rounds * length))
+    head_step = max(1, at_most(_LAYOUT_ELEMENTS) // (rounds * length))
     for start in range(0, len(codes), step):
         rows = slice(start, start + step)
         masks = [None if x is None else x[rows] for x in (key_mask, segments)]
@@ -253,7 +254,7 @@ def row_groups(q: Tensor, k: Tensor, v: Tensor, order: Tensor, slot: Tensor, rul
     order, slot = (x.expand(-1, heads, -1, -1) for x in (order, slot))
     dtype = torch.promote_types(q.dtype, torch.float32)
     tiles = -(-length // rule.tile)
-    step = max(1, _SCORE_ELEMENTS // (tiles * rule.span * rule.tile**2))
+    step = max(1, at_most(_SCORE_ELEMENTS) // (tiles * rule.span * rule.tile**2))
     for start in range(0, batch * heads, step):
         place = slice(start, min(start + step, batch * heads))
         q_rows, k_rows, v_rows, order_rows, slot_rows = (take_rows(x, place) for x in (q, k, v, order, slot))

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
+
 _CPU_BLOCK_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32, so that it stays in cache
 _GPU_BLOCK_ELEMENTS = 1 << 24
 
@@ -162,7 +164,7 @@ def _blocks(
     lists = ((query_index, length), (key_index, key_length))
     member = [_Memberships(index, size) for index, size in lists] if rule.count_clusters and clusters > 1 else None
     width = head_dim if member is None else head_dim + clusters
-    elements = _CPU_BLOCK_ELEMENTS if q.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
+    elements = at_most(_CPU_BLOCK_ELEMENTS if q.device.type == "cpu" else _GPU_BLOCK_ELEMENTS)
     tile = min(places, max(1, elements // max(keys, width)))
     step = max(1, elements // max(tile * keys, (tile + keys) * width // 2))
     for start in range(0, batch * heads * clusters, step):

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
+
 _GATHERED_ELEMENTS = 1 << 18  # numbers in a block's gathered keys: 1 MB of fp32, so that it stays in cache
 
 
@@ -87,7 +89,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, dtype: torch.dtype) 
     # How far the index moves on from one sequence, and from one head, to the next.
     by_head = queries if index.shape[1] > 1 else 0
     by_batch = index.shape[1] * queries if index.shape[0] > 1 else 0
-    step = max(1, _GATHERED_ELEMENTS // (places * head_dim))
+    step = max(1, at_most(_GATHERED_ELEMENTS) // (places * head_dim))
     for start in range(0, len(flat_q), step):
         number = torch.arange(start, min(start + step, len(flat_q)), device=q.device)
         row, query = number // queries, number % queries  # row: sequence · H + head

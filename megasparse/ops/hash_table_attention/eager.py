@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
 from megasparse.ops.hash_table_attention.layout import Buckets, buckets, groups, row_slices
 from megasparse.ops.hash_table_attention.pairs import pair_gradients
 
@@ -184,7 +185,7 @@ def _table_gradients(
     """Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, c_ij: hashes they collide in."""
     into_q, into_k = torch.zeros_like(q), torch.zeros_like(k)
     tallest = max(meet.tables, q.shape[1], k.shape[1])
-    slab = max(1, _ROW_ELEMENTS // (2 * len(q) * tallest * q.shape[2]))
+    slab = max(1, at_most(_ROW_ELEMENTS) // (2 * len(q) * tallest * q.shape[2]))
     for start in range(0, v.shape[2], slab):
         columns = slice(start, start + slab)
         outer = (v[..., columns, None] * k[..., None, :]).flatten(2)  # (G, Lk, slab·D)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
+
 
 def groups(
     q: Tensor, k: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, segments: Tensor | None
@@ -32,7 +34,7 @@ def groups(
 
 def row_slices(rows: int, elements: int, each: int) -> Iterator[slice]:
     """All rows, as many at a time as keep `each` elements a row within `elements`."""
-    step = max(1, elements // max(1, each))
+    step = max(1, at_most(elements) // max(1, each))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
 from megasparse.ops.hash_table_attention.layout import Buckets
 
 _BLOCK_PAIRS = 1 << 15  # collisions at a time, more only where one query has more
@@ -36,7 +37,7 @@ def pair_gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: Buckets, ca
     for first, last in _blocks(runs.size):
         query, key, count = _colliding(runs, first, last, q.shape[1])
         # No more than a block's pairs at a time, where one query alone has more
-        for i, j, c in zip(*(x.split(_BLOCK_PAIRS) for x in (query, key, count)), strict=True):
+        for i, j, c in zip(*(x.split(at_most(_BLOCK_PAIRS)) for x in (query, key, count)), strict=True):
             weight = ((sources[3][i] * sources[2][j]).sum(-1) * c)[:, None]
             targets[0].index_add_(0, i, sources[1][j] * weight)
             targets[1].index_add_(0, j, sources[0][i] * weight)
@@ -66,7 +67,7 @@ def _blocks(size: Tensor) -> Iterator[tuple[int, int]]:
     through = size.sum(1, dtype=torch.int64).cumsum(0)  # collisions of queries up to here
     first = done = 0
     while first < len(size):
-        last = int(torch.searchsorted(through, done + _BLOCK_PAIRS, right=True))
+        last = int(torch.searchsorted(through, done + at_most(_BLOCK_PAIRS), right=True))
         last = max(last, first + 1)
         done = int(through[last - 1])
         yield first, last

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
 from megasparse.ops.hash_table_attention import kernels
 from megasparse.ops.hash_table_attention.layout import groups
 from megasparse.ops.kernels import block, launch, precision
@@ -164,7 +165,7 @@ def _slabs(
     """Buckets of queries (G, m', Lq) and keys (G, m', Lk) of some hashes at a time: the codes, or (group, code)."""
     rows, hashes = q_codes.shape[0] * q_codes.shape[1], q_codes.shape[2]
     longest = max(q_codes.shape[3], k_codes.shape[3])
-    step = max(1, _BYTES // max(1, rows * longest * head_dim * 4))
+    step = max(1, at_most(_BYTES) // max(1, rows * longest * head_dim * 4))
     for start in range(0, hashes, step):
         both = [codes[:, :, start : start + step] for codes in (q_codes, k_codes)]
         if group is not None:

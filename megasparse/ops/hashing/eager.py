@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
 from megasparse.ops.hashing.sign import code_dtype, sign_codes
 
 __all__ = ["angular_hash", "sign_codes"]
@@ -20,7 +21,7 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     matrix = rotations.to(dtype).permute(0, 2, 1, 3).reshape(heads, head_dim, rounds * width)
     codes = torch.empty(batch, heads, rounds, length, dtype=code_dtype(math.prod(factors)), device=x.device)
-    step = max(1, _BLOCK_ELEMENTS // (batch * heads * rounds * width))
+    step = max(1, at_most(_BLOCK_ELEMENTS) // (batch * heads * rounds * width))
     for start in range(0, length, step):
         rotated = x[:, :, start : start + step].to(dtype) @ matrix  # (B, H, l, R·S)
         rotated = rotated.unflatten(-1, (rounds, width))

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
 from megasparse.ops.random import normal, random_bits
 
 _BLOCK_ELEMENTS = 1 << 20  # projected numbers at a time: 4 MB of fp32
@@ -53,7 +54,7 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
         drawn = diagonals(key, heads, hashes, code_bits, power, x.device).flatten(1, 2).to(dtype)  # (H, groups·τ, 3, P)
         numbers = groups * code_bits * power
     codes = torch.empty(batch, len(heads), hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
-    step = max(1, _BLOCK_ELEMENTS // (batch * len(heads) * numbers))
+    step = max(1, at_most(_BLOCK_ELEMENTS) // (batch * len(heads) * numbers))
     for start in range(0, length, step):
         block = x[:, :, start : start + step].to(dtype)
         if kind == "gaussian":

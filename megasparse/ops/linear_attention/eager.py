@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
 from megasparse.ops.random_features import exponents
 from megasparse.ops.tiled import tiled
 
@@ -49,9 +50,9 @@ def linear_attention(
     """
     absorb = partial(_absorb, projection=projection, scale=scale)
     empty = State.empty(q.shape[0], projection, q.dtype)
-    _, total, level = _Scan.apply(absorb, _TILE, 3, k, v, _column(k, key_mask), *empty)
+    _, total, level = _Scan.apply(absorb, at_most(_TILE), 3, k, v, _column(k, key_mask), *empty)
     read = partial(_read, projection=projection, scale=scale)
-    tiles = -(-q.shape[2] // _TILE)
+    tiles = -(-q.shape[2] // at_most(_TILE))
     return tiled(read, [q.transpose(1, 2)], [total, level], tiles).transpose(1, 2)
 
 
@@ -73,7 +74,7 @@ def causal_linear_attention(
     """
     state = State.empty(q.shape[0], projection, q.dtype) if state is None else state
     step = partial(_causal, projection=projection, scale=scale, chunk=chunk)
-    tile = min(_TILE, _TILE_ELEMENTS // (q.shape[0] * projection.shape[:2].numel()))
+    tile = min(at_most(_TILE), at_most(_TILE_ELEMENTS) // (q.shape[0] * projection.shape[:2].numel()))
     out, *after = _Scan.apply(step, max(tile, chunk), 4, q, k, v, _column(k, key_mask), *state)
     return out, State(*after)
 

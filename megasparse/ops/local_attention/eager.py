@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
 from megasparse.ops.tiled import tiled
 
 _SCORE_ELEMENTS = 1 << 20  # scores in a tile: 4 MB of fp32
@@ -57,7 +58,7 @@ def relative_local_attention(
     of_query = F.pad(document, (0, whole), value=_PADDING).unflatten(1, (chunks, chunk))  # (B, W, C)
     of_key = F.pad(document, around, value=_PADDING).unfold(1, span * chunk, chunk)  # (B, W, S·C)
     attend = partial(_attend, causal=causal, scale=scale)
-    tiles = -(-batch * heads * chunks * chunk * r.shape[1] // _SCORE_ELEMENTS)
+    tiles = -(-batch * heads * chunks * chunk * r.shape[1] // at_most(_SCORE_ELEMENTS))
     out = tiled(attend, [queries, keys, values, of_query, of_key], [r, u, w], tiles)  # (B, W, H, C, D)
     out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]
     return out if order is None else _take(out, order.argsort(dim=-1))

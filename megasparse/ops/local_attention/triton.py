@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megasparse.ops.blocks import at_most
 from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
 from megasparse.ops.local_attention.kernels import (
     local_backward_distances,
@@ -164,7 +165,7 @@ class _RelativeLocalAttention(torch.autograd.Function):
             local_backward_keys, grid, q, k, v, r, u, *given, z, delta, dk, dv, du, *steps, *sizes, scale, **settings
         )
         differences = shape.blocks - 1
-        each = -(-every // max(1, _PARTS // (heads * differences)))
+        each = -(-every // max(1, at_most(_PARTS) // (heads * differences)))
         groups = -(-every // each)
         dr = z.new_empty(groups, heads, differences, 2, shape.tile, width)
         dw = z.new_empty(groups, heads, differences, width)

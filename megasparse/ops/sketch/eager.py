@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.blocks import at_most
 from megasparse.ops.random import derive, random_bits
 from megasparse.ops.sketch.draws import Noise, keys_in_tile
 from megasparse.ops.tiled import tiled
@@ -56,7 +57,7 @@ def sketched_attention(
         h = torch.exp(score - z) @ v
         return torch.cat([h.masked_fill(blind, 0.0), z.masked_fill(blind, -torch.inf)], dim=-1)
 
-    tiles = -(-batch * length * length // _SCORE_ELEMENTS)
+    tiles = -(-batch * length * length // at_most(_SCORE_ELEMENTS))
     result = tiled(attend, (q.to(dtype), keys.expand(batch, -1)), (k.to(dtype), v.to(dtype)), tiles)
     return result[..., :-1], result[..., -1]
 
@@ -81,7 +82,7 @@ def chosen_keys(
     heads = 1 if noise is None else len(noise.heads)
     index = torch.empty(batch, heads, queries, count, dtype=torch.int32, device=q.device)
     tile = keys_in_tile()
-    step = max(1, _SCORE_ELEMENTS // (batch * heads * min(tile, k.shape[1])))
+    step = max(1, at_most(_SCORE_ELEMENTS) // (batch * heads * min(tile, k.shape[1])))
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
         positions = torch.arange(rows.start, rows.stop, device=q.device) + first_query
