@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from megasparse.errors import ConfigError, StorageError
 from megasparse.training.checkpoint import Fragment, Home, present
-from megasparse.training.engine import DeepSpeedEngine
+from megasparse.training.deepspeed_engine import DeepSpeedEngine
 from megasparse.training.rank_file import RankFile
 from megasparse.training.ranks import Ranks
 from megasparse.training.swap_folder import SwapFolder, verify
