@@ -184,8 +184,12 @@ class Run:
     def new_shared_memory(self) -> set[str]:
         """What nobody uses: tests beside this one have shared memory of their own, mapped by who made it."""
         new = set(os.listdir("/dev/shm")) - self.shared_memory
-        used = _mapped_shared_memory()
-        return {name for name in new - used if Path("/dev/shm", name).exists()}
+        used, left = _mapped_shared_memory(), set()
+        for name in new:
+            with suppress(FileNotFoundError):
+                if os.stat(f"/dev/shm/{name}").st_ino not in used:
+                    left.add(name)
+        return left
 
     def kill_all(self) -> None:
         """SIGKILL to the launcher and every rank, as near to at once as can be."""
@@ -243,13 +247,13 @@ def is_complete(checkpoint: Path) -> bool:
         return False
 
 
-def _mapped_shared_memory() -> set[str]:
-    """Names in /dev/shm that some living process has mapped."""
-    found: set[str] = set()
+def _mapped_shared_memory() -> set[int]:
+    """Inodes of /dev/shm that some living process has mapped; a semaphore's mapping does not have its name."""
+    found: set[int] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
             lines = maps.read_text().splitlines()
-            found |= {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line}
+            found |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
     return found
 
 
