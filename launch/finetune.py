@@ -16,7 +16,7 @@ from pathlib import Path
 from megasparse.config.command_line import config_from, config_parser
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.errors import report_user_errors
-from megasparse.training.signals import StopSignals
+from megasparse.training.stopping.signals import StopSignals
 
 
 def arguments() -> argparse.Namespace:
@@ -39,13 +39,13 @@ def main() -> None:
     from megasparse.tasks.fitting import predict, require_fit
     from megasparse.tasks.run import open_run
     from megasparse.tasks.scoring import selection_of, validation
+    from megasparse.training.checkpoints.resume import find_start
+    from megasparse.training.checkpoints.saving import Saver
     from megasparse.training.engine import build_engine
     from megasparse.training.loop import train
-    from megasparse.training.monitor import Monitor
     from megasparse.training.ranks import start_ranks
-    from megasparse.training.resume import find_start
-    from megasparse.training.saving import Saver
-    from megasparse.training.watch import watching
+    from megasparse.training.reporting.monitor import Monitor
+    from megasparse.training.stopping.watch import watching
 
     ranks = start_ranks(config.run)
     say = lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None  # noqa: E731

@@ -16,7 +16,7 @@ from typing import Any
 from megasparse.config.command_line import config_from, config_parser
 from megasparse.config.schema import Config
 from megasparse.errors import report_user_errors
-from megasparse.training.signals import StopSignals
+from megasparse.training.stopping.signals import StopSignals
 
 
 def arguments() -> argparse.Namespace:
@@ -42,13 +42,13 @@ def main() -> None:
     from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
     from megasparse.planning.report import dry_run_report
     from megasparse.training.batches import open_data, training_batches
+    from megasparse.training.checkpoints.resume import find_start
+    from megasparse.training.checkpoints.saving import Saver
     from megasparse.training.engine import build_engine
     from megasparse.training.loop import train
-    from megasparse.training.monitor import Monitor
     from megasparse.training.ranks import start_ranks
-    from megasparse.training.resume import find_start
-    from megasparse.training.saving import Saver
-    from megasparse.training.watch import watching
+    from megasparse.training.reporting.monitor import Monitor
+    from megasparse.training.stopping.watch import watching
 
     if args.dry_run:
         print(dry_run_report(config))

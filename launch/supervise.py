@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from megasparse.errors import UserError, report_user_errors
-from megasparse.training.supervisor import Place, Supervisor, checkpoints_folder
+from megasparse.training.stopping.supervisor import Place, Supervisor, checkpoints_folder
 
 
 def arguments() -> argparse.Namespace:

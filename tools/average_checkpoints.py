@@ -22,11 +22,11 @@ from megasparse.evaluation.arguments import positive
 from megasparse.hub.importing import refuse_existing
 from megasparse.hub.output_folder import appearing
 from megasparse.tasks.start import FOLDER
-from megasparse.training.checkpoint import Checkpoint, Fragment
-from megasparse.training.identity import versions
-from megasparse.training.manifest import FORMAT, MANIFEST, NO_DATA, seal
-from megasparse.training.rank_file import RankFile, durable, make_folder
-from megasparse.training.run_folder import list_checkpoints
+from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment
+from megasparse.training.checkpoints.identity import versions
+from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, NO_DATA, seal
+from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
+from megasparse.training.checkpoints.run_folder import list_checkpoints
 
 RANK_FILE = "rank-00000.safetensors"
 

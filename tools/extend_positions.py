@@ -22,7 +22,7 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.hub.importing import refuse_existing, write_checkpoint
-from megasparse.training.checkpoint import Checkpoint, find_checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 
 TABLE = "embedding.positions.table"
 

@@ -17,7 +17,7 @@ from megasparse.evaluation.generate import generate
 from megasparse.evaluation.pictures import image_shape, picture_of
 from megasparse.model.padding import cut
 from megasparse.training.engine import Engine
-from megasparse.training.watch import Watch, heed
+from megasparse.training.stopping.watch import Watch, heed
 
 Found = dict[str, float | str | Tensor]
 """Scalars, texts and pictures by their names."""

@@ -8,7 +8,7 @@ from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
 
 OF_SOURCE = ("downsampling", "verified")
 """What the index says of the source that a score is to be read with, not where it lay."""

@@ -10,7 +10,7 @@ from megasparse.config.schema import Config
 from megasparse.data.tokenizers import Tokenizer, build_tokenizer
 from megasparse.errors import ConfigError
 from megasparse.model.build import Model, build_model
-from megasparse.training.checkpoint import Checkpoint, find_checkpoint, load_weights
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
 from megasparse.training.ranks import start_ranks
 
 

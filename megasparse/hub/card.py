@@ -17,8 +17,8 @@ from megasparse.hub.formats import TASKS, Exported, format_named
 from megasparse.hub.tokenizer_files import FILE, TRAINED
 from megasparse.model.build import empty_model
 from megasparse.model.decoder import Causal
-from megasparse.training.checkpoint import Checkpoint
-from megasparse.training.manifest import NO_DATA
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.manifest import NO_DATA
 
 _DECODER = """\
 ```python

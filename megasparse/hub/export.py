@@ -22,7 +22,7 @@ from megasparse.hub.output_folder import appearing
 from megasparse.hub.tensor_file import INDEX, WEIGHTS
 from megasparse.hub.tokenizer_files import Files
 from megasparse.model.build import build_model
-from megasparse.training.checkpoint import Checkpoint, find_checkpoint, load_weights
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,7 +18,7 @@ from megasparse.hub.formats import FORMATS, TASKS, Format, comparable, format_na
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import FILE, found_tokenizer
 from megasparse.model.build import Model, build_model
-from megasparse.training.checkpoint import persistent_buffers
+from megasparse.training.checkpoints.checkpoint import persistent_buffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

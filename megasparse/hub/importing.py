@@ -15,10 +15,10 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.output_folder import appearing
 from megasparse.model.build import empty_model
-from megasparse.training.checkpoint import MEMORY, Fragment, persistent_buffers
-from megasparse.training.identity import versions
-from megasparse.training.manifest import FORMAT, MANIFEST, NO_DATA, seal
-from megasparse.training.rank_file import RankFile, durable, make_folder
+from megasparse.training.checkpoints.checkpoint import MEMORY, Fragment, persistent_buffers
+from megasparse.training.checkpoints.identity import versions
+from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, NO_DATA, seal
+from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
 
 VOCABULARY = ("embedding.weight", "head.weight", "head.bias")
 """Weights that have a row for each token."""

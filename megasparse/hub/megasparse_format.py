@@ -25,7 +25,7 @@ from megasparse.hub.formats import TASKS, Exported, Imported
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import own_name, separator, tokenizer_files
 from megasparse.model.build import empty_model
-from megasparse.training.checkpoint import persistent_buffers
+from megasparse.training.checkpoints.checkpoint import persistent_buffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from megasparse.config.messages import show
 from megasparse.errors import ConfigError
-from megasparse.training.monitor import PEAK_TFLOPS
+from megasparse.training.reporting.monitor import PEAK_TFLOPS
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)

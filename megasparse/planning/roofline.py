@@ -30,7 +30,7 @@ from megasparse.planning.flops import (
     lsh_window,
     sketching,
 )
-from megasparse.training.monitor import PEAK_TFLOPS
+from megasparse.training.reporting.monitor import PEAK_TFLOPS
 
 
 @dataclass(frozen=True)

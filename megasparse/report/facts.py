@@ -12,7 +12,7 @@ import numpy as np
 from megasparse.report.chart import number_text
 from megasparse.report.run import Run, kind_of
 from megasparse.report.series import HUGE
-from megasparse.training.stragglers import usual
+from megasparse.training.reporting.stragglers import usual
 
 Tile = tuple[str, str, str]
 """What it is, its value, and more about it."""

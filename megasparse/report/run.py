@@ -12,8 +12,8 @@ from megasparse.errors import DataError
 from megasparse.report.chart import Mark
 from megasparse.report.pictures import Shown, read_board
 from megasparse.report.series import Series, read_lines, read_series
-from megasparse.training.identity import flatten
-from megasparse.training.run_folder import list_checkpoints
+from megasparse.training.checkpoints.identity import flatten
+from megasparse.training.checkpoints.run_folder import list_checkpoints
 
 FRESH = 60.0
 """Seconds since its last heartbeat for which a run is held to be alive."""

@@ -15,8 +15,8 @@ from megasparse.tasks.encoding import Encoder
 from megasparse.tasks.form import Form, form_of
 from megasparse.tasks.start import FOLDER, Start, body_of_run
 from megasparse.tasks.task import Task
-from megasparse.training.checkpoint import Checkpoint, find_checkpoint, load_weights
-from megasparse.training.manifest import read_manifest
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
+from megasparse.training.checkpoints.manifest import read_manifest
 from megasparse.training.ranks import Ranks, start_ranks
 
 

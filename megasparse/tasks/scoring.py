@@ -17,7 +17,7 @@ from megasparse.training.engine import Engine
 from megasparse.training.loop import Evaluate
 from megasparse.training.ranks import Ranks
 from megasparse.training.selection import Selection
-from megasparse.training.watch import Watch, heed
+from megasparse.training.stopping.watch import Watch, heed
 
 Score = Callable[[Any, Draws], tuple[Any, dict[str, Any]]]
 """A model of a task's form in evaluation, or an engine around one: (batch, draws) -> (objective, statistics)."""

@@ -23,7 +23,7 @@ from megasparse.tasks.activations import checkpoint_layers
 from megasparse.tasks.adapters import add_adapters
 from megasparse.tasks.bodies import Body, HuggingFaceBody
 from megasparse.tasks.form import Form
-from megasparse.training.checkpoint import Checkpoint, find_checkpoint, persistent_buffers
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, persistent_buffers
 
 FOLDER, RECORD = "start", "body.json"
 """Of a run: what its body is, and its tokenizer."""

@@ -12,7 +12,7 @@ from megasparse.data.shard_cache import GIGABYTE, ShardCache
 from megasparse.data.tokenizers import Tokenizer, build_tokenizer
 from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks
-from megasparse.training.watch import Watch
+from megasparse.training.stopping.watch import Watch
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import check_shares
 from megasparse.errors import ConfigError
-from megasparse.training.checkpoint import MEMORY, Fragment, Home
+from megasparse.training.checkpoints.checkpoint import MEMORY, Fragment, Home
+from megasparse.training.checkpoints.swapping import SubGroup, Swap, swapped_sections
 from megasparse.training.engine import Engine, MakeDraws, whole_fragments
-from megasparse.training.exposed import Exposed
 from megasparse.training.optimizer import build_optimizer, state_tensors
 from megasparse.training.ranks import Ranks
-from megasparse.training.swapping import SubGroup, Swap, swapped_sections
+from megasparse.training.reporting.exposed import Exposed
 
 
 class DeepSpeedEngine(Engine):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Batch
-from megasparse.training.checkpoint import (
+from megasparse.training.checkpoints.checkpoint import (
     Checkpoint,
     Fragment,
     load_weights,
@@ -25,11 +25,11 @@ from megasparse.training.checkpoint import (
     present,
     silent,
 )
-from megasparse.training.exposed import Exposed
-from megasparse.training.memory import bytes_of
 from megasparse.training.optimizer import create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
-from megasparse.training.stopwatch import Stopwatch
+from megasparse.training.reporting.exposed import Exposed
+from megasparse.training.reporting.memory import bytes_of
+from megasparse.training.reporting.stopwatch import Stopwatch
 
 MakeDraws = Callable[[int, Tensor], Any]
 """(optimizer step, global sample numbers (B,)) -> what the model's random draws depend on."""

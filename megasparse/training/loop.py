@@ -12,19 +12,19 @@ from torch import Tensor
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Step, WaitingStopped
 from megasparse.errors import LostPeer, StorageError, TrainingError
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, StepResult
-from megasparse.training.memory import memory_scalars
-from megasparse.training.monitor import Monitor
-from megasparse.training.rank_table import EVERY as TABLE_EVERY
-from megasparse.training.rank_table import RankTable, Spent
-from megasparse.training.saving import Saver
+from megasparse.training.reporting.memory import memory_scalars
+from megasparse.training.reporting.monitor import Monitor
+from megasparse.training.reporting.rank_table import EVERY as TABLE_EVERY
+from megasparse.training.reporting.rank_table import RankTable, Spent
+from megasparse.training.reporting.stragglers import Stragglers
+from megasparse.training.reporting.tracing import Tracer
 from megasparse.training.schedule import learning_rate
 from megasparse.training.selection import Selection
 from megasparse.training.spikes import LossGuard
-from megasparse.training.stragglers import Stragglers
-from megasparse.training.tracing import Tracer
-from megasparse.training.watch import RollCall, StopWanted, Watch, call_roll
+from megasparse.training.stopping.watch import RollCall, StopWanted, Watch, call_roll
 
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
 """step -> scalars, and texts and pictures for TensorBoard, by their names; none where nothing is due. Called after

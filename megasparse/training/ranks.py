@@ -19,7 +19,7 @@ import torch.distributed
 
 from megasparse.config.schema import RunConfig
 from megasparse.errors import HANG, ConfigError, leave
-from megasparse.training.watchdog import START
+from megasparse.training.stopping.watchdog import START
 
 MEETING_TOLD = 30.0
 """Seconds that the ranks may need to meet before each says that it waits."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.config.schema import RunSettings
-from megasparse.training.checkpoint import Fragment
+from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.engine import Engine, MakeDraws, whole_fragments
 from megasparse.training.optimizer import build_optimizer
 from megasparse.training.ranks import Ranks

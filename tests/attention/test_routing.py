@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from megasparse.attention.contract import Memory
 from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
-from megasparse.training.checkpoint import Checkpoint, load_weights, persistent_buffers
+from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, persistent_buffers
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks
-from megasparse.training.saving import Saver
 from tests.helpers.models import Single, random_tokens, small, training_draws
 from tests.helpers.tiny import MadeUpBatches, tiny_config
 

@@ -13,11 +13,11 @@ from megasparse.config.schema import Config
 from megasparse.data.batches import Step
 from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.run_folder import find_newest
-from megasparse.training.saving import Saver
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import MadeUpBatches, tiny_config
 

@@ -24,15 +24,15 @@ from megasparse.hub.export import to_hf
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.resume import find_start
+from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, build_engine
-from megasparse.training.rank_table import Spent
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.resume import find_start
-from megasparse.training.run_folder import find_newest
-from megasparse.training.saving import Saver
+from megasparse.training.reporting.rank_table import Spent
 from megasparse.training.schedule import learning_rate
-from megasparse.training.watch import StopWanted, Watch, call_roll, heed
+from megasparse.training.stopping.watch import StopWanted, Watch, call_roll, heed
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 

@@ -16,7 +16,7 @@ from megasparse.tasks.scoring import tell, validation
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from megasparse.training.schedule import learning_rate
-from megasparse.training.watch import Watch
+from megasparse.training.stopping.watch import Watch
 from tests.helpers.finetuning import ENCODER, bert, configured, reviews
 from tests.helpers.run_ranks import run_ranks
 

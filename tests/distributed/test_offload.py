@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megasparse.training.checkpoint import Checkpoint, present
+from megasparse.training.checkpoints.checkpoint import Checkpoint, present
+from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, build_engine
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.run_folder import find_newest
-from megasparse.training.saving import Saver
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 

@@ -9,10 +9,10 @@ import torch
 from megasparse.config.schema import Config
 from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
-from megasparse.training.checkpoint import Checkpoint, load_weights, persistent_buffers
+from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, persistent_buffers
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, build_engine
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.saving import Saver
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import MadeUpBatches, tiny_config
 

@@ -26,7 +26,7 @@ from megasparse.evaluation.protocol import Protocol, protocol_of
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.model.stack import TokenScores
-from megasparse.training.checkpoint import Checkpoint, find_checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from tests.helpers.models import small
 
 TEXT = b"the cat saw the dog and the dog saw the cat . the end\n" * 3 + b"a bird\n"

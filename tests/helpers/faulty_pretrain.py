@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch import pretrain
-from megasparse.training.signals import StopSignals
+from megasparse.training.stopping.signals import StopSignals
 
 WRITING = os.O_WRONLY | os.O_RDWR
 

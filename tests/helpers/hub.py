@@ -8,7 +8,7 @@ import torch
 from megasparse.config.schema import Config, DataConfig, MaskingConfig, ModelConfig, RunConfig
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import Model, build_model
-from megasparse.training.checkpoint import persistent_buffers
+from megasparse.training.checkpoints.checkpoint import persistent_buffers
 from tests.helpers.models import named, small
 
 SEED = 7

@@ -14,9 +14,9 @@ from megasparse.hub.importing import write_checkpoint
 from megasparse.hub.megasparse_format import FORMAT
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
-from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights
-from megasparse.training.manifest import seal
-from megasparse.training.rank_file import RankFile
+from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, load_weights
+from megasparse.training.checkpoints.manifest import seal
+from megasparse.training.checkpoints.rank_file import RankFile
 from tests.helpers.hub import SEED, checkpoint, decoder, encoder
 from tests.helpers.models import attention, random_tokens, small_pair
 from tests.helpers.trained import prepared, trained

@@ -13,8 +13,8 @@ from megasparse.errors import CheckpointError, HubError
 from megasparse.hub import importing
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
-from megasparse.training.checkpoint import Checkpoint, persistent_buffers
-from megasparse.training.rank_file import RankFile
+from megasparse.training.checkpoints.checkpoint import Checkpoint, persistent_buffers
+from megasparse.training.checkpoints.rank_file import RankFile
 from tests.helpers.trained import prepared
 
 MODEL = {

@@ -18,7 +18,7 @@ from megasparse.hub.fast_tokenizer import of_bytes, of_unigram
 from megasparse.hub.foreign import Foreign
 from megasparse.hub.importing import write_checkpoint
 from megasparse.hub.tokenizer_files import files_with_start, found_tokenizer, tokenizer_files
-from megasparse.training.checkpoint import Checkpoint, persistent_buffers
+from megasparse.training.checkpoints.checkpoint import Checkpoint, persistent_buffers
 from tests.helpers.hub import SEED, decoder, encoder, made
 from tests.helpers.models import small_pair
 from tests.helpers.tokenizers import ODD_TEXTS, PROSE, byte_level, random_texts, sentencepiece_model, wordpiece, written

@@ -17,7 +17,7 @@ from megasparse.hub.compare import first_difference, our_outputs
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
-from megasparse.training.checkpoint import Checkpoint, find_checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from tests.helpers.models import random_tokens
 from tests.helpers.trained import prepared, trained
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megasparse.training.run_folder import list_checkpoints
+from megasparse.training.checkpoints.run_folder import list_checkpoints
 from tests.conftest import Report
 from tests.helpers.faults import Ended, Run, fault, is_alive, is_complete, patience, running
 

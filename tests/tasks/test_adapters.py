@@ -19,7 +19,7 @@ from megasparse.tasks.bodies import HuggingFaceBody, MegasparseBody
 from megasparse.tasks.forms.label_model import TaskModel
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.scoring import answers, tell
-from megasparse.training.checkpoint import Checkpoint, find_checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from tests.helpers import finetuning
 
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

@@ -16,9 +16,9 @@ from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import open_run
 from megasparse.tasks.scoring import answers, tell
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.ranks import Ranks
-from megasparse.training.run_folder import list_checkpoints
 from tests.helpers.finetuning import ENCODER, WORDS, bert, configured, launch, opened, reviews, table
 
 TIMES = ("speed/", "memory/", "checkpoint/")

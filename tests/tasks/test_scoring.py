@@ -18,7 +18,7 @@ from megasparse.tasks.form import Form
 from megasparse.tasks.scoring import Told, answers, tell, validation
 from megasparse.tasks.task import Place
 from megasparse.training.ranks import Ranks
-from megasparse.training.watch import StopWanted, Watch
+from megasparse.training.stopping.watch import StopWanted, Watch
 from tests.helpers.finetuning import ENCODER, configured, form_for, opened, our_body, reviews, table
 from tests.helpers.ranks_in_threads import run_in_threads
 

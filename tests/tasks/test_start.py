@@ -32,9 +32,9 @@ from megasparse.tasks import start as starts
 from megasparse.tasks.batches import Padded, collate
 from megasparse.tasks.bodies import Body, HuggingFaceBody, MegasparseBody
 from megasparse.tasks.start import Start, rebuild
-from megasparse.training.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
+from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
-from megasparse.training.saving import Saver
 from tests.helpers.finetuning import (
     ENCODER,
     bert,

@@ -19,7 +19,7 @@ from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import TaskRun
 from megasparse.tasks.scoring import answers, tell
 from megasparse.tasks.task import Example, Place
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import launch, opened
 from tests.helpers.hub import checkpoint

@@ -14,7 +14,7 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task, intervals
 from megasparse.tasks.forms.choice import Choice
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.finetuning import ENCODER, bert_tokenizer, launch
 from tests.helpers.tokenizers import written
 

@@ -11,8 +11,8 @@ import torch
 
 from megasparse.evaluation.restore import restore
 from megasparse.tasks.restore import restore_task
-from megasparse.training.checkpoint import Checkpoint
-from megasparse.training.manifest import MANIFEST, seal
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from tests.helpers.finetuning import ENCODER, launch, reviews
 from tests.helpers.trained import prepared, trained
 from tools.average_checkpoints import main

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from launch import evaluate, generate
 from launch import pretrain as pretrain_launcher
 from megasparse.hub import foreign
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.trained import prepared
 from tests.hub.test_reformer import theirs
 from tools import convert_to_hf

@@ -10,7 +10,7 @@ import torch
 from launch import pretrain
 from megasparse.evaluation.restore import restore
 from megasparse.ops.random import Draws
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.models import random_tokens
 from tests.helpers.trained import prepared, trained
 from tools.extend_positions import main

@@ -13,7 +13,7 @@ from megasparse.data.tokenizers.byte import ByteTokenizer, PixelTokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.training.batches import open_data, open_folder, training_batches
 from megasparse.training.ranks import Ranks
-from megasparse.training.watch import Watch
+from megasparse.training.stopping.watch import Watch
 from tests.data.damages import edit
 from tests.data.folders import ramp, write_folder
 from tests.helpers.tiny import tiny_config

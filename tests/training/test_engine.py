@@ -12,10 +12,10 @@ from megasparse.data.batches import Batch
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.random import Draws
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, build_engine
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.saving import Saver
 from tests.helpers.models import small
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 

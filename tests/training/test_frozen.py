@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from megasparse.errors import CheckpointError
-from megasparse.training.checkpoint import Checkpoint, find_checkpoint, load_weights
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.saving import Saver
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 

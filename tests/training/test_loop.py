@@ -13,15 +13,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasparse.config.schema import Config
 from megasparse.data.batches import Step
 from megasparse.errors import DataError, StorageError, TrainingError
+from megasparse.training.checkpoints.resume import find_start
+from megasparse.training.checkpoints.run_folder import list_checkpoints
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
 from megasparse.training.loop import train
-from megasparse.training.monitor import Monitor
 from megasparse.training.ranks import Ranks
-from megasparse.training.resume import find_start
-from megasparse.training.run_folder import list_checkpoints
-from megasparse.training.saving import Saver
+from megasparse.training.reporting.monitor import Monitor
 from megasparse.training.schedule import learning_rate
-from megasparse.training.watch import StopWanted, Watch
+from megasparse.training.stopping.watch import StopWanted, Watch
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 
 
@@ -243,7 +243,7 @@ def test_C5_a_run_whose_last_checkpoint_fails_does_not_end_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(tmp_path, checkpoint={"every": 10, "on_failure": "continue"})
-    monkeypatch.setattr("megasparse.training.saving.free_bytes", lambda folder: 5)
+    monkeypatch.setattr("megasparse.training.checkpoints.saving.free_bytes", lambda folder: 5)
     with pytest.raises(StorageError, match="step 20, the last, is not saved"):
         launch(config)
     assert len(lines(config)) == 20

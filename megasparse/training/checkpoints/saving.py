@@ -27,13 +27,13 @@ from torch import Tensor
 from megasparse.config.schema import RunSettings
 from megasparse.data.files import sync_folder
 from megasparse.errors import CheckpointError, StorageError, TrainingError, UserError
+from megasparse.training.checkpoints.identity import differences, versions
+from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, gap, seal
+from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
+from megasparse.training.checkpoints.run_folder import TEMPORARY, list_checkpoints
 from megasparse.training.engine import Engine
-from megasparse.training.identity import differences, versions
-from megasparse.training.manifest import FORMAT, MANIFEST, gap, seal
-from megasparse.training.rank_file import RankFile, durable, make_folder
 from megasparse.training.ranks import Ranks
-from megasparse.training.run_folder import TEMPORARY, list_checkpoints
-from megasparse.training.watch import Watch
+from megasparse.training.stopping.watch import Watch
 
 UNTOUCHED = "Older checkpoints are untouched"
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasparse.training.stopwatch import Stopwatch
+from megasparse.training.reporting.stopwatch import Stopwatch
 
 
 class Exposed:

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from megasparse.errors import ConfigError, StorageError
-from megasparse.training.checkpoint import Fragment, Home, present
+from megasparse.training.checkpoints.checkpoint import Fragment, Home, present
+from megasparse.training.checkpoints.rank_file import RankFile
+from megasparse.training.checkpoints.swap_folder import SwapFolder, verify
+from megasparse.training.checkpoints.swapping import Swap
 from megasparse.training.deepspeed_engine import DeepSpeedEngine
-from megasparse.training.rank_file import RankFile
 from megasparse.training.ranks import Ranks
-from megasparse.training.swap_folder import SwapFolder, verify
-from megasparse.training.swapping import Swap
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.tiny import TinyModel
 
@@ -44,7 +44,7 @@ def test_what_a_killed_rank_left_is_removed_by_the_next(tmp_path):
     code = f"""
 import time
 from pathlib import Path
-from megasparse.training.swap_folder import SwapFolder
+from megasparse.training.checkpoints.swap_folder import SwapFolder
 folder = SwapFolder(Path({str(tmp_path)!r}), "key")
 (folder.path / "numbers").write_bytes(b"1")
 print(folder.path, flush=True)

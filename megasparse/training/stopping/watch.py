@@ -11,11 +11,11 @@ import torch
 
 from megasparse.config.schema import RunConfig
 from megasparse.data.batches import never
-from megasparse.training.checkpoint import silent
-from megasparse.training.rank_table import Spent
+from megasparse.training.checkpoints.checkpoint import silent
 from megasparse.training.ranks import Ranks
-from megasparse.training.signals import StopSignals
-from megasparse.training.watchdog import Watchdog
+from megasparse.training.reporting.rank_table import Spent
+from megasparse.training.stopping.signals import StopSignals
+from megasparse.training.stopping.watchdog import Watchdog
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from tqdm import tqdm
 from megasparse.config.schema import RunSettings
 from megasparse.data.files import replacing
 from megasparse.errors import ConfigError
-from megasparse.training.board import Board
-from megasparse.training.json_lines import JsonLines
-from megasparse.training.rank_table import RankTable, Spent
 from megasparse.training.ranks import Ranks
+from megasparse.training.reporting.board import Board
+from megasparse.training.reporting.json_lines import JsonLines
+from megasparse.training.reporting.rank_table import RankTable, Spent
 
 PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}
 """Dense bf16 peak of one device, by a word of its name."""

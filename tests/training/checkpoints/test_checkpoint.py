@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megasparse.errors import CheckpointError
-from megasparse.training.checkpoint import Checkpoint, load_weights
+from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights
+from megasparse.training.checkpoints.manifest import MANIFEST, seal
+from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
-from megasparse.training.manifest import MANIFEST, seal
 from megasparse.training.ranks import Ranks
-from megasparse.training.run_folder import find_newest
-from megasparse.training.saving import Saver
 from tests.conftest import Report
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config

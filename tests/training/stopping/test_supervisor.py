@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from megasparse.errors import HANG, LOST_PEER, ConfigError
-from megasparse.training import supervisor
-from megasparse.training.supervisor import Place, Supervisor, checkpoints_folder
+from megasparse.training.stopping import supervisor
+from megasparse.training.stopping.supervisor import Place, Supervisor, checkpoints_folder
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 60.0
 """Seconds after which a test has found a hang."""
 
 WITH_CONSTANTS = """
 import json, runpy, sys
-from megasparse.training import supervisor
+from megasparse.training.stopping import supervisor
 for name, value in json.loads(sys.argv[1]).items():
     getattr(supervisor, name)
     setattr(supervisor, name, value)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megasparse.errors import TrainingError
-from megasparse.training.checkpoint import Fragment, present
+from megasparse.training.checkpoints.checkpoint import Fragment, present
 
 BLOCK = 1 << 24
 """Numbers (64 MB) that are read, hashed and written at a time."""

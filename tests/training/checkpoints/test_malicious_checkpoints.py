@@ -18,13 +18,13 @@ import torch
 
 from megasparse.errors import CheckpointError
 from megasparse.evaluation.restore import restore
-from megasparse.training.checkpoint import Checkpoint
-from megasparse.training.manifest import MANIFEST, seal
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.manifest import MANIFEST, seal
+from megasparse.training.checkpoints.resume import find_start
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
-from megasparse.training.resume import find_start
-from megasparse.training.saving import Saver
 from tests.helpers.tiny import tiny_config
-from tests.training.test_saving import prepare
+from tests.training.checkpoints.test_saving import prepare
 
 FILE = "rank-00000.safetensors"
 

@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from megasparse.errors import CheckpointError, StorageError
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.manifest import MANIFEST
+from megasparse.training.checkpoints.rank_file import RankFile
+from megasparse.training.checkpoints.resume import find_start
+from megasparse.training.checkpoints.run_folder import list_checkpoints
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, build_engine
-from megasparse.training.manifest import MANIFEST
-from megasparse.training.rank_file import RankFile
 from megasparse.training.ranks import Ranks
-from megasparse.training.resume import find_start
-from megasparse.training.run_folder import list_checkpoints
-from megasparse.training.saving import Saver
-from megasparse.training.watch import Watch
+from megasparse.training.stopping.watch import Watch
 from tests.conftest import Report
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
-from tests.training.test_saving import names, prepare
+from tests.training.checkpoints.test_saving import names, prepare
 
 FILE = "rank-00000.safetensors"
 
@@ -155,7 +155,7 @@ def test_C8_on_two_ranks_of_which_one_is_slower(tmp_path: Path, monkeypatch: pyt
 DIES = """if True:
     import os, sys, threading, time
     from pathlib import Path
-    from tests.training.test_saving import prepare
+    from tests.training.checkpoints.test_saving import prepare
 
     saver, engine = prepare(Path(sys.argv[1]), asynchronous=True)
     for step in (1, 2):
@@ -187,10 +187,10 @@ def test_C8_the_process_ends_while_its_thread_writes(tmp_path: Path, how: str) -
 SAVES = """if True:
     import sys
     from pathlib import Path
-    from tests.training.test_saving import prepare
+    from tests.training.checkpoints.test_saving import prepare
 
-    from megasparse.training.resume import find_start
-    from megasparse.training.saving import Saver
+    from megasparse.training.checkpoints.resume import find_start
+    from megasparse.training.checkpoints.saving import Saver
     saver, engine = prepare(Path(sys.argv[1]), asynchronous=sys.argv[2] == "True", keep=2)
     start = find_start("auto", Saver(saver.config, saver.ranks, "data", {}))
     step = start.step if start else 0

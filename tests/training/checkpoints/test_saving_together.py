@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from megasparse.errors import CheckpointError, ConfigError, StorageError, TrainingError, UserError
-from megasparse.training import identity, rank_file, saving
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints import identity, rank_file, saving
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.resume import find_start
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks
-from megasparse.training.resume import find_start
-from megasparse.training.saving import Saver
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import TinyModel, make_draws, tiny_config
-from tests.training.test_saving import names
+from tests.training.checkpoints.test_saving import names
 
 SAME: dict[str, Any] = {"step": 2, "sequences": 16, "state": {"losses": [0.1, 0.2], "skipped": 0}}
 

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 from megasparse.errors import CheckpointError, TrainingError
-from megasparse.training import rank_file, saving
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints import rank_file, saving
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.manifest import MANIFEST, seal
+from megasparse.training.checkpoints.resume import find_start
+from megasparse.training.checkpoints.run_folder import find_newest, list_checkpoints
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, build_engine
-from megasparse.training.manifest import MANIFEST, seal
 from megasparse.training.ranks import Ranks
-from megasparse.training.resume import find_start
-from megasparse.training.run_folder import find_newest, list_checkpoints
-from megasparse.training.saving import Saver
-from megasparse.training.watch import Watch
+from megasparse.training.stopping.watch import Watch
 from tests.helpers.tiny import TinyModel, make_draws, tiny_config
 
 

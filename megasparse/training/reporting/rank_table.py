@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from megasparse.data.files import replacing
-from megasparse.training.stragglers import STEPS, usual
+from megasparse.training.reporting.stragglers import STEPS, usual
 
 EVERY = 100
 """Steps between tables, and at the end."""

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from megasparse.errors import HANG
-from megasparse.training.watchdog import Watchdog
+from megasparse.training.stopping.watchdog import Watchdog
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TIMEOUT = 1.0
 LATEST = 2.0
 """Seconds after the limit in which a hang must have been found."""
@@ -26,7 +26,7 @@ LATEST = 2.0
 RANK = """
 import os, sys, time
 from pathlib import Path
-from megasparse.training.watchdog import Watchdog
+from megasparse.training.stopping.watchdog import Watchdog
 
 def hang(doing):
     watchdog.progress(doing)

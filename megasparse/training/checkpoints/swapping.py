@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from megasparse.errors import ConfigError, StorageError
-from megasparse.training.checkpoint import Home
+from megasparse.training.checkpoints.checkpoint import Home
+from megasparse.training.checkpoints.swap_folder import SwapFolder, verify
 from megasparse.training.ranks import Ranks
-from megasparse.training.swap_folder import SwapFolder, verify
 
 ADAM_BYTES = 16
 """On the disk for each number that a rank updates: fp32 weight, both moments, gradient."""

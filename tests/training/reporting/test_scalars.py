@@ -13,20 +13,20 @@ from megasparse.config.schema import Config
 from megasparse.model.build import build_model
 from megasparse.model.stack import of_layers
 from megasparse.ops.random import Draws
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
-from megasparse.training.exposed import Exposed
 from megasparse.training.loop import train
-from megasparse.training.memory import bytes_of, memory_scalars
-from megasparse.training.monitor import Monitor
-from megasparse.training.rank_table import RankTable, Spent
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.saving import Saver
+from megasparse.training.reporting.exposed import Exposed
+from megasparse.training.reporting.memory import bytes_of, memory_scalars
+from megasparse.training.reporting.monitor import Monitor
+from megasparse.training.reporting.rank_table import RankTable, Spent
 from tests.data.damages import flip
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 from tests.helpers.trained import prepared, trained
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "monitoring.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "monitoring.md"
 WORDS = {"REASON": "[A-Za-z0-9_ ]+", "KIND": f"({'|'.join(MECHANISMS)})", "METRIC": "[a-z0-9_]+", "_N": r"_\d+"}
 """What the documentation's capital letters stand for."""
 
@@ -158,7 +158,7 @@ class Clock:
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.now = 0.0
-        patch.setattr("megasparse.training.stopwatch.time.perf_counter", lambda: self.now)
+        patch.setattr("megasparse.training.reporting.stopwatch.time.perf_counter", lambda: self.now)
 
     def passes(self, seconds: float) -> None:
         self.now += seconds

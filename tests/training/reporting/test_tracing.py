@@ -16,27 +16,27 @@ import pytest
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
 from megasparse.training.loop import train
-from megasparse.training.monitor import Monitor
 from megasparse.training.ranks import Ranks
-from megasparse.training.saving import Saver
-from megasparse.training.tracing import STEPS
-from megasparse.training.watch import Watch
+from megasparse.training.reporting.monitor import Monitor
+from megasparse.training.reporting.tracing import STEPS
+from megasparse.training.stopping.watch import Watch
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 RUN = """
 import sys, time
 from pathlib import Path
 from megasparse.training.engine import build_engine
 from megasparse.training.loop import train
-from megasparse.training.monitor import Monitor
+from megasparse.training.reporting.monitor import Monitor
 from megasparse.training.ranks import Ranks
-from megasparse.training.saving import Saver
-from megasparse.training.signals import StopSignals
-from megasparse.training.watch import watching
+from megasparse.training.checkpoints.saving import Saver
+from megasparse.training.stopping.signals import StopSignals
+from megasparse.training.stopping.watch import watching
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 
 class Slow(TinyModel):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megasparse.config.load import load_config
 from megasparse.errors import HANG, LOST_PEER, ConfigError, StorageError, TrainingError, UserError
-from megasparse.training.run_folder import find_newest
+from megasparse.training.checkpoints.run_folder import find_newest
 
 POLL = 0.05
 LAST_WORDS = 3.0

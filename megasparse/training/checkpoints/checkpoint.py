@@ -26,8 +26,8 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import Config, RunSettings
 from megasparse.data.files import file_sha256
 from megasparse.errors import CheckpointError
-from megasparse.training.manifest import MANIFEST, RESTORE, read_manifest, size_of
-from megasparse.training.run_folder import find_newest
+from megasparse.training.checkpoints.manifest import MANIFEST, RESTORE, read_manifest, size_of
+from megasparse.training.checkpoints.run_folder import find_newest
 
 
 def silent(doing: str) -> None:

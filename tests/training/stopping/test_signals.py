@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 RANK = """
 import os, sys, time
 from pathlib import Path
-from megasparse.training.signals import StopSignals
+from megasparse.training.stopping.signals import StopSignals
 signals = StopSignals()
 folder = Path(sys.argv[1])
 {before}

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from megasparse.errors import StorageError
-from megasparse.training import rank_file
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints import rank_file
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.run_folder import list_checkpoints
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks
-from megasparse.training.run_folder import list_checkpoints
-from megasparse.training.saving import Saver
-from megasparse.training.watch import Watch
+from megasparse.training.stopping.watch import Watch
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.tiny import TinyModel, make_draws, tiny_config
-from tests.training.test_saving import names, prepare
+from tests.training.checkpoints.test_saving import names, prepare
 
 ROOM = r"\([\d,]+ bytes needed, [\d,]+ bytes free\)"
 
@@ -136,7 +136,7 @@ def test_C5_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path: Path) -> None:
         import resource, sys
         from pathlib import Path
         from megasparse.errors import report_user_errors
-        from tests.training.test_saving import prepare
+        from tests.training.checkpoints.test_saving import prepare
 
         def main():
             saver, engine = prepare(Path(sys.argv[1]))

@@ -12,12 +12,12 @@ from typing import Any
 
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
-from megasparse.training.checkpoint import Checkpoint
-from megasparse.training.identity import differences, flatten, versions
-from megasparse.training.manifest import NO_DATA
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.identity import differences, flatten, versions
+from megasparse.training.checkpoints.manifest import NO_DATA
+from megasparse.training.checkpoints.run_folder import find_newest, list_checkpoints
+from megasparse.training.checkpoints.saving import Saver, remove_leftovers
 from megasparse.training.ranks import Ranks
-from megasparse.training.run_folder import find_newest, list_checkpoints
-from megasparse.training.saving import Saver, remove_leftovers
 
 FREE_TO_CHANGE = (
     "run.directory",

@@ -14,7 +14,7 @@ from launch import pretrain
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.model.decoder import Decoder
 from megasparse.model.encoder import Encoder
-from megasparse.training.run_folder import find_newest
+from megasparse.training.checkpoints.run_folder import find_newest
 from tests.helpers.models import attention, causal_names, kind_of, named
 from tests.helpers.trained import prepared
 

@@ -8,13 +8,13 @@ import pytest
 
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError
-from megasparse.training.checkpoint import Checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.resume import find_start
+from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks
-from megasparse.training.resume import find_start
-from megasparse.training.run_folder import find_newest
-from megasparse.training.saving import Saver
-from megasparse.training.watch import Watch
+from megasparse.training.stopping.watch import Watch
 from tests.helpers.tiny import TinyModel, make_draws, tiny_config
 
 BYTES = {"name": "bytes", "sha256": "b"}

@@ -5,7 +5,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from megasparse.training.stragglers import Stragglers
+from megasparse.training.reporting.stragglers import Stragglers
 
 
 @pytest.mark.parametrize("slow", [0, 1])
