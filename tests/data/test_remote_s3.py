@@ -1,10 +1,11 @@
-"""Folders of shards in a bucket, by s3fs: on an endpoint that fails as it is told, and, where it is here, on moto's."""
+"""Folders of shards in a bucket, by s3fs: on an endpoint that fails as it is told, and on moto's."""
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import s3fs
 import torch
 
 from megasparse.data import fetching, urls
@@ -45,7 +46,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 @pytest.fixture
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
     """What an S3-compatible server answers to HEAD and GET of an object, and nothing more of S3."""
-    s3fs = pytest.importorskip("s3fs")
     s3fs.S3FileSystem.clear_instance_cache()
     with serving(folder) as server:
         environment(monkeypatch, server.url.removesuffix("/data"))
@@ -109,10 +109,10 @@ def test_a_missing_library_is_one_error_with_its_command(monkeypatch: pytest.Mon
 @pytest.mark.soak
 def test_buckets_of_an_independent_server_of_s3(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip install 'moto[server]': S3 as others have written it, with its signatures, errors and listings."""
-    s3fs = pytest.importorskip("s3fs")
-    moto = pytest.importorskip("moto.server")
+    from moto.server import ThreadedMotoServer  # not among what `dev` installs: it brings 45 packages
+
     s3fs.S3FileSystem.clear_instance_cache()
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()

@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.schema import Config
-from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
-from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import SMALL
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.tiny import MadeUpBatches, tiny_config
+from tests.helpers.tiny import made_up_steps, tiny_config
 
 STAGES = {"decoder": (2, 3), "encoder": (2, 3), "encoder_decoder": (0, 2, 3)}
 CASES = [(kind, stage) for kind, stages in STAGES.items() for stage in stages]
@@ -58,14 +54,7 @@ def config_of(folder: Path, engine: str, kind: str, **sections: dict[str, Any]) 
 
 
 def losses(config: Config, ranks: Ranks) -> list[float]:
-    def draws(step: int, samples: torch.Tensor) -> Draws:
-        return Draws(0, step, samples, training=True)
-
-    engine = build_engine(build_model(config.model, 0), config, draws, ranks)
-    steps = zip(range(1, STEPS + 1), MadeUpBatches(config, ranks), strict=False)
-    found = [engine.train_step(data.micro_batches, step, 0.003) for step, data in steps]
-    engine.close()
-    assert all(result.applied for result in found)
+    found = made_up_steps(config, ranks, STEPS)
     return [value for result in found for value in (result.loss, result.grad_norm)]
 
 

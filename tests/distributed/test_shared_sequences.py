@@ -21,14 +21,11 @@ from megasparse.config.parallel import check_parallel
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError
-from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
-from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.data.folders import batches
 from tests.helpers.models import SMALL
 from tests.helpers.run_ranks import ROOT, run_ranks
-from tests.helpers.tiny import MadeUpBatches, tiny_config
+from tests.helpers.tiny import made_up_steps, tiny_config
 from tests.helpers.trained import prepared
 
 STAGES = (0, 1, 2, 3)
@@ -49,14 +46,7 @@ def config_of(folder: Path, engine: str, **sections: dict[str, Any]) -> Config:
 
 
 def losses(config: Config, ranks: Ranks) -> list[float]:
-    def draws(step: int, samples: torch.Tensor) -> Draws:
-        return Draws(0, step, samples, training=True)
-
-    engine = build_engine(build_model(config.model, 0), config, draws, ranks)
-    steps = zip(range(1, STEPS + 1), MadeUpBatches(config, ranks), strict=False)
-    found = [engine.train_step(data.micro_batches, step, 0.003) for step, data in steps]
-    engine.close()
-    assert all(result.applied for result in found)
+    found = made_up_steps(config, ranks, STEPS)
     return [v for r in found for v in (r.loss, r.grad_norm, r.statistics["accuracy"], float(r.tokens))]
 
 

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from megasparse.config.schema import Config
 from megasparse.data.batches import Batch, Step
+from megasparse.model.build import build_model
+from megasparse.ops.random import Draws
+from megasparse.training.engine import StepResult, build_engine
 from megasparse.training.ranks import Ranks
 
 
@@ -92,3 +95,17 @@ class MadeUpBatches:
                 batches.append(Batch(own, samples, position + whole))
             position += whole
             yield Step(batches, position, 0.0)
+
+
+def made_up_steps(config: Config, ranks: Ranks, steps: int) -> list[StepResult]:
+    """Of the configured model on made-up data, from its initial weights; each was applied."""
+
+    def draws(step: int, samples: Tensor) -> Draws:
+        return Draws(0, step, samples, training=True)
+
+    engine = build_engine(build_model(config.model, 0), config, draws, ranks)
+    batches = zip(range(1, steps + 1), MadeUpBatches(config, ranks), strict=False)
+    found = [engine.train_step(data.micro_batches, step, 0.003) for step, data in batches]
+    engine.close()
+    assert all(result.applied for result in found)
+    return found
