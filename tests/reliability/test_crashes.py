@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megasparse.training.checkpoints.run_folder import list_checkpoints
+from megasparse.training.checkpoints.run_lock import LOCK
 from tests.conftest import Report
 from tests.helpers.faults import Ended, Run, fault, is_alive, is_complete, patience, running
 
@@ -102,6 +103,11 @@ def test_C2_a_crash_at_any_point_of_a_save_changes_nothing(story: Story, clean: 
     assert story.run.first_steps() == [1, *(newest + 1 for _, newest in CRASHES)]
     left = sorted(path.name for path in (story.run.directory / "checkpoints").iterdir())
     assert left == ["00000018", "00000020", "latest"]
+
+
+def test_C12_every_restart_locks_the_folder_again(story: Story) -> None:
+    assert f"pid {story.run.rank(0)}, since " in (story.run.directory / LOCK).read_text()
+    assert "is in use" not in story.ended.said and "cannot be locked" not in story.ended.said
 
 
 def test_C3_a_rank_that_is_late_and_dies_leaves_the_older_checkpoint_the_newest(story: Story) -> None:

@@ -8,7 +8,6 @@ by its lock, which nobody holds, and removed by the next run on that disk.
 """
 
 import errno
-import fcntl
 import mmap
 import os
 import shutil
@@ -18,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megasparse.errors import ConfigError, StorageError
+from megasparse.training.checkpoints.file_lock import FileLock
 
 PREFIX = "megasparse-swap-"
 LOCK = "lock"
@@ -67,30 +67,26 @@ class SwapFolder:
     def remove(self) -> None:
         """Delete the folder and all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()
 
-    def _locked(self) -> int:
-        """The descriptor of the lock. The file takes its name when it is locked: no sweeper can find it unlocked."""
+    def _locked(self) -> FileLock:
+        """The lock of this folder. The file takes its name when it is locked: no sweeper can find it unlocked."""
         unnamed = self.path / f"{LOCK}.new"
-        descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = FileLock(unnamed, os.O_CREAT | os.O_EXCL)
         os.rename(unnamed, self.path / LOCK)
-        return descriptor
+        return lock
 
 
 def remove_leftovers(place: Path) -> None:
     """Delete the folders in `place` of ranks that live no more. One that cannot be deleted stays: it is another's."""
     for folder in sorted(place.glob(f"{PREFIX}*")):
         with suppress(OSError):
-            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            lock = FileLock(folder / LOCK)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not folder.is_symlink():
                     shutil.rmtree(folder)
             finally:
-                os.close(descriptor)
+                lock.release()
 
 
 def verify(files: Mapping[str, int]) -> None:

@@ -12,6 +12,7 @@ import torch
 from megasparse.config.schema import RunConfig
 from megasparse.data.batches import never
 from megasparse.training.checkpoints.checkpoint import silent
+from megasparse.training.checkpoints.run_lock import run_lock
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.rank_table import Spent
 from megasparse.training.stopping.signals import StopSignals
@@ -34,14 +35,20 @@ class Watch:
 
 @contextmanager
 def watching(run: RunConfig, ranks: Ranks, signals: StopSignals) -> Iterator[Watch]:
-    """The watch of a real run: a signal to any rank stops all, and a rank that hangs ends the run."""
+    """The watch of a real run: a signal to any rank stops all, and a rank that hangs ends the run. Meanwhile
+    `run.directory` is locked.
+
+    Raises UserError, the same on every rank, where another run holds that folder.
+    """
 
     def signalled() -> bool:
         return signals.wanted is not None
 
     launch = ranks.gather(uuid.uuid4().hex)[0]
-    directory = Path(run.directory) / "heartbeats"
-    with Watchdog(directory, launch, ranks.rank, ranks.world_size, run.hang_timeout, signalled) as watchdog:
+    directory = Path(run.directory)
+    beats = directory / "heartbeats"
+    watchdog = Watchdog(beats, launch, ranks.rank, ranks.world_size, run.hang_timeout, signalled)
+    with run_lock(directory, ranks), watchdog:
         stop_wanted = lambda: signalled() or watchdog.stop_elsewhere()  # noqa: E731
         yield Watch(stop_wanted, watchdog.progress, watchdog.alive, signals.trace_wanted)
 

@@ -1,0 +1,74 @@
+"""The lock on a run's folder: two runs that write into one folder would destroy each other's records."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from megasparse.errors import ConfigError, UserError
+from megasparse.training.checkpoints.file_lock import FileLock
+from megasparse.training.ranks import Ranks
+
+LOCK = ".lock"
+"""Name of the file in `run.directory`. It stays when the run has ended; only the lock on it counts."""
+LONGEST = 1024
+"""Bytes of the lock file that are read, at most."""
+
+
+@contextmanager
+def run_lock(directory: Path, ranks: Ranks) -> Iterator[None]:
+    """Keep other runs out of `directory`, which is made where it does not exist. Rank 0 holds the lock for all ranks;
+    all of them call this.
+
+    Where the file cannot be locked, a warning says so and the run goes on without.
+
+    Raises UserError, the same on every rank, where another run holds the lock or the folder cannot be made.
+    """
+    lock = problem = None
+    if ranks.rank == 0:
+        try:
+            lock = _take(directory)
+        except ConfigError as error:
+            problem = str(error)
+    try:
+        if (problem := ranks.gather(problem)[0]) is not None:
+            raise UserError(problem)
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _take(directory: Path) -> FileLock | None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"{directory} cannot be made ({error.strerror})"
+        raise ConfigError("run.directory", problem, "Choose a folder that can be written") from None
+    path = directory / LOCK
+    try:
+        lock = FileLock(path, os.O_CREAT)
+    except BlockingIOError:
+        problem = f"{directory} is in use by another run ({_holder(path)})"
+        raise ConfigError("run.directory", problem, "Choose another run.directory, or end that run first") from None
+    except OSError as error:
+        problem = f"{path} cannot be locked ({error.strerror}): nothing keeps a second run out of this folder"
+        print(f"warning: {problem}", file=sys.stderr)
+        return None
+    since = datetime.now().astimezone().isoformat(" ", "seconds")
+    with suppress(OSError):  # a full disk: the lock holds all the same
+        os.ftruncate(lock.descriptor, 0)
+        os.pwrite(lock.descriptor, f"host {socket.gethostname()}, pid {os.getpid()}, since {since}".encode(), 0)
+    return lock
+
+
+def _holder(path: Path) -> str:
+    """What the holder of the lock wrote about itself, if that is one printable line."""
+    with suppress(OSError), path.open("rb") as file:
+        text = file.read(LONGEST).decode(errors="replace")
+        if text and text.isprintable():
+            return text
+    return f"{path} does not say which"

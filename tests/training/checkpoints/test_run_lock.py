@@ -1,0 +1,147 @@
+"""Two runs are never in one folder: the second is refused before it writes, and whoever has died keeps nobody out."""
+
+import errno
+import fcntl
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasparse.errors import UserError
+from megasparse.training.checkpoints.run_lock import LOCK, run_lock
+from megasparse.training.ranks import Ranks
+from tests.helpers.finetuning import ENCODER, launch, reviews
+from tests.helpers.ranks_in_threads import run_in_threads
+from tests.helpers.run_ranks import ROOT
+from tests.helpers.trained import prepared, trained
+
+HOLDER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from megasparse.training.checkpoints.run_lock import run_lock
+from megasparse.training.ranks import Ranks
+with run_lock(Path(sys.argv[1]), Ranks()):
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
+    print(started.pid, flush=True)
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+    time.sleep(600)
+"""
+"""A run with a forked child and a started one, neither of which ends with it."""
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Path -> when it was last written, and its bytes."""
+    found = [folder, *folder.rglob("*")]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in found}
+
+
+def pretraining(folder: Path) -> Callable[[int], list[Any]]:
+    data = prepared(folder)
+    return lambda steps: trained(data, folder / "run", ["local"], steps)
+
+
+def finetuning(folder: Path) -> Callable[[int], list[Any]]:
+    table = reviews(folder / "train.csv", 24)
+    return lambda steps: launch(folder / "run", table, model=ENCODER, training={"steps": steps})
+
+
+@pytest.mark.parametrize("kind", [pretraining, finetuning])
+def test_C12_a_second_run_is_refused_in_one_line_before_it_writes(
+    tmp_path: Path, kind: Callable[[Path], Callable[[int], list[Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, start = tmp_path / "run", kind(tmp_path)
+    start(2)
+    with run_lock(run, Ranks()):
+        before = contents(run)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as refused:
+            start(3)
+        assert contents(run) == before
+    assert refused.value.code == 2
+    said = capsys.readouterr().err
+    line = said.splitlines()[-1]
+    assert said.count("error") == 1 and "Traceback" not in said
+    holder = rf"host {re.escape(socket.gethostname())}, pid {os.getpid()}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\S*"
+    assert re.fullmatch(
+        rf"error: run\.directory: {re.escape(str(run))} is in use by another run \({holder}\)\. "
+        r"Choose another run\.directory, or end that run first",
+        line,
+    )
+    assert [row["step"] for row in start(3)] == [1, 2, 3]
+
+
+def test_C12_a_killed_run_keeps_nobody_out_though_its_children_live(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    children: list[int] = []
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        children += [int(process.stdout.readline()) for _ in range(2)]
+        with pytest.raises(UserError, match=f"pid {process.pid},"), run_lock(tmp_path, Ranks()):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        for child in children:
+            os.kill(child, 0)  # it lives
+        with run_lock(tmp_path, Ranks()):
+            assert (tmp_path / LOCK).read_text().startswith(f"host {socket.gethostname()}, pid {os.getpid()}, since ")
+    finally:
+        process.kill()
+        process.wait()
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_C12_all_ranks_of_a_job_hold_the_folder_and_all_are_refused_together(tmp_path: Path) -> None:
+    def work(ranks: Ranks) -> None:
+        with run_lock(tmp_path, ranks):
+            ranks.gather(None)  # all of them are inside
+
+    assert run_in_threads(work, 3) == [None] * 3
+    with run_lock(tmp_path, Ranks()):
+        errors = run_in_threads(work, 3)
+    assert {type(error) for error in errors} == {UserError} and len({str(error) for error in errors}) == 1
+    assert run_in_threads(work, 3) == [None] * 3
+
+
+@pytest.mark.parametrize("problem", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_C12_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problem: int
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(problem, os.strerror(problem))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with ExitStack() as both:
+        for _ in range(2):
+            both.enter_context(run_lock(tmp_path, Ranks()))
+            warning = f"warning: {tmp_path / LOCK} cannot be locked ({os.strerror(problem)}): nothing keeps"
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(warning)
+
+
+@pytest.mark.parametrize("text", [b"", b"two\nlines", b"\x1b[2J", b"\xff\0"])
+def test_C12_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path: Path, text: bytes) -> None:
+    with run_lock(tmp_path, Ranks()):
+        (tmp_path / LOCK).write_bytes(text)
+        with pytest.raises(UserError) as refused, run_lock(tmp_path, Ranks()):
+            pass
+    assert f"({tmp_path / LOCK} does not say which)" in str(refused.value)
+
+
+def test_C12_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match=r"^run\.directory: .*file/run cannot be made \(Not a directory\)"),
+        run_lock(tmp_path / "file" / "run", Ranks()),
+    ):
+        pass
