@@ -22,6 +22,7 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.hub.importing import refuse_existing, write_checkpoint
+from megasparse.model.build import empty_model
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 
 TABLE = "embedding.positions.table"
@@ -67,7 +68,7 @@ def extended(table: Tensor, offset: int, length: int) -> Tensor:
 def main(arguments: Sequence[str] | None = None) -> None:
     given = build_parser().parse_args(arguments)
     refuse_existing(given.output)
-    checkpoint = Checkpoint.open(find_checkpoint(Path(given.checkpoint)))
+    checkpoint = Checkpoint.open(find_checkpoint(Path(given.checkpoint)), build=empty_model)
     values = checkpoint.config.model_dump(mode="json")
     old = checkpoint.config.model
     weights = tensors(checkpoint, old, given.max_length)

@@ -9,7 +9,7 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers import Tokenizer, build_tokenizer
 from megasparse.errors import ConfigError
-from megasparse.model.build import Model, build_model
+from megasparse.model.build import Model, build_model, empty_model
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
 from megasparse.training.ranks import start_ranks
 
@@ -21,7 +21,7 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
     configuration that the checkpoint holds.
     Raises CheckpointError where there is none or it is damaged, ConfigError for a wrong override.
     """
-    checkpoint = Checkpoint.open(find_checkpoint(Path(directory)))
+    checkpoint = Checkpoint.open(find_checkpoint(Path(directory)), build=empty_model)
     config = build_config(checkpoint.config.model_dump(mode="json"), overrides)
     device = start_ranks(config.run.model_copy(update={"engine": "torch"})).device
     model = build_model(config.model, config.run.seed)

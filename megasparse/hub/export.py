@@ -21,7 +21,7 @@ from megasparse.hub.megasparse_format import exported_class
 from megasparse.hub.output_folder import appearing
 from megasparse.hub.tensor_file import INDEX, WEIGHTS
 from megasparse.hub.tokenizer_files import Files
-from megasparse.model.build import build_model
+from megasparse.model.build import build_model, empty_model
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def to_hf(
     """
     format, output = format_named(to), Path(output)
     refuse_existing(output)
-    opened = Checkpoint.open(find_checkpoint(Path(checkpoint)))
+    opened = Checkpoint.open(find_checkpoint(Path(checkpoint)), build=empty_model)
     config = opened.config
     check_tokenizer(opened)
     exported = format.export(config, lambda name: opened.tensor("weight", name))

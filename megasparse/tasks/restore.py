@@ -56,7 +56,7 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     _require_alike(trained, judged)
     run = Path(os.path.abspath(checkpoint.path)).parents[1]
     form = form_of(judged, config)
-    body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form)
+    body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form, checkpoint)
     if tokenizer.sha256 != checkpoint.manifest["tokenizer"].get("sha256"):
         mend = "Copy the run's folder again, whole"
         raise CheckpointError(run / FOLDER, "has not the tokenizer that the checkpoint was trained with", mend)

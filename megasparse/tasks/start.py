@@ -4,6 +4,8 @@ body is built again, without these, for a run's own checkpoints.
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,12 @@ from megasparse.config.schema import ModelConfig
 from megasparse.data.files import file_sha256, replacing
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
 from megasparse.errors import CheckpointError, ConfigError, HubError
-from megasparse.model.build import initialise
+from megasparse.model.build import empty_model, initialise
 from megasparse.tasks.activations import checkpoint_layers
 from megasparse.tasks.adapters import add_adapters
 from megasparse.tasks.bodies import Body, HuggingFaceBody
 from megasparse.tasks.form import Form
-from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, persistent_buffers
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, on_meta, persistent_buffers
 
 FOLDER, RECORD = "start", "body.json"
 """Of a run: what its body is, and its tokenizer."""
@@ -82,33 +84,53 @@ def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:
     return found
 
 
-def rebuild(run: Path, form: Form) -> tuple[Body, Tokenizer]:
-    """The body of a run, its weights yet to be filled from a checkpoint, and its tokenizer. Raises CheckpointError."""
+def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Body, Tokenizer]:
+    """The body of a run, its weights yet to be filled from a checkpoint, and its tokenizer.
+
+    Raises CheckpointError where the record cannot be read, or is of a body of ours of other weights.
+    """
+    with _record_of(run) as (record, tokenizer):
+        if record["kind"] == "megasparse":
+            model = ModelConfig.model_validate_json(json.dumps(record["model"]))
+            _check_body(on_meta(checkpoint, model, lambda: form.body(model)), checkpoint)
+            return form.body(model), tokenizer
+        model = _empty_transformer(record["config"])
+        return _huggingface_body(model, record["causal"], record["activations"]), tokenizer
+
+
+@contextmanager
+def _record_of(run: Path) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
+    """What a run's folder has of its start. Raises CheckpointError where it, or the block's use of it, fails."""
     folder = run / FOLDER
     try:
         record = json.loads((folder / RECORD).read_bytes())
         name = record["tokenizer"]
-        tokenizer = build_tokenizer(name if name in NAMED else str(folder / Path(name).name))
-        if record["kind"] == "megasparse":
-            return form.body(ModelConfig.model_validate_json(json.dumps(record["model"]))), tokenizer
-        model = _empty_transformer(record["config"])
-        return _huggingface_body(model, record["causal"], record["activations"]), tokenizer
+        yield record, build_tokenizer(name if name in NAMED else str(folder / Path(name).name))
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"cannot be read ({type(error).__name__})"
         raise CheckpointError(folder / RECORD, problem, "Copy the run's folder again, whole") from None
 
 
-def body_of_run(run: Path, config: FinetuneConfig, form: Form) -> tuple[Body, Tokenizer]:
+def _check_body(body: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where a weight of a body has another shape than the one of its name in the checkpoint."""
+    stored = checkpoint.manifest["tensors"].get("weight", {})
+    for name, parameter in body.named_parameters():
+        if (entry := stored.get(f"body.{name}")) is not None and entry["shape"] != list(parameter.shape):
+            problem = f"body.{name} has shape {entry['shape']}, in the run's record {list(parameter.shape)}"
+            raise CheckpointError(checkpoint.path, problem, "Copy the run's folder again, whole")
+
+
+def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Checkpoint) -> tuple[Body, Tokenizer]:
     """The body of a run of this configuration, its trained weights yet to be filled from a checkpoint, and its
     tokenizer. The frozen weights of a run with adapters are in no checkpoint: they are read again from `start`.
 
     Raises CheckpointError where the run's record cannot be read, or the pretrained weights are not where they were.
     """
-    body, tokenizer = rebuild(run, form)
     if config.lora is None:
-        return body, tokenizer
+        return rebuild(run, form, checkpoint)
+    with _record_of(run) as (record, tokenizer):
+        labels = _sketch_labels(record)
     try:
-        labels = _sketch_labels(json.loads((run / FOLDER / RECORD).read_bytes()))
         body = open_start(config, form, labels).body
     except (CheckpointError, ConfigError, HubError) as error:
         key = "start.checkpoint" if config.start.checkpoint is not None else "start.huggingface"
@@ -140,7 +162,7 @@ def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int
 def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) -> Start:
     from megasparse.evaluation.restore import trained_tokenizer
 
-    checkpoint = Checkpoint.open(find_checkpoint(path))
+    checkpoint = Checkpoint.open(find_checkpoint(path), build=empty_model)
     pretrained = checkpoint.config
     if (pretrained.model.kind == "encoder_decoder") != form.two_sided:
         raise CheckpointError(checkpoint.path, *(ONE_SIDE if form.two_sided else TWO_SIDES))

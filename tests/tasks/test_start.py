@@ -118,8 +118,9 @@ def built_again(start: Start, config: FinetuneConfig, run: Path, origin: Path | 
     path = saver.finish() or run / "checkpoints" / "00000001"
     if origin is not None:
         shutil.move(origin, origin.with_name("moved"))
-    body, tokenizer = rebuild(run, form_for(config))
-    load_weights(Module(body), Checkpoint.open(path))
+    checkpoint = Checkpoint.open(path)
+    body, tokenizer = rebuild(run, form_for(config), checkpoint)
+    load_weights(Module(body), checkpoint)
     assert tokenizer.sha256 == start.tokenizer.sha256
     assert (body.causal, body.width, body.longest, body.vocabulary, body.task_weight) == (
         start.body.causal, start.body.width, start.body.longest, start.body.vocabulary, start.body.task_weight,
@@ -377,7 +378,7 @@ def test_a_damaged_record_is_refused(content: bytes | None, tmp_path: Path) -> N
     else:
         record.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"body\.json: cannot be read .*Copy the run's folder again"):
-        rebuild(tmp_path, form_for(config))
+        rebuild(tmp_path, form_for(config), Checkpoint(tmp_path, {"tensors": {}}))
 
 
 def test_the_record_of_a_tokenizer(tmp_path: Path) -> None:

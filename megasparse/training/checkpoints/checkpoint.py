@@ -22,12 +22,16 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from megasparse.config.checks import check_model
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.schema import Config, RunSettings
+from megasparse.config.schema import Config, ModelConfig, RunSettings
 from megasparse.data.files import file_sha256
-from megasparse.errors import CheckpointError
+from megasparse.errors import CheckpointError, ConfigError
 from megasparse.training.checkpoints.manifest import MANIFEST, RESTORE, read_manifest, size_of
 from megasparse.training.checkpoints.run_folder import find_newest
+
+FORGED = "Do not trust it"
+"""The hint where no checkpoint of ours is like this one."""
 
 
 def silent(doing: str) -> None:
@@ -105,12 +109,19 @@ class Checkpoint:
 
     @staticmethod
     def open(
-        path: str | Path, rank: int = 0, world_size: int = 1, progress: Callable[[str], None] = silent
+        path: str | Path,
+        rank: int = 0,
+        world_size: int = 1,
+        progress: Callable[[str], None] = silent,
+        build: Callable[[ModelConfig], nn.Module] | None = None,
     ) -> "Checkpoint":
-        """Verify and open: the manifest's own digest, then all sizes, then digests, then the files' headers.
+        """Verify and open: the manifest's own digest, then all sizes and headers, the configuration, then digests.
 
+        What is cheap comes first: a forged checkpoint is refused before terabytes are hashed for it.
         Ranks that open it together share out the digests: rank r checks every world_size-th file.
         progress: called every MB with what is being done.
+        build: makes the pretrained model that the caller is going to fill. Made on the meta device, it has to have the
+            weights that the manifest lists.
         Raises CheckpointError naming the first file that is missing, of the wrong size, changed, or not expected.
         """
         path = Path(path)
@@ -124,10 +135,13 @@ class Checkpoint:
         for entry in sorted(path.iterdir()):
             if entry.name not in manifest["files"] and entry.name != MANIFEST:
                 raise CheckpointError(entry, "not part of this checkpoint", "Move it elsewhere")
+        checkpoint._check_headers()
+        if build is not None:
+            model = checkpoint.config.model
+            _matched(on_meta(checkpoint, model, lambda: build(_valid(model))), checkpoint)
         for name, expected in sorted(manifest["files"].items())[rank::world_size]:
             if _digest(path / name, lambda: progress(f"verifying {path}")) != expected["sha256"]:
                 raise CheckpointError(path / name, "changed since it was written (sha256 differs)", RESTORE)
-        checkpoint._check_headers()
         return checkpoint
 
     @property
@@ -172,8 +186,12 @@ class Checkpoint:
 
     def tensor(self, kind: str, name: str) -> Tensor:
         """The whole tensor, fp32 on the CPU. `kind` is "weight" or an optimizer state. Raises CheckpointError."""
-        shape = self._entry(kind, name)["shape"]
+        shape = self.shape(kind, name)
         return self.read(kind, name, 0, _numel(shape)).view(shape)
+
+    def shape(self, kind: str, name: str) -> list[int]:
+        """The shape of the whole tensor, as the manifest lists it. Raises CheckpointError where it lists none."""
+        return list(self._entry(kind, name)["shape"])
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of the flattened tensor, reading no more than these from disk."""
@@ -203,17 +221,17 @@ class Checkpoint:
                 for piece in tensor["pieces"]:
                     if piece["key"] in listed[piece["file"]]:
                         problem = f"lists {piece['key']} of {piece['file']} twice"
-                        raise CheckpointError(self.path / MANIFEST, problem, "Do not trust it")
+                        raise CheckpointError(self.path / MANIFEST, problem, FORGED)
                     listed[piece["file"]][piece["key"]] = piece["numel"]
         for name, pieces in listed.items():
             file = self._file(name)
             if file.metadata() or set(file.keys()) != pieces.keys():
-                raise CheckpointError(self.path / name, "holds what the manifest does not list", "Do not trust it")
+                raise CheckpointError(self.path / name, "holds what the manifest does not list", FORGED)
             for key, numel in pieces.items():
                 stored = file.get_slice(key)
                 if (stored.get_dtype(), stored.get_shape()) != ("F32", [numel]):
                     problem = f"{key} is {stored.get_dtype()} {stored.get_shape()} instead of F32 [{numel}]"
-                    raise CheckpointError(self.path / name, problem, "Do not trust it")
+                    raise CheckpointError(self.path / name, problem, FORGED)
 
     def _file(self, name: str) -> Any:
         if name not in self._open_files:
@@ -221,6 +239,9 @@ class Checkpoint:
                 self._open_files[name] = safe_open(self.path / name, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(self.path / name, f"is no safetensors file ({error})", RESTORE) from None
+            except RuntimeError as error:  # torch maps the file, and larger ones than memory fail on some systems
+                problem = f"cannot be mapped into memory ({' '.join(str(error).split())[:200]})"
+                raise CheckpointError(self.path / name, problem, "Open it on a machine of more memory") from None
         return self._open_files[name]
 
 
@@ -246,18 +267,52 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
     Raises CheckpointError where their names or shapes differ from the module's. Frozen parameters are in no checkpoint,
     and stay as they are.
     """
+    for name, parameter in _matched(module, checkpoint).items():
+        parameter.data.copy_(checkpoint.tensor("weight", name))
+
+
+def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.Module]) -> nn.Module:
+    """What `build` makes of a configuration that came with a checkpoint, on the meta device: shapes without memory.
+
+    Every layer has weights of its own: a configuration of more layers than the checkpoint has weights is refused
+    before one is built. Raises CheckpointError for it, and for a configuration that no model can have.
+    """
+    weights = len(checkpoint.manifest["tensors"].get("weight", {}))
+    layers = max(model.layers, (model.source and model.source.layers) or 0)
+    if layers > weights:
+        problem = f"its configuration has {layers} layers, more than its {weights} weights"
+        raise CheckpointError(checkpoint.path, problem, FORGED)
+    try:
+        with torch.device("meta"):
+            return build()
+    except ConfigError as error:
+        raise CheckpointError(checkpoint.path, f"its configuration has {error.key}: {error.problem}", FORGED) from None
+    except (RuntimeError, TypeError, OverflowError) as error:  # sizes that do not fit 64 bits
+        problem = f"no model can have its configuration ({' '.join(str(error).split())[:100]})"
+        raise CheckpointError(checkpoint.path, problem, FORGED) from None
+
+
+def _valid(model: ModelConfig) -> ModelConfig:
+    """The configuration itself. Raises ConfigError where it breaks a rule of pretrained models."""
+    check_model(model)
+    return model
+
+
+def _matched(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The module's trained parameters and persistent buffers. Raises CheckpointError unless the checkpoint lists a
+    weight of the same shape for each, and no other.
+    """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     parameters = {**trained, **persistent_buffers(module)}
     mend = "Build the model from the checkpoint's own configuration"
-    for name in checkpoint.manifest["tensors"]["weight"]:
+    for name in checkpoint.manifest["tensors"].get("weight", {}):
         if name not in parameters:
             raise CheckpointError(checkpoint.path, f"has a weight {name} that the model has not", mend)
     for name, parameter in parameters.items():
-        weight = checkpoint.tensor("weight", name)
-        if weight.shape != parameter.shape:
-            problem = f"{name} has shape {list(weight.shape)}, in the model {list(parameter.shape)}"
+        if (shape := checkpoint.shape("weight", name)) != list(parameter.shape):
+            problem = f"{name} has shape {shape}, in the model {list(parameter.shape)}"
             raise CheckpointError(checkpoint.path, problem, mend)
-        parameter.data.copy_(weight)
+    return parameters
 
 
 def _digest(path: Path, progress: Callable[[], None]) -> str:

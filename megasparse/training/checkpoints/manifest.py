@@ -17,6 +17,8 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 NO_DATA = "none"
 """Fingerprint of the data in a checkpoint whose weights were not trained here: any data may follow."""
+LARGEST_MANIFEST = 1 << 28
+"""Bytes of a manifest: some 200 a piece of a tensor make room for a million pieces."""
 RESTORE = "Restore it from a copy, or resume from an older checkpoint with --resume PATH"
 
 _Count = Annotated[int, Field(ge=0)]
@@ -77,7 +79,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         problem = "is no folder" if path.exists() else "no such checkpoint"
         raise CheckpointError(path, problem, "Give the folder of one, such as checkpoints/00001000")
-    size_of(file)
+    if (size := size_of(file)) > LARGEST_MANIFEST:
+        problem = f"{size} bytes, and a manifest has no more than {LARGEST_MANIFEST}"
+        raise CheckpointError(file, problem, RESTORE)
     try:
         text = file.read_bytes().decode()
         manifest = json.loads(text)

@@ -1,0 +1,196 @@
+"""Checkpoints that claim to be huge: refused before a weight is made or a byte is hashed.
+
+Each is honestly sealed, as an attacker would have it. Nothing is timed: what must not happen raises an error instead.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from launch import evaluate, finetune, generate, pretrain
+from megasparse.errors import CheckpointError
+from megasparse.evaluation.restore import restore
+from megasparse.hub.export import to_hf
+from megasparse.model import build, stack
+from megasparse.tasks.restore import restore_task
+from megasparse.training.checkpoints import checkpoint, manifest
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
+from megasparse.training.checkpoints.manifest import MANIFEST, seal
+from tests.helpers.finetuning import ENCODER, launch, reviews, settings
+from tests.helpers.trained import prepared, trained
+
+FILE = "rank-00000.safetensors"
+HUGE = 10**9
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """data/, and run/ with a checkpoint of one step."""
+    folder = tmp_path_factory.mktemp("forged")
+    trained(prepared(folder), folder / "run", ["local", "lsh"], 1)
+    return folder
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole / "run", tmp_path / "run"))
+
+
+def forge(run: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
+    path = find_checkpoint(run)
+    forged = json.loads((path / MANIFEST).read_text())
+    edit(forged)
+    (path / MANIFEST).write_text(seal(forged))
+    return path
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, *names: tuple[Any, str]) -> None:
+    def called(*_: Any, **__: Any) -> None:
+        raise AssertionError("it went on")
+
+    for place, name in names:
+        monkeypatch.setattr(place, name, called)
+
+
+@pytest.fixture
+def nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight gets its initial value, and no file is hashed."""
+    forbid(monkeypatch, (build, "initialise"), (checkpoint, "file_sha256"))
+
+
+def claim(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda forged: forged["config"]["model"].update(values)
+
+
+def source(forged: dict[str, Any]) -> None:
+    """As many layers in an encoder."""
+    own = {"length": 32, "layers": HUGE}
+    forged["config"]["model"].update(kind="encoder_decoder", source=own)
+
+
+CLAIMS = {
+    "layers": (claim(layers=HUGE), rf"{HUGE} layers, more than its \d+ weights"),
+    "source": (source, rf"{HUGE} layers, more than its \d+ weights"),
+    "width": (claim(d_model=HUGE), rf"has shape \[.*, in the model \[.*{HUGE}"),
+    "feed-forward": (claim(d_ff=HUGE), rf"has shape \[.*, in the model \[.*{HUGE}"),
+    "vocabulary": (claim(vocabulary=HUGE), rf"has shape \[.*, in the model \[.*{HUGE}"),
+    "beyond 64 bits": (claim(d_model=4 * 10**30), "no model can have its configuration"),
+    "heads": (claim(heads=3), "its configuration has model"),
+}
+
+
+@pytest.mark.parametrize("what", CLAIMS)
+def test_X6_a_configuration_of_a_huge_model(
+    run: Path, what: str, nothing_made: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit, said = CLAIMS[what]
+    path = forge(run, edit)
+    if "layers" in said:
+        forbid(monkeypatch, (build, "Decoder"), (build, "EncoderDecoder"))
+    with pytest.raises(CheckpointError, match=said) as caught:
+        restore(run)
+    assert caught.value.path == str(path)
+
+
+def test_X6_a_file_of_holes(run: Path, nothing_made: None) -> None:
+    path = find_checkpoint(run)
+    os.truncate(path / FILE, 10**12)
+    with pytest.raises(CheckpointError, match=rf"{FILE}: {10**12} bytes instead of"):
+        Checkpoint.open(path)
+    forge(run, lambda forged: forged["files"][FILE].update(bytes=10**12))
+    with pytest.raises(CheckpointError, match=rf"{FILE}: is no safetensors file"):
+        Checkpoint.open(path)
+
+
+def test_X6_a_tensor_of_holes(run: Path, nothing_made: None) -> None:
+    """Listed, and in the file's header: only the model has none such."""
+    path, numel = find_checkpoint(run), 1 << 24
+    contents = (path / FILE).read_bytes()
+    length = int.from_bytes(contents[:8], "little")
+    header = json.loads(contents[8 : 8 + length])
+    end = len(contents) - 8 - length
+    header["more"] = {"dtype": "F32", "shape": [numel], "data_offsets": [end, end + 4 * numel]}
+    text = json.dumps(header).encode()
+    (path / FILE).write_bytes(len(text).to_bytes(8, "little") + text + contents[8 + length :])
+    size = 8 + len(text) + end + 4 * numel
+    os.truncate(path / FILE, size)
+
+    def edit(forged: dict[str, Any]) -> None:
+        piece = {"file": FILE, "key": "more", "start": 0, "numel": numel}
+        forged["tensors"]["weight"]["more"] = {"shape": [numel], "pieces": [piece]}
+        forged["files"][FILE]["bytes"] = size
+
+    forge(run, edit)
+    with pytest.raises(CheckpointError, match="has a weight more that the model has not"):
+        restore(run)
+
+
+def test_X6_a_manifest_without_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = find_checkpoint(run)
+    os.truncate(path / MANIFEST, manifest.LARGEST_MANIFEST + 1)
+    forbid(monkeypatch, (Path, "read_bytes"))
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST}: {manifest.LARGEST_MANIFEST + 1} bytes"):
+        Checkpoint.open(path)
+
+
+def test_X6_a_finetuned_models_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, folder = tmp_path / "place", tmp_path / "run"
+    place.mkdir()
+    launch(folder, reviews(place / "reviews.csv", 40), model=ENCODER, task={"max_length": 128})
+    restore_task(folder)
+    empty, layers = torch.empty, stack.Block
+
+    def on_meta(*sizes: Any, **options: Any) -> torch.Tensor:
+        made = empty(*sizes, **options)
+        assert made.is_meta, "a weight was made"
+        return made
+
+    def one(config: Any, layer: int) -> Any:
+        assert config.layers < HUGE, "a layer was made"
+        return layers(config, layer)
+
+    monkeypatch.setattr(torch, "empty", on_meta)
+    monkeypatch.setattr(stack, "Block", one)
+    record = folder / "start" / "body.json"
+    honest = json.loads(record.read_text())
+    for values, said in (({"layers": HUGE}, "layers, more than"), ({"d_model": HUGE}, "in the run's record")):
+        record.write_text(json.dumps({**honest, "model": {**honest["model"], **values}}))
+        with pytest.raises(CheckpointError, match=said):
+            restore_task(folder)
+
+
+def stopped(capsys: pytest.CaptureFixture[str], launcher: ModuleType, *arguments: Any) -> str:
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
+        patch.setattr(sys, "argv", ["launcher", *map(str, arguments)])
+        launcher.main()
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def test_X6_one_line_of_every_command(
+    whole: Path, run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forge(run, claim(layers=HUGE))
+    forbid(monkeypatch, (build, "initialise"), (build, "Decoder"))
+    said = f"{HUGE} layers"
+    assert said in stopped(capsys, evaluate, "--checkpoint", run, "--data", whole / "data")
+    assert said in stopped(capsys, generate, "--checkpoint", run, "--prompt", "a")
+    values = settings(tmp_path / "tuned", reviews(tmp_path / "reviews.csv", 40), start={"checkpoint": str(run)})
+    (tmp_path / "tuned.json").write_text(json.dumps(values))
+    assert said in stopped(capsys, finetune, "--config", tmp_path / "tuned.json")
+    with pytest.raises(CheckpointError, match=said):
+        to_hf(run, tmp_path / "exported")
+    resumed = stopped(
+        capsys, pretrain, "--config", whole / "run.json", "--set", f"run.directory={json.dumps(str(run))}"
+    )
+    assert f"model.layers: {HUGE} -> 2" in resumed
