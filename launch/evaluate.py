@@ -47,7 +47,7 @@ def score_split(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def score_task(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Of fine-tuned models: the result, and its summary. Writes the predictions, where these are asked for."""
-    from megasparse.tasks.judging import judge, summary
+    from megasparse.tasks.evaluate import judge, summary
     from megasparse.tasks.predictions import write_predictions
 
     overrides = args.set + ([f"evaluation.batch={args.batch}"] if args.batch else [])

@@ -35,8 +35,8 @@ def main() -> None:
     signals = StopSignals()
     signals.follow_launcher()
     # Imported when the configuration is known to be right: a mistake in it should not take seconds to be told.
-    from megasparse.ops.random import Draws
-    from megasparse.tasks.fitting import predict, require_fit
+    from megasparse.ops.random import RngContext
+    from megasparse.tasks.memory_check import predict, require_fit
     from megasparse.tasks.run import open_run
     from megasparse.tasks.scoring import selection_of, validation
     from megasparse.training.checkpoints.resume import find_start
@@ -45,7 +45,7 @@ def main() -> None:
     from megasparse.training.loop import train
     from megasparse.training.ranks import start_ranks
     from megasparse.training.reporting.monitor import Monitor
-    from megasparse.training.stopping.watch import watching
+    from megasparse.training.stopping.hooks import monitored
 
     ranks = start_ranks(config.run)
     say = lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None  # noqa: E731
@@ -55,20 +55,20 @@ def main() -> None:
         print(predict(run, ranks).lines())
         return
     require_fit(run, ranks, say)
-    make_draws = lambda step, samples: Draws(config.run.seed, step, samples, training=True)  # noqa: E731
-    with watching(config.run, ranks, signals) as watch:
+    make_draws = lambda step, samples: RngContext(config.run.seed, step, samples, training=True)  # noqa: E731
+    with monitored(config.run, ranks, signals) as hooks:
         tokenizer = {"name": run.start.tokenizer.name, "sha256": run.start.tokenizer.sha256}
-        saver = Saver(config, ranks, run.fingerprint, tokenizer, watch)
+        saver = Saver(config, ranks, run.fingerprint, tokenizer, hooks)
         start = find_start(args.resume, saver, args.allow_changed_config)
         step, position = (start.step, start.sequences) if start else (0, 0)
         if ranks.rank == 0:
             run.start.write(directory)
         selection = selection_of(config)
         with closing(build_engine(run.model, config, make_draws, ranks, start)) as engine:
-            evaluate = validation(run, engine, watch)
+            evaluate = validation(run, engine, hooks)
             with Monitor(config, ranks, step) as monitor:
                 batches = run.batches(ranks, position)
-                when = (start, evaluate, args.stop_at, watch)
+                when = (start, evaluate, args.stop_at, hooks)
                 complete = train(engine, config, batches, saver, monitor, *when, selection=selection)
         if complete and ranks.rank == 0:
             selection.write(directory / "best.json")

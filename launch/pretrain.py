@@ -38,7 +38,7 @@ def main() -> None:
     # Imported when the configuration is known to be right: a mistake in it should not take seconds to be told.
     from megasparse.evaluation.held_out import held_out
     from megasparse.model.build import build_model
-    from megasparse.ops.random import Draws
+    from megasparse.ops.random import RngContext
     from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
     from megasparse.planning.report import dry_run_report
     from megasparse.training.batches import open_data, training_batches
@@ -48,19 +48,19 @@ def main() -> None:
     from megasparse.training.loop import train
     from megasparse.training.ranks import start_ranks
     from megasparse.training.reporting.monitor import Monitor
-    from megasparse.training.stopping.watch import watching
+    from megasparse.training.stopping.hooks import monitored
 
     if args.dry_run:
         print(dry_run_report(config))
         return
 
-    def make_draws(step: int, samples: Any) -> Draws:
-        return Draws(config.run.seed, step, samples, training=True)
+    def make_draws(step: int, samples: Any) -> RngContext:
+        return RngContext(config.run.seed, step, samples, training=True)
 
     data = open_data(config)
     ranks = start_ranks(config.run, config.parallel.sequence)
-    with watching(config.run, ranks, signals) as watch:
-        saver = Saver(config, ranks, data.fingerprint, data.evaluation.tokenizer.model_dump(), watch)
+    with monitored(config.run, ranks, signals) as hooks:
+        saver = Saver(config, ranks, data.fingerprint, data.evaluation.tokenizer.model_dump(), hooks)
         start = find_start(args.resume, saver, args.allow_changed_config)
         step, position = (start.step, start.sequences) if start else (0, 0)
         model: Any = build_model(config.model, config.run.seed)
@@ -68,11 +68,11 @@ def main() -> None:
             model.set_word_starts(data.tokenizer.word_starts())
         length = config.data.sequence_length
         flops = [count(config.model, length) for count in (model_flops_per_token, hardware_flops_per_token)]
-        batches = training_batches(config, data, ranks, position, watch)
+        batches = training_batches(config, data, ranks, position, hooks)
         with closing(build_engine(model, config, make_draws, ranks, start)) as engine:
-            evaluate = held_out(engine, data.evaluation, config, watch)
+            evaluate = held_out(engine, data.evaluation, config, hooks)
             with batches, Monitor(config, ranks, step, *flops) as monitor:
-                train(engine, config, batches, saver, monitor, start, evaluate, args.stop_at, watch, batches.damage)
+                train(engine, config, batches, saver, monitor, start, evaluate, args.stop_at, hooks, batches.damage)
         ranks.stop()
 
 

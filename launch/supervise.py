@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from megasparse.errors import UserError, report_user_errors
-from megasparse.training.stopping.supervisor import Place, Supervisor, checkpoints_folder
+from megasparse.training.stopping.supervisor import NodeLayout, Supervisor, checkpoints_folder
 
 
 def arguments() -> argparse.Namespace:
@@ -70,7 +70,7 @@ def main() -> None:
         raise UserError(
             f"--address: is not given, and --nodes is {args.nodes}. Give node 0 and a free port, host:29500"
         )
-    place = Place(args.ranks, args.nodes, args.node_rank, args.address)
+    place = NodeLayout(args.ranks, args.nodes, args.node_rank, args.address)
     checkpoints = checkpoints_folder(args.arguments, args.restarts)
     command = [sys.executable, args.script, *args.arguments]
     sys.exit(Supervisor(command, place, checkpoints, args.restarts).run())

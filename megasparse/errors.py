@@ -1,11 +1,11 @@
-"""What a user can get wrong, as exceptions that name the key or file, the value and the mend.
+"""What a user can get wrong, as exceptions that name the key or file, the value and a hint.
 
 Every entry point wraps its `main` in `report_user_errors`: a `UserError` ends as one line on stderr, never as a
 traceback, with an exit code that says what to do. A bug of ours keeps its traceback, and exit code 1.
 
     0  done, or saved and stopped as a signal asked for
-    2  a mistake in configuration, data or command: mend it
-    3  a checkpoint could not be written: mend the storage
+    2  a mistake in configuration, data or command: correct it
+    3  a checkpoint could not be written: repair the storage
     4  training diverged: starting again does the same again
     5  the run hung; what it was doing was printed
     6  another rank was lost, and its own message says why
@@ -28,7 +28,7 @@ INTERRUPTED = 130
 
 
 class UserError(Exception):
-    """Something the user can mend. The message is one line: what is wrong, where, its value, and what to do."""
+    """Something the user can correct. The message is one line: what is wrong, where, its value, and what to do."""
 
     exit_code = 2
 
@@ -36,24 +36,24 @@ class UserError(Exception):
 class ConfigError(UserError):
     """A configuration key that is unknown, of the wrong type, or in conflict with another."""
 
-    def __init__(self, key: str, problem: str, mend: str):
-        super().__init__(f"{key}: {problem}. {mend}")
-        self.key, self.problem, self.mend = key, problem, mend
+    def __init__(self, key: str, problem: str, hint: str):
+        super().__init__(f"{key}: {problem}. {hint}")
+        self.key, self.problem, self.hint = key, problem, hint
 
 
 class DataError(UserError):
     """A shard, index or source file that is missing, damaged, or made for something else."""
 
-    def __init__(self, path: str | os.PathLike[str], problem: str, mend: str):
-        super().__init__(f"{os.fspath(path)}: {problem}. {mend}")
+    def __init__(self, path: str | os.PathLike[str], problem: str, hint: str):
+        super().__init__(f"{os.fspath(path)}: {problem}. {hint}")
         self.path = os.fspath(path)
 
 
 class CheckpointError(UserError):
     """A checkpoint that is incomplete, damaged, or made by another configuration."""
 
-    def __init__(self, path: str | os.PathLike[str], problem: str, mend: str):
-        super().__init__(f"{os.fspath(path)}: {problem}. {mend}")
+    def __init__(self, path: str | os.PathLike[str], problem: str, hint: str):
+        super().__init__(f"{os.fspath(path)}: {problem}. {hint}")
         self.path = os.fspath(path)
 
 
@@ -72,8 +72,8 @@ class TrainingError(UserError):
 class HubError(UserError):
     """A HuggingFace model that is damaged, or that the other side cannot express."""
 
-    def __init__(self, path: str | os.PathLike[str], problem: str, mend: str):
-        super().__init__(f"{os.fspath(path)}: {problem}. {mend}")
+    def __init__(self, path: str | os.PathLike[str], problem: str, hint: str):
+        super().__init__(f"{os.fspath(path)}: {problem}. {hint}")
         self.path = os.fspath(path)
 
 

@@ -19,17 +19,17 @@ Report = Callable[..., None]
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Iterator[Report]:
     """Call it with figures by their names: kills=20, bit_differences=0, longest_detection_seconds=1.2."""
-    told: dict[str, float] = {}
-    yield lambda **values: told.update(values)
+    reported: dict[str, float] = {}
+    yield lambda **values: reported.update(values)
     total = request.config.stash.setdefault(FIGURES, {})
-    for name, value in told.items():
+    for name, value in reported.items():
         largest = name.endswith(LARGEST)
         total[name] = max(total.get(name, value), value) if largest else total.get(name, 0) + value
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    told = config.stash.get(FIGURES, {})
-    if told:
+    reported = config.stash.get(FIGURES, {})
+    if reported:
         terminalreporter.section("figures")
-    for name, value in sorted(told.items()):
+    for name, value in sorted(reported.items()):
         terminalreporter.write_line(f"{name.replace('_', ' '):40} {value:,.6g}")

@@ -20,6 +20,7 @@ MAY_IMPORT = {
 ALL_BELOW = {"errors", "ops", "config", "data", "attention", "training", "model"}
 for floor in ("evaluation", "planning", "hub"):
     MAY_IMPORT[floor] = ALL_BELOW
+MAY_IMPORT["benchmarks"] = ALL_BELOW | {"planning"}
 MAY_IMPORT["tasks"] = ALL_BELOW | {"evaluation", "planning", "hub"}  # it starts from their models, and plans them
 
 

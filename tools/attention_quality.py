@@ -28,8 +28,8 @@ from megasparse.config.command_line import checkpoint_parser
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, report_user_errors
-from megasparse.evaluation.attention_quality import watch
-from megasparse.evaluation.attention_study import Protocol, maps, study, summary
+from megasparse.evaluation.attention.quality import watch
+from megasparse.evaluation.attention.study import Protocol, maps, study, summary
 from megasparse.evaluation.restore import restore
 from megasparse.model.encoder import Encoder
 from megasparse.training.batches import open_folder

@@ -101,8 +101,8 @@ def last_of(run: Path, number: int) -> list[Path]:
     if len(found) < number:
         keep = Checkpoint.open(found[-1]).settings.checkpoint.keep
         problem = f"has {len(found)} checkpoints, and {number} are to be averaged"
-        mend = f"Give --last {len(found)}, or train again and keep more than checkpoint.keep = {keep}"
-        raise CheckpointError(run, problem, mend)
+        hint = f"Give --last {len(found)}, or train again and keep more than checkpoint.keep = {keep}"
+        raise CheckpointError(run, problem, hint)
     return found[-number:]
 
 

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from megasparse.benchmarks.attention import DTYPES, MECHANISMS, NEEDS, PEERS, Case, crossover, measure, model_of
 from megasparse.config import strict_json
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.load import build_config, load_config
@@ -48,7 +49,6 @@ from megasparse.config.rewrite import with_value
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.files import replacing
 from megasparse.errors import ConfigError, did_you_mean, report_user_errors
-from megasparse.planning.attention_bench import DTYPES, MECHANISMS, NEEDS, PEERS, Case, crossover, measure, model_of
 from megasparse.planning.measure import MeasurementError, alone, machine
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -158,8 +158,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
             )
     uneven = [length for length in made.lengths if length % (2 * made.window)]
     if uneven and set(NEEDS) & set(made.compare):
-        mend = f"Take multiples of {2 * made.window}, or --compare sdpa"
-        raise ConfigError("--lengths", f"{uneven[0]} is no multiple of two windows, which hf and its like need", mend)
+        hint = f"Take multiples of {2 * made.window}, or --compare sdpa"
+        raise ConfigError("--lengths", f"{uneven[0]} is no multiple of two windows, which hf and its like need", hint)
     return made
 
 
@@ -244,7 +244,7 @@ def compared(rows: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
     is faster, forward and backward, and its memory as a part of the peer's.
     """
     at = {(row["implementation"], row["heads"], row["head_dim"], row["length"]): row for row in rows}
-    told = []
+    reported = []
     for row in rows:
         beside = {}
         for peer in settings.compare:
@@ -252,7 +252,7 @@ def compared(rows: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
             if row["implementation"] in settings.mechanisms and not ("error" in row or "error" in other):
                 faster = other["forward_backward"]["median"] / row["forward_backward"]["median"]
                 beside[peer] = {"faster": faster, "memory": row["extra_bytes"] / max(1, other["extra_bytes"])}
-        told.append(row | {"beside": beside})
+        reported.append(row | {"beside": beside})
     crossovers = [
         {"implementation": name, "heads": heads, "head_dim": dim, "length": crossover(*sides)}
         for name in settings.mechanisms
@@ -260,7 +260,7 @@ def compared(rows: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
         for dim in settings.head_dim
         if all(sides := [times(rows, who, heads, dim) for who in (name, "sdpa")])
     ]
-    return {"rows": told, "crossovers": crossovers}
+    return {"rows": reported, "crossovers": crossovers}
 
 
 def times(rows: list[dict[str, Any]], name: str, heads: int, dim: int) -> dict[int, float]:
@@ -337,8 +337,8 @@ def write_crossover(args: argparse.Namespace) -> None:
     model = config.model if config.model.source is None else decoder_part(config.model)
     hashed = [kind for kind in WITHOUT_WEIGHTS if kind in kinds(model)]
     if not hashed:
-        mend = f"Full attention can take the place of {' and '.join(WITHOUT_WEIGHTS)}"
-        raise ConfigError(str(path), f"model.attention.pattern has {', '.join(kinds(model))}", mend)
+        hint = f"Full attention can take the place of {' and '.join(WITHOUT_WEIGHTS)}"
+        raise ConfigError(str(path), f"model.attention.pattern has {', '.join(kinds(model))}", hint)
     if args.lengths is None:
         args.lengths = ",".join(str(512 << i) for i in range(8))
     args.compare = "none"

@@ -25,7 +25,7 @@ from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import made_up_records
 from megasparse.training.engine import Engine, build_engine
 from megasparse.training.ranks import Ranks, start_ranks
@@ -86,7 +86,7 @@ def engine_of(config: Config, length: int, offload: dict[str, Any], ranks: Ranks
     changed = build_config(values)
     seed = changed.run.seed
     return build_engine(
-        build_model(changed.model, seed), changed, lambda step, samples: Draws(seed, step, samples, True), ranks
+        build_model(changed.model, seed), changed, lambda step, samples: RngContext(seed, step, samples, True), ranks
     )
 
 

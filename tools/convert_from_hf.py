@@ -43,11 +43,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     given = build_parser().parse_args(arguments)
     require_transformers()
-    from megasparse.hub.foreign import Foreign
+    from megasparse.hub.hf_model import HFModel
     from megasparse.hub.importing import refuse_existing, turned, write_checkpoint
 
     refuse_existing(given.output)
-    foreign = Foreign.open(given.model)
+    foreign = HFModel.open(given.model)
     values = foreign.config.model_dump(mode="json")
     values["run"]["directory"] = str(given.output)
     tokenizer = None if given.first_byte else foreign.tokenizer_file

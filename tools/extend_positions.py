@@ -49,8 +49,8 @@ def tensors(checkpoint: Checkpoint, model: ModelConfig, length: int) -> dict[str
             "axial": "the embedding of a cell is made of its row's and its column's: copies would not be axial",
             "sinusoidal": "they are computed for any length",
         }.get(model.positions.kind, "they have no table")
-        mend = "Start a new run with another model.max_length"
-        raise ConfigError("model.positions.kind", f'"{model.positions.kind}" cannot be extended: {reason}', mend)
+        hint = "Start a new run with another model.max_length"
+        raise ConfigError("model.positions.kind", f'"{model.positions.kind}" cannot be extended: {reason}', hint)
     if length <= model.max_length:
         problem = f"{length} is no more than the {model.max_length} that the checkpoint has"
         raise ConfigError("--max-length", problem, f"Give more than {model.max_length}")

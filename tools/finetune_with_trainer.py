@@ -78,8 +78,8 @@ def require_libraries() -> None:
         import accelerate  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        mend = 'Install what fine-tuning needs: pip install "megasparse[tasks]"'
-        raise UserError(f"{error.name}: is not installed, and transformers' Trainer needs it. {mend}") from None
+        hint = 'Install what fine-tuning needs: pip install "megasparse[tasks]"'
+        raise UserError(f"{error.name}: is not installed, and transformers' Trainer needs it. {hint}") from None
 
 
 def check(config: FinetuneConfig, task: Task) -> None:
@@ -104,8 +104,8 @@ def check(config: FinetuneConfig, task: Task) -> None:
     }
     for key, is_unlike in unlike.items():
         if is_unlike:
-            mend = f"Give both the same: --set {key}={PLAIN[key]}"
-            raise ConfigError(key, "is set to what this comparison does not do with Trainer", mend)
+            hint = f"Give both the same: --set {key}={PLAIN[key]}"
+            raise ConfigError(key, "is set to what this comparison does not do with Trainer", hint)
 
 
 PLAIN = {
@@ -163,17 +163,17 @@ def finetuned(config: FinetuneConfig, task: Task, metric: str) -> dict[str, Any]
             eval_dataset=Rows(held_out, tokenizer, config.task.max_length),
             data_collator=DataCollatorWithPadding(tokenizer),
             processing_class=tokenizer,
-            compute_metrics=lambda told: measured(task, told.predictions, told.label_ids),
+            compute_metrics=lambda reported: measured(task, reported.predictions, reported.label_ids),
         )
         trainer.train()
         if trainer.state.global_step % config.evaluation.every:
             trainer.evaluate()
-    told = [entry for entry in trainer.state.log_history if f"eval_{metric}" in entry]
-    best = max(told, key=lambda entry: entry[f"eval_{metric}"])
+    reported = [entry for entry in trainer.state.log_history if f"eval_{metric}" in entry]
+    best = max(reported, key=lambda entry: entry[f"eval_{metric}"])
     return {
         "seed": config.run.seed, "steps": steps, "step": best["step"], "value": best[f"eval_{metric}"],
-        "last": told[-1][f"eval_{metric}"],
-        "validations": [{"step": e["step"], **{n: e[f"eval_{n}"] for n in (*task.metrics, "loss")}} for e in told],
+        "last": reported[-1][f"eval_{metric}"],
+        "validations": [{"step": e["step"], **{n: e[f"eval_{n}"] for n in (*task.metrics, "loss")}} for e in reported],
     }  # fmt: skip
 
 
@@ -222,8 +222,8 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
 
 def measured(task: Task, predictions: Any, labels: Any) -> dict[str, float]:
     """The task's metrics."""
-    told = predictions[0] if isinstance(predictions, tuple) else predictions
-    answers = told.reshape(-1) if task.classes is None else told.argmax(axis=1)
+    reported = predictions[0] if isinstance(predictions, tuple) else predictions
+    answers = reported.reshape(-1) if task.classes is None else reported.argmax(axis=1)
     return {name: METRICS[name](labels, answers) for name in task.metrics}
 
 
@@ -236,8 +236,8 @@ def read_best(run: Path, metric: str) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no UTF-8"
-        mend = "Give the folder of a finished run of launch/finetune.py"
-        raise ConfigError(str(file), f"cannot be read ({reason})", mend) from None
+        hint = "Give the folder of a finished run of launch/finetune.py"
+        raise ConfigError(str(file), f"cannot be read ({reason})", hint) from None
     found = parse(text, str(file))
     if not isinstance(found, dict) or found.get("metric") != f"evaluation/{metric}" or found.get("value") is None:
         raise ConfigError(str(file), f"has no value of {metric}", f"Give a run judged by evaluation.metric = {metric}")

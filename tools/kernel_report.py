@@ -4,7 +4,7 @@ r"""What every GPU kernel takes of an A100 and of an H100, read from its binary;
     python tools/kernel_report.py --operators bucketed_attention --dtypes bf16 --head-dims 64 128           (a minute)
     python tools/kernel_report.py --output docs/kernels.json                               (records what was compiled)
 
-Each operator is called forward and backward as models call it (megasparse/planning/kernel_cases.py), and every kernel
+Each operator is called forward and backward as models call it (megasparse/benchmarks/kernel_cases.py), and every kernel
 that it starts is compiled with the settings it is started with. The table has, of all variants of a kernel, the most
 registers a thread, the most instructions that spill registers to memory, the most bytes of shared memory a program,
 and the fewest tensor-core instructions.
@@ -24,11 +24,11 @@ import torch
 import triton
 from tqdm import tqdm
 
+from megasparse.benchmarks.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
+from megasparse.benchmarks.kernels import SHARED_MEMORY, Resources, compile_ahead, distinct
 from megasparse.data.files import replacing
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.ops.kernels import INTERPRETED, recorded
-from megasparse.planning.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
-from megasparse.planning.kernels import SHARED_MEMORY, Resources, compile_ahead, distinct
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -23,7 +23,7 @@ from megasparse.errors import ConfigError, UserError, report_user_errors
 from megasparse.evaluation.outputs import require_writable, whole_file, write_json
 from megasparse.tasks.forms.forecast import ForecastForm, Window
 from megasparse.tasks.metrics import METRICS
-from megasparse.tasks.predictions import read, told
+from megasparse.tasks.predictions import predicted, read
 from megasparse.tasks.readers.calendar import season
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import read_split
@@ -60,7 +60,7 @@ def main(given: Sequence[str] | None = None) -> None:
     examples = read_split(found.task, Path(args.source or found.config.task.source), args.split)
     encoded = read(found, examples, args.split, print)
     windows = [each for each in encoded if isinstance(each, Window)]
-    forecasts = {"model": answers(form, encoded, told(found, encoded)), **baselines(form, windows)}
+    forecasts = {"model": answers(form, encoded, predicted(found, encoded)), **baselines(form, windows)}
     labels = np.stack([each.label for each in windows])
     errors = {
         name: {metric: METRICS[metric](labels, np.stack(own)) for metric in found.task.metrics}
@@ -140,8 +140,8 @@ def _figure_class() -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: F401
         from matplotlib.figure import Figure
     except ImportError:
-        mend = 'Install what fine-tuning needs: pip install "megasparse[tasks]"'
-        raise UserError(f"matplotlib: is not installed, and draws the forecasts. {mend}") from None
+        hint = 'Install what fine-tuning needs: pip install "megasparse[tasks]"'
+        raise UserError(f"matplotlib: is not installed, and draws the forecasts. {hint}") from None
     return Figure
 
 

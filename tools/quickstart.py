@@ -88,7 +88,9 @@ def run(command: list[object]) -> None:
     print(f"$ {shlex.join(shown)}", flush=True)
     code = subprocess.run(words, check=False).returncode
     if code != 0:
-        raise UserError(f"{shlex.join(shown)} ended with exit code {code}. Its message is above; mend it and run again")
+        raise UserError(
+            f"{shlex.join(shown)} ended with exit code {code}. Its message is above; correct it and run again"
+        )
 
 
 def say(text: str) -> None:

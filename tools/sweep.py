@@ -184,19 +184,19 @@ def begin(output: Path, sweep: dict[str, Any]) -> None:
 def take(given: argparse.Namespace, combination: Combination, seed: int, number: str) -> None:
     """Run it where it is not done, and note its result or its failure."""
     place = folder(given, combination, seed)
-    told = f"{number} {combination.name} seed {seed}"
+    reported = f"{number} {combination.name} seed {seed}"
     done = is_done(place)
     if not done:
-        print(f"{told}: running, see {log_file(place)}", file=sys.stderr, flush=True)
+        print(f"{reported}: running, see {log_file(place)}", file=sys.stderr, flush=True)
     reason = None if done else run(command(given, combination, seed), place)
     best = result(place) if reason is None else {}
     if not best:
         combination.failed[seed] = reason or f"{place / 'best.json'} has no result. Delete {place} to run it anew"
-        print(f"{told}: failed: {combination.failed[seed]}", file=sys.stderr, flush=True)
+        print(f"{reported}: failed: {combination.failed[seed]}", file=sys.stderr, flush=True)
         return
     combination.runs.append({"seed": seed, "directory": str(place), **best})
     before = " (done before)" if done else ""
-    print(f"{told}: {best['metric']} {best['value']:.4f}{before}", file=sys.stderr, flush=True)
+    print(f"{reported}: {best['metric']} {best['value']:.4f}{before}", file=sys.stderr, flush=True)
 
 
 def is_done(place: Path) -> bool:
@@ -246,7 +246,7 @@ def run(words: list[str], place: Path) -> str | None:
 def summary(combinations: Sequence[Combination]) -> dict[str, Any]:
     """What sweep.json has of the results."""
     best = best_of(combinations)
-    told = [
+    reported = [
         {
             "settings": each.settings,
             "name": each.name,
@@ -257,7 +257,7 @@ def summary(combinations: Sequence[Combination]) -> dict[str, Any]:
         }
         for each in ranked(combinations)
     ]
-    return {"combinations": told, "best": None if best is None else best.settings}
+    return {"combinations": reported, "best": None if best is None else best.settings}
 
 
 def ranked(combinations: Sequence[Combination]) -> list[Combination]:

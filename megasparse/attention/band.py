@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megasparse.attention.contract import Heads, Place
+from megasparse.attention.contract import AttentionInputs, MechanismSpec
 from megasparse.attention.full import KeyValueCache
 from megasparse.ops.bucketed_attention import Window, bucketed_attention
 
 
 def band_attention(
-    heads: Heads,
+    heads: AttentionInputs,
     query_codes: Tensor,
     key_codes: Tensor | None,
     window: Window,
@@ -63,7 +63,7 @@ class BandCache:
     size: Tensor
 
     @staticmethod
-    def empty(batch: int, place: Place, rounds: int, buckets: int, window: Window, like: Tensor) -> "BandCache":
+    def empty(batch: int, place: MechanismSpec, rounds: int, buckets: int, window: Window, like: Tensor) -> "BandCache":
         """For `batch` sequences, keys and values on the device and in the dtype of `like`."""
         shape, capacity, chunk = (batch, place.heads, rounds), place.max_length, window.chunk
         sizes = ((capacity,), (capacity,), (buckets, chunk), (buckets,))
@@ -74,7 +74,7 @@ class BandCache:
         self.tokens.select(rows)
         self.codes, self.rank, self.last, self.size = (x[rows] for x in (self.codes, self.rank, self.last, self.size))
 
-    def fill(self, heads: Heads, query_codes: Tensor, key_codes: Tensor | None) -> None:
+    def fill(self, heads: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None) -> None:
         """Takes a whole prompt into an empty cache. Codes as in `band_attention`."""
         codes = (query_codes if key_codes is None else key_codes).to(torch.int64)
         length, chunk = codes.shape[-1], self.last.shape[-1]
@@ -96,7 +96,7 @@ class BandCache:
 
     def decode(
         self,
-        heads: Heads,
+        heads: AttentionInputs,
         query_code: Tensor,
         key_code: Tensor | None,
         position: int,
@@ -120,7 +120,7 @@ class BandCache:
         out = (weight @ _gather(self.tokens.v, seen).to(weight.dtype)).to(heads.v.dtype)
         return torch.where(alone[..., None], heads.v, out)
 
-    def _append(self, heads: Heads, code: Tensor, position: int) -> None:
+    def _append(self, heads: AttentionInputs, code: Tensor, position: int) -> None:
         self.tokens.put(heads.k, heads.v, position)
         rank, chunk = self.size.gather(-1, code), self.last.shape[-1]  # (B, H, R, 1): earlier keys of the bucket
         self.codes[..., position], self.rank[..., position] = code[..., 0], rank[..., 0]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.block_sparse import FixedPatternAttention, block_attention, visible_blocks
-from megasparse.attention.contract import AttentionContext, Heads, Place
+from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.config.attention import BigBirdAttentionConfig
 from megasparse.ops.random import derive, random_bits
 
@@ -15,13 +15,13 @@ class BigBirdAttention(FixedPatternAttention):
     The random blocks are a function of (seed, layer, global head, block), the same in every step and at every length.
     """
 
-    def __init__(self, config: BigBirdAttentionConfig, place: Place):
+    def __init__(self, config: BigBirdAttentionConfig, place: MechanismSpec):
         super().__init__(place)
         self.config = config
         self.chunk = min(config.chunk, place.max_length)
         self.blocks = -(-place.max_length // self.chunk)
 
-    def attend(self, heads: Heads, context: AttentionContext) -> Tensor:
+    def attend(self, heads: AttentionInputs, context: AttentionContext) -> Tensor:
         blocks = torch.arange(-(-heads.q.shape[2] // self.chunk), device=heads.q.device)
         further = self._further(blocks, heads.q.shape[1], heads.causal, context)
         return block_attention(heads, self.chunk, self._first(), further)
@@ -37,7 +37,7 @@ class BigBirdAttention(FixedPatternAttention):
         return self.config.globals * self.chunk
 
     def _further(self, blocks: Tensor, count: int, causal: bool, context: AttentionContext) -> Tensor:
-        key = derive(context.draws.seed, context.layer, "bigbird blocks")
+        key = derive(context.rng.seed, context.layer, "bigbird blocks")
         heads = range(context.head_offset, context.head_offset + count)
         total = None if causal else self.blocks
         return random_blocks(key, heads, blocks, self.config.globals, total, self.config.random)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.each_document import attend_each
 from megasparse.attention.full import KeyValueCache
 from megasparse.ops.cluster_attention import cluster_attention
@@ -18,35 +18,37 @@ from megasparse.ops.cluster_attention import cluster_attention
 class FixedPatternAttention(Attention):
     """Softmax attention to keys that depend on positions alone, counted from each document's first real token."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: MechanismSpec):
         super().__init__()
         self.place = place
 
     @abstractmethod
-    def attend(self, heads: Heads, context: AttentionContext) -> Tensor:
+    def attend(self, heads: AttentionInputs, context: AttentionContext) -> Tensor:
         """(B, H, L, D) of heads of one document, which may have padding."""
 
     @abstractmethod
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         """The tokens (H or 1, n) that a decoder's token at `position` sees, itself among them."""
 
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         return AttentionOutput(attend_each(heads, lambda alone: self.attend(alone, context)), None, {})
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> KeyValueCache:
         return KeyValueCache.empty(batch, self.place, self.place.max_length, like)
 
-    def fill_cache(self, x: Tensor, heads: Heads, cache: KeyValueCache, context: AttentionContext) -> None:
+    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: KeyValueCache, context: AttentionContext) -> None:
         cache.put(heads.k, heads.v)
 
-    def decode(self, x: Tensor, heads: Heads, cache: KeyValueCache, position: int, context: AttentionContext) -> Tensor:
+    def decode(
+        self, x: Tensor, heads: AttentionInputs, cache: KeyValueCache, position: int, context: AttentionContext
+    ) -> Tensor:
         cache.put(heads.k, heads.v, position)
         head = torch.arange(self.place.heads, device=cache.k.device)[:, None]
         seen = self.visible(position, context, cache.k.device)
         return F.scaled_dot_product_attention(heads.q, cache.k[:, head, seen], cache.v[:, head, seen])
 
 
-def block_attention(heads: Heads, chunk: int, first: int, further: Tensor | None = None) -> Tensor:
+def block_attention(heads: AttentionInputs, chunk: int, first: int, further: Tensor | None = None) -> Tensor:
     """Softmax attention of each block of C tokens to itself and both neighbours (causal: the one before), the `first`
     tokens of the sequence, and further blocks. Where not causal, the `first` tokens see all.
 
@@ -94,7 +96,7 @@ def _tokens(blocks: Tensor, chunk: int, length: int) -> Tensor:
     return token.masked_fill((token < 0) | (token >= length), -1)
 
 
-def _clusters(heads: Heads, query_index: Tensor, key_index: Tensor) -> Tensor:
+def _clusters(heads: AttentionInputs, query_index: Tensor, key_index: Tensor) -> Tensor:
     return cluster_attention(
         heads.q,
         heads.k,

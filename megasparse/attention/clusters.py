@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import Heads
+from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.documents import Document, documents
 
 Lists = tuple[Tensor, Tensor]
 """Queries and keys of every cluster: token numbers, (B, H, W, M) each, −1 at empty places."""
 
 
-def clusters_by_document(heads: Heads, choose: Callable[[Document], Lists]) -> Lists:
+def clusters_by_document(heads: AttentionInputs, choose: Callable[[Document], Lists]) -> Lists:
     """The clusters of all documents side by side, int32. choose: a document's own, as numbers of its tokens."""
     batch, count = heads.q.shape[:2]
     empty = torch.full((count, 1, 1), -1, dtype=torch.int64, device=heads.q.device)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 
 
-class Heads(NamedTuple):
+class AttentionInputs(NamedTuple):
     """Queries, keys and values of one layer. q: (B, H, Lq, D). k, v: (B, H, Lk, D); with shared QK, k is q/|q|.
 
     key_mask: (B, Lk) bool, true for real tokens, or None. segments: (B, L) document numbers, or None.
@@ -36,7 +36,7 @@ class AttentionOutput(NamedTuple):
     statistics: dict[str, Tensor]
 
 
-class Memory:
+class RecomputeCache:
     """What a layer's forward decided and its recomputation must not decide again.
 
     A reversible backward rebuilds the layer's input only up to the last bits, so a hash of it can flip: the first pass
@@ -81,15 +81,15 @@ class AttentionContext:
     """
 
     layer: int
-    draws: Draws
+    rng: RngContext
     head_offset: int = 0
-    memory: Memory = field(default_factory=Memory)
+    memory: RecomputeCache = field(default_factory=RecomputeCache)
     targets: Targets | None = None
     part: SequencePart = WHOLE
 
 
 @dataclass(frozen=True)
-class Place:
+class MechanismSpec:
     """Where a mechanism stands in a model: what it is built for."""
 
     heads: int
@@ -123,7 +123,7 @@ class Attention(nn.Module, ABC):
     """Why a later token can move an earlier output, for a mechanism that keeps a paper's leaking window; else None."""
 
     @abstractmethod
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         """x: (B, L, E), the layer's input, which learned hashes and sketches read; where ranks share sequences that of
         the tokens that are here.
 
@@ -137,10 +137,10 @@ class Attention(nn.Module, ABC):
         """
         raise NotImplementedError
 
-    def fill_cache(self, x: Tensor, heads: Heads, cache: Any, context: AttentionContext) -> None:
+    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: Any, context: AttentionContext) -> None:
         """Takes a whole prompt into an empty cache; `forward` gave its outputs."""
         raise NotImplementedError
 
-    def decode(self, x: Tensor, heads: Heads, cache: Any, position: int, context: AttentionContext) -> Tensor:
+    def decode(self, x: Tensor, heads: AttentionInputs, cache: Any, position: int, context: AttentionContext) -> Tensor:
         """The output (B, H, 1, D) of the one new token at `position`, which is taken into the cache. x: (B, 1, E)."""
         raise NotImplementedError

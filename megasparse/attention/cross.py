@@ -105,10 +105,10 @@ class CrossAttention(nn.Module):
     @torch.no_grad()
     def _codes(self, x: Tensor, context: AttentionContext) -> Tensor:
         """The buckets of queries or keys (B, H, L, D) in every round: (B, H, R, L)."""
-        draws, configured = context.draws, self.lsh.rounds
-        if not draws.training:
+        rng, configured = context.rng, self.lsh.rounds
+        if not rng.training:
             configured = self.lsh.evaluation_rounds or configured
-        key = draws.key(context.layer, "cross-attention rotation")
-        rounds = draws.rounds or configured
+        key = rng.key(context.layer, "cross-attention rotation")
+        rounds = rng.rounds or configured
         matrices = rotations(key, range(self.heads), rounds, self.head_dim, self.factors, x.device)
         return angular_hash(x, matrices, self.factors)

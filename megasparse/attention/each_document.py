@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megasparse.attention.contract import Heads
+from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.documents import Document, begins_with_real_tokens, documents
 
 
-def attend_each(heads: Heads, attend: Callable[[Heads], Tensor]) -> Tensor:
+def attend_each(heads: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
     """attend(heads) -> (B, H, L, D), for each document by itself where there are several, or padding before them.
 
     So what depends on positions counts them from the document's first real token. Padding gets 0.
@@ -21,7 +21,7 @@ def attend_each(heads: Heads, attend: Callable[[Heads], Tensor]) -> Tensor:
     return join([attend(alone(heads, document)) for document in each], each, heads.q)
 
 
-def alone(heads: Heads, document: Document) -> Heads:
+def alone(heads: AttentionInputs, document: Document) -> AttentionInputs:
     """The heads of one document's real tokens, without masks."""
     q, k, v = (document.take(x) for x in (heads.q, heads.k, heads.v))
     return heads._replace(q=q, k=k, v=v, key_mask=None, segments=None)

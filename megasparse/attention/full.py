@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.config.attention import FullAttentionConfig
 
 
@@ -22,7 +22,7 @@ class KeyValueCache:
     v: Tensor
 
     @staticmethod
-    def empty(batch: int, place: Place, capacity: int, like: Tensor) -> "KeyValueCache":
+    def empty(batch: int, place: MechanismSpec, capacity: int, like: Tensor) -> "KeyValueCache":
         return KeyValueCache(*(like.new_zeros(batch, place.heads, capacity, place.head_dim) for _ in range(2)))
 
     def put(self, k: Tensor, v: Tensor, first: int = 0) -> None:
@@ -39,12 +39,12 @@ class FullAttention(Attention):
     else.
     """
 
-    def __init__(self, config: FullAttentionConfig, place: Place):
+    def __init__(self, config: FullAttentionConfig, place: MechanismSpec):
         super().__init__()
         self.shared_qk = config.shared_qk
         self.place = place
 
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         if self.shared_qk:
             return AttentionOutput(self._shared(heads), None, {})
         mask = _mask(heads, exclude_self=False)
@@ -53,7 +53,7 @@ class FullAttention(Attention):
         )
         return AttentionOutput(_without_padding(out, heads.key_mask), None, {})
 
-    def _shared(self, heads: Heads) -> Tensor:
+    def _shared(self, heads: AttentionInputs) -> Tensor:
         q, k, v = heads.q, heads.k, heads.v
         if heads.causal and heads.key_mask is None and heads.segments is None:
             # Seeing strictly earlier tokens is ordinary causal attention of queries 1… to keys 0…
@@ -67,10 +67,12 @@ class FullAttention(Attention):
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> KeyValueCache:
         return KeyValueCache.empty(batch, self.place, self.place.max_length, like)
 
-    def fill_cache(self, x: Tensor, heads: Heads, cache: KeyValueCache, context: AttentionContext) -> None:
+    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: KeyValueCache, context: AttentionContext) -> None:
         cache.put(heads.k, heads.v)
 
-    def decode(self, x: Tensor, heads: Heads, cache: KeyValueCache, position: int, context: AttentionContext) -> Tensor:
+    def decode(
+        self, x: Tensor, heads: AttentionInputs, cache: KeyValueCache, position: int, context: AttentionContext
+    ) -> Tensor:
         cache.put(heads.k, heads.v, position)
         if self.shared_qk and position == 0:
             return heads.v
@@ -79,7 +81,7 @@ class FullAttention(Attention):
         return F.scaled_dot_product_attention(heads.q, cache.k[:, :, :stop], cache.v[:, :, :stop], scale=scale)
 
 
-def _mask(heads: Heads, exclude_self: bool) -> Tensor | None:
+def _mask(heads: AttentionInputs, exclude_self: bool) -> Tensor | None:
     """(B, 1, L, L) bool of visible pairs, or None where the causal flag says it all. A row with nothing to see sees
     itself.
     """

@@ -11,12 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megasparse.attention.contract import Heads, Memory
+from megasparse.attention.contract import AttentionInputs, RecomputeCache
 from megasparse.attention.lha import LHAAttention
 from megasparse.attention.lha_hash import Weights, scores_of
 from megasparse.attention.observation import Call
 from megasparse.config.attention import LHAAttentionConfig
-from megasparse.ops.random import Draws, derive
+from megasparse.ops.random import RngContext, derive
 
 LEARNING_RATE = 3e-3
 Utility = Literal["exact", "sampled", "features"]
@@ -91,13 +91,13 @@ def _fresh(call: Call, buckets: int, key: int, utility: Utility) -> LHAAttention
 
 def _learn(mechanism: LHAAttention, call: Call, seed: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
     """KL_Q + KL_K (Eq. 13), mean over tokens and heads, the mechanism's own loss without its weight; its statistics."""
-    draws = Draws(seed, step, torch.arange(len(call.x)), training=True)
-    context = dataclasses.replace(call.context, draws=draws, memory=Memory())
+    rng = RngContext(seed, step, torch.arange(len(call.x)), training=True)
+    context = dataclasses.replace(call.context, rng=rng, memory=RecomputeCache())
     loss, statistics = mechanism.learn(_heads(call), context)
     return loss * (mechanism.place.layers / mechanism.config.weight), statistics
 
 
-def _heads(call: Call) -> Heads:
+def _heads(call: Call) -> AttentionInputs:
     """Without a causal mask, as the paper measures, and with q·k/√D the call's own logits."""
     q = call.heads.q * (call.scale * call.heads.q.shape[-1] ** 0.5)
     return call.heads._replace(q=q, causal=False)

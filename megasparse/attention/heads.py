@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.full import FullAttention
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.attention.sequence_part import WHOLE, SequencePart
@@ -32,7 +32,7 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
     """The mechanism that a configuration names, over so many heads of a layer; or full attention in its place, sharing
     queries and keys where it does, by `attention.full_below`.
     """
-    place = Place(
+    place = MechanismSpec(
         heads=heads,
         head_dim=head_dim(model),
         d_model=model.d_model,
@@ -87,7 +87,7 @@ class AttentionLayer(nn.Module):
         outs: list[Tensor] = []
         auxiliary: Tensor | None = None
         statistics: dict[str, Tensor] = {}
-        for kind, heads, own in self._project(x, context.draws.first, padding, context):
+        for kind, heads, own in self._project(x, context.rng.first, padding, context):
             mechanism = self.mechanism(kind)
             out, loss, scalars = mechanism(x, heads, own)
             outs.append(padding.part.to_tokens(out))
@@ -113,20 +113,22 @@ class AttentionLayer(nn.Module):
 
     def _project(
         self, x: Tensor, first_position: int, padding: Padding, context: AttentionContext
-    ) -> Iterator[tuple[str, Heads, AttentionContext]]:
+    ) -> Iterator[tuple[str, AttentionInputs, AttentionContext]]:
         """Each mechanism's share of the heads, and its context."""
         q, v = (split_heads(part(x), self.head_dim) for part in (self.query, self.value))
         k = q[:, :0] if self.key is None else split_heads(self.key(x), self.head_dim)
         if self.rotary:
             q, k = rotate(q, first_position), rotate(k, first_position)
         mechanisms = {kind: self.mechanism(kind) for kind in self.split}
-        yield from shares(mechanisms, self.split, (q, k, v), padding, self.causal, context, first_position)
+        yield from split_heads_by_mechanism(
+            mechanisms, self.split, (q, k, v), padding, self.causal, context, first_position
+        )
 
     def _merge(self, outs: list[Tensor]) -> Tensor:
         return self.output(merge_heads(outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)))
 
 
-def shares(
+def split_heads_by_mechanism(
     mechanisms: Mapping[str, Attention],
     split: Mapping[str, int],
     projected: tuple[Tensor, Tensor, Tensor],
@@ -134,7 +136,7 @@ def shares(
     causal: bool,
     context: AttentionContext,
     first_position: int = 0,
-) -> Iterator[tuple[str, Heads, AttentionContext]]:
+) -> Iterator[tuple[str, AttentionInputs, AttentionContext]]:
     """Each mechanism's share of a layer's heads, as it wants them, and its context.
 
     split: number of heads of each mechanism. projected: q, k, v of all heads (B, H, L, D), k without the heads of
@@ -142,7 +144,7 @@ def shares(
     that are here; each mechanism gets all tokens of this rank's part of its heads.
     """
     q, k, v = projected
-    part, whole = padding.part, dataclasses.replace(context.draws, first=0)
+    part, whole = padding.part, dataclasses.replace(context.rng, first=0)
     first, first_key = 0, 0
     for kind, heads in split.items():
         mechanism = mechanisms[kind]
@@ -160,8 +162,8 @@ def shares(
         else:
             mine, keys, values = part.to_heads(mine, keys, values)
         offset = context.head_offset + first + part.place * (heads // part.size)
-        own = dataclasses.replace(context, head_offset=offset, draws=whole, part=part)
-        yield kind, Heads(mine, keys, values, padding.key_mask, padding.segments, causal), own
+        own = dataclasses.replace(context, head_offset=offset, rng=whole, part=part)
+        yield kind, AttentionInputs(mine, keys, values, padding.key_mask, padding.segments, causal), own
         first += heads
 
 

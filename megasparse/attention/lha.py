@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasparse.attention.band import BandCache, band_attention
 from megasparse.attention.clusters import Lists, clusters_by_document
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.documents import Document, documents
 from megasparse.attention.lha_hash import (
     Example,
@@ -55,7 +55,7 @@ class LHAAttention(Attention):
     task trains everything else. The numbers of buckets and of their members are those of the longest length.
     """
 
-    def __init__(self, config: LHAAttentionConfig, place: Place):
+    def __init__(self, config: LHAAttentionConfig, place: MechanismSpec):
         super().__init__()
         self.config, self.place = config, place
         self.adds_positions = config.sinusoidal_positions
@@ -68,17 +68,17 @@ class LHAAttention(Attention):
         if config.window == "top_k" and place.causal:
             self.leak = "later tokens decide which are a bucket's best; attention.lha.window = band is strictly causal"
 
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         assigned = context.memory.keep(lambda: self.assign(heads, context))
         attend = self._band if assigned.query_members is None else self._top_k
         out, statistics = attend(heads, assigned)
-        if self.config.hash == "random" or not context.draws.training:
+        if self.config.hash == "random" or not context.rng.training:
             return AttentionOutput(out, None, statistics)
         loss, learned = self._learn(heads, assigned, context)
         return AttentionOutput(out, loss, statistics | learned)
 
     @torch.no_grad()
-    def assign(self, heads: Heads, context: AttentionContext) -> Assignment:
+    def assign(self, heads: AttentionInputs, context: AttentionContext) -> Assignment:
         def job(query: Weights, key: Weights) -> Assignment:
             queries, keys = _sides(heads, query, key)
             query_codes = bucket_codes(queries, self.buckets)
@@ -98,7 +98,7 @@ class LHAAttention(Attention):
         inputs = tuple(document.take(x) for x in sides.inputs)
         return bucket_members(Sides(inputs, sides.weights), self.buckets, self.bucket_size)
 
-    def _band(self, heads: Heads, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
+    def _band(self, heads: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
         out, _ = band_attention(
             heads,
             assigned.query_codes.unsqueeze(2),
@@ -110,7 +110,7 @@ class LHAAttention(Attention):
         )
         return out, {} if heads.causal else _balance(heads, assigned, self.buckets)
 
-    def _top_k(self, heads: Heads, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
+    def _top_k(self, heads: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
         assert assigned.query_members is not None and assigned.key_members is not None
         out, z = cluster_attention(
             heads.q,
@@ -127,11 +127,13 @@ class LHAAttention(Attention):
             alone = alone & heads.key_mask[:, None]
         return out, {"queries_in_no_bucket": alone.sum() / _real(heads)}
 
-    def learn(self, heads: Heads, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
+    def learn(self, heads: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """What a training pass adds to the objective, and its statistics, without attending."""
         return self._learn(heads, self.assign(heads, context), context)
 
-    def _learn(self, heads: Heads, assigned: Assignment, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
+    def _learn(
+        self, heads: AttentionInputs, assigned: Assignment, context: AttentionContext
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """λ·mean(KL_Q + KL_K) over real tokens, heads and layers (the second summand of Eq. 19), and what to log."""
 
         def job(query: Weights, key: Weights) -> tuple[Tensor, ...]:
@@ -146,7 +148,12 @@ class LHAAttention(Attention):
         return loss, {name: value.detach() for name, value in statistics.items()}
 
     def _examples(
-        self, sides: tuple[Sides, Sides], of_keys: bool, heads: Heads, assigned: Assignment, context: AttentionContext
+        self,
+        sides: tuple[Sides, Sides],
+        of_keys: bool,
+        heads: AttentionInputs,
+        assigned: Assignment,
+        context: AttentionContext,
     ) -> Iterator[Example]:
         """sides: what is to learn, and the other one, whose utility it learns.
 
@@ -175,13 +182,13 @@ class LHAAttention(Attention):
     def _sample(self, q: Tensor, context: AttentionContext) -> Tensor:
         """Queries of a document to learn from in this step, (S,) token numbers: the same of every head and sequence."""
         position = torch.arange(q.shape[2], device=q.device)
-        bits = random_bits(context.draws.key(context.layer, "lha sample"), position, 1).squeeze(-1)
+        bits = random_bits(context.rng.key(context.layer, "lha sample"), position, 1).squeeze(-1)
         return bits.argsort(stable=True)[: self.config.samples]
 
     def _features(self, q: Tensor, k: Tensor, context: AttentionContext) -> tuple[Features, Features]:
         """Of exp(q·k/√D). Each row has a shift of its own, that no other token's size makes it underflow."""
         numbers = range(context.head_offset, context.head_offset + q.shape[1])
-        key = context.draws.key(context.layer, "lha features")
+        key = context.rng.key(context.layer, "lha features")
         projection = orthogonal_projections(key, numbers, self.config.features, q.shape[3], q.device)
         scaled = (x * x.shape[-1] ** -0.25 for x in (q, k))
         of_queries, of_keys = (Features(*positive_features(x, projection, per_row=True)) for x in scaled)
@@ -190,10 +197,12 @@ class LHAAttention(Attention):
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
         return BandCache.empty(batch, self.place, 1, self.buckets, self.window, like)
 
-    def fill_cache(self, x: Tensor, heads: Heads, cache: BandCache, context: AttentionContext) -> None:
+    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
         cache.fill(heads, self.assign(heads, context).query_codes.unsqueeze(2), None)
 
-    def decode(self, x: Tensor, heads: Heads, cache: BandCache, position: int, context: AttentionContext) -> Tensor:
+    def decode(
+        self, x: Tensor, heads: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
+    ) -> Tensor:
         if self.config.window == "top_k":
             raise ValueError(f"LHA cannot decode token by token here: {self.leak}")
         codes = self.assign(heads, context).query_codes.unsqueeze(2)
@@ -201,7 +210,7 @@ class LHAAttention(Attention):
         return cache.decode(heads, codes, None, position, scale=scale, exclude_self=False, count_rounds=False)
 
 
-def _sides(heads: Heads, query: Weights, key: Weights) -> tuple[Sides, Sides]:
+def _sides(heads: AttentionInputs, query: Weights, key: Weights) -> tuple[Sides, Sides]:
     """What assigns queries and what assigns keys; causal: both by the joint hash H_Q(q_i) + H_K(k_i)."""
     q, k = heads.q.detach(), heads.k.detach()
     if heads.causal:
@@ -210,13 +219,13 @@ def _sides(heads: Heads, query: Weights, key: Weights) -> tuple[Sides, Sides]:
     return Sides((q,), (query,)), Sides((k,), (key,))
 
 
-def _real(heads: Heads) -> Tensor | int:
+def _real(heads: AttentionInputs) -> Tensor | int:
     """Number of real tokens, times heads."""
     batch, count, length = heads.q.shape[:3]
     return count * (batch * length if heads.key_mask is None else heads.key_mask.sum().clamp_min(1))
 
 
-def _balance(heads: Heads, codes: Assignment, buckets: int) -> dict[str, Tensor]:
+def _balance(heads: AttentionInputs, codes: Assignment, buckets: int) -> dict[str, Tensor]:
     """Of the buckets of every document and head that hold anything, the share with more than twice as many queries as
     keys, or the reverse (section 3.2); and the share of queries whose bucket holds no key, which see themselves alone.
     """

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megasparse.attention.contract import AttentionContext, Place
+from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.ops.attention_utility import tiles
 from megasparse.ops.random import derive, rotations
 
@@ -37,7 +37,7 @@ class HashFunctions(nn.Module):
     nonlinearity.
     """
 
-    def __init__(self, kind: str, place: Place, buckets: int):
+    def __init__(self, kind: str, place: MechanismSpec, buckets: int):
         super().__init__()
         self.kind, self.buckets = kind, buckets
         heads, dim = place.heads, place.head_dim
@@ -52,7 +52,7 @@ class HashFunctions(nn.Module):
     def forward(self, job: Callable[[Weights, Weights], T], q: Tensor, context: AttentionContext) -> T:
         """What `job` makes of the weights of H_Q and of H_K, which under ZeRO 3 are here only during a call."""
         if self.kind == "random":
-            key = derive(context.draws.seed, context.layer, "lha random hash")
+            key = derive(context.rng.seed, context.layer, "lha random hash")
             heads = range(context.head_offset, context.head_offset + q.shape[1])
             width = 2 * -(-self.buckets // 2)
             half = rotations(key, heads, 1, q.shape[3], [width], q.device)[:, 0]

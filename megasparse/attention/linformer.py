@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.documents import begins_with_real_tokens, documents
 from megasparse.attention.each_document import alone, join
 from megasparse.config.attention import LinformerAttentionConfig
@@ -31,12 +31,12 @@ class LinformerAttention(Attention):
 
     causal = False
 
-    def __init__(self, config: LinformerAttentionConfig, place: Place):
+    def __init__(self, config: LinformerAttentionConfig, place: MechanismSpec):
         super().__init__()
         self.keys = SequenceProjection(config.projected, place.max_length)
         self.values = SequenceProjection(config.projected, place.max_length)
 
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         if begins_with_real_tokens(heads.key_mask, heads.segments):
             return AttentionOutput(self._whole(heads), None, {})
         each = list(documents(heads.key_mask, heads.segments))
@@ -46,7 +46,7 @@ class LinformerAttention(Attention):
         parts = [F.scaled_dot_product_attention(*part) for part in zip(queries, keys, values, strict=True)]
         return AttentionOutput(join(parts, each, heads.q), None, {})
 
-    def _whole(self, heads: Heads) -> Tensor:
+    def _whole(self, heads: AttentionInputs) -> Tensor:
         q, k, v = heads.q, heads.k, heads.v
         if heads.key_mask is None:
             return F.scaled_dot_product_attention(q, self.keys([k])[0], self.values([v])[0])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import LocalAttentionConfig
@@ -21,7 +21,7 @@ class RelativePositions(nn.Module):
     the biases u and w that stand for queries; each head has its own.
     """
 
-    def __init__(self, place: Place):
+    def __init__(self, place: MechanismSpec):
         super().__init__()
         self.width = place.d_model
         self.projection = nn.Parameter(torch.empty(place.heads, place.d_model, place.head_dim))
@@ -56,13 +56,13 @@ class LocalAttention(Attention):
     With relative positions the logits are ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D.
     """
 
-    def __init__(self, config: LocalAttentionConfig, place: Place):
+    def __init__(self, config: LocalAttentionConfig, place: MechanismSpec):
         super().__init__()
         self.place = place
         self.chunk = min(config.chunk, place.max_length)
         self.relative = RelativePositions(place) if config.relative else None
 
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         q, k, v, key_mask, segments, causal = heads
         scale = self.place.head_dim**-0.5
         if self.relative is not None:
@@ -84,13 +84,15 @@ class LocalAttention(Attention):
         tokens = KeyValueCache.empty(batch, self.place, 2 * self.chunk, like)
         return LocalCache(tokens, None if self.relative is None else self.relative(self.chunk, causal=True))
 
-    def fill_cache(self, x: Tensor, heads: Heads, cache: LocalCache, context: AttentionContext) -> None:
+    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: LocalCache, context: AttentionContext) -> None:
         length, capacity = heads.k.shape[2], 2 * self.chunk
         recent = torch.arange(max(0, length - capacity), length, device=heads.k.device)
         cache.tokens.k[:, :, recent % capacity] = heads.k[:, :, recent]
         cache.tokens.v[:, :, recent % capacity] = heads.v[:, :, recent]
 
-    def decode(self, x: Tensor, heads: Heads, cache: LocalCache, position: int, context: AttentionContext) -> Tensor:
+    def decode(
+        self, x: Tensor, heads: AttentionInputs, cache: LocalCache, position: int, context: AttentionContext
+    ) -> Tensor:
         capacity, dtype = 2 * self.chunk, torch.promote_types(heads.q.dtype, torch.float32)
         cache.tokens.put(heads.k, heads.v, position % capacity)
         first = max(0, position // self.chunk - 1) * self.chunk

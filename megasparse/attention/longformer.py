@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.block_sparse import FixedPatternAttention, block_attention, visible_blocks
-from megasparse.attention.contract import AttentionContext, Heads, Place
+from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.config.attention import LongformerAttentionConfig
 
 
@@ -15,11 +15,11 @@ class LongformerAttention(FixedPatternAttention):
     paper gives global tokens projections of their own; here they share those of the others.
     """
 
-    def __init__(self, config: LongformerAttentionConfig, place: Place):
+    def __init__(self, config: LongformerAttentionConfig, place: MechanismSpec):
         super().__init__(place)
         self.chunk, self.first = min(config.chunk, place.max_length), config.globals
 
-    def attend(self, heads: Heads, context: AttentionContext) -> Tensor:
+    def attend(self, heads: AttentionInputs, context: AttentionContext) -> Tensor:
         return block_attention(heads, self.chunk, self.first)
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megasparse.attention.band import BandCache, band_attention
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.config.attention import LSHAttentionConfig
 from megasparse.config.buckets import lsh_buckets
 from megasparse.ops.bucketed_attention import Window
@@ -26,7 +26,7 @@ class LSHAttention(Attention):
     paper's.
     """
 
-    def __init__(self, config: LSHAttentionConfig, place: Place):
+    def __init__(self, config: LSHAttentionConfig, place: MechanismSpec):
         super().__init__()
         self.config = config
         self.shared_qk = config.shared_qk
@@ -38,17 +38,17 @@ class LSHAttention(Attention):
                 "the chunk window's borders depend on later tokens; attention.lsh.window = band is strictly causal"
             )
 
-    def assign(self, heads: Heads, context: AttentionContext) -> tuple[Tensor, Tensor | None]:
+    def assign(self, heads: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor | None]:
         """The buckets of queries and of keys in every round, (B, H, R, L) each; None for keys that are the queries."""
-        draws = context.draws
-        rounds = self.config.rounds if draws.training else self._evaluation_rounds
+        rng = context.rng
+        rounds = self.config.rounds if rng.training else self._evaluation_rounds
         numbers = range(context.head_offset, context.head_offset + heads.q.shape[1])
-        key = draws.key(context.layer, "lsh rotation")
-        matrices = rotations(key, numbers, draws.rounds or rounds, heads.q.shape[3], self.factors, heads.q.device)
+        key = rng.key(context.layer, "lsh rotation")
+        matrices = rotations(key, numbers, rng.rounds or rounds, heads.q.shape[3], self.factors, heads.q.device)
         queries = angular_hash(heads.q.detach(), matrices, self.factors)
         return queries, None if self.shared_qk else angular_hash(heads.k.detach(), matrices, self.factors)
 
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.memory.keep(lambda: self.assign(heads, context))
         out, _ = band_attention(heads, queries, keys, self.window, **self._rule)
         return AttentionOutput(out, None, {})
@@ -57,10 +57,12 @@ class LSHAttention(Attention):
         rounds = rounds or self._evaluation_rounds
         return BandCache.empty(batch, self.place, rounds, math.prod(self.factors), self.window, like)
 
-    def fill_cache(self, x: Tensor, heads: Heads, cache: BandCache, context: AttentionContext) -> None:
+    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
         cache.fill(heads, *self.assign(heads, context))
 
-    def decode(self, x: Tensor, heads: Heads, cache: BandCache, position: int, context: AttentionContext) -> Tensor:
+    def decode(
+        self, x: Tensor, heads: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
+    ) -> Tensor:
         if self.window.kind == "chunk":
             raise ValueError(f"LSH attention cannot decode token by token here: {self.leak}")
         return cache.decode(heads, *self.assign(heads, context), position, **self._rule)

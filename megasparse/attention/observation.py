@@ -13,7 +13,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Memory, Place
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    MechanismSpec,
+    RecomputeCache,
+)
 from megasparse.attention.full import FullAttention
 from megasparse.attention.lha import LHAAttention
 from megasparse.attention.lsh import LSHAttention
@@ -28,7 +35,7 @@ class Call:
 
     mechanism: Attention
     x: Tensor
-    heads: Heads
+    heads: AttentionInputs
     context: AttentionContext
 
     @property
@@ -41,9 +48,9 @@ class Call:
         return 1.0 if self.mechanism.shared_qk else self.heads.q.shape[-1] ** -0.5
 
     @property
-    def place(self) -> Place:
+    def place(self) -> MechanismSpec:
         heads, length, width = self.heads.q.shape[1:]
-        return Place(heads, width, self.x.shape[-1], length, self.heads.causal)
+        return MechanismSpec(heads, width, self.x.shape[-1], length, self.heads.causal)
 
     def replaced(self, mechanism: Attention) -> "Call":
         """The same call of another mechanism."""
@@ -81,8 +88,8 @@ class Call:
         Everything is decided anew, from the same draws.
         """
         heads = self.heads if v is None else self.heads._replace(v=v)
-        draws = dataclasses.replace(self.context.draws, rounds=rounds)
-        context = dataclasses.replace(self.context, draws=draws, memory=Memory())
+        rng = dataclasses.replace(self.context.rng, rounds=rounds)
+        context = dataclasses.replace(self.context, rng=rng, memory=RecomputeCache())
         return cast(AttentionOutput, mechanism(self.x, heads, context)).out
 
 

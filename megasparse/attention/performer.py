@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.each_document import attend_each
 from megasparse.config.attention import PerformerAttentionConfig
 from megasparse.ops.linear_attention import State, causal_linear_attention, linear_attention
@@ -30,26 +30,26 @@ class PerformerAttention(Attention):
     The projections are orthogonal Gaussians of each head, drawn anew at every training step, fixed in evaluation.
     """
 
-    def __init__(self, config: PerformerAttentionConfig, place: Place):
+    def __init__(self, config: PerformerAttentionConfig, place: MechanismSpec):
         super().__init__()
         self.config = config
         self.scale = place.head_dim**-0.5
 
     def projection(self, q: Tensor, context: AttentionContext) -> Tensor:
-        key = context.draws.key(context.layer, "performer features")
+        key = context.rng.key(context.layer, "performer features")
         heads = range(context.head_offset, context.head_offset + q.shape[1])
         return orthogonal_projections(key, heads, self.config.features, q.shape[3], q.device)
 
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         attend = partial(self._attend, projection=self.projection(heads.q, context))
         return AttentionOutput(attend_each(heads, attend), None, {})
 
-    def _attend(self, heads: Heads, projection: Tensor) -> Tensor:
+    def _attend(self, heads: AttentionInputs, projection: Tensor) -> Tensor:
         if heads.causal:
             return self._causal(heads, projection, None)[0]
         return linear_attention(heads.q, heads.k, heads.v, projection, scale=self.scale, key_mask=heads.key_mask)
 
-    def _causal(self, heads: Heads, projection: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def _causal(self, heads: AttentionInputs, projection: Tensor, state: State | None) -> tuple[Tensor, State]:
         rule = dict(scale=self.scale, chunk=self.config.chunk)
         return causal_linear_attention(
             heads.q, heads.k, heads.v, projection, key_mask=heads.key_mask, state=state, **rule
@@ -58,15 +58,15 @@ class PerformerAttention(Attention):
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> PerformerCache:
         return PerformerCache()
 
-    def fill_cache(self, x: Tensor, heads: Heads, cache: PerformerCache, context: AttentionContext) -> None:
+    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: PerformerCache, context: AttentionContext) -> None:
         self._advance(heads, cache, context)
 
     def decode(
-        self, x: Tensor, heads: Heads, cache: PerformerCache, position: int, context: AttentionContext
+        self, x: Tensor, heads: AttentionInputs, cache: PerformerCache, position: int, context: AttentionContext
     ) -> Tensor:
         return self._advance(heads, cache, context)
 
-    def _advance(self, heads: Heads, cache: PerformerCache, context: AttentionContext) -> Tensor:
+    def _advance(self, heads: AttentionInputs, cache: PerformerCache, context: AttentionContext) -> Tensor:
         if cache.projection is None:
             cache.projection = self.projection(heads.q, context)
         out, cache.state = self._causal(heads, cache.projection, cache.state)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasparse.attention.band import BandCache, band_attention
 from megasparse.attention.clusters import Lists, clusters_by_document
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.documents import Document
 from megasparse.attention.lha_hash import Sides, bucket_codes
 from megasparse.config.attention import RoutingAttentionConfig
@@ -41,7 +41,7 @@ class RoutingAttention(Attention):
 
     centroids: Tensor
 
-    def __init__(self, config: RoutingAttentionConfig, place: Place):
+    def __init__(self, config: RoutingAttentionConfig, place: MechanismSpec):
         super().__init__()
         self.config, self.place = config, place
         self.window = Window("band", min(config.chunk, place.max_length))
@@ -64,7 +64,7 @@ class RoutingAttention(Attention):
         drawn = normal(derive(seed, "initial centroids", name), rows, self.place.head_dim)
         self.centroids.copy_(F.normalize(drawn, dim=-1))
 
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         routes = context.memory.keep(lambda: self._decide(heads, context))
         if self.config.window == "band":
             queries, keys = (codes.unsqueeze(2) for codes in routes)
@@ -84,12 +84,12 @@ class RoutingAttention(Attention):
         return AttentionOutput(out, None, {"queries_in_no_cluster": alone})
 
     @torch.no_grad()
-    def _decide(self, heads: Heads, context: AttentionContext) -> Routes:
+    def _decide(self, heads: AttentionInputs, context: AttentionContext) -> Routes:
         """In the first pass only, so that a member counts once. Checkpointed layers come twice, which doubles sums and
         numbers of members alike, and moves no mean.
         """
         queries, keys = self._sides(heads, context)
-        if context.draws.training:
+        if context.rng.training:
             self._remember(heads, queries, keys, context)
         if self.config.window == "band":
             return Routes(*self._codes(queries, keys))
@@ -100,7 +100,7 @@ class RoutingAttention(Attention):
 
         return Routes(*clusters_by_document(heads, choose))
 
-    def _sides(self, heads: Heads, context: AttentionContext) -> tuple[Sides, Sides]:
+    def _sides(self, heads: AttentionInputs, context: AttentionContext) -> tuple[Sides, Sides]:
         """What the centroids are compared with: unit queries and unit keys, in a decoder one and the same."""
         q, k = (F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in (heads.q, heads.k))
         weights = (context.part.own(self.centroids, 0).transpose(1, 2),)  # (H, D, N)
@@ -124,7 +124,7 @@ class RoutingAttention(Attention):
         tiles = centroids.to(x.dtype).split(step, dim=1)
         return torch.cat([(tile @ x).topk(size, dim=-1, sorted=False).indices for tile in tiles], dim=2)
 
-    def _remember(self, heads: Heads, queries: Sides, keys: Sides, context: AttentionContext) -> None:
+    def _remember(self, heads: AttentionInputs, queries: Sides, keys: Sides, context: AttentionContext) -> None:
         """Adds unit queries and unit keys to the sums of their nearest centroids. Padding is no member."""
         if self._sums is None:
             shape = (*self.centroids.shape[:2], self.centroids.shape[2] + 1)
@@ -155,10 +155,12 @@ class RoutingAttention(Attention):
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
         return BandCache.empty(batch, self.place, 1, self.buckets, self.window, like)
 
-    def fill_cache(self, x: Tensor, heads: Heads, cache: BandCache, context: AttentionContext) -> None:
+    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
         cache.fill(heads, self._codes(*self._sides(heads, context))[0].unsqueeze(2), None)
 
-    def decode(self, x: Tensor, heads: Heads, cache: BandCache, position: int, context: AttentionContext) -> Tensor:
+    def decode(
+        self, x: Tensor, heads: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
+    ) -> Tensor:
         if self.config.window == "top_k":
             raise ValueError(f"Routing attention cannot decode token by token here: {self.leak}")
         codes = self._codes(*self._sides(heads, context))[0].unsqueeze(2)

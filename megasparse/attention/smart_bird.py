@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place, Targets
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    MechanismSpec,
+    Targets,
+)
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import SmartBirdAttentionConfig
@@ -50,7 +57,7 @@ class SmartBirdAttention(Attention):
     sketch, which therefore reads a detached input.
     """
 
-    def __init__(self, config: SmartBirdAttentionConfig, place: Place):
+    def __init__(self, config: SmartBirdAttentionConfig, place: MechanismSpec):
         super().__init__()
         self.config, self.place = config, place
         self.query, self.key, self.value = (Projection(place.d_model, config.sketch_dim) for _ in range(3))
@@ -60,7 +67,7 @@ class SmartBirdAttention(Attention):
         else:
             self.objective = PooledObjective(config.sketch_dim, config.labels or place.vocabulary)
 
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         x = x.detach()
         loss, statistics = None, {}
         if context.targets is not None:
@@ -71,7 +78,7 @@ class SmartBirdAttention(Attention):
         out, _ = gathered_attention(heads.q, heads.k, heads.v, index, scale=heads.q.shape[-1] ** -0.5)
         return AttentionOutput(out, loss, statistics)
 
-    def _objective(self, x: Tensor, heads: Heads, targets: Targets, part: SequencePart) -> Tensor:
+    def _objective(self, x: Tensor, heads: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
         """Where ranks share sequences, each of them has the whole loss, of the projections that all have made."""
         wanted = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
         if wanted != self.config.objective:
@@ -92,30 +99,34 @@ class SmartBirdAttention(Attention):
         sketch = like.new_zeros(batch, capacity, self.config.sketch_dim)
         return SketchCache(KeyValueCache.empty(batch, self.place, capacity, like), sketch.double())
 
-    def fill_cache(self, x: Tensor, heads: Heads, cache: SketchCache, context: AttentionContext) -> None:
+    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: SketchCache, context: AttentionContext) -> None:
         cache.heads.put(heads.k, heads.v)
         cache.sketch[:, : x.shape[1]] = _exactly(self.key, x)
 
-    def decode(self, x: Tensor, heads: Heads, cache: SketchCache, position: int, context: AttentionContext) -> Tensor:
+    def decode(
+        self, x: Tensor, heads: AttentionInputs, cache: SketchCache, position: int, context: AttentionContext
+    ) -> Tensor:
         cache.heads.put(heads.k, heads.v, position)
         cache.sketch[:, position : position + 1] = _exactly(self.key, x)
         seen = cache.sketch[:, : position + 1]
         index = self._choose(_exactly(self.query, x), seen, heads, context, position)
         return gathered_attention(heads.q, cache.heads.k, cache.heads.v, index, scale=heads.q.shape[-1] ** -0.5)[0]
 
-    def _choose_whole(self, x: Tensor, heads: Heads, context: AttentionContext) -> Tensor:
+    def _choose_whole(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> Tensor:
         q, k = (context.part.gather(_exactly(project, x), 1) for project in (self.query, self.key))
         return self._choose(q, k, heads, context)
 
     @torch.no_grad()
-    def _choose(self, q: Tensor, k: Tensor, heads: Heads, context: AttentionContext, first_query: int = 0) -> Tensor:
+    def _choose(
+        self, q: Tensor, k: Tensor, heads: AttentionInputs, context: AttentionContext, first_query: int = 0
+    ) -> Tensor:
         """The index (B, H or 1, Lq, K) of the queries (B, Lq, d) from position `first_query` on."""
-        sampling, draws = self.config.sampling, context.draws
+        sampling, rng = self.config.sampling, context.rng
         noise, level = None, None
-        if sampling == "random" or (draws.training and sampling != "top_k"):
-            rows = draws.rows(first_query + q.shape[1], q.device)[:, first_query:]
+        if sampling == "random" or (rng.training and sampling != "top_k"):
+            rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
             numbers = range(context.head_offset, context.head_offset + heads.q.shape[1])
-            noise = Noise(draws.key(context.layer, "sampled keys"), numbers, rows)
+            noise = Noise(rng.key(context.layer, "sampled keys"), numbers, rows)
             if sampling.startswith("inverse_log"):
                 _, level = _sketch(q.float(), k.float(), k.float(), heads)
         return chosen_keys(
@@ -151,7 +162,7 @@ def _exactly(project: Projection, x: Tensor) -> Tensor:
     return torch.cat([project(piece.double()) for piece in x.split(at_most(_PROJECTED), dim=1)], dim=1)
 
 
-def _sketch(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+def _sketch(q: Tensor, k: Tensor, v: Tensor, heads: AttentionInputs) -> tuple[Tensor, Tensor]:
     return sketched_attention(q, k, v, causal=heads.causal, key_mask=heads.key_mask, segments=heads.segments)
 
 

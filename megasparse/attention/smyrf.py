@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.clusters import Lists, clusters_by_document
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.documents import Document
 from megasparse.config.attention import SMYRFAttentionConfig
 from megasparse.ops.cluster_attention import cluster_attention
@@ -24,19 +24,19 @@ class SMYRFAttention(Attention):
 
     causal = False
 
-    def __init__(self, config: SMYRFAttentionConfig, place: Place):
+    def __init__(self, config: SMYRFAttentionConfig, place: MechanismSpec):
         super().__init__()
         self.config = config
 
     @torch.no_grad()
-    def assign(self, heads: Heads, context: AttentionContext) -> Lists:
-        draws, device = context.draws, heads.q.device
+    def assign(self, heads: AttentionInputs, context: AttentionContext) -> Lists:
+        rng, device = context.rng, heads.q.device
         rounds = self.config.rounds
-        if not draws.training:
+        if not rng.training:
             rounds = self.config.evaluation_rounds or rounds
         head = torch.arange(context.head_offset, context.head_offset + heads.q.shape[1], device=device)
-        rows = head[:, None] * (1 << 16) + torch.arange(draws.rounds or rounds, device=device)
-        lines = normal(draws.key(context.layer, "smyrf projection"), rows, heads.q.shape[3] + 2)  # (H, R, D + 2)
+        rows = head[:, None] * (1 << 16) + torch.arange(rng.rounds or rounds, device=device)
+        lines = normal(rng.key(context.layer, "smyrf projection"), rows, heads.q.shape[3] + 2)  # (H, R, D + 2)
 
         def choose(document: Document) -> Lists:
             turned = asymmetric(document.take(heads.q), document.take(heads.k))
@@ -45,7 +45,7 @@ class SMYRFAttention(Attention):
 
         return clusters_by_document(heads, choose)
 
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.memory.keep(lambda: self.assign(heads, context))
         scale = heads.q.shape[-1] ** -0.5
         out, _ = cluster_attention(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.block_sparse import FixedPatternAttention
-from megasparse.attention.contract import AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.config.attention import SparseTransformerAttentionConfig
 from megasparse.ops.bucketed_attention import Window, bucketed_attention
 from megasparse.ops.cluster_attention import cluster_attention
@@ -17,24 +17,24 @@ class SparseTransformerAttention(FixedPatternAttention):
     form). Time grows as L·(S + L/S).
     """
 
-    def __init__(self, config: SparseTransformerAttentionConfig, place: Place):
+    def __init__(self, config: SparseTransformerAttentionConfig, place: MechanismSpec):
         super().__init__(place)
         self.stride = config.stride or round(place.max_length**0.5)
 
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         if heads.key_mask is not None and heads.segments is None:
             # Without padding a token's rank, which makes the window, is its position, which makes the stride.
             heads = heads._replace(segments=torch.zeros_like(heads.key_mask, dtype=torch.int64))
         return super().forward(x, heads, context)
 
-    def attend(self, heads: Heads, context: AttentionContext) -> Tensor:
+    def attend(self, heads: AttentionInputs, context: AttentionContext) -> Tensor:
         near, near_z = self._near(heads)
         far, far_z = self._strided(heads)
         z = torch.logaddexp(near_z, far_z)
         out = near * torch.exp(near_z - z).unsqueeze(-1) + far * torch.exp(far_z - z).unsqueeze(-1)
         return out.to(heads.q.dtype)
 
-    def _near(self, heads: Heads) -> tuple[Tensor, Tensor]:
+    def _near(self, heads: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Over the other tokens nearer than S; the token itself is among the strided ones."""
         out, z = bucketed_attention(
             heads.q,
@@ -52,7 +52,7 @@ class SparseTransformerAttention(FixedPatternAttention):
             alone = torch.zeros_like(alone)
         return out, z.masked_fill(alone, -torch.inf)  # where there is no other, the operator gives the token itself
 
-    def _strided(self, heads: Heads) -> tuple[Tensor, Tensor]:
+    def _strided(self, heads: AttentionInputs) -> tuple[Tensor, Tensor]:
         length, stride = heads.q.shape[2], min(self.stride, heads.q.shape[2])
         rows = -(-length // stride)
         token = torch.arange(rows * stride, device=heads.q.device)

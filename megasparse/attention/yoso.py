@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionOutput, Heads, Place
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import YOSOAttentionConfig
 from megasparse.ops.hash_table_attention import expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 
 
 @dataclass
@@ -56,7 +56,7 @@ class YOSOAttention(Attention):
     the very codes of its own forward.
     """
 
-    def __init__(self, config: YOSOAttentionConfig, place: Place):
+    def __init__(self, config: YOSOAttentionConfig, place: MechanismSpec):
         super().__init__()
         self.config, self.place = config, place
         self.code_bits = config.code_bits or _code_bits(config.hashes, place)
@@ -68,23 +68,23 @@ class YOSOAttention(Attention):
         hashes = self.config.evaluation_hashes or self.config.hashes
         return self.place.causal and hashes << self.code_bits >= 2 * self.place.max_length
 
-    def hashes(self, draws: Draws) -> int:
-        usual = self.config.hashes if draws.training else self.config.evaluation_hashes or self.config.hashes
-        return draws.rounds or usual
+    def hashes(self, rng: RngContext) -> int:
+        usual = self.config.hashes if rng.training else self.config.evaluation_hashes or self.config.hashes
+        return rng.rounds or usual
 
     def codes(self, x: Tensor, hashes: int, context: AttentionContext) -> Tensor:
         """(B, H, m, L). Queries and keys are hashed alike."""
         heads = range(context.head_offset, context.head_offset + x.shape[1])
-        key = context.draws.key(context.layer, "yoso hash")
+        key = context.rng.key(context.layer, "yoso hash")
         return sign_codes(x.detach(), key, heads, hashes, self.code_bits, self.config.projection)
 
-    def forward(self, x: Tensor, heads: Heads, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         q, k, mask = unit(heads.q), unit(heads.k), heads.key_mask
         masks = {"query_mask": mask, "key_mask": mask, "segments": heads.segments}
         if self.config.expectation:
             out, met = expected_attention(q, k, heads.v, code_bits=self.code_bits, causal=heads.causal, **masks)
         else:
-            hashes = self.hashes(context.draws)
+            hashes = self.hashes(context.rng)
             out, met = hash_table_attention(
                 q,
                 k,
@@ -113,10 +113,12 @@ class YOSOAttention(Attention):
         tables = torch.zeros(batch, heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
         return YOSOCache(tables, None, recent)
 
-    def fill_cache(self, x: Tensor, heads: Heads, cache: YOSOCache, context: AttentionContext) -> None:
+    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: YOSOCache, context: AttentionContext) -> None:
         self._take_in(unit(heads.k), heads.v, cache, 0, context)
 
-    def decode(self, x: Tensor, heads: Heads, cache: YOSOCache, position: int, context: AttentionContext) -> Tensor:
+    def decode(
+        self, x: Tensor, heads: AttentionInputs, cache: YOSOCache, position: int, context: AttentionContext
+    ) -> Tensor:
         q, k, recent = unit(heads.q), unit(heads.k), cache.recent
         self._take_in(k, heads.v, cache, position, context)
         if cache.tokens is not None:
@@ -145,7 +147,7 @@ class YOSOAttention(Attention):
         cache.recent = torch.cat([cache.recent, v.to(cache.recent.dtype)], dim=2)[:, :, v.shape[2] :]
 
 
-def _code_bits(hashes: int, place: Place) -> int:
+def _code_bits(hashes: int, place: MechanismSpec) -> int:
     """τ = log₂(max_length); in a decoder no more than keeps m·2^τ below 2·max_length, but one at least."""
     bits = round(math.log2(place.max_length))
     if place.causal:

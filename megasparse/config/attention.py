@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasparse.config.section import Count, Fraction, Positive, Section
+from megasparse.config.section import Count, Positive, Rate, Section
 
 
 class FullAttentionConfig(Section):
@@ -118,7 +118,7 @@ class RoutingAttentionConfig(Section):
     window: Literal["band", "top_k"] = "band"
     """`band`: the last `chunk` tokens of one's own cluster, strictly causal. `top_k`: the paper's nearest tokens of
     each centroid; later tokens decide who is among them: not strictly causal."""
-    decay: Fraction = 0.999
+    decay: Rate = 0.999
     """Of the centroids' moving average, a step."""
 
 

@@ -1,4 +1,4 @@
-"""What must hold between keys. Each rule raises a ConfigError that names the key, its value and the mend."""
+"""What must hold between keys. Each rule raises a ConfigError that names the key, its value and a hint."""
 
 import math
 from typing import Any
@@ -52,7 +52,7 @@ def check_model(model: ModelConfig) -> None:
         _check_stack(encoder_part(model))
     except ConfigError as error:  # the encoder's keys are those of model.source
         own = error.key.replace("model.", "model.source.", 1)
-        raise ConfigError(own if own.split(".")[2] in SOURCE_KEYS else error.key, error.problem, error.mend) from None
+        raise ConfigError(own if own.split(".")[2] in SOURCE_KEYS else error.key, error.problem, error.hint) from None
 
 
 SOURCE_KEYS = ("layers", "positions", "attention")
@@ -73,8 +73,8 @@ def _check_start(config: FinetuneConfig) -> None:
     }
     if sum(given.values()) != 1:
         problem = f"{' and '.join(name for name in given if given[name]) or 'nothing'} given"
-        mend = "Give one of start.checkpoint, start.huggingface, and model (trained from its initial weights)"
-        raise ConfigError("start", problem, mend)
+        hint = "Give one of start.checkpoint, start.huggingface, and model (trained from its initial weights)"
+        raise ConfigError("start", problem, hint)
     if config.model is None:
         return
     check_model(config.model)
@@ -167,8 +167,8 @@ def _check_tokens(model: ModelConfig) -> None:
     }
     for key, token in special.items():
         if token is not None and token >= model.vocabulary:
-            mend = f"Set it below {model.vocabulary}, or raise model.vocabulary"
-            raise ConfigError(key, f"{token} is no token of model.vocabulary = {model.vocabulary}", mend)
+            hint = f"Set it below {model.vocabulary}, or raise model.vocabulary"
+            raise ConfigError(key, f"{token} is no token of model.vocabulary = {model.vocabulary}", hint)
         if token is not None and key != "model.padding_token" and token == model.padding_token:
             raise ConfigError(key, f"{token} is model.padding_token too", "Give each its own id")
         if token is not None and model.kind == "encoder" and token == model.masking.token:

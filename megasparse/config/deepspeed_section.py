@@ -221,8 +221,8 @@ def _check_stage(zero: dict[str, Any]) -> None:
     """A stage there is none of; and what DeepSpeed itself would say only after the model is built, or never."""
     stage = zero.get("stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:  # DeepSpeed would take "3" too, and true
-        mend = "It must be 0 or 1 or 2 or 3"
-        raise ConfigError("deepspeed.zero_optimization.stage", f"{show(stage)} does not fit", mend)
+        hint = "It must be 0 or 1 or 2 or 3"
+        raise ConfigError("deepspeed.zero_optimization.stage", f"{show(stage)} does not fit", hint)
     for key, least in (("offload_param", 3), ("offload_optimizer", 1)):
         offload = zero.get(key)
         device = offload.get("device") if isinstance(offload, dict) else None
@@ -244,8 +244,8 @@ def _check_nvme(zero: dict[str, Any]) -> None:
             continue
         path = offload.get("nvme_path")
         if not isinstance(path, str) or not path:
-            mend = "Give a folder on a local disk of every node"
-            raise ConfigError(f"{place}.nvme_path", f'{show(path)} does not fit device "nvme"', mend)
+            hint = "Give a folder on a local disk of every node"
+            raise ConfigError(f"{place}.nvme_path", f'{show(path)} does not fit device "nvme"', hint)
         pipelines = sum(offload.get(pipeline) is True for pipeline in ("pipeline_read", "pipeline_write"))
         least = ADAM_BUFFERS * (1 + pipelines)
         count = offload.get("buffer_count", ADAM_BUFFERS)
@@ -272,5 +272,5 @@ def _check_supported(zero: dict[str, Any]) -> None:
             section = section.get(part) or {}
         if section.get(last, supported[0]) not in supported:
             problem = f"{show(section[last])} puts the optimizer's state where checkpoints cannot find it"
-            mend = f"Remove it, or set it to {show(supported[0])}"
-            raise ConfigError(f"deepspeed.zero_optimization.{key}", problem, mend)
+            hint = f"Remove it, or set it to {show(supported[0])}"
+            raise ConfigError(f"deepspeed.zero_optimization.{key}", problem, hint)

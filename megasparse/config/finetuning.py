@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig, OptimizerConfig, RunSettings, TrainingConfig
-from megasparse.config.section import Count, Fraction, Positive, Section
+from megasparse.config.section import Count, Positive, Rate, Section
 
 
 class StartConfig(Section):
@@ -116,7 +116,7 @@ class HeadConfig(Section):
     null: the pooler where the model has one that was trained, else an encoder's mean, a decoder's last."""
     hidden: Count = 0
     """Width of the dense layer (tanh) before the last one; 0 takes the model's, as BERT has it."""
-    dropout: Fraction = 0.1
+    dropout: Rate = 0.1
     """Before the dense layer (not before a pooler), and before the last one."""
 
 
@@ -126,7 +126,7 @@ class LoRAConfig(Section):
     rank: Positive = 8
     alpha: Annotated[float, Field(gt=0.0)] = 16.0
     """Adapters are scaled by alpha/rank."""
-    dropout: Fraction = 0.0
+    dropout: Rate = 0.0
     targets: list[str] = Field(default=["query", "value"], min_length=1)
     """Names of the linear layers, their last parts: of BERT and of our models query, key, value, output, ..."""
 
@@ -145,11 +145,11 @@ class FinetuneTrainingConfig(TrainingConfig):
 
 class FinetuneOptimizerConfig(OptimizerConfig):
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-5
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[Rate, Rate] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "linear"
-    final_fraction: Fraction = 0.0
-    warmup_fraction: Fraction = 0.1
+    final_fraction: Rate = 0.0
+    warmup_fraction: Rate = 0.1
     """The part of all steps that is warm-up, which decides `warmup_steps`; 0 takes `warmup_steps` as it is."""
 
 

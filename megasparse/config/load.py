@@ -26,14 +26,14 @@ def load_settings(path: str | Path, overrides: Sequence[str], kind: type[Setting
 
     path: a JSON file whose keys are those of the schema, none of them required.
     overrides: `section.key=value`, in order; the value is JSON, and a bare word that is no JSON is taken as a text.
-    Raises ConfigError (one line: the key, the value, the mend) for everything that is wrong with either.
+    Raises ConfigError (one line: the key, the value, the hint) for everything that is wrong with either.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a null character
         reason = getattr(error, "strerror", None) or str(error)
-        mend = "Give a JSON file, such as those in configs/"
-        raise ConfigError(str(path), f"cannot be read ({reason})", mend) from None
+        hint = "Give a JSON file, such as those in configs/"
+        raise ConfigError(str(path), f"cannot be read ({reason})", hint) from None
     values = strict_json.parse(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(str(path), f"{show(values)} is not a configuration", "Write an object of sections: {...}")

@@ -14,12 +14,12 @@ def check_parallel(config: Config) -> None:
     if config.run.engine == "torch":
         problem = f'{size} ranks are to share a sequence, but run.engine = "torch" runs in one process'
         raise ConfigError("parallel.sequence", problem, 'Set run.engine to "deepspeed", or parallel.sequence to 1')
-    for key, told in (
+    for key, reported in (
         ("model.kind", show(model.kind) if model.source else None),
         ("model.sentence_order", "given" if model.sentence_order else None),
     ):
-        if told is not None:
-            problem = f"{told}, but parallel.sequence = {size}: such sequences cannot be shared"
+        if reported is not None:
+            problem = f"{reported}, but parallel.sequence = {size}: such sequences cannot be shared"
             raise ConfigError(key, problem, "Set parallel.sequence to 1")
     if length % size:
         nearest = max(1, round(length / size)) * size

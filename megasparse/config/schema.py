@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megasparse.config.attention import AttentionConfig
-from megasparse.config.section import Count, Fraction, Positive, Section
+from megasparse.config.section import Count, Positive, Rate, Section
 
 
 class RunConfig(Section):
@@ -91,7 +91,7 @@ class ModelConfig(Section):
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
     """What the backward reads: recomputed from the output (reversible blocks only), all stored, or recomputed from each
     layer's stored input (ordinary blocks only; `checkpoint_cpu` keeps those inputs in CPU memory)."""
-    dropout: Fraction = 0.0
+    dropout: Rate = 0.0
     """Rate after the embedding, after each attention, and inside (`style` bert: not there) and after each
     feed-forward."""
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
@@ -106,7 +106,7 @@ class ModelConfig(Section):
     """Id of what is no token: nothing sees it, and nothing has to tell it. null: every token is real."""
     document_separator: Count | None = None
     """Id of the token after each document: tokens see those of their own document only. null: a sequence is one."""
-    label_smoothing: Fraction = 0.0
+    label_smoothing: Rate = 0.0
     """Part of each target's probability shared out among all ids (Szegedy et al. 2016); not in reported nats."""
     adaptive_cutoffs: list[Positive] = Field(default=[])
     """Adaptive softmax (Grave et al. 2017) for large vocabularies sorted by frequency: where each cluster of rarer ids
@@ -147,7 +147,7 @@ class DataConfig(Section):
     """Sequences are shuffled over this many shards at a time, the shards themselves over all."""
     prefetch: Count = 2
     """Batches read ahead by a background thread; 0 reads in the loop."""
-    max_damaged: Fraction = 0.0
+    max_damaged: Rate = 0.0
     """Part of a split's samples that may be damaged: they are skipped, counted and named. 0 stops at the first one."""
 
 
@@ -172,7 +172,7 @@ class TrainingConfig(Section):
 class OptimizerConfig(Section):
     name: Literal["adamw", "adafactor"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    betas: tuple[Rate, Rate] = (0.9, 0.98)
     """AdamW only."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """AdamW only."""

@@ -16,8 +16,8 @@ def parse(text: str, name: str) -> Any:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        mend, position = _mend(text, error.pos)
-        raise ConfigError(_where(name, text, position), f"not JSON: {error.msg}", mend) from None
+        hint, position = _mend(text, error.pos)
+        raise ConfigError(_where(name, text, position), f"not JSON: {error.msg}", hint) from None
     except RecursionError:
         raise ConfigError(name, "nested too deeply", "Remove the superfluous brackets") from None
     except ValueError as error:  # an integer of thousands of digits

@@ -69,12 +69,12 @@ def check_shares(global_batch: int, micro_batch: int, ranks: int, sharing: int =
     problem = f"{global_batch} is not a multiple of micro_batch × ranks = {micro_batch} × {ranks}"
     if sharing > 1:
         problem += f" / {sharing} (parallel.sequence)"
-    mend = f"Set it to {max(1, round(global_batch / share)) * share}, or change micro_batch"
+    hint = f"Set it to {max(1, round(global_batch / share)) * share}, or change micro_batch"
     if global_batch % micro_batch == 0:
         parts = global_batch // micro_batch
         possible = (str(number * sharing) for number in range(1, parts + 1) if parts % number == 0)
-        mend += f", or run it on another number of ranks: {', '.join(possible)}"
-    raise ConfigError("training.global_batch", problem, mend)
+        hint += f", or run it on another number of ranks: {', '.join(possible)}"
+    raise ConfigError("training.global_batch", problem, hint)
 
 
 class TrainingBatches(Iterator[Step]):
@@ -187,14 +187,14 @@ class TrainingBatches(Iterator[Step]):
         if self._thread is None:
             self._thread = threading.Thread(target=self._read_ahead, args=(steps,), name="data", daemon=True)
             self._thread.start()
-        told = self._signs
+        reported = self._signs
         while True:
             try:
                 return steps.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                if self._signs != told:
-                    told = self._signs
-                    self._alive(told[1])
+                if self._signs != reported:
+                    reported = self._signs
+                    self._alive(reported[1])
                 if self._stop_waiting():
                     raise WaitingStopped from None
 

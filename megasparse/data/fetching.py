@@ -32,8 +32,8 @@ T = TypeVar("T")
 class FetchError(DataError):
     """A file could not be fetched: no damage of the data, but a fault of the way to it, which may pass."""
 
-    def __init__(self, url: str, problem: str, mend: str = "Mend that, and start again: it goes on from here"):
-        super().__init__(url, f"this cannot be fetched: {problem}", mend)
+    def __init__(self, url: str, problem: str, hint: str = "Mend that, and start again: it goes on from here"):
+        super().__init__(url, f"this cannot be fetched: {problem}", hint)
 
 
 class WrongContent(Exception):
@@ -103,8 +103,8 @@ def _write(path: Path, descriptor: int, piece: bytes, offset: int) -> None:
             count = os.pwrite(descriptor, piece, offset)
             piece, offset = piece[count:], offset + count
     except OSError as error:
-        mend = "Make room there, or set data.cache to another folder"
-        raise DataError(path, f"a shard cannot be written to the cache: {error.strerror}", mend) from None
+        hint = "Make room there, or set data.cache to another folder"
+        raise DataError(path, f"a shard cannot be written to the cache: {error.strerror}", hint) from None
 
 
 def _go_on(doing: str, until: float, progress: Progress) -> None:
@@ -122,8 +122,8 @@ def _retry(url: str, attempt: Callable[[float], T], size: int, attempts: int, pr
         try:
             return attempt(until)
         except Refused as error:
-            mend = "Check the URL of the folder, and who may read it; then start again"
-            raise FetchError(url, one_line(str(error)), mend) from None
+            hint = "Check the URL of the folder, and who may read it; then start again"
+            raise FetchError(url, one_line(str(error)), hint) from None
         except WrongContent as error:
             wrong += 1
             reason = str(error)
@@ -132,8 +132,8 @@ def _retry(url: str, attempt: Callable[[float], T], size: int, attempts: int, pr
         reason, pause = one_line(reason), min(LONGEST_PAUSE, 2.0 ** (number - 1))
         if number >= attempts or wrong == 2 or time.monotonic() + pause > until:
             raise FetchError(url, f"{reason}, at attempt {number}")
-        told = f"fetching {url}: attempt {number} of {attempts} failed ({reason}); again in {pause:g} s"
-        print(told, file=sys.stderr, flush=True)
+        reported = f"fetching {url}: attempt {number} of {attempts} failed ({reason}); again in {pause:g} s"
+        print(reported, file=sys.stderr, flush=True)
         _pause(pause, f"waiting to fetch {url} again", progress)
 
 

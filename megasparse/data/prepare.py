@@ -26,7 +26,7 @@ from megasparse.data.encoding import Encoder
 from megasparse.data.files import file_sha256, partial_name, replacing
 from megasparse.data.index_file import INDEX_FILE, MOST_SAMPLES, IndexFile, Shard, Split, TokenizerEntry, parse
 from megasparse.data.members import verify_shard
-from megasparse.data.token_stream import Place, TokenStream
+from megasparse.data.token_stream import StreamPosition, TokenStream
 from megasparse.data.workers import Workers
 from megasparse.errors import DataError
 
@@ -38,7 +38,7 @@ class Progress(IndexFile):
     """The index of what is finished so far: there may be no split yet."""
 
     splits: dict[str, Split] = Field(default={})
-    ends: dict[str, Place] = Field(default={})
+    ends: dict[str, StreamPosition] = Field(default={})
     """Of shards, by file name: where the next one begins."""
 
 
@@ -132,11 +132,11 @@ def _write(plan: Progress, streams: Splits, encoder: Encoder, workers: Workers, 
 
 
 def _kept(
-    name: str, finished: Mapping[str, Shard], ends: Mapping[str, Place], output: Path
-) -> tuple[list[Shard], Place]:
+    name: str, finished: Mapping[str, Shard], ends: Mapping[str, StreamPosition], output: Path
+) -> tuple[list[Shard], StreamPosition]:
     """The split's first shards as far as they are finished and whole, and the place behind them."""
     shards: list[Shard] = []
-    start = Place()
+    start = StreamPosition()
     while (file := _file(name, len(shards))) in ends and _is_whole(output, finished[file]):
         shards.append(finished[file])
         start = ends[file]
@@ -217,7 +217,7 @@ def _copy(tokenizer: Path, copy: Path) -> None:
             file.write(content)
 
 
-def _finished(plan: Progress, output: Path) -> tuple[dict[str, Shard], dict[str, Place]]:
+def _finished(plan: Progress, output: Path) -> tuple[dict[str, Shard], dict[str, StreamPosition]]:
     """The shards that an earlier run finished, and the places where they end as far as those are known, by file name.
 
     Raises DataError when they are of something else.

@@ -40,8 +40,8 @@ class Sequences:
         if self.order.sequences_per_epoch == 0:
             longest = max(shard_tokens)
             problem = f'{sequence_length} tokens, but the longest shard of "{split}" in {index.directory} has {longest}'
-            mend = f"Set it to at most {longest}, or prepare more text"
-            raise ConfigError("data.sequence_length", problem, mend)
+            hint = f"Set it to at most {longest}, or prepare more text"
+            raise ConfigError("data.sequence_length", problem, hint)
         self.index = index
         self.damage = Damage(index, split, max_damaged)
         self._length = sequence_length

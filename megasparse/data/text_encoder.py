@@ -24,7 +24,7 @@ class TextEncoder:
         try:
             self.tokenizer = build_tokenizer(tokenizer)
         except ConfigError as error:
-            raise ConfigError("--tokenizer", error.problem, error.mend) from None
+            raise ConfigError("--tokenizer", error.problem, error.hint) from None
         self._arguments = (tokenizer, documents, line_ends)
         self.name, self.sha256 = self.tokenizer.name, self.tokenizer.sha256
         self.end = self.tokenizer.separator if documents else None

@@ -16,7 +16,7 @@ from megasparse.data.workers import Workers
 Number = Annotated[int, Field(ge=0)]
 
 
-class Place(Entry):
+class StreamPosition(Entry):
     """A place between two tokens of a split. An item is a piece, or the token at the end of a document."""
 
     item: Number = 0
@@ -31,7 +31,7 @@ class Place(Entry):
 class TokenStream:
     """`read(n)` over the tokens from a place on; the items before it are passed over, not encoded."""
 
-    def __init__(self, documents: Iterable[Document], encoder: Encoder, workers: Workers, start: Place):
+    def __init__(self, documents: Iterable[Document], encoder: Encoder, workers: Workers, start: StreamPosition):
         items = islice(_items(documents, encoder.end is not None), start.item, None)
         self._encoded = _encode(items, encoder, workers)
         self.width = encoder.width
@@ -52,19 +52,19 @@ class TokenStream:
         return b"".join(parts)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StreamPosition:
         """Of the next token."""
         if self._offset == len(self._bytes):
             return self._behind()
         return self._before.model_copy(update={"token": self._offset // self.width})
 
-    def _behind(self) -> Place:
+    def _behind(self) -> StreamPosition:
         """The place behind the current item."""
         if self._current is None:
             return self._before
         _, raw_bytes, words = self._current
         was = self._before
-        return Place(item=was.item + 1, raw_bytes=was.raw_bytes + raw_bytes, words=was.words + words)
+        return StreamPosition(item=was.item + 1, raw_bytes=was.raw_bytes + raw_bytes, words=was.words + words)
 
     def _advance(self) -> bool:
         self._before = self._behind()

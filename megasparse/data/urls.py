@@ -39,7 +39,7 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-class Body(NamedTuple):
+class ResponseBody(NamedTuple):
     """What a URL has from byte `start` on: 0, or what was asked for. `size` is that of the whole, where it is told."""
 
     start: int
@@ -69,7 +69,7 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def open_url(url: str, start: int = 0) -> Body:
+def open_url(url: str, start: int = 0) -> ResponseBody:
     """The bytes of a URL from `start` on, or from 0 where the server does not begin in the middle. Close it.
 
     Raises Refused; OutOfRange; DataError where a library is missing; OSError, HTTPException or ValueError where the
@@ -78,7 +78,7 @@ def open_url(url: str, start: int = 0) -> Body:
     return _open_s3(url, start) if url.startswith("s3:") else _open_http(url, start)
 
 
-def _open_http(url: str, start: int) -> Body:
+def _open_http(url: str, start: int) -> ResponseBody:
     asked = {"Range": f"bytes={start}-"} if start else {}
     request = urllib.request.Request(url, headers={"User-Agent": "megasparse", "Accept-Encoding": "identity", **asked})
     try:
@@ -98,7 +98,7 @@ def _open_http(url: str, start: int) -> Body:
     try:
         begin = resumed_at(response, start)
         length = response.headers.get("Content-Length")
-        return Body(begin, None if length is None else begin + int(length), _Http(response))
+        return ResponseBody(begin, None if length is None else begin + int(length), _Http(response))
     except ValueError:
         response.close()
         raise
@@ -150,11 +150,11 @@ def http_opener() -> urllib.request.OpenerDirector:
     return opener
 
 
-def _open_s3(url: str, start: int) -> Body:
+def _open_s3(url: str, start: int) -> ResponseBody:
     system = _s3()
     file = _asked(lambda: system.open(url, "rb", block_size=BLOCK, cache_type="readahead"))
     _asked(lambda: file.seek(start))
-    return Body(start, file.size, _S3(file))
+    return ResponseBody(start, file.size, _S3(file))
 
 
 class _S3:

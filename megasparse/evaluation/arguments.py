@@ -57,8 +57,8 @@ def _check(args: argparse.Namespace) -> None:
     others, kind = (OF_TASKS, "a pretrained model") if args.task is None else (OF_PRETRAINED, "a fine-tuned model")
     for name in others:
         if getattr(args, name):
-            mend = "Leave it out, or give --task" if args.task is None else "Leave it out, and --task besides it"
-            raise ConfigError(f"--{name.replace('_', '-')}", f"is nothing that {kind} is evaluated with", mend)
+            hint = "Leave it out, or give --task" if args.task is None else "Leave it out, and --task besides it"
+            raise ConfigError(f"--{name.replace('_', '-')}", f"is nothing that {kind} is evaluated with", hint)
     if args.task is None:
         if len(args.checkpoint) > 1:
             problem = f"{len(args.checkpoint)} pretrained models"
@@ -71,5 +71,5 @@ def _check(args: argparse.Namespace) -> None:
     if args.predictions.suffix != ".jsonl":
         raise ConfigError("--predictions", f"{args.predictions} is no .jsonl", "Give a name that ends in .jsonl")
     if len(args.checkpoint) > 1 or args.hash_seeds > 1:
-        mend = "Give one --checkpoint and no --hash-seeds, or leave it out"
-        raise ConfigError("--predictions", "is of one checkpoint and one draw", mend)
+        hint = "Give one --checkpoint and no --hash-seeds, or leave it out"
+        raise ConfigError("--predictions", "is of one checkpoint and one draw", hint)

@@ -52,7 +52,7 @@ def length_penalty(length: int, alpha: float) -> float:
 
 
 @dataclass(frozen=True)
-class Rule:
+class BeamSettings:
     """How to search. At most `beams` hypotheses of at most `tokens` tokens are followed, which end with the token
     `end`, if any. vocabulary: see `restricted`.
     """
@@ -66,7 +66,7 @@ class Rule:
 
 
 @torch.no_grad()
-def beam_search(logits: Tensor, step: Step, rule: Rule) -> list[list[Hypothesis]]:
+def beam_search(logits: Tensor, step: Step, rule: BeamSettings) -> list[list[Hypothesis]]:
     """The hypotheses of each of B searches that take their steps together, best score first: those that have ended;
     only if there is none, those that were cut off.
 
@@ -96,7 +96,7 @@ def beam_search(logits: Tensor, step: Step, rule: Rule) -> list[list[Hypothesis]
     return found
 
 
-def _follow(rule: Rule) -> Generator[list[tuple[int, int]], Tensor, list[Hypothesis]]:
+def _follow(rule: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, list[Hypothesis]]:
     """One search. It is sent the logits (n, V) of its hypotheses, and yields those that go on: number, next token."""
     live, ended = [_Live([], 0.0)], list[Hypothesis]()
     following: list[tuple[int, int]] = []
@@ -116,30 +116,32 @@ def _follow(rule: Rule) -> Generator[list[tuple[int, int]], Tensor, list[Hypothe
     return sorted(found, key=lambda hypothesis: -hypothesis.score)[: rule.beams]
 
 
-def _likeliest(logits: Tensor, live: list[_Live], rule: Rule) -> list[tuple[int, int, float]]:
+def _likeliest(logits: Tensor, live: list[_Live], rule: BeamSettings) -> list[tuple[int, int, float]]:
     """The 2·K likeliest continuations by one token, likeliest first: number in `live`, token, log-probability in all.
     So many, because K of them may end.
     """
-    told = torch.log_softmax(restricted(logits, rule.vocabulary, rule.end).double(), dim=-1)
-    totals = told + torch.tensor([[x.log_probability] for x in live], dtype=told.dtype, device=told.device)
+    predicted = torch.log_softmax(restricted(logits, rule.vocabulary, rule.end).double(), dim=-1)
+    totals = predicted + torch.tensor(
+        [[x.log_probability] for x in live], dtype=predicted.dtype, device=predicted.device
+    )
     best, place = (x[: 2 * rule.beams].tolist() for x in totals.flatten().sort(descending=True, stable=True))
     width = totals.shape[1]
     return [(i // width, i % width, total) for i, total in zip(place, best, strict=True) if total > -math.inf]
 
 
-def _decided(live: list[_Live], ended: list[Hypothesis], rule: Rule) -> bool:
+def _decided(live: list[_Live], ended: list[Hypothesis], rule: BeamSettings) -> bool:
     """Whether none that goes on can still win: its log-probability only falls, its penalty is at most the longest's."""
     if not ended:
         return False
     return max(x.score for x in ended) >= live[0].log_probability / length_penalty(rule.tokens, rule.alpha)
 
 
-def search(model: Any, prompts: Tensor, hash_seed: int, rule: Rule) -> list[list[Hypothesis]]:
+def search(model: Any, prompts: Tensor, hash_seed: int, rule: BeamSettings) -> list[list[Hypothesis]]:
     """Continuations of each of the prompts (B, n) int64 by cached decoding. model, hash_seed: see `continuations`."""
     return search_with(model, prompts, model.new_cache(len(prompts), hash_seed), rule)
 
 
-def search_with(model: Any, prompts: Tensor, cache: Any, rule: Rule) -> list[list[Hypothesis]]:
+def search_with(model: Any, prompts: Tensor, cache: Any, rule: BeamSettings) -> list[list[Hypothesis]]:
     """The same with an empty cache of the model's."""
     logits = model.prefill(prompts, cache)
 

@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from megasparse.errors import ConfigError, UserError
 from megasparse.evaluation.protocol import Protocol
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 
-Scorer = Callable[[Tensor, Draws, int], tuple[Tensor, Tensor, Tensor]]
+Scorer = Callable[[Tensor, RngContext, int], tuple[Tensor, Tensor, Tensor]]
 """(tokens (B, T) int64, draws, n) -> sum of the nats, number of right predictions, and number of what was scored, of
 all but each window's first n tokens."""
 
@@ -129,8 +129,8 @@ def score(
         tokens = torch.stack([stream.read(window.start, window.stop) for window in group]).to(device)
         # A window is known by its start: what is drawn for its tokens is the same whatever batch it stands in.
         samples = torch.tensor([window.start for window in group])
-        draws = dataclasses.replace(Draws.evaluation(seed, len(group), rounds), samples=samples)
-        found = scorer(tokens, draws, group[0].shape[1])
+        rng = dataclasses.replace(RngContext.evaluation(seed, len(group), rounds), samples=samples)
+        found = scorer(tokens, rng, group[0].shape[1])
         if mine < len(batches):
             sums += torch.stack([each.to(device, torch.float64) for each in found])
     if world_size > 1:
@@ -145,18 +145,18 @@ def score(
 def of_model(model: Any) -> Scorer:
     """Scorer of a model with `token_scores`."""
 
-    def sums(tokens: Tensor, draws: Draws, skip: int) -> tuple[Tensor, Tensor, Tensor]:
-        nats, correct, scored = (x[:, skip:] for x in model.token_scores(tokens, draws))
+    def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
+        nats, correct, scored = (x[:, skip:] for x in model.token_scores(tokens, rng))
         return nats[scored].double().sum(), correct[scored].sum(), scored.sum()
 
     return sums
 
 
-def of_engine(evaluate: Callable[[Tensor, Draws], tuple[Tensor, dict[str, Tensor]]]) -> Scorer:
+def of_engine(evaluate: Callable[[Tensor, RngContext], tuple[Tensor, dict[str, Tensor]]]) -> Scorer:
     """Scorer of a training engine's `evaluate`, which itself sums over what is scored: for windows without a stride."""
 
-    def sums(tokens: Tensor, draws: Draws, skip: int) -> tuple[Tensor, Tensor, Tensor]:
-        found = evaluate(tokens, draws)[1]
+    def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
+        found = evaluate(tokens, rng)[1]
         return found["nats"], found["accuracy"] * found["tokens"], found["tokens"]
 
     return sums

@@ -40,9 +40,9 @@ def check_length(prompt: int, tokens: int, max_length: int) -> None:
     if tokens < 0:
         raise ConfigError("--tokens", f"{tokens} is negative", "Ask for 1 or more")
     if prompt + tokens > max_length:
-        mend = f"Ask for {max(0, max_length - prompt)} or fewer, or shorten the prompt"
+        hint = f"Ask for {max(0, max_length - prompt)} or fewer, or shorten the prompt"
         problem = f"{prompt} tokens of prompt and {tokens} more do not fit model.max_length = {max_length}"
-        raise ConfigError("--tokens", problem, mend)
+        raise ConfigError("--tokens", problem, hint)
 
 
 def generate(
@@ -59,10 +59,10 @@ def generate(
 ) -> Iterator[int]:
     """Yield `tokens` token ids that continue `prompt` (n,) int64, or those before `end`. See `continuations`."""
     sampling = Sampling(temperature, top_p, seed)
-    told = continuations(
+    predicted = continuations(
         model, prompt[None], tokens, hash_seed=hash_seed, sampling=sampling, vocabulary=vocabulary, end=end
     )
-    for (token,) in told:
+    for (token,) in predicted:
         if token == end:
             return
         yield token

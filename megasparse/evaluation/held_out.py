@@ -11,13 +11,13 @@ from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.evaluation.attention_quality import attention_quality
+from megasparse.evaluation.attention.quality import attention_quality
 from megasparse.evaluation.bits_per_dim import of_engine, score
 from megasparse.evaluation.generate import generate
 from megasparse.evaluation.pictures import image_shape, picture_of
 from megasparse.model.padding import cut
 from megasparse.training.engine import Engine
-from megasparse.training.stopping.watch import Watch, heed
+from megasparse.training.stopping.hooks import RunHooks, check_stop
 
 Found = dict[str, float | str | Tensor]
 """Scalars, texts and pictures by their names."""
@@ -30,7 +30,7 @@ def held_out(
     engine: Engine,
     index: Index,
     config: Config,
-    watch: Watch = Watch(),  # noqa: B008  (frozen)
+    hooks: RunHooks = RunHooks(),  # noqa: B008  (frozen)
 ) -> Callable[[int], Found] | None:
     """What the training loop calls on every rank with the step; None where neither `evaluation.every` nor
     `logging.attention_quality_every` asks for it.
@@ -49,11 +49,11 @@ def held_out(
         return None
     settings, device = config.evaluation, engine.ranks.device
     model: Any = engine.module
-    stream = EvaluationStream(index, settings.split, watch.alive)
+    stream = EvaluationStream(index, settings.split, hooks.alive)
     quality = attention_quality(engine, index, config) if every["quality"] else None
     draw = None
     if every["evaluation"] and settings.sample_tokens:
-        draw = sampler(model, config, device, lambda: heed(watch, engine.ranks, "making a sample"))
+        draw = sampler(model, config, device, lambda: check_stop(hooks, engine.ranks, "making a sample"))
 
     def evaluate(step: int) -> Found:
         due = {name for name, steps in every.items() if steps and step % steps == 0}
@@ -63,16 +63,16 @@ def held_out(
         try:
             found = losses() if "evaluation" in due else {}
             if quality is not None and "quality" in due:
-                heed(watch, engine.ranks, "quality of attention")
+                check_stop(hooks, engine.ranks, "quality of attention")
                 found |= quality()
         finally:
             model.train()
         return found
 
-    def window(tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        heed(watch, engine.ranks, "evaluation")
+    def window(tokens: Tensor, rng: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        check_stop(hooks, engine.ranks, "evaluation")
         own, padding = cut(tokens, model.config, engine.ranks.sequence)
-        return engine.evaluate(own, draws, padding)
+        return engine.evaluate(own, rng, padding)
 
     def losses() -> Found:
         result = score(
@@ -107,7 +107,7 @@ def sampler(
     tokenizer, tokens = build_tokenizer(config.data.tokenizer), config.evaluation.sample_tokens
     shape = image_shape(config.data.sequence_length) if tokenizer.name == "pixels" else None
 
-    def told(count: int) -> Iterator[int]:
+    def predicted(count: int) -> Iterator[int]:
         found = generate(
             decoder,
             torch.empty(0, dtype=torch.long, device=device),
@@ -123,8 +123,8 @@ def sampler(
 
     def sample() -> str | Tensor:
         if shape is None:
-            return "".join(tokenizer.text(told(tokens)))
-        picture = picture_of(list(told(min(tokens, shape.tokens))), shape)
+            return "".join(tokenizer.text(predicted(tokens)))
+        picture = picture_of(list(predicted(min(tokens, shape.tokens))), shape)
         return torch.from_numpy(np.array(picture))
 
     return sample

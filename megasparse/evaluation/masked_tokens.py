@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megasparse.evaluation.bits_per_dim import Stream, score_seeds
 from megasparse.evaluation.protocol import Protocol
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 
 
 def evaluate(
@@ -50,8 +50,8 @@ def evaluate(
 def _sentence_order(
     encoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
 ) -> dict[str, Any]:
-    def sums(tokens: Tensor, draws: Draws, skip: int) -> tuple[Tensor, Tensor, Tensor]:
-        nats, correct, scored = encoder.sentence_order_scores(tokens, draws)
+    def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
+        nats, correct, scored = encoder.sentence_order_scores(tokens, rng)
         return nats[scored].double().sum(), correct[scored].sum(), scored.sum()
 
     scores = score_seeds(encoder, stream, protocol, batch, limit, device, sums)

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.evaluation.beam import Rule, check_beams, search
+from megasparse.evaluation.beam import BeamSettings, check_beams, search
 from megasparse.evaluation.generate import Sampling, check_length, generate
 
 DECODER_TOKENS = 200
@@ -37,7 +37,7 @@ class Request:
     length_penalty: float
 
 
-class Told:
+class EncodedSource:
     """An encoder–decoder that has read sources, (B, S) tokens, in the place of a decoder."""
 
     def __init__(self, model: Any, sources: Tensor, hash_seed: int):
@@ -75,8 +75,8 @@ def texts(
     Raises ConfigError for a request that cannot be met, before anything is told.
     """
     if tokenizer.name == "pixels":
-        mend = "Ask for --images N or --complete IMAGE, and --output DIR"
-        raise ConfigError("--checkpoint", "its model tells pixels, not text", mend)
+        hint = "Ask for --images N or --complete IMAGE, and --output DIR"
+        raise ConfigError("--checkpoint", "its model tells pixels, not text", hint)
     request.sampling.check()
     check_beams(1 if request.beams is None else request.beams, request.length_penalty)
     end = config.model.document_separator if config.model.source is None else _separator(tokenizer, config)
@@ -108,8 +108,8 @@ class _Teller:
         """Of the prompt and what continues it."""
         if self.request.beams is None:
             rule: dict[str, Any] = {"hash_seed": self.hash_seed, "vocabulary": self.tokenizer.vocabulary}
-            told = generate(decoder, prompt, self.tokens, end=self.end, **rule, **asdict(self.request.sampling))
-            return self.tokenizer.text(itertools.chain(prompt.tolist(), told))
+            predicted = generate(decoder, prompt, self.tokens, end=self.end, **rule, **asdict(self.request.sampling))
+            return self.tokenizer.text(itertools.chain(prompt.tolist(), predicted))
         (text,) = self._searched(decoder, prompt[None])
         return text
 
@@ -119,19 +119,21 @@ class _Teller:
         """Sources that are searched for stand side by side, those drawn from do not: each is told as if alone."""
         if self.request.beams is None or padding is None:
             for source in sources:
-                yield self.text(Told(model, source[None].to(prompt.device), self.hash_seed), prompt)
+                yield self.text(EncodedSource(model, source[None].to(prompt.device), self.hash_seed), prompt)
             return
         for first in range(0, len(sources), AT_ONCE):
             group = pad_sequence(list(sources[first : first + AT_ONCE]), batch_first=True, padding_value=padding)
-            told = Told(model, group.to(prompt.device), self.hash_seed)
-            yield from self._searched(told, prompt.expand(len(group), -1))
+            predicted = EncodedSource(model, group.to(prompt.device), self.hash_seed)
+            yield from self._searched(predicted, prompt.expand(len(group), -1))
 
     def _searched(self, decoder: Any, prompts: Tensor) -> list[Iterator[str]]:
         assert self.request.beams is not None
         width, alpha = self.tokenizer.vocabulary, self.request.length_penalty
-        rule = Rule(self.request.beams, self.tokens, self.end, alpha, width)
+        rule = BeamSettings(self.request.beams, self.tokens, self.end, alpha, width)
         best = [found[0].tokens for found in search(decoder, prompts, self.hash_seed, rule)]
-        return [self.tokenizer.text([*prompt, *told]) for prompt, told in zip(prompts.tolist(), best, strict=True)]
+        return [
+            self.tokenizer.text([*prompt, *predicted]) for prompt, predicted in zip(prompts.tolist(), best, strict=True)
+        ]
 
 
 def _length(asked: int | None, prompt: int, config: Config) -> int:
@@ -161,6 +163,6 @@ def _source(text: bytes, number: int, config: Config, tokenizer: Tokenizer) -> T
     tokens = torch.cat([tokenizer.encode(text), torch.tensor([_separator(tokenizer, config)])])
     if len(tokens) > config.model.source.length:
         problem = f"number {number} has {len(tokens)} tokens with the one that ends it"
-        mend = f"Cut it to model.source.length = {config.model.source.length}"
-        raise ConfigError("--source", problem, mend)
+        hint = f"Cut it to model.source.length = {config.model.source.length}"
+        raise ConfigError("--source", problem, hint)
     return tokens

@@ -55,6 +55,6 @@ def from_pretrained(name: str | Path) -> "Model":
     name: its folder, or its name in transformers' local cache; nothing is downloaded, and no code that comes with a
     model is run. Raises HubError for what is missing, damaged, or of an architecture that ours does not express.
     """
-    from megasparse.hub.foreign import Foreign
+    from megasparse.hub.hf_model import HFModel
 
-    return Foreign.open(name).build()
+    return HFModel.open(name).build()

@@ -184,12 +184,14 @@ def _tokens(exported: Exported) -> str:
     name = str(exported.config["tokenizer"])
     if name in _NAMED_TOKENS:
         return _NAMED_TOKENS[name]
-    told = _FILE_TOKENS[Path(name).suffix] if name != TRAINED else f"Its tokenizer is that of the training, `{name}`."
+    predicted = (
+        _FILE_TOKENS[Path(name).suffix] if name != TRAINED else f"Its tokenizer is that of the training, `{name}`."
+    )
     if FILE not in exported.files:
-        told += (
+        predicted += (
             f" No tokenizer.json can be exactly it, so AutoTokenizer does not load it; `{name}` is read by megasparse."
         )
-    return told
+    return predicted
 
 
 def _training(checkpoint: Checkpoint, config: Config) -> list[str]:

@@ -13,7 +13,7 @@ from megasparse.model.build import Model
 from megasparse.model.decoder import Causal
 from megasparse.model.encoder_decoder import EncoderDecoder
 from megasparse.model.padding import padding_of
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 
 TOLERANCE = 1e-4
 """Largest difference of any number of two models in fp32 that count as the same."""
@@ -58,13 +58,13 @@ def our_outputs(model: Model, tokens: Tensor, seed: int) -> Outputs:
 
     tokens: (B, L); a decoder's logits at t tell token t from those before it, an encoder reads the tokens as they are.
     """
-    draws, padding, source = Draws.evaluation(seed, len(tokens)), Padding(), None
+    rng, padding, source = RngContext.evaluation(seed, len(tokens)), Padding(), None
     with observed(model) as outputs:
         if isinstance(model, EncoderDecoder):
             before, tokens = sides(tokens, model.config)
             source, padding = model.encode(before, seed), padding_of(tokens, model.config)
         read = tokens[:, :-1] if isinstance(model, Causal) else tokens
-        streams, _, _ = model.streams(read, draws, padding, source=source)
+        streams, _, _ = model.streams(read, rng, padding, source=source)
         yield from outputs
     yield "logits", model.logits(streams)
 

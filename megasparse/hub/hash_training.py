@@ -39,8 +39,8 @@ def kept(model: PreTrainedModel, batches: Iterable[Batch], seed: int = 0) -> flo
 def _learners(model: PreTrainedModel) -> list[LHAAttention]:
     found = [each for each in mechanisms(model) if isinstance(each, LHAAttention) and each.config.hash != "random"]
     if not found:
-        mend = 'Replace its attention by {"kind": "lha"} first'
-        raise HubError(type(model).__name__, "no part of its attention has hash functions to train", mend)
+        hint = 'Replace its attention by {"kind": "lha"} first'
+        raise HubError(type(model).__name__, "no part of its attention has hash functions to train", hint)
     return found
 
 
@@ -54,7 +54,7 @@ def _calls(model: PreTrainedModel, batch: Batch) -> list[Call]:
     return [
         Call(mechanism, call.x, heads, context)
         for layer, call in zip(layers, found, strict=True)
-        for mechanism, heads, context in layer.shares(*call.heads[:4], call.context)
+        for mechanism, heads, context in layer.split_heads_by_mechanism(*call.heads[:4], call.context)
         if any(mechanism is learner for learner in learners)
     ]
 

@@ -112,13 +112,13 @@ def _fragments(config: Config, tensors: Mapping[str, Callable[[], Tensor]]) -> l
     with torch.device("meta"):
         model = empty_model(config.model)
     expected = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    mend = "Give a model with its own config.json"
+    hint = "Give a model with its own config.json"
     for name in tensors:
         if name not in expected:
-            raise HubError(name, "is no weight of the model", mend)
+            raise HubError(name, "is no weight of the model", hint)
     for name in expected:
         if name not in tensors:
-            raise HubError(name, "a weight of the model, is missing", mend)
+            raise HubError(name, "a weight of the model, is missing", hint)
     return [_Unread(name, tuple(weight.shape), tensors[name]) for name, weight in expected.items()]
 
 

@@ -156,5 +156,5 @@ def other_files(config: Config, bos: int) -> Files:
 
 
 def _inexpressible(path: Path, key: str, value: Any, only: str) -> HubError:
-    mend = "Such a model cannot be imported"
-    return HubError(path, f"{key} is {value!r}, and our Reformer has only {only} there", mend)
+    hint = "Such a model cannot be imported"
+    return HubError(path, f"{key} is {value!r}, and our Reformer has only {only} there", hint)

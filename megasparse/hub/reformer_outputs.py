@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megasparse.hub.reformer_config import buckets
-from megasparse.ops.random import Draws, rotations
+from megasparse.ops.random import RngContext, rotations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,7 +74,7 @@ def _hash_as_ours(layer: Any, factors: list[int], number: int, seed: int) -> Non
     Here such a chunk's tokens get the number −1, and the mask hides it.
     """
     drawn = rotations(
-        Draws.evaluation(seed, 1).key(number, "lsh rotation"),
+        RngContext.evaluation(seed, 1).key(number, "lsh rotation"),
         range(layer.num_attention_heads),
         layer.num_hashes,
         layer.attention_head_size,

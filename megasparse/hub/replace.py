@@ -25,8 +25,8 @@ from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAtt
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfAttention
 
-from megasparse.attention.contract import Attention, AttentionContext, Heads, Targets
-from megasparse.attention.heads import Padding, build_mechanism, shares
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, Targets
+from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.attention.routing import RoutingAttention
 from megasparse.attention.yoso import YOSOAttention
@@ -38,7 +38,7 @@ from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub.lengthen import extend_positions, positions
 from megasparse.model.build import initialise
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 
 NAME = "megasparse"
 ENTRY = "megasparse_attention"
@@ -129,15 +129,17 @@ class Mechanisms(nn.ModuleDict):
         """Full attention in the same place."""
         return Mechanisms(self.config.model_copy(update={"attention": AttentionConfig(pattern=["full"])}), self.layer)
 
-    def shares(
+    def split_heads_by_mechanism(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, context: AttentionContext
-    ) -> Iterator[tuple[Attention, Heads, AttentionContext]]:
+    ) -> Iterator[tuple[Attention, AttentionInputs, AttentionContext]]:
         """Each mechanism, its share of all heads (B, H, L, D), and its context."""
         made = {kind: cast(Attention, self[kind]) for kind in self.split}
         each = zip(k.split(list(self.split.values()), dim=1), made.values(), strict=True)
         keyed = [keys for keys, mechanism in each if not mechanism.shared_qk]
         k = torch.cat(keyed, dim=1) if keyed else k[:, :0]
-        for kind, heads, own in shares(made, self.split, (q, k, v), Padding(key_mask), False, context):
+        for kind, heads, own in split_heads_by_mechanism(
+            made, self.split, (q, k, v), Padding(key_mask), False, context
+        ):
             yield made[kind], heads, own
 
 
@@ -161,16 +163,16 @@ class _Pass:
     seed: int
     step: int
     targets: Targets | None
-    given: Draws | None = None
+    given: RngContext | None = None
     """In place of those of the model's own seed and passes."""
     losses: list[Tensor] = field(default_factory=list)
 
-    def draws(self, batch: int, training: bool) -> Draws:
+    def rng(self, batch: int, training: bool) -> RngContext:
         if self.given is not None:
             return self.given
         if not training:
-            return Draws.evaluation(self.seed, batch)
-        return Draws(self.seed, self.step, torch.arange(batch), training=True)
+            return RngContext.evaluation(self.seed, batch)
+        return RngContext(self.seed, self.step, torch.arange(batch), training=True)
 
 
 def attend(
@@ -204,9 +206,9 @@ def attend(
         raise HubError(name, problem, "Call replace_attention with that max_length")
     run = megasparse_pass
     targets = run.targets if module.training and run.targets and len(run.targets.values) == batch else None
-    context = AttentionContext(layer.layer, run.draws(batch, module.training), targets=targets)
+    context = AttentionContext(layer.layer, run.rng(batch, module.training), targets=targets)
     outs = []
-    for mechanism, heads, own in layer.shares(query, key, value, attention_mask, context):
+    for mechanism, heads, own in layer.split_heads_by_mechanism(query, key, value, attention_mask, context):
         out, loss, _ = mechanism(megasparse_input, heads, own)
         outs.append(out)
         if loss is not None:

@@ -48,8 +48,8 @@ def replacement_of(directory: str | Path) -> dict[str, Any]:
     """The entry of config.json that says what replaced the attention. Raises HubError where there is none."""
     entry = getattr(_config(Path(directory)), ENTRY, None)
     if not isinstance(entry, dict) or entry.keys() != {"attention", "max_length", "seed"}:
-        mend = "Replace its attention: tools/replace_attention.py"
-        raise HubError(directory, f"config.json has no entry {ENTRY} as replace_attention writes it", mend)
+        hint = "Replace its attention: tools/replace_attention.py"
+        raise HubError(directory, f"config.json has no entry {ENTRY} as replace_attention writes it", hint)
     return entry
 
 

@@ -37,8 +37,8 @@ class TensorFile:
             return TensorFile(folder, _sharded(folder))
         pickled = sorted(path.name for ending in ("*.bin", "*.pt", "*.pth") for path in folder.glob(ending))
         if pickled:
-            mend = "Convert it to safetensors, with transformers' save_pretrained where the file can be trusted"
-            raise HubError(folder / pickled[0], "is a pickle, which could run any code as it is read", mend)
+            hint = "Convert it to safetensors, with transformers' save_pretrained where the file can be trusted"
+            raise HubError(folder / pickled[0], "is a pickle, which could run any code as it is read", hint)
         raise HubError(folder, f"has neither {WEIGHTS} nor {INDEX}", "Give the folder of a HuggingFace model")
 
     def names(self) -> list[str]:
@@ -64,8 +64,8 @@ class TensorFile:
                 raise self._wrong_shape(name, tuple(shape))
         for name in self.names():
             if name not in expected:
-                mend = "Give a model of the architecture that its config.json names"
-                raise HubError(self.path, f"has a tensor {name} that its architecture has not", mend)
+                hint = "Give a model of the architecture that its config.json names"
+                raise HubError(self.path, f"has a tensor {name} that its architecture has not", hint)
 
     def _file(self, name: str) -> Any:
         if name not in self._files:

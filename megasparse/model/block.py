@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megasparse.attention.contract import AttentionContext, Memory, Targets
+from megasparse.attention.contract import AttentionContext, RecomputeCache, Targets
 from megasparse.attention.cross import CrossAttention, Source, SourceKeys
 from megasparse.attention.heads import AttentionLayer, Padding
 from megasparse.config.schema import ModelConfig
 from megasparse.model.feed_forward import FeedForward
 from megasparse.model.norm import Norm
-from megasparse.ops.random import Draws, dropout
+from megasparse.ops.random import RngContext, dropout
 
 Streams = tuple[Tensor, ...]
 """The residual streams, (B, L, E) fp32 each: two in a reversible stack, one in an ordinary one."""
@@ -32,13 +32,13 @@ class Pass:
     the source are real, and what its branches decided (one Memory each, by purpose and layer).
     """
 
-    draws: Draws
+    rng: RngContext
     padding: Padding
     targets: Targets | None = None
     source_mask: Tensor | None = None
     statistics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """By name, of each layer that has it."""
-    memories: defaultdict[tuple[str, int], Memory] = field(default_factory=lambda: defaultdict(Memory))
+    memories: defaultdict[tuple[str, int], RecomputeCache] = field(default_factory=lambda: defaultdict(RecomputeCache))
 
     def replay(self) -> "Pass":
         """A pass of its own: what is recomputed adds nothing to the statistics, and takes decisions from the
@@ -81,15 +81,15 @@ class AttentionBranch(Branch):
     def forward(self, x: Tensor, run: Pass, cache: Any = None) -> tuple[Tensor, Tensor | None]:
         """x: (B, L, E). Returns what to add to the stream and the auxiliary loss."""
         context = AttentionContext(
-            self.layer, run.draws, memory=run.memories["attention", self.layer], targets=run.targets
+            self.layer, run.rng, memory=run.memories["attention", self.layer], targets=run.targets
         )
         output = self.attention(self.read(x), context, run.padding, cache=cache)
         for name, value in output.statistics.items():
             run.statistics.setdefault(f"attention/{name}", {})[self.layer] = value
-        return _dropped(output.out, self.rate, run.draws, self.layer, "attention dropout"), output.auxiliary_loss
+        return _dropped(output.out, self.rate, run.rng, self.layer, "attention dropout"), output.auxiliary_loss
 
-    def decode(self, x: Tensor, cache: Any, position: int, draws: Draws) -> Tensor:
-        return self.attention.decode(self.read(x), cache, position, AttentionContext(self.layer, draws)).float()
+    def decode(self, x: Tensor, cache: Any, position: int, rng: RngContext) -> Tensor:
+        return self.attention.decode(self.read(x), cache, position, AttentionContext(self.layer, rng)).float()
 
 
 class CrossAttentionBranch(Branch):
@@ -98,15 +98,15 @@ class CrossAttentionBranch(Branch):
         self.attention = CrossAttention(config)
 
     def forward(self, x: Tensor, run: Pass, source: Source | SourceKeys) -> Tensor:
-        context = AttentionContext(self.layer, run.draws, memory=run.memories["cross-attention", self.layer])
+        context = AttentionContext(self.layer, run.rng, memory=run.memories["cross-attention", self.layer])
         out = self.attention(self.read(x), source, context)
-        return _dropped(out, self.rate, run.draws, self.layer, "cross-attention dropout")
+        return _dropped(out, self.rate, run.rng, self.layer, "cross-attention dropout")
 
-    def new_cache(self, source: Source, draws: Draws) -> SourceKeys:
-        return self.attention.read(source, AttentionContext(self.layer, draws))
+    def new_cache(self, source: Source, rng: RngContext) -> SourceKeys:
+        return self.attention.read(source, AttentionContext(self.layer, rng))
 
-    def decode(self, x: Tensor, cache: SourceKeys, position: int, draws: Draws) -> Tensor:
-        return self.attention(self.read(x), cache, AttentionContext(self.layer, draws), position).float()
+    def decode(self, x: Tensor, cache: SourceKeys, position: int, rng: RngContext) -> Tensor:
+        return self.attention(self.read(x), cache, AttentionContext(self.layer, rng), position).float()
 
 
 class FeedForwardBranch(Branch):
@@ -114,9 +114,9 @@ class FeedForwardBranch(Branch):
         super().__init__(config, layer)
         self.feed_forward = FeedForward(config, layer)
 
-    def forward(self, x: Tensor, draws: Draws) -> Tensor:
-        out = self.feed_forward(self.read(x), draws)
-        return _dropped(out, self.rate, draws, self.layer, "feed-forward dropout")
+    def forward(self, x: Tensor, rng: RngContext) -> Tensor:
+        out = self.feed_forward(self.read(x), rng)
+        return _dropped(out, self.rate, rng, self.layer, "feed-forward dropout")
 
 
 class Block(nn.Module):
@@ -147,16 +147,16 @@ class Block(nn.Module):
         if cross is not None:
             seen = Source(source, run.source_mask) if source is not None else cache["cross"]
             found.append((cross, lambda x: (cross(x, run, seen), None)))
-        found.append((feed, lambda x: (feed(x, run.draws), None)))
+        found.append((feed, lambda x: (feed(x, run.rng), None)))
         return found
 
-    def decode(self, streams: Streams, cache: Any, position: int, draws: Draws) -> Streams:
+    def decode(self, streams: Streams, cache: Any, position: int, rng: RngContext) -> Streams:
         """One new token: streams of (B, 1, E)."""
         own, cross, feed = self.attention, self.cross_attention, self.feed_forward
-        branches: list[tuple[Branch, Compute]] = [(own, lambda x: (own.decode(x, cache, position, draws), None))]
+        branches: list[tuple[Branch, Compute]] = [(own, lambda x: (own.decode(x, cache, position, rng), None))]
         if cross is not None:
-            branches.append((cross, lambda x: (cross.decode(x, cache["cross"], position, draws), None)))
-        branches.append((feed, lambda x: (feed(x, draws), None)))
+            branches.append((cross, lambda x: (cross.decode(x, cache["cross"], position, rng), None)))
+        branches.append((feed, lambda x: (feed(x, rng), None)))
         return _residual(streams, branches)[0]
 
 
@@ -170,9 +170,9 @@ def _residual(streams: Streams, branches: list[tuple[Branch, Compute]]) -> tuple
     return streams, auxiliary
 
 
-def _dropped(x: Tensor, rate: float, draws: Draws, layer: int, purpose: str) -> Tensor:
+def _dropped(x: Tensor, rate: float, rng: RngContext, layer: int, purpose: str) -> Tensor:
     """A branch's output in fp32, after dropout when training."""
     x = x.float()
-    if not draws.training or rate == 0.0:
+    if not rng.training or rate == 0.0:
         return x
-    return dropout(x, rate, draws.key(layer, purpose), draws.rows(x.shape[1], x.device))
+    return dropout(x, rate, rng.key(layer, purpose), rng.rows(x.shape[1], x.device))

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from megasparse.attention.heads import Padding
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.model.stack import Transformer
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 
 
 @dataclass
@@ -24,18 +24,18 @@ class DecodingCache:
 
     layers: list[Any]
     position: int
-    draws: Draws
+    rng: RngContext
 
     def select(self, rows: Tensor) -> None:
         """Becomes the cache of the sequences `rows`, (n,) int64 indices into the batch, repeats allowed. Each keeps the
         draws that it had.
         """
-        if rows.tolist() == list(range(len(self.draws.samples))):
+        if rows.tolist() == list(range(len(self.rng.samples))):
             return
         for layer in self.layers:
             for cache in layer.values():
                 cache.select(rows)
-        self.draws = replace(self.draws, samples=self.draws.samples[rows.to(self.draws.samples.device)])
+        self.rng = replace(self.rng, samples=self.rng.samples[rows.to(self.rng.samples.device)])
 
 
 class Causal(Transformer):
@@ -48,11 +48,11 @@ class Causal(Transformer):
         """The layers in which a later token can move an earlier output, and why; empty for a strictly causal model."""
         return [f"layer {layer}: {mechanism.leak}" for layer, mechanism in self.mechanisms() if mechanism.leak]
 
-    def task(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[Tensor, Tensor]:
+    def task(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
         part, scored = padding.part, torch.ones_like(tokens, dtype=torch.bool)
         if padding.key_mask is not None:
             scored = part.own(padding.key_mask, 1).clone()
-        scored[:, : max(0, self.config.score_from - draws.first)] = False
+        scored[:, : max(0, self.config.score_from - rng.first)] = False
         if part.size == 1:
             return tokens[:, :-1], scored
         last = part.gather(tokens[:, -1:], 1)  # (B, S)
@@ -70,7 +70,7 @@ class Causal(Transformer):
     def prefill(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
         """Takes a prompt (B, n), n >= 0, into an empty cache at once. Returns the logits (B, V) of token n."""
         assert cache.position == 0, "a prompt goes into an empty cache"
-        streams, _, _ = self.streams(tokens, cache.draws, Padding(), caches=cache.layers)
+        streams, _, _ = self.streams(tokens, cache.rng, Padding(), caches=cache.layers)
         cache.position = tokens.shape[1] + 1
         return self.head(streams, None)
 
@@ -78,15 +78,15 @@ class Causal(Transformer):
     def decode(self, token: Tensor, cache: DecodingCache) -> Tensor:
         """Takes one more token (B,) into the cache. Returns the logits (B, V) of the token after it."""
         assert cache.position < self.config.max_length, "the cache is full"
-        streams = self._enter(token[:, None], cache.position, cache.draws)
+        streams = self._enter(token[:, None], cache.position, cache.rng)
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            streams = block.decode(streams, layer, cache.position, cache.draws)
+            streams = block.decode(streams, layer, cache.position, cache.rng)
         cache.position += 1
         return self.head(streams, None)
 
-    def _empty_cache(self, draws: Draws) -> DecodingCache:
-        layers = [block.attention.attention.new_cache(len(draws.samples), draws.rounds) for block in self.layers]
-        return DecodingCache(layers, 0, draws)
+    def _empty_cache(self, rng: RngContext) -> DecodingCache:
+        layers = [block.attention.attention.new_cache(len(rng.samples), rng.rounds) for block in self.layers]
+        return DecodingCache(layers, 0, rng)
 
 
 class Decoder(Causal):
@@ -96,4 +96,4 @@ class Decoder(Causal):
         """An empty cache for sequences of up to `max_length` tokens. seed: of the run, for the rotations of
         evaluation.
         """
-        return self._empty_cache(Draws.evaluation(seed, batch_size, rounds))
+        return self._empty_cache(RngContext.evaluation(seed, batch_size, rounds))

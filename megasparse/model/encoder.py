@@ -16,7 +16,7 @@ from megasparse.model.block import Streams
 from megasparse.model.padding import padding_of
 from megasparse.model.sentence_order import OrderScores, SentenceOrder
 from megasparse.model.stack import TokenScores, Transformer
-from megasparse.ops.random import Draws, random_bits
+from megasparse.ops.random import RngContext, random_bits
 
 MASKED, REPLACED = 0.8, 0.1
 """Of the tokens to tell, the parts that become the mask token and a random token; the rest stay as they are."""
@@ -45,7 +45,7 @@ class Encoder(Transformer):
         own[:count] = starts[:count]
         self.word_starts = own.to(self.embedding.weight.device)
 
-    def task(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[Tensor, Tensor]:
+    def task(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
         """The tokens with some of them hidden, and which ones the model has to tell.
 
         Exactly masking.rate of each sequence's tokens, rounded, and at least one: so every sequence weighs the same in
@@ -55,7 +55,7 @@ class Encoder(Transformer):
         """
         masking = self.config.masking
         part, tokens = padding.part, padding.part.gather(tokens, 1)  # whose number and order decide
-        key, rows = draws.key(-1, "masked tokens"), replace(draws, first=0).rows(tokens.shape[1], tokens.device)
+        key, rows = rng.key(-1, "masked tokens"), replace(rng, first=0).rows(tokens.shape[1], tokens.device)
         order, fate, other = (random_bits(key, rows, 3).to(torch.int64) + 2**31).unbind(-1)  # uniform below 2^32
         maskable = self._maskable(tokens, padding)
         if masking.whole_words:
@@ -73,25 +73,25 @@ class Encoder(Transformer):
         return counts.sum() * (part.place == 0)
 
     @torch.no_grad()
-    def sentence_order_scores(self, tokens: Tensor, draws: Draws, padding: Padding | None = None) -> OrderScores:
+    def sentence_order_scores(self, tokens: Tensor, rng: RngContext, padding: Padding | None = None) -> OrderScores:
         """How well the model tells the order of each pair: tokens (B, L), in order, some of which are swapped here."""
         assert self.sentence_order is not None, "only a model with model.sentence_order tells it"
         padding = padding or padding_of(tokens, self.config)
-        tokens = self.sentence_order.arrange(tokens, draws)
-        streams, _, _ = self.streams(self.task(tokens, draws, padding)[0], draws, padding)
-        return self.sentence_order(streams, tokens, draws)
+        tokens = self.sentence_order.arrange(tokens, rng)
+        streams, _, _ = self.streams(self.task(tokens, rng, padding)[0], rng, padding)
+        return self.sentence_order(streams, tokens, rng)
 
     def _scores(
-        self, tokens: Tensor, draws: Draws, padding: Padding
+        self, tokens: Tensor, rng: RngContext, padding: Padding
     ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
         if self.sentence_order is not None:
-            tokens = self.sentence_order.arrange(tokens, draws)
-        return super()._scores(tokens, draws, padding)
+            tokens = self.sentence_order.arrange(tokens, rng)
+        return super()._scores(tokens, rng, padding)
 
-    def _further(self, streams: Streams, tokens: Tensor, draws: Draws) -> tuple[Tensor | float, dict[str, Tensor]]:
+    def _further(self, streams: Streams, tokens: Tensor, rng: RngContext) -> tuple[Tensor | float, dict[str, Tensor]]:
         if self.sentence_order is None:
-            return super()._further(streams, tokens, draws)
-        loss, statistics = self.sentence_order.loss(self.sentence_order(streams, tokens, draws))
+            return super()._further(streams, tokens, rng)
+        loss, statistics = self.sentence_order.loss(self.sentence_order(streams, tokens, rng))
         return self.task_weight * loss, statistics
 
     def _maskable(self, tokens: Tensor, padding: Padding) -> Tensor:

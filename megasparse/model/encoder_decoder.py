@@ -19,7 +19,7 @@ from megasparse.model.decoder import Causal, DecodingCache
 from megasparse.model.norm import Norm
 from megasparse.model.padding import padding_of
 from megasparse.model.stack import Stack, TokenScores
-from megasparse.ops.random import Draws, derive
+from megasparse.ops.random import RngContext, derive
 
 
 class SourceEncoder(Stack):
@@ -30,12 +30,12 @@ class SourceEncoder(Stack):
         self.norm = Norm(config)
 
     def forward(
-        self, tokens: Tensor, draws: Draws, key_mask: Tensor | None, targets: Targets | None = None
+        self, tokens: Tensor, rng: RngContext, key_mask: Tensor | None, targets: Targets | None = None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """tokens: (B, S), or what else the embedding takes. targets: for the mechanisms, in training. Returns the mean
         of the streams, normalised, (B, S, E) fp32; the sum of auxiliary losses, and the layers' statistics.
         """
-        own = replace(draws, seed=derive(draws.seed, "encoder"))
+        own = replace(rng, seed=derive(rng.seed, "encoder"))
         streams, auxiliary, statistics = self.streams(tokens, own, Padding(key_mask), targets)
         return self.norm(torch.stack(streams).mean(0)), auxiliary, statistics
 
@@ -64,7 +64,7 @@ class EncoderDecoder(Causal):
         """Reads sources (B, s), s <= S. seed: of the run, for the rotations of evaluation."""
         assert tokens.shape[1] <= self.source_length, "the source is too long"
         key_mask = padding_of(tokens, self.config).key_mask
-        return Source(self.encoder(tokens, Draws.evaluation(seed, len(tokens), rounds), key_mask)[0], key_mask)
+        return Source(self.encoder(tokens, RngContext.evaluation(seed, len(tokens), rounds), key_mask)[0], key_mask)
 
     @torch.no_grad()
     def new_cache(self, batch_size: int, seed: int, rounds: int | None = None, *, memory: Source) -> DecodingCache:
@@ -72,35 +72,35 @@ class EncoderDecoder(Causal):
         layer's entry "cross" has its keys and values.
         """
         assert len(memory.states) == batch_size, "a source a sequence"
-        return self.cache_beside(memory, Draws.evaluation(seed, batch_size, rounds))
+        return self.cache_beside(memory, RngContext.evaluation(seed, batch_size, rounds))
 
     @torch.no_grad()
-    def cache_beside(self, memory: Source, draws: Draws) -> DecodingCache:
+    def cache_beside(self, memory: Source, rng: RngContext) -> DecodingCache:
         """The same for what was read with these draws, of evaluation."""
-        cache = self._empty_cache(draws)
+        cache = self._empty_cache(rng)
         for block, layer in zip(self.layers, cache.layers, strict=True):
             assert block.cross_attention is not None
-            layer["cross"] = block.cross_attention.new_cache(memory, cache.draws)
+            layer["cross"] = block.cross_attention.new_cache(memory, cache.rng)
         return cache
 
-    def tell(
-        self, tokens: Tensor, draws: Draws, key_mask: Tensor | None, memory: Source
+    def score_targets(
+        self, tokens: Tensor, rng: RngContext, key_mask: Tensor | None, memory: Source
     ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
         """Targets (B, t) beside what the encoder has read: the scores, what each token adds to the objective (B, t),
         the sum of the decoder's auxiliary losses, and its layers' statistics. key_mask: of the targets.
         """
-        return self._tell(tokens, draws, Padding(key_mask), memory)
+        return self._score_targets(tokens, rng, Padding(key_mask), memory)
 
     def _scores(
-        self, tokens: Tensor, draws: Draws, padding: Padding
+        self, tokens: Tensor, rng: RngContext, padding: Padding
     ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
         """As of any model of (B, S + T) tokens, of which those of the source are not scored."""
         assert padding.segments is None, "a sequence is one source and its target"
         split = [self.source_length, tokens.shape[1] - self.source_length]
         source, target = tokens.split(split, dim=1)
-        real, told = (None, None) if padding.key_mask is None else padding.key_mask.split(split, dim=1)
-        states, source_loss, of_encoder = self.encoder(source, draws, real, Targets(target, told, answer=True))
-        scores, cost, loss, statistics = self.tell(target, draws, told, Source(states, real))
+        real, predicted = (None, None) if padding.key_mask is None else padding.key_mask.split(split, dim=1)
+        states, source_loss, of_encoder = self.encoder(source, rng, real, Targets(target, predicted, answer=True))
+        scores, cost, loss, statistics = self.score_targets(target, rng, predicted, Source(states, real))
         whole = TokenScores(*(F.pad(x, (self.source_length, 0)) for x in scores))
         of_both = statistics | {f"encoder/{name}": value for name, value in of_encoder.items()}
         return whole, F.pad(cost, (self.source_length, 0)), source_loss + loss, of_both

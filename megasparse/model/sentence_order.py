@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Streams
 from megasparse.model.norm import Norm
-from megasparse.ops.random import Draws, random_bits
+from megasparse.ops.random import RngContext, random_bits
 
 
 class OrderScores(NamedTuple):
@@ -44,7 +44,7 @@ class SentenceOrder(nn.Module):
         self.weight = nn.Parameter(torch.empty(2, config.d_model))
         self.bias = nn.Parameter(torch.zeros(2))
 
-    def arrange(self, tokens: Tensor, draws: Draws) -> Tensor:
+    def arrange(self, tokens: Tensor, rng: RngContext) -> Tensor:
         """tokens: (B, L) in order. Returns them with some pairs swapped; each separator stays behind a segment."""
         position = torch.arange(tokens.shape[1], device=tokens.device)
         ends = tokens == self.separator
@@ -52,17 +52,17 @@ class SentenceOrder(nn.Module):
         first, second = ((ends & (count == number)).long().argmax(1, keepdim=True) for number in (1, 2))
         # The positions 1 to `second` are turned round until what was behind the first separator comes first.
         turned = 1 + (position - 1 + first) % second.clamp_min(1)
-        moved = self._swapped(tokens, draws)[:, None] & (position >= 1) & (position <= second)
+        moved = self._swapped(tokens, rng)[:, None] & (position >= 1) & (position <= second)
         return tokens.gather(1, torch.where(moved, turned, position))
 
-    def forward(self, streams: Streams, tokens: Tensor, draws: Draws) -> OrderScores:
+    def forward(self, streams: Streams, tokens: Tensor, rng: RngContext) -> OrderScores:
         """streams: of `tokens` as `arrange` returned them."""
         x = torch.stack([stream[:, 0] for stream in streams]).mean(0)
         if self.norm is not None:
             x = self.norm(x)
         pooled = torch.tanh(F.linear(x.to(self.dense.dtype), self.dense, self.dense_bias))
         logits = F.linear(pooled, self.weight, self.bias).float()
-        wanted = self._swapped(tokens, draws).long()
+        wanted = self._swapped(tokens, rng).long()
         nats = F.cross_entropy(logits, wanted, reduction="none")
         return OrderScores(nats, logits.argmax(-1) == wanted, self._is_pair(tokens))
 
@@ -76,9 +76,9 @@ class SentenceOrder(nn.Module):
             "sentence_order_accuracy": (scores.correct & scores.scored).sum() / count,
         }
 
-    def _swapped(self, tokens: Tensor, draws: Draws) -> Tensor:
+    def _swapped(self, tokens: Tensor, rng: RngContext) -> Tensor:
         """Which sequences are in the other order than their document's, (B,) bool."""
-        bits = random_bits(draws.key(-1, "sentence order"), draws.samples.to(tokens.device), 1)
+        bits = random_bits(rng.key(-1, "sentence order"), rng.samples.to(tokens.device), 1)
         return (bits[:, 0] < 0) & self._is_pair(tokens)
 
     def _is_pair(self, tokens: Tensor) -> Tensor:

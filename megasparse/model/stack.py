@@ -23,7 +23,7 @@ from megasparse.model.embedding import Embedding
 from megasparse.model.head import OutputHead
 from megasparse.model.padding import padding_of
 from megasparse.model.reversible import reversible
-from megasparse.ops.random import Draws, dropout
+from megasparse.ops.random import RngContext, dropout
 
 
 class TokenScores(NamedTuple):
@@ -87,7 +87,7 @@ class Stack(nn.Module):
     def streams(
         self,
         read: Tensor,
-        draws: Draws,
+        rng: RngContext,
         padding: Padding,
         targets: Targets | None = None,
         caches: Sequence[Any] | None = None,
@@ -98,9 +98,9 @@ class Stack(nn.Module):
         layer, take in the whole sequence. source: what an encoder–decoder's blocks see beside it; caches have it
         already.
         """
-        run = Pass(draws, padding, targets if draws.training else None, source and source.key_mask)
+        run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask)
         states = None if source is None else source.states
-        streams, auxiliary = self._stack(self._enter(read, draws.first, draws), states, run, caches)
+        streams, auxiliary = self._stack(self._enter(read, rng.first, rng), states, run, caches)
         return streams, auxiliary, of_layers(run.statistics, self.config.layers)
 
     def mechanisms(self) -> Iterator[tuple[int, Attention]]:
@@ -109,10 +109,10 @@ class Stack(nn.Module):
             for kind in block.attention.attention.split:
                 yield layer, block.attention.attention.mechanism(kind)
 
-    def _enter(self, tokens: Tensor, first: int, draws: Draws) -> Streams:
+    def _enter(self, tokens: Tensor, first: int, rng: RngContext) -> Streams:
         x = self.embedding(tokens, first)
-        if draws.training:
-            x = dropout(x, self.config.dropout, draws.key(-1, "embedding dropout"), draws.rows(x.shape[1], x.device))
+        if rng.training:
+            x = dropout(x, self.config.dropout, rng.key(-1, "embedding dropout"), rng.rows(x.shape[1], x.device))
         return (x, x) if self.config.blocks == "reversible" else (x,)
 
     def _stack(
@@ -136,11 +136,13 @@ class Transformer(Stack, ABC):
         self.head = OutputHead(config, self.embedding.weight)
         self.task_weight = min(mechanism.task_weight for _, mechanism in self.mechanisms())
         # What is no text is not told, so that micro-batches can have unequally many tokens to tell.
-        self.uneven = any(token is not None for token in (config.padding_token, config.document_separator))
-        self.tells_code_length = config.kind == "decoder"  # an encoder sees both sides of a token
+        self.varying_token_counts = any(
+            token is not None for token in (config.padding_token, config.document_separator)
+        )
+        self.is_autoregressive = config.kind == "decoder"  # an encoder sees both sides of a token
 
     @abstractmethod
-    def task(self, tokens: Tensor, draws: Draws, padding: Padding) -> tuple[Tensor, Tensor]:
+    def task(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
         """What the embedding reads, and which tokens the model is to tell: (B, L) bool. tokens: (B, L) int64, those
         that are here.
         """
@@ -154,7 +156,7 @@ class Transformer(Stack, ABC):
     def forward(
         self,
         tokens: Tensor,
-        draws: Draws,
+        rng: RngContext,
         padding: Padding | None = None,
         divisor: float | None = None,
         sequence: ProcessGroup | None = None,
@@ -170,34 +172,34 @@ class Transformer(Stack, ABC):
         nothing is scored, loss and accuracy are 0.
         """
         padding = padding or padding_of(tokens, self.config, SequencePart.of(sequence))
-        draws = replace(draws, first=padding.part.place * tokens.shape[1])
-        scores, cost, auxiliary, statistics = self._scores(tokens, draws, padding)
+        rng = replace(rng, first=padding.part.place * tokens.shape[1])
+        scores, cost, auxiliary, statistics = self._scores(tokens, rng, padding)
         loss, found = mean_cost(scores, cost, divisor, padding.part)
         return self.task_weight * loss + auxiliary, statistics | found
 
     @torch.no_grad()
-    def token_scores(self, tokens: Tensor, draws: Draws, padding: Padding | None = None) -> TokenScores:
-        return self._scores(tokens, draws, padding or padding_of(tokens, self.config))[0]
+    def token_scores(self, tokens: Tensor, rng: RngContext, padding: Padding | None = None) -> TokenScores:
+        return self._scores(tokens, rng, padding or padding_of(tokens, self.config))[0]
 
     def _scores(
-        self, tokens: Tensor, draws: Draws, padding: Padding
+        self, tokens: Tensor, rng: RngContext, padding: Padding
     ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
         """The scores, what each token adds to the objective (B, L), the sum of auxiliary losses, and the layers'
         statistics, mean over layers.
         """
-        return self._tell(tokens, draws, padding)
+        return self._score_targets(tokens, rng, padding)
 
-    def _tell(
-        self, tokens: Tensor, draws: Draws, padding: Padding, source: Source | None = None
+    def _score_targets(
+        self, tokens: Tensor, rng: RngContext, padding: Padding, source: Source | None = None
     ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
         """As `_scores`, of tokens that are told beside a source."""
-        read, scored = self.task(tokens, draws, padding)
-        streams, auxiliary, statistics = self.streams(read, draws, padding, Targets(tokens, scored), source=source)
-        nats, correct, cost = self.head(streams, tokens, draws.training)
-        further, told = self._further(streams, tokens, draws)
-        return TokenScores(nats, correct, scored), cost, auxiliary + further, statistics | told
+        read, scored = self.task(tokens, rng, padding)
+        streams, auxiliary, statistics = self.streams(read, rng, padding, Targets(tokens, scored), source=source)
+        nats, correct, cost = self.head(streams, tokens, rng.training)
+        further, predicted = self._further(streams, tokens, rng)
+        return TokenScores(nats, correct, scored), cost, auxiliary + further, statistics | predicted
 
-    def _further(self, streams: Streams, tokens: Tensor, draws: Draws) -> tuple[Tensor | float, dict[str, Tensor]]:
+    def _further(self, streams: Streams, tokens: Tensor, rng: RngContext) -> tuple[Tensor | float, dict[str, Tensor]]:
         """What else the model tells of a batch, beside its tokens: a loss to add to the objective, and statistics."""
         return 0.0, {}
 

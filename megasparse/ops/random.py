@@ -34,7 +34,7 @@ def derive(*parts: int | str) -> int:
 
 
 @dataclass(frozen=True)
-class Draws:
+class RngContext:
     """What the random draws of one forward pass depend on.
 
     seed: of the run. step: optimizer step. samples: (B,) int64, global number of each sequence. training: dropout is
@@ -50,9 +50,9 @@ class Draws:
     first: int = 0
 
     @staticmethod
-    def evaluation(seed: int, batch_size: int, rounds: int | None = None) -> "Draws":
+    def evaluation(seed: int, batch_size: int, rounds: int | None = None) -> "RngContext":
         """The draws of evaluation and generation: the step is fixed, dropout is off."""
-        return Draws(seed, EVALUATION_STEP, torch.arange(batch_size), training=False, rounds=rounds)
+        return RngContext(seed, EVALUATION_STEP, torch.arange(batch_size), training=False, rounds=rounds)
 
     def key(self, layer: int, purpose: str) -> int:
         return derive(self.seed, self.step, layer, purpose)

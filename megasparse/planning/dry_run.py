@@ -10,7 +10,7 @@ from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.batches import Batch
 from megasparse.model.build import build_model
 from megasparse.model.encoder import Encoder
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
 from megasparse.planning.measure import peak, reset_peak
 from megasparse.training.engine import Engine, build_engine
@@ -80,7 +80,7 @@ def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
     model = build_model(alone.model, alone.run.seed)
     if isinstance(model, Encoder) and alone.model.masking.whole_words:
         model.set_word_starts(torch.ones(alone.model.vocabulary, dtype=torch.bool))
-    engine = build_engine(model, alone, lambda step, samples: Draws(alone.run.seed, step, samples, True), ranks)
+    engine = build_engine(model, alone, lambda step, samples: RngContext(alone.run.seed, step, samples, True), ranks)
     tokens = made_up_records(alone.model, micro, config.data.sequence_length, config.run.seed)
     return engine, Batch(tokens, torch.arange(micro), micro)
 

@@ -94,7 +94,7 @@ class Mend:
     peak: int
 
 
-def mends(plan: Plan) -> list[Mend]:
+def hints(plan: Plan) -> list[Mend]:
     """What would lower the peak, the most effective change first; each alone."""
     found = []
     for change, config in _changes(plan):
@@ -106,7 +106,7 @@ def mends(plan: Plan) -> list[Mend]:
             continue
         if peak < plan.peak:
             found.append(Mend(change, peak))
-    return sorted(found, key=lambda mend: mend.peak)
+    return sorted(found, key=lambda hint: hint.peak)
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
@@ -144,14 +144,14 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
 
 def _zero(config: Config, stage: int, optimizer: str, weights: str) -> tuple[str, Config]:
     section = {**config.deepspeed.get("zero_optimization", {}), "stage": stage}
-    told = [f"stage={stage}"]
+    reported = [f"stage={stage}"]
     for key, device in (("offload_optimizer", optimizer), ("offload_param", weights)):
         if device:
             section[key] = {"device": device}
-            told.append(f'{key}={{"device": "{device}"}}')
+            reported.append(f'{key}={{"device": "{device}"}}')
     engine = _with(config, "run", engine="deepspeed")
     changed = engine.model_copy(update={"deepspeed": {**config.deepspeed, "zero_optimization": section}})
-    return f"deepspeed.zero_optimization: {', '.join(told)}", changed
+    return f"deepspeed.zero_optimization: {', '.join(reported)}", changed
 
 
 def _with(config: Config, section: str, **changes: Any) -> Config:

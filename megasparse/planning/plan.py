@@ -181,8 +181,8 @@ def _micro_batches(config: Config, on: Assumptions) -> int:
     """Of each rank, a step."""
     training, sequence = config.training, config.parallel.sequence
     if on.gpus > on.per_node and on.gpus % on.per_node:
-        mend = "Give a multiple of it, or another --gpus-per-node"
-        raise ConfigError("--gpus", f"{on.gpus} is no multiple of --gpus-per-node = {on.per_node}", mend)
+        hint = "Give a multiple of it, or another --gpus-per-node"
+        raise ConfigError("--gpus", f"{on.gpus} is no multiple of --gpus-per-node = {on.per_node}", hint)
     if on.gpus % sequence:
         problem = f"{on.gpus} is no multiple of parallel.sequence = {sequence}"
         raise ConfigError("--gpus", problem, "Give a multiple of it, or change parallel.sequence")
@@ -191,6 +191,6 @@ def _micro_batches(config: Config, on: Assumptions) -> int:
         problem = f"{show(on.gpus)} GPUs take {share} sequences at once, and training.global_batch = "
         problem += f"{training.global_batch} is no multiple of that"
         most = training.global_batch // training.micro_batch * sequence
-        mend = f"At most {most} GPUs have work in a step; raise training.global_batch or parallel.sequence for more"
-        raise ConfigError("--gpus", problem, mend)
+        hint = f"At most {most} GPUs have work in a step; raise training.global_batch or parallel.sequence for more"
+        raise ConfigError("--gpus", problem, hint)
     return training.global_batch // share

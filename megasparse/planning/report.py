@@ -50,7 +50,7 @@ def lines(plan: Plan) -> list[str]:
     """Of one rank's memory, and of a step."""
     on, states, found, swap = plan.on, plan.passes.states, plan.communication, plan.offload
     config = plan.config
-    told = [
+    reported = [
         f"{on.gpus} × {on.gpu.name}, ZeRO {plan.zero.stage}, parallel.sequence {config.parallel.sequence}, "
         f"{plan.micro_batches} micro-batches of {config.training.micro_batch} × {config.data.sequence_length:,} tokens "
         f"in {config.training.precision}",
@@ -58,12 +58,12 @@ def lines(plan: Plan) -> list[str]:
         f"{'parameters':36} {states.trained:,}",
     ]
     for place, parts in (("", plan.memory.device), ("CPU: ", plan.memory.host), ("NVMe: ", plan.memory.nvme)):
-        told += [f"{place + name:36} {gigabytes(size)}" for name, size in parts.items() if size]
+        reported += [f"{place + name:36} {gigabytes(size)}" for name, size in parts.items() if size]
         if place == "":
-            told += [f"  {'while in ' + part:34} {gigabytes(size)}" for part, size in plan.activations.items()]
+            reported += [f"  {'while in ' + part:34} {gigabytes(size)}" for part, size in plan.activations.items()]
     limit = "" if on.available is None else f" of {gigabytes(on.available)}: {'fits' if plan.fits else 'DOES NOT FIT'}"
-    told += [f"{'peak of a GPU' if on.path == 'counted' else 'peak':36} {gigabytes(plan.peak)}{limit}", ""]
-    told += [
+    reported += [f"{'peak of a GPU' if on.path == 'counted' else 'peak':36} {gigabytes(plan.peak)}{limit}", ""]
+    reported += [
         f"{'model FLOPs a step':36} {plan.model_flops:.3g}",
         f"{'hardware FLOPs, with recomputation':36} {plan.hardware_flops:.3g}",
         f"{'computing a step':36} {_seconds(plan.compute_seconds)} at {on.mfu:.0%} MFU",
@@ -71,44 +71,46 @@ def lines(plan: Plan) -> list[str]:
     ]
     if found.sequence:
         line = f"{gigabytes(found.sequence)}, {_seconds(found.sequence_seconds)}, not hidden"
-        told.append(f"{'all-to-alls send':36} {line}")
+        reported.append(f"{'all-to-alls send':36} {line}")
     if swap.seconds:
         moved = swap.weights + swap.gradients + swap.optimizer
-        told.append(f"{'swap to the CPU, a GPU and step':36} {gigabytes(moved)}, {_seconds(swap.pcie_seconds)}")
+        reported.append(f"{'swap to the CPU, a GPU and step':36} {gigabytes(moved)}, {_seconds(swap.pcie_seconds)}")
         if swap.nvme:
-            told.append(f"{'swap to NVMe, a GPU and step':36} {gigabytes(swap.nvme)}, {_seconds(swap.nvme_seconds)}")
+            reported.append(
+                f"{'swap to NVMe, a GPU and step':36} {gigabytes(swap.nvme)}, {_seconds(swap.nvme_seconds)}"
+            )
     for name, seconds in (("ZeRO's communication", found.zero_seconds), ("the swap", swap.seconds)):
         if seconds:
-            told.append(f"{name + ' behind computing':36} {_hidden(plan, seconds)}")
+            reported.append(f"{name + ' behind computing':36} {_hidden(plan, seconds)}")
     cost = "" if plan.cost is None else f", {plan.cost:,.0f} at {on.price:g} a GPU and hour"
-    told += [
+    reported += [
         f"{'a step':36} {_seconds(plan.step_seconds)}, {plan.tokens / plan.step_seconds:,.0f} tokens/s",
         f"{f'{config.training.steps:,} steps':36} {plan.run_seconds / 3600:,.1f} h{cost}",
     ]
-    return told
+    return reported
 
 
 def further_lines(plan: Plan, longest: Longest | None, changes: list[Mend]) -> list[str]:
-    told = [""]
+    reported = [""]
     if longest is None:
-        told.append("no length fits")
+        reported.append("no length fits")
     else:
         keys = ", ".join(f"{key}={value}" for key, value in longest.changed.items())
-        told.append(f"longest sequence that fits: {longest.length:,} tokens, with {keys}")
-    told += ["to go further, each alone, and what it saves of a GPU:"] if changes else []
-    return told + [f"  {gigabytes(plan.peak - change.peak):>12}  {change.change}" for change in changes]
+        reported.append(f"longest sequence that fits: {longest.length:,} tokens, with {keys}")
+    reported += ["to go further, each alone, and what it saves of a GPU:"] if changes else []
+    return reported + [f"  {gigabytes(plan.peak - change.peak):>12}  {change.change}" for change in changes]
 
 
 def assumption_lines(plan: Plan) -> list[str]:
     gpu, tokens = plan.on.gpu, ", ".join(f"{length:,}" for length in plan.passes.lengths)
-    told = {
+    reported = {
         "measured": f"memory: from passes of {tokens} tokens on this CPU; a GPU's kernels take other workspaces",
         "counted": f"memory: counted from the GPU kernels' allocations in passes of {tokens} tokens without a device, "
         "not measured on a GPU",
     }[plan.on.path]
     return [
         "",
-        told,
+        reported,
         f"assumed: {plan.on.mfu:.0%} MFU of {gpu.peak / 1e12:g} TFLOP/s while computing, bandwidths one way in GB/s: "
         f"between GPUs {gpu.link / 1e9:g}, a node's network {gpu.network / 1e9:g}, PCIe {gpu.pcie / 1e9:g}, "
         f"NVMe a node {gpu.nvme / 1e9:g}; ZeRO's communication and the swap overlap computing, all-to-alls do not",

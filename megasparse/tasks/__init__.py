@@ -10,7 +10,7 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, did_you_mean
 from megasparse.tasks.task import Task
 
-PLACES = {
+TASK_MODULES = {
     **dict.fromkeys(("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb"), "glue"),
     "sts_benchmark": "sts_benchmark",
     "rte_challenge": "rte_challenge",
@@ -40,9 +40,9 @@ PLACES = {
 
 def build_task(config: TaskConfig) -> Task:
     """The task that `task.name` names. Raises ConfigError naming that key, or a setting that does not fit the task."""
-    if config.name not in PLACES:
-        raise ConfigError("task.name", f'there is no task "{config.name}"', did_you_mean(config.name, PLACES))
-    module = importlib.import_module(f"megasparse.tasks.readers.{PLACES[config.name]}")
+    if config.name not in TASK_MODULES:
+        raise ConfigError("task.name", f'there is no task "{config.name}"', did_you_mean(config.name, TASK_MODULES))
+    module = importlib.import_module(f"megasparse.tasks.readers.{TASK_MODULES[config.name]}")
     for kind in vars(module).values():
         if isinstance(kind, type) and issubclass(kind, Task) and vars(kind).get("name") == config.name:
             return kind(config)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megasparse.errors import ConfigError
 from megasparse.model.block import Block
-from megasparse.tasks.bodies import HuggingFaceBody
+from megasparse.tasks.backbones import HuggingFaceBody
 
 PASS = "megasparse_pass"
 """Argument of a replaced model's layers that holds `losses`, a list that its mechanisms append to."""

@@ -15,10 +15,10 @@ from megasparse.config.messages import show
 from megasparse.errors import ConfigError, UserError, did_you_mean
 from megasparse.model.embedding import Embedding
 from megasparse.ops.random import derive
-from megasparse.tasks.bodies import Body, HuggingFaceBody, MegasparseBody
+from megasparse.tasks.backbones import Backbone, HuggingFaceBody, MegasparseBody
 
 
-def add_adapters(body: Body, config: LoRAConfig, seed: int) -> None:
+def add_adapters(body: Backbone, config: LoRAConfig, seed: int) -> None:
     """Freeze the body's pretrained weights and give the linear layers that `lora.targets` names adapters, in place. B
     begins as 0, so the body tells what it told before; A is uniform, a pure function of the seed and its name.
 
@@ -74,7 +74,7 @@ def _initialise(name: str, weight: nn.Parameter, seed: int) -> None:
     weight.copy_(torch.rand(weight.shape, generator=generator) * 2 * limit - limit)
 
 
-def _targets(body: Body, wanted: list[str]) -> list[str]:
+def _targets(body: Backbone, wanted: list[str]) -> list[str]:
     """The full names of the linear layers, outside of mechanisms, that end as wanted."""
     linear = _linear_layers(body)
     found: list[str] = []
@@ -88,7 +88,7 @@ def _targets(body: Body, wanted: list[str]) -> list[str]:
     return sorted(set(found))
 
 
-def _linear_layers(body: Body) -> list[str]:
+def _linear_layers(body: Backbone) -> list[str]:
     kinds: tuple[type[nn.Module], ...] = (nn.Linear,)
     if not isinstance(body, MegasparseBody):
         from transformers.pytorch_utils import Conv1D
@@ -98,7 +98,7 @@ def _linear_layers(body: Body) -> list[str]:
     return [name for name, part in body.named_modules() if isinstance(part, kinds) and id(part) not in inside]
 
 
-def adapter_size(body: Body, config: LoRAConfig) -> int:
+def adapter_size(body: Backbone, config: LoRAConfig) -> int:
     """Number of weights that `add_adapters` would add. Raises ConfigError as it does."""
     shapes = [dict(body.named_parameters())[f"{name}.weight"].shape for name in _targets(body, config.targets)]
     return config.rank * sum(sum(shape) for shape in shapes)

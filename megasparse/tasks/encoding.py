@@ -8,7 +8,7 @@ import numpy as np
 
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.task import Example, Input, Place, Task
+from megasparse.tasks.task import Example, Input, SourceLocation, Task
 
 DOUBLED = ("roberta", "xlm-roberta")
 """Families of transformers' models with two separators between segments."""
@@ -33,7 +33,7 @@ class Encoded:
     """One, or two of a task with towers."""
     label: Any
     """As the example has it."""
-    place: Place
+    place: SourceLocation
     name: str
 
     @property
@@ -58,8 +58,8 @@ class Counts:
     empty: int = 0
     longest: int = 0
     """Tokens of the longest input before it was cut."""
-    first_cut: Place | None = None
-    first_empty: Place | None = None
+    first_cut: SourceLocation | None = None
+    first_empty: SourceLocation | None = None
     labels: dict[str, int] = field(default_factory=dict)
     """Examples of each class."""
 
@@ -107,7 +107,7 @@ class Encoder:
             sequences = tuple(self._join(group, example.place) for group in groups)
             yield Encoded(sequences, example.label, example.place, example.name)
 
-    def _join(self, inputs: tuple[Input, ...], place: Place) -> Segments:
+    def _join(self, inputs: tuple[Input, ...], place: SourceLocation) -> Segments:
         parts = [self._ids(each, place) for each in inputs]
         frame = self._frame(len(parts))
         whole = sum(map(len, parts)) + sum(map(len, frame))
@@ -137,7 +137,7 @@ class Encoder:
             ids = [[self.special.begin], *[separator * self.separators] * (segments - 1), separator]
         return [np.array(each, dtype=np.int64) for each in ids]
 
-    def _ids(self, value: Input, place: Place) -> np.ndarray:
+    def _ids(self, value: Input, place: SourceLocation) -> np.ndarray:
         if isinstance(value, str):
             assert self.tokenizer is not None, "a task of texts has a tokenizer"
             tokens = self.tokenizer.encode(value).numpy()
@@ -146,17 +146,17 @@ class Encoder:
         if not len(tokens):
             if self.config.empty == "refuse":
                 problem = "is empty: the model has nothing to read"
-                mend = 'Remove it, or keep such examples, telling how many: --set task.empty="keep"'
-                raise DataError(str(place), problem, mend)
+                hint = 'Remove it, or keep such examples, telling how many: --set task.empty="keep"'
+                raise DataError(str(place), problem, hint)
             self.counts.empty += 1
             self.counts.first_empty = self.counts.first_empty or place
         return tokens
 
-    def _refuse_or_count_cut(self, whole: int, place: Place) -> None:
+    def _refuse_or_count_cut(self, whole: int, place: SourceLocation) -> None:
         limit = self.config.max_length
         if self.config.too_long == "refuse":
-            mend = 'Raise task.max_length, or keep the beginning of such examples: --set task.too_long="cut"'
-            raise DataError(str(place), f"{whole:,} tokens are more than task.max_length = {limit:,}", mend)
+            hint = 'Raise task.max_length, or keep the beginning of such examples: --set task.too_long="cut"'
+            raise DataError(str(place), f"{whole:,} tokens are more than task.max_length = {limit:,}", hint)
         self.counts.cut += 1
         self.counts.first_cut = self.counts.first_cut or place
 

@@ -11,12 +11,12 @@ from torch import nn
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError
-from megasparse.tasks.bodies import Body, MegasparseBody
+from megasparse.tasks.backbones import Backbone, MegasparseBody
 from megasparse.tasks.encoding import Encoded, Encoder
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.task import Example, Task
 
-PLACES = {
+FORM_CLASSES = {
     "labels": "LabelForm",
     "forecast": "ForecastForm",
     "ranking": "RankingForm",
@@ -38,11 +38,11 @@ class Form(ABC):
         """Raises ConfigError where settings of the run do not fit."""
         self.task, self.config = task, config
 
-    def body(self, model: ModelConfig) -> Body:
+    def body(self, model: ModelConfig) -> Backbone:
         """A body of ours, its weights yet to be filled."""
         return MegasparseBody(model)
 
-    def check(self, body: Body) -> None:  # noqa: B027
+    def check(self, body: Backbone) -> None:  # noqa: B027
         """Raise ConfigError where settings of the run do not fit the body that it starts from. One rebuilt for a
         checkpoint lacks what only a start needs, as a pooler.
         """
@@ -58,7 +58,7 @@ class Form(ABC):
         """
 
     @abstractmethod
-    def model(self, body: Body) -> nn.Module:
+    def model(self, body: Backbone) -> nn.Module:
         """What learns the task, around a pretrained body, which it has as `body`. Called with a batch of `collate`'s
         and draws, it returns the objective and statistics:
 
@@ -74,25 +74,25 @@ class Form(ABC):
         """A batch, which has to(device), and numel(), the tokens that are read."""
 
     @abstractmethod
-    def made_up(self, body: Body, batch: int, length: int) -> Any:
+    def dummy_batch(self, body: Backbone, batch: int, length: int) -> Any:
         """A batch of the memory that one of so many examples takes whose inputs are as long as `length`."""
 
     @abstractmethod
-    def answer(self, example: Encoded, told: np.ndarray) -> Any:
+    def answer(self, example: Encoded, predicted: np.ndarray) -> Any:
         """What the metrics compare with `label`: of what the model told of an example, flat float64."""
 
     def label(self, example: Encoded) -> Any:
         return example.label
 
-    def row(self, example: Encoded, told: np.ndarray) -> dict[str, Any]:
+    def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
         """What a file of predictions has of an example, JSON values: `label` (null where it has none), `told`, and what
         else there is to know.
         """
-        return {"label": self.label(example), "told": self.answer(example, told)}
+        return {"label": self.label(example), "predicted": self.answer(example, predicted)}
 
     def line(self, row: dict[str, Any]) -> str:
         """A row in a .txt file of predictions."""
-        return " ".join(str(row["told"]).split())
+        return " ".join(str(row["predicted"]).split())
 
     def example(self, texts: Sequence[str]) -> Example:
         """One without a label, of texts from the command line. Raises ConfigError where the task has other inputs."""
@@ -117,4 +117,4 @@ def column(values: Sequence[Any]) -> np.ndarray:
 def form_of(task: Task, config: FinetuneConfig) -> Form:
     """Raises ConfigError where settings of the run do not fit the form."""
     module = importlib.import_module(f"megasparse.tasks.forms.{task.form}")
-    return getattr(module, PLACES[task.form])(task, config)
+    return getattr(module, FORM_CLASSES[task.form])(task, config)

@@ -12,7 +12,7 @@ RESAMPLES = 1000
 def bootstrap_interval(
     metric: Callable[[np.ndarray, np.ndarray], float],
     labels: np.ndarray,
-    told: Sequence[np.ndarray],
+    predicted: Sequence[np.ndarray],
     seed: int,
     step: Callable[[], object] = lambda: None,
 ) -> tuple[float, float] | None:
@@ -26,12 +26,12 @@ def bootstrap_interval(
     if len(labels) < 2:
         return None
 
-    def statistic(labels: np.ndarray, *told: np.ndarray) -> float:
+    def statistic(labels: np.ndarray, *predicted: np.ndarray) -> float:
         step()
-        return statistics.fmean(metric(labels, each) for each in told)
+        return statistics.fmean(metric(labels, each) for each in predicted)
 
     found = bootstrap(
-        (labels, *told), statistic, paired=True, vectorized=False, method="percentile", n_resamples=RESAMPLES,
+        (labels, *predicted), statistic, paired=True, vectorized=False, method="percentile", n_resamples=RESAMPLES,
         confidence_level=CONFIDENCE, rng=np.random.default_rng(seed),
     ).confidence_interval  # fmt: skip
     return float(found.low), float(found.high)

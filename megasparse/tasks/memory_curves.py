@@ -9,10 +9,10 @@ import torch
 from megasparse.attention.full import FullAttention
 from megasparse.attention.routing import RoutingAttention
 from megasparse.errors import UserError
-from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.planning.memory_curves import Curve, Phases, continued, of_one_length, phases
 from megasparse.tasks.activations import set_activations
-from megasparse.tasks.bodies import HuggingFaceBody
+from megasparse.tasks.backbones import HuggingFaceBody
 from megasparse.tasks.run import TaskRun
 from megasparse.training.ranks import Ranks
 
@@ -55,10 +55,10 @@ class Curves:
 
     def _phases(self, batch: int, length: int, learns: bool) -> Phases:
         device = self.ranks.device
-        inputs = self.run.form.made_up(self.model.body, batch, length).to(device)
+        inputs = self.run.form.dummy_batch(self.model.body, batch, length).to(device)
         step = 0 if learns else EVALUATION_STEP
-        draws = Draws(self.run.config.run.seed, step, torch.arange(batch, device=device), training=learns)
-        return phases(self.model, lambda: self.model.train(learns)(inputs, draws)[0], device, learns)
+        rng = RngContext(self.run.config.run.seed, step, torch.arange(batch, device=device), training=learns)
+        return phases(self.model, lambda: self.model.train(learns)(inputs, rng)[0], device, learns)
 
 
 def _sees_all_pairs(model: Any) -> bool:

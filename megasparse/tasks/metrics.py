@@ -9,56 +9,56 @@ from megasparse.tasks.ranking_metrics import auc, mrr, ndcg5, ndcg10
 from megasparse.tasks.text_metrics import bleu, chrf, rouge1, rouge2, rougeL, rougeLsum
 
 
-def accuracy(labels: np.ndarray, told: np.ndarray) -> float:
+def accuracy(labels: np.ndarray, predicted: np.ndarray) -> float:
     from sklearn.metrics import accuracy_score
 
-    return float(accuracy_score(labels, told))
+    return float(accuracy_score(labels, predicted))
 
 
-def f1(labels: np.ndarray, told: np.ndarray) -> float:
+def f1(labels: np.ndarray, predicted: np.ndarray) -> float:
     """Of class 1, as GLUE has it for MRPC and QQP."""
     from sklearn.metrics import f1_score
 
-    return float(f1_score(labels, told, zero_division=0.0))
+    return float(f1_score(labels, predicted, zero_division=0.0))
 
 
-def macro_f1(labels: np.ndarray, told: np.ndarray) -> float:
+def macro_f1(labels: np.ndarray, predicted: np.ndarray) -> float:
     """Mean over the classes that occur, as labels or told."""
     from sklearn.metrics import f1_score
 
-    return float(f1_score(labels, told, average="macro", zero_division=0.0))
+    return float(f1_score(labels, predicted, average="macro", zero_division=0.0))
 
 
-def matthews(labels: np.ndarray, told: np.ndarray) -> float:
+def matthews(labels: np.ndarray, predicted: np.ndarray) -> float:
     """Matthews' correlation, CoLA's metric."""
     from sklearn.metrics import matthews_corrcoef
 
-    return float(matthews_corrcoef(labels, told)) if _vary(labels, told) else 0.0
+    return float(matthews_corrcoef(labels, predicted)) if _vary(labels, predicted) else 0.0
 
 
-def pearson(labels: np.ndarray, told: np.ndarray) -> float:
+def pearson(labels: np.ndarray, predicted: np.ndarray) -> float:
     from scipy.stats import pearsonr
 
-    return float(pearsonr(labels, told).statistic) if _vary(labels, told) else 0.0
+    return float(pearsonr(labels, predicted).statistic) if _vary(labels, predicted) else 0.0
 
 
-def spearman(labels: np.ndarray, told: np.ndarray) -> float:
+def spearman(labels: np.ndarray, predicted: np.ndarray) -> float:
     from scipy.stats import spearmanr
 
-    return float(spearmanr(labels, told).statistic) if _vary(labels, told) else 0.0
+    return float(spearmanr(labels, predicted).statistic) if _vary(labels, predicted) else 0.0
 
 
-def mse(labels: np.ndarray, told: np.ndarray) -> float:
+def mse(labels: np.ndarray, predicted: np.ndarray) -> float:
     """Mean squared error of all numbers of all examples, as `mae`."""
     from sklearn.metrics import mean_squared_error
 
-    return float(mean_squared_error(_numbers(labels), _numbers(told)))
+    return float(mean_squared_error(_numbers(labels), _numbers(predicted)))
 
 
-def mae(labels: np.ndarray, told: np.ndarray) -> float:
+def mae(labels: np.ndarray, predicted: np.ndarray) -> float:
     from sklearn.metrics import mean_absolute_error
 
-    return float(mean_absolute_error(_numbers(labels), _numbers(told)))
+    return float(mean_absolute_error(_numbers(labels), _numbers(predicted)))
 
 
 METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
@@ -84,12 +84,12 @@ def require_metrics() -> None:
         import scipy  # noqa: F401
         import sklearn  # noqa: F401
     except ImportError as error:
-        mend = 'Install what fine-tuning needs: pip install "megasparse[tasks]"'
-        raise UserError(f"{error.name}: is not installed, and computes the official metrics. {mend}") from None
+        hint = 'Install what fine-tuning needs: pip install "megasparse[tasks]"'
+        raise UserError(f"{error.name}: is not installed, and computes the official metrics. {hint}") from None
 
 
-def _vary(labels: np.ndarray, told: np.ndarray) -> bool:
-    return len(labels) > 1 and bool(np.ptp(labels) > 0 and np.ptp(told) > 0)
+def _vary(labels: np.ndarray, predicted: np.ndarray) -> bool:
+    return len(labels) > 1 and bool(np.ptp(labels) > 0 and np.ptp(predicted) > 0)
 
 
 def _numbers(values: np.ndarray) -> np.ndarray:

@@ -17,9 +17,9 @@ from megasparse.tasks.encoding import Encoded
 from megasparse.tasks.form import Form
 from megasparse.tasks.restore import Finetuned
 from megasparse.tasks.run import encode_all
-from megasparse.tasks.scoring import Told, tell
+from megasparse.tasks.scoring import Prediction, predict_examples
 from megasparse.tasks.sources import chosen_files
-from megasparse.tasks.task import Example, Place
+from megasparse.tasks.task import Example, SourceLocation
 
 Row = dict[str, Any]
 """A prediction: `name` of the example, its `file` and `line` (null where it has the file to itself), `label` (null
@@ -32,7 +32,7 @@ def read(found: Finetuned, examples: Sequence[Example], name: str, say: Callable
     return list(encode_all(found.encoder, name, list(examples), say))
 
 
-def told(found: Finetuned, examples: Sequence[Encoded], seed: int | None = None) -> list[Told]:
+def predicted(found: Finetuned, examples: Sequence[Encoded], seed: int | None = None) -> list[Prediction]:
     """As `tell` has it, with a progress bar. seed: of the draws of randomised attention; None takes `run.seed`. Raises
     UserError where it is not finite.
     """
@@ -45,14 +45,14 @@ def told(found: Finetuned, examples: Sequence[Encoded], seed: int | None = None)
         def advance() -> None:
             bar.update()
 
-        table = tell(found.model, found.form, examples, config, found.ranks, advance)
+        table = predict_examples(found.model, found.form, examples, config, found.ranks, advance)
     if not all(np.isfinite(each.values).all() for each in table):
-        mend = "Take an earlier checkpoint, or --set training.precision=fp32"
-        raise UserError(f"{found.checkpoint.path}: what the model tells is not finite. {mend}")
+        hint = "Take an earlier checkpoint, or --set training.precision=fp32"
+        raise UserError(f"{found.checkpoint.path}: what the model tells is not finite. {hint}")
     return table
 
 
-def predictions(form: Form, examples: Sequence[Encoded], table: Sequence[Told]) -> list[Row]:
+def predictions(form: Form, examples: Sequence[Encoded], table: Sequence[Prediction]) -> list[Row]:
     """table: of `told`. In the order of the examples."""
     return [
         {
@@ -72,13 +72,13 @@ def predict(found: Finetuned, sources: Sequence[str], say: Callable[[str], None]
     if not examples:
         raise DataError(sources[0], "has no examples", "Give files that have some")
     encoded = read(found, examples, "new", say)
-    return predictions(found.form, encoded, told(found, encoded))
+    return predictions(found.form, encoded, predicted(found, encoded))
 
 
 def predict_texts(found: Finetuned, texts: Sequence[str], say: Callable[[str], None]) -> Row:
     """Of one example, given by its texts. Raises ConfigError where the task has other inputs."""
     encoded = read(found, [found.form.example(texts)], "new", say)
-    return predictions(found.form, encoded, told(found, encoded))[0]
+    return predictions(found.form, encoded, predicted(found, encoded))[0]
 
 
 def write_predictions(path: Path, rows: Sequence[Row], form: Form) -> None:
@@ -109,9 +109,9 @@ def _json_object(rows: Sequence[Row], form: Form) -> Iterator[str]:
     table: dict[str, Any] = {}
     for row in rows:
         if row["name"] in table:
-            place = str(Place(Path(row["file"]), row["line"]))
+            place = str(SourceLocation(Path(row["file"]), row["line"]))
             raise DataError(place, f'"{row["name"]}" comes twice, which a .json cannot hold', "Write a .jsonl")
-        table[row["name"]] = row["told"]
+        table[row["name"]] = row["predicted"]
     yield json.dumps(table, indent=1) + "\n"
 
 
@@ -122,8 +122,8 @@ def _lines(rows: Sequence[Row], form: Form) -> Iterator[str]:
 
 def _comma_separated(rows: Sequence[Row], form: Form) -> Iterator[str]:
     classes = list(rows[0].get("probabilities") or ())
-    table = [["name", "told", *(f"probability of {name}" for name in classes)]]
-    table += [[row["name"], _cell(row["told"]), *((row.get("probabilities") or {}).values())] for row in rows]
+    table = [["name", "predicted", *(f"probability of {name}" for name in classes)]]
+    table += [[row["name"], _cell(row["predicted"]), *((row.get("probabilities") or {}).values())] for row in rows]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(table)
     yield out.getvalue()
@@ -132,9 +132,9 @@ def _comma_separated(rows: Sequence[Row], form: Form) -> Iterator[str]:
 def _tab_separated(rows: Sequence[Row], form: Form) -> Iterator[str]:
     yield "index\tprediction\n"
     for row in rows:
-        fields = [str(row["name"]), str(_cell(row["told"]))]
+        fields = [str(row["name"]), str(_cell(row["predicted"]))]
         if any(mark in field for field in fields for mark in "\t\r\n"):
-            place = str(Place(Path(row["file"]), row["line"]))
+            place = str(SourceLocation(Path(row["file"]), row["line"]))
             raise DataError(place, f"{fields} has a tab or a line end, which a .tsv cannot hold", "Write a .csv")
         yield "\t".join(fields) + "\n"
 

@@ -17,20 +17,20 @@ KEPT = 1 << 19
 """Impressions of which a metric is kept: more than MIND's validation set has."""
 
 
-def auc(labels: np.ndarray, told: np.ndarray) -> float:
-    return _mean(_auc, labels, told)
+def auc(labels: np.ndarray, predicted: np.ndarray) -> float:
+    return _mean(_auc, labels, predicted)
 
 
-def mrr(labels: np.ndarray, told: np.ndarray) -> float:
-    return _mean(_mrr, labels, told)
+def mrr(labels: np.ndarray, predicted: np.ndarray) -> float:
+    return _mean(_mrr, labels, predicted)
 
 
-def ndcg5(labels: np.ndarray, told: np.ndarray) -> float:
-    return _mean(_ndcg5, labels, told)
+def ndcg5(labels: np.ndarray, predicted: np.ndarray) -> float:
+    return _mean(_ndcg5, labels, predicted)
 
 
-def ndcg10(labels: np.ndarray, told: np.ndarray) -> float:
-    return _mean(_ndcg10, labels, told)
+def ndcg10(labels: np.ndarray, predicted: np.ndarray) -> float:
+    return _mean(_ndcg10, labels, predicted)
 
 
 def ranking(scores: Sequence[float]) -> np.ndarray:
@@ -71,5 +71,5 @@ def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
     return float(ndcg_score([clicked], [order], k=k))
 
 
-def _mean(each: Callable[[Any, Any], float], labels: np.ndarray, told: np.ndarray) -> float:
-    return statistics.fmean(each(clicked, scores) for clicked, scores in zip(labels, told, strict=True))
+def _mean(each: Callable[[Any, Any], float], labels: np.ndarray, predicted: np.ndarray) -> float:
+    return statistics.fmean(each(clicked, scores) for clicked, scores in zip(labels, predicted, strict=True))

@@ -47,8 +47,8 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     checkpoint = Checkpoint.open(chosen_checkpoint(Path(directory)))
     settings = checkpoint.settings
     if not isinstance(settings, FinetuneConfig):
-        mend = "Evaluate it with launch/evaluate.py --data, or fine-tune it first: launch/finetune.py"
-        raise CheckpointError(checkpoint.path, "is of a pretrained model, which knows no task", mend)
+        hint = "Evaluate it with launch/evaluate.py --data, or fine-tune it first: launch/finetune.py"
+        raise CheckpointError(checkpoint.path, "is of a pretrained model, which knows no task", hint)
     trained = build_task(settings.task)
     values = settings.model_dump(mode="json")
     config = build_settings(values, [*overrides, *_in_place_of(trained, task)], FinetuneConfig)
@@ -58,8 +58,8 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     form = form_of(judged, config)
     body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form, checkpoint)
     if tokenizer.sha256 != checkpoint.manifest["tokenizer"].get("sha256"):
-        mend = "Copy the run's folder again, whole"
-        raise CheckpointError(run / FOLDER, "has not the tokenizer that the checkpoint was trained with", mend)
+        hint = "Copy the run's folder again, whole"
+        raise CheckpointError(run / FOLDER, "has not the tokenizer that the checkpoint was trained with", hint)
     if config.task.max_length > body.longest:
         problem = f"{config.task.max_length} tokens are more than the {body.longest} that the model reads"
         raise ConfigError("task.max_length", problem, f"Set it to {body.longest} or less")
@@ -93,8 +93,8 @@ def _in_place_of(trained: Task, name: str | None) -> list[str]:
 
 def _require_alike(trained: Task, judged: Task) -> None:
     if judged.classes != trained.classes:
-        told, wanted = (", ".join(task.classes) if task.classes else "a number" for task in (trained, judged))
-        problem = f'"{judged.name}" has {wanted[:100]}; the model was trained on "{trained.name}", {told[:100]}'
+        predicted, wanted = (", ".join(task.classes) if task.classes else "a number" for task in (trained, judged))
+        problem = f'"{judged.name}" has {wanted[:100]}; the model was trained on "{trained.name}", {predicted[:100]}'
         raise ConfigError("--task", problem, f"Give --task {trained.name}, or another task of the same classes")
     kinds = [(task.form, task.towers, task.vocabulary) for task in (trained, judged)]
     if kinds[0] != kinds[1]:

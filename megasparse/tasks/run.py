@@ -135,8 +135,8 @@ def require_labels(examples: list[Example], name: str, source: str | Path) -> No
         raise DataError(source, f"has no {name} examples", "Give files that have some")
     for example in examples:
         if example.label is None:
-            mend = "Give a labelled file; launch/predict.py labels others"
-            raise DataError(str(example.place), "has no label to learn from or to compare with", mend)
+            hint = "Give a labelled file; launch/predict.py labels others"
+            raise DataError(str(example.place), "has no label to learn from or to compare with", hint)
 
 
 def scheduled(config: FinetuneConfig, number: int, batch: int | None = None) -> FinetuneConfig:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.encoding import Encoded
 from megasparse.tasks.form import Form
 from megasparse.tasks.metrics import LOWER_IS_BETTER
@@ -17,13 +17,13 @@ from megasparse.training.engine import Engine
 from megasparse.training.loop import Evaluate
 from megasparse.training.ranks import Ranks
 from megasparse.training.selection import Selection
-from megasparse.training.stopping.watch import Watch, heed
+from megasparse.training.stopping.hooks import RunHooks, check_stop
 
-Score = Callable[[Any, Draws], tuple[Any, dict[str, Any]]]
+Score = Callable[[Any, RngContext], tuple[Any, dict[str, Any]]]
 """A model of a task's form in evaluation, or an engine around one: (batch, draws) -> (objective, statistics)."""
 
 
-class Told(NamedTuple):
+class Prediction(NamedTuple):
     """Of one example."""
 
     values: np.ndarray
@@ -33,14 +33,14 @@ class Told(NamedTuple):
     """The loss is the sum of costs divided by that of weights; both are NaN where the example has no label."""
 
 
-def tell(
+def predict_examples(
     score: Score,
     form: Form,
     examples: Sequence[Encoded],
     config: FinetuneConfig,
     ranks: Ranks,
     pause: Callable[[], None] = lambda: None,
-) -> list[Told]:
+) -> list[Prediction]:
     """What the model tells of each example, on every rank.
 
     The ranks share the batches out among them; every one scores equally many. What an example is told depends neither
@@ -54,18 +54,18 @@ def tell(
     for numbers in batches[ranks.rank :: ranks.world_size]:
         pause()
         batch = form.collate([examples[i] for i in numbers]).to(ranks.device)
-        draws = Draws(config.run.seed, EVALUATION_STEP, torch.tensor(numbers), training=False)
-        statistics = score(batch, draws)[1]
+        rng = RngContext(config.run.seed, EVALUATION_STEP, torch.tensor(numbers), training=False)
+        statistics = score(batch, rng)[1]
         unknown = torch.full((len(numbers),), math.nan)
         sums = (statistics.get(name, unknown).tolist() for name in ("costs", "weights"))
-        values = [each.double().flatten().tolist() for each in statistics["told"]]
+        values = [each.double().flatten().tolist() for each in statistics["predicted"]]
         found += [list(row) for row in zip(numbers, values, *sums, strict=True)]
     table = {row[0]: row[1:] for share in ranks.gather(found) for row in share}
-    return [Told(np.array(table[i][0], dtype=np.float64), *table[i][1:]) for i in range(len(examples))]
+    return [Prediction(np.array(table[i][0], dtype=np.float64), *table[i][1:]) for i in range(len(examples))]
 
 
-def answers(form: Form, examples: Sequence[Encoded], told: Sequence[Told]) -> list[Any]:
-    return [form.answer(example, each.values) for example, each in zip(examples, told, strict=True)]
+def answers(form: Form, examples: Sequence[Encoded], predicted: Sequence[Prediction]) -> list[Any]:
+    return [form.answer(example, each.values) for example, each in zip(examples, predicted, strict=True)]
 
 
 def selection_of(config: FinetuneConfig) -> Selection:
@@ -74,7 +74,7 @@ def selection_of(config: FinetuneConfig) -> Selection:
     return Selection(f"evaluation/{metric}", config.evaluation.patience, lower=metric in LOWER_IS_BETTER)
 
 
-def validation(run: TaskRun, engine: Engine, watch: Watch) -> Evaluate:
+def validation(run: TaskRun, engine: Engine, hooks: RunHooks) -> Evaluate:
     """What the training loop calls after every step: where a validation is due, evaluation/loss (the costs of all
     examples by their weights) and evaluation/METRIC of each of the task's. Raises StopWanted as `heed` does.
     """
@@ -86,12 +86,12 @@ def validation(run: TaskRun, engine: Engine, watch: Watch) -> Evaluate:
             return {}
         model.eval()
         try:
-            pause = lambda: heed(watch, engine.ranks, "validation")  # noqa: E731
-            told = tell(engine.evaluate, form, examples, config, engine.ranks, pause)
+            pause = lambda: check_stop(hooks, engine.ranks, "validation")  # noqa: E731
+            predicted = predict_examples(engine.evaluate, form, examples, config, engine.ranks, pause)
         finally:
             model.train()
-        loss = math.fsum(each.cost for each in told) / math.fsum(each.weight for each in told)
-        found = form.measures(examples, answers(form, examples, told))
+        loss = math.fsum(each.cost for each in predicted) / math.fsum(each.weight for each in predicted)
+        found = form.measures(examples, answers(form, examples, predicted))
         return {"evaluation/loss": loss, **{f"evaluation/{name}": value for name, value in found.items()}}
 
     return validate

@@ -25,8 +25,8 @@ def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple
         return None, paths
     if task.source_is_file or len(paths) > 1:
         problem = "is a folder, where files are wanted" if task.source_is_file else "is a folder, and one of several"
-        mend = "" if task.source_is_file else ", or the one folder of its official files"
-        raise DataError(folder, problem, f"Give files that {task.name} can read{mend}")
+        hint = "" if task.source_is_file else ", or the one folder of its official files"
+        raise DataError(folder, problem, f"Give files that {task.name} can read{hint}")
     split = split or ("test" if _labelled(task, task.files(folder).get("test", [])) else "validation")
     return split, split_files(task, folder, split)
 

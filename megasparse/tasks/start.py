@@ -23,7 +23,7 @@ from megasparse.errors import CheckpointError, ConfigError, HubError
 from megasparse.model.build import empty_model, initialise
 from megasparse.tasks.activations import checkpoint_layers
 from megasparse.tasks.adapters import add_adapters
-from megasparse.tasks.bodies import Body, HuggingFaceBody
+from megasparse.tasks.backbones import Backbone, HuggingFaceBody
 from megasparse.tasks.form import Form
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, on_meta, persistent_buffers
 
@@ -41,7 +41,7 @@ LONGER = "Lower it, or lengthen the model first: tools/extend_positions.py"
 class Start:
     """A body, with its pretrained or initial weights."""
 
-    body: Body
+    body: Backbone
     tokenizer: Tokenizer
     record: dict[str, Any]
     """What `rebuild` needs beside the tokenizer."""
@@ -76,15 +76,15 @@ def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:
     else:
         found = _of_huggingface(config, Path(str(start.huggingface)), form, labels)
     if start.sha256 is not None and start.sha256 != found.sha256:
-        mend = "Give the weights that the run began with, or choose another run.directory and remove start.sha256"
-        raise ConfigError("start.sha256", f"{show(start.sha256)}, but the weights have {show(found.sha256)}", mend)
+        hint = "Give the weights that the run began with, or choose another run.directory and remove start.sha256"
+        raise ConfigError("start.sha256", f"{show(start.sha256)}, but the weights have {show(found.sha256)}", hint)
     if config.task.max_length > found.body.longest:
         problem = f"{config.task.max_length} tokens are more than the {found.body.longest} that the model reads"
         raise ConfigError("task.max_length", problem, LONGER)
     return found
 
 
-def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Body, Tokenizer]:
+def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
     """The body of a run, its weights yet to be filled from a checkpoint, and its tokenizer.
 
     Raises CheckpointError where the record cannot be read, or is of a body of ours of other weights.
@@ -120,7 +120,7 @@ def _check_body(body: torch.nn.Module, checkpoint: Checkpoint) -> None:
             raise CheckpointError(checkpoint.path, problem, "Copy the run's folder again, whole")
 
 
-def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Checkpoint) -> tuple[Body, Tokenizer]:
+def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
     """The body of a run of this configuration, its trained weights yet to be filled from a checkpoint, and its
     tokenizer. The frozen weights of a run with adapters are in no checkpoint: they are read again from `start`.
 
@@ -179,7 +179,7 @@ def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) 
 
 def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int) -> Start:
     from megasparse.hub import require_transformers
-    from megasparse.hub.foreign import Foreign, find_folder, read_config
+    from megasparse.hub.hf_model import HFModel, find_folder, read_config
     from megasparse.hub.tokenizer_files import found_tokenizer
 
     require_transformers()
@@ -187,7 +187,7 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
     values = read_config(folder)
     sha256 = _weights_sha256(folder)
     if values.get("model_type") in OURS:
-        foreign = Foreign.open(folder)
+        foreign = HFModel.open(folder)
         if (foreign.config.model.kind == "encoder_decoder") != form.two_sided:
             raise HubError(folder, *(ONE_SIDE if form.two_sided else TWO_SIDES))
         body = _megasparse_body(_for_task(foreign.config.model, form, labels, config.start), form, config.run.seed)
@@ -196,15 +196,15 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
     if form.two_sided:
         raise HubError(folder, *ONE_SIDE)
     if not (folder / "tokenizer.json").is_file():
-        mend = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-        raise HubError(folder / "tokenizer.json", "is missing, without which its tokens mean nothing", mend)
+        hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+        raise HubError(folder / "tokenizer.json", "is missing, without which its tokens mean nothing", hint)
     tokenizer = build_tokenizer(found_tokenizer(folder, None))
     return Start(*_transformer(config, folder, tokenizer, labels), sha256)
 
 
 def _transformer(
     config: FinetuneConfig, folder: Path, tokenizer: Tokenizer, labels: int
-) -> tuple[Body, Tokenizer, dict[str, Any]]:
+) -> tuple[Backbone, Tokenizer, dict[str, Any]]:
     """A model that stays one of transformers', with its attention replaced where that is asked for."""
     from transformers import AutoModel
 

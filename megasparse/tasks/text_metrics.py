@@ -14,43 +14,43 @@ KEPT = 1 << 17
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
-def bleu(labels: np.ndarray, told: np.ndarray) -> float:
+def bleu(labels: np.ndarray, predicted: np.ndarray) -> float:
     """Corpus BLEU, 0 to 100, of plain text that sacrebleu tokenises itself (Papineni et al. 2002, Post 2018)."""
     from sacrebleu.metrics import BLEU
 
-    sums = _summed(_bleu_counts, labels, told)
+    sums = _summed(_bleu_counts, labels, predicted)
     orders = (len(sums) - 2) // 2
     correct, total = sums[2 : 2 + orders], sums[2 + orders :]
     return float(BLEU.compute_bleu(correct, total, sums[0], sums[1], smooth_method="exp").score)
 
 
-def chrf(labels: np.ndarray, told: np.ndarray) -> float:
+def chrf(labels: np.ndarray, predicted: np.ndarray) -> float:
     """Corpus chrF, 0 to 100: F2 of character n-grams to 6 (Popović 2015)."""
-    return float(_scorer("chrf")._compute_score_from_stats(_summed(_chrf_counts, labels, told)).score)
+    return float(_scorer("chrf")._compute_score_from_stats(_summed(_chrf_counts, labels, predicted)).score)
 
 
-def rouge1(labels: np.ndarray, told: np.ndarray) -> float:
+def rouge1(labels: np.ndarray, predicted: np.ndarray) -> float:
     """Mean over examples of the F1 of words, stemmed by Porter's rules (Lin 2004), 0 to 1. rouge-score knows the
     letters a to z and digits alone: it is a measure of English.
     """
-    return _mean_rouge(labels, told, 0)
+    return _mean_rouge(labels, predicted, 0)
 
 
-def rouge2(labels: np.ndarray, told: np.ndarray) -> float:
+def rouge2(labels: np.ndarray, predicted: np.ndarray) -> float:
     """As rouge1, of pairs of words."""
-    return _mean_rouge(labels, told, 1)
+    return _mean_rouge(labels, predicted, 1)
 
 
-def rougeL(labels: np.ndarray, told: np.ndarray) -> float:
+def rougeL(labels: np.ndarray, predicted: np.ndarray) -> float:
     """As rouge1, of the longest common subsequence."""
-    return _mean_rouge(labels, told, 2)
+    return _mean_rouge(labels, predicted, 2)
 
 
-def rougeLsum(labels: np.ndarray, told: np.ndarray) -> float:
+def rougeLsum(labels: np.ndarray, predicted: np.ndarray) -> float:
     """As rouge1, of the union over sentences of longest common subsequences; a sentence is a line. What papers on
     CNN/DailyMail call ROUGE-L.
     """
-    return _mean_rouge(labels, told, 3)
+    return _mean_rouge(labels, predicted, 3)
 
 
 def signature(name: str) -> str | None:
@@ -102,9 +102,9 @@ def _rouge(reference: str, hypothesis: str) -> tuple[float, ...]:
     return tuple(found[name].fmeasure for name in ROUGE_TYPES)
 
 
-def _summed(counts: Callable[[str, str], tuple[int, ...]], labels: np.ndarray, told: np.ndarray) -> list[int]:
-    return np.array(list(map(counts, labels, told))).sum(0).tolist()
+def _summed(counts: Callable[[str, str], tuple[int, ...]], labels: np.ndarray, predicted: np.ndarray) -> list[int]:
+    return np.array(list(map(counts, labels, predicted))).sum(0).tolist()
 
 
-def _mean_rouge(labels: np.ndarray, told: np.ndarray, number: int) -> float:
-    return float(np.mean([_rouge(label, own)[number] for label, own in zip(labels, told, strict=True)]))
+def _mean_rouge(labels: np.ndarray, predicted: np.ndarray, number: int) -> float:
+    return float(np.mean([_rouge(label, own)[number] for label, own in zip(labels, predicted, strict=True)]))

@@ -12,7 +12,7 @@ from megasparse.data.shard_cache import GIGABYTE, ShardCache
 from megasparse.data.tokenizers import Tokenizer, build_tokenizer
 from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.watch import Watch
+from megasparse.training.stopping.hooks import RunHooks
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) ->
         raise ConfigError("model.sentence_order.separator", problem, f"Set it to {special.separator}")
 
 
-def training_batches(config: Config, run_data: RunData, ranks: Ranks, position: int, watch: Watch) -> TrainingBatches:
+def training_batches(
+    config: Config, run_data: RunData, ranks: Ranks, position: int, hooks: RunHooks
+) -> TrainingBatches:
     """This rank's steps from the global sample number `position` on; see data/batches.py for the errors."""
     data, training = config.data, config.training
     return TrainingBatches(
@@ -101,6 +103,6 @@ def training_batches(config: Config, run_data: RunData, ranks: Ranks, position: 
         start=position,
         prefetch=data.prefetch,
         max_damaged=data.max_damaged,
-        stop_waiting=watch.stop_wanted,
-        alive=watch.alive,
+        stop_waiting=hooks.stop_wanted,
+        alive=hooks.alive,
     )

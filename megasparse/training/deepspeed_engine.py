@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import check_shares
 from megasparse.errors import ConfigError
-from megasparse.training.checkpoints.checkpoint import MEMORY, Fragment, Home
+from megasparse.training.checkpoints.checkpoint import MEMORY, Fragment, Storage
 from megasparse.training.checkpoints.swapping import SubGroup, Swap, swapped_sections
 from megasparse.training.engine import Engine, MakeDraws, whole_fragments
 from megasparse.training.optimizer import build_optimizer, state_tensors
 from megasparse.training.ranks import Ranks
-from megasparse.training.reporting.exposed import Exposed
+from megasparse.training.reporting.exposed import ExposedCommunication
 
 
 class DeepSpeedEngine(Engine):
@@ -35,7 +35,7 @@ class DeepSpeedEngine(Engine):
         self._names = {id(p): name for name, p in self._trained.items()}
         self.optimizer = build_optimizer(self._trained.values(), config.optimizer)
         if ranks.world_size > 1:
-            self._exposed = Exposed(ranks.device, self._trained.values(), self.optimizer)
+            self._exposed = ExposedCommunication(ranks.device, self._trained.values(), self.optimizer)
         self._swap = Swap(zero, model, ranks)
         section = config.deepspeed | ({"zero_optimization": self._swap.section()} if zero else {})
         settings = _deepspeed_config(config, section, self._stage, ranks)
@@ -46,8 +46,8 @@ class DeepSpeedEngine(Engine):
     def _check(self, config: RunSettings) -> None:
         if config.optimizer.name == "adafactor" and (self._stage > 0 or self._rounded):
             problem = "adafactor needs each weight's own shape, and ZeRO hands the optimizer flat pieces"
-            mend = 'Use "adamw", or fp32 with deepspeed.zero_optimization.stage 0, or run.engine="torch"'
-            raise ConfigError("optimizer.name", problem, mend)
+            hint = 'Use "adamw", or fp32 with deepspeed.zero_optimization.stage 0, or run.engine="torch"'
+            raise ConfigError("optimizer.name", problem, hint)
         swapped = swapped_sections(config.deepspeed.get("zero_optimization", {}))
         if "offload_param" in swapped and not self._rounded and self.ranks.device.type == "cpu":
             # _set_dtype reads `dtype or float16 if fp16 is supported else bfloat16` (0.19.8): bf16, whatever the dtype
@@ -56,17 +56,17 @@ class DeepSpeedEngine(Engine):
         if swapped:
             _check_async_io(f"deepspeed.zero_optimization.{swapped[0]}.device")
 
-    def evaluate(self, tokens: Tensor, draws: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            return self._engine(tokens, draws, *padding)
+            return self._engine(tokens, rng, *padding)
 
-    def _forward(self, tokens: Tensor, draws: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._engine(tokens, draws, **self._given(divisor))
+    def _forward(self, tokens: Tensor, rng: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._engine(tokens, rng, **self._given(divisor))
 
-    def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
+    def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed leaves a step out if its gradient is not finite, and then on every rank
-        self._engine.backward(objective * torch.nan if spoilt else objective)
+        self._engine.backward(objective * torch.nan if poison_gradient else objective)
 
     def _update(self, wanted: bool) -> tuple[float, bool]:
         if self._stage == 0 and not self._rounded:  # here DeepSpeed would apply a gradient of NaN
@@ -104,10 +104,10 @@ class DeepSpeedEngine(Engine):
             yield from (weight for group in self.optimizer.param_groups for weight in group["params"])
             return
         for number, flat in enumerate(self._engine.optimizer.fp32_partitioned_groups_flat):
-            with self._home(number).present(changing=True):
+            with self._home(number).loaded(changing=True):
                 yield flat
 
-    def _home(self, number: int) -> Home:
+    def _home(self, number: int) -> Storage:
         """Of the vector that ZeRO 3 makes of sub-group `number`."""
         zero = self._engine.optimizer
         return SubGroup(zero, number) if zero._swappable_optimizer_subgroup(number) else MEMORY

@@ -21,13 +21,13 @@ from megasparse.training.checkpoints.checkpoint import (
     Checkpoint,
     Fragment,
     load_weights,
+    loaded,
     persistent_buffers,
-    present,
     silent,
 )
 from megasparse.training.optimizer import create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
-from megasparse.training.reporting.exposed import Exposed
+from megasparse.training.reporting.exposed import ExposedCommunication
 from megasparse.training.reporting.memory import bytes_of
 from megasparse.training.reporting.stopwatch import Stopwatch
 
@@ -73,7 +73,7 @@ class Engine(ABC):
     def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
         self.module, self.ranks, self._make_draws = model, ranks, make_draws
         self._forward_time = Stopwatch(ranks.device)
-        self._exposed: Exposed | None = None
+        self._exposed: ExposedCommunication | None = None
         self._clipping = config.training.gradient_clipping
         self._shared: dict[str, Any] = {} if ranks.sequence is None else {"sequence": ranks.sequence}
         """What the model must be told where ranks share sequences."""
@@ -109,9 +109,9 @@ class Engine(ABC):
         for number, batch in enumerate(micro_batches, start=1):
             progress(f"step {step}, micro-batch {number}")
             last = number == len(micro_batches)
-            draws = self._make_draws(step, batch.samples.to(self.ranks.device))
+            rng = self._make_draws(step, batch.samples.to(self.ranks.device))
             with self._forward_time.running():
-                objective, statistics = self._forward(batch.tokens.to(self.ranks.device), draws, divisor)
+                objective, statistics = self._forward(batch.tokens.to(self.ranks.device), rng, divisor)
             progress(f"step {step}, micro-batch {number}, backward")  # which waits for the others
             for name, value in {**statistics, "objective": objective}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
@@ -120,7 +120,7 @@ class Engine(ABC):
                     total = self._total(sums)
                 loss = total.pop("nats") / total.pop("tokens")
                 wanted = math.isfinite(total["objective"]) and accept(loss)
-            self._backward(objective, len(micro_batches), last, spoilt=last and not wanted)
+            self._backward(objective, len(micro_batches), last, poison_gradient=last and not wanted)
         gradients = bytes_of(self._gradients(), self.ranks.device)
         grad_norm, applied = self._update(wanted)
         waited = self._exposed.seconds() if self._exposed else 0.0
@@ -185,18 +185,18 @@ class Engine(ABC):
         return self._shared | ({} if divisor is None else {"divisor": divisor})
 
     @abstractmethod
-    def evaluate(self, tokens: Tensor, draws: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The model's objective and statistics without gradients. Every rank calls it equally often.
 
         padding: for the model, where it says more than the tokens, such as that they are a part of shared sequences.
         """
 
     @abstractmethod
-    def _forward(self, tokens: Tensor, draws: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def _forward(self, tokens: Tensor, rng: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
         """A micro-batch's objective and statistics. divisor: of its sum of nats, or None for its own scored tokens."""
 
     @abstractmethod
-    def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
+    def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
         """Add the gradient of one of `micro_batches`, which are averaged. `spoilt`: make the step's gradient not
         finite, if that is what it takes to have the step not applied."""
 
@@ -234,7 +234,7 @@ class Engine(ABC):
             for weight in self._state_owners():
                 create_state(self.optimizer, weight)
             set_steps_done(self.optimizer, checkpoint.optimizer_steps)
-        for fragment in present(self._state(), changing=True):
+        for fragment in loaded(self._state(), changing=True):
             fragment.write(checkpoint.read(fragment.kind, fragment.name, fragment.start, fragment.numel))
 
     def close(self) -> None:  # noqa: B027  (plain torch holds nothing)

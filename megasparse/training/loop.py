@@ -18,13 +18,13 @@ from megasparse.training.engine import Engine, StepResult
 from megasparse.training.reporting.memory import memory_scalars
 from megasparse.training.reporting.monitor import Monitor
 from megasparse.training.reporting.rank_table import EVERY as TABLE_EVERY
-from megasparse.training.reporting.rank_table import RankTable, Spent
+from megasparse.training.reporting.rank_table import RankTable, StepTimes
 from megasparse.training.reporting.stragglers import Stragglers
 from megasparse.training.reporting.tracing import Tracer
 from megasparse.training.schedule import learning_rate
 from megasparse.training.selection import Selection
 from megasparse.training.spikes import LossGuard
-from megasparse.training.stopping.watch import RollCall, StopWanted, Watch, call_roll
+from megasparse.training.stopping.hooks import RunHooks, StepConsensus, StopWanted, sync_step
 
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
 """step -> scalars, and texts and pictures for TensorBoard, by their names; none where nothing is due. Called after
@@ -99,7 +99,7 @@ def train(
     start: Checkpoint | None = None,
     evaluate: Evaluate | None = None,
     stop_at: int | None = None,
-    watch: Watch = Watch(),  # noqa: B008  (frozen)
+    hooks: RunHooks = RunHooks(),  # noqa: B008  (frozen)
     damage: Callable[[], Damaged] = dict,
     selection: Selection | None = None,
 ) -> bool:
@@ -128,22 +128,22 @@ def train(
     if selection is not None:
         saver.best = selection.step
     stragglers, stall_seconds = Stragglers(engine.ranks.world_size), 0.0
-    table, spent = RankTable(engine.ranks.world_size), Spent()
-    tracer = Tracer(config, engine.ranks, watch.trace_wanted)
+    table, spent = RankTable(engine.ranks.world_size), StepTimes()
+    tracer = Tracer(config, engine.ranks, hooks.trace_wanted)
     for step in tracer.steps(range(here.step + 1, last + 1)):
         began = time.perf_counter()
-        data = _next(source, step, watch)
-        roll = _agree(engine, saver, watch, data, spent)
+        data = _next(source, step, hooks)
+        roll = _agree(engine, saver, hooks, data, spent)
         if not roll.writing:
             here.finish(saver)
         if roll.stop:
             break
         assert isinstance(data, Step)
         rate = learning_rate(step, steps, config.optimizer)
-        result = engine.train_step(data.micro_batches, step, rate, here.accepts, watch.progress)
+        result = engine.train_step(data.micro_batches, step, rate, here.accepts, hooks.progress)
         spike = here.guard.is_spike(result.loss)
         here.advance(data, roll.skipped, result)
-        spent = Spent(data.wait_seconds, result.forward_seconds, roll.waited + result.communication_seconds)
+        spent = StepTimes(data.wait_seconds, result.forward_seconds, roll.waited + result.communication_seconds)
         table.add(roll.spent)
 
         scalars = _describe(config, engine, here, result, rate)
@@ -189,23 +189,23 @@ def _last_word(here: Progress, steps: int) -> str:
     return f"stopped after step {here.step} of {steps}, as asked; started again, the run goes on from there"
 
 
-def _next(source: Iterator[Step], step: int, watch: Watch) -> Step | Exception:
+def _next(source: Iterator[Step], step: int, hooks: RunHooks) -> Step | Exception:
     """The data of a step, or why this rank has none."""
-    watch.progress(f"step {step}: reading data")
+    hooks.progress(f"step {step}: reading data")
     try:
         return next(source)
     except Exception as error:  # the other ranks must hear of it, whatever it is
         return error
     finally:
-        watch.progress(f"step {step}: meeting the other ranks")
+        hooks.progress(f"step {step}: meeting the other ranks")
 
 
-def _agree(engine: Engine, saver: Saver, watch: Watch, data: Step | Exception, spent: Spent) -> RollCall:
+def _agree(engine: Engine, saver: Saver, hooks: RunHooks, data: Step | Exception, spent: StepTimes) -> StepConsensus:
     """What all ranks do next: train, stop, or fail together."""
     stopped, failed = isinstance(data, WaitingStopped), isinstance(data, Exception)
-    roll = call_roll(
+    roll = sync_step(
         engine.ranks,
-        stop=stopped or watch.stop_wanted(),
+        stop=stopped or hooks.stop_wanted(),
         failed=failed and not stopped,
         writing=saver.pending(),
         skipped=data.skipped if isinstance(data, Step) else 0,
@@ -262,7 +262,7 @@ def _describe(config: RunSettings, engine: Engine, here: Progress, result: StepR
         **{f"model/{name}": x for name, x in result.statistics.items() if layers or "/layer_" not in name},
         **memory_scalars(engine.ranks.device, result.held),
     }
-    if getattr(engine.module, "tells_code_length", False):
+    if getattr(engine.module, "is_autoregressive", False):
         scalars["train/bits_per_dim"] = result.loss / math.log(2)
     return scalars
 

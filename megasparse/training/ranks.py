@@ -151,8 +151,8 @@ def _meet(run: RunConfig, device: torch.device) -> None:
             torch.distributed.init_process_group(backend, timeout=_time_limit(run))
     except torch.distributed.DistNetworkError as error:
         problem = f"the ranks cannot meet at {place} ({str(error).splitlines()[0]})"
-        mend = "Choose a port that is free on the first host, and that the other hosts reach"
-        raise ConfigError("MASTER_ADDR:MASTER_PORT", problem, mend) from None
+        hint = "Choose a port that is free on the first host, and that the other hosts reach"
+        raise ConfigError("MASTER_ADDR:MASTER_PORT", problem, hint) from None
 
 
 @contextmanager
@@ -160,19 +160,19 @@ def _patience(place: str, limit: float) -> Iterator[None]:
     """While the ranks meet, where no watchdog looks yet: say after half a minute that this one waits, and end it with
     errors.HANG after `limit` seconds (0: never).
     """
-    met, told = threading.Event(), min(MEETING_TOLD, limit or MEETING_TOLD)
+    met, reported = threading.Event(), min(MEETING_TOLD, limit or MEETING_TOLD)
     name = f"rank {os.environ['RANK']} on {socket.gethostname()}"
     whom = f"for the {os.environ['WORLD_SIZE']} ranks to meet at {place}"
-    mend = (
+    hint = (
         "Have all nodes started their ranks, is that the first node's address, and is the port open? "
         "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the network interface (docs/nodes.md)"
     )
 
     def wait() -> None:
-        if met.wait(told):
+        if met.wait(reported):
             return
-        print(f"{name} has waited {told:g} s {whom}. {mend}", file=sys.stderr, flush=True)
-        if limit and not met.wait(limit - told):
+        print(f"{name} has waited {reported:g} s {whom}. {hint}", file=sys.stderr, flush=True)
+        if limit and not met.wait(limit - reported):
             print(f"HANG: {name} waited {limit:g} s {whom}, and ends with exit code {HANG}", file=sys.stderr)
             leave(HANG)
 

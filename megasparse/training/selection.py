@@ -38,7 +38,7 @@ class Selection:
             self.without_better += 1
             return False
         self.step, self.value, self.without_better = step, value, 0
-        self.scalars = {name: told for name, told in scalars.items() if name.startswith("evaluation/")}
+        self.scalars = {name: reported for name, reported in scalars.items() if name.startswith("evaluation/")}
         return True
 
     @property

@@ -27,14 +27,14 @@ class TorchEngine(Engine):
                 p.data = p.data.bfloat16()
         self.optimizer = build_optimizer(self._masters.values(), config.optimizer)
 
-    def evaluate(self, tokens: Tensor, draws: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            return self.module(tokens, draws, *padding)
+            return self.module(tokens, rng, *padding)
 
-    def _forward(self, tokens: Tensor, draws: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.module(tokens, draws, **self._given(divisor))
+    def _forward(self, tokens: Tensor, rng: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.module(tokens, rng, **self._given(divisor))
 
-    def _backward(self, objective: Tensor, micro_batches: int, last: bool, spoilt: bool) -> None:
+    def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
         (objective / micro_batches).backward()
         if self._rounded:  # accumulate in fp32
             for name, p in self._trained.items():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megasparse.attention.band import BandCache, band_attention
-from megasparse.attention.contract import Heads, Place
+from megasparse.attention.contract import AttentionInputs, MechanismSpec
 from megasparse.ops.bucketed_attention import Window
 
 WINDOW = Window("band", 4)
@@ -13,7 +13,7 @@ WINDOW = Window("band", 4)
 def random_heads(length, causal=True, dtype=torch.float64, **masks):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, length, 6, generator=generator, dtype=dtype) for _ in range(3))
-    return Heads(q, k, v, masks.get("key_mask"), masks.get("segments"), causal)
+    return AttentionInputs(q, k, v, masks.get("key_mask"), masks.get("segments"), causal)
 
 
 def random_codes(length, rounds=2, buckets=3):
@@ -90,7 +90,7 @@ def test_decoding_is_the_whole_pass(separate, buckets, prompt):
     length = 30
     heads = random_heads(length)
     queries, keys = random_codes(length, rounds=3, buckets=buckets)
-    place = Place(heads=2, head_dim=6, d_model=12, max_length=40, causal=True)
+    place = MechanismSpec(heads=2, head_dim=6, d_model=12, max_length=40, causal=True)
 
     def part(start, stop):
         cut = heads._replace(q=heads.q[:, :, start:stop], k=heads.k[:, :, start:stop], v=heads.v[:, :, start:stop])

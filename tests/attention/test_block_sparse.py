@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megasparse.attention.bigbird import random_blocks
-from megasparse.attention.contract import AttentionContext, Place
+from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.attention import AttentionConfig
-from megasparse.ops.random import Draws, derive
+from megasparse.ops.random import RngContext, derive
 from tests.helpers.models import Single
 
 BOTH = pytest.mark.parametrize("causal", [True, False])
@@ -32,7 +32,7 @@ EVERY = pytest.mark.parametrize("kind,settings", SETTINGS, ids=str)
 def build(kind, causal, settings, max_length=40):
     single = Single(kind, causal)
     section = getattr(AttentionConfig.model_validate({kind: settings}), kind)
-    place = Place(heads=2, head_dim=16, d_model=32, max_length=max_length, causal=causal)
+    place = MechanismSpec(heads=2, head_dim=16, d_model=32, max_length=max_length, causal=causal)
     single.mechanism = MECHANISMS[kind](section, place)
     return single
 
@@ -112,7 +112,7 @@ def test_forward_and_gradients_are_those_of_the_definition(kind, settings, causa
 def test_decoding_sees_what_the_whole_pass_sees(kind, settings):
     single = build(kind, True, settings)
     shown = pattern(kind, settings, True, 40)
-    context = AttentionContext(0, Draws.evaluation(0, 2))
+    context = AttentionContext(0, RngContext.evaluation(0, 2))
     for position in range(0, 40, 3):
         visible = single.mechanism.visible(position, context, torch.device("cpu"))
         for h in range(2):

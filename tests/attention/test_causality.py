@@ -3,7 +3,7 @@
 import pytest
 
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import attention, causal_names, named, random_tokens, small, strict_names
 
 PATTERNS = {name: named(name) for name in strict_names()} | {
@@ -17,15 +17,15 @@ def moved_prefix(config, first_changed, seeds=5):
     """The largest change of any nats before `first_changed` (rounding is about 1e-6), over several replacements."""
     model = build_model(small(attention=config), seed=0)
     tokens = random_tokens(2, 120)
-    draws = Draws.evaluation(0, 2)
-    nats = model.token_scores(tokens, draws).nats
+    rng = RngContext.evaluation(0, 2)
+    nats = model.token_scores(tokens, rng).nats
     changes = []
     for seed in range(seeds):
         other = tokens.clone()
         other[:, first_changed:] = (
             other[:, first_changed:] + 1 + random_tokens(2, 120 - first_changed, 255, seed)
         ) % 256
-        changes.append((model.token_scores(other, draws).nats - nats)[:, :first_changed].abs().max().item())
+        changes.append((model.token_scores(other, rng).nats - nats)[:, :first_changed].abs().max().item())
     return max(changes)
 
 

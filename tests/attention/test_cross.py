@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megasparse.attention.contract import AttentionContext, Memory
+from megasparse.attention.contract import AttentionContext, RecomputeCache
 from megasparse.attention.cross import CrossAttention, Source
 from megasparse.model.build import initialise
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import attention, small_pair, training_draws
 from tests.helpers.peak_memory import PeakMemory
 
@@ -82,7 +82,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(kind, target, source,
 
 def test_codes_are_kept_for_the_recomputation():
     made, (x, states, real) = cross("lsh"), inputs(20, 30)
-    context = AttentionContext(0, training_draws(2), memory=Memory())
+    context = AttentionContext(0, training_draws(2), memory=RecomputeCache())
     first = made(x, Source(states, real), context)
     hashed = made._codes
     made._codes = lambda *args: pytest.fail("hashed again")
@@ -94,20 +94,20 @@ def test_codes_are_kept_for_the_recomputation():
 @pytest.mark.parametrize("kind", ["full", "lsh"])
 def test_one_token_at_a_time_sees_what_the_whole_target_does(kind):
     made, (x, states, real) = cross(kind), inputs(35, 20)
-    context = AttentionContext(0, Draws.evaluation(0, 2))
+    context = AttentionContext(0, RngContext.evaluation(0, 2))
     whole = made(x, Source(states, real), context)
-    keys = made.read(Source(states, real), AttentionContext(0, Draws.evaluation(0, 2)))
-    one = [made(x[:, t : t + 1], keys, AttentionContext(0, Draws.evaluation(0, 2)), t) for t in range(35)]
+    keys = made.read(Source(states, real), AttentionContext(0, RngContext.evaluation(0, 2)))
+    one = [made(x[:, t : t + 1], keys, AttentionContext(0, RngContext.evaluation(0, 2)), t) for t in range(35)]
     assert (torch.cat(one, 1) - whole).abs().max() < 1e-5
     keys.select(torch.tensor([1, 1, 0]))
-    again = made(x[[1, 1, 0]], keys, AttentionContext(0, Draws.evaluation(0, 3)))
+    again = made(x[[1, 1, 0]], keys, AttentionContext(0, RngContext.evaluation(0, 3)))
     assert (again - whole[[1, 1, 0]]).abs().max() < 1e-5
 
 
 def test_rounds_of_evaluation():
     made, (_, states, real) = cross("lsh", lsh={"evaluation_rounds": 5}), inputs(20, 30)
-    for draws, rounds in ((training_draws(2), 3), (Draws.evaluation(0, 2), 5), (Draws.evaluation(0, 2, 7), 7)):
-        assert made.read(Source(states, real), AttentionContext(0, draws)).codes.shape == (2, 2, rounds, 30)
+    for rng, rounds in ((training_draws(2), 3), (RngContext.evaluation(0, 2), 5), (RngContext.evaluation(0, 2, 7), 7)):
+        assert made.read(Source(states, real), AttentionContext(0, rng)).codes.shape == (2, 2, rounds, 30)
 
 
 def test_buckets_of_the_longer_side_and_draws_of_its_own():

@@ -7,7 +7,7 @@ import torch
 
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import attention, named, random_tokens, small, strict_names
 
 CONFIGS = {name: small(attention=named(name)) for name in strict_names()} | {
@@ -21,7 +21,7 @@ CONFIGS = {name: small(attention=named(name)) for name in strict_names()} | {
 
 def decoded_nats(config: ModelConfig, tokens, prompt, **rounds):
     model = build_model(config, seed=3)
-    nats = model.token_scores(tokens, Draws.evaluation(7, len(tokens), **rounds)).nats
+    nats = model.token_scores(tokens, RngContext.evaluation(7, len(tokens), **rounds)).nats
     cache = model.new_cache(len(tokens), seed=7, **rounds)
     logits = [model.prefill(tokens[:, :prompt], cache)]
     logits += [model.decode(tokens[:, t], cache) for t in range(prompt, tokens.shape[1] - 1)]
@@ -61,7 +61,7 @@ def test_selected_sequences_decode_as_if_alone_in_the_batch(name):
     for t in range(50, 60):
         model.decode(tokens[:, t], cache)
     cache.select(rows)
-    alone.draws = dataclasses.replace(alone.draws, samples=rows)  # a sequence keeps its number
+    alone.rng = dataclasses.replace(alone.rng, samples=rows)  # a sequence keeps its number
     model.prefill(tokens[rows], alone)
     for token in further.unbind(1):
         assert (model.decode(token, cache) - model.decode(token, alone)).abs().max() < 1e-4

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megasparse.attention.contract import Memory
+from megasparse.attention.contract import RecomputeCache
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import Single, all_names, attention, causal_names, kind_of, named, random_tokens, small
 
 CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
@@ -45,7 +45,7 @@ def test_a_head_draws_by_its_global_number(name):
 @pytest.mark.parametrize("name,causal", [case for case in CASES if kind_of(case[0]) != "yoso"])
 def test_a_recomputation_decides_nothing_again(name, causal):
     """A reversible backward rebuilds x, q and k with other last bits. YOSO hashes again: see its flip rate."""
-    single, memory = Single(name, causal), Memory()
+    single, memory = Single(name, causal), RecomputeCache()
     inputs = single.inputs(100)
     out = single(*inputs, training=True, memory=memory).out
     memory.replay()
@@ -65,7 +65,7 @@ def test_reversible_gradients_are_those_of_stored_activations(name, causal):
         )  # fmt: skip
         model = build_model(config, 0)
         tokens = random_tokens(2, 70)
-        objective, _ = model(tokens, Draws(0, 1, torch.arange(2), training=True))
+        objective, _ = model(tokens, RngContext(0, 1, torch.arange(2), training=True))
         objective.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert (gradients[0] - gradients[1]).norm() < 1e-4 * gradients[1].norm()
@@ -75,16 +75,16 @@ def test_heads_of_a_split_layer_are_the_mechanisms_side_by_side():
     """Each with the draws of its global head numbers."""
     tokens = random_tokens(1, 90)
     split = build_model(small(attention=attention({"local": 1, "lsh": 1}), layers=1), 0)
-    nats = split.token_scores(tokens, Draws.evaluation(0, 1)).nats
+    nats = split.token_scores(tokens, RngContext.evaluation(0, 1)).nats
     layer = split.layers[0].attention.attention
     assert list(layer.split.items()) == [("local", 1), ("lsh", 1)]
     assert layer.key.weight.shape == (16, 32)  # only the local head has keys of its own
     with torch.no_grad():
         layer.output.weight[:, 16:] = 0  # the LSH head is silenced
-    assert (split.token_scores(tokens, Draws.evaluation(0, 1)).nats - nats).abs().max() > 1e-3
+    assert (split.token_scores(tokens, RngContext.evaluation(0, 1)).nats - nats).abs().max() > 1e-3
     with torch.no_grad():
         layer.query.weight[16:] *= 3
-    silenced = split.token_scores(tokens, Draws.evaluation(0, 1)).nats
+    silenced = split.token_scores(tokens, RngContext.evaluation(0, 1)).nats
     with torch.no_grad():
         layer.query.weight[16:] *= 3
-    assert torch.equal(split.token_scores(tokens, Draws.evaluation(0, 1)).nats, silenced)
+    assert torch.equal(split.token_scores(tokens, RngContext.evaluation(0, 1)).nats, silenced)

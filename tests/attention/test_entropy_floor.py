@@ -11,7 +11,7 @@ import torch
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import PositionsConfig
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import attention, named, random_tokens, small, strict_names
 
 LENGTH, SYMBOLS = 64, 4
@@ -30,7 +30,7 @@ def below_the_floor(name: str, mechanism: AttentionConfig, steps: int, fresh: in
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, step / 20, 1.02 - step / steps)
         samples = torch.arange(step * 64, (step + 1) * 64)
-        objective, _ = model(tokens, Draws(0, step, samples, training=True))
+        objective, _ = model(tokens, RngContext(0, step, samples, training=True))
         optimizer.zero_grad()
         objective.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -38,7 +38,7 @@ def below_the_floor(name: str, mechanism: AttentionConfig, steps: int, fresh: in
     nats = []
     for number in range(fresh // 256):
         tokens = random_tokens(256, LENGTH, SYMBOLS, seed=10**6 + number)
-        nats.append(model.token_scores(tokens, Draws.evaluation(0, 256)).nats.double().flatten())
+        nats.append(model.token_scores(tokens, RngContext.evaluation(0, 256)).nats.double().flatten())
     found = torch.cat(nats)
     above = found.mean().item() - math.log(SYMBOLS)
     error = above / (found.std().item() / len(found) ** 0.5)

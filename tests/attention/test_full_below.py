@@ -10,7 +10,7 @@ from megasparse.config.pattern import WITHOUT_WEIGHTS
 from megasparse.errors import ConfigError, HubError
 from megasparse.hub.reformer import ReformerFormat
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
 from tests.helpers.models import attention, random_tokens, small
 
@@ -28,8 +28,8 @@ def models(kind, settings, shared, full_below):
 
 def outcome(model, length, training=True):
     model.zero_grad()
-    draws = Draws(7, 0, torch.arange(2), training)
-    loss, _ = model(random_tokens(2, length), draws)
+    rng = RngContext(7, 0, torch.arange(2), training)
+    loss, _ = model(random_tokens(2, length), rng)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -94,8 +94,8 @@ def test_it_must_concern_a_layer():
 
     assert refused(attention=pattern).startswith('model.attention.full_below: 100 is given, but no layer has "lsh"')
     source = {"length": 16, "attention": pattern}
-    told = refused(kind="encoder_decoder", attention={"pattern": ["lsh"]}, source=source)
-    assert told.startswith("model.source.attention.full_below: 100")
+    reported = refused(kind="encoder_decoder", attention={"pattern": ["lsh"]}, source=source)
+    assert reported.startswith("model.source.attention.full_below: 100")
     assert refused(attention={"full_below": 0}).startswith("model.attention.full_below: 0")
 
 

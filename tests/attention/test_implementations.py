@@ -37,7 +37,7 @@ def test_every_implementation_computes_the_same(name, causal, masked, monkeypatc
     if masked:
         masks["key_mask"] = (torch.arange(LENGTH).expand(2, -1) < torch.tensor([[30], [LENGTH]])).to(DEVICE)
         masks["segments"] = torch.tensor([0] * 20 + [1] * (LENGTH - 20), device=DEVICE).expand(2, -1)
-    monkeypatch.setenv("MEGASPARSE_OPS", "eager")
+    monkeypatch.setenv("MEGASPARSE_OPS", "blockwise")
     expected = results(single, masks)
     for implementation in ("reference", "triton"):
         monkeypatch.setenv("MEGASPARSE_OPS", implementation)

@@ -4,15 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import megasparse.ops.attention_utility.eager as utility_eager
-from megasparse.attention.contract import AttentionContext, Heads, Memory, Place
+import megasparse.ops.attention_utility.blockwise as utility_eager
+from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, RecomputeCache
 from megasparse.attention.heads import build_mechanism
 from megasparse.attention.lha import LHAAttention
 from megasparse.attention.lha_hash import Example, divergence
 from megasparse.config.attention import LHAAttentionConfig
 from megasparse.model.build import build_model
 from megasparse.ops.attention_utility.reference import utilities
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.ops.random_features import orthogonal_projections
 from megasparse.ops.random_features.reference import positive_features
 from tests.helpers.models import Single, attention, random_tokens, small, training_draws
@@ -36,7 +36,7 @@ def lha(causal, **settings):
 
 
 def heads_of(inputs, causal, key_mask=None, segments=None):
-    return Heads(*inputs[1:], key_mask, segments, causal)
+    return AttentionInputs(*inputs[1:], key_mask, segments, causal)
 
 
 def scores_by_hand(mechanism, side, x):
@@ -100,7 +100,7 @@ def test_the_loss_is_that_of_equation_19(masks, causal, utility, visible, monkey
     _, q, k, _ = inputs
     query_scores, key_scores = both_scores(mechanism, q, k, causal)
     projection = orthogonal_projections(
-        Draws(0, 5, torch.arange(2), True).key(0, "lha features"), range(2), 16, 16, q.device
+        RngContext(0, 5, torch.arange(2), True).key(0, "lha features"), range(2), 16, 16, q.device
     )
     kl = torch.zeros(2, dtype=torch.float64)
     kept, count = 0.0, 0
@@ -263,7 +263,7 @@ def test_the_band_of_an_encoder_has_separate_buckets_and_reports_their_balance()
 
 
 def evaluation(head_offset=0, seed=0, layer=0):
-    return AttentionContext(layer, Draws.evaluation(seed, 2), head_offset, Memory())
+    return AttentionContext(layer, RngContext.evaluation(seed, 2), head_offset, RecomputeCache())
 
 
 def test_a_random_hash_is_one_projection_for_queries_and_keys_and_never_changes():
@@ -278,9 +278,9 @@ def test_a_random_hash_is_one_projection_for_queries_and_keys_and_never_changes(
     assert not torch.equal(codes, mechanism.assign(heads, evaluation(seed=1)).query_codes)
     assert not torch.equal(codes, mechanism.assign(heads, evaluation(layer=1)).query_codes)
     for step in range(2):
-        training = AttentionContext(0, Draws(0, step, torch.arange(2), True), 0, Memory())
+        training = AttentionContext(0, RngContext(0, step, torch.arange(2), True), 0, RecomputeCache())
         assert torch.equal(codes, mechanism.assign(heads, training).query_codes)
-    second = Heads(q[:, 1:], q[:, 1:], v[:, 1:], None, None, False)
+    second = AttentionInputs(q[:, 1:], q[:, 1:], v[:, 1:], None, None, False)
     assert torch.equal(codes[:, 1:], mechanism.assign(second, evaluation(head_offset=1)).query_codes)
     opposite = mechanism.assign(heads._replace(q=-q), evaluation()).query_codes
     assert torch.equal((opposite + 8) % 16, codes)  # x[R; −R]
@@ -339,7 +339,7 @@ def test_lower_precision_is_within_its_bar(name, dtype):
         single = Single(name, causal)
         single.mechanism.to(dtype)
         inputs = single.inputs(100, dtype=dtype)
-        memory = Memory()
+        memory = RecomputeCache()
         result = single(*inputs, training=True, memory=memory)
         single.mechanism.double()
         memory.replay()
@@ -384,12 +384,12 @@ def test_length_one_and_a_single_bucket():
 def test_learned_buckets_hold_more_attention_than_random_ones(hash_):
     """Queries of a cluster attend to the keys of another one: distance says nothing, so hashing must be learned."""
     generator = torch.Generator().manual_seed(0)
-    place = Place(heads=1, head_dim=8, d_model=8, max_length=64, causal=False)
+    place = MechanismSpec(heads=1, head_dim=8, d_model=8, max_length=64, causal=False)
     centre = torch.randn(2, 8, 8, generator=generator) * 2
     cluster = torch.arange(64) % 8
     q, k = (c[cluster] + 0.3 * torch.randn(64, 8, generator=generator) for c in centre)
     q = q @ torch.linalg.pinv(centre[0]) @ torch.linalg.pinv(centre[1]).mT * 14  # q_i·k_j is large inside a cluster
-    heads = Heads(*(t[None, None] for t in (q, k, k)), None, None, False)
+    heads = AttentionInputs(*(t[None, None] for t in (q, k, k)), None, None, False)
 
     def utility(mechanism):
         codes = mechanism.assign(heads, evaluation())
@@ -404,7 +404,7 @@ def test_learned_buckets_hold_more_attention_than_random_ones(hash_):
     optimizer = torch.optim.Adam(learned.parameters(), lr=0.02)
     before = utility(learned)
     for step in range(100):
-        context = AttentionContext(0, Draws(0, step, torch.arange(1), True), 0, Memory())
+        context = AttentionContext(0, RngContext(0, step, torch.arange(1), True), 0, RecomputeCache())
         optimizer.zero_grad()
         learned(heads.q, heads, context).auxiliary_loss.backward()
         optimizer.step()

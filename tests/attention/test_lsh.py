@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from megasparse.attention.contract import AttentionContext, Heads
+from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.heads import build_mechanism, normalized
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
-from megasparse.ops.random import Draws, rotations
+from megasparse.ops.random import RngContext, rotations
 from tests.helpers.huggingface import HEADS, WIDTH, ours, run, theirs_lsh, without_wrap
 from tests.helpers.models import Single, attention, small
 
@@ -22,7 +22,7 @@ def same_layers(causal, rounds, monkeypatch):
     torch.manual_seed(0)
     theirs = theirs_lsh(causal, CHUNK, rounds, BUCKETS).double()
     layer = ours("lsh", {**AS_HUGGINGFACE, "rounds": rounds}, causal, query=theirs.query_key, value=theirs.value)
-    key = Draws.evaluation(5, 2).key(0, "lsh rotation")
+    key = RngContext.evaluation(5, 2).key(0, "lsh rotation")
     drawn = rotations(key, range(HEADS), rounds, WIDTH // HEADS, [BUCKETS], torch.device("cpu"))
     monkeypatch.setattr(torch, "randn", lambda *shape, **_: drawn.double().permute(0, 2, 1, 3))  # (H, D, R, N/2)
     return theirs, layer.double()
@@ -95,8 +95,8 @@ def test_the_shared_form_is_the_definition_on_its_own_codes(causal, window):
     single = Single("lsh", causal)
     mechanism = build_mechanism("lsh", settings(causal, window=window), 2)
     _, q, _, v = single.inputs(50)
-    heads = Heads(q, normalized(q), v, None, None, causal)
-    context = AttentionContext(0, Draws.evaluation(0, 2))
+    heads = AttentionInputs(q, normalized(q), v, None, None, causal)
+    context = AttentionContext(0, RngContext.evaluation(0, 2))
     codes, keys = mechanism.assign(heads, context)
     assert keys is None and codes.max() < 32
     out = mechanism(None, heads, context).out
@@ -114,8 +114,8 @@ def test_separate_queries_and_keys_meet_where_their_hashes_agree(causal):
     mechanism = build_mechanism("lsh", settings(causal, shared_qk=False, rounds=2, chunk=64, buckets=4), 2)
     assert not mechanism.shared_qk and mechanism.leak is None
     _, q, k, v = (x.double() for x in Single("lsh", causal).inputs(50))
-    heads = Heads(q, k, v, None, None, causal)
-    context = AttentionContext(0, Draws.evaluation(0, 2))
+    heads = AttentionInputs(q, k, v, None, None, causal)
+    context = AttentionContext(0, RngContext.evaluation(0, 2))
     query_codes, key_codes = mechanism.assign(heads, context)
     shared = build_mechanism("lsh", settings(causal, rounds=2, chunk=64, buckets=4), 2)
     assert torch.equal(key_codes, shared.assign(heads._replace(q=k), context)[0])

@@ -5,7 +5,7 @@ import torch
 
 from megasparse.attention.heads import Padding
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import Single, all_names, causal_names, named, random_tokens, small, strict_names
 
 CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
@@ -16,9 +16,9 @@ EVERY = pytest.mark.parametrize("name,causal", CASES, ids=[f"{n}, {'causal' if c
 def test_any_length_up_to_the_maximum_and_a_longer_batch_changes_nothing(name):
     model = build_model(small(attention=named(name)), seed=0)
     tokens = random_tokens(2, 128)
-    longest = model.token_scores(tokens, Draws.evaluation(0, 2)).nats
+    longest = model.token_scores(tokens, RngContext.evaluation(0, 2)).nats
     for length in (1, 2, 7, 8, 9, 63, 127):
-        nats = model.token_scores(tokens[:, :length], Draws.evaluation(0, 2)).nats
+        nats = model.token_scores(tokens[:, :length], RngContext.evaluation(0, 2)).nats
         torch.testing.assert_close(nats, longest[:, :length], rtol=1e-4, atol=1e-5)
 
 
@@ -63,7 +63,7 @@ def test_padding_is_not_scored():
     tokens = random_tokens(2, 50)
     mask = torch.ones(2, 50, dtype=torch.bool)
     mask[:, 40:] = False
-    objective, statistics = model(tokens, Draws.evaluation(0, 2), Padding(mask))
-    short, _ = model(tokens[:, :40], Draws.evaluation(0, 2))
+    objective, statistics = model(tokens, RngContext.evaluation(0, 2), Padding(mask))
+    short, _ = model(tokens[:, :40], RngContext.evaluation(0, 2))
     assert statistics["tokens"] == 80
     torch.testing.assert_close(objective, short)

@@ -2,9 +2,9 @@
 
 import torch
 
-from megasparse.attention.contract import AttentionContext, Heads
+from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.ops.linear_attention.reference import linear_attention as defined
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import Single
 
 
@@ -26,7 +26,7 @@ def test_it_is_the_definition_with_padding_and_documents():
     for causal in (True, False):
         single = Single("performer", causal)
         x, *heads = single.inputs(24, dtype=torch.float64)
-        projection = single.mechanism.projection(heads[0], AttentionContext(0, Draws.evaluation(0, 2)))
+        projection = single.mechanism.projection(heads[0], AttentionContext(0, RngContext.evaluation(0, 2)))
         for given in ({}, {"key_mask": masks()["key_mask"]}, masks()):
             real = given.get("key_mask", torch.ones(2, 24, dtype=torch.bool))[:, None, :, None]
 
@@ -66,11 +66,11 @@ def test_features_are_new_at_every_step_and_those_of_the_global_head():
 def test_the_cache_does_not_grow():
     single = Single("performer", True)
     x, *heads = single.inputs(60)
-    context = AttentionContext(0, Draws.evaluation(0, 2))
+    context = AttentionContext(0, RngContext.evaluation(0, 2))
     whole = single(x, *heads).out
     cache = single.mechanism.new_cache(2, x, None)
     for position in range(60):
-        one = Heads(*(h[:, :, position : position + 1] for h in heads), None, None, True)
+        one = AttentionInputs(*(h[:, :, position : position + 1] for h in heads), None, None, True)
         out = single.mechanism.decode(x[:, position : position + 1], one, cache, position, context)
         torch.testing.assert_close(out, whole[:, :, position : position + 1], rtol=1e-4, atol=1e-5)
         assert cache.state.total.shape == (2, 2, 32, 17)

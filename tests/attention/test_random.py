@@ -5,18 +5,18 @@ import dataclasses
 import pytest
 import torch
 
-from megasparse.attention.contract import AttentionContext, Heads
-from megasparse.ops.random import Draws
+from megasparse.attention.contract import AttentionContext, AttentionInputs
+from megasparse.ops.random import RngContext
 from tests.helpers.models import Single
 
-EVALUATION = Draws.evaluation(0, 2)
+EVALUATION = RngContext.evaluation(0, 2)
 
 
-def codes(draws=EVALUATION, layer=0, head_offset=0, length=40, first=0, seed=0):
+def codes(rng=EVALUATION, layer=0, head_offset=0, length=40, first=0, seed=0):
     single = Single("random", causal=True)
     _, q, k, v = single.inputs(length, seed)
-    context = AttentionContext(layer, draws, head_offset)
-    return single.mechanism.assign(Heads(q, k, v, None, None, True), first, context)[:, :, 0]
+    context = AttentionContext(layer, rng, head_offset)
+    return single.mechanism.assign(AttentionInputs(q, k, v, None, None, True), first, context)[:, :, 0]
 
 
 def dense(single, q, k, v, mask):
@@ -56,9 +56,9 @@ def test_a_bucket_is_a_function_of_head_and_position_alone():
 
 
 def test_training_draws_anew_each_step_and_evaluation_never():
-    first, second = (codes(Draws(0, step, torch.arange(2), training=True)) for step in (1, 2))
+    first, second = (codes(RngContext(0, step, torch.arange(2), training=True)) for step in (1, 2))
     assert not torch.equal(first, second)
-    assert torch.equal(codes(Draws(0, 1, torch.arange(2), training=True)), first)
+    assert torch.equal(codes(RngContext(0, 1, torch.arange(2), training=True)), first)
     assert torch.equal(codes(), codes())
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasparse.attention.contract import Memory
+from megasparse.attention.contract import RecomputeCache
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, persistent_buffers
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
@@ -140,7 +140,7 @@ def test_padding_and_evaluation_move_nothing_and_neither_does_a_skipped_step():
 
 def test_a_replay_neither_routes_nor_counts_again():
     single = Single("routing", True)
-    memory, inputs = Memory(), single.inputs(40)
+    memory, inputs = RecomputeCache(), single.inputs(40)
     first = single(*inputs, training=True, memory=memory).out
     sums = single.mechanism._sums.clone()
     memory.replay()
@@ -184,14 +184,14 @@ MODEL: dict[str, Any] = {
 }
 
 
-def draws(step, samples):
-    return Draws(0, step, samples, training=True)
+def rng(step, samples):
+    return RngContext(0, step, samples, training=True)
 
 
 def run(config, ranks, last, checkpoint=None, save=None):
     """An engine after steps up to `last`, and the losses of its steps."""
     opened = Checkpoint.open(checkpoint) if checkpoint else None
-    engine = build_engine(build_model(config.model, 0), config, draws, ranks, opened)
+    engine = build_engine(build_model(config.model, 0), config, rng, ranks, opened)
     start, losses = (opened.step, opened.sequences) if opened else (0, 0), []
     for step, data in zip(range(start[0] + 1, last + 1), MadeUpBatches(config, ranks, start[1]), strict=False):
         losses.append(engine.train_step(data.micro_batches, step, 0.01).loss)

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 import megasparse.attention.smart_bird as smart_bird
-from megasparse.attention.contract import Memory, Targets
+from megasparse.attention.contract import RecomputeCache, Targets
 from megasparse.attention.heads import build_mechanism
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.gathered_attention.reference import gathered_attention as gathered
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.ops.sketch.reference import best_keys as defined
 from megasparse.ops.sketch.reference import sketched_weights
 from tests.helpers.models import Single, attention, named, random_tokens, small, training_draws
@@ -35,7 +35,7 @@ def words(length, counted=None):
 
 def index_of(single, inputs, **arguments):
     """The keys that were chosen."""
-    memory = Memory()
+    memory = RecomputeCache()
     single(*inputs, memory=memory, **arguments)
     memory.replay()
     return memory.keep(lambda: None)
@@ -155,7 +155,7 @@ def test_equal_tokens_tie_alike_in_decoding_and_in_the_whole_pass():
     model = build_model(config, seed=3)
     for seed in range(3):
         tokens = random_tokens(2, 80, vocabulary=5, seed=seed)
-        nats = model.token_scores(tokens, Draws.evaluation(7, 2)).nats
+        nats = model.token_scores(tokens, RngContext.evaluation(7, 2)).nats
         cache = model.new_cache(2, seed=7)
         logits = [model.prefill(tokens[:, :40], cache), *(model.decode(tokens[:, t], cache) for t in range(40, 79))]
         decoded = F.cross_entropy(torch.stack(logits, -1), tokens[:, 40:], reduction="none")
@@ -170,9 +170,9 @@ def test_without_targets_there_is_no_objective():
 def test_an_objective_that_does_not_fit_the_task_is_refused():
     answer = Targets(torch.zeros(2, 3, dtype=torch.int64), None, answer=True)
     cases = ((False, LABELS, "pooled"), (True, words(20), "token"), (True, answer, "answer"))
-    for labels, targets, mend in cases:
+    for labels, targets, hint in cases:
         single = pooled() if labels else Single("smart_bird", False)
-        with pytest.raises(ConfigError, match=f'smart_bird.objective: .*Set it to "{mend}"'):
+        with pytest.raises(ConfigError, match=f'smart_bird.objective: .*Set it to "{hint}"'):
             single(*single.inputs(20), training=True, targets=targets)
 
 

@@ -5,19 +5,19 @@ import dataclasses
 import pytest
 import torch
 
-from megasparse.attention.contract import AttentionContext, Heads
+from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.smyrf import asymmetric, equal_clusters
-from megasparse.ops.random import Draws, normal
+from megasparse.ops.random import RngContext, normal
 from tests.helpers.models import Single
 
-EVALUATION = Draws.evaluation(0, 2)
+EVALUATION = RngContext.evaluation(0, 2)
 
 
-def lists(q, k, key_mask=None, segments=None, draws=EVALUATION, head_offset=0, **settings):
+def lists(q, k, key_mask=None, segments=None, rng=EVALUATION, head_offset=0, **settings):
     single = Single("smyrf", causal=False)
     single.mechanism.config = single.mechanism.config.model_copy(update=settings)
-    heads = Heads(q, k, k, key_mask, segments, False)
-    return single.mechanism.assign(heads, AttentionContext(0, draws, head_offset))
+    heads = AttentionInputs(q, k, k, key_mask, segments, False)
+    return single.mechanism.assign(heads, AttentionContext(0, rng, head_offset))
 
 
 def test_distance_falls_as_the_score_rises():
@@ -101,12 +101,12 @@ def test_rounds_and_draws():
     _, q, k, _ = Single("smyrf", causal=False).inputs(40)
     usual = lists(q, k)[0]
     assert usual.shape == (2, 2, 10, 8)
-    more = lists(q, k, draws=dataclasses.replace(EVALUATION, rounds=3))[0]
+    more = lists(q, k, rng=dataclasses.replace(EVALUATION, rounds=3))[0]
     assert more.shape[2] == 15 and torch.equal(more[:, :, :10], usual)
     assert lists(q, k, evaluation_rounds=4)[0].shape[2] == 20
-    training = Draws(0, 1, torch.arange(2), training=True)
-    assert lists(q, k, draws=training, evaluation_rounds=4)[0].shape[2] == 10
-    assert not torch.equal(lists(q, k, draws=training)[0], usual)
+    training = RngContext(0, 1, torch.arange(2), training=True)
+    assert lists(q, k, rng=training, evaluation_rounds=4)[0].shape[2] == 10
+    assert not torch.equal(lists(q, k, rng=training)[0], usual)
     shifted = lists(q[:, 1:], k[:, 1:], head_offset=1)[0]
     assert torch.equal(shifted[:, 0], usual[:, 1])
 
@@ -117,7 +117,7 @@ def test_random_lines_find_more_of_the_attention_than_chance():
     centre = 3 * torch.randn(1, 1, 8, 1, 16, generator=generator)
     q, k = ((centre + 0.3 * torch.randn(2, 2, 8, 8, 16, generator=generator)).flatten(2, 3) for _ in range(2))
     weights = torch.softmax(q @ k.transpose(-1, -2) / 4, -1)
-    queries, keys = lists(q, k, draws=dataclasses.replace(EVALUATION, rounds=1))
+    queries, keys = lists(q, k, rng=dataclasses.replace(EVALUATION, rounds=1))
     rows = torch.arange(2)[:, None, None, None, None], torch.arange(2)[:, None, None, None]
     kept = weights[(*rows, queries[..., None].long(), keys[..., None, :].long())].sum((-1, -2, -3)) / 64
     assert kept.mean() > 2 * 8 / 64

@@ -3,17 +3,17 @@ import torch
 from transformers.models.yoso.configuration_yoso import YosoConfig
 from transformers.models.yoso.modeling_yoso import YosoSelfAttention
 
-from megasparse.attention.contract import AttentionContext, Heads, Place
+from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.yoso import YOSOAttention, unit
 from megasparse.config.attention import YOSOAttentionConfig
 from megasparse.ops.hash_table_attention import expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 
 
 def yoso(place=None, **settings):
     place = place or dict(causal=False)
-    place = Place(**{**dict(heads=2, head_dim=16, d_model=32, max_length=128), **place})
+    place = MechanismSpec(**{**dict(heads=2, head_dim=16, d_model=32, max_length=128), **place})
     mechanism = YOSOAttention(YOSOAttentionConfig(**settings), place)
     for parameter in mechanism.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(5))
@@ -23,13 +23,13 @@ def yoso(place=None, **settings):
 def random_heads(length, causal=False, batch=2, dim=16, seed=0, **masks):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(batch, 2, length, dim, generator=generator) for _ in range(3))
-    return Heads(q, k, v, masks.get("key_mask"), masks.get("segments"), causal)
+    return AttentionInputs(q, k, v, masks.get("key_mask"), masks.get("segments"), causal)
 
 
 def attend(mechanism, heads, training=False, rounds=None):
     batch = len(heads.q)
-    draws = Draws(0, 0, torch.arange(batch), True, rounds) if training else Draws.evaluation(0, batch, rounds)
-    return mechanism(torch.empty(0), heads, AttentionContext(0, draws))
+    rng = RngContext(0, 0, torch.arange(batch), True, rounds) if training else RngContext.evaluation(0, batch, rounds)
+    return mechanism(torch.empty(0), heads, AttentionContext(0, rng))
 
 
 def sampled_and_expected(kind, hashes, heads=200, length=16, dim=8, bits=6):
@@ -83,7 +83,7 @@ def test_expectation_gives_the_outputs_of_huggingface():
     with torch.no_grad():
         q, k, v = (p(x).view(2, 50, 2, 16).transpose(1, 2) for p in (theirs.query, theirs.key, theirs.value))
         expected = theirs(x, torch.zeros(2, 50))[0].view(2, 50, 2, 16).transpose(1, 2)
-        ours = attend(yoso(expectation=True, code_bits=9), Heads(q, k, v, None, None, False)).out
+        ours = attend(yoso(expectation=True, code_bits=9), AttentionInputs(q, k, v, None, None, False)).out
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -140,7 +140,7 @@ def test_training_and_evaluation_have_their_numbers_of_hashes_and_can_be_overrul
     heads = random_heads(30)
     mechanism = yoso(hashes=4, evaluation_hashes=16)
     for training, rounds, hashes in ((True, None, 4), (False, None, 16), (True, 7, 7), (False, 7, 7)):
-        assert mechanism.hashes(Draws(0, 0, torch.arange(2), training, rounds)) == hashes
+        assert mechanism.hashes(RngContext(0, 0, torch.arange(2), training, rounds)) == hashes
     plain = yoso(hashes=16)
     torch.testing.assert_close(attend(mechanism, heads).out, attend(plain, heads).out)
     torch.testing.assert_close(attend(mechanism, heads, training=True).out, attend(plain, heads, True, 4).out)
@@ -204,7 +204,7 @@ def test_tables_larger_than_a_cache_are_told():
 
 def test_decoding_keeps_a_state_of_constant_size():
     mechanism = yoso(dict(causal=True), hashes=4, convolution=3)
-    heads, context = random_heads(30, True), AttentionContext(0, Draws.evaluation(0, 2))
+    heads, context = random_heads(30, True), AttentionContext(0, RngContext.evaluation(0, 2))
     whole = mechanism(torch.empty(0), heads, context).out
     cache = mechanism.new_cache(2, torch.zeros(()), None)
     sizes = set()
@@ -234,7 +234,7 @@ def test_collisions_are_the_keys_that_a_query_meets_in_a_hash(causal):
     mask[1, 20:] = False
     heads = random_heads(30, causal, key_mask=mask)
     mechanism = yoso(dict(causal=causal), hashes=8, code_bits=2)
-    context = AttentionContext(0, Draws.evaluation(0, 2))
+    context = AttentionContext(0, RngContext.evaluation(0, 2))
     q, k = (mechanism.codes(unit(x), 8, context) for x in (heads.q, heads.k))
     met = (q[..., :, None] == k[..., None, :]).float().mean(2) * mask[:, None, :, None] * mask[:, None, None]
     if causal:

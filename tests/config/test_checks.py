@@ -1,4 +1,4 @@
-"""The rules between keys: each message names the key, its value and the mend; what is just inside a rule loads."""
+"""The rules between keys: each message names the key, its value and a hint; what is just inside a rule loads."""
 
 import pytest
 

@@ -10,7 +10,7 @@ from megasparse.config.command_line import config_from, config_parser
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings, load_settings
 from megasparse.errors import ConfigError
-from megasparse.tasks import PLACES
+from megasparse.tasks import TASK_MODULES
 from megasparse.tasks.task import Task
 
 ROOT = Path(__file__).parents[2]
@@ -30,16 +30,16 @@ def refusal(values: dict[str, Any], *overrides: str) -> str:
 def test_every_shipped_configuration_loads_and_survives_its_own_json(file: Path) -> None:
     config = load_settings(file, [], FinetuneConfig)
     assert build_settings(json.loads(config.model_dump_json()), [], FinetuneConfig) == config
-    assert config.task.name in PLACES
+    assert config.task.name in TASK_MODULES
 
 
 def test_there_are_some() -> None:
     assert "quick.json" in [file.name for file in FILES] and len(FILES) > 10
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", TASK_MODULES)
 def test_every_task_has_a_module_that_names_it(name: str) -> None:
-    module = __import__(f"megasparse.tasks.readers.{PLACES[name]}", fromlist=["*"])
+    module = __import__(f"megasparse.tasks.readers.{TASK_MODULES[name]}", fromlist=["*"])
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Task)]
     assert [kind for kind in kinds if getattr(kind, "name", None) == name]
 
@@ -96,7 +96,7 @@ def test_there_is_one_beginning(values: dict[str, Any], said: str) -> None:
     ],
 )
 def test_what_is_refused(values: dict[str, Any], overrides: list[str], said: str) -> None:
-    """By one line that names the key, its value and the mend."""
+    """By one line that names the key, its value and a hint."""
     assert refusal(values, *overrides).startswith(said)
 
 

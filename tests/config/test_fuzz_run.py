@@ -16,7 +16,7 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, UserError
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import dry_run
 from tests.helpers.models import SMALL
 
@@ -135,7 +135,7 @@ def step_of(config: Config) -> None:
     model.eval()
     tokens = torch.randint(256, (2, config.data.sequence_length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert model(tokens, Draws.evaluation(config.run.seed, 2))[0].isfinite()
+        assert model(tokens, RngContext.evaluation(config.run.seed, 2))[0].isfinite()
 
 
 def try_all(name: str, count: int) -> tuple[int, int, list[str]]:

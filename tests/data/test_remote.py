@@ -83,8 +83,8 @@ def test_steps_from_a_url_are_those_of_the_folder(
 ) -> None:
     with batches([(Index.load(folder), 1.0)]) as data:
         want = [next(data).micro_batches for _ in range(120)]  # more than two epochs
-    told: list[str] = []
-    with batches([(Index.load(server.url, cache=cache), 1.0)], prefetch=prefetch, alive=told.append) as data:
+    reported: list[str] = []
+    with batches([(Index.load(server.url, cache=cache), 1.0)], prefetch=prefetch, alive=reported.append) as data:
         for step in want:
             for mine, theirs in zip(next(data).micro_batches, step, strict=True):
                 assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.samples, theirs.samples)
@@ -362,14 +362,14 @@ def test_waiting_for_a_slow_server_is_told_by_the_thread_that_waits(
 ) -> None:
     index = Index.load(server.url, cache=cache)
     server.pause, server.piece = 0.05, 500
-    told: list[tuple[str, bool]] = []
+    reported: list[tuple[str, bool]] = []
 
     def alive(doing: str) -> None:
-        told.append((doing, threading.current_thread() is threading.main_thread()))
+        reported.append((doing, threading.current_thread() is threading.main_thread()))
 
     with batches([(index, 1.0)], prefetch=prefetch, alive=alive, shuffle_shards=1) as data:
         next(data)
-    assert len(told) >= 3 and all(mine and server.url in doing for doing, mine in told), told
+    assert len(reported) >= 3 and all(mine and server.url in doing for doing, mine in reported), reported
 
 
 def test_a_shard_that_is_larger_than_the_limit_is_an_error(server: ShardServer, tmp_path: Path) -> None:
@@ -467,7 +467,7 @@ def test_a_shard_gets_its_name_while_nobody_makes_room(
     """Who looks for it, or counts, between its two names would fetch it once more, or take its bytes for free."""
     index, rename, locked = Index.load(server.url, cache=cache), os.rename, []
 
-    def watching(source: Path, target: Path) -> None:
+    def monitored(source: Path, target: Path) -> None:
         with (cache.folder / ".lock").open() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -475,7 +475,7 @@ def test_a_shard_gets_its_name_while_nobody_makes_room(
                 locked.append(target)
         rename(source, target)
 
-    monkeypatch.setattr(os, "rename", watching)
+    monkeypatch.setattr(os, "rename", monitored)
     reader = ShardReader(index, "train")
     reader.read(0, 0, 10)
     reader.close()

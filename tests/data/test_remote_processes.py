@@ -164,10 +164,10 @@ def test_S3_who_waits_for_a_stopped_process_gives_up(
         go(stopped)
         wait_until(lambda: partial_bytes(cache) > 0)
         os.kill(stopped.pid, signal.SIGSTOP)
-        told: list[str] = []
+        reported: list[str] = []
         with pytest.raises(DataError, match=r"train-000000.tar: .*another process has it, .* nothing came in 0.5 s"):
-            ShardReader(index, "train", progress=told.append).read(0, 0, 10)
-        assert len(told) < 3, "a wait in which nothing comes is no progress"
+            ShardReader(index, "train", progress=reported.append).read(0, 0, 10)
+        assert len(reported) < 3, "a wait in which nothing comes is no progress"
         server.pause = 0.0
         os.kill(stopped.pid, signal.SIGCONT)
         assert result(stopped) == want(folder)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from megasparse.data.encoding import Encoded
-from megasparse.data.token_stream import Place, TokenStream
+from megasparse.data.token_stream import StreamPosition, TokenStream
 from megasparse.data.workers import Workers
 from tests.helpers.encoders import Doubling
 
@@ -41,7 +41,7 @@ def test_from_any_place_on_the_stream_is_the_same_and_nothing_before_is_encoded(
     pieces = [piece for document in documents() for piece in document if piece]
 
     encoder = Counting(end)
-    stream = TokenStream(lazily(), encoder, Workers(encoder, 1), Place())
+    stream = TokenStream(lazily(), encoder, Workers(encoder, 1), StreamPosition())
     places, found = [stream.place], b""
     while part := stream.read(size):
         found += part
@@ -49,7 +49,7 @@ def test_from_any_place_on_the_stream_is_the_same_and_nothing_before_is_encoded(
     assert found == whole and encoder.seen == pieces
     total = places[-1]
     assert total.raw_bytes == sum(map(len, pieces)) and total.words == sum(len(piece.split()) for piece in pieces)
-    assert places[0] == Place() and total.token == 0
+    assert places[0] == StreamPosition() and total.token == 0
 
     for number, place in enumerate(places):
         encoder = Counting(end)

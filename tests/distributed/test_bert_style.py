@@ -12,7 +12,7 @@ import torch
 from megasparse.config.schema import Config
 from megasparse.data.batches import Step
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
@@ -70,14 +70,14 @@ def config_of(folder: Path, engine: str = "torch", changes: dict[str, Any] = {},
 def losses(config: Config, ranks: Ranks, first: int = 1, last: int = STEPS, save: Saver | None = None) -> list[float]:
     """Of steps first..last; with `save`, from its newest checkpoint, if any, to a new one."""
 
-    def draws(step: int, samples: torch.Tensor) -> Draws:
-        return Draws(0, step, samples, training=True)
+    def rng(step: int, samples: torch.Tensor) -> RngContext:
+        return RngContext(0, step, samples, training=True)
 
     newest = find_newest(save.directory) if save else None
     opened = Checkpoint.open(newest) if newest else None
     model: Any = build_model(config.model, 0)
     model.set_word_starts(torch.arange(260) % 3 == 0)
-    engine = build_engine(model, config, draws, ranks, opened)
+    engine = build_engine(model, config, rng, ranks, opened)
     found, position = [], opened.sequences if opened else 0
     for step, data in zip(range(first, last + 1), Pairs(config, ranks, position), strict=False):
         result = engine.train_step(data.micro_batches, step, 0.003)

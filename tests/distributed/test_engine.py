@@ -23,16 +23,16 @@ from megasparse.evaluation.generate import generate
 from megasparse.hub.export import to_hf
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, build_engine
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.reporting.rank_table import Spent
+from megasparse.training.reporting.rank_table import StepTimes
 from megasparse.training.schedule import learning_rate
-from megasparse.training.stopping.watch import StopWanted, Watch, call_roll, heed
+from megasparse.training.stopping.hooks import RunHooks, StopWanted, check_stop, sync_step
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 
@@ -73,8 +73,8 @@ def decoder_config(directory: Path, engine: str = "torch", **sections: dict[str,
     return tiny_config(directory, engine, **{"model": DECODER, **sections})
 
 
-def draws(step: int, samples: Tensor) -> Draws:
-    return Draws(0, step, samples, training=True)
+def rng(step: int, samples: Tensor) -> RngContext:
+    return RngContext(0, step, samples, training=True)
 
 
 def run(
@@ -91,7 +91,7 @@ def run(
     written: takes the tokens that the model writes after step 5 by cached decoding, beyond several windows.
     """
     opened = Checkpoint.open(checkpoint) if checkpoint else None
-    engine = build_engine(build_model(config.model, 0), config, draws, ranks, opened)
+    engine = build_engine(build_model(config.model, 0), config, rng, ranks, opened)
     losses, position = [], opened.sequences if opened else 0
     for step, data in zip(range(first, last + 1), MadeUpBatches(config, ranks, position), strict=False):
         result = engine.train_step(data.micro_batches, step, learning_rate(step, 20, config.optimizer))
@@ -206,13 +206,13 @@ def strangers(folder: Path, ranks: Ranks) -> str:
 def rolls(ranks: Ranks) -> dict[str, Any]:
     """Rank 1 has no data, is asked to stop, and needs longer; rank 0 still writes and skipped three sequences."""
     here = ranks.rank == 1
-    call = call_roll(
-        ranks, stop=here, failed=here, writing=not here, skipped=0 if here else 3, spent=Spent(0.5 + ranks.rank)
+    call = sync_step(
+        ranks, stop=here, failed=here, writing=not here, skipped=0 if here else 3, spent=StepTimes(0.5 + ranks.rank)
     )
     stopped = []
     for wanted in (False, here):
         try:
-            heed(Watch(stop_wanted=lambda wanted=wanted: wanted), ranks, "evaluation")  # type: ignore[misc]
+            check_stop(RunHooks(stop_wanted=lambda wanted=wanted: wanted), ranks, "evaluation")  # type: ignore[misc]
             stopped.append(False)
         except StopWanted:
             stopped.append(True)

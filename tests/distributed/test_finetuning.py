@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.tasks.run import open_run
-from megasparse.tasks.scoring import tell, validation
+from megasparse.tasks.scoring import predict_examples, validation
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from megasparse.training.schedule import learning_rate
-from megasparse.training.stopping.watch import Watch
+from megasparse.training.stopping.hooks import RunHooks
 from tests.helpers.finetuning import ENCODER, bert, configured, reviews
 from tests.helpers.run_ranks import run_ranks
 
@@ -44,15 +44,15 @@ def finetune(folder: Path, name: str, ranks: Ranks, engine: str) -> dict[str, An
     }
     run = open_run(configured(folder / "run", folder / "reviews.csv", **sections), lambda line: None)
 
-    def draws(step: int, samples: torch.Tensor) -> Draws:
-        return Draws(0, step, samples, training=True)
+    def rng(step: int, samples: torch.Tensor) -> RngContext:
+        return RngContext(0, step, samples, training=True)
 
-    built = build_engine(run.model, run.config, draws, ranks)
-    validate = validation(run, built, Watch())
+    built = build_engine(run.model, run.config, rng, ranks)
+    validate = validation(run, built, RunHooks())
     before = validate(STEPS)
-    told = [
+    reported = [
         [each.values.tolist(), each.cost, each.weight]
-        for each in tell(built.evaluate, run.form, run.validation, run.config, ranks)
+        for each in predict_examples(built.evaluate, run.form, run.validation, run.config, ranks)
     ]
     built.module.train()
     losses = []
@@ -60,7 +60,7 @@ def finetune(folder: Path, name: str, ranks: Ranks, engine: str) -> dict[str, An
         rate = learning_rate(step, 2 * STEPS, run.config.optimizer)
         result = built.train_step(data.micro_batches, step, rate)
         losses.append([result.loss, result.grad_norm, result.statistics["accuracy"]])
-    found = {"losses": losses, "before": before, "told": told, "after": validate(STEPS)}
+    found = {"losses": losses, "before": before, "told": reported, "after": validate(STEPS)}
     built.close()
     return found
 

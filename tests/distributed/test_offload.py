@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megasparse.training.checkpoints.checkpoint import Checkpoint, present
+from megasparse.training.checkpoints.checkpoint import Checkpoint, loaded
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, build_engine
@@ -60,7 +60,7 @@ def losses(engine: Engine, config: Any, first: int, last: int) -> list[str]:
 def state(engine: Engine, ranks: Ranks) -> dict[str, float]:
     """A sum of squares of every piece of all ranks, which is as good as the numbers where two runs are compared."""
     own = [
-        [f"{f.kind} {f.name} {f.start}", f.read().double().square().sum().item()] for f in present(engine.fragments())
+        [f"{f.kind} {f.name} {f.start}", f.read().double().square().sum().item()] for f in loaded(engine.fragments())
     ]
     return {key: value for part in ranks.gather(own) for key, value in part}
 

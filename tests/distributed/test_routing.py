@@ -8,7 +8,7 @@ import torch
 
 from megasparse.config.schema import Config
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, persistent_buffers
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, build_engine
@@ -33,10 +33,10 @@ def config_of(folder: Path, engine: str, **sections: dict[str, Any]) -> Config:
 
 
 def after_a_step(config: Config, ranks: Ranks) -> Engine:
-    def draws(step: int, samples: torch.Tensor) -> Draws:
-        return Draws(0, step, samples, training=True)
+    def rng(step: int, samples: torch.Tensor) -> RngContext:
+        return RngContext(0, step, samples, training=True)
 
-    engine = build_engine(build_model(config.model, 0), config, draws, ranks)
+    engine = build_engine(build_model(config.model, 0), config, rng, ranks)
     assert engine.train_step(next(iter(MadeUpBatches(config, ranks))).micro_batches, 1, 0.01).applied
     return engine
 

@@ -13,14 +13,14 @@ from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megasparse.attention.contract import AttentionContext, Heads
+from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.heads import build_mechanism
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.schema import RunConfig
 from megasparse.model.build import build_model
 from megasparse.model.padding import cut
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import (
     AXIAL,
@@ -100,15 +100,15 @@ def difference(found: Tensor, expected: Tensor) -> float:
 def compare(ranks: Ranks, kind: str, name: str, padded: bool) -> dict[str, float]:
     model, tokens = model_of(kind, name, padded), batch_of(padded)
     scored = float(model.count_scored(tokens))
-    alone, expected, told = gradients(model, tokens, scored)
+    alone, expected, reported = gradients(model, tokens, scored)
     own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.place]
     divided = scored / ranks.world_size  # as the engine has it: scored tokens a rank
     counted = ranks.sum(model.count_scored(own, sequence=ranks.sequence).double())
     objective, found, statistics = gradients(model, own, divided, sequence=ranks.sequence)
     worst = {"objective": difference(ranks.sum(objective) / ranks.world_size, alone), "counted": counted - scored}
     for name in ("nats", "tokens"):
-        worst[name] = difference(ranks.sum(statistics[name].double()), told[name].double())
-    worst["accuracy"] = float((statistics["accuracy"] - told["accuracy"]).abs())
+        worst[name] = difference(ranks.sum(statistics[name].double()), reported[name].double())
+    worst["accuracy"] = float((statistics["accuracy"] - reported["accuracy"]).abs())
     missing = [name for name, gradient in found.items() if gradient is None]
     assert not missing, f"ZeRO waits for the gradients of {missing}"
     for name, gradient in found.items():
@@ -120,11 +120,11 @@ def compare(ranks: Ranks, kind: str, name: str, padded: bool) -> dict[str, float
 def ragged(ranks: Ranks, kind: str, padded: bool) -> dict[str, float]:
     """Of an evaluation window that does not divide among the ranks."""
     model, tokens = model_of(kind, "split", padded), batch_of(padded)[:, :-1]
-    draws = Draws.evaluation(0, len(tokens))
+    rng = RngContext.evaluation(0, len(tokens))
     with torch.no_grad():
-        expected = model(tokens, draws)[1]
+        expected = model(tokens, rng)[1]
         own, padding = cut(tokens, model.config, ranks.sequence)
-        found = model(own, draws, padding)[1]
+        found = model(own, rng, padding)[1]
     sums = {name: ranks.sum(found[name].double()) for name in ("nats", "tokens")}
     return {name: difference(value, expected[name].double()) for name, value in sums.items()}
 
@@ -145,7 +145,7 @@ def against_deepspeed(ranks: Ranks) -> dict[str, float]:
     weight = torch.randn(2, 4, 8, 16, generator=generator)
     part, mechanism = SequencePart.of(ranks.sequence), build_mechanism("full", small(attention=named("full")), 4)
     context = AttentionContext(0, training_draws(2), part=part)
-    out = mechanism(torch.empty(2, 8, 32), Heads(*part.to_heads(*given), None, None, True), context).out
+    out = mechanism(torch.empty(2, 8, 32), AttentionInputs(*part.to_heads(*given), None, None, True), context).out
     ours = [part.to_tokens(out), *torch.autograd.grad(part.to_tokens(out), given, weight)]
     theirs = DistributedAttention(LocalAttention(), ranks.sequence)(*(x.permute(2, 0, 1, 3) for x in given), 1)
     theirs = theirs.permute(1, 2, 0, 3)

@@ -138,9 +138,9 @@ def test_a_launched_run_goes_on_alone(folder: Path) -> None:
     run_ranks(launched, timeout=240, run=str(run))
     assert [line["step"] for line in metrics(shared)] == [1, 2, 3, 4]
     pretrained(write_run(shared, folder / "data"))
-    expected, told = metrics(folder / "alone"), metrics(shared)
-    assert len(told) == len(expected) == 6
-    for one, other in zip(told, expected, strict=True):
+    expected, reported = metrics(folder / "alone"), metrics(shared)
+    assert len(reported) == len(expected) == 6
+    for one, other in zip(reported, expected, strict=True):
         for name in ("train/loss", "evaluation/loss", "evaluation/accuracy", "optimizer/gradient_norm"):
             assert (name in one) == (name in other)
             assert one.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=1e-5), (name, one["step"])

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megasparse.errors import ConfigError
-from megasparse.evaluation.beam import Hypothesis, Rule, beam_search, check_beams, length_penalty, search
+from megasparse.evaluation.beam import BeamSettings, Hypothesis, beam_search, check_beams, length_penalty, search
 from megasparse.evaluation.generate import generate
-from megasparse.evaluation.texts import Told
+from megasparse.evaluation.texts import EncodedSource
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import random_tokens, small
 
 END = 3
@@ -70,7 +70,7 @@ def test_a_wide_beam_is_an_exhaustive_search(seed, alpha):
     chain = Chain(seed)
     wanted = exhaustive(chain, 5, alpha)
     assert len(wanted) == 1 + 3 + 9 + 27 + 81
-    found = beam_search(chain.first(), chain.step, Rule(beams=500, tokens=5, end=END, alpha=alpha))[0]
+    found = beam_search(chain.first(), chain.step, BeamSettings(beams=500, tokens=5, end=END, alpha=alpha))[0]
     assert close(found[:1], wanted[:1])
     for hypothesis in found:  # it may stop before it has seen all, and what it found is scored by the definition
         assert any(close([hypothesis], [each]) for each in wanted)
@@ -80,7 +80,7 @@ def test_without_an_end_the_likeliest_of_full_length():
     chain = Chain(9)
     every = [[*tokens] for tokens in itertools.product(range(4), repeat=4)]
     best = max(every, key=chain.cost)
-    found = beam_search(chain.first(), chain.step, Rule(beams=256, tokens=4, end=None, alpha=1.0))[0]
+    found = beam_search(chain.first(), chain.step, BeamSettings(beams=256, tokens=4, end=None, alpha=1.0))[0]
     assert len(found) == 256
     assert close(found[:1], [Hypothesis(best, chain.cost(best), chain.cost(best) / 1.5, False)])
 
@@ -98,7 +98,7 @@ def test_a_narrow_beam_is_the_textbooks(seed, beams):
         if len(ended) >= beams:
             break
     wanted = sorted(ended, key=lambda x: chain.cost(x) / length_penalty(len(x), 5.0), reverse=True)[:beams]
-    found = beam_search(chain.first(), chain.step, Rule(beams=beams, tokens=7, end=END, alpha=5.0))[0]
+    found = beam_search(chain.first(), chain.step, BeamSettings(beams=beams, tokens=7, end=END, alpha=5.0))[0]
     assert found[0].tokens == wanted[0][:-1]
     assert {tuple(x.tokens) for x in found} <= {tuple(x[:-1]) for x in ended}  # it may know sooner who wins
 
@@ -114,7 +114,7 @@ class Table:
             self.steps += 1
             return self.odds[1].expand(len(rows), -1)
 
-        return beam_search(self.odds[0], step, Rule(end=1, **rule))[0]
+        return beam_search(self.odds[0], step, BeamSettings(end=1, **rule))[0]
 
 
 def test_it_stops_as_soon_as_none_that_goes_on_can_win():
@@ -134,20 +134,20 @@ def test_one_beam_is_greedy(seed, alpha):
     chain, greedy = Chain(seed), []
     while len(greedy) < 12 and (token := int(chain.logits(greedy).argmax())) != END:
         greedy.append(token)
-    (found,) = beam_search(chain.first(), chain.step, Rule(beams=1, tokens=12, end=END, alpha=alpha))[0]
+    (found,) = beam_search(chain.first(), chain.step, BeamSettings(beams=1, tokens=12, end=END, alpha=alpha))[0]
     assert (found.tokens, found.ended) == (greedy, len(greedy) < 12)
     assert set(chain.asked) <= {1}
 
 
 @pytest.mark.parametrize("end", [5, None])
 def test_ids_of_no_text_are_never_told_but_the_end_is(end):
-    told = []
+    predicted = []
     for seed in range(6):
         chain = Chain(seed, width=6)
-        found = beam_search(chain.first(), chain.step, Rule(beams=8, tokens=6, end=end, vocabulary=2))[0]
+        found = beam_search(chain.first(), chain.step, BeamSettings(beams=8, tokens=6, end=end, vocabulary=2))[0]
         assert all(hypothesis.ended == (end is not None) for hypothesis in found)
-        told += [token for hypothesis in found for token in hypothesis.tokens]
-    assert set(told) == {0, 1}
+        predicted += [token for hypothesis in found for token in hypothesis.tokens]
+    assert set(predicted) == {0, 1}
 
 
 def test_the_length_penalty_prefers_longer_hypotheses_and_is_that_of_the_paper():
@@ -156,7 +156,9 @@ def test_the_length_penalty_prefers_longer_hypotheses_and_is_that_of_the_paper()
 
     def mean_length(alpha: float) -> float:
         chains = [Chain(seed) for seed in range(12)]
-        best = [beam_search(c.first(), c.step, Rule(beams=20, tokens=8, end=END, alpha=alpha))[0][0] for c in chains]
+        best = [
+            beam_search(c.first(), c.step, BeamSettings(beams=20, tokens=8, end=END, alpha=alpha))[0][0] for c in chains
+        ]
         return sum(len(hypothesis.tokens) for hypothesis in best) / len(best)
 
     assert mean_length(0.0) < mean_length(1.0) < mean_length(3.0)
@@ -174,7 +176,7 @@ def test_with_and_without_a_cache(name, length):
     model, prompt = build_model(CONFIGS[name], seed=1), random_tokens(1, length, 7)[0]
     source, teller, whole = random_tokens(1, 12, 7, seed=3)[0], model, [prompt]
     if name == "encoder-decoder":
-        teller, before = Told(model, source[None], hash_seed=5), source
+        teller, before = EncodedSource(model, source[None], hash_seed=5), source
     else:
         before = source[:0]
 
@@ -183,7 +185,7 @@ def test_with_and_without_a_cache(name, length):
         nats = [
             model.token_scores(
                 torch.stack([torch.cat([before, sequence, torch.tensor([token])]) for token in range(7)]),
-                dataclasses.replace(Draws.evaluation(5, 7), samples=torch.zeros(7, dtype=torch.long)),
+                dataclasses.replace(RngContext.evaluation(5, 7), samples=torch.zeros(7, dtype=torch.long)),
             ).nats[:, -1]
             for sequence in sequences
         ]
@@ -194,7 +196,7 @@ def test_with_and_without_a_cache(name, length):
         whole[:] = [torch.cat([whole[row], token[None]]) for row, token in chosen]
         return logits(whole)
 
-    rule = Rule(beams=4, tokens=12, end=6, alpha=1.0)
+    rule = BeamSettings(beams=4, tokens=12, end=6, alpha=1.0)
     (cached,) = search(teller, prompt[None], 5, rule)
     (again,) = beam_search(logits(whole), step, rule)
     assert [x.tokens for x in cached] == [x.tokens for x in again]
@@ -203,7 +205,7 @@ def test_with_and_without_a_cache(name, length):
 
 def test_one_beam_of_a_model_is_what_greedy_sampling_writes():
     model, prompt = build_model(CONFIGS["decoder"], seed=2), random_tokens(1, 9, 7)[0]
-    ((found,),) = search(model, prompt[None], 0, Rule(beams=1, tokens=30, end=None))
+    ((found,),) = search(model, prompt[None], 0, BeamSettings(beams=1, tokens=30, end=None))
     assert found.tokens == list(generate(model, prompt, 30, hash_seed=0, temperature=0.0))
 
 
@@ -226,10 +228,13 @@ def test_searches_side_by_side_are_those_of_each_alone():
     """Sources of several lengths, which are padded, and hypotheses that end at different steps."""
     model = build_model(small(vocabulary=8, kind="encoder_decoder", source={"length": 12}, padding_token=7), seed=7)
     sources = [random_tokens(1, length, 7, seed=length)[0] for length in (12, 3, 7, 5)]
-    rule, nothing = Rule(beams=3, tokens=20, end=6, alpha=3.0, vocabulary=6), torch.empty(1, 0, dtype=torch.long)
-    alone = [search(Told(model, source[None], 0), nothing, 0, rule)[0] for source in sources]
+    rule, nothing = (
+        BeamSettings(beams=3, tokens=20, end=6, alpha=3.0, vocabulary=6),
+        torch.empty(1, 0, dtype=torch.long),
+    )
+    alone = [search(EncodedSource(model, source[None], 0), nothing, 0, rule)[0] for source in sources]
     group = torch.nn.utils.rnn.pad_sequence(sources, batch_first=True, padding_value=7)
-    together = search(Told(model, group, 0), nothing.expand(4, 0), 0, rule)
+    together = search(EncodedSource(model, group, 0), nothing.expand(4, 0), 0, rule)
     assert len({len(found[0].tokens) for found in alone}) == 4
     for mine, other in zip(together, alone, strict=True):
         assert [x.tokens for x in mine] == [x.tokens for x in other]

@@ -17,7 +17,7 @@ from megasparse.evaluation.bits_per_dim import (
     windows,
 )
 from megasparse.model.stack import TokenScores
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 
 
 class Tokens:
@@ -39,10 +39,10 @@ class Model:
     leaks: list[str] = []  # noqa: RUF012
 
     def __init__(self):
-        self.draws: list[Draws] = []
+        self.rng: list[RngContext] = []
 
-    def token_scores(self, tokens: torch.Tensor, draws: Draws) -> TokenScores:
-        self.draws.append(draws)
+    def token_scores(self, tokens: torch.Tensor, rng: RngContext) -> TokenScores:
+        self.rng.append(rng)
         before = torch.cat([torch.zeros_like(tokens[:, :1]), tokens[:, :-1]], dim=1)
         nats = 0.5 + torch.sin(tokens.double() * 0.37 + before.double() * 1.3) ** 2
         return TokenScores(nats.float(), tokens > before, torch.ones_like(tokens, dtype=torch.bool))
@@ -52,7 +52,7 @@ def constant(nats: float) -> Any:
     """A decoder whose every token costs so much, and is never the likeliest."""
 
     class Constant:
-        def token_scores(self, tokens: torch.Tensor, draws: Draws) -> TokenScores:
+        def token_scores(self, tokens: torch.Tensor, rng: RngContext) -> TokenScores:
             all_of_them = torch.ones(tokens.shape, dtype=torch.bool)
             return TokenScores(torch.full(tokens.shape, nats), ~all_of_them, all_of_them)
 
@@ -126,8 +126,8 @@ def test_sums_are_float64():
 def test_an_engine_gives_the_same_number():
     model, stream = Model(), Tokens(100)
 
-    def engine_evaluate(tokens, draws):
-        nats, correct, _ = model.token_scores(tokens, draws)
+    def engine_evaluate(tokens, rng):
+        nats, correct, _ = model.token_scores(tokens, rng)
         tokens, accuracy = torch.tensor(nats.numel()), correct.float().mean()
         return nats.mean(), {"nats": nats.sum(), "tokens": tokens, "accuracy": accuracy}
 
@@ -139,9 +139,9 @@ def test_an_engine_gives_the_same_number():
 def test_draws_are_of_evaluation_with_the_rounds_asked_for():
     model = Model()
     score(of_model(model), Tokens(20), 16, seed=7, rounds=4)
-    assert all((d.seed, d.rounds, d.training) == (7, 4, False) for d in model.draws)
-    assert len({d.step for d in model.draws}) == 1
-    assert [d.samples.tolist() for d in model.draws] == [[0], [16]]  # each window's own, whatever batch it stands in
+    assert all((d.seed, d.rounds, d.training) == (7, 4, False) for d in model.rng)
+    assert len({d.step for d in model.rng}) == 1
+    assert [d.samples.tolist() for d in model.rng] == [[0], [16]]  # each window's own, whatever batch it stands in
 
 
 def test_limit_scores_the_first_windows():
@@ -160,7 +160,7 @@ def test_several_ranks_give_the_same_sums_in_equally_many_calls(monkeypatch):
         monkeypatch.setattr(bits_per_dim.dist, "all_reduce", lambda sums: sums.copy_(totals.add_(sums)))
         model = Model()
         together = score(of_model(model), stream, 16, seed=0, batch=4)
-        calls.append(len(model.draws))
+        calls.append(len(model.rng))
     assert together == Score(pytest.approx(whole.nats, rel=1e-9), whole.correct, whole.dims)
     assert calls == [6, 6, 6]  # 17 batches: 16 of 4 windows less one, and the ragged one
 

@@ -68,10 +68,10 @@ def test_a_seed_gives_the_same_text_and_leaves_the_global_generator_alone():
 
 def test_one_row_draws_by_the_seed_itself():
     """As it always has: a seed goes on giving the text that it gave."""
-    generator, told = torch.Generator().manual_seed(4), [10]
+    generator, predicted = torch.Generator().manual_seed(4), [10]
     for _ in range(20):
-        told.append(sample(Counter()._logits([0, told[-1]])[0], 5.0, 0.9, generator))
-    assert told[1:] == list(generate(Counter(), prompt(10), 20, hash_seed=0, seed=4, temperature=5.0, top_p=0.9))
+        predicted.append(sample(Counter()._logits([0, predicted[-1]])[0], 5.0, 0.9, generator))
+    assert predicted[1:] == list(generate(Counter(), prompt(10), 20, hash_seed=0, seed=4, temperature=5.0, top_p=0.9))
 
 
 def test_top_p_keeps_the_fewest_likeliest_tokens():
@@ -132,8 +132,8 @@ def test_rows_draw_for_themselves_whatever_stands_beside_them():
     prompts, way = prompt(10, 10, 70, 10)[:, None], Sampling(temperature=5.0, seed=4)
 
     def rows(prompts, first=0):
-        told = list(continuations(Rows(), prompts, 30, hash_seed=0, sampling=way, first_row=first))
-        return torch.tensor(told).T.tolist()
+        predicted = list(continuations(Rows(), prompts, 30, hash_seed=0, sampling=way, first_row=first))
+        return torch.tensor(predicted).T.tolist()
 
     whole = rows(prompts)
     assert whole[0] == list(generate(Counter(), prompt(10), 30, hash_seed=0, seed=4, temperature=5.0))

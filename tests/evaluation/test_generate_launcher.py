@@ -15,7 +15,7 @@ from launch import generate, pretrain
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.restore import restore
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tools import prepare_data
 
 MODEL = {"layers": 2, "d_model": 32, "d_ff": 64, "heads": 4, "attention": {"pattern": ["local", "lsh"]}}
@@ -121,7 +121,7 @@ def test_lower_halves_are_the_whole_sequence_models_choice(pixels, tmp_path):
     for _ in range(10):
         row = torch.tensor([[*tokens, 0]] * 256)
         row[:, -1] = torch.arange(256)
-        tokens.append(int(decoder.token_scores(row, Draws.evaluation(0, 256)).nats[:, -1].argmin()))
+        tokens.append(int(decoder.token_scores(row, RngContext.evaluation(0, 256)).nats[:, -1].argmin()))
     assert opened(tmp_path / "out" / "0000_03.png").flatten().tolist()[:34] == tokens
 
 
@@ -149,16 +149,16 @@ def test_a_text_is_told_of_each_source(translator, tmp_path, capsys, options):
 def greedy(run_: Path, source: bytes) -> bytes:
     """Token by token, by whole passes."""
     model, *_ = restore(run_)
-    read, told = torch.tensor([[*source, 259, *[257] * (15 - len(source))]]), list[int]()
+    read, predicted = torch.tensor([[*source, 259, *[257] * (15 - len(source))]]), list[int]()
     allowed = torch.tensor([*range(256), 259])
-    while len(told) < 6:
-        row = torch.cat([read, torch.tensor([[*told, 0]])], dim=1).repeat(len(allowed), 1)
+    while len(predicted) < 6:
+        row = torch.cat([read, torch.tensor([[*predicted, 0]])], dim=1).repeat(len(allowed), 1)
         row[:, -1] = allowed
-        token = int(allowed[model.token_scores(row, Draws.evaluation(0, len(row))).nats[:, -1].argmin()])
+        token = int(allowed[model.token_scores(row, RngContext.evaluation(0, len(row))).nats[:, -1].argmin()])
         if token == 259:
             break
-        told.append(token)
-    return bytes(told)
+        predicted.append(token)
+    return bytes(predicted)
 
 
 def test_training_told_how_well_targets_are_told(translator):
@@ -166,16 +166,16 @@ def test_training_told_how_well_targets_are_told(translator):
     assert "evaluation/bits_per_dim" not in line
     stream = EvaluationStream(Index.load(translator.parent / "data"), "validation")
     model, *_ = restore(translator)
-    nats, correct, told = torch.tensor(0.0, dtype=torch.float64), 0, 0
+    nats, correct, predicted = torch.tensor(0.0, dtype=torch.float64), 0, 0
     for start in (0, 40):
         record = stream.read(start, start + 40)
-        scores = model.token_scores(record[None], Draws.evaluation(0, 1))
+        scores = model.token_scores(record[None], RngContext.evaluation(0, 1))
         assert scores.scored[0].tolist() == [False] * 16 + (record[16:] != 257).tolist()
-        told += int(scores.scored.sum())
+        predicted += int(scores.scored.sum())
         nats += scores.nats[scores.scored].double().sum()
         correct += int((scores.correct & scores.scored).sum())
-    assert line["evaluation/loss"] == pytest.approx(float(nats) / told, rel=1e-5)
-    assert line["evaluation/accuracy"] == pytest.approx(correct / told)
+    assert line["evaluation/loss"] == pytest.approx(float(nats) / predicted, rel=1e-5)
+    assert line["evaluation/accuracy"] == pytest.approx(correct / predicted)
 
 
 def test_mistakes_are_one_line(pixels, translator, tmp_path, capsys):

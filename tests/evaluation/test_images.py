@@ -15,7 +15,7 @@ from megasparse.evaluation.generate import Sampling
 from megasparse.evaluation.held_out import sampler
 from megasparse.evaluation.images import complete_images, draw_images, open_output, shape_of
 from megasparse.evaluation.pictures import BACKGROUND, GAP, HEADING, Shape, image_shape, picture_of, read_picture, sheet
-from megasparse.training.stopping.watch import StopWanted
+from megasparse.training.stopping.hooks import StopWanted
 
 RGB = Shape(4, 3)
 ODD = Shape(3, 1)

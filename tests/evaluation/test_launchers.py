@@ -19,7 +19,7 @@ from megasparse.data.index import Index
 from megasparse.data.prepare import prepare
 from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.restore import restore
-from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.ops.random import EVALUATION_STEP, RngContext
 
 ROOT = Path(__file__).parents[2]
 MODEL = {
@@ -94,7 +94,7 @@ def by_hand(folder: Path, rounds: int, seed: int = 0) -> tuple[float, int]:
     stream = EvaluationStream(Index.load(folder / "data"), "test")
     tokens = stream.read(0, stream.tokens)
     pieces = [tokens[None, i : i + 64] for i in range(0, len(tokens), 64)]
-    scores = [decoder.token_scores(piece, Draws.evaluation(seed, 1, rounds)) for piece in pieces]
+    scores = [decoder.token_scores(piece, RngContext.evaluation(seed, 1, rounds)) for piece in pieces]
     return math.fsum(float(s.nats.double().sum()) for s in scores), sum(int(s.correct.sum()) for s in scores)
 
 
@@ -155,7 +155,7 @@ def test_greedy_text_is_the_whole_sequence_models_choice(folder, capsys):
     for _ in range(14):  # beyond a window of each layer
         row = torch.tensor([[*tokens, 0]] * 256)
         row[:, -1] = torch.arange(256)
-        nats = decoder.token_scores(row, Draws.evaluation(0, 256)).nats[:, -1]
+        nats = decoder.token_scores(row, RngContext.evaluation(0, 256)).nats[:, -1]
         tokens.append(int(nats.argmin()))
     assert capsys.readouterr().out == bytes(tokens).decode(errors="replace") + "\n"
 
@@ -201,7 +201,7 @@ def test_an_encoder_is_scored_on_the_tokens_it_masks(folder, capsys):
     nats, correct, masked = [], 0, 0
     for start in range(0, stream.tokens, 64):  # a window's masks depend on where it starts, not on its batch
         tokens = stream.read(start, min(start + 64, stream.tokens))[None]
-        scores = model.token_scores(tokens, Draws(0, EVALUATION_STEP, torch.tensor([start]), training=False))
+        scores = model.token_scores(tokens, RngContext(0, EVALUATION_STEP, torch.tensor([start]), training=False))
         nats.append(float(scores.nats[scores.scored].double().sum()))
         correct += int(scores.correct[scores.scored].sum())
         masked += int(scores.scored.sum())

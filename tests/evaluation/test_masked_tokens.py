@@ -7,7 +7,7 @@ import torch
 
 from megasparse.evaluation import masked_tokens
 from megasparse.evaluation.protocol import Protocol
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.model.test_masking import pairs
 from tests.model.test_sentence_order import BERT, encoder
 
@@ -44,8 +44,8 @@ def test_sentence_order_is_told_with_its_loss_accuracy_and_pairs():
     result = masked_tokens.evaluate(model, Stream(records), protocol(seeds=[0, 1]), 3, None, "cpu")
     nats, correct = [], []
     for seed in (0, 1):
-        draws = dataclasses.replace(Draws.evaluation(seed, 7), samples=torch.arange(7) * LENGTH)
-        scores = model.sentence_order_scores(records, draws)
+        rng = dataclasses.replace(RngContext.evaluation(seed, 7), samples=torch.arange(7) * LENGTH)
+        scores = model.sentence_order_scores(records, rng)
         nats, correct = [*nats, *scores.nats.tolist()], [*correct, *scores.correct.tolist()]
     order = result["sentence_order"]
     assert order["pairs"] == 14 and order["accuracy"] == pytest.approx(sum(correct) / 14)

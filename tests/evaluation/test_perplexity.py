@@ -51,8 +51,8 @@ class Model:
     def __init__(self, nats: list[float]):
         self.nats = torch.tensor(nats, dtype=torch.float64)
 
-    def token_scores(self, tokens, draws):
-        nats = self.nats[tokens] + draws.seed
+    def token_scores(self, tokens, rng):
+        nats = self.nats[tokens] + rng.seed
         return TokenScores(nats, tokens == 0, torch.ones_like(tokens, dtype=torch.bool))
 
 
@@ -133,8 +133,8 @@ def test_a_part_of_a_split_has_bytes_and_words_only_where_tokens_are_bytes():
     assert (words["dims"], words["bytes"], words["words"]) == (16, None, None)
     assert words["bits_per_token"] == pytest.approx(1 / math.log(2)) and words["token_perplexity"] == math.e
     assert words["bits_per_byte"] is words["word_perplexity"] is None
-    told = f"known only of the whole split, of which 16 of {len(WORDS)} tokens were scored"
-    assert words["protocol"]["left_out"] == dict.fromkeys(["bits_per_byte", "word_perplexity"], told)
+    predicted = f"known only of the whole split, of which 16 of {len(WORDS)} tokens were scored"
+    assert words["protocol"]["left_out"] == dict.fromkeys(["bits_per_byte", "word_perplexity"], predicted)
     assert words["protocol"]["coverage"] == 16 / len(WORDS)
     assert (text["bytes"], text["words"], text["word_perplexity"]) == (16, None, None)
     assert text["bits_per_byte"] == text["bits_per_dim"] == pytest.approx(1 / math.log(2))

@@ -6,7 +6,7 @@ import torch
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.restore import restore
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.trained import prepared, trained
 
 
@@ -17,6 +17,6 @@ def test_a_restored_model_has_the_loss_that_training_reported(tmp_path, pattern)
     decoder, _, checkpoint, _ = restore(tmp_path / "run")
     assert checkpoint.step == 6
     tokens = EvaluationStream(Index.load(data), "validation").read(0, 64).unsqueeze(0)
-    nats = decoder.token_scores(tokens, Draws.evaluation(0, 1)).nats
+    nats = decoder.token_scores(tokens, RngContext.evaluation(0, 1)).nats
     assert nats.mean().item() == pytest.approx(lines[-1]["evaluation/loss"], rel=1e-5)
     assert torch.isfinite(nats).all()

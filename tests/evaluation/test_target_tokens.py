@@ -13,7 +13,7 @@ from megasparse.evaluation.bits_per_dim import of_model
 from megasparse.evaluation.target_tokens import evaluate, summary
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
-from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.ops.random import EVALUATION_STEP, RngContext
 from tests.evaluation.test_perplexity import Stream, protocol
 from tests.helpers.models import small
 from tools.prepare_data import main as prepare_data
@@ -57,11 +57,11 @@ def test_targets_are_scored_and_neither_sources_nor_padding(model):
     for seed in (3, 4):
         total = 0.0
         for start, record in zip(range(0, 98, 14), data, strict=True):
-            draws = Draws(seed, EVALUATION_STEP, torch.tensor([start]), training=False)
-            scores = model.token_scores(torch.tensor([record]), draws)
-            told = [place for place in range(SOURCE, 14) if record[place] != PADDING]
-            total += math.fsum(float(scores.nats[0, place]) for place in told)
-            correct += sum(bool(scores.correct[0, place]) for place in told)
+            rng = RngContext(seed, EVALUATION_STEP, torch.tensor([start]), training=False)
+            scores = model.token_scores(torch.tensor([record]), rng)
+            predicted = [place for place in range(SOURCE, 14) if record[place] != PADDING]
+            total += math.fsum(float(scores.nats[0, place]) for place in predicted)
+            correct += sum(bool(scores.correct[0, place]) for place in predicted)
         sums.append(total)
     assert found["dims"] == count and sums[0] != sums[1]
     assert found["nats"] == pytest.approx(sum(sums) / 2, rel=1e-6)
@@ -77,11 +77,11 @@ def test_targets_are_scored_and_neither_sources_nor_padding(model):
 
 
 def test_label_smoothing_is_not_in_what_is_reported(model):
-    tokens, draws = torch.tensor(records(2)), Draws.evaluation(0, 2)
-    nats, _, count = of_model(model)(tokens, draws, 0)
-    objective, statistics = model(tokens, draws)
+    tokens, rng = torch.tensor(records(2)), RngContext.evaluation(0, 2)
+    nats, _, count = of_model(model)(tokens, rng, 0)
+    objective, statistics = model(tokens, rng)
     assert float(statistics["nats"]) == pytest.approx(float(nats)) and statistics["tokens"] == count
-    training = Draws(0, 1, torch.arange(2), training=True)
+    training = RngContext(0, 1, torch.arange(2), training=True)
     smoothed, statistics = model(tokens, training)
     assert abs(float(smoothed.detach()) - float(statistics["nats"] / statistics["tokens"])) > 1e-3
     assert float(objective.detach()) == pytest.approx(float(nats / count))

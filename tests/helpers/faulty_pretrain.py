@@ -137,14 +137,14 @@ def watch_model(faults: Faults) -> None:
     build_model = build.build_model
 
     def before(module: Any, arguments: tuple[Any, ...]) -> None:
-        tokens, draws = arguments[:2]
-        if not draws.training:
+        tokens, rng = arguments[:2]
+        if not rng.training:
             faults.happen("evaluate")
             return
-        for sample, row in zip(draws.samples.tolist(), tokens.cpu().numpy(), strict=True):
-            samples.write(f"{os.getpid()} {draws.step} {sample} {zlib.crc32(row.tobytes())}\n")
+        for sample, row in zip(rng.samples.tolist(), tokens.cpu().numpy(), strict=True):
+            samples.write(f"{os.getpid()} {rng.step} {sample} {zlib.crc32(row.tobytes())}\n")
         samples.flush()
-        faults.happen(f"forward {draws.step}")
+        faults.happen(f"forward {rng.step}")
         faults.asked()
 
     def build_and_watch(*arguments: Any) -> Any:

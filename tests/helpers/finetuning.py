@@ -17,7 +17,7 @@ from megasparse.config.load import build_settings
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
 from megasparse.tasks import build_task
-from megasparse.tasks.bodies import MegasparseBody
+from megasparse.tasks.backbones import MegasparseBody
 from megasparse.tasks.form import Form, form_of
 from megasparse.tasks.run import TaskRun, open_run
 from tests.helpers.tokenizers import wordpiece, written

@@ -6,7 +6,7 @@ from transformers.models.reformer.modeling_reformer import LocalSelfAttention, L
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, Padding
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import attention, small
 
 WIDTH, HEADS = 32, 2
@@ -40,7 +40,7 @@ def ours(kind, settings, causal, **weights):
 
 
 def run(layer, x, seed=5):
-    context = AttentionContext(0, Draws.evaluation(seed, len(x)))
+    context = AttentionContext(0, RngContext.evaluation(seed, len(x)))
     return layer(x, context, Padding()).out
 
 

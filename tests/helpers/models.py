@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasparse.attention.contract import AttentionContext, Heads, Memory, Targets
+from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache, Targets
 from megasparse.attention.heads import build_mechanism
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 
 AXIAL = PositionsConfig(kind="axial", axial_shape=[8, 16], axial_dims=[12, 20])
 
@@ -140,7 +140,7 @@ class Single:
         training: bool = False,
         step: int = 0,
         samples: Tensor | None = None,
-        memory: Memory | None = None,
+        memory: RecomputeCache | None = None,
         head_offset: int = 0,
         targets: Targets | None = None,
         **masks: Tensor,
@@ -148,9 +148,9 @@ class Single:
         if self.mechanism.shared_qk:
             k = torch.nn.functional.normalize(q, dim=-1)
         samples = torch.arange(len(q)) if samples is None else samples
-        draws = Draws(0, step, samples, training) if training else Draws.evaluation(0, len(q))
-        context = AttentionContext(0, draws, head_offset, memory or Memory(), targets)
-        heads = Heads(q, k, v, masks.get("key_mask"), masks.get("segments"), self.causal)
+        rng = RngContext(0, step, samples, training) if training else RngContext.evaluation(0, len(q))
+        context = AttentionContext(0, rng, head_offset, memory or RecomputeCache(), targets)
+        heads = AttentionInputs(q, k, v, masks.get("key_mask"), masks.get("segments"), self.causal)
         return self.mechanism(x, heads, context)
 
 
@@ -158,5 +158,5 @@ def random_tokens(batch: int, length: int, vocabulary: int = 256, seed: int = 0)
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def training_draws(batch: int, step: int = 0) -> Draws:
-    return Draws(0, step, torch.arange(batch), training=True)
+def training_draws(batch: int, step: int = 0) -> RngContext:
+    return RngContext(0, step, torch.arange(batch), training=True)

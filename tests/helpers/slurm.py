@@ -80,9 +80,9 @@ class Slurm:
     def wait_until(self, true: Callable[[], bool], limit: float = 120.0) -> None:
         deadline = time.monotonic() + limit
         while not true():
-            assert time.monotonic() < deadline, self.told()
+            assert time.monotonic() < deadline, self.reported()
             time.sleep(0.2)
 
-    def told(self) -> str:
+    def reported(self) -> str:
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs)

@@ -7,10 +7,10 @@ import torch
 
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
-from megasparse.ops.random import Draws
-from megasparse.tasks.fitting import predict
+from megasparse.ops.random import RngContext
+from megasparse.tasks.memory_check import predict
 from megasparse.tasks.run import open_run
-from megasparse.tasks.scoring import tell
+from megasparse.tasks.scoring import predict_examples
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import start_ranks
 
@@ -31,16 +31,16 @@ def predicted_and_measured(values: dict[str, Any], steps: int = 2) -> tuple[int,
     held = sum(weight.nbytes for weight in run.model.parameters())
     found = predict(run, ranks)
 
-    def draws(step: int, samples: Any) -> Draws:
-        return Draws(config.run.seed, step, samples, training=True)
+    def rng(step: int, samples: Any) -> RngContext:
+        return RngContext(config.run.seed, step, samples, training=True)
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
-        engine = build_engine(run.model.train(), run.config, draws, ranks)
+        engine = build_engine(run.model.train(), run.config, rng, ranks)
         batches = run.batches(ranks, 0)
         for step in range(1, steps + 1):
             engine.train_step(next(batches).micro_batches, step, 1e-3)
         run.model.eval()
-        tell(engine.evaluate, run.form, run.validation[: config.evaluation.batch], run.config, ranks)
+        predict_examples(engine.evaluate, run.form, run.validation[: config.evaluation.batch], run.config, ranks)
     engine.close()
     fp32 = config.training.precision == "fp32"  # weights were there before the profiler, but not their rounded copies
     return found.places[0].peak, allocated_peak(profiled) + (held if fp32 else 0)

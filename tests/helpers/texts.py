@@ -11,11 +11,11 @@ from torch import Tensor
 from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import ModelConfig
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.tasks.encoding import Segments
 from megasparse.tasks.forms.sequence_to_sequence import SequenceToSequenceBody, TextModel
 from megasparse.tasks.forms.texts import EncodedText
-from megasparse.tasks.task import Place
+from megasparse.tasks.task import SourceLocation
 from tests.helpers.hub import made
 
 FULL: dict[str, Any] = {"pattern": ["full"]}
@@ -59,15 +59,15 @@ def example(source: list[int], target: list[int] | None, number: int = 0) -> Enc
     """target: None of an example without an answer."""
     tokens = np.array(source, dtype=np.int64)
     answer = None if target is None else np.array(target, dtype=np.int64)
-    place = Place(Path("made.en"), number + 1)
+    place = SourceLocation(Path("made.en"), number + 1)
     label = None if target is None else str(target)
     return EncodedText((Segments(tokens, np.zeros_like(tokens)),), label, place, str(number), answer)
 
 
-def logits(model: TextModel, source: list[int], told: list[int], draws: Draws) -> Tensor:
+def logits(model: TextModel, source: list[int], reported: list[int], rng: RngContext) -> Tensor:
     """(n + 1, V): the odds of each of n tokens and of the one after them, from the whole of both sequences, alone."""
     stack = model.body.stack
-    states = stack.encoder(torch.tensor([source]), draws, None)[0]
-    read = torch.tensor([told], dtype=torch.int64)
-    streams = stack.streams(read, draws, Padding(), source=Source(states, None))[0]
+    states = stack.encoder(torch.tensor([source]), rng, None)[0]
+    read = torch.tensor([reported], dtype=torch.int64)
+    streams = stack.streams(read, rng, Padding(), source=Source(states, None))[0]
     return stack.logits(streams)[0]

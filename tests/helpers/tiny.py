@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megasparse.config.schema import Config
 from megasparse.data.batches import Batch, Step
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.training.engine import StepResult, build_engine
 from megasparse.training.ranks import Ranks
 
@@ -19,7 +19,7 @@ from megasparse.training.ranks import Ranks
 class TinyModel(nn.Module):
     """Predicts token t from token t−1. Its sizes divide by no number of ranks, so that every partition is padded."""
 
-    tells_code_length = True
+    is_autoregressive = True
 
     def __init__(self, seed: int = 0, width: int = 13):
         super().__init__()
@@ -37,8 +37,8 @@ class TinyModel(nn.Module):
                 mean = 1.0 if name == "norm.weight" else 0.0
                 parameter.copy_(mean + 0.2 * torch.randn(parameter.shape, generator=generator))
 
-    def forward(self, tokens: Tensor, draws: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        _, samples = draws
+    def forward(self, tokens: Tensor, rng: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        _, samples = rng
         hidden = self.norm(self.embedding(tokens[:, :-1]))
         logits = self.out(torch.nn.functional.gelu(self.hidden(hidden))).float()
         nats = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
@@ -100,10 +100,10 @@ class MadeUpBatches:
 def made_up_steps(config: Config, ranks: Ranks, steps: int) -> list[StepResult]:
     """Of the configured model on made-up data, from its initial weights; each was applied."""
 
-    def draws(step: int, samples: Tensor) -> Draws:
-        return Draws(0, step, samples, training=True)
+    def rng(step: int, samples: Tensor) -> RngContext:
+        return RngContext(0, step, samples, training=True)
 
-    engine = build_engine(build_model(config.model, 0), config, draws, ranks)
+    engine = build_engine(build_model(config.model, 0), config, rng, ranks)
     batches = zip(range(1, steps + 1), MadeUpBatches(config, ranks), strict=False)
     found = [engine.train_step(data.micro_batches, step, 0.003) for step, data in batches]
     engine.close()

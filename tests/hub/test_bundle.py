@@ -29,7 +29,7 @@ from megasparse.hub.export import to_hf
 from megasparse.hub.modelling.stand_ins.section import Field, Section
 from megasparse.hub.tokenizer_files import byte_files
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.hub import SEED, checkpoint, decoder, encoder
 from tests.helpers.models import random_tokens, small_pair
 
@@ -100,9 +100,9 @@ def own_modules_cache(tmp_path_factory):
 
 def expected_logits(model, tokens):
     if model.config.kind == "encoder_decoder":
-        source, draws = model.encode(tokens, SEED), Draws.evaluation(SEED, len(tokens))
-        return model.logits(model.streams(tokens[:, :-1], draws, Padding(), source=source)[0])
-    streams, _, _ = model.streams(tokens, Draws.evaluation(SEED, len(tokens)), Padding())
+        source, rng = model.encode(tokens, SEED), RngContext.evaluation(SEED, len(tokens))
+        return model.logits(model.streams(tokens[:, :-1], rng, Padding(), source=source)[0])
+    streams, _, _ = model.streams(tokens, RngContext.evaluation(SEED, len(tokens)), Padding())
     logits = model.logits(streams)
     return logits[:, 1:] if model.config.kind == "decoder" else logits
 
@@ -174,13 +174,13 @@ def test_an_encoder_decoder_is_loaded_generates_and_is_saved_again(folders, tmp_
     settings = json.loads((folder / "generation_config.json").read_text())
     assert settings == {"use_cache": True, "max_length": 129, "num_beams": 1, **end}
     assert 21 < hf.generate(**inputs).shape[1] <= 129  # transformers' own default is 20 tokens
-    told = hf.generate(**inputs, num_beams=3, max_new_tokens=6)
+    predicted = hf.generate(**inputs, num_beams=3, max_new_tokens=6)
     hf.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     assert {path.name for path in folder.glob("*.py")} == {path.name for path in tmp_path.glob("*.py")}
     again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, trust_remote_code=True)
     same = AutoTokenizer.from_pretrained(tmp_path)(["ab", "abcd [SEP]"], padding=True, return_tensors="pt")
-    assert torch.equal(again.generate(**same, num_beams=3, max_new_tokens=6), told)
+    assert torch.equal(again.generate(**same, num_beams=3, max_new_tokens=6), predicted)
     tokens = random_tokens(2, 20)
     for loaded in (hf, again):
         with torch.no_grad():

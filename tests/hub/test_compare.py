@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megasparse.hub.compare import TOLERANCE, first_difference, our_outputs
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.hub import SEED, decoder, encoder, made
 from tests.helpers.models import random_tokens
 
@@ -17,9 +17,9 @@ def test_outputs_are_those_of_the_layers_in_order(kind):
     stream = outputs["embedding"] + sum(outputs[layer] for layer in layers)
     torch.testing.assert_close(outputs["logits"], model.logits((stream,)), atol=1e-5, rtol=0)
     if kind is decoder:
-        nats = model.token_scores(tokens, Draws.evaluation(SEED, 2)).nats
-        told = torch.nn.functional.cross_entropy(outputs["logits"].transpose(1, 2), tokens, reduction="none")
-        torch.testing.assert_close(told, nats, atol=1e-5, rtol=0)
+        nats = model.token_scores(tokens, RngContext.evaluation(SEED, 2)).nats
+        predicted = torch.nn.functional.cross_entropy(outputs["logits"].transpose(1, 2), tokens, reduction="none")
+        torch.testing.assert_close(predicted, nats, atol=1e-5, rtol=0)
 
 
 def test_the_draws_are_those_of_the_seed():

@@ -172,8 +172,8 @@ def test_a_run_of_another_tokenizer_is_refused(tmp_path, monkeypatch, capsys):
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
     with pytest.raises(SystemExit) as stop:
         start(monkeypatch, tmp_path, config, "--resume", path)
-    told = capsys.readouterr().err
-    assert stop.value.code == 2 and 'tokenizer.name: "words" -> "bytes"' in told and '"none"' not in told
+    predicted = capsys.readouterr().err
+    assert stop.value.code == 2 and 'tokenizer.name: "words" -> "bytes"' in predicted and '"none"' not in predicted
 
 
 def test_a_changed_file_is_found(tmp_path):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from megasparse.attention.heads import Padding
-from megasparse.evaluation.beam import Rule, search
+from megasparse.evaluation.beam import BeamSettings, search
 from megasparse.evaluation.generate import generate
 from megasparse.hub.modelling.configuration_megasparse import MegasparseConfig
 from megasparse.hub.modelling.modeling_megasparse import (
@@ -18,7 +18,7 @@ from megasparse.hub.modelling.modeling_megasparse import (
     MegasparseModel,
 )
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.hub import SEED, decoder, encoder, made
 from tests.helpers.models import all_names, causal_names, random_tokens, strict_names
 
@@ -36,27 +36,27 @@ def test_a_decoders_logits_tell_the_token_after_each_position(name):
     config = decoder(name)
     ours, hf = made(config), wrapped(MegasparseForCausalLM, config)
     tokens = random_tokens(2, LENGTH)
-    nats = ours.token_scores(tokens, Draws.evaluation(SEED, 2)).nats
+    nats = ours.token_scores(tokens, RngContext.evaluation(SEED, 2)).nats
     with torch.no_grad():
         logits = torch.cat([hf(tokens[:, :0]).logits, hf(tokens[:, :-1]).logits], dim=1)
-    told = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view(2, LENGTH)
+    predicted = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view(2, LENGTH)
     first = 1 if ours.leaks else 0  # a later token moves the first one's logits, and an empty input has none
-    torch.testing.assert_close(told[:, first:], nats[:, first:], atol=1e-5, rtol=0)
+    torch.testing.assert_close(predicted[:, first:], nats[:, first:], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", all_names())
 def test_an_encoders_logits_tell_the_token_at_each_position(name):
     config = encoder(name)
     ours, hf = made(config), wrapped(MegasparseForMaskedLM, config)
-    tokens, draws = random_tokens(2, LENGTH), Draws.evaluation(SEED, 2)
-    hidden, scored = ours.task(tokens, draws, Padding())
+    tokens, rng = random_tokens(2, LENGTH), RngContext.evaluation(SEED, 2)
+    hidden, scored = ours.task(tokens, rng, Padding())
     with torch.no_grad():
         labels = tokens.masked_fill(~scored, -100)
         out = hf(hidden, labels=labels)
         shared = hf(hidden, labels=labels, num_items_in_batch=2 * scored.sum()).loss  # one of two accumulated batches
-    told = F.cross_entropy(out.logits.flatten(0, 1), tokens.flatten(), reduction="none").view(2, LENGTH)
-    nats = ours.token_scores(tokens, draws).nats
-    torch.testing.assert_close(told, nats, atol=1e-5, rtol=0)
+    predicted = F.cross_entropy(out.logits.flatten(0, 1), tokens.flatten(), reduction="none").view(2, LENGTH)
+    nats = ours.token_scores(tokens, rng).nats
+    torch.testing.assert_close(predicted, nats, atol=1e-5, rtol=0)
     torch.testing.assert_close(out.loss, nats[scored].mean(), atol=1e-5, rtol=0)
     torch.testing.assert_close(2 * shared, out.loss, atol=1e-5, rtol=0)
 
@@ -118,7 +118,7 @@ def test_beams_with_and_without_a_cache(name):
     cached, before = found.sequences, found.beam_indices
     assert (before[:, 1:] != before[:, :-1]).any(), "hypotheses that stay in their rows need no cache to change"
     assert torch.equal(cached, hf.generate(batch, **settings, use_cache=False))
-    rule = Rule(beams=3, tokens=8, end=None)
+    rule = BeamSettings(beams=3, tokens=8, end=None)
     for row, prompt in enumerate(prompts):
         own = search(made(config), prompt, SEED, rule)[0]
         assert cached[2 * row : 2 * row + 2, 20:].tolist() == [each.tokens for each in own[:2]]
@@ -183,10 +183,10 @@ def test_padding_of_an_encoder_on_either_side_changes_nothing(name, side):
     padded, mask = F.pad(tokens, pad, value=300), F.pad(torch.ones_like(tokens), pad)
     real = mask[0].bool()
     bare, labelled = wrapped(MegasparseModel, config), wrapped(MegasparseForSequenceClassification, config)
-    told = wrapped(MegasparseForMaskedLM, config)
+    predicted = wrapped(MegasparseForMaskedLM, config)
     with torch.no_grad():
-        logits = told(padded, attention_mask=mask).logits[:, real]
-        torch.testing.assert_close(logits, told(tokens).logits, atol=2e-5, rtol=0)
+        logits = predicted(padded, attention_mask=mask).logits[:, real]
+        torch.testing.assert_close(logits, predicted(tokens).logits, atol=2e-5, rtol=0)
         hidden = bare(padded, attention_mask=mask).last_hidden_state[:, real]
         torch.testing.assert_close(hidden, bare(tokens).last_hidden_state, atol=2e-5, rtol=0)
         classes = labelled(padded, attention_mask=mask).logits
@@ -210,7 +210,7 @@ def test_the_loss_is_ours_but_for_the_first_token():
     config = decoder("lsh", dropout=0.1)
     ours, hf = made(config), wrapped(MegasparseForCausalLM, config)
     tokens = random_tokens(2, LENGTH)
-    nats = ours.token_scores(tokens, Draws.evaluation(SEED, 2)).nats
+    nats = ours.token_scores(tokens, RngContext.evaluation(SEED, 2)).nats
     labels = tokens.clone()
     labels[0, 10:20] = -100
     counted = labels[:, 1:] != -100
@@ -227,7 +227,7 @@ def test_training_minimises_our_own_objective(name):
     padded = torch.cat([tokens, random_tokens(2, 1)], dim=1)  # n inputs are n + 1 positions, the last one told by none
     mask = torch.ones_like(padded, dtype=torch.bool)
     mask[:, -1] = False
-    objective, _ = ours(padded, Draws(SEED, 0, torch.arange(2), training=True), Padding(mask))
+    objective, _ = ours(padded, RngContext(SEED, 0, torch.arange(2), training=True), Padding(mask))
     loss = hf(tokens, labels=tokens).loss
     if name != "lha":  # its hash learns from the keys that a mask leaves, and the last position is one here
         torch.testing.assert_close(loss, objective, atol=1e-5, rtol=0)

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasparse.evaluation.beam import Rule, search
+from megasparse.evaluation.beam import BeamSettings, search
 from megasparse.evaluation.generate import generate
-from megasparse.evaluation.texts import Told
+from megasparse.evaluation.texts import EncodedSource
 from megasparse.hub.modelling.modeling_megasparse import (
     MegasparseForCausalLM,
     MegasparseForSeq2SeqLM,
@@ -14,7 +14,7 @@ from megasparse.hub.modelling.modeling_megasparse import (
     MegasparseModel,
 )
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.hub import SEED, decoder, made
 from tests.helpers.models import attention, padded_pairs, random_tokens, small_pair
 from tests.hub.test_modelling import wrapped
@@ -52,7 +52,7 @@ def test_logits_and_loss_are_ours(name):
     ours, hf = model_of(name)
     tokens = padded_pairs(3, 60)
     tokens[2, -30:] = PADDING
-    scores = ours.token_scores(tokens, Draws.evaluation(SEED, 3))
+    scores = ours.token_scores(tokens, RngContext.evaluation(SEED, 3))
     source, target = tokens.split([S, 60], dim=1)
     mask = (source != PADDING).long()
     with torch.no_grad():
@@ -61,13 +61,13 @@ def test_logits_and_loss_are_ours(name):
         read = torch.cat([torch.full((3, 1), PADDING), target[:, :-1]], dim=1)
         unlabelled = hf(source, decoder_input_ids=read, decoder_attention_mask=target != PADDING)
     nats = F.cross_entropy(out.logits.transpose(1, 2), target, reduction="none")
-    told = target != PADDING
-    torch.testing.assert_close(nats[told], scores.nats[:, S:][told], atol=1e-5, rtol=0)
+    predicted = target != PADDING
+    torch.testing.assert_close(nats[predicted], scores.nats[:, S:][predicted], atol=1e-5, rtol=0)
     torch.testing.assert_close(out.loss, scores.nats[scores.scored].mean(), atol=1e-5, rtol=0)
     for other in (ignored, unlabelled):
-        torch.testing.assert_close(other.logits[told], out.logits[told], atol=1e-5, rtol=0)
+        torch.testing.assert_close(other.logits[predicted], out.logits[predicted], atol=1e-5, rtol=0)
     torch.testing.assert_close(ignored.loss, out.loss, atol=1e-6, rtol=0)
-    halved = hf(source, labels=target, num_items_in_batch=2 * told.sum()).loss
+    halved = hf(source, labels=target, num_items_in_batch=2 * predicted.sum()).loss
     torch.testing.assert_close(2 * halved, out.loss, atol=1e-6, rtol=0)
 
 
@@ -76,7 +76,7 @@ def test_training_minimises_our_own_objective(name):
     ours, hf = (model.train() for model in model_of(name, dropout=0.1, label_smoothing=0.2))
     tokens = padded_pairs(3, 30)
     source, target = tokens.split([S, 30], dim=1)
-    objective, _ = ours(tokens, Draws(SEED, 0, torch.arange(3), training=True))
+    objective, _ = ours(tokens, RngContext(SEED, 0, torch.arange(3), training=True))
     loss = hf(source, labels=target).loss
     torch.testing.assert_close(loss, objective, atol=1e-5, rtol=0)
     assert hf(source, labels=target).loss != loss  # the next pass draws anew
@@ -108,7 +108,7 @@ def test_cached_greedy_text_is_the_uncached_and_our_own(name):
     assert torch.equal(cached, hf.generate(batch, max_new_tokens=8))  # the padding token tells the mask
     assert cached[:, 0].tolist() == [PADDING] * 3
     for source, row in zip(each, cached[:, 1:].tolist(), strict=True):
-        own = generate(Told(ours, source, SEED), source[0, :0], 8, hash_seed=SEED, temperature=0.0)
+        own = generate(EncodedSource(ours, source, SEED), source[0, :0], 8, hash_seed=SEED, temperature=0.0)
         assert row == list(own)
 
 
@@ -138,8 +138,8 @@ def test_beams_are_ours_where_hypotheses_end_in_time(name, seed, end):
     settings |= {"return_dict_in_generate": True, "output_scores": True}
     cached, uncached = (hf.generate(batch, **settings, use_cache=use_cache) for use_cache in (True, False))
     assert torch.equal(cached.sequences, uncached.sequences)
-    rule, nothing = Rule(beams=3, tokens=40, end=end), torch.empty(3, 0, dtype=torch.long)
-    found = search(Told(ours, batch, SEED), nothing, SEED, rule)
+    rule, nothing = BeamSettings(beams=3, tokens=40, end=end), torch.empty(3, 0, dtype=torch.long)
+    found = search(EncodedSource(ours, batch, SEED), nothing, SEED, rule)
     for (best, *_), row, score in zip(found, cached.sequences.tolist(), cached.sequences_scores.tolist(), strict=True):
         assert best.ended
         assert row[1 : len(best.tokens) + 2] == [*best.tokens, end] and set(row[len(best.tokens) + 2 :]) <= {7}
@@ -170,7 +170,7 @@ def test_what_the_encoder_read_is_used_again():
 def test_a_target_that_has_begun_goes_on():
     ours, hf = model_of("reversible")
     source, prompt = random_tokens(1, 23), random_tokens(1, 6, seed=1)
-    own = list(generate(Told(ours, source, SEED), prompt[0], 8, hash_seed=SEED, temperature=0.0))
+    own = list(generate(EncodedSource(ours, source, SEED), prompt[0], 8, hash_seed=SEED, temperature=0.0))
     for use_cache in (True, False):
         found = hf.generate(source, decoder_input_ids=prompt, max_new_tokens=8, use_cache=use_cache)
         assert found.tolist() == [[PADDING, *prompt[0].tolist(), *own]]
@@ -187,7 +187,7 @@ def test_a_target_that_has_begun_goes_on():
 def test_labels_that_do_not_count_at_the_beginning():
     ours, hf = model_of("reversible")
     tokens = padded_pairs(2, 30)
-    nats = ours.token_scores(tokens, Draws.evaluation(SEED, 2)).nats[:, S + 10 :]
+    nats = ours.token_scores(tokens, RngContext.evaluation(SEED, 2)).nats[:, S + 10 :]
     source, target = tokens.split([S, 30], dim=1)
     labels = target.clone()
     labels[:, :10] = -100

@@ -15,7 +15,7 @@ from megasparse.data.tokenizers.words import vocabulary_file
 from megasparse.errors import ConfigError, HubError
 from megasparse.hub.export import to_hf
 from megasparse.hub.fast_tokenizer import of_bytes, of_unigram
-from megasparse.hub.foreign import Foreign
+from megasparse.hub.hf_model import HFModel
 from megasparse.hub.importing import write_checkpoint
 from megasparse.hub.tokenizer_files import files_with_start, found_tokenizer, tokenizer_files
 from megasparse.training.checkpoints.checkpoint import Checkpoint, persistent_buffers
@@ -169,7 +169,7 @@ def test_pixels_have_no_tokenizer_there(tmp_path):
     folder = to_hf(trained(tmp_path, decoder("local"), "pixels"), tmp_path / "out")
     card = (folder / "README.md").read_text()
     assert not list(folder.glob("tokenizer*")) and "sub-pixel" in card and "AutoTokenizer" not in card
-    assert Foreign.open(folder).config.data.tokenizer == "pixels"
+    assert HFModel.open(folder).config.data.tokenizer == "pixels"
 
 
 @pytest.mark.parametrize("to, room", [("yoso", 257), ("bert", 264)])
@@ -180,8 +180,8 @@ def test_encoders_of_bytes_take_theirs_to_other_architectures(tmp_path, to, room
     theirs = AutoTokenizer.from_pretrained(folder)
     assert theirs("a[MASK]é")["input_ids"] == [97, 256, *"é".encode()]
     assert theirs.pad_token_id == (257 if room > 257 else None)
-    assert Foreign.open(folder).config.data.tokenizer == "bytes"
-    assert Foreign.open(folder).config.model.masking.token == 256
+    assert HFModel.open(folder).config.data.tokenizer == "bytes"
+    assert HFModel.open(folder).config.model.masking.token == 256
 
 
 def test_a_reformer_takes_its_tokenizer_along(tmp_path):
@@ -230,11 +230,11 @@ def test_a_bert_without_a_sound_tokenizer_is_refused(tmp_path):
     ):
         file.write_text(content) if content is not None else file.unlink()
         with pytest.raises(Exception, match=problem) as error:
-            Foreign.open(tmp_path / "bert")
+            HFModel.open(tmp_path / "bert")
         assert "\n" not in str(error.value)
     written(tmp_path / "bert", of_bytes({}))
     with pytest.raises(ConfigError, match=r"model\.vocabulary: 95 is too small for bytes"):
-        Foreign.open(tmp_path / "bert")
+        HFModel.open(tmp_path / "bert")
 
 
 def test_a_tokenizer_that_is_not_there_or_another_is_refused(tmp_path):
@@ -243,7 +243,7 @@ def test_a_tokenizer_that_is_not_there_or_another_is_refused(tmp_path):
     folder = to_hf(path, tmp_path / "out")
     (folder / "tokenizer.txt").unlink()
     with pytest.raises(HubError, match=r"names the tokenizer 'tokenizer.txt', and there is no such file"):
-        Foreign.open(folder)
+        HFModel.open(folder)
     for name in ("../x.txt", str(file), "", ".."):
         with pytest.raises(HubError, match="there is no such file"):
             found_tokenizer(folder, name)

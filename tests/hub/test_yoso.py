@@ -16,7 +16,7 @@ from megasparse.hub import bert, yoso
 from megasparse.hub.compare import first_difference, our_outputs
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from tests.helpers.models import random_tokens
 from tests.helpers.trained import prepared, trained
@@ -123,12 +123,12 @@ def test_its_attention_sees_padding_and_ours_does_not(tmp_path):
     """What YOSOFormat says of padding; where this fails, transformers has mended it."""
     model, form = theirs("yoso")
     mine = ours(load(form, saved(model, tmp_path)))
-    tokens, draws = random_tokens(2, 41, vocabulary=301), Draws.evaluation(0, 2)
+    tokens, rng = random_tokens(2, 41, vocabulary=301), RngContext.evaluation(0, 2)
     real = torch.arange(41) < torch.tensor([[41], [20]])
     with torch.no_grad():
         padded, plain = model(tokens, attention_mask=real.long()).logits, model(tokens).logits
         alone = model(tokens[1:, :20]).logits
-        found = mine.logits(mine.streams(tokens, draws, Padding(real))[0])
+        found = mine.logits(mine.streams(tokens, rng, Padding(real))[0])
     assert torch.equal(padded, plain)
     torch.testing.assert_close(found[:1], plain[:1], rtol=0, atol=1e-5)
     torch.testing.assert_close(found[1:, :20], alone, rtol=0, atol=1e-5)

@@ -14,7 +14,7 @@ from megasparse.errors import ConfigError
 from megasparse.hub.bert import FORMAT
 from megasparse.model.build import build_model
 from megasparse.model.feed_forward import FeedForward
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
 from tests.helpers.models import all_names, attention, named, random_tokens, small, training_draws
 
@@ -81,14 +81,14 @@ def test_parameters_are_those_of_huggingface(changes):
 )
 def test_scores_and_gradients_are_those_of_huggingface(changes):
     ours, theirs = with_theirs(bert(**changes))
-    tokens, draws = random_tokens(3, 50, seed=4), Draws.evaluation(0, 3)
+    tokens, rng = random_tokens(3, 50, seed=4), RngContext.evaluation(0, 3)
     real = torch.arange(50) < torch.tensor([[50], [33], [1]])
-    read, scored = ours.task(tokens, draws, Padding(real))
+    read, scored = ours.task(tokens, rng, Padding(real))
     result = theirs(read, attention_mask=real.long(), labels=torch.where(scored, tokens, -100))
     nats = F.cross_entropy(result.logits.transpose(1, 2), tokens, reduction="none")
-    scores = ours.token_scores(tokens, draws, Padding(real))
+    scores = ours.token_scores(tokens, rng, Padding(real))
     torch.testing.assert_close(scores.nats[real], nats[real], rtol=1e-5, atol=1e-5)
-    objective, _ = ours(tokens, draws, Padding(real))
+    objective, _ = ours(tokens, rng, Padding(real))
     objective.backward()
     result.loss.backward()
     torch.testing.assert_close(objective, result.loss, rtol=1e-5, atol=1e-5)
@@ -117,13 +117,13 @@ def test_streams_and_norms_are_fp32_in_half_precision():
     single, half = (build_model(config, 0, dtype) for dtype in (torch.float32, torch.bfloat16))
     block, x = half.layers[0], torch.randn(1, 60, 32)
     assert half.embedding(tokens, 0).dtype == torch.float32
-    run = (Draws.evaluation(0, 1), Padding())
+    run = (RngContext.evaluation(0, 1), Padding())
     streams, _, _ = half.streams(tokens[:1], *run)
     assert streams[0].dtype == torch.float32
     assert not torch.equal(streams[0], streams[0].bfloat16().float())
     assert block.attention.read(x).dtype == torch.bfloat16
-    draws = Draws.evaluation(0, 2)
-    near, exact = half.token_scores(tokens, draws).nats, single.token_scores(tokens, draws).nats
+    rng = RngContext.evaluation(0, 2)
+    near, exact = half.token_scores(tokens, rng).nats, single.token_scores(tokens, rng).nats
     assert (near - exact).abs().max() < 0.02
 
 
@@ -141,12 +141,12 @@ def test_nothing_is_dropped_inside_a_feed_forward():
 
 def test_dropout_after_the_embedding_and_each_branch():
     model, tokens = build_model(bert(dropout=0.5, layers=2), 0), random_tokens(2, 40)
-    draws, counts = training_draws(2), []
+    rng, counts = training_draws(2), []
     for block in model.layers:
         block.attention.register_forward_hook(lambda *args: counts.append((args[-1][0] == 0).float().mean()))
         block.feed_forward.register_forward_hook(lambda *args: counts.append((args[-1] == 0).float().mean()))
-    (entered,) = model._enter(tokens, 0, draws)
-    model(tokens, draws)
+    (entered,) = model._enter(tokens, 0, rng)
+    model(tokens, rng)
     shares = [(entered == 0).float().mean(), *counts]
     assert len(shares) == 5 and all(abs(share - 0.5) < 0.05 for share in shares)
 
@@ -173,8 +173,8 @@ def test_rows_before_the_first_position_are_not_read():
             if name != "embedding.positions.table":
                 dict(shifted.named_parameters())[name].copy_(parameter)
         shifted.embedding.positions.table[3:] = plain.embedding.positions.table
-    tokens, draws = random_tokens(2, 128), Draws.evaluation(0, 2)
-    assert torch.equal(plain.token_scores(tokens, draws).nats, shifted.token_scores(tokens, draws).nats)
+    tokens, rng = random_tokens(2, 128), RngContext.evaluation(0, 2)
+    assert torch.equal(plain.token_scores(tokens, rng).nats, shifted.token_scores(tokens, rng).nats)
     _, grads = gradients(shifted, tokens)
     rows = grads["embedding.positions.table"].abs().sum(1) > 0
     assert not rows[:3].any() and rows[3:].all()

@@ -6,7 +6,7 @@ import torch
 from megasparse.config.schema import PositionsConfig
 from megasparse.model.build import build_model
 from megasparse.model.embedding import Positions
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import AXIAL, attention, random_tokens, small, training_draws
 
 
@@ -29,7 +29,7 @@ def test_every_weight_is_trained():
 
 
 def test_a_fresh_model_knows_nothing():
-    nats = build_model(small(), 0).token_scores(random_tokens(4, 128), Draws.evaluation(0, 4)).nats
+    nats = build_model(small(), 0).token_scores(random_tokens(4, 128), RngContext.evaluation(0, 4)).nats
     assert nats.shape == (4, 128)
     assert abs(nats.mean() - math.log(256)) < 1.0
 
@@ -37,8 +37,8 @@ def test_a_fresh_model_knows_nothing():
 def test_the_objective_is_the_mean_of_scored_nats():
     model = build_model(small(score_from=30), 0)
     tokens = random_tokens(2, 100)
-    objective, statistics = model(tokens, Draws.evaluation(0, 2))
-    nats, correct, scored = (x[:, 30:] for x in model.token_scores(tokens, Draws.evaluation(0, 2)))
+    objective, statistics = model(tokens, RngContext.evaluation(0, 2))
+    nats, correct, scored = (x[:, 30:] for x in model.token_scores(tokens, RngContext.evaluation(0, 2)))
     assert scored.all()
     assert statistics["tokens"] == 140
     torch.testing.assert_close(objective, nats.mean())
@@ -49,21 +49,21 @@ def test_the_objective_is_the_mean_of_scored_nats():
 def test_dropout_only_in_training_and_only_by_step_and_sample():
     model = build_model(small(dropout=0.2), 0)
     tokens = random_tokens(2, 60)
-    evaluated = model.token_scores(tokens, Draws.evaluation(0, 2)).nats
-    assert torch.equal(evaluated, model.token_scores(tokens, Draws.evaluation(0, 2)).nats)
+    evaluated = model.token_scores(tokens, RngContext.evaluation(0, 2)).nats
+    assert torch.equal(evaluated, model.token_scores(tokens, RngContext.evaluation(0, 2)).nats)
     trained = model.token_scores(tokens, training_draws(2)).nats
     assert not torch.equal(trained, evaluated)
     assert not torch.equal(trained, model.token_scores(tokens, training_draws(2, step=1)).nats)
-    second = model.token_scores(tokens[1:], Draws(0, 0, torch.tensor([1]), training=True)).nats
+    second = model.token_scores(tokens[1:], RngContext(0, 0, torch.tensor([1]), training=True)).nats
     torch.testing.assert_close(second, trained[1:], rtol=1e-4, atol=1e-5)
 
 
 def test_rounds_are_changed_at_evaluation():
     model = build_model(small(("lsh",), attention=attention("lsh", lsh={"rounds": 1, "evaluation_rounds": 4})), 0)
     tokens = random_tokens(2, 100)
-    default = model.token_scores(tokens, Draws.evaluation(0, 2)).nats
-    assert torch.equal(default, model.token_scores(tokens, Draws.evaluation(0, 2, rounds=4)).nats)
-    assert not torch.equal(default, model.token_scores(tokens, Draws.evaluation(0, 2, rounds=1)).nats)
+    default = model.token_scores(tokens, RngContext.evaluation(0, 2)).nats
+    assert torch.equal(default, model.token_scores(tokens, RngContext.evaluation(0, 2, rounds=4)).nats)
+    assert not torch.equal(default, model.token_scores(tokens, RngContext.evaluation(0, 2, rounds=1)).nats)
 
 
 def test_axial_positions_are_all_different_and_factorised():
@@ -93,5 +93,5 @@ def test_positions_tell_order(kind):
     tokens = random_tokens(1, 30)
     swapped = tokens.clone()
     swapped[:, [3, 20]] = tokens[:, [20, 3]]
-    last = [model.token_scores(x, Draws.evaluation(0, 1)).nats[0, -1] for x in (tokens, swapped)]
+    last = [model.token_scores(x, RngContext.evaluation(0, 1)).nats[0, -1] for x in (tokens, swapped)]
     assert abs(last[0] - last[1]) > 1e-4

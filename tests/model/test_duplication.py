@@ -16,7 +16,7 @@ from megasparse.data.corpora import duplication
 from megasparse.data.corpora.source import Source
 from megasparse.model.build import build_model
 from megasparse.model.decoder import Decoder
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 
 LENGTH, SYMBOLS, BATCH, STEPS = 128, 31, 8, 1000
 
@@ -51,7 +51,7 @@ def train(model: Decoder, tokens: Tensor, seed: int) -> int:
     average = 1.0
     for step, batch in enumerate(tokens.split(BATCH)):
         samples = torch.arange(step * BATCH, (step + 1) * BATCH)
-        objective, _ = model(batch, Draws(seed, step, samples, training=True))
+        objective, _ = model(batch, RngContext(seed, step, samples, training=True))
         optimizer.zero_grad()
         objective.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -70,8 +70,8 @@ def test_lsh_attention_solves_the_duplication_task() -> None:
     steps = train(model, splits["train"], seed)
     accuracy = {}
     for rounds in (1, 2, 4, 8):
-        draws = Draws.evaluation(seed, len(splits["test"]), rounds)
-        accuracy[rounds] = model.token_scores(splits["test"], draws).correct[:, LENGTH // 2 :].float().mean(1)
+        rng = RngContext.evaluation(seed, len(splits["test"]), rounds)
+        accuracy[rounds] = model.token_scores(splits["test"], rng).correct[:, LENGTH // 2 :].float().mean(1)
     shares = {rounds: f"{100 * share.mean():.2f} %" for rounds, share in accuracy.items()}
     print(f"{steps} steps; accuracy by rounds: {shares}; chance {100 / SYMBOLS:.2f} %")
     assert accuracy[8].mean() >= 0.999

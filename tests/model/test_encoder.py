@@ -9,7 +9,7 @@ import torch
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import MaskingConfig
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import all_names, named, random_tokens, small, training_draws
 
 MASK, VOCABULARY = 256, 260
@@ -19,8 +19,8 @@ def encoder(pattern=("local", "lsh", "full"), **changes):
     return build_model(small(pattern, kind="encoder", vocabulary=VOCABULARY, **changes), 0)
 
 
-def asked(model, tokens, draws, key_mask=None):
-    return model.task(tokens, draws, Padding(key_mask))
+def asked(model, tokens, rng, key_mask=None):
+    return model.task(tokens, rng, Padding(key_mask))
 
 
 def test_rates_of_masking_are_those_of_bert():
@@ -55,13 +55,17 @@ def test_masks_are_a_function_of_seed_step_and_sample_alone():
     read, scored = asked(model, tokens, training_draws(4))
     again = asked(model, tokens, training_draws(4))
     assert torch.equal(read, again[0]) and torch.equal(scored, again[1])
-    part = asked(model, tokens[2:], Draws(0, 0, torch.tensor([2, 3]), training=True))
+    part = asked(model, tokens[2:], RngContext(0, 0, torch.tensor([2, 3]), training=True))
     assert torch.equal(read[2:], part[0]) and torch.equal(scored[2:], part[1])
-    for other in (training_draws(4, step=1), Draws(1, 0, torch.arange(4), True), Draws(0, 0, torch.arange(4, 8), True)):
+    for other in (
+        training_draws(4, step=1),
+        RngContext(1, 0, torch.arange(4), True),
+        RngContext(0, 0, torch.arange(4, 8), True),
+    ):
         assert not torch.equal(scored, asked(model, tokens, other)[1])
     assert not torch.equal(scored[0], scored[1])
-    fixed = asked(model, tokens, Draws.evaluation(0, 4))[1]
-    assert torch.equal(fixed, asked(model, tokens, Draws.evaluation(0, 4, rounds=3))[1])
+    fixed = asked(model, tokens, RngContext.evaluation(0, 4))[1]
+    assert torch.equal(fixed, asked(model, tokens, RngContext.evaluation(0, 4, rounds=3))[1])
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
@@ -72,10 +76,10 @@ def test_a_sequence_has_a_masked_token_however_short(length):
 
 def test_only_masked_tokens_are_scored():
     model, tokens = encoder(masking=MaskingConfig(rate=0.3, token=MASK)), random_tokens(3, 100)
-    draws = Draws.evaluation(0, 3)
-    nats, correct, scored = model.token_scores(tokens, draws)
+    rng = RngContext.evaluation(0, 3)
+    nats, correct, scored = model.token_scores(tokens, rng)
     assert scored.sum() == 3 * 30
-    objective, statistics = model(tokens, draws)
+    objective, statistics = model(tokens, rng)
     assert statistics["tokens"] == 90
     torch.testing.assert_close(objective, nats[scored].mean())
     torch.testing.assert_close(statistics["nats"], nats[scored].sum())
@@ -85,27 +89,27 @@ def test_only_masked_tokens_are_scored():
 
 def test_scores_are_of_the_hidden_tokens_themselves():
     """What is told at t is token t, whose embedding the model does not read where it is masked."""
-    model, tokens, draws = encoder(), random_tokens(1, 60), Draws.evaluation(0, 1)
-    read, scored = asked(model, tokens, draws)
-    nats = model.token_scores(tokens, draws).nats
+    model, tokens, rng = encoder(), random_tokens(1, 60), RngContext.evaluation(0, 1)
+    read, scored = asked(model, tokens, rng)
+    nats = model.token_scores(tokens, rng).nats
     at = ((read == MASK) & scored)[0].nonzero()[0].item()
     others = tokens.repeat(VOCABULARY, 1)
     others[:, at] = torch.arange(VOCABULARY)
-    same_masks = dataclasses.replace(draws, samples=torch.zeros(VOCABULARY, dtype=torch.int64))
-    told = model.token_scores(others, same_masks).nats
-    assert torch.exp(-told[:, at].double()).sum().item() == pytest.approx(1.0, abs=1e-4)
-    told[:, at] = nats[0, at]
-    torch.testing.assert_close(told, nats.expand_as(told))
+    same_masks = dataclasses.replace(rng, samples=torch.zeros(VOCABULARY, dtype=torch.int64))
+    predicted = model.token_scores(others, same_masks).nats
+    assert torch.exp(-predicted[:, at].double()).sum().item() == pytest.approx(1.0, abs=1e-4)
+    predicted[:, at] = nats[0, at]
+    torch.testing.assert_close(predicted, nats.expand_as(predicted))
 
 
 @pytest.mark.parametrize("kind", ["full", "local", "lsh"])
 def test_a_token_sees_both_sides(kind):
-    model, tokens, draws = encoder((kind,)), random_tokens(1, 100), Draws.evaluation(0, 1)
-    scored = asked(model, tokens, draws)[1]
-    nats = model.token_scores(tokens, draws).nats
+    model, tokens, rng = encoder((kind,)), random_tokens(1, 100), RngContext.evaluation(0, 1)
+    scored = asked(model, tokens, rng)[1]
+    nats = model.token_scores(tokens, rng).nats
     for changed in (60, 62, 64):  # one of three neighbours at least is not masked
         tokens[0, changed] = (tokens[0, changed] + 1) % 256
-    moved = (model.token_scores(tokens, draws).nats - nats)[0].abs() > 1e-4
+    moved = (model.token_scores(tokens, rng).nats - nats)[0].abs() > 1e-4
     assert moved[:60].any() and moved[65:].any()
     assert not scored[0, [60, 62, 64]].all()
 
@@ -131,8 +135,8 @@ def test_padding_is_neither_masked_nor_scored():
     read, scored = asked(model, tokens, training_draws(2), mask)
     assert scored.sum(1).tolist() == [round(0.15 * 50), round(0.15 * 90)]
     assert not scored[0, 50:].any() and torch.equal(read[0, 50:], tokens[0, 50:])
-    alone = model.token_scores(tokens[:1, :50], Draws.evaluation(0, 1))
-    padded = model.token_scores(tokens, Draws.evaluation(0, 2), Padding(mask))
+    alone = model.token_scores(tokens[:1, :50], RngContext.evaluation(0, 1))
+    padded = model.token_scores(tokens, RngContext.evaluation(0, 2), Padding(mask))
     assert torch.equal(alone.scored[0], padded.scored[0, :50])
     torch.testing.assert_close(alone.nats[0], padded.nats[0, :50], rtol=1e-4, atol=1e-5)
 
@@ -156,5 +160,5 @@ def test_targets_are_told_in_training_only(monkeypatch):
     model(tokens, training_draws(2))
     assert torch.equal(seen[0].values, tokens)
     assert torch.equal(seen[0].counted, asked(model, tokens, training_draws(2))[1])
-    model(tokens, Draws.evaluation(0, 2))
+    model(tokens, RngContext.evaluation(0, 2))
     assert seen[1] is None

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import attention, padded_pairs, random_tokens, small_pair, training_draws
 from tests.helpers.peak_memory import PeakMemory
 from tests.model.test_reversible import error, gradients
@@ -45,8 +45,8 @@ class Equations:
             x1, x2 = y2, z1
         x = torch.cat([x1, x2], dim=-1)
         x = F.layer_norm(x, x.shape[-1:], w["head.norm_weight"], w["head.norm_bias"], 1e-5)
-        told = target != padding
-        return F.cross_entropy((x @ w["head.weight"].T)[told], target[told])
+        predicted = target != padding
+        return F.cross_entropy((x @ w["head.weight"].T)[predicted], target[predicted])
 
     def norm(self, name, x):
         return F.layer_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], 1e-5)
@@ -148,7 +148,7 @@ def test_the_encoder_draws_for_itself():
 
 
 def nats(model, tokens):
-    return model.token_scores(tokens, Draws.evaluation(7, len(tokens))).nats[:, S:]
+    return model.token_scores(tokens, RngContext.evaluation(7, len(tokens))).nats[:, S:]
 
 
 @pytest.mark.parametrize("cross", ["full", "lsh"])
@@ -174,13 +174,13 @@ def test_a_token_sees_the_whole_source_and_none_of_its_own_future(cross):
 def test_padding_is_seen_by_nothing_and_not_told(cross):
     model = build_model(small_pair(source={"cross_attention": cross}), 0)
     tokens = padded_pairs(3, 30)
-    scores = model.token_scores(tokens, Draws.evaluation(7, 3))
+    scores = model.token_scores(tokens, RngContext.evaluation(7, 3))
     assert torch.equal(scores.scored[:, S:], tokens[:, S:] != 258) and not scores.scored[:, :S].any()
     assert model.count_scored(tokens) == scores.scored.sum()
     other = model.embedding.weight.data
     other[258] += 1.0
     assert torch.equal(
-        model.token_scores(tokens, Draws.evaluation(7, 3)).nats[scores.scored], scores.nats[scores.scored]
+        model.token_scores(tokens, RngContext.evaluation(7, 3)).nats[scores.scored], scores.nats[scores.scored]
     )
     short = tokens[2:, S:]  # a source whose padding is not there at all
     memory = model.encode(tokens[2:, : S - 6], seed=7)
@@ -206,7 +206,7 @@ def test_cached_decoding_is_the_whole_sequence(blocks, cross, prompt):
     model = build_model(small_pair(blocks=blocks, activations=activations, source=source), 3)
     tokens = padded_pairs(3, 60)
     tokens[:, S:] = random_tokens(3, 60)
-    whole = model.token_scores(tokens, Draws.evaluation(7, 3, rounds=3)).nats[:, S + prompt :]
+    whole = model.token_scores(tokens, RngContext.evaluation(7, 3, rounds=3)).nats[:, S + prompt :]
     target = tokens[:, S:]
     cache = model.new_cache(3, seed=7, rounds=3, memory=model.encode(tokens[:, :S], seed=7, rounds=3))
     logits = [model.prefill(target[:, :prompt], cache)]

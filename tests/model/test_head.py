@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from megasparse.attention.heads import Padding
 from megasparse.model.build import build_model
 from megasparse.model.head import OutputHead
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import random_tokens, small, training_draws
 from tests.helpers.peak_memory import PeakMemory
 
@@ -110,14 +110,14 @@ def test_a_model_trains_on_smoothed_labels_and_reports_nats():
     torch.testing.assert_close(loss, F.cross_entropy(logits, targets, label_smoothing=0.1))
     nats = F.cross_entropy(logits, targets)
     torch.testing.assert_close(statistics["nats"] / statistics["tokens"], nats)
-    torch.testing.assert_close(model(tokens, Draws.evaluation(0, 2))[0], nats)
+    torch.testing.assert_close(model(tokens, RngContext.evaluation(0, 2))[0], nats)
     assert (loss - nats).abs() > 0.01
 
 
 def test_a_decoder_writes_by_the_probabilities_that_it_is_scored_by():
     model = build_model(small(("local",), layers=1, adaptive_cutoffs=CUTOFFS, tied_embeddings=True), 0).eval()
     tokens, cache = random_tokens(2, 12), model.new_cache(2, 0)
-    nats = model.token_scores(tokens, Draws.evaluation(0, 2)).nats
+    nats = model.token_scores(tokens, RngContext.evaluation(0, 2)).nats
     log_p = model.prefill(tokens[:, :5], cache)
     for place in range(5, 12):
         found = -log_p.gather(1, tokens[:, place, None]).squeeze(1)

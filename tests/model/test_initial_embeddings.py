@@ -4,7 +4,7 @@ import torch
 from megasparse.errors import DataError
 from megasparse.model.build import build_model
 from megasparse.model.initial_embeddings import initialise_from_glove, pca, read_glove
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import random_tokens, small
 
 
@@ -82,5 +82,5 @@ def test_a_model_starts_from_the_file(tmp_path):
     for sketch in sketches:
         for part in (sketch.query, sketch.key, sketch.value):
             torch.testing.assert_close(part.weight.detach(), projection, rtol=1e-4, atol=1e-4)
-    objective, _ = model(random_tokens(2, 30), Draws(0, 0, torch.arange(2), training=True))
+    objective, _ = model(random_tokens(2, 30), RngContext(0, 0, torch.arange(2), training=True))
     assert objective.isfinite()

@@ -8,7 +8,7 @@ import torch
 from megasparse.config.schema import MaskingConfig, SentenceOrderConfig
 from megasparse.model.build import build_model
 from megasparse.model.padding import padding_of
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import small, training_draws
 
 MASK, PAD, BEGIN, SEPARATOR, VOCABULARY = 256, 257, 258, 259, 260
@@ -19,8 +19,8 @@ def encoder(**changes):
     return build_model(small(("full",), kind="encoder", layers=1, vocabulary=VOCABULARY, **changes), 0)
 
 
-def asked(model, tokens, draws):
-    return model.task(tokens, draws, padding_of(tokens, model.config))
+def asked(model, tokens, rng):
+    return model.task(tokens, rng, padding_of(tokens, model.config))
 
 
 def text(batch, length, seed=0):
@@ -119,7 +119,7 @@ def test_whole_words_are_a_function_of_seed_step_and_sample_alone():
     model.set_word_starts(torch.arange(300) == SPACE)  # more ids than the model has
     tokens = text(6, 80)
     read, scored = asked(model, tokens, training_draws(6))
-    part = asked(model, tokens[4:], Draws(0, 0, torch.tensor([4, 5]), training=True))
+    part = asked(model, tokens[4:], RngContext(0, 0, torch.tensor([4, 5]), training=True))
     assert torch.equal(read[4:], part[0]) and torch.equal(scored[4:], part[1])
     assert not torch.equal(scored, asked(model, tokens, training_draws(6, step=1))[1])
 

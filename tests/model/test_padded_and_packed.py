@@ -5,14 +5,14 @@ import torch
 
 from megasparse.model.build import build_model
 from megasparse.model.padding import padding_of
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import attention, random_tokens, small
 
 PAD, SEPARATOR, VOCABULARY = 257, 258, 260
 BERT = dict(style="bert", blocks="ordinary", activations="stored", tied_embeddings=True)
 PLAIN = {"lha": {"hash": "random"}}
 NONE, ROTARY, LEARNED = ({"kind": kind} for kind in ("none", "rotary", "learned"))
-DRAWS = Draws.evaluation(0, 1)
+DRAWS = RngContext.evaluation(0, 1)
 
 
 def model_of(name, positions=NONE, **changes):

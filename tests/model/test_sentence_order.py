@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megasparse.config.schema import MaskingConfig, SentenceOrderConfig
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import all_names, named, small, training_draws
 from tests.model.test_masking import BEGIN, MASK, PAD, SEPARATOR, VOCABULARY, pairs, text
 
@@ -38,7 +38,9 @@ def test_half_of_the_pairs_are_swapped_whole():
         assert torch.equal(after, before) or torch.equal(after, other)
         swapped += not torch.equal(after, before)
     assert abs(swapped - 200) < 45
-    assert torch.equal(model.sentence_order.arrange(tokens[7:], Draws(0, 0, torch.arange(7, 400), True)), arranged[7:])
+    assert torch.equal(
+        model.sentence_order.arrange(tokens[7:], RngContext(0, 0, torch.arange(7, 400), True)), arranged[7:]
+    )
     assert not torch.equal(model.sentence_order.arrange(tokens, training_draws(400, step=1)), arranged)
 
 
@@ -57,14 +59,14 @@ def test_an_empty_segment_and_what_is_no_pair():
 @pytest.mark.parametrize("style", ["reformer", "bert"])
 def test_the_objective_adds_the_weighted_mean_of_the_sequences(style):
     changes = BERT if style == "bert" else {}
-    tokens, draws = pairs(6, 50), Draws.evaluation(0, 6)
+    tokens, rng = pairs(6, 50), RngContext.evaluation(0, 6)
     model, heavier = (encoder(weight=weight, layers=2, **changes) for weight in (1.0, 3.0))
-    scores = model.sentence_order_scores(tokens, draws)
+    scores = model.sentence_order_scores(tokens, rng)
     assert scores.scored.all() and scores.nats.shape == (6,)
-    masked = model.token_scores(tokens, draws)
-    objective, statistics = model(tokens, draws)
+    masked = model.token_scores(tokens, rng)
+    objective, statistics = model(tokens, rng)
     torch.testing.assert_close(objective, masked.nats[masked.scored].mean() + scores.nats.mean())
-    torch.testing.assert_close(heavier(tokens, draws)[0] - objective, 2 * scores.nats.mean())
+    torch.testing.assert_close(heavier(tokens, rng)[0] - objective, 2 * scores.nats.mean())
     torch.testing.assert_close(statistics["sentence_order_nats"], scores.nats.mean())
     assert statistics["sentence_order_accuracy"] == scores.correct.float().mean()
     torch.testing.assert_close(statistics["nats"], masked.nats[masked.scored].sum())
@@ -72,20 +74,20 @@ def test_the_objective_adds_the_weighted_mean_of_the_sequences(style):
 
 @pytest.mark.parametrize("style", ["reformer", "bert"])
 def test_the_head_is_a_pooler_of_the_first_position(style):
-    model, tokens, draws = (
+    model, tokens, rng = (
         encoder(layers=2, **(BERT if style == "bert" else {})),
         pairs(16, 30),
-        Draws.evaluation(0, 16),
+        RngContext.evaluation(0, 16),
     )
     order, streams = model.sentence_order, [torch.randn(16, 30, 32) for _ in range(1 if style == "bert" else 2)]
     x = sum(streams)[:, 0] / len(streams)
     if style == "reformer":
         x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
     logits = torch.tanh(x @ order.dense.T) @ order.weight.T
-    arranged = order.arrange(tokens, draws)
+    arranged = order.arrange(tokens, rng)
     label = (arranged != tokens).any(1).long()
     assert set(label.tolist()) == {0, 1}
-    found = order(tuple(streams), arranged, draws)
+    found = order(tuple(streams), arranged, rng)
     torch.testing.assert_close(found.nats, -F.log_softmax(logits, -1)[torch.arange(16), label])
     assert torch.equal(found.correct, logits.argmax(1) == label)
 
@@ -130,5 +132,5 @@ def test_order_is_learned(style):
         optimizer.zero_grad()
         objective.backward()
         optimizer.step()
-    scores = model.sentence_order_scores(tokens, Draws.evaluation(0, 16))
+    scores = model.sentence_order_scores(tokens, RngContext.evaluation(0, 16))
     assert scores.correct.all() and scores.nats.mean() < 0.2 * math.log(2)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-import megasparse.ops.attention_utility.eager as eager
+import megasparse.ops.attention_utility.blockwise as blockwise
 from megasparse.ops.attention_utility import (
     Features,
     bucket_sums,
@@ -53,7 +53,7 @@ def whole(tiles, length):
 
 @pytest.fixture(params=[1 << 20, 150], ids=["one tile", "many tiles"])
 def _tile_sizes(request, monkeypatch):
-    monkeypatch.setattr(eager, "_CPU_TILE_ELEMENTS", request.param)
+    monkeypatch.setattr(blockwise, "_CPU_TILE_ELEMENTS", request.param)
 
 
 @pytest.mark.usefixtures("_tile_sizes")
@@ -120,15 +120,15 @@ def test_sums_over_buckets_by_features_are_unbiased():
     q, k = 0.4 * q, 0.4 * k
     score = torch.exp(q @ k.transpose(-1, -2))
     exact = bucket_sums(score.transpose(-1, -2), members).transpose(-1, -2)
-    draws = []
+    rng = []
     for key in range(400):
         projection = orthogonal_projections(key, range(1), 8, 4, q.device)
         q_values, q_shift = positive_features(q, projection, per_row=True)
         k_values, k_shift = positive_features(k, projection, per_row=True)
         sums = bucket_sums(k_values * torch.exp(k_shift), members)
-        draws.append((q_values * torch.exp(q_shift)) @ sums.transpose(-1, -2))
-    estimates = torch.stack(draws)
-    error = estimates.std(0) / len(draws) ** 0.5
+        rng.append((q_values * torch.exp(q_shift)) @ sums.transpose(-1, -2))
+    estimates = torch.stack(rng)
+    error = estimates.std(0) / len(rng) ** 0.5
     assert ((estimates.mean(0) - exact).abs() <= 4 * error).all()
     assert error.max() < 0.1 * exact.max()
 

@@ -8,9 +8,9 @@ from megasparse.ops.backend import implementation
 def test_a_cpu_runs_blockwise_torch_unless_another_is_forced(monkeypatch):
     monkeypatch.delenv("MEGASPARSE_OPS", raising=False)
     x = torch.zeros(1, 1, 4, 64)
-    assert implementation(x) == "eager"
+    assert implementation(x) == "blockwise"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for name in ("reference", "eager", "triton"):
+    for name in ("reference", "blockwise", "triton"):
         monkeypatch.setenv("MEGASPARSE_OPS", name)
         assert implementation(x) == name
 
@@ -18,7 +18,7 @@ def test_a_cpu_runs_blockwise_torch_unless_another_is_forced(monkeypatch):
 @pytest.mark.parametrize(
     ("value", "x", "said"),
     [
-        ("cuda", torch.zeros(4, 64), "'cuda' is no implementation. Set reference, eager or triton"),
+        ("cuda", torch.zeros(4, 64), "'cuda' is no implementation. Set reference, blockwise or triton"),
         ("triton", torch.zeros(4, 64, dtype=torch.float64), "not float64 of 64"),
         ("triton", torch.zeros(4, 257), "not float32 of 257"),
     ],

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import megasparse.ops.bucketed_attention.chunks as chunks
 from megasparse.ops.bucketed_attention import Window, bucketed_attention
-from megasparse.ops.bucketed_attention.eager import bucketed_attention as eager
+from megasparse.ops.bucketed_attention.blockwise import bucketed_attention as blockwise
 from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
 from tests.helpers.peak_memory import PeakMemory
 
@@ -71,7 +71,7 @@ def test_N5_bands_of_any_width_are_those_of_the_definition(chunk, causal, monkey
     heads, codes = random_heads(200, batch=1), random_codes(200, 2, batch=1)
     window = Window("band", chunk)
     exact = gradients(defined, heads, codes, window, causal=causal)
-    for ours, dense in zip(gradients(eager, heads, codes, window, causal=causal), exact, strict=True):
+    for ours, dense in zip(gradients(blockwise, heads, codes, window, causal=causal), exact, strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-10, atol=1e-10)
 
 
@@ -80,8 +80,8 @@ def test_slots_beyond_what_fp32_counts_to_are_told_apart():
     length, last = 530_000, 100
     heads = random_heads(length, batch=1, heads=1, dim=2, dtype=torch.float32)
     codes = torch.arange(length).clamp_max(length - last)
-    out, z = eager(*heads, codes[None, None, None], Window("band", 32), causal=True)
-    alone = eager(*(x[:, :, -last:] for x in heads), None, Window("band", 32), causal=True)
+    out, z = blockwise(*heads, codes[None, None, None], Window("band", 32), causal=True)
+    alone = blockwise(*(x[:, :, -last:] for x in heads), None, Window("band", 32), causal=True)
     torch.testing.assert_close(out[:, :, -last:], alone[0])
     torch.testing.assert_close(z[:, :, -last:], alone[1])
 
@@ -90,8 +90,8 @@ def test_heads_that_are_views_give_the_same_bits():
     heads, codes, window = random_heads(40, dtype=torch.float32), random_codes(40, 2), Window("band", 8)
     views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in heads]
     for a, b in zip(
-        gradients(eager, heads, codes, window, causal=True),
-        gradients(eager, views, codes, window, causal=True),
+        gradients(blockwise, heads, codes, window, causal=True),
+        gradients(blockwise, views, codes, window, causal=True),
         strict=True,
     ):
         assert torch.equal(a, b)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megasparse.ops.bucketed_attention as operator
-import megasparse.ops.bucketed_attention.triton as kernels
+import megasparse.ops.bucketed_attention.gpu as kernels
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.bucketed_attention.intervals import NOWHERE, separate_intervals, shared_intervals
 from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
@@ -219,7 +219,7 @@ def test_the_operator_runs_what_is_forced(monkeypatch):
     for own in (None, key_codes):
         rule = {"causal": True, "scale": 0.5, "exclude_self": False, "key_codes": own}
         results = []
-        for name in ("reference", "eager", "triton"):
+        for name in ("reference", "blockwise", "triton"):
             monkeypatch.setenv("MEGASPARSE_OPS", name)
             results.append(operator.bucketed_attention(*heads, codes, BAND, **rule)[0])
         for result in results[1:]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import megasparse.ops.cluster_attention.eager as eager
+import megasparse.ops.cluster_attention.blockwise as blockwise
 from megasparse.ops.cluster_attention import cluster_attention
 from megasparse.ops.cluster_attention.reference import cluster_attention as defined
 from tests.helpers.peak_memory import PeakMemory
@@ -42,7 +42,7 @@ def assert_equal_to_the_definition(heads, lists, bar=1e-9, **rule):
 @pytest.mark.parametrize("elements", [1, 150, 1 << 18])
 @pytest.mark.parametrize("length", [1, 4, 23])
 def test_N5_forward_and_gradients_are_those_of_the_definition(length, elements, monkeypatch):
-    monkeypatch.setattr(eager, "_CPU_BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(blockwise, "_CPU_BLOCK_ELEMENTS", elements)
     heads = random_heads(length, length)
     generator = torch.Generator().manual_seed(3)
     mask = torch.rand(2, length, generator=generator) > 0.3
@@ -79,7 +79,7 @@ def test_N5_gradcheck():
 
 
 def test_one_cluster_of_all_is_full_attention_in_tiles_of_queries(monkeypatch):
-    monkeypatch.setattr(eager, "_CPU_BLOCK_ELEMENTS", 200)
+    monkeypatch.setattr(blockwise, "_CPU_BLOCK_ELEMENTS", 200)
     q, k, v = random_heads(40, 40)
     everyone = torch.arange(40).view(1, 1, 1, 40)
     for causal in (True, False):

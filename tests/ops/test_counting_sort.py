@@ -11,7 +11,7 @@ def keys(rows, length, bits, dtype=torch.int16):
     return torch.randint(0, 1 << bits, (rows, length), generator=generator).to(DEVICE, dtype)
 
 
-@pytest.fixture(params=["eager", "triton"])
+@pytest.fixture(params=["blockwise", "triton"])
 def implementation(request, monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", request.param)
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import megasparse.ops.gathered_attention.eager as eager
+import megasparse.ops.gathered_attention.blockwise as blockwise
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.gathered_attention.reference import gathered_attention as defined
 from tests.helpers.peak_memory import PeakMemory
@@ -35,7 +35,7 @@ def gradients(attention, heads, index, scale=0.7):
 @pytest.mark.parametrize("queries,keys", [(1, 1), (1, 9), (17, 17), (13, 6), (5, 20)])
 @pytest.mark.parametrize("places", [1, 4, 30])
 def test_N5_forward_and_gradients_are_those_of_the_definition(queries, keys, places, monkeypatch):
-    monkeypatch.setattr(eager, "_GATHERED_ELEMENTS", 7 * 5 * places)  # several blocks, some across heads
+    monkeypatch.setattr(blockwise, "_GATHERED_ELEMENTS", 7 * 5 * places)  # several blocks, some across heads
     heads = random_heads(queries, keys)
     for batch, count in ((2, 3), (1, 3), (2, 1), (1, 1)):
         index = random_index(queries, keys, places, batch, count)

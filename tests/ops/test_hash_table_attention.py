@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-import megasparse.ops.hash_table_attention.eager as eager
+import megasparse.ops.hash_table_attention.blockwise as blockwise
 import megasparse.ops.hash_table_attention.expected as expected
 import megasparse.ops.hash_table_attention.pairs as pairs
 from megasparse.ops.hash_table_attention import expected_attention, hash_table_attention
@@ -46,8 +46,8 @@ def random_masks(length, seed=3):
 
 
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(eager, "_ROW_ELEMENTS", 250)  # several groups of rows
-    monkeypatch.setattr(eager, "_TABLE_ELEMENTS", 300)  # one hash at a time, or several
+    monkeypatch.setattr(blockwise, "_ROW_ELEMENTS", 250)  # several groups of rows
+    monkeypatch.setattr(blockwise, "_TABLE_ELEMENTS", 300)  # one hash at a time, or several
     monkeypatch.setattr(pairs, "_BLOCK_PAIRS", 7)
     monkeypatch.setattr(expected, "_QUERIES", 4)
     monkeypatch.setattr(expected, "_TILE_ELEMENTS", 40)
@@ -193,13 +193,13 @@ def test_both_procedures_and_auto_agree_in_fp32():
 def test_auto_takes_the_procedure_with_less_to_do(code_bits, chosen, monkeypatch):
     used = []
     for name in ("pair_gradients", "_table_gradients"):
-        procedure = getattr(eager, name)
+        procedure = getattr(blockwise, name)
 
         def spy(*args, procedure=procedure, name=name, **rest):
             used.append("pairs" if name == "pair_gradients" else "tables")
             return procedure(*args, **rest)
 
-        monkeypatch.setattr(eager, name, spy)
+        monkeypatch.setattr(blockwise, name, spy)
     heads = random_heads(400, dim=4)
     codes = random_codes(heads, 4, code_bits)
     gradients(hash_table_attention, heads, *codes, code_bits=code_bits, causal=False)

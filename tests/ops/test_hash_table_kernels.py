@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megasparse.ops.backend import VARIABLE
-from megasparse.ops.hash_table_attention import eager, reference
+from megasparse.ops.hash_table_attention import blockwise, reference
 from megasparse.ops.hash_table_attention import hash_table_attention as operator
 from megasparse.ops.kernels import recorded
 from tests.helpers.kernels import DEVICE
 
-kernels = pytest.importorskip("megasparse.ops.hash_table_attention.triton")
+kernels = pytest.importorskip("megasparse.ops.hash_table_attention.gpu")
 
 BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16: (1e-2, 3e-2)}
 
@@ -137,14 +137,14 @@ def test_the_host_never_waits_for_the_device(causal):
     assert len(launches) == 4 + 2 + 3 + 2 * (2 + 4)
 
 
-@pytest.mark.parametrize("forced", ["reference", "eager", "triton"])
+@pytest.mark.parametrize("forced", ["reference", "blockwise", "triton"])
 def test_the_operator_runs_what_is_forced(forced, monkeypatch):
     """In each implementation, which differ in their last bits."""
     monkeypatch.setenv(VARIABLE, forced)
     heads = random_heads(12)
     codes = random_codes(heads, 2, 1)
     rule = dict(code_bits=1, causal=True)
-    module = {"reference": reference, "eager": eager, "triton": kernels}[forced]
+    module = {"reference": reference, "blockwise": blockwise, "triton": kernels}[forced]
     exact = defined(heads, codes, **rule)
     called = []
     own = module.hash_table_attention

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-import megasparse.ops.hashing.eager as eager
+import megasparse.ops.hashing.blockwise as blockwise
 from megasparse.ops.hashing import angular_hash
 from megasparse.ops.hashing.reference import angular_hash as defined
 from megasparse.ops.random import rotations
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("factors", [[2], [16], [4, 6], [16, 32], [256, 256]])
 @pytest.mark.parametrize("block", [1, 1 << 21])
 def test_codes_are_those_of_the_definition(factors, block, monkeypatch):
-    monkeypatch.setattr(eager, "_BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(blockwise, "_BLOCK_ELEMENTS", block)
     x = torch.randn(2, 3, 37, 8, generator=torch.Generator().manual_seed(0))
     matrices = rotations(1, range(3), 2, 8, factors, CPU)
     codes = angular_hash(x, matrices, factors)

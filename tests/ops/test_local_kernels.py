@@ -76,10 +76,10 @@ def test_bf16_with_several_heads():
 
 
 def test_parts_of_the_gradient_of_r_add_up_over_any_number_of_programs(monkeypatch):
-    from megasparse.ops.local_attention import triton
+    from megasparse.ops.local_attention import gpu
 
     for length, batch, parts in ((40, 2, 1), (130, 1, 5)):  # one program for two sequences; three tiles, then two
-        monkeypatch.setattr(triton, "_PARTS", parts)
+        monkeypatch.setattr(gpu, "_PARTS", parts)
         check(random_inputs(length, 8, True, batch=batch), 8, causal=True, scale=0.3)
 
 

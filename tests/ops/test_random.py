@@ -1,6 +1,6 @@
 import torch
 
-from megasparse.ops.random import Draws, derive, dropout, normal, random_bits, rotations
+from megasparse.ops.random import RngContext, derive, dropout, normal, random_bits, rotations
 
 
 def test_keys_differ_by_every_part_and_by_type():
@@ -24,19 +24,19 @@ def test_bits_are_uniform_and_unrelated_over_rows_columns_and_keys():
 
 
 def test_sample_and_position_are_not_interchangeable():
-    rows = Draws(0, 0, torch.tensor([0, 1]), True).rows(2, torch.device("cpu"))
+    rows = RngContext(0, 0, torch.tensor([0, 1]), True).rows(2, torch.device("cpu"))
     bits = random_bits(1, rows, 8)
     assert not torch.equal(bits[0, 1], bits[1, 0])
 
 
 def test_dropout_depends_on_sample_and_position_only():
     x = torch.ones(3, 40, 16)
-    rows = Draws(0, 5, torch.tensor([8, 9, 10]), True).rows(40, x.device)
+    rows = RngContext(0, 5, torch.tensor([8, 9, 10]), True).rows(40, x.device)
     whole = dropout(x, 0.25, 99, rows)
     torch.testing.assert_close(dropout(x[1:2, 10:], 0.25, 99, rows[1:2, 10:]), whole[1:2, 10:], rtol=0, atol=0)
     assert set(whole.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
     assert not torch.equal(dropout(x, 0.25, 100, rows), whole)
-    many = dropout(torch.ones(1, 4000, 64), 0.25, 3, Draws(0, 0, torch.tensor([0]), True).rows(4000, x.device))
+    many = dropout(torch.ones(1, 4000, 64), 0.25, 3, RngContext(0, 0, torch.tensor([0]), True).rows(4000, x.device))
     assert abs((many == 0).double().mean() - 0.25) < 4 * (0.25 * 0.75 / many.numel()) ** 0.5
 
 
@@ -57,6 +57,6 @@ def test_rotations_are_those_of_the_global_head_and_the_round():
 
 def test_draws_change_with_seed_step_layer_and_purpose():
     samples = torch.arange(1)
-    keys = {Draws(*place, samples, True).key(layer, "x") for place in [(0, 0), (0, 1), (1, 0)] for layer in (0, 1)}
+    keys = {RngContext(*place, samples, True).key(layer, "x") for place in [(0, 0), (0, 1), (1, 0)] for layer in (0, 1)}
     assert len(keys) == 6
-    assert Draws.evaluation(0, 1).key(0, "x") == Draws.evaluation(0, 4).key(0, "x")
+    assert RngContext.evaluation(0, 1).key(0, "x") == RngContext.evaluation(0, 4).key(0, "x")

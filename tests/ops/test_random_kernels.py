@@ -1,16 +1,16 @@
 import pytest
 import torch
 
-from megasparse.ops.random import Draws, dropout
+from megasparse.ops.random import RngContext, dropout
 from tests.helpers.kernels import DEVICE
 
-ROWS = Draws(3, 5, torch.tensor([7, 2**31 + 5]), True).rows
+ROWS = RngContext(3, 5, torch.tensor([7, 2**31 + 5]), True).rows
 
 
 def both_ways(shape, dtype, rate, key, monkeypatch):
     """Output and gradient, in torch on the CPU and by the kernel."""
     made = []
-    for name, device in (("eager", torch.device("cpu")), ("triton", DEVICE)):
+    for name, device in (("blockwise", torch.device("cpu")), ("triton", DEVICE)):
         monkeypatch.setenv("MEGASPARSE_OPS", name)
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
@@ -25,8 +25,8 @@ def both_ways(shape, dtype, rate, key, monkeypatch):
     "length,width,rate,key", [(5, 24, 0.1, 2**63 + 17), (3, 1500, 0.5, 5), (1, 1, 0.99, 2**32 - 1)]
 )
 def test_the_kernel_drops_what_torch_drops_to_the_bit(length, width, rate, key, dtype, monkeypatch):
-    eager, kernel = both_ways((2, length, width), dtype, rate, key, monkeypatch)
-    for a, b in zip(eager, kernel, strict=True):
+    blockwise, kernel = both_ways((2, length, width), dtype, rate, key, monkeypatch)
+    for a, b in zip(blockwise, kernel, strict=True):
         assert torch.equal(a == 0, b == 0) and torch.equal(a.signbit(), b.signbit())
         # The interpreter cuts bf16 off where torch and a GPU round.
         assert torch.equal(a, b) or (dtype == torch.bfloat16 and ((a - b).abs() <= 2**-7 * a.abs()).all())

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-import megasparse.ops.sketch.eager as eager
+import megasparse.ops.sketch.blockwise as blockwise
 from megasparse.ops.sketch import Noise, chosen_keys, draws, sketched_attention
 from megasparse.ops.sketch.reference import best_keys as defined
 from megasparse.ops.sketch.reference import sketched_weights, uniform
@@ -30,7 +30,7 @@ def masks(length):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 2 * 3 * 7 * 5)
+    monkeypatch.setattr(blockwise, "_SCORE_ELEMENTS", 2 * 3 * 7 * 5)
     monkeypatch.setattr(draws, "KEYS", 7)
 
 
@@ -82,7 +82,7 @@ def test_tiles_and_the_number_of_queries_at_a_time_change_nothing(monkeypatch):
         here = slice(i, i + 1)
         one = chosen_keys(q[:, here], k, 6, noise=row, level=level[:, here], first_query=i, **rule)
         assert torch.equal(one, whole[:, :, here])
-    monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 77)
+    monkeypatch.setattr(blockwise, "_SCORE_ELEMENTS", 77)
     assert torch.equal(chosen_keys(q, k, 6, noise=noise, level=level, **rule), whole)
     monkeypatch.setattr(draws, "KEYS", 11)
     assert torch.equal(chosen_keys(q, k, 6, noise=None, **rule), shared)
@@ -137,7 +137,7 @@ def test_how_often_a_key_is_the_first_is_its_probability(sampling):
 
 
 def test_memory_is_linear_in_the_length(monkeypatch):
-    monkeypatch.setattr(eager, "_SCORE_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(blockwise, "_SCORE_ELEMENTS", 1 << 14)
     monkeypatch.setattr(draws, "KEYS", 256)
 
     def peak(length):

@@ -199,7 +199,7 @@ def test_a_sketch_wider_than_its_registers_is_refused_where_kernels_are_forced()
         chosen_keys(q, k, 2, causal=True, sampling="top_k", noise=None)
 
 
-@pytest.mark.parametrize("name", ["reference", "eager"])
+@pytest.mark.parametrize("name", ["reference", "blockwise"])
 def test_the_definition_can_be_forced_and_takes_what_a_model_gives(monkeypatch, name):
     monkeypatch.setenv("MEGASPARSE_OPS", name)
     for mask in masks(21):

@@ -11,7 +11,7 @@ import torch
 
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
-from megasparse.planning.further import longest_that_fits, mends, scaled
+from megasparse.planning.further import hints, longest_that_fits, scaled
 from megasparse.planning.hardware import GPUS, hardware, parse_bytes
 from megasparse.planning.measure import alone
 from megasparse.planning.plan import RESERVE, Assumptions, Plan
@@ -138,10 +138,10 @@ def test_peaks_are_within_10_percent_of_what_is_allocated(name):
     """`pytest -s -m soak` prints them. The pass that a prediction takes is a quarter as long as the run, or shorter."""
     predicted, measured, longest = alone(predicted_and_measured, values(name))
     length = values(name)["data"]["sequence_length"]
-    told = f"predicted {predicted / 1e6:.1f} MB from {longest} tokens, measured {measured / 1e6:.1f} MB of {length}"
-    print(f"{name:34} {told}: {predicted / measured - 1:+.1%}")
+    reported = f"predicted {predicted / 1e6:.1f} MB from {longest} tokens, measured {measured / 1e6:.1f} MB of {length}"
+    print(f"{name:34} {reported}: {predicted / measured - 1:+.1%}")
     assert longest <= length / 4 or length <= 1024
-    assert abs(predicted / measured - 1) < 0.1, told
+    assert abs(predicted / measured - 1) < 0.1, reported
 
 
 STATES = States(trained=1000, frozen=0, largest=100, moments=8000, rounded=True)
@@ -184,7 +184,7 @@ def test_a_plan_counts_without_weights_and_finds_the_longest_length():
     longest = longest_that_fits(plan)
     assert plan.at_length(longest.length) <= plan.on.available < plan.at_length(longest.length + 2048 // 64)
     assert longest.changed["model.max_length"] == longest.length > 2048
-    found = {mend.change: mend.peak for mend in mends(plan)}
+    found = {hint.change: hint.peak for hint in hints(plan)}
     assert "parallel.sequence=2" in found and list(found.values()) == sorted(found.values())
     assert max(found.values()) < plan.peak
     assert plan.hides_from(plan.communication.seconds) is not None

@@ -10,10 +10,10 @@ from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertMode
 from megasparse.config.finetuning import HeadConfig
 from megasparse.errors import ConfigError
 from megasparse.hub.replace import replace_attention
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.tasks.activations import checkpoint_layers, store_layers
+from megasparse.tasks.backbones import HuggingFaceBody
 from megasparse.tasks.batches import Inputs, Padded
-from megasparse.tasks.bodies import HuggingFaceBody
 from megasparse.tasks.forms.label_model import TaskModel
 from tests.helpers.peak_memory import PeakMemory
 
@@ -57,7 +57,7 @@ def built(name, kind=None):
 def one_pass(model, passes=1):
     """The objective, and every gradient by name."""
     for number in range(passes):
-        objective = model(inputs(), Draws(3, number, torch.arange(3), training=True))[0]
+        objective = model(inputs(), RngContext(3, number, torch.arange(3), training=True))[0]
         objective.backward()
     return objective.detach(), {name: w.grad for name, w in model.named_parameters() if w.grad is not None}
 
@@ -79,8 +79,8 @@ def test_gradients_are_those_of_stored_activations(name, kind, offload):
 def test_what_mechanisms_learn_from_is_counted_once(kind):
     model = built("bert", kind)
     checkpoint_layers(model.body.model, False)
-    draws = Draws(3, 0, torch.arange(3), training=True)
-    auxiliary = [model.told(inputs(), draws, inputs().labels)[1] for _ in range(2)]
+    rng = RngContext(3, 0, torch.arange(3), training=True)
+    auxiliary = [model.predicted(inputs(), rng, inputs().labels)[1] for _ in range(2)]
     assert auxiliary[0].requires_grad and auxiliary[0] == auxiliary[1] > 0
     names = {name for name in one_pass(model)[1] if "megasparse" in name}
     assert names and names == {name for name, _ in model.named_parameters() if "megasparse" in name}
@@ -89,7 +89,7 @@ def test_what_mechanisms_learn_from_is_counted_once(kind):
 def test_dropout_differs_from_pass_to_pass():
     model = built("bert")
     checkpoint_layers(model.body.model, False)
-    losses = [model(inputs(), Draws(3, step, torch.arange(3), training=True))[0] for step in (0, 0, 1)]
+    losses = [model(inputs(), RngContext(3, step, torch.arange(3), training=True))[0] for step in (0, 0, 1)]
     assert losses[0] == losses[1] != losses[2]
 
 
@@ -113,7 +113,7 @@ def test_only_inputs_of_layers_are_kept():
 
     def kept():
         with PeakMemory() as memory:
-            objective = model(inputs(), Draws(3, 0, torch.arange(3), training=True))[0]
+            objective = model(inputs(), RngContext(3, 0, torch.arange(3), training=True))[0]
             live = memory.live
             objective.backward()
         model.zero_grad()
@@ -129,11 +129,11 @@ def test_only_inputs_of_layers_are_kept():
 
 def test_a_pass_without_gradients_is_the_models_own():
     model = built("gpt2").eval()
-    draws = Draws(3, 0, torch.arange(3), training=False)
-    expected = model(inputs(), draws)[1]["told"].detach()
+    rng = RngContext(3, 0, torch.arange(3), training=False)
+    expected = model(inputs(), rng)[1]["predicted"].detach()
     checkpoint_layers(model.body.model, True)
     with torch.no_grad():
-        assert torch.equal(model(inputs(), draws)[1]["told"], expected)
+        assert torch.equal(model(inputs(), rng)[1]["predicted"], expected)
 
 
 def test_a_model_without_layers_is_refused():

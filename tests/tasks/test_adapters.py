@@ -12,13 +12,13 @@ from megasparse.config.schema import ModelConfig
 from megasparse.errors import CheckpointError, ConfigError, UserError
 from megasparse.hub.replace import replace_attention
 from megasparse.model.build import initialise
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.tasks.adapters import add_adapters
+from megasparse.tasks.backbones import HuggingFaceBody, MegasparseBody
 from megasparse.tasks.batches import Inputs, Padded
-from megasparse.tasks.bodies import HuggingFaceBody, MegasparseBody
 from megasparse.tasks.forms.label_model import TaskModel
 from megasparse.tasks.restore import restore_task
-from megasparse.tasks.scoring import answers, tell
+from megasparse.tasks.scoring import answers, predict_examples
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from tests.helpers import finetuning
 
@@ -62,10 +62,10 @@ def inputs():
     return Inputs((Padded(tokens, torch.zeros_like(tokens), torch.tensor([40, 29, 17])),), torch.tensor([0, 2, 1]))
 
 
-def told(model):
+def predicted(model):
     model.eval()
     with torch.no_grad():
-        return model(inputs(), Draws(3, 0, torch.arange(3), training=False))[1]["told"]
+        return model(inputs(), RngContext(3, 0, torch.arange(3), training=False))[1]["predicted"]
 
 
 def trained(model):
@@ -82,7 +82,7 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_body_with_new_adapters_tells_what_it_told(name):
-    assert torch.equal(told(whole(BODIES[name]())), told(whole(BODIES[name](), LoRAConfig())))
+    assert torch.equal(predicted(whole(BODIES[name]())), predicted(whole(BODIES[name](), LoRAConfig())))
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -96,12 +96,12 @@ def test_only_adapters_head_and_what_is_new_learn(name):
     other |= {each for each in trained(before) if ".megasparse." in each or ".mechanisms." in each}
     other |= {each for each in trained(before) if each.startswith("body.norm")}
     assert names - adapters == other
-    draws = Draws(3, 0, torch.arange(3), training=True)
+    rng = RngContext(3, 0, torch.arange(3), training=True)
     with torch.no_grad():
         for each, weight in model.named_parameters():
             if ".lora_B." in each:
                 weight.fill_(0.01)
-    model(inputs(), draws)[0].backward()
+    model(inputs(), rng)[0].backward()
     assert {each for each, weight in model.named_parameters() if weight.grad is not None} == names
 
 
@@ -134,7 +134,7 @@ def test_the_output_is_that_of_the_definition():
 def test_transposed_layers_have_adapters(recwarn):
     model = whole(gpt2(), LoRAConfig(targets=["c_attn"]))
     assert len([name for name in trained(model) if ".lora_" in name]) == 4
-    assert torch.equal(told(model), told(whole(gpt2())))
+    assert torch.equal(predicted(model), predicted(whole(gpt2())))
     assert not [each for each in recwarn if "fan_in_fan_out" in str(each.message)]
 
 
@@ -165,17 +165,17 @@ def test_a_run_is_restored_from_its_adapters_and_the_pretrained_weights(tmp_path
     assert not any("embedding" in name for name in names)
     found = restore_task(checkpoint.path)
     examples = finetuning.opened(tmp_path / "other", source, **sections).validation
-    told = tell(found.model, found.form, examples, found.config, found.ranks)
+    predicted = predict_examples(found.model, found.form, examples, found.config, found.ranks)
     metric = f"evaluation/{found.task.metrics[0]}"
     last = [line[metric] for line in scalars if metric in line][-1]
-    measured = found.form.measures(examples, answers(found.form, examples, told))
+    measured = found.form.measures(examples, answers(found.form, examples, predicted))
     assert measured[found.task.metrics[0]] == last
 
     moved = pretrained.rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"has adapters alone.*name their place by start\.huggingface"):
         restore_task(checkpoint.path)
     again = restore_task(checkpoint.path, [f"start.huggingface={moved}"])
-    same = tell(again.model, again.form, examples, again.config, again.ranks)
-    assert all((one.values == other.values).all() for one, other in zip(same, told, strict=True))
+    same = predict_examples(again.model, again.form, examples, again.config, again.ranks)
+    assert all((one.values == other.values).all() for one, other in zip(same, predicted, strict=True))
     with pytest.raises(CheckpointError, match=r"start\.sha256"):
         restore_task(checkpoint.path, [f"start.huggingface={finetuning.bert(tmp_path / 'wide', vocab_size=50)}"])

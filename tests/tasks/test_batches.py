@@ -8,11 +8,11 @@ import torch
 
 from megasparse.config.finetuning import HeadConfig
 from megasparse.data.batches import Batch
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import ExampleBatches, Inputs, collate, fingerprint
 from megasparse.tasks.encoding import Encoded, Segments
 from megasparse.tasks.forms.label_model import TaskModel
-from megasparse.tasks.task import Place
+from megasparse.tasks.task import SourceLocation
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import our_body
 
@@ -26,7 +26,7 @@ def example(number: int, length: int, label: int | float | None = 0, second: int
     towers = [Segments(tokens, np.arange(length) % 2)]
     if second is not None:
         towers.append(Segments(np.arange(second), np.zeros(second, dtype=np.int64)))
-    return Encoded(tuple(towers), label, Place(Path("made.tsv"), number + 1), str(number))
+    return Encoded(tuple(towers), label, SourceLocation(Path("made.tsv"), number + 1), str(number))
 
 
 EXAMPLES = [example(i, 1 + (i * 5) % 19, i % 3) for i in range(NUMBER)]
@@ -113,7 +113,7 @@ def test_sorting_by_length_changes_no_mean_gradient() -> None:
     def gradient(parts: list[tuple[Inputs, torch.Tensor]]) -> torch.Tensor:
         model.zero_grad()
         for inputs, samples in parts:
-            (model(inputs, Draws(0, 1, samples, training=True))[0] / len(parts)).backward()
+            (model(inputs, RngContext(0, 1, samples, training=True))[0] / len(parts)).backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     made = batches()
@@ -146,7 +146,7 @@ def test_no_batch_is_longer_than_the_model_reads() -> None:
 
 def test_an_example_without_tokens_reads_the_id_0() -> None:
     none = np.zeros(0, dtype=np.int64)
-    empty = Encoded((Segments(none, none),), 1, Place(Path("made.tsv"), 1), "0")
+    empty = Encoded((Segments(none, none),), 1, SourceLocation(Path("made.tsv"), 1), "0")
     (read,) = collate([empty, example(1, 4)], 64).sequences
     assert read.lengths.tolist() == [1, 4] and read.tokens[0].tolist() == [0] * 8
     (read,) = collate([empty], 64).sequences

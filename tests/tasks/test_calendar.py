@@ -8,9 +8,9 @@ import pytest
 
 from megasparse.errors import DataError
 from megasparse.tasks.readers.calendar import date, features, require_step, season
-from megasparse.tasks.task import Place
+from megasparse.tasks.task import SourceLocation
 
-PLACE = Place(Path("a.csv"), 7)
+PLACE = SourceLocation(Path("a.csv"), 7)
 
 
 @pytest.mark.parametrize("minutes", [15, 60, 24 * 60, 7 * 60 + 13])

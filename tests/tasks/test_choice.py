@@ -11,14 +11,14 @@ import torch
 
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks import build_task
+from megasparse.tasks.backbones import Backbone, HuggingFaceBody
 from megasparse.tasks.batches import Padded, fingerprint
-from megasparse.tasks.bodies import Body, HuggingFaceBody
 from megasparse.tasks.encoding import Segments
 from megasparse.tasks.forms.choice import Choice, ChoiceEncoder, ChoiceForm
 from megasparse.tasks.forms.choice_model import ChoiceBatch, ChoiceModel, EncodedChoice
-from megasparse.tasks.task import Place
+from megasparse.tasks.task import SourceLocation
 from tests.helpers.finetuning import WORDS, bert, bert_tokenizer, configured, our_body
 from tests.helpers.tokenizers import written
 
@@ -26,7 +26,9 @@ LENGTHS, CANDIDATES = (30, 12, 44, 9), (3, 1, 7, 2)
 
 
 def choice(question: str, candidates: Sequence[str], texts: Sequence[str] = (), label: int | None = 0) -> Choice:
-    return Choice((question, *candidates, *texts), label, Place(Path("made.json"), 3), "made_3", len(candidates))
+    return Choice(
+        (question, *candidates, *texts), label, SourceLocation(Path("made.json"), 3), "made_3", len(candidates)
+    )
 
 
 def form_with(tmp_path: Path, **sections: Any) -> ChoiceForm:
@@ -142,25 +144,27 @@ def encoded(number: int, length: int, candidates: int, label: int | None) -> Enc
     marks = np.sort(generator.choice(length, candidates, replace=False))
     names = tuple(f"c{i}" for i in range(candidates))
     types = (np.arange(length) > marks[-1]).astype(np.int64)
-    return EncodedChoice((Segments(ids, types),), label, Place(Path("made"), number + 1), str(number), marks, names)
+    return EncodedChoice(
+        (Segments(ids, types),), label, SourceLocation(Path("made"), number + 1), str(number), marks, names
+    )
 
 
 def examples(labels: Sequence[int | None] = (2, 0, 6, 1)) -> list[EncodedChoice]:
     return [encoded(i, *row) for i, row in enumerate(zip(LENGTHS, CANDIDATES, labels, strict=True))]
 
 
-def evaluation(*samples: int) -> Draws:
-    return Draws(3, EVALUATION_STEP, torch.tensor(samples), training=False)
+def evaluation(*samples: int) -> RngContext:
+    return RngContext(3, EVALUATION_STEP, torch.tensor(samples), training=False)
 
 
-def model_of(body: Body, rate: float = 0.1) -> ChoiceModel:
+def model_of(body: Backbone, rate: float = 0.1) -> ChoiceModel:
     model = ChoiceModel(body, rate, seed=1)
     with torch.no_grad():
         model.output.weight += 0.3 * torch.randn(1, body.width, generator=torch.Generator().manual_seed(2))
     return model.eval()
 
 
-def body_of(where: str, tmp_path: Path) -> Body:
+def body_of(where: str, tmp_path: Path) -> Backbone:
     if where == "bert":
         from transformers import BertModel
 
@@ -183,12 +187,15 @@ def test_scores_costs_and_answers_against_one_example_at_a_time(where: str, tmp_
         scores = np.array([float(states[mark] @ model.output.weight[0]) for mark in each.marks.tolist()])
         p = np.exp(scores) / np.exp(scores).sum()
         expected.append(-np.log(p[each.label]))
-        assert np.allclose(found["told"][row].numpy(), scores, atol=1e-5) and found["told"][row].dtype == torch.float32
-        assert form.answer(each, found["told"][row].double().numpy()) == scores.argmax()
+        assert (
+            np.allclose(found["predicted"][row].numpy(), scores, atol=1e-5)
+            and found["predicted"][row].dtype == torch.float32
+        )
+        assert form.answer(each, found["predicted"][row].double().numpy()) == scores.argmax()
     assert np.allclose(found["costs"].numpy(), expected, atol=1e-5) and found["weights"].tolist() == [1.0] * 4
     assert found["nats"].item() == pytest.approx(sum(expected), rel=1e-5) and found["tokens"] == 4
     assert objective.item() == pytest.approx(sum(expected) / 4, rel=1e-5)
-    right = [int(told.argmax()) == each.label for told, each in zip(found["told"], given, strict=True)]
+    right = [int(predicted.argmax()) == each.label for predicted, each in zip(found["predicted"], given, strict=True)]
     assert found["accuracy"].item() == pytest.approx(np.mean(right))
 
 
@@ -196,19 +203,19 @@ def test_scores_costs_and_answers_against_one_example_at_a_time(where: str, tmp_
 def test_what_an_example_is_told_depends_on_it_alone(where: str, tmp_path: Path) -> None:
     """Neither on the others' lengths, nor on how many candidates they have, nor on its place."""
     model, form, given = model_of(body_of(where, tmp_path)), form_with(tmp_path), examples()
-    alone = [model(form.collate([each]), evaluation(i))[1]["told"][0] for i, each in enumerate(given)]
+    alone = [model(form.collate([each]), evaluation(i))[1]["predicted"][0] for i, each in enumerate(given)]
     assert alone[2].std() > 1e-3
     for order in ([0, 1, 2, 3], [3, 2, 0], [1, 1]):
-        told = model(form.collate([given[i] for i in order]), evaluation(*order))[1]["told"]
+        predicted = model(form.collate([given[i] for i in order]), evaluation(*order))[1]["predicted"]
         for row, i in enumerate(order):
-            assert told[row].shape == (CANDIDATES[i],) and (told[row] - alone[i]).abs().max() < 1e-5
+            assert predicted[row].shape == (CANDIDATES[i],) and (predicted[row] - alone[i]).abs().max() < 1e-5
 
 
 def test_without_labels_there_is_only_what_is_told(tmp_path: Path) -> None:
     model, form = model_of(body_of("full", tmp_path)), form_with(tmp_path)
-    told = model(form.collate(examples()), evaluation(*range(4)))[1]["told"]
+    predicted = model(form.collate(examples()), evaluation(*range(4)))[1]["predicted"]
     objective, found = model(form.collate(examples((2, None, 6, 1))), evaluation(*range(4)))
-    assert all(torch.equal(*pair) for pair in zip(found["told"], told, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(found["predicted"], predicted, strict=True))
     assert objective.item() == 0.0 and found["nats"] == 0 and "costs" not in found and "accuracy" not in found
 
 
@@ -218,9 +225,9 @@ def test_gradients_reach_candidates_of_ones_own_alone(tmp_path: Path) -> None:
 
     def gradient(chosen: list[int]) -> torch.Tensor:
         model.zero_grad()
-        draws = Draws(3, 1, torch.tensor(chosen), training=True)
-        objective, found = model(form.collate([given[i] for i in chosen]), draws)
-        assert "told" not in found
+        rng = RngContext(3, 1, torch.tensor(chosen), training=True)
+        objective, found = model(form.collate([given[i] for i in chosen]), rng)
+        assert "predicted" not in found
         objective.backward()
         assert model.output.weight.grad is not None
         return model.output.weight.grad.clone()
@@ -233,8 +240,8 @@ def test_dropout_is_an_examples_own(tmp_path: Path) -> None:
     model, form, given = model_of(body_of("full", tmp_path), rate=0.5), form_with(tmp_path), examples()
 
     def scores(chosen: list[int], step: int = 1) -> torch.Tensor:
-        draws = Draws(3, step, torch.tensor(chosen), training=True)
-        return model.scores(form.collate([given[i] for i in chosen]), draws)[0]
+        rng = RngContext(3, step, torch.tensor(chosen), training=True)
+        return model.scores(form.collate([given[i] for i in chosen]), rng)[0]
 
     first, swapped = scores([0, 2]), scores([2, 0])
     assert torch.allclose(first.flip(0), swapped, atol=1e-5)
@@ -244,12 +251,15 @@ def test_dropout_is_an_examples_own(tmp_path: Path) -> None:
 
 def test_weights_of_bf16_give_scores_of_fp32(tmp_path: Path) -> None:
     model, form = model_of(body_of("full", tmp_path)), form_with(tmp_path)
-    exact = model(form.collate(examples()), evaluation(*range(4)))[1]["told"]
+    exact = model(form.collate(examples()), evaluation(*range(4)))[1]["predicted"]
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     found = model(form.collate(examples()), evaluation(*range(4)))[1]
-    assert all(told.dtype == torch.float32 for told in found["told"]) and found["costs"].dtype == torch.float32
-    assert all((a - b).abs().max() < 0.2 for a, b in zip(found["told"], exact, strict=True))
+    assert (
+        all(predicted.dtype == torch.float32 for predicted in found["predicted"])
+        and found["costs"].dtype == torch.float32
+    )
+    assert all((a - b).abs().max() < 0.2 for a, b in zip(found["predicted"], exact, strict=True))
 
 
 def test_initial_weights_are_the_seeds() -> None:
@@ -262,10 +272,10 @@ def test_a_made_up_batch_is_as_long_as_it_says(tmp_path: Path) -> None:
     body, form = our_body(), form_with(tmp_path)
     model = model_of(body)
     for length in (1, 2, 16, 128):
-        made = form.made_up(body, 2, length)
+        made = form.dummy_batch(body, 2, length)
         assert made.inputs.sequences[0].tokens.shape == (2, length)
         assert isinstance(made.to(torch.device("cpu")), ChoiceBatch) and made.numel() == 2 * max(1, length - 1)
-        assert torch.isfinite(model(made, Draws(3, 1, torch.arange(2), training=True))[0])
+        assert torch.isfinite(model(made, RngContext(3, 1, torch.arange(2), training=True))[0])
 
 
 # The form.
@@ -274,10 +284,10 @@ def test_a_made_up_batch_is_as_long_as_it_says(tmp_path: Path) -> None:
 def test_rows_of_predictions(tmp_path: Path) -> None:
     ours = encoder(tmp_path)
     form, made = form_with(tmp_path), one(ours, choice("who?", ["ann", "bo", "cy"], label=2))
-    told = np.array([0.5, 1.5, -1.0])
-    row = {"label": "cy", "told": "bo", "scores": {"ann": 0.5, "bo": 1.5, "cy": -1.0}}
-    assert form.row(made, told) == row
-    assert form.row(one(ours, choice("who?", ["ann", "bo", "cy"], label=None)), told) == {**row, "label": None}
+    predicted = np.array([0.5, 1.5, -1.0])
+    row = {"label": "cy", "predicted": "bo", "scores": {"ann": 0.5, "bo": 1.5, "cy": -1.0}}
+    assert form.row(made, predicted) == row
+    assert form.row(one(ours, choice("who?", ["ann", "bo", "cy"], label=None)), predicted) == {**row, "label": None}
     assert form.measures([made, made], [2, 0]) == {"accuracy": 0.5}
 
 

@@ -13,7 +13,7 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.encoding import Encoded, Encoder, Segments, cut
-from megasparse.tasks.task import Example, Place, Task
+from megasparse.tasks.task import Example, SourceLocation, Task
 from tests.helpers.finetuning import WORDS, bert_tokenizer, write_tokenizer
 from tests.helpers.tokenizers import byte_level, written
 
@@ -47,7 +47,7 @@ def encoder(tokenizer: str | None, kind: type[Task] = Made, vocabulary: int = 10
 
 
 def examples(*inputs: tuple[object, ...]) -> list[Example]:
-    return [Example(given, i % 2, Place(Path("made.tsv"), i + 5), str(i)) for i, given in enumerate(inputs)]  # type: ignore[arg-type]
+    return [Example(given, i % 2, SourceLocation(Path("made.tsv"), i + 5), str(i)) for i, given in enumerate(inputs)]  # type: ignore[arg-type]
 
 
 def only(found: Iterator[Encoded]) -> Segments:

@@ -16,11 +16,11 @@ from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings, load_settings
 from megasparse.errors import ConfigError
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.tasks.activations import count_layers, set_activations
-from megasparse.tasks.fitting import predict as predicted_memory
 from megasparse.tasks.forms.forecast import ForecastForm
 from megasparse.tasks.forms.forecaster import Windows
+from megasparse.tasks.memory_check import predict as predicted_memory
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import TaskRun, read_split
 from megasparse.training.ranks import Ranks
@@ -61,10 +61,10 @@ def louder(run: TaskRun) -> TaskRun:
     return run
 
 
-def told(run: TaskRun, windows: Windows) -> torch.Tensor:
+def predicted(run: TaskRun, windows: Windows) -> torch.Tensor:
     run.model.eval()
     with torch.no_grad():
-        return run.model(windows, Draws.evaluation(0, len(windows.values)))[1]["told"]
+        return run.model(windows, RngContext.evaluation(0, len(windows.values)))[1]["predicted"]
 
 
 def test_a_batch_is_the_rows_of_the_windows(tmp_path: Path, file: Path) -> None:
@@ -82,16 +82,16 @@ def test_a_batch_is_the_rows_of_the_windows(tmp_path: Path, file: Path) -> None:
 def test_the_loss_is_the_mean_squared_error(tmp_path: Path, file: Path) -> None:
     run = louder(opened(tmp_path, file, attention={"pattern": ["full"]}, source={"attention": {"pattern": ["full"]}}))
     windows = batch(run)
-    values = told(run, windows)
+    values = predicted(run, windows)
     assert windows.labels is not None
-    objective, found = run.model(windows, Draws.evaluation(0, 3))
+    objective, found = run.model(windows, RngContext.evaluation(0, 3))
     wanted = mean_squared_error(windows.labels.flatten(), values.flatten())
     assert float(objective.detach()) == pytest.approx(wanted, rel=1e-6)
     assert float(found["nats"] / found["tokens"]) == pytest.approx(wanted, rel=1e-6)
     each = [float(((values[i] - windows.labels[i]) ** 2).sum()) for i in range(3)]
     assert found["costs"].tolist() == pytest.approx(each, rel=1e-6) and found["weights"].tolist() == [H] * 3
-    _, found = run.model(Windows(windows.values, windows.marks, None), Draws.evaluation(0, 3))
-    assert "costs" not in found and torch.equal(found["told"], values)
+    _, found = run.model(Windows(windows.values, windows.marks, None), RngContext.evaluation(0, 3))
+    assert "costs" not in found and torch.equal(found["predicted"], values)
 
 
 @pytest.mark.parametrize("source", [{}, {"shared_embedding": False, "cross_attention": "lsh"}])
@@ -99,7 +99,7 @@ def test_nothing_of_the_future_is_seen(tmp_path: Path, file: Path, source: dict[
     """Later rows of the file do not move a forecast; what is read, and its dates, do."""
     run = louder(opened(tmp_path, file, source=source, attention={"pattern": ["full"], "lsh": {"chunk": 4}}))
     form, example = run.form, run.train[5]
-    before = told(run, form.collate([example]))
+    before = predicted(run, form.collate([example]))
     lines = file.read_text().splitlines()
     first = 1 + 5 + L  # below the names
     changed = [*lines[:first], *(f"{line.split(',')[0]},1e3,1e3,1e3" for line in lines[first:])]
@@ -109,15 +109,15 @@ def test_nothing_of_the_future_is_seen(tmp_path: Path, file: Path, source: dict[
     (encoded,) = form.encoder(run.start).encode([again])
     windows = form.collate([encoded])
     assert windows.labels is not None and windows.labels.min() > 50
-    assert torch.equal(told(run, windows), before)
+    assert torch.equal(predicted(run, windows), before)
     for name in ("values", "marks"):
         for place in (0, L - 1):
             moved = {"values": windows.values.clone(), "marks": windows.marks.clone()}
             moved[name][:, place] += 1.0
-            assert not torch.equal(told(run, Windows(**moved, labels=None)), before)
+            assert not torch.equal(predicted(run, Windows(**moved, labels=None)), before)
     later = windows.marks.clone()
     later[:, -1] += 1.0  # the last date to tell moves only what is told of it: the decoder is causal
-    moved_told = told(run, Windows(windows.values, later, None))
+    moved_told = predicted(run, Windows(windows.values, later, None))
     if not source:
         assert torch.equal(moved_told[:, :-1], before[:, :-1])
     assert not torch.equal(moved_told[:, -1], before[:, -1])
@@ -128,7 +128,7 @@ def test_the_decoder_sees_the_last_rows_and_then_zeros(tmp_path: Path, file: Pat
     given: list[Any] = []
     run.model.body.stack.register_forward_pre_hook(lambda module, inputs: given.append(inputs[:2]))
     windows = batch(run)
-    told(run, windows)
+    predicted(run, windows)
     ((read, seen),) = given
     assert torch.equal(read, torch.cat([windows.values, windows.marks[:, :L]], -1))
     assert seen.shape == (3, OVERLAP + H, 3 + 4) and not seen[:, OVERLAP:, :3].any()
@@ -150,13 +150,15 @@ def test_every_mechanism_learns_on_both_sides(tmp_path: Path, file: Path, kind: 
         tmp_path, file, blocks=blocks, activations="reversible" if blocks == "reversible" else "stored", **changes
     )
     windows = batch(run)
-    objective, found = run.model.train()(windows, Draws(0, 1, torch.arange(3), training=True))
+    objective, found = run.model.train()(windows, RngContext(0, 1, torch.arange(3), training=True))
     objective.backward()
-    assert torch.isfinite(objective) and "told" not in found
+    assert torch.isfinite(objective) and "predicted" not in found
     missing = {name for name, p in run.model.named_parameters() if p.grad is None or not p.grad.isfinite().all()}
     assert not missing
-    values = told(run, windows)
-    alone = run.model(run.form.collate(run.train[1:2]), Draws(0, -1, torch.tensor([1]), training=False))[1]["told"]
+    values = predicted(run, windows)
+    alone = run.model(run.form.collate(run.train[1:2]), RngContext(0, -1, torch.tensor([1]), training=False))[1][
+        "predicted"
+    ]
     torch.testing.assert_close(alone[0], values[1], rtol=1e-4, atol=1e-5)
 
 
@@ -166,7 +168,7 @@ def test_activations_of_both_sides_are_checkpointed(tmp_path: Path, file: Path) 
         run = opened(tmp_path, file, activations=kind)
         assert count_layers(run.model.body) == 3
         set_activations(run.model.body, kind)
-        objective, _ = run.model.train()(batch(run), Draws(0, 1, torch.arange(3), training=True))
+        objective, _ = run.model.train()(batch(run), RngContext(0, 1, torch.arange(3), training=True))
         objective.backward()
         gradients.append([weight.grad for weight in run.model.parameters()])
     for one, two in zip(*gradients, strict=True):
@@ -186,7 +188,7 @@ def test_answers_are_scaled_and_rows_in_units(tmp_path: Path, file: Path) -> Non
     ot = np.array([float(row["OT"]) for row in rows])
     row = form.row(example, flat)
     np.testing.assert_allclose(row["label"]["OT"], ot[84:88], rtol=1e-12)
-    np.testing.assert_allclose(row["told"]["OT"], ot[:84].mean() + flat * ot[:84].std(), rtol=1e-12)
+    np.testing.assert_allclose(row["predicted"]["OT"], ot[:84].mean() + flat * ot[:84].std(), rtol=1e-12)
     labels = [form.label(each) for each in run.validation[:2]]
     made = form.measures(run.validation[:2], [labels[0] + 1.0, labels[1] - 2.0])
     assert made == pytest.approx({"mse": (1 + 4) / 2, "mae": 1.5})
@@ -214,7 +216,7 @@ def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
     scale = restore_task(tmp_path / "straight").config.task.forecast.scale
     assert scale is not None and len(rows) == 9
-    labels, answers = (np.array([row[name]["OT"] for row in rows]) / scale["OT"] for name in ("label", "told"))
+    labels, answers = (np.array([row[name]["OT"] for row in rows]) / scale["OT"] for name in ("label", "predicted"))
     assert result["metrics"]["mse"]["value"] == pytest.approx(mean_squared_error(labels, answers), rel=1e-9)
     assert result["metrics"]["mae"]["value"] == pytest.approx(mean_absolute_error(labels, answers), rel=1e-9)
 
@@ -226,7 +228,7 @@ def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(
     call(predict, "--checkpoint", str(tmp_path / "straight"), "--source", str(new))
     (found,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert found["name"] == rows[2]["name"] and found["label"] is None
-    np.testing.assert_allclose(found["told"]["OT"], rows[2]["told"]["OT"], rtol=1e-6)
+    np.testing.assert_allclose(found["predicted"]["OT"], rows[2]["predicted"]["OT"], rtol=1e-6)
 
 
 def call(launcher: Any, *arguments: str) -> None:
@@ -285,7 +287,7 @@ def test_shipped_configurations_fit_their_windows(name: str, tmp_path: Path, fil
     model |= {"d_model": 2 * model["heads"], "d_ff": 8}
     values["run"] = {"directory": str(tmp_path), "engine": "torch", "device": "cpu"}
     run = finetuning.open_run(build_settings(values, [], FinetuneConfig), lambda line: None)
-    objective, _ = run.model.train()(batch(run), Draws(0, 1, torch.arange(3), training=True))
+    objective, _ = run.model.train()(batch(run), RngContext(0, 1, torch.arange(3), training=True))
     objective.backward()
     assert torch.isfinite(objective)
 
@@ -310,10 +312,10 @@ def test_relative_forecasts_are_differences_from_the_last_row_read(tmp_path: Pat
     windows = batch(runs[0])
     level = windows.values[:, -1:]
     below = replace(windows, values=windows.values - level)
-    assert torch.equal(told(runs[1], windows), told(runs[0], below) + level[..., [2, 0]])
+    assert torch.equal(predicted(runs[1], windows), predicted(runs[0], below) + level[..., [2, 0]])
     moved = torch.tensor([1.0, 2.0, -3.0])[: len(COLUMNS)]
-    above = told(runs[1], replace(windows, values=windows.values + moved))
-    assert above == pytest.approx(told(runs[1], windows) + moved[[2, 0]], abs=1e-4)
+    above = predicted(runs[1], replace(windows, values=windows.values + moved))
+    assert above == pytest.approx(predicted(runs[1], windows) + moved[[2, 0]], abs=1e-4)
     values = sections() | {"task": {**TASK, "forecast": {**TASK["forecast"], "inputs": [COLUMNS[0]],
                                                          "targets": [COLUMNS[1]], "relative": True}}}  # fmt: skip
     with pytest.raises(ConfigError, match=rf"task.forecast.relative: true, and \"{COLUMNS[1]}\" is told but not read"):

@@ -9,9 +9,9 @@ import pytest
 from megasparse.errors import ConfigError
 from megasparse.tasks import build_task
 from megasparse.tasks.encoding import Encoded, Segments
-from megasparse.tasks.form import PLACES, Form, column, form_of
+from megasparse.tasks.form import FORM_CLASSES, Form, column, form_of
 from megasparse.tasks.forms.labels import LabelForm
-from megasparse.tasks.task import Example, Place
+from megasparse.tasks.task import Example, SourceLocation
 from tests.helpers.finetuning import ENCODER, configured, form_for
 
 
@@ -64,7 +64,7 @@ def form(**task: Any) -> Form:
 
 def encoded(label: Any) -> Encoded:
     ids = np.array([1, 2, 3])
-    return Encoded((Segments(ids, ids * 0),), label, Place(Path("made"), 1), "0")
+    return Encoded((Segments(ids, ids * 0),), label, SourceLocation(Path("made"), 1), "0")
 
 
 def test_a_task_names_its_form() -> None:
@@ -74,7 +74,7 @@ def test_a_task_names_its_form() -> None:
     assert type(found) is LabelForm and found.task is task and found.config is config
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", FORM_CLASSES)
 def test_every_form_is_where_it_is_said_to_be(name: str) -> None:
     config = configured(Path("run"), Path("none.csv"), model=ENCODER, task={"labels": ["no", "yes"]})
     task: Any = build_task(config.task)
@@ -84,7 +84,7 @@ def test_every_form_is_where_it_is_said_to_be(name: str) -> None:
     else:
         import importlib
 
-        kind = getattr(importlib.import_module(f"megasparse.tasks.forms.{name}"), PLACES[name])
+        kind = getattr(importlib.import_module(f"megasparse.tasks.forms.{name}"), FORM_CLASSES[name])
         assert issubclass(kind, Form) and not kind.__abstractmethods__
 
 
@@ -94,7 +94,7 @@ def test_metrics_are_of_labels_and_answers_in_their_order() -> None:
 
 
 def test_a_sketch_learns_the_tasks_classes_or_as_many_as_its_numbers_are_high() -> None:
-    place = Place(Path("made"), 1)
+    place = SourceLocation(Path("made"), 1)
     train = [Example(("a",), label, place, "0") for label in (0.4, 3.6, None)]
     assert form(labels=["a", "b", "c"]).sketch_labels(train) == 3
     assert form(labels=[]).sketch_labels(train) == 5
@@ -118,7 +118,7 @@ def test_a_made_up_batch_is_like_one_of_examples(labels: list[str], dtype: str) 
     """Of the shapes and types that `collate` gives, with a mask, and ids that the body knows."""
     made = form(labels=labels)
     body = type("Body", (), {"vocabulary": 11})()
-    found, real = made.made_up(body, 5, 16), made.collate([encoded(1), encoded(0)])
+    found, real = made.dummy_batch(body, 5, 16), made.collate([encoded(1), encoded(0)])
     (read,), (given,) = found.sequences, real.sequences
     assert read.tokens.shape == read.types.shape == (5, 16) and int(read.tokens.max()) < 11
     assert read.mask is not None and read.mask.sum(1).tolist() == [15] * 5

@@ -175,8 +175,8 @@ def test_the_halves_in_the_official_qqp_files_are_left_out_and_told(tmp_path, ca
         '\\1. -5 [-7 0 0 5]; 2. 3 [6 4 5 -5 3 1]?"\t0',
     )
     assert [(each[1], each[2]) for each in found("qqp", file)] == [(1, "7"), (1, "8")]
-    told = capsys.readouterr().err
-    assert told.startswith(f"{file}: left out 5 lines") and told.endswith(": lines 2, 4, 5, 6, 8\n")
+    predicted = capsys.readouterr().err
+    assert predicted.startswith(f"{file}: left out 5 lines") and predicted.endswith(": lines 2, 4, 5, 6, 8\n")
 
 
 @pytest.mark.parametrize(

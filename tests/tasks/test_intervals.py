@@ -14,51 +14,51 @@ def drawn(number=200, seed=0):
     return labels, np.where(generator.random(number) < 0.6, labels, generator.integers(0, 3, number))
 
 
-def by_hand(metric, labels, told, resamples=4000):
+def by_hand(metric, labels, predicted, resamples=4000):
     """The percentile bootstrap in numpy."""
     generator, values = np.random.default_rng(1234), []
     for _ in range(resamples):
         chosen = generator.choice(len(labels), len(labels))
-        values.append(np.mean([metric(labels[chosen], each[chosen]) for each in told]))
+        values.append(np.mean([metric(labels[chosen], each[chosen]) for each in predicted]))
     return np.percentile(values, [2.5, 97.5])
 
 
-def accuracy(labels, told):
-    return float((labels == told).mean())
+def accuracy(labels, predicted):
+    return float((labels == predicted).mean())
 
 
-def macro_f1(labels, told):
+def macro_f1(labels, predicted):
     scores = []
-    for each in np.union1d(labels, told):
-        right = ((labels == each) & (told == each)).sum()
-        scores.append(2 * right / ((labels == each).sum() + (told == each).sum()))
+    for each in np.union1d(labels, predicted):
+        right = ((labels == each) & (predicted == each)).sum()
+        scores.append(2 * right / ((labels == each).sum() + (predicted == each).sum()))
     return float(np.mean(scores))
 
 
 @pytest.mark.parametrize("metric", [accuracy, macro_f1])
 def test_the_bootstrap_interval_is_that_of_its_definition(metric):
-    labels, told = drawn()
-    found = bootstrap_interval(metric, labels, [told], 0)
-    assert found == pytest.approx(by_hand(metric, labels, [told]), abs=0.01)  # 4 deviations of a quantile's own
-    assert found == bootstrap_interval(metric, labels, [told], 0)
-    assert found != bootstrap_interval(metric, labels, [told], 1)
+    labels, predicted = drawn()
+    found = bootstrap_interval(metric, labels, [predicted], 0)
+    assert found == pytest.approx(by_hand(metric, labels, [predicted]), abs=0.01)  # 4 deviations of a quantile's own
+    assert found == bootstrap_interval(metric, labels, [predicted], 0)
+    assert found != bootstrap_interval(metric, labels, [predicted], 1)
 
 
 def test_of_several_passes_the_mean_varies():
-    labels, told = drawn()
+    labels, predicted = drawn()
     other = drawn(seed=7)[1]
-    both = bootstrap_interval(accuracy, labels, [told, other], 0)
-    assert both == pytest.approx(by_hand(accuracy, labels, [told, other]), abs=0.01)
-    low, high = bootstrap_interval(accuracy, labels, [told], 0)
+    both = bootstrap_interval(accuracy, labels, [predicted, other], 0)
+    assert both == pytest.approx(by_hand(accuracy, labels, [predicted, other]), abs=0.01)
+    low, high = bootstrap_interval(accuracy, labels, [predicted], 0)
     assert both[1] < low < high
 
 
 def test_each_resample_is_told_and_one_example_has_no_interval():
     steps = []
-    labels, told = drawn(20)
-    bootstrap_interval(accuracy, labels, [told], 0, lambda: steps.append(1))
+    labels, predicted = drawn(20)
+    bootstrap_interval(accuracy, labels, [predicted], 0, lambda: steps.append(1))
     assert len(steps) in (RESAMPLES, RESAMPLES + 1)  # scipy also takes the statistic of the examples themselves
-    assert bootstrap_interval(accuracy, labels[:1], [told[:1]], 0) is None
+    assert bootstrap_interval(accuracy, labels[:1], [predicted[:1]], 0) is None
 
 
 def test_students_interval_of_a_case_worked_by_hand():

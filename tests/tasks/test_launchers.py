@@ -16,8 +16,9 @@ from sklearn.metrics import accuracy_score, f1_score
 
 from launch import evaluate, predict
 from megasparse.evaluation.arguments import OF_PRETRAINED
-from megasparse.tasks import intervals, judging
-from megasparse.tasks.scoring import Told
+from megasparse.tasks import evaluate as evaluation
+from megasparse.tasks import intervals
+from megasparse.tasks.scoring import Prediction
 from tests.helpers.finetuning import ENCODER, bert, launch, reviews, settings, table
 from tests.helpers.hub import checkpoint, encoder
 
@@ -74,7 +75,7 @@ def lines(file):
 def test_from_a_table_to_a_score_and_predictions(folder):
     test, out, each = folder / "test.csv", folder / "out" / "test.json", folder / "out" / "test.jsonl"
     common = ["--task", "table", "--checkpoint", folder / "run_0", "--source", test]
-    told = typed("evaluate", *common, "--json", out, "--predictions", each)
+    prediction = typed("evaluate", *common, "--json", out, "--predictions", each)
     result, rows = json.loads(out.read_text()), lines(each)
     with open(test, newline="") as stream:
         official = list(csv.DictReader(stream))
@@ -82,8 +83,8 @@ def test_from_a_table_to_a_score_and_predictions(folder):
     assert [(row["name"], row["line"]) for row in rows] == [(str(i), i + 2) for i in range(30)]
     assert {row["file"] for row in rows} == {str(test)}
     assert all(sum(row["probabilities"].values()) == pytest.approx(1) for row in rows)
-    assert all(row["told"] == max(row["probabilities"], key=row["probabilities"].get) for row in rows)
-    labels, answers = [row["label"] for row in rows], [row["told"] for row in rows]
+    assert all(row["predicted"] == max(row["probabilities"], key=row["probabilities"].get) for row in rows)
+    labels, answers = [row["label"] for row in rows], [row["predicted"] for row in rows]
     accuracy, macro = (result["metrics"][name] for name in ("accuracy", "macro_f1"))
     assert accuracy["value"] == accuracy_score(labels, answers)
     assert macro["value"] == pytest.approx(f1_score(labels, answers, average="macro"), rel=1e-12)
@@ -101,8 +102,8 @@ def test_from_a_table_to_a_score_and_predictions(folder):
     assert result["files"] == [{"file": str(test), "sha256": hashlib.sha256(test.read_bytes()).hexdigest()}]
     assert (result["task"], result["split"], result["examples"]) == ("table", None, 30)
     assert {"torch", "scipy", "scikit-learn", "megasparse", "python"} <= result["versions"].keys()
-    assert f"accuracy {accuracy['value']:.4f} (95 %" in told.stdout
-    assert f"given: {cut:,} inputs of more than 48 tokens keep only their beginning" in told.stderr
+    assert f"accuracy {accuracy['value']:.4f} (95 %" in prediction.stdout
+    assert f"given: {cut:,} inputs of more than 48 tokens keep only their beginning" in prediction.stderr
 
     new = table(folder / "new.csv", [[row["text"]] for row in official], ("text",))
     typed("predict", "--checkpoint", folder / "run_0", "--source", new, test, "--output", folder / "out" / "new.jsonl")
@@ -114,7 +115,7 @@ def test_from_a_table_to_a_score_and_predictions(folder):
     assert (header, submitted) == ("index\tprediction", [f"{i}\t{answer}" for i, answer in enumerate(answers)])
     text = official[0]["text"]
     line = json.loads(typed("predict", "--checkpoint", folder / "run_0", "--text", text).stdout)
-    assert (line["told"], line["label"]) == (rows[0]["told"], None)
+    assert (line["predicted"], line["label"]) == (rows[0]["predicted"], None)
     assert line["probabilities"] == pytest.approx(rows[0]["probabilities"], rel=1e-5)  # the same draws: both are first
 
 
@@ -127,7 +128,7 @@ def test_several_seeds_give_a_mean_with_students_interval(folder, capsys):
     for path in runs:
         run(evaluate, *common[:4], "--checkpoint", path, "--predictions", folder / "out" / "one.jsonl")
         rows = lines(folder / "out" / "one.jsonl")
-        each.append(accuracy_score([row["label"] for row in rows], [row["told"] for row in rows]))
+        each.append(accuracy_score([row["label"] for row in rows], [row["predicted"] for row in rows]))
     found = result["metrics"]["accuracy"]
     assert [one["metrics"]["accuracy"] for one in result["runs"]] == each
     assert [one["seed"] for one in result["runs"]] == [0, 1, 2]
@@ -154,14 +155,14 @@ def test_draws_of_the_hashes_are_averaged_and_never_chosen(folder, capsys):
 
 
 def test_a_metric_is_the_mean_over_draws_and_so_is_what_its_interval_is_of(folder, monkeypatch):
-    def told(found, examples, seed=None):
+    def prediction(found, examples, seed=None):
         """The first draw is right everywhere, the second nowhere, the third in a half."""
         right = np.array([[True] * 30, [False] * 30, [i < 15 for i in range(30)]][seed])
         classes = np.array([example.label for example in examples])
         table = np.eye(2)[np.where(right, classes, 1 - classes)]
-        return [Told(row, math.nan, math.nan) for row in table]
+        return [Prediction(row, math.nan, math.nan) for row in table]
 
-    monkeypatch.setattr(judging, "told", told)
+    monkeypatch.setattr(evaluation, "predicted", prediction)
     common = ["--task", "table", "--checkpoint", folder / "run_0", "--source", folder / "test.csv"]
     out = folder / "out" / "draws.json"
     run(evaluate, *common, "--json", out, "--hash-seeds", 3)
@@ -200,7 +201,7 @@ def test_a_bert_of_pairs_on_official_files(tmp_path, capsys):
     assert {row[1] for row in submitted[1:]} <= {"entailment", "not_entailment"}
     assert '1 given, and an example of "rte" has 2' in refused(capsys, predict, *there, "--text", "the model")
     run(predict, *there, "--text", "the model", "--text", "we go")
-    assert json.loads(capsys.readouterr().out)["told"] == submitted[1][1]
+    assert json.loads(capsys.readouterr().out)["predicted"] == submitted[1][1]
     new = table(tmp_path / "own.csv", [["the model", "we go", "entailment"]], ("premise", "claim", "label"))
     other = ["--task", "table", "--source", new, "--set", 'task.text=["premise", "claim"]']
     run(evaluate, *there, *other, "--json", tmp_path / "own.json")
@@ -275,7 +276,7 @@ def test_numbers_are_told_and_judged_as_such(tmp_path, capsys):
     run(evaluate, *there, "--task", "table", "--json", tmp_path / "out.json", "--predictions", tmp_path / "out.jsonl")
     found, rows = json.loads((tmp_path / "out.json").read_text())["metrics"], lines(tmp_path / "out.jsonl")
     assert found.keys() == {"pearson", "spearman"}
-    labels, answers = [row["label"] for row in rows], [row["told"] for row in rows]
+    labels, answers = [row["label"] for row in rows], [row["predicted"] for row in rows]
     assert labels[:3] == [0.5, 1.5, 2.5]
     assert found["pearson"]["value"] == pytest.approx(statistics.correlation(labels, answers))
     assert all(row["probabilities"] is None for row in rows)

@@ -26,35 +26,35 @@ def test_f1_is_that_of_class_1() -> None:
 
 
 def test_macro_f1_is_the_mean_over_the_classes_that_occur() -> None:
-    labels, told = np.array([0, 0, 1, 1, 3]), np.array([0, 1, 1, 1, 0])
+    labels, predicted = np.array([0, 0, 1, 1, 3]), np.array([0, 1, 1, 1, 0])
     # class 0: 1 right, 1 missed, 1 wrongly told; class 1: 2 right, 1 wrongly told; class 3: never told; 2: nowhere
-    assert METRICS["macro_f1"](labels, told) == pytest.approx((2 / 4 + 4 / 5 + 0) / 3)
+    assert METRICS["macro_f1"](labels, predicted) == pytest.approx((2 / 4 + 4 / 5 + 0) / 3)
 
 
 def test_matthews_of_several_classes() -> None:
     """Gorodkin's generalisation, a correlation of the one-hot matrices."""
     generator = np.random.default_rng(0)
-    labels, told = generator.integers(0, 4, 200), generator.integers(0, 4, 200)
-    told[::2] = labels[::2]
-    x, y = np.eye(4)[labels], np.eye(4)[told]
+    labels, predicted = generator.integers(0, 4, 200), generator.integers(0, 4, 200)
+    predicted[::2] = labels[::2]
+    x, y = np.eye(4)[labels], np.eye(4)[predicted]
     x, y = x - x.mean(0), y - y.mean(0)
     expected = (x * y).sum() / math.sqrt((x * x).sum() * (y * y).sum())
-    assert METRICS["matthews"](labels, told) == pytest.approx(expected)
+    assert METRICS["matthews"](labels, predicted) == pytest.approx(expected)
 
 
 def test_pearson() -> None:
-    labels, told = np.array([1.0, 2.0, 3.0, 6.0]), np.array([2.0, 1.0, 4.0, 5.0])
+    labels, predicted = np.array([1.0, 2.0, 3.0, 6.0]), np.array([2.0, 1.0, 4.0, 5.0])
     # deviations −2 −1 0 3 and −1 −2 1 2
-    assert METRICS["pearson"](labels, told) == pytest.approx((2 + 2 + 0 + 6) / math.sqrt(14 * 10))
-    assert METRICS["pearson"](labels, -told) == pytest.approx(-10 / math.sqrt(140))
+    assert METRICS["pearson"](labels, predicted) == pytest.approx((2 + 2 + 0 + 6) / math.sqrt(14 * 10))
+    assert METRICS["pearson"](labels, -predicted) == pytest.approx(-10 / math.sqrt(140))
 
 
 def test_spearman_is_the_correlation_of_ranks() -> None:
-    labels, told = np.array([0.1, 7.0, 7.0, 100.0]), np.array([3.0, 1.0, 5.0, 4.0])
+    labels, predicted = np.array([0.1, 7.0, 7.0, 100.0]), np.array([3.0, 1.0, 5.0, 4.0])
     ranks, others = np.array([1, 2.5, 2.5, 4]), np.array([2, 1, 4, 3])  # of equal ones the mean
     expected = np.corrcoef(ranks, others)[0, 1]
-    assert METRICS["spearman"](labels, told) == pytest.approx(expected)
-    assert METRICS["spearman"](labels, np.exp(told)) == pytest.approx(expected)
+    assert METRICS["spearman"](labels, predicted) == pytest.approx(expected)
+    assert METRICS["spearman"](labels, np.exp(predicted)) == pytest.approx(expected)
 
 
 @pytest.mark.filterwarnings("error")

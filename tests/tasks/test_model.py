@@ -14,12 +14,12 @@ from transformers import BertModel, GPT2Config, GPT2Model
 
 from megasparse.config.finetuning import HeadConfig
 from megasparse.hub.replace import mechanisms, replace_attention
-from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.ops.random import EVALUATION_STEP, RngContext
+from megasparse.tasks.backbones import Backbone, HuggingFaceBody
 from megasparse.tasks.batches import Inputs, Padded, collate
-from megasparse.tasks.bodies import Body, HuggingFaceBody
 from megasparse.tasks.encoding import Encoded, Segments
 from megasparse.tasks.forms.label_model import Head, TaskModel
-from megasparse.tasks.task import Place
+from megasparse.tasks.task import SourceLocation
 from tests.helpers.finetuning import bert, our_body
 
 LENGTHS = (30, 7, 1, 18, 44)
@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Slow(Body):
+class Slow(Backbone):
     """States are a function of the token alone; what stands behind the real ones is NaN."""
 
     width, vocabulary, longest = 6, 256, 64
@@ -43,7 +43,7 @@ class Slow(Body):
         self.table = torch.nn.Embedding(256, self.width)
         self.seen: list[Tensor | None] = []
 
-    def forward(self, read: Padded, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         self.seen.append(classes)
         places = torch.arange(read.tokens.shape[1])
         real = places < read.lengths.unsqueeze(1)
@@ -60,18 +60,18 @@ def encoded(number: int, length: int, label: int | float | None = 0, towers: int
     for tower in range(towers):
         ids = generator.integers(5, 60, length + 3 * tower)
         sequences.append(Segments(ids, (np.arange(len(ids)) > len(ids) // 2).astype(np.int64)))
-    return Encoded(tuple(sequences), label, Place(Path("made"), number + 1), str(number))
+    return Encoded(tuple(sequences), label, SourceLocation(Path("made"), number + 1), str(number))
 
 
-def evaluation(*samples: int) -> Draws:
-    return Draws(3, EVALUATION_STEP, torch.tensor(samples), training=False)
+def evaluation(*samples: int) -> RngContext:
+    return RngContext(3, EVALUATION_STEP, torch.tensor(samples), training=False)
 
 
-def training(*samples: int, step: int = 1) -> Draws:
-    return Draws(3, step, torch.tensor(samples), training=True)
+def training(*samples: int, step: int = 1) -> RngContext:
+    return RngContext(3, step, torch.tensor(samples), training=True)
 
 
-def model_of(body: Body, outputs: int = 3, towers: bool = False, **head: Any) -> TaskModel:
+def model_of(body: Backbone, outputs: int = 3, towers: bool = False, **head: Any) -> TaskModel:
     """Whose head tells examples well apart."""
     model = TaskModel(body, outputs, HeadConfig(**head), towers, seed=1)
     with torch.no_grad():
@@ -101,11 +101,11 @@ def test_classes_are_learned_by_cross_entropy() -> None:
     model, labels = model_of(Slow()), [0, 2, 1, 2, 0]
     inputs = collate([encoded(i, 5 + i, label) for i, label in enumerate(labels)], 64)
     objective, found = model(inputs, evaluation(*range(5)))
-    each = [-torch.log_softmax(row.double(), 0)[label] for row, label in zip(found["told"], labels, strict=True)]
-    assert found["told"].shape == (5, 3) and found["told"].dtype == torch.float32
+    each = [-torch.log_softmax(row.double(), 0)[label] for row, label in zip(found["predicted"], labels, strict=True)]
+    assert found["predicted"].shape == (5, 3) and found["predicted"].dtype == torch.float32
     assert objective.item() == pytest.approx(sum(each).item() / 5 + 0.25, rel=1e-6)  # type: ignore[union-attr]
     assert found["nats"].item() == pytest.approx(sum(each).item(), rel=1e-6)  # type: ignore[union-attr]
-    right = sum(int(row.argmax()) == label for row, label in zip(found["told"], labels, strict=True))
+    right = sum(int(row.argmax()) == label for row, label in zip(found["predicted"], labels, strict=True))
     assert found["tokens"] == 5 and found["accuracy"].item() == pytest.approx(right / 5)
 
 
@@ -113,7 +113,9 @@ def test_numbers_are_learned_by_squared_error() -> None:
     model, labels = model_of(Slow(), outputs=1), [0.5, -2.0, 3.25]
     inputs = collate([encoded(i, 5 + i, label) for i, label in enumerate(labels)], 64)
     objective, found = model(inputs, evaluation(0, 1, 2))
-    squares = [(told - label) ** 2 for told, label in zip(found["told"][:, 0].tolist(), labels, strict=True)]
+    squares = [
+        (predicted - label) ** 2 for predicted, label in zip(found["predicted"][:, 0].tolist(), labels, strict=True)
+    ]
     assert objective.item() == pytest.approx(sum(squares) / 3 + 0.25, rel=1e-5)
     assert found["nats"].item() == pytest.approx(sum(squares), rel=1e-5) and "accuracy" not in found
 
@@ -129,9 +131,9 @@ def test_the_tasks_part_has_its_weight() -> None:
 def test_without_labels_there_is_only_what_is_told() -> None:
     model = model_of(Slow())
     labelled = collate([encoded(0, 5, 1), encoded(1, 9, 0)], 64)
-    told = model(labelled, evaluation(0, 1))[1]["told"]
+    predicted = model(labelled, evaluation(0, 1))[1]["predicted"]
     objective, found = model(Inputs(labelled.sequences, None), evaluation(0, 1))
-    assert torch.equal(found["told"], told) and found["nats"] == 0 and objective.item() == 0.25
+    assert torch.equal(found["predicted"], predicted) and found["nats"] == 0 and objective.item() == 0.25
 
 
 def test_mechanisms_hear_of_classes_in_training_alone() -> None:
@@ -142,7 +144,7 @@ def test_mechanisms_hear_of_classes_in_training_alone() -> None:
     found = model(inputs, training(0, 1))[1]
     model_of(body, outputs=1)(collate([encoded(0, 5, 1.5)], 64), training(0))
     assert body.seen[0] is None and body.seen[1] is not None and body.seen[1].tolist() == [1, 0]
-    assert body.seen[2] is None and "told" not in found
+    assert body.seen[2] is None and "predicted" not in found
 
 
 def test_a_head_is_what_it_says() -> None:
@@ -209,7 +211,7 @@ def test_dropout_of_transformers_is_the_steps_own(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def body_of(kind: str, where: str, folder: Path) -> Body:
+def body_of(kind: str, where: str, folder: Path) -> Backbone:
     """Of ours, or of transformers with replaced attention; nothing dropped out."""
     if where == "ours":
         sketch = {"objective": "pooled", "labels": 3} if kind == "smart_bird" else {}
@@ -233,13 +235,13 @@ def test_what_an_example_is_told_depends_on_it_alone(kind: str, where: str, tmp_
     """Neither on what else is in the batch, nor on where it stands there, nor on padding."""
     model = model_of(body_of(kind, where, tmp_path))
     examples = [encoded(i, length, i % 3) for i, length in enumerate(LENGTHS)]
-    alone = torch.cat([model(collate([each], 64), evaluation(i))[1]["told"] for i, each in enumerate(examples)])
+    alone = torch.cat([model(collate([each], 64), evaluation(i))[1]["predicted"] for i, each in enumerate(examples)])
     assert alone.std(0).min() > 1e-3
     for order in ([0, 1, 2, 3, 4], [4, 2, 0], [3, 1], [2, 2]):
-        told = model(collate([examples[i] for i in order], 64), evaluation(*order))[1]["told"]
-        assert (told - alone[order]).abs().max() < 1e-5
-    told = model(collate([examples[i] for i in (1, 3)], 64), evaluation(70, 71))[1]["told"]
-    assert (told - alone[[1, 3]]).abs().max() < 1e-5
+        predicted = model(collate([examples[i] for i in order], 64), evaluation(*order))[1]["predicted"]
+        assert (predicted - alone[order]).abs().max() < 1e-5
+    predicted = model(collate([examples[i] for i in (1, 3)], 64), evaluation(70, 71))[1]["predicted"]
+    assert (predicted - alone[[1, 3]]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(("kind", "where"), [("full", "ours"), ("lsh", "ours"), ("full", "kept"), ("lha", "replaced")])
@@ -248,13 +250,13 @@ def test_what_stands_behind_an_example_is_not_read(kind: str, where: str, tmp_pa
     inputs = collate([encoded(0, 30), encoded(1, 7)], 64)
     (read,) = inputs.sequences
     noise = Padded(read.tokens.masked_fill(read.tokens == 0, 9), read.types, read.lengths)
-    first, second = (model(Inputs((each,), None), evaluation(0, 1))[1]["told"] for each in (read, noise))
+    first, second = (model(Inputs((each,), None), evaluation(0, 1))[1]["predicted"] for each in (read, noise))
     assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("where", ["ours", "reversible", "transformers"])
 def test_a_decoders_last_state_is_that_of_the_text_alone(where: str) -> None:
-    body: Body
+    body: Backbone
     if where == "transformers":
         torch.manual_seed(0)
         gpt = GPT2Model(GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4))
@@ -268,7 +270,7 @@ def test_a_decoders_last_state_is_that_of_the_text_alone(where: str) -> None:
     assert model.pooling == "last"
     examples = [encoded(i, length) for i, length in enumerate(LENGTHS)]
     inputs = collate(examples, 64)
-    told = model(inputs, evaluation(*range(5)))[1]["told"]
+    predicted = model(inputs, evaluation(*range(5)))[1]["predicted"]
     states = body(inputs.sequences[0], evaluation(*range(5)), None)[0]
     for row, (each, length) in enumerate(zip(examples, LENGTHS, strict=True)):
         ids = torch.from_numpy(each.sequences[0].tokens).unsqueeze(0)
@@ -276,7 +278,7 @@ def test_a_decoders_last_state_is_that_of_the_text_alone(where: str) -> None:
         own = body(read, evaluation(row), None)[0]
         assert own.shape == (1, length, body.width) and (states[row, :length] - own[0]).abs().max() < 1e-5
         expected = model.head([own[:, -1]], evaluation(row))
-        assert (told[row] - expected[0]).abs().max() < 1e-5
+        assert (predicted[row] - expected[0]).abs().max() < 1e-5
 
 
 def test_a_decoders_last_state_has_read_the_last_token() -> None:
@@ -284,17 +286,17 @@ def test_a_decoders_last_state_has_read_the_last_token() -> None:
     ids = torch.arange(5, 17).unsqueeze(0)
     other = ids.clone()
     other[0, -1] = 40
-    told = [
-        model.told(Inputs((Padded(each, ids * 0, torch.tensor([12])),), None), evaluation(0))[0]
+    predicted = [
+        model.predicted(Inputs((Padded(each, ids * 0, torch.tensor([12])),), None), evaluation(0))[0]
         for each in (ids, other)
     ]
-    assert (told[0] - told[1]).abs().max() > 1e-3
+    assert (predicted[0] - predicted[1]).abs().max() > 1e-3
 
 
 def test_towers_read_each_text_apart() -> None:
     model = model_of(our_body(dropout=0.0), outputs=2, towers=True)
     examples = [encoded(i, length, 0, towers=2) for i, length in enumerate((20, 9, 14))]
-    told = model(collate(examples, 64), evaluation(0, 1, 2))[1]["told"]
+    predicted = model(collate(examples, 64), evaluation(0, 1, 2))[1]["predicted"]
     for row, each in enumerate(examples):
         pooled = []
         for sequence in each.sequences:
@@ -302,7 +304,7 @@ def test_towers_read_each_text_apart() -> None:
             read = Padded(ids, torch.zeros_like(ids), torch.tensor([ids.shape[1]]))
             pooled.append(model.body(read, evaluation(row), None)[0].mean(1))
         expected = model.head(pooled, evaluation(row))
-        assert (told[row] - expected[0]).abs().max() < 1e-5
+        assert (predicted[row] - expected[0]).abs().max() < 1e-5
 
 
 def test_token_types_reach_models_that_have_them(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ from torch import Tensor
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.finetuning import HeadConfig, RecommendationConfig
 from megasparse.errors import ConfigError
-from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.batches import Padded
 from megasparse.tasks.encoding import Encoded
-from megasparse.tasks.fitting import predict
 from megasparse.tasks.forms.news_recommendation import Impressions, NewsRecommender, drawn_negatives
 from megasparse.tasks.forms.ranking import Impression
+from megasparse.tasks.memory_check import predict
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.run import TaskRun
-from megasparse.tasks.scoring import tell
+from megasparse.tasks.scoring import predict_examples
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import ENCODER, launch, opened, our_body
 from tests.helpers.mind import mind
@@ -59,12 +59,12 @@ def straight_scores(model: NewsRecommender, example: Encoded) -> Tensor:
     """One impression, every title and every head by itself, nothing padded."""
     assert isinstance(example, Impression)
     weights = {name: value.detach() for name, value in model.named_parameters()}
-    draws = Draws(0, EVALUATION_STEP, torch.zeros(1, dtype=torch.int64), training=False)
+    rng = RngContext(0, EVALUATION_STEP, torch.zeros(1, dtype=torch.int64), training=False)
 
     def vector(news: Any) -> Tensor:
         tokens = torch.from_numpy(news.tokens).unsqueeze(0)
         read = Padded(tokens, torch.zeros_like(tokens), torch.tensor([tokens.shape[1]]))
-        return pooled(model.body(read, draws, None)[0][0].detach(), weights, "news")
+        return pooled(model.body(read, rng, None)[0][0].detach(), weights, "news")
 
     user = weights["unknown_user"]
     if example.history:
@@ -81,23 +81,23 @@ def straight_scores(model: NewsRecommender, example: Encoded) -> Tensor:
 
 def evaluated(run: TaskRun, examples: Sequence[Encoded]) -> tuple[list[Tensor], dict[str, Any]]:
     run.model.eval()
-    draws = Draws(0, EVALUATION_STEP, torch.arange(len(examples)), training=False)
+    rng = RngContext(0, EVALUATION_STEP, torch.arange(len(examples)), training=False)
     with torch.no_grad():
-        found = run.model(run.form.collate(examples), draws)[1]
-    return found["told"], found
+        found = run.model(run.form.collate(examples), rng)[1]
+    return found["predicted"], found
 
 
 def trained(run: TaskRun, examples: Sequence[Encoded], step: int = 1, first: int = 0, **given: Any) -> Any:
     run.model.train()
-    draws = Draws(run.config.run.seed, step, torch.arange(first, first + len(examples)), training=True)
-    return run.model(run.form.collate(examples), draws, **given)
+    rng = RngContext(run.config.run.seed, step, torch.arange(first, first + len(examples)), training=True)
+    return run.model(run.form.collate(examples), rng, **given)
 
 
 def test_scores_and_costs_are_those_of_a_straight_computation(run: TaskRun) -> None:
-    told, found = evaluated(run, run.validation)
+    predicted, found = evaluated(run, run.validation)
     assert {bool(getattr(each, "history", None)) for each in run.validation} == {True, False}
-    assert len({len(each) for each in told}) > 1
-    for example, scores, cost in zip(run.validation, told, found["costs"].tolist(), strict=True):
+    assert len({len(each) for each in predicted}) > 1
+    for example, scores, cost in zip(run.validation, predicted, found["costs"].tolist(), strict=True):
         expected = straight_scores(run.model, example)
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
         others = [score for score, label in zip(expected, example.label, strict=True) if not label]
@@ -115,7 +115,7 @@ def test_a_training_step_learns_each_click_among_the_drawn_news(run: TaskRun) ->
     examples = run.train[:5]
     objective, found = trained(run, examples)
     batch = run.form.collate(examples)
-    rows, chosen = drawn_negatives(batch, Draws(0, 1, torch.arange(5), training=True), 3)
+    rows, chosen = drawn_negatives(batch, RngContext(0, 1, torch.arange(5), training=True), 3)
     costs = []
     for row, news in zip(rows.tolist(), chosen, strict=True):
         scores = straight_scores(run.model, examples[row])
@@ -149,7 +149,7 @@ def test_every_news_is_read_once_and_in_training_only_what_is_needed(
     batch = run.form.collate(examples)
     trained(run, examples)
     hook.remove()
-    _, chosen = drawn_negatives(batch, Draws(0, 1, torch.arange(6), training=True), 3)
+    _, chosen = drawn_negatives(batch, RngContext(0, 1, torch.arange(6), training=True), 3)
     clicked = {place for row, count in zip(batch.history, batch.clicks, strict=True) for place in row[:count].tolist()}
     assert read == [len(texts), len(clicked | set(chosen.flatten().tolist()))]
 
@@ -170,7 +170,7 @@ def shown(counts: list[int], clicked: list[list[int]]) -> Impressions:
 def test_negatives_are_others_of_the_impression_each_once_while_there_are_enough() -> None:
     batch = shown([9, 3, 5], [[2, 4], [0], [1, 2, 3, 4]])
     for step in range(30):
-        rows, news = drawn_negatives(batch, Draws(5, step, torch.arange(3), training=True), 4)
+        rows, news = drawn_negatives(batch, RngContext(5, step, torch.arange(3), training=True), 4)
         assert rows.tolist() == [0, 0, 1, 2, 2, 2, 2] and news.shape == (7, 5)
         assert news[:, 0].tolist() == [2, 4, 9, 19, 20, 21, 22]
         for row in news[:2, 1:].tolist():
@@ -182,7 +182,7 @@ def test_negatives_are_others_of_the_impression_each_once_while_there_are_enough
 def test_negatives_are_equally_likely_and_drawn_anew_each_step_and_click() -> None:
     batch, counts, seen = shown([9], [[2, 4]]), Counter[int](), set()
     for step in range(700):
-        _, news = drawn_negatives(batch, Draws(5, step, torch.tensor([11]), training=True), 4)
+        _, news = drawn_negatives(batch, RngContext(5, step, torch.tensor([11]), training=True), 4)
         counts.update(news[:, 1:].flatten().tolist())
         seen.add(tuple(news[0, 1:].tolist()) == tuple(news[1, 1:].tolist()))
     assert False in seen and set(counts) == {0, 1, 3, 5, 6, 7, 8}
@@ -194,7 +194,7 @@ def test_a_draw_depends_on_seed_step_and_sample_alone() -> None:
     one, both = shown([9], [[2, 4]]), shown([7, 9], [[1], [2, 4]])
 
     def of(batch: Impressions, samples: list[int], seed: int = 5, step: int = 3) -> list[list[int]]:
-        return drawn_negatives(batch, Draws(seed, step, torch.tensor(samples), training=True), 4)[1].tolist()
+        return drawn_negatives(batch, RngContext(seed, step, torch.tensor(samples), training=True), 4)[1].tolist()
 
     own = of(one, [17])
     assert own == of(one, [17]) == [[news - 9 for news in row] for row in of(both, [16, 17])[1:]]
@@ -267,8 +267,8 @@ def test_other_mechanisms_read_histories(tmp_path: Path, kind: str) -> None:
     run = run_of(tmp_path, task=own)
     trained(run, run.train)[0].backward()
     assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in run.model.parameters())
-    told, _ = evaluated(run, run.validation)
-    assert all(bool(torch.isfinite(each).all()) for each in told)
+    predicted, _ = evaluated(run, run.validation)
+    assert all(bool(torch.isfinite(each).all()) for each in predicted)
 
 
 def test_a_smart_bird_sketch_reads_titles_and_learns(tmp_path: Path) -> None:
@@ -316,8 +316,10 @@ TRAINING = {
 def test_it_learns_what_a_user_clicks_by_what_they_clicked(tmp_path: Path) -> None:
     folder = mind(tmp_path / "mind", 400, 80, each=8, cold=0.0)
     start = opened(tmp_path / "none", folder, **TRAINING)
-    told = tell(start.model.eval(), start.form, start.validation, start.config, Ranks())
-    answers = [start.form.answer(*each) for each in zip(start.validation, [own.values for own in told], strict=True)]
+    predicted = predict_examples(start.model.eval(), start.form, start.validation, start.config, Ranks())
+    answers = [
+        start.form.answer(*each) for each in zip(start.validation, [own.values for own in predicted], strict=True)
+    ]
     before = start.form.measures(start.validation, answers)
     lines = launch(tmp_path / "run", folder, **TRAINING)
     after = {name: lines[-1][f"evaluation/{name}"] for name in ("auc", "mrr", "ndcg5", "ndcg10")}

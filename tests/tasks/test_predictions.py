@@ -12,12 +12,12 @@ import pytest
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError, UserError
 from megasparse.evaluation.outputs import require_writable, whole_file
-from megasparse.tasks import PLACES, build_task
+from megasparse.tasks import TASK_MODULES, build_task
 from megasparse.tasks.encoding import Encoded, Segments
 from megasparse.tasks.form import Form
 from megasparse.tasks.predictions import FORMS, predictions, write_predictions
-from megasparse.tasks.scoring import Told
-from megasparse.tasks.task import Place, Task
+from megasparse.tasks.scoring import Prediction
+from megasparse.tasks.task import SourceLocation, Task
 from tests.helpers.finetuning import ENCODER, configured, form_for
 
 CLASSES = ["bad", "so, so", "good"]
@@ -25,7 +25,7 @@ CLASSES = ["bad", "so, so", "good"]
 
 def encoded(name, label, line=None):
     ids = np.array([1, 2])
-    return Encoded((Segments(ids, ids * 0),), label, Place(Path("new.csv"), line), name)
+    return Encoded((Segments(ids, ids * 0),), label, SourceLocation(Path("new.csv"), line), name)
 
 
 def form_of_labels(labels):
@@ -35,27 +35,27 @@ def form_of_labels(labels):
 OF_CLASSES, OF_NUMBERS = form_of_labels(CLASSES), form_of_labels([])
 
 
-def told(*values):
-    return Told(np.array(values), math.nan, math.nan)
+def predicted(*values):
+    return Prediction(np.array(values), math.nan, math.nan)
 
 
 def told_of_classes():
     return predictions(
-        OF_CLASSES, [encoded("a", 2, 2), encoded("b", None)], [told(1.0, 0.0, -1.0), told(0.0, 3.0, 5.0)]
+        OF_CLASSES, [encoded("a", 2, 2), encoded("b", None)], [predicted(1.0, 0.0, -1.0), predicted(0.0, 3.0, 5.0)]
     )
 
 
 def told_of_numbers():
-    return predictions(OF_NUMBERS, [encoded("7", 2.5, 1)], [told(0.1)])
+    return predictions(OF_NUMBERS, [encoded("7", 2.5, 1)], [predicted(0.1)])
 
 
 class Lists(Form):
     """What is told is a list, or an object, or a text."""
 
-    encoder = model = collate = made_up = None
+    encoder = model = collate = dummy_batch = None
 
-    def answer(self, example, told):
-        return told.tolist()
+    def answer(self, example, predicted):
+        return predicted.tolist()
 
 
 LISTS = Lists(None, None)
@@ -64,12 +64,12 @@ LISTS = Lists(None, None)
 def test_a_row_has_the_names_of_classes_and_their_probabilities():
     first, second = told_of_classes()
     probabilities = first.pop("probabilities")
-    assert first == {"name": "a", "file": "new.csv", "line": 2, "label": "good", "told": "bad"}
+    assert first == {"name": "a", "file": "new.csv", "line": 2, "label": "good", "predicted": "bad"}
     total = math.e + 1 + 1 / math.e
     assert list(probabilities) == CLASSES
     assert list(probabilities.values()) == pytest.approx([math.e / total, 1 / total, 1 / math.e / total])
-    assert (second["line"], second["label"], second["told"]) == (None, None, "good")
-    row = {"name": "7", "file": "new.csv", "line": 1, "label": 2.5, "told": 0.1, "probabilities": None}
+    assert (second["line"], second["label"], second["predicted"]) == (None, None, "good")
+    row = {"name": "7", "file": "new.csv", "line": 1, "label": 2.5, "predicted": 0.1, "probabilities": None}
     assert told_of_numbers() == [row]
 
 
@@ -80,13 +80,13 @@ def test_forms_by_suffix(tmp_path):
     assert [json.loads(line) for line in (tmp_path / "new" / "out.jsonl").read_text().splitlines()] == rows
     with open(tmp_path / "new" / "out.csv", newline="") as stream:
         header, *lines = csv.reader(stream)
-    assert header == ["name", "told", "probability of bad", "probability of so, so", "probability of good"]
+    assert header == ["name", "predicted", "probability of bad", "probability of so, so", "probability of good"]
     assert [line[:2] for line in lines] == [["a", "bad"], ["b", "good"]]
     assert [float(value) for value in lines[1][2:]] == list(rows[1]["probabilities"].values())
     assert (tmp_path / "new" / "out.tsv").read_text() == "index\tprediction\na\tbad\nb\tgood\n"
     assert json.loads((tmp_path / "new" / "out.json").read_text()) == {"a": "bad", "b": "good"}
     assert (tmp_path / "new" / "out.txt").read_text() == "bad\ngood\n"
-    for suffix, text in ((".csv", "name,told\n7,0.1\n"), (".txt", "0.1\n")):
+    for suffix, text in ((".csv", "name,predicted\n7,0.1\n"), (".txt", "0.1\n")):
         write_predictions(tmp_path / f"numbers{suffix}", told_of_numbers(), OF_NUMBERS)
         assert (tmp_path / f"numbers{suffix}").read_text() == text
     write_predictions(tmp_path / "numbers.json", told_of_numbers(), OF_NUMBERS)
@@ -95,29 +95,31 @@ def test_forms_by_suffix(tmp_path):
 
 def test_a_row_of_another_form_has_its_label_and_what_is_told():
     """Lists, in their order, on the examples' own numbers of values."""
-    rows = predictions(LISTS, [encoded("a", [3.0]), encoded("b", None, 4)], [told(1.0, 2.0), told(0.5)])
+    rows = predictions(LISTS, [encoded("a", [3.0]), encoded("b", None, 4)], [predicted(1.0, 2.0), predicted(0.5)])
     assert rows == [
-        {"name": "a", "file": "new.csv", "line": None, "label": [3.0], "told": [1.0, 2.0]},
-        {"name": "b", "file": "new.csv", "line": 4, "label": None, "told": [0.5]},
+        {"name": "a", "file": "new.csv", "line": None, "label": [3.0], "predicted": [1.0, 2.0]},
+        {"name": "b", "file": "new.csv", "line": 4, "label": None, "predicted": [0.5]},
     ]
 
 
 def test_lists_in_every_form(tmp_path):
-    rows = predictions(LISTS, [encoded("a", None), encoded("b", None)], [told(1.0, 2.0), told(0.5)])
+    rows = predictions(LISTS, [encoded("a", None), encoded("b", None)], [predicted(1.0, 2.0), predicted(0.5)])
     for suffix in FORMS:
         write_predictions(tmp_path / f"out{suffix}", rows, LISTS)
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
     assert json.loads((tmp_path / "out.json").read_text()) == {"a": [1.0, 2.0], "b": [0.5]}
     with open(tmp_path / "out.csv", newline="") as stream:
         header, *lines = csv.reader(stream)
-    assert header == ["name", "told"] and [json.loads(line[1]) for line in lines] == [[1.0, 2.0], [0.5]]
+    assert header == ["name", "predicted"] and [json.loads(line[1]) for line in lines] == [[1.0, 2.0], [0.5]]
     assert (tmp_path / "out.tsv").read_text() == "index\tprediction\na\t[1.0, 2.0]\nb\t[0.5]\n"
 
 
 def test_a_text_takes_one_line_and_keeps_its_characters(tmp_path):
     """So that line i is example i's, whatever is told: as sacreBLEU and MIND's files have it."""
     texts = ["ein Haus,\n\tein “Baum”\r\n", "", "a\u2028b\x85c\x0bd"]
-    rows = [{"name": str(i), "file": "new.csv", "line": None, "label": None, "told": t} for i, t in enumerate(texts)]
+    rows = [
+        {"name": str(i), "file": "new.csv", "line": None, "label": None, "predicted": t} for i, t in enumerate(texts)
+    ]
     write_predictions(tmp_path / "out.txt", rows, LISTS)
     assert (tmp_path / "out.txt").read_text(encoding="utf-8").split("\n") == ["ein Haus, ein “Baum”", "", "a b c d", ""]
     write_predictions(tmp_path / "out.json", rows, LISTS)
@@ -127,14 +129,16 @@ def test_a_text_takes_one_line_and_keeps_its_characters(tmp_path):
 def test_a_form_has_its_own_line(tmp_path):
     class Ranks(Lists):
         def line(self, row):
-            return f"{row['name']} {row['told']}"
+            return f"{row['name']} {row['predicted']}"
 
     write_predictions(tmp_path / "out.txt", told_of_numbers(), Ranks(None, None))
     assert (tmp_path / "out.txt").read_text() == "7 0.1\n"
 
 
 def test_a_name_that_comes_twice_is_refused_where_one_would_be_lost(tmp_path):
-    rows = predictions(OF_NUMBERS, [encoded("7", 2.5, 1), encoded("8", 0.5, 2), encoded("7", 1.5, 3)], [told(0.1)] * 3)
+    rows = predictions(
+        OF_NUMBERS, [encoded("7", 2.5, 1), encoded("8", 0.5, 2), encoded("7", 1.5, 3)], [predicted(0.1)] * 3
+    )
     with pytest.raises(DataError, match=r'^new\.csv:3: .*"7".*twice.*\.jsonl'):
         write_predictions(tmp_path / "out.json", rows, OF_NUMBERS)
     assert not list(tmp_path.iterdir())
@@ -146,7 +150,7 @@ def test_what_a_form_cannot_hold_is_refused_and_the_old_file_stays(tmp_path):
     out = tmp_path / "out.tsv"
     out.write_text("old")
     rows = told_of_classes()
-    rows[1]["told"] = "a\tb"
+    rows[1]["predicted"] = "a\tb"
     with pytest.raises(DataError, match="has a tab"):
         write_predictions(out, rows, OF_CLASSES)
     assert out.read_text() == "old"
@@ -173,7 +177,7 @@ def test_outputs_are_refused_before_the_work(tmp_path):
 
 def of_texts():
     """Names of the tasks whose examples are one text, or two."""
-    for name, place in PLACES.items():
+    for name, place in TASK_MODULES.items():
         kinds = vars(importlib.import_module(f"megasparse.tasks.readers.{place}")).values()
         tasks = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Task)]
         if any(kind.form in ("labels", "texts") for kind in tasks if getattr(kind, "name", None) == name):

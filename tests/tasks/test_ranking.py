@@ -22,7 +22,7 @@ from megasparse.tasks.forms.ranking import Impression, RankingEncoder, RankingFo
 from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS
 from megasparse.tasks.predictions import write_predictions
 from megasparse.tasks.ranking_metrics import ranking
-from megasparse.tasks.task import Example, Place
+from megasparse.tasks.task import Example, SourceLocation
 from tests.helpers.finetuning import ENCODER, configured, our_body
 
 NAMES = ("auc", "mrr", "ndcg5", "ndcg10")
@@ -102,7 +102,7 @@ def encoder(**changes: Any) -> RankingEncoder:
 
 def example(history: tuple[str, ...], shown: tuple[str, ...], label: Any = None, number: int = 1) -> Example:
     inputs: Any = (history, shown)
-    return Example(inputs, label, Place(Path("behaviors.tsv"), number), f"I{number}")
+    return Example(inputs, label, SourceLocation(Path("behaviors.tsv"), number), f"I{number}")
 
 
 EXAMPLES = [
@@ -178,7 +178,7 @@ def test_the_fingerprint_tells_what_is_learned_from(changed: Example) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_made_up_batch_is_as_large_as_told(tmp_path: Path, batch: int) -> None:
-    made = form(tmp_path).made_up(our_body(), batch, 16)
+    made = form(tmp_path).dummy_batch(our_body(), batch, 16)
     assert made.news.tokens.shape == (batch * 43, 16) and made.clicked is not None
     assert made.history.shape == (batch, 3) and made.candidates.shape == made.clicked.shape == (batch, 40)
     assert torch.cat([made.history, made.candidates], dim=1).unique().numel() == batch * 43
@@ -189,9 +189,9 @@ def test_a_txt_file_is_the_official_submission(tmp_path: Path) -> None:
     """Scored as the official evaluate.py does: each candidate's score is 1/rank."""
     own, (labels, scores) = form(tmp_path), impressions(20, tied=True)
     rows = []
-    for number, (clicked, told) in enumerate(zip(labels, scores, strict=True), start=1):
-        one = Encoded((), clicked, Place(Path("f"), number), str(number))
-        rows.append({"name": one.name, "file": "f", "line": number, **own.row(one, np.array(told))})
+    for number, (clicked, predicted) in enumerate(zip(labels, scores, strict=True), start=1):
+        one = Encoded((), clicked, SourceLocation(Path("f"), number), str(number))
+        rows.append({"name": one.name, "file": "f", "line": number, **own.row(one, np.array(predicted))})
     write_predictions(tmp_path / "prediction.txt", rows, own)
     lines = (tmp_path / "prediction.txt").read_text().splitlines()
     submitted = []
@@ -207,7 +207,7 @@ def test_a_txt_file_is_the_official_submission(tmp_path: Path) -> None:
 
 def test_a_submission_by_hand_and_other_files(tmp_path: Path) -> None:
     own = form(tmp_path)
-    one = Encoded((), None, Place(Path("f"), 7), "12")
+    one = Encoded((), None, SourceLocation(Path("f"), 7), "12")
     row = {"name": "12", "file": "f", "line": 7, **own.row(one, np.array([0.5, -1.0, 3.0]))}
     assert row["label"] is None and own.answer(one, np.array([0.5, -1.0])) == (0.5, -1.0)
     assert own.line(row) == "12 [2,3,1]"

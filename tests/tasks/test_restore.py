@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megasparse.errors import CheckpointError, ConfigError
-from megasparse.tasks.predictions import read, told
+from megasparse.tasks.predictions import predicted, read
 from megasparse.tasks.readers.sentence_polarity import SentencePolarity
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.scoring import answers
@@ -18,7 +18,7 @@ from tests.helpers.hub import checkpoint, encoder
 def scores(run, file):
     found = restore_task(run)
     examples = read(found, list(found.task.read(file)), "new", lambda line: None)
-    return found, found.form.measures(examples, answers(found.form, examples, told(found, examples)))
+    return found, found.form.measures(examples, answers(found.form, examples, predicted(found, examples)))
 
 
 def files(folder):
@@ -57,7 +57,7 @@ def test_draws_depend_on_the_seed_that_is_given(trained):
     for seed, override in ((None, []), (0, []), (1, []), (None, ["run.seed=1"])):
         found = restore_task(trained / "run", override)
         examples = read(found, list(found.task.read(trained / "validation.csv")), "new", lambda line: None)
-        tables.append(np.stack([each.values for each in told(found, examples, seed)]))
+        tables.append(np.stack([each.values for each in predicted(found, examples, seed)]))
     assert (tables[0] == tables[1]).all()
     assert (tables[2] == tables[3]).all()
     assert (tables[1] != tables[2]).any()

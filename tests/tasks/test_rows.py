@@ -9,7 +9,7 @@ import pytest
 
 from megasparse.errors import DataError
 from megasparse.tasks.readers.rows import comma_separated, field, json_lines, lines, tab_separated
-from megasparse.tasks.task import Place
+from megasparse.tasks.task import SourceLocation
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_line_that_is_no_object_of_json_is_refused(file, line, problem):
 
 
 def test_a_missing_column_is_named_with_its_nearest(file):
-    place = Place(file, 3)
+    place = SourceLocation(file, 3)
     assert field({"text": "a"}, "text", place) == "a"
     with pytest.raises(DataError) as caught:
         field({"text": "a", "label": "b"}, "texts", place)

@@ -15,7 +15,7 @@ from megasparse.tasks.encoding import Encoded
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import open_run
-from megasparse.tasks.scoring import answers, tell
+from megasparse.tasks.scoring import answers, predict_examples
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.ranks import Ranks
@@ -92,8 +92,8 @@ def test_a_finished_runs_checkpoint_tells_what_the_run_told(name: str, place: Pa
     found = restore_task(run)
     assert found.checkpoint.step == best["step"]
     made = opened(run, place / "reviews.csv", **starts(place)[name])
-    told = tell(found.model, found.form, made.validation, found.config, Ranks())
-    measured = found.form.measures(made.validation, answers(found.form, made.validation, told))
+    predicted = predict_examples(found.model, found.form, made.validation, found.config, Ranks())
+    measured = found.form.measures(made.validation, answers(found.form, made.validation, predicted))
     assert measured == {name: best["scalars"][f"evaluation/{name}"] for name in ("accuracy", "macro_f1")}
 
 
@@ -101,7 +101,7 @@ def test_a_finished_runs_checkpoint_tells_what_the_run_told(name: str, place: Pa
 def told_metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """What validations tell in turn as accuracy, in place of what they measure."""
     values: list[float] = []
-    monkeypatch.setitem(METRICS, "accuracy", lambda labels, told: values.pop(0))
+    monkeypatch.setitem(METRICS, "accuracy", lambda labels, predicted: values.pop(0))
     yield values
 
 

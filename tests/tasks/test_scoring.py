@@ -15,10 +15,10 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.tasks.batches import Inputs
 from megasparse.tasks.encoding import Encoded, Segments
 from megasparse.tasks.form import Form
-from megasparse.tasks.scoring import Told, answers, tell, validation
-from megasparse.tasks.task import Place
+from megasparse.tasks.scoring import Prediction, answers, predict_examples, validation
+from megasparse.tasks.task import SourceLocation
 from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.watch import StopWanted, Watch
+from megasparse.training.stopping.hooks import RunHooks, StopWanted
 from tests.helpers.finetuning import ENCODER, configured, form_for, opened, our_body, reviews, table
 from tests.helpers.ranks_in_threads import run_in_threads
 
@@ -29,7 +29,7 @@ def examples() -> list[Encoded]:
     made = []
     for number, length in enumerate(LENGTHS):
         ids = np.full(length, number)
-        made.append(Encoded((Segments(ids, ids * 0),), number % 2, Place(Path("made"), 1), str(number)))
+        made.append(Encoded((Segments(ids, ids * 0),), number % 2, SourceLocation(Path("made"), 1), str(number)))
     return made
 
 
@@ -45,11 +45,11 @@ class Score:
     def __init__(self) -> None:
         self.batches: list[tuple[list[int], int]] = []
 
-    def __call__(self, inputs: Any, draws: Any) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, inputs: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
         (read,) = inputs.sequences
-        assert isinstance(inputs, Inputs) and not draws.training
-        self.batches.append((draws.samples.tolist(), read.tokens.shape[1]))
-        return None, {"told": torch.stack([read.tokens[:, 0].float(), read.lengths.float()], dim=1)}
+        assert isinstance(inputs, Inputs) and not rng.training
+        self.batches.append((rng.samples.tolist(), read.tokens.shape[1]))
+        return None, {"predicted": torch.stack([read.tokens[:, 0].float(), read.lengths.float()], dim=1)}
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 16])
@@ -59,12 +59,14 @@ def test_every_example_is_told_its_own_on_every_rank(tmp_path: Path, batch: int,
 
     def work(own: Ranks) -> tuple[list[Any], list[Any]]:
         score = Score()
-        return [each.values.tolist() for each in tell(score, form_for(config), examples(), config, own)], score.batches
+        return [
+            each.values.tolist() for each in predict_examples(score, form_for(config), examples(), config, own)
+        ], score.batches
 
     found = run_in_threads(work, ranks) if ranks > 1 else [work(Ranks())]
     assert not [each for each in found if isinstance(each, Exception)]
-    for told, _ in found:
-        assert told == [[float(number), float(length)] for number, length in enumerate(LENGTHS)]
+    for predicted, _ in found:
+        assert predicted == [[float(number), float(length)] for number, length in enumerate(LENGTHS)]
     assert len({len(batches) for _, batches in found}) == 1  # else one rank would wait for ever
     scored = {number for _, batches in found for numbers, _ in batches for number in numbers}
     assert scored == set(range(len(LENGTHS)))
@@ -72,27 +74,27 @@ def test_every_example_is_told_its_own_on_every_rank(tmp_path: Path, batch: int,
 
 def test_the_longest_come_first_and_batches_have_little_padding(tmp_path: Path) -> None:
     config, score = settled(tmp_path, batch=2), Score()
-    told = tell(score, form_for(config), examples(), config, Ranks())
-    assert {each.values.dtype for each in told} == {np.dtype(np.float64)}
+    predicted = predict_examples(score, form_for(config), examples(), config, Ranks())
+    assert {each.values.dtype for each in predicted} == {np.dtype(np.float64)}
     assert [width for _, width in score.batches] == [40, 24, 8, 8]
 
 
 def test_a_pause_comes_before_each_batch(tmp_path: Path) -> None:
     config, score, pauses = settled(tmp_path), Score(), []
-    tell(score, form_for(config), examples(), config, Ranks(), lambda: pauses.append(len(score.batches)))
+    predict_examples(score, form_for(config), examples(), config, Ranks(), lambda: pauses.append(len(score.batches)))
     assert pauses == [0, 1]
 
 
-def of(*rows: list[float]) -> list[Told]:
-    return [Told(np.array(row), math.nan, math.nan) for row in rows]
+def of(*rows: list[float]) -> list[Prediction]:
+    return [Prediction(np.array(row), math.nan, math.nan) for row in rows]
 
 
 def test_answers_and_measures(tmp_path: Path) -> None:
     made = examples()[:4]  # labels 0 1 0 1
-    told = of([2.0, 1.0], [0.0, 3.0], [-1.0, 0.5], [-5.0, -4.0])
+    predicted = of([2.0, 1.0], [0.0, 3.0], [-1.0, 0.5], [-5.0, -4.0])
     form = form_for(settled(tmp_path))
     form.task.metrics = ("accuracy", "f1")
-    found = answers(form, made, told)
+    found = answers(form, made, predicted)
     assert found == [0, 1, 1, 1]
     assert form.measures(made, found) == {"accuracy": 0.75, "f1": pytest.approx(2 * 2 / (2 * 2 + 1))}
     form = form_for(settled(tmp_path, labels=[]))
@@ -110,10 +112,10 @@ class FakeEngine:
     def __init__(self, model: torch.nn.Module):
         self.module = model
 
-    def evaluate(self, inputs: Any, draws: Any) -> Any:
+    def evaluate(self, inputs: Any, rng: Any) -> Any:
         assert not self.module.training
         with torch.no_grad():
-            return self.module(inputs, draws)
+            return self.module(inputs, rng)
 
 
 def test_validation_comes_when_it_is_due_and_tells_the_tasks_loss_and_metrics(tmp_path: Path) -> None:
@@ -122,16 +124,18 @@ def test_validation_comes_when_it_is_due_and_tells_the_tasks_loss_and_metrics(tm
     run = opened(tmp_path / "run", reviews(tmp_path / "table.csv", 40), model=model, task={"max_length": 128},
                  evaluation={"every": 4}, training={"steps": 6})  # fmt: skip
     run.model.train()
-    validate = validation(run, FakeEngine(run.model), Watch())  # type: ignore[arg-type]
+    validate = validation(run, FakeEngine(run.model), RunHooks())  # type: ignore[arg-type]
     due = {step: validate(step) for step in range(1, 7)}
     assert [step for step in due if due[step]] == [4, 6] and run.model.training
     assert due[4] == due[6] and set(due[4]) == {"evaluation/loss", "evaluation/accuracy", "evaluation/macro_f1"}
-    table = tell(FakeEngine(run.model.eval()).evaluate, run.form, run.validation, run.config, Ranks())
-    told = torch.from_numpy(np.stack([each.values for each in table]))
+    table = predict_examples(FakeEngine(run.model.eval()).evaluate, run.form, run.validation, run.config, Ranks())
+    predicted = torch.from_numpy(np.stack([each.values for each in table]))
     labels = [each.label for each in run.validation]
-    nats = [-math.log(torch.softmax(row, 0)[int(label or 0)].item()) for row, label in zip(told, labels, strict=True)]
+    nats = [
+        -math.log(torch.softmax(row, 0)[int(label or 0)].item()) for row, label in zip(predicted, labels, strict=True)
+    ]
     assert due[4]["evaluation/loss"] == pytest.approx(sum(nats) / len(nats))
-    right = sum(int(row.argmax()) == label for row, label in zip(told, labels, strict=True))
+    right = sum(int(row.argmax()) == label for row, label in zip(predicted, labels, strict=True))
     assert due[4]["evaluation/accuracy"] == right / len(labels)
 
 
@@ -143,27 +147,30 @@ def test_a_stop_breaks_a_validation_off_and_training_goes_on(tmp_path: Path) -> 
     run.model.train()
     engine = FakeEngine(run.model)
     with pytest.raises(StopWanted):
-        validation(run, engine, Watch(stop_wanted=lambda: True))(2)  # type: ignore[arg-type]
+        validation(run, engine, RunHooks(stop_wanted=lambda: True))(2)  # type: ignore[arg-type]
     assert run.model.training
-    found = validation(run, engine, Watch())(2)  # type: ignore[arg-type]
+    found = validation(run, engine, RunHooks())(2)  # type: ignore[arg-type]
     (label,) = [each.label for each in run.validation]
-    (told,) = tell(FakeEngine(run.model.eval()).evaluate, run.form, run.validation, run.config, Ranks())
+    (predicted,) = predict_examples(
+        FakeEngine(run.model.eval()).evaluate, run.form, run.validation, run.config, Ranks()
+    )
     assert (
-        found["evaluation/loss"] == pytest.approx((told.values[0] - label) ** 2) and found["evaluation/pearson"] == 0.0
+        found["evaluation/loss"] == pytest.approx((predicted.values[0] - label) ** 2)
+        and found["evaluation/pearson"] == 0.0
     )
 
 
 class Weighted(Form):
     """Tells an example its number as often as it has tokens, at a cost and a weight that are its own."""
 
-    encoder = model = made_up = None  # type: ignore[assignment]
+    encoder = model = dummy_batch = None  # type: ignore[assignment]
 
     def collate(self, examples: Sequence[Encoded]) -> Any:
         pairs = [(int(example.name), example.length) for example in examples]
         return SimpleNamespace(to=lambda device: pairs)
 
-    def answer(self, example: Encoded, told: np.ndarray) -> list[float]:
-        return told.tolist()
+    def answer(self, example: Encoded, predicted: np.ndarray) -> list[float]:
+        return predicted.tolist()
 
     def measures(self, examples: Sequence[Encoded], answers: Sequence[Any]) -> dict[str, float]:
         return {"numbers": sum(len(answer) for answer in answers)}
@@ -173,10 +180,10 @@ COSTS, WEIGHTS = [7.0, 1.5, 0.0, 4.0, 2.5, 11.0, 0.25], [3.0, 40.0, 0.0, 17.0, 1
 
 
 class OfUnequalWeight(torch.nn.Module):
-    def forward(self, batch: list[tuple[int, int]], draws: Any) -> tuple[Any, dict[str, Any]]:
-        assert draws.samples.tolist() == [number for number, _ in batch]
+    def forward(self, batch: list[tuple[int, int]], rng: Any) -> tuple[Any, dict[str, Any]]:
+        assert rng.samples.tolist() == [number for number, _ in batch]
         return None, {
-            "told": [torch.full((1, length), float(number)) for number, length in batch],
+            "predicted": [torch.full((1, length), float(number)) for number, length in batch],
             "costs": torch.tensor([COSTS[number] for number, _ in batch]),
             "weights": torch.tensor([WEIGHTS[number] for number, _ in batch]),
         }
@@ -192,16 +199,16 @@ def test_a_validations_loss_is_the_sum_of_costs_by_that_of_weights(tmp_path: Pat
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 1})})
     form: Any = Weighted(form_for(config).task, config)
 
-    def work(own: Ranks) -> tuple[dict[str, float], list[Told]]:
+    def work(own: Ranks) -> tuple[dict[str, float], list[Prediction]]:
         engine: Any = FakeEngine(OfUnequalWeight())
         engine.ranks = own
         run: Any = SimpleNamespace(config=config, form=form, validation=examples())
-        found = validation(run, engine, Watch())(1)
-        return found, tell(engine.module.eval(), form, examples(), config, own)
+        found = validation(run, engine, RunHooks())(1)
+        return found, predict_examples(engine.module.eval(), form, examples(), config, own)
 
-    told = run_in_threads(work, ranks) if ranks > 1 else [work(Ranks())]
-    assert not [each for each in told if isinstance(each, Exception)]
-    for found, rows in told:
+    predicted = run_in_threads(work, ranks) if ranks > 1 else [work(Ranks())]
+    assert not [each for each in predicted if isinstance(each, Exception)]
+    for found, rows in predicted:
         assert found == {"evaluation/loss": pytest.approx(26.25 / 94), "evaluation/numbers": sum(LENGTHS)}
         assert [(each.cost, each.weight) for each in rows] == list(zip(COSTS, WEIGHTS, strict=True))
         expected = [[float(number)] * length for number, length in enumerate(LENGTHS)]
@@ -215,7 +222,7 @@ def test_costs_are_those_of_the_definition_and_nan_without_labels(tmp_path: Path
     model = form.model(our_body()).eval()
     unlabelled = [dataclasses.replace(example, label=None) for example in examples()]
     with torch.no_grad():
-        known, unknown = (tell(model, form, each, config, Ranks()) for each in (examples(), unlabelled))
+        known, unknown = (predict_examples(model, form, each, config, Ranks()) for each in (examples(), unlabelled))
     for example, one, other in zip(examples(), known, unknown, strict=True):
         assert (one.values == other.values).all() and one.weight == 1.0
         assert math.isnan(other.cost) and math.isnan(other.weight)

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from megasparse.config.schema import ModelConfig
-from megasparse.evaluation.beam import Rule, length_penalty
-from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.evaluation.beam import BeamSettings, length_penalty
+from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.forms.sequence_to_sequence import SequenceToSequenceBody, TextModel, Texts, side_by_side
 from megasparse.tasks.forms.texts import EncodedText
 from tests.helpers.models import attention, named, small_pair
 from tests.helpers.texts import example, logits, text_model
 
 END = 257
-RULE = Rule(beams=1, tokens=12, end=END)
+RULE = BeamSettings(beams=1, tokens=12, end=END)
 NAMES = ("full", "lha", "lsh", "yoso", "smart_bird")
 BLOCKS: dict[str, dict[str, Any]] = {
     "reversible": {},
@@ -42,18 +42,18 @@ def sentences(*lengths: tuple[int, int], seed: int = 0) -> list[EncodedText]:
 LENGTHS = ((21, 9), (4, 30), (40, 2), (33, 17))
 
 
-def batch(examples: list[EncodedText], rule: Rule = RULE) -> Texts:
+def batch(examples: list[EncodedText], rule: BeamSettings = RULE) -> Texts:
     targets = [each.target for each in examples if each.target is not None]
-    told = side_by_side(targets) if len(targets) == len(examples) else None
-    return Texts(side_by_side([each.source for each in examples]), told, rule)
+    predicted = side_by_side(targets) if len(targets) == len(examples) else None
+    return Texts(side_by_side([each.source for each in examples]), predicted, rule)
 
 
-def evaluated(*samples: int) -> Draws:
-    return Draws(7, EVALUATION_STEP, torch.tensor(samples), training=False)
+def evaluated(*samples: int) -> RngContext:
+    return RngContext(7, EVALUATION_STEP, torch.tensor(samples), training=False)
 
 
-def trained(*samples: int) -> Draws:
-    return Draws(7, 3, torch.tensor(samples), training=True)
+def trained(*samples: int) -> RngContext:
+    return RngContext(7, 3, torch.tensor(samples), training=True)
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
@@ -61,26 +61,26 @@ def trained(*samples: int) -> Draws:
 def test_the_loss_is_the_cross_entropy_of_each_example_alone(name: str, blocks: str) -> None:
     model, examples = text_model(pair(name, blocks, label_smoothing=0.1)), sentences(*LENGTHS)
     nats, smoothed, correct = list[float](), list[float](), 0
-    for draws, kept, smoothing in ((evaluated(0), nats, 0.0), (trained(0), smoothed, 0.1)):
+    for rng, kept, smoothing in ((evaluated(0), nats, 0.0), (trained(0), smoothed, 0.1)):
         for each in examples:
             assert each.target is not None
             source, target = each.source.tolist(), each.target.tolist()
             with torch.no_grad():
-                odds = logits(model, source, target[:-1], draws)
+                odds = logits(model, source, target[:-1], rng)
             wanted = torch.tensor(target)
             kept.append(F.cross_entropy(odds, wanted, reduction="sum", label_smoothing=smoothing).item())
             correct += 0 if smoothing else int((odds.argmax(-1) == wanted).sum())
     count = sum(target for _, target in LENGTHS)
     with torch.no_grad():
         loss, found = model(batch(examples), evaluated(0, 1, 2, 3))
-        objective, told = model(batch(examples), trained(0, 1, 2, 3))
+        objective, predicted = model(batch(examples), trained(0, 1, 2, 3))
     assert found["costs"].tolist() == pytest.approx(nats, rel=1e-5)
     assert found["weights"].tolist() == [9, 30, 2, 17] and found["tokens"] == count
     assert found["nats"].item() == pytest.approx(sum(nats), rel=1e-5)
     weight = 0.95 if name == "lha" else 1.0  # its objective is a convex combination of the task's and its own
     assert weight == model.body.task_weight and (name == "lha" or loss.item() == pytest.approx(sum(nats) / count))
     assert found["accuracy"].item() == pytest.approx(correct / count)
-    assert "told" not in told and "costs" not in told
+    assert "predicted" not in predicted and "costs" not in predicted
     if name == "full":  # the others add losses of their own, or draw anew for each step
         assert objective.item() == pytest.approx(sum(smoothed) / count, rel=1e-5)
         assert abs(sum(smoothed) - sum(nats)) > 0.1
@@ -95,7 +95,7 @@ def test_neither_padding_nor_the_rest_of_the_batch_changes_what_is_told(name: st
         for row, each in enumerate(examples):
             alone = model(batch([each]), evaluated(5 + row))[1]
             assert alone["costs"].item() == pytest.approx(together["costs"][row].item(), rel=1e-5)
-            assert alone["told"][0].tolist() == together["told"][row].tolist()
+            assert alone["predicted"][0].tolist() == together["predicted"][row].tolist()
 
 
 def test_draws_go_by_the_sample_and_not_by_the_place_in_the_batch() -> None:
@@ -103,11 +103,11 @@ def test_draws_go_by_the_sample_and_not_by_the_place_in_the_batch() -> None:
     config = pair().model_copy(update={"attention": random_keys})
     model, (first, second) = text_model(config), sentences((20, 25), (20, 25))
     with torch.no_grad():
-        together = model(batch([first, second], Rule(3, 20, END)), evaluated(4, 9))[1]
-        alone = model(batch([second], Rule(3, 20, END)), evaluated(9))[1]
-        other = model(batch([second], Rule(3, 20, END)), evaluated(0))[1]
+        together = model(batch([first, second], BeamSettings(3, 20, END)), evaluated(4, 9))[1]
+        alone = model(batch([second], BeamSettings(3, 20, END)), evaluated(9))[1]
+        other = model(batch([second], BeamSettings(3, 20, END)), evaluated(0))[1]
     assert alone["costs"].item() == pytest.approx(together["costs"][1].item(), rel=1e-5)
-    assert alone["told"][0].tolist() == together["told"][1].tolist()
+    assert alone["predicted"][0].tolist() == together["predicted"][1].tolist()
     assert abs(other["costs"].item() - alone["costs"].item()) > 1e-2
 
 
@@ -116,15 +116,15 @@ def test_draws_go_by_the_sample_and_not_by_the_place_in_the_batch() -> None:
 def test_cached_decoding_is_decoding_of_whole_prefixes(name: str, blocks: str) -> None:
     model, examples = text_model(pair(name, blocks)), sentences(*LENGTHS)
     with torch.no_grad():
-        found = model(batch(examples), evaluated(0, 1, 2, 3))[1]["told"]
+        found = model(batch(examples), evaluated(0, 1, 2, 3))[1]["predicted"]
         for row, each in enumerate(examples):
-            told: list[int] = []
-            while len(told) < RULE.tokens:
-                token = int(logits(model, each.source.tolist(), told, evaluated(row))[-1].argmax())
+            predicted: list[int] = []
+            while len(predicted) < RULE.tokens:
+                token = int(logits(model, each.source.tolist(), predicted, evaluated(row))[-1].argmax())
                 if token == END:
                     break
-                told.append(token)
-            assert found[row].tolist() == told and len(set(told)) > 1
+                predicted.append(token)
+            assert found[row].tolist() == predicted and len(set(predicted)) > 1
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 3.0])
@@ -134,12 +134,12 @@ def test_a_wide_beam_finds_the_best_of_all_texts(alpha: float) -> None:
     source = [2, 0, 3, end]
     texts = [list(x) for size in range(tokens) for x in itertools.product(range(end), repeat=size)]
     with torch.no_grad():
-        all_of_them = batch([example(source, [*text, end]) for text in texts], Rule(1, 1, end))
+        all_of_them = batch([example(source, [*text, end]) for text in texts], BeamSettings(1, 1, end))
         costs = model(all_of_them, evaluated(*[0] * len(texts)))[1]["costs"].tolist()
         scores = [-cost / length_penalty(len(text) + 1, alpha) for text, cost in zip(texts, costs, strict=True)]
         best = texts[max(range(len(texts)), key=lambda i: scores[i])]
-        found = model(batch([example(source, None)], Rule(200, tokens, end, alpha)), evaluated(0))[1]
-    assert found["told"][0].tolist() == best
+        found = model(batch([example(source, None)], BeamSettings(200, tokens, end, alpha)), evaluated(0))[1]
+    assert found["predicted"][0].tolist() == best
     assert "costs" not in found and found["nats"] == found["tokens"] == 0
 
 
@@ -167,7 +167,7 @@ def test_odds_that_are_none_tell_no_text() -> None:
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
         found = model(batch(sentences((5, 4))), evaluated(0))[1]
-    assert found["told"][0].isnan().tolist() == [True]
+    assert found["predicted"][0].isnan().tolist() == [True]
 
 
 def test_the_body_has_the_names_of_the_pretrained_model_and_tells_both_sides() -> None:

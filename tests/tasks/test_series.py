@@ -40,17 +40,17 @@ def part(task: Series, file: Path, split: str) -> list[Example]:
 
 
 @pytest.mark.parametrize(
-    ("split", "told"),
+    ("split", "predicted"),
     [("train", range(L, 70 - H + 1)), ("validation", range(70, 80 - H + 1)), ("test", range(80, 100 - H + 1))],
 )
-def test_windows_of_a_split(file: Path, split: str, told: range) -> None:
+def test_windows_of_a_split(file: Path, split: str, predicted: range) -> None:
     """told: the first row to tell of each window."""
     task = series(file)
     dates, values = by_hand(file)
     scaled = StandardScaler().fit(values[:70]).transform(values)
     found = part(task, file, split)
-    assert len(found) == len(told)
-    for example, now in zip(found, told, strict=True):
+    assert len(found) == len(predicted)
+    for example, now in zip(found, predicted, strict=True):
         read, marks = example.inputs
         np.testing.assert_allclose(read, scaled[now - L : now], rtol=1e-12)
         np.testing.assert_allclose(example.label, scaled[now : now + H], rtol=1e-12)

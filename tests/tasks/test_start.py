@@ -27,10 +27,10 @@ from megasparse.errors import CheckpointError, ConfigError, HubError, UserError
 from megasparse.hub.export import to_hf
 from megasparse.hub.replace import mechanisms, replace_attention
 from megasparse.hub.replaced_folder import save_replaced
-from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks import start as starts
+from megasparse.tasks.backbones import Backbone, HuggingFaceBody, MegasparseBody
 from megasparse.tasks.batches import Padded, collate
-from megasparse.tasks.bodies import Body, HuggingFaceBody, MegasparseBody
 from megasparse.tasks.start import Start, rebuild
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
 from megasparse.training.checkpoints.saving import Saver
@@ -74,20 +74,20 @@ def read_of(vocabulary: int = 40, length: int = 24) -> Padded:
     return Padded(tokens, types, torch.tensor([length, 15]))
 
 
-def states(body: Body, step: int = EVALUATION_STEP) -> Tensor:
+def states(body: Backbone, step: int = EVALUATION_STEP) -> Tensor:
     """Of real tokens."""
     training = step != EVALUATION_STEP
     body.train(training)
     read = read_of()
     with torch.no_grad():
-        found = body(read, Draws(0, step, torch.arange(2), training=training), torch.tensor([1, 0]))[0]
+        found = body(read, RngContext(0, step, torch.arange(2), training=training), torch.tensor([1, 0]))[0]
     return torch.cat([found[0], found[1, :15]])
 
 
 class Module(torch.nn.Module):
     """The body as a part of something, as a run's model has it."""
 
-    def __init__(self, body: Body):
+    def __init__(self, body: Backbone):
         super().__init__()
         self.body = body
 
@@ -106,7 +106,7 @@ class Held:
         return [Fragment.of("weight", name, tuple(w.shape), 0, w.detach().reshape(-1)) for name, w in all_of_it.items()]
 
 
-def built_again(start: Start, config: FinetuneConfig, run: Path, origin: Path | None) -> Body:
+def built_again(start: Start, config: FinetuneConfig, run: Path, origin: Path | None) -> Backbone:
     """From RUN/start and a checkpoint in which every weight has moved."""
     generator = torch.Generator().manual_seed(8)
     with torch.no_grad():
@@ -173,11 +173,11 @@ def test_a_checkpoints_final_states_are_the_models(tmp_path: Path) -> None:
     assert isinstance(body, MegasparseBody)
     read = read_of(250)
     whole: Any = model
-    draws = Draws(0, EVALUATION_STEP, torch.arange(2), training=False)
+    rng = RngContext(0, EVALUATION_STEP, torch.arange(2), training=False)
     with torch.no_grad():
-        (stream,), _, _ = whole.streams(read.tokens, draws, Padding(read.mask), None)
+        (stream,), _, _ = whole.streams(read.tokens, rng, Padding(read.mask), None)
         expected = torch.nn.functional.layer_norm(stream, (32,), eps=body.norm.eps)
-        found = body.eval()(read, draws, None)[0]
+        found = body.eval()(read, rng, None)[0]
     assert (found[0] - expected[0]).abs().max() < 1e-5 and (found[1, :15] - expected[1, :15]).abs().max() < 1e-5
 
 
@@ -305,7 +305,7 @@ def test_a_decoder_of_transformers(tmp_path: Path) -> None:
     assert_built_again(start, wanted, folder)
 
 
-# What is refused, each time by one line that names the key or file, the value and the mend.
+# What is refused, each time by one line that names the key or file, the value and a hint.
 
 
 def refusal(config: FinetuneConfig) -> str:
@@ -402,8 +402,8 @@ def test_a_pooler_makes_the_head_that_transformers_has(tmp_path: Path) -> None:
         read = inputs.sequences[0]
         mask = torch.arange(read.tokens.shape[1]) < read.lengths.unsqueeze(1)
         expected = theirs(read.tokens, attention_mask=mask.long(), token_type_ids=read.types).logits
-        told, _ = run.model.eval().told(inputs, Draws.evaluation(0, 4))
-    assert torch.allclose(told, expected, atol=1e-5)
+        predicted, _ = run.model.eval().predicted(inputs, RngContext.evaluation(0, 4))
+    assert torch.allclose(predicted, expected, atol=1e-5)
 
 
 def test_a_pooler_that_is_not_there_is_refused(tmp_path: Path) -> None:

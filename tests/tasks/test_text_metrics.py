@@ -30,8 +30,8 @@ TOLD = [
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
-def value(name, labels=LABELS, told=TOLD):
-    return METRICS[name](column(labels), column(told))
+def value(name, labels=LABELS, predicted=TOLD):
+    return METRICS[name](column(labels), column(predicted))
 
 
 def test_bleu_and_chrf_are_sacrebleus_of_the_corpus():
@@ -45,31 +45,33 @@ def test_of_any_choice_of_pairs_too(name):
     drawn = random.Random(0)
     for number in (1, 2, 3, 8):
         chosen = drawn.choices(range(5), k=number)
-        labels, told = [LABELS[i] for i in chosen], [TOLD[i] for i in chosen]
-        expected = {"bleu": sacrebleu.corpus_bleu, "chrf": sacrebleu.corpus_chrf}[name](told, [labels]).score
-        assert value(name, labels, told) == pytest.approx(expected, abs=1e-9)
+        labels, predicted = [LABELS[i] for i in chosen], [TOLD[i] for i in chosen]
+        expected = {"bleu": sacrebleu.corpus_bleu, "chrf": sacrebleu.corpus_chrf}[name](predicted, [labels]).score
+        assert value(name, labels, predicted) == pytest.approx(expected, abs=1e-9)
 
 
 def test_bleu_by_hand():
     """Lengths are equal; of three runs of four words none is right, which counts as half of one (smoothing)."""
-    label, told = "the cat sat on the mat", "the cat sits on the mat"
+    label, predicted = "the cat sat on the mat", "the cat sits on the mat"
     precisions = [5 / 6, 3 / 5, 1 / 4, 0.5 / 3]
-    assert value("bleu", [label], [told]) == pytest.approx(100 * float(np.prod(precisions)) ** 0.25)
+    assert value("bleu", [label], [predicted]) == pytest.approx(100 * float(np.prod(precisions)) ** 0.25)
 
 
 @pytest.mark.parametrize("name", ROUGE)
 def test_rouge_is_the_mean_of_rouge_scores_f1(name):
     scorer = RougeScorer([name], use_stemmer=True)
-    expected = [scorer.score(label, told)[name].fmeasure for label, told in zip(LABELS, TOLD, strict=True)]
+    expected = [scorer.score(label, predicted)[name].fmeasure for label, predicted in zip(LABELS, TOLD, strict=True)]
     assert value(name) == pytest.approx(sum(expected) / 5, abs=1e-12)
 
 
 def test_rouge_by_hand():
-    label, told = "the cats ran\nit rained", "it rains\nthe cat ran away"
-    assert value("rouge1", [label], [told]) == pytest.approx(2 * 5 / (5 + 6))  # cats, cat and rained, rains are alike
-    assert value("rouge2", [label], [told]) == pytest.approx(2 * 3 / (4 + 5))  # the cat, cat ran, it rain
-    assert value("rougeL", [label], [told]) == pytest.approx(2 * 3 / (5 + 6))  # the cat ran
-    assert value("rougeLsum", [label], [told]) == pytest.approx(2 * 5 / (5 + 6))  # both lines
+    label, predicted = "the cats ran\nit rained", "it rains\nthe cat ran away"
+    assert value("rouge1", [label], [predicted]) == pytest.approx(
+        2 * 5 / (5 + 6)
+    )  # cats, cat and rained, rains are alike
+    assert value("rouge2", [label], [predicted]) == pytest.approx(2 * 3 / (4 + 5))  # the cat, cat ran, it rain
+    assert value("rougeL", [label], [predicted]) == pytest.approx(2 * 3 / (5 + 6))  # the cat ran
+    assert value("rougeLsum", [label], [predicted]) == pytest.approx(2 * 5 / (5 + 6))  # both lines
 
 
 @pytest.mark.parametrize(("name", "most"), [("bleu", 100), ("chrf", 100), *((name, 1) for name in ROUGE)])
@@ -94,14 +96,14 @@ def test_signatures_are_sacrebleus_own():
 @pytest.mark.parametrize("name", ["bleu", "rouge2"])
 def test_an_interval_of_texts_is_that_of_the_library(name):
     """The same draws, scored by the library from the strings."""
-    labels, told = column(LABELS * 2), column(TOLD * 2)
+    labels, predicted = column(LABELS * 2), column(TOLD * 2)
     scorer = RougeScorer([name], use_stemmer=True) if name != "bleu" else None
 
-    def direct(labels, told):
+    def direct(labels, predicted):
         if scorer is None:
-            return sacrebleu.corpus_bleu(list(told), [list(labels)]).score
-        return float(np.mean([scorer.score(*pair)[name].fmeasure for pair in zip(labels, told, strict=True)]))
+            return sacrebleu.corpus_bleu(list(predicted), [list(labels)]).score
+        return float(np.mean([scorer.score(*pair)[name].fmeasure for pair in zip(labels, predicted, strict=True)]))
 
-    assert bootstrap_interval(METRICS[name], labels, [told], 3) == pytest.approx(
-        bootstrap_interval(direct, labels, [told], 3)
+    assert bootstrap_interval(METRICS[name], labels, [predicted], 3) == pytest.approx(
+        bootstrap_interval(direct, labels, [predicted], 3)
     )

@@ -16,7 +16,7 @@ ROWS = [("It rained, all day.\nAll night too.", "Rain"), ('He said "no".', " Ein
 COLUMNS = ["article_id", "publish_date", "article_source_link", "title", "subtitle", "text"]
 
 
-def task_of(text="body", label="told"):
+def task_of(text="body", label="predicted"):
     return build_task(TaskConfig(name="text_table", text=[text], label=label))
 
 
@@ -37,11 +37,13 @@ def refusal(action):
 def test_a_row_is_a_text_and_its_answer(tmp_path, suffix):
     file, rows = tmp_path / f"mine{suffix}", ROWS if suffix != ".tsv" else [(a.replace("\n", " "), b) for a, b in ROWS]
     if suffix == ".csv":
-        file.write_text(as_csv([("told", "n", "body"), *((b, 1, a) for a, b in rows)]), encoding="utf-8", newline="")
+        file.write_text(
+            as_csv([("predicted", "n", "body"), *((b, 1, a) for a, b in rows)]), encoding="utf-8", newline=""
+        )
     elif suffix == ".tsv":
-        file.write_text("".join("\t".join(row) + "\n" for row in [("body", "told"), *rows]), encoding="utf-8")
+        file.write_text("".join("\t".join(row) + "\n" for row in [("body", "predicted"), *rows]), encoding="utf-8")
     else:
-        file.write_text("".join(json.dumps({"body": a, "told": b}) + "\n" for a, b in rows))
+        file.write_text("".join(json.dumps({"body": a, "predicted": b}) + "\n" for a, b in rows))
     task = task_of()
     assert split_files(task, file, "train") == [file] and task.form == "texts"
     found = list(task.read(file))
@@ -58,14 +60,14 @@ def test_rows_without_the_column_of_answers_have_none(tmp_path):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"body": "x", "told": None}, 'null in the column "told" is no text'),
-        ({"body": 3, "told": "x"}, '3 in the column "body" is no text'),
+        ({"body": "x", "predicted": None}, 'null in the column "predicted" is no text'),
+        ({"body": 3, "predicted": "x"}, '3 in the column "body" is no text'),
         ({"bodi": "x"}, 'has no column "body"'),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path, row, problem):
     file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps({"body": "x", "told": "y"}) + "\n" + json.dumps(row) + "\n")
+    file.write_text(json.dumps({"body": "x", "predicted": "y"}) + "\n" + json.dumps(row) + "\n")
     assert refusal(lambda: task_of().read(file)).startswith(f"{file}:2: {problem}")
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from megasparse.errors import ConfigError, DataError
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import MULTIPLE, fingerprint
-from megasparse.tasks.fitting import predict
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.sequence_to_sequence import TextModel
+from megasparse.tasks.memory_check import predict
 from megasparse.tasks.predictions import predict_texts
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import TaskRun
-from megasparse.tasks.scoring import answers, tell
-from megasparse.tasks.task import Example, Place
+from megasparse.tasks.scoring import answers, predict_examples
+from megasparse.tasks.task import Example, SourceLocation
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import launch, opened
@@ -42,7 +42,9 @@ def run_of(data: Path, tmp_path: Path, **changes: Any) -> TaskRun:
 def encoded(run: TaskRun, *pairs: tuple[str, str | None]) -> tuple[list[Any], list[str]]:
     """As the run reads them, and what is told of them."""
     encoder = run.form.encoder(run.start)
-    given = [Example((text,), answer, Place(Path("x.en"), n), str(n)) for n, (text, answer) in enumerate(pairs, 1)]
+    given = [
+        Example((text,), answer, SourceLocation(Path("x.en"), n), str(n)) for n, (text, answer) in enumerate(pairs, 1)
+    ]
     found = list(encoder.encode(given))
     return found, encoder.counts.lines("new", run.config.task.max_length)
 
@@ -132,7 +134,7 @@ def test_batches_are_padded_to_their_longest_and_told_without_answers_too(data: 
     assert batch.target.tokens.tolist() == [[*b"ABC", END], [65, END, 0, 0]]
     assert batch.numel() == 15 and (batch.rule.end, batch.rule.vocabulary, batch.rule.beams) == (END, 256, 2)
     assert run.form.collate(encoded(run, ("ab", "A"), ("b", None))[0]).target is None
-    made = run.form.made_up(run.model.body, 3, 16)
+    made = run.form.dummy_batch(run.model.body, 3, 16)
     assert made.source.tokens.shape == (3, 16) and made.target.tokens.shape == (3, 24)
     assert made.source.mask is not None and made.target.mask is not None
 
@@ -141,10 +143,13 @@ def test_answers_are_texts(data: Path, tmp_path: Path) -> None:
     run = run_of(data, tmp_path)
     form: Form = run.form
     (only,), _ = encoded(run, ("ab", "AB é"))
-    told = np.array([*" x\né".encode()], dtype=np.float64)
-    assert form.answer(only, told) == "x\né" and form.answer(only, np.array([np.nan])) == ""
+    predicted = np.array([*" x\né".encode()], dtype=np.float64)
+    assert form.answer(only, predicted) == "x\né" and form.answer(only, np.array([np.nan])) == ""
     assert form.answer(only, np.array([0xC3, 65.0])) == "\ufffdA" and form.answer(only, np.array([])) == ""
-    assert form.row(only, told) == {"label": "AB é", "told": "x\né"} and form.line(form.row(only, told)) == "x é"
+    assert (
+        form.row(only, predicted) == {"label": "AB é", "predicted": "x\né"}
+        and form.line(form.row(only, predicted)) == "x é"
+    )
     assert form.example(["a text"]).inputs == ("a text",)
     with pytest.raises(ConfigError, match=r"--text: 2 given"):
         form.example(["a", "b"])
@@ -185,12 +190,12 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_is_restored(data: Path, tmp_pa
     assert isinstance(found.model, TextModel)
     read = list(found.encoder.encode(found.task.read(data / "val.en")))
     with torch.no_grad():
-        told = tell(found.model, found.form, read, found.config, found.ranks)
-    loss = sum(each.cost for each in told) / sum(each.weight for each in told)
+        predicted = predict_examples(found.model, found.form, read, found.config, found.ranks)
+    loss = sum(each.cost for each in predicted) / sum(each.weight for each in predicted)
     assert loss == pytest.approx(straight[-1]["evaluation/loss"], rel=1e-6)
-    assert found.form.measures(read, answers(found.form, read, told))["chrf"] == straight[-1]["evaluation/chrf"]
+    assert found.form.measures(read, answers(found.form, read, predicted))["chrf"] == straight[-1]["evaluation/chrf"]
     text = predict_texts(found, [read[0].label.lower()], lambda line: None)
-    assert isinstance(text["told"], str) and text["label"] is None
+    assert isinstance(text["predicted"], str) and text["label"] is None
 
 
 SAME = ("train/loss", "evaluation/loss", "evaluation/bleu", "optimizer/gradient_norm", "optimizer/learning_rate")
@@ -208,7 +213,7 @@ def test_a_pretrained_encoder_decoder_is_what_a_run_starts_from(data: Path, tmp_
 def test_a_decoders_sketch_learns_the_tokens_that_are_told(data: Path, tmp_path: Path) -> None:
     """And not a class, which a text has none of."""
     run = run_of(data, tmp_path, model={"attention": {"pattern": ["smart_bird"], "smart_bird": {"keys": 3}}})
-    objective, _ = run.model.train()(run.form.collate(run.train[:4]), Draws(0, 1, torch.arange(4), training=True))
+    objective, _ = run.model.train()(run.form.collate(run.train[:4]), RngContext(0, 1, torch.arange(4), training=True))
     objective.backward()
     sketches = {name: weight.grad for name, weight in run.model.named_parameters() if "smart_bird" in name}
     assert sketches and all(gradient is not None and gradient.any() for gradient in sketches.values())

@@ -10,7 +10,7 @@ import torch
 
 from megasparse.data.batches import Step
 from megasparse.errors import ConfigError, DataError
-from megasparse.evaluation.beam import Rule
+from megasparse.evaluation.beam import BeamSettings
 from megasparse.tasks.forms import token_batches
 from megasparse.tasks.forms.sequence_to_sequence import Texts, side_by_side
 from megasparse.tasks.forms.token_batches import TokenBatches, packed, sizes_of
@@ -29,7 +29,7 @@ Seen = list[tuple[int, int]]
 
 def collate(examples: Any) -> Texts:
     source, target = (side_by_side([getattr(each, side) for each in examples]) for side in ("source", "target"))
-    return Texts(source, target, Rule(1, 1, None))
+    return Texts(source, target, BeamSettings(1, 1, None))
 
 
 def batches(ranks: Ranks = Ranks(), seed: int = 3, start: int = 0, micro: int = MOST) -> TokenBatches:  # noqa: B008

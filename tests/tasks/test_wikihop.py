@@ -178,19 +178,19 @@ def test_it_learns_and_is_judged_and_answers(folder: Path, capsys: pytest.Captur
     assert (result["split"], result["examples"]) == ("test", 30)
     assert [row["label"] for row in rows] == [row["answer"] for row in official]
     assert [list(row["scores"]) for row in rows] == [row["candidates"] for row in official]
-    assert all(row["told"] == max(row["scores"], key=row["scores"].get) for row in rows)
-    right = accuracy_score([row["label"] for row in rows], [row["told"] for row in rows])
+    assert all(row["predicted"] == max(row["scores"], key=row["scores"].get) for row in rows)
+    right = accuracy_score([row["label"] for row in rows], [row["predicted"] for row in rows])
     assert result["metrics"]["accuracy"]["value"] == right > 0.6
 
     new = [{key: value for key, value in row.items() if key != "answer"} for row in official]
     written_rows(folder / "new.json", new)
     typed(predict, "--checkpoint", run, "--source", folder / "new.json", "--output", out / "submission.json")
     submission = json.loads((out / "submission.json").read_text())
-    assert submission == {row["name"]: row["told"] for row in rows}
+    assert submission == {row["name"]: row["predicted"] for row in rows}
     for name in ("new.jsonl", "new.csv", "new.txt"):
         typed(predict, "--checkpoint", run, "--source", folder / "new.json", "--output", out / name)
     assert {json.loads(line)["label"] for line in (out / "new.jsonl").read_text().splitlines()} == {None}
-    assert (out / "new.txt").read_text().splitlines() == [row["told"] for row in rows]
+    assert (out / "new.txt").read_text().splitlines() == [row["predicted"] for row in rows]
     capsys.readouterr()
     with pytest.raises(SystemExit):
         typed(predict, "--checkpoint", run, "--text", "who?")

@@ -84,8 +84,8 @@ def test_what_cannot_be_averaged_is_refused(
 
     output = ("--output", str(tmp_path / "mean"))
     run = str(runs / "finetuned")
-    told = refused(run, "--last", "99", *output)
-    assert "checkpoints, and 99 are to be averaged. Give --last " in told and "checkpoint.keep = 4" in told
+    reported = refused(run, "--last", "99", *output)
+    assert "checkpoints, and 99 are to be averaged. Give --last " in reported and "checkpoint.keep = 4" in reported
     assert "is not 1 or more" in refused(run, "--last", "0", *output)
     assert "holds no checkpoint" in refused(str(tmp_path), *output)
     assert "exists already" in refused(run, "--output", str(runs))
@@ -99,12 +99,12 @@ def test_what_cannot_be_averaged_is_refused(
         ("model", {"config": {**values["config"], "model": model}}),
     ):
         manifest.write_text(seal({**values, **change}))
-        told = refused(str(mixed), "--last", "2", *output)
-        assert f"differs from {mixed}/checkpoints/00000004 in {part}: it is" in told
+        reported = refused(str(mixed), "--last", "2", *output)
+        assert f"differs from {mixed}/checkpoints/00000004 in {part}: it is" in reported
     shutil.rmtree(mixed / "checkpoints" / "00000003")
     other = shutil.copytree(runs / "finetuned" / "checkpoints" / "00000006", mixed / "checkpoints" / "00000006")
-    told = refused(str(mixed), "--last", "2", *output)
-    assert f"{mixed}/checkpoints/00000004: differs from {other} in the weight " in told
+    reported = refused(str(mixed), "--last", "2", *output)
+    assert f"{mixed}/checkpoints/00000004: differs from {other} in the weight " in reported
 
     damaged = next((runs / "finetuned" / "checkpoints").glob("00000005")) / "rank-00000.safetensors"
     broken = shutil.copytree(runs / "finetuned", tmp_path / "broken") / damaged.relative_to(runs / "finetuned")

@@ -10,10 +10,10 @@ import torch
 
 from megasparse.attention.full import FullAttention
 from megasparse.attention.lsh import LSHAttention
+from megasparse.benchmarks import attention
+from megasparse.benchmarks.attention import MECHANISMS, PEERS, Case, Inputs, crossover, measure, model_of
 from megasparse.config.load import load_config
 from megasparse.errors import UserError
-from megasparse.planning import attention_bench
-from megasparse.planning.attention_bench import MECHANISMS, PEERS, Case, Inputs, crossover, measure, model_of
 from megasparse.planning.measure import MeasurementError, _attempt, alone
 from tools import bench_attention
 
@@ -44,12 +44,12 @@ def test_gradients_reach_the_inputs_and_start_afresh(name):
     torch.manual_seed(0)
     built = case(name)
     leaves = []
-    original = attention_bench._leaves
-    attention_bench._leaves = lambda *inputs: leaves.extend(original(*inputs)) or leaves
+    original = attention._leaves
+    attention._leaves = lambda *inputs: leaves.extend(original(*inputs)) or leaves
     try:
-        run, _ = attention_bench._build(built, torch.device("cpu"))
+        run, _ = attention._build(built, torch.device("cpu"))
     finally:
-        attention_bench._leaves = original
+        attention._leaves = original
     norms = []
     for _ in range(2):
         run()()
@@ -143,9 +143,9 @@ def test_a_failure_is_one_line():
 def test_a_wrong_request_is_one_line(given, words, capsys):
     with pytest.raises(SystemExit) as ended:
         bench_attention.main([*ON_CPU, *given])
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and told.count("\n") == 1 and told.startswith("error: ")
-    assert all(word in told for word in words), told
+    reported = capsys.readouterr().err
+    assert ended.value.code == 2 and reported.count("\n") == 1 and reported.startswith("error: ")
+    assert all(word in reported for word in words), reported
 
 
 def test_a_peer_asked_for_and_not_installed_is_named(monkeypatch):
@@ -174,7 +174,7 @@ def test_the_crossover_is_written_into_the_configuration(tmp_path, capsys, monke
     seen = []
 
     def figures(case):
-        built = attention_bench.build_mechanism(case.implementation, case.model, case.model.heads)
+        built = attention.build_mechanism(case.implementation, case.model, case.model.heads)
         seen.append((type(built), built.shared_qk, case.model.max_length))
         median = 750.0 if case.implementation == "lsh" else case.model.max_length
         return {"forward_backward": {"median": median}}

@@ -90,5 +90,5 @@ def test_a_wrong_request_is_one_line(given, words, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(VALUES))
     with pytest.raises(SystemExit) as ended:
         bench_training.main(["--config", str(tmp_path / "config.json"), *given])
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and told.count("\n") == 1 and words in told
+    reported = capsys.readouterr().err
+    assert ended.value.code == 2 and reported.count("\n") == 1 and words in reported

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from launch import evaluate, generate
 from launch import pretrain as pretrain_launcher
-from megasparse.hub import foreign
+from megasparse.hub import hf_model
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.trained import prepared
 from tests.hub.test_reformer import theirs
@@ -41,8 +41,8 @@ def test_an_imported_reformer_is_trained_further_and_evaluated(tmp_path, monkeyp
     model = saved(tmp_path / "theirs", attn_layers=["local", "lsh", "local"])
     convert(tmp_path / "theirs", tmp_path / "run")
     written = tmp_path / "run" / "checkpoints" / "00000000"
-    told = capsys.readouterr()
-    assert told.out.strip() == str(written) and "the same as ours in every layer, on 128 tokens" in told.err
+    reported = capsys.readouterr()
+    assert reported.out.strip() == str(written) and "the same as ours in every layer, on 128 tokens" in reported.err
     words = model.reformer.embeddings.word_embeddings.weight
     assert torch.equal(Checkpoint.open(written).tensor("weight", "embedding.weight"), words)
 
@@ -151,8 +151,8 @@ def refused(model, output, message, capsys):
     before = sorted(path.name for path in output.parent.iterdir())
     with pytest.raises(SystemExit) as stop:
         convert(model, output)
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert stop.value.code == 2 and len(told) == 1 and message in told[0], told
+    reported = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert stop.value.code == 2 and len(reported) == 1 and message in reported[0], reported
     assert sorted(path.name for path in output.parent.iterdir()) == before
 
 
@@ -219,12 +219,12 @@ def test_code_beside_a_known_architecture_is_not_run(tmp_path):
 
 def test_a_model_that_differs_is_not_written(tmp_path, monkeypatch, capsys):
     saved(tmp_path / "theirs", attn_layers=["local", "lsh"])
-    original = foreign.our_outputs
+    original = hf_model.our_outputs
 
     def slightly_wrong(*arguments):
         return ((n, x + 1e-3 if n == "layer 1 attention" else x) for n, x in original(*arguments))
 
-    monkeypatch.setattr(foreign, "our_outputs", slightly_wrong)
+    monkeypatch.setattr(hf_model, "our_outputs", slightly_wrong)
     refused(tmp_path / "theirs", tmp_path / "run", "our model differs from it, first in layer 1 attention", capsys)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from launch import pretrain
 from megasparse.evaluation.restore import restore
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.models import random_tokens
 from tests.helpers.trained import prepared, trained
@@ -79,21 +79,21 @@ def test_short_sequences_give_the_same_outputs(run, tmp_path):
     found = []
     for folder in (run / "full", tmp_path / "longer"):
         model = restore(folder)[0]
-        found.append((model, model.token_scores(tokens, Draws.evaluation(0, 3))))
+        found.append((model, model.token_scores(tokens, RngContext.evaluation(0, 3))))
     (_, short), (longer, same) = found
     assert longer.config.max_length == 70
     assert torch.equal(short.nats, same.nats) and torch.equal(short.scored, same.scored)
 
 
 @pytest.mark.parametrize(
-    ("length", "positions", "told"),
+    ("length", "positions", "reported"),
     [
         ("32", None, "--max-length: 32 is no more than the 32"),
         ("64", {"kind": "axial", "axial_shape": [4, 8], "axial_dims": [16, 16]}, '"axial" cannot be extended'),
         ("64", {"kind": "rotary"}, '"rotary" cannot be extended'),
     ],
 )
-def test_what_cannot_be_extended_is_one_line(run, tmp_path, capsys, length, positions, told):
+def test_what_cannot_be_extended_is_one_line(run, tmp_path, capsys, length, positions, reported):
     folder = run / "run"
     if positions:
         folder = tmp_path / "run"
@@ -103,5 +103,5 @@ def test_what_cannot_be_extended_is_one_line(run, tmp_path, capsys, length, posi
     with pytest.raises(SystemExit) as end:
         main(["--checkpoint", str(folder), "--max-length", length, "--output", str(tmp_path / "out")])
     error = capsys.readouterr().err
-    assert end.value.code == 2 and told in error and error.count("\n") == 1
+    assert end.value.code == 2 and reported in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()

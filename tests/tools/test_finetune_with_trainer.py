@@ -57,9 +57,9 @@ def test_two_steps_beside_ours(
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["metric"] == "accuracy" and [each["seed"] for each in found["trainer"]] == [0, 1]
     for result in found["trainer"]:
-        told = [each["accuracy"] for each in result["validations"]]
+        reported = [each["accuracy"] for each in result["validations"]]
         assert [each["step"] for each in result["validations"]] == [1, 2] and result["steps"] == 2
-        assert result["value"] == max(told) and result["last"] == told[-1] and result["step"] in (1, 2)
+        assert result["value"] == max(reported) and result["last"] == reported[-1] and result["step"] in (1, 2)
         assert all(each["accuracy"] * 8 in range(9) for each in result["validations"])
     assert found["ours"] == [{"run": str(tmp_path / "ours"), "step": ours["step"], "value": ours["value"]}]
     said = capsys.readouterr().out
@@ -116,10 +116,10 @@ def test_the_first_step_is_ours(place: Path, tmp_path: Path, monkeypatch: pytest
     file = tmp_path / "trainer.json"
     file.write_text(json.dumps(settings(tmp_path / "run", few, **given)))
     main(["--config", str(file)])
-    told = [entry for entry in seen.trainers[0].state.log_history if "loss" in entry]
-    assert len(told) == len(ours) == 3
-    assert told[0]["loss"] == pytest.approx(ours[0]["train/loss"], rel=1e-4)
-    assert told[0]["grad_norm"] == pytest.approx(ours[0]["optimizer/gradient_norm"], rel=1e-4)
+    reported = [entry for entry in seen.trainers[0].state.log_history if "loss" in entry]
+    assert len(reported) == len(ours) == 3
+    assert reported[0]["loss"] == pytest.approx(ours[0]["train/loss"], rel=1e-4)
+    assert reported[0]["grad_norm"] == pytest.approx(ours[0]["optimizer/gradient_norm"], rel=1e-4)
 
 
 def test_numbers(place: Path, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_run_in_full(tmp_path: Path) -> None:
     (run / "traces" / "step-00000030-rank-00000.json.gz").write_bytes(b"")
     page, text = made(run, output=tmp_path / "page.html")
 
-    for told in (
+    for reported in (
         "40 of 40",
         "held-out bits/dim",
         "0.2",
@@ -128,7 +128,7 @@ def test_a_run_in_full(tmp_path: Path) -> None:
         "0:00:20",
         "1 restarts, 1 stragglers",
     ):
-        assert told in page.said, told
+        assert reported in page.said, reported
     titles = [figure["aria-label"] for figure in page.all("svg")]
     assert titles[:2] == ["Loss", "Bits per dim"] and {"lha/kl_keys", "recall_top", "my/own"} <= set(titles)
     labels = [path["data-label"] for path in page.all("path") if "data-label" in path]

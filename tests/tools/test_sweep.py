@@ -118,12 +118,12 @@ def test_every_combination_runs_on_every_seed_and_the_best_mean_is_told(folder, 
         assert [run["scalars"]["evaluation/f1"] for run in each["runs"]] == pytest.approx([v / 2 for v in values])
     means = [each["mean"] for each in result["combinations"]]
     assert means == sorted(means, reverse=True)
-    told = capsys.readouterr()
-    rows = told.out.splitlines()
+    reported = capsys.readouterr()
+    rows = reported.out.splitlines()
     assert rows[0] == "| combination | accuracy, mean | standard deviation | seeds | |"
     assert rows[2] == "| learning_rate=2e-05,epochs=4 | 0.2390 | 0.0010 | 3 | best |"
     assert len(rows) == 6 and all(row.endswith("| 3 |  |") for row in rows[3:])
-    assert "12/12 learning_rate=2e-05,epochs=4 seed 2: accuracy 0.2380" in told.err
+    assert "12/12 learning_rate=2e-05,epochs=4 seed 2: accuracy 0.2380" in reported.err
 
 
 def test_the_lowest_mean_of_an_error_is_the_best(folder, capsys, monkeypatch):
@@ -156,11 +156,14 @@ def test_what_is_done_is_not_repeated_and_more_is_added(folder, capsys):
 def test_a_failed_run_is_told_by_its_last_line_and_the_others_go_on(folder, capsys):
     write_grid(folder, {"task.limit": [0, 13], "optimizer.learning_rate": [1e-5], "training.epochs": [3]})
     assert run(folder, "--seeds", 2) == 2
-    told = capsys.readouterr()
+    reported = capsys.readouterr()
     reason = "exit code 2: error: task.limit: 13 is bad luck"
-    assert f"3/4 limit=13 seed 0: failed: {reason}" in told.err
-    assert told.err.splitlines()[-1].startswith("error: 2 of 4 runs failed")
-    assert "| limit=13 |  |  | 0 | 2 failed |" in told.out and "| limit=0 | 0.1295 | 0.0007 | 2 | best |" in told.out
+    assert f"3/4 limit=13 seed 0: failed: {reason}" in reported.err
+    assert reported.err.splitlines()[-1].startswith("error: 2 of 4 runs failed")
+    assert (
+        "| limit=13 |  |  | 0 | 2 failed |" in reported.out
+        and "| limit=0 | 0.1295 | 0.0007 | 2 | best |" in reported.out
+    )
     assert written(folder)["combinations"][1]["failed"] == {"0": reason, "1": reason}
     assert run(folder, "--seeds", 2) == 2
     ran = {place: len(lines) for place, lines in starts(folder).items()}
@@ -194,8 +197,8 @@ def test_an_interrupted_sweep_lets_its_run_save_and_takes_it_up_again(folder):
     while not (first / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.terminate()
-    told = process.communicate(timeout=30)[1]
-    assert process.returncode == 130 and told.splitlines()[-1] == "interrupted"
+    reported = process.communicate(timeout=30)[1]
+    assert process.returncode == 130 and reported.splitlines()[-1] == "interrupted"
     assert (first / "checkpoint").exists() and not (first / "best.json").exists()
     assert list(starts(folder)) == ["learning_rate=1e-05,epochs=3/seed0"]
     for place in ("epochs=4", "epochs=3"):
@@ -239,7 +242,7 @@ def test_a_folder_of_another_sweep_is_refused(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    "grid, told",
+    "grid, reported",
     [
         ({"run.seed": [1]}, "grid.json run.seed: is set by the sweep itself"),
         ({"task.limit": 3}, "grid.json task.limit: 3 is no list of values"),
@@ -248,9 +251,9 @@ def test_a_folder_of_another_sweep_is_refused(folder, capsys):
         ([1], "grid.json: is no JSON object"),
     ],
 )
-def test_a_mistake_in_the_grid_is_told(folder, capsys, grid, told):
+def test_a_mistake_in_the_grid_is_told(folder, capsys, grid, reported):
     write_grid(folder, grid)
-    assert told in problem(folder, capsys)
+    assert reported in problem(folder, capsys)
     assert not (folder / "out").exists()
 
 

@@ -38,8 +38,12 @@ def test_a_model_is_made_the_same_again(tmp_path: Path, books: Path, capfd: Any,
             "sentencepiece", "--source", books, "--vocabulary", 500, "--model-type", kind, "--sample-bytes", 15_000,
             "--character-coverage", 0.999, "--output", tmp_path / "new" / f"{name}.model",
         )  # fmt: skip
-    told = capfd.readouterr().out
-    assert "one.model: 500 tokens" in told and "bytes a token on" in told and "they came back unchanged" in told
+    reported = capfd.readouterr().out
+    assert (
+        "one.model: 500 tokens" in reported
+        and "bytes a token on" in reported
+        and "they came back unchanged" in reported
+    )
     made = [path.read_bytes() for path in sorted((tmp_path / "new").iterdir())]
     assert len(made) == 2 and made[0] == made[1]
     model = build_tokenizer(str(tmp_path / "new" / "one.model"))
@@ -114,8 +118,8 @@ def test_wrong_requests_are_refused_and_leave_nothing(tmp_path: Path, books: Pat
     ):  # fmt: skip
         with pytest.raises(SystemExit) as stop:
             train(kind, *options)
-        told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert stop.value.code == 2 and len(told) == 1 and problem in told[0], (told, problem)
+        reported = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert stop.value.code == 2 and len(reported) == 1 and problem in reported[0], (reported, problem)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["books", "empty.txt", "latin.txt", "there.model"]
     assert (tmp_path / "there.model").read_text() == "x"
 

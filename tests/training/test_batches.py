@@ -13,7 +13,7 @@ from megasparse.data.tokenizers.byte import ByteTokenizer, PixelTokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.training.batches import open_data, open_folder, training_batches
 from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.watch import Watch
+from megasparse.training.stopping.hooks import RunHooks
 from tests.data.damages import edit
 from tests.data.folders import ramp, write_folder
 from tests.helpers.tiny import tiny_config
@@ -65,7 +65,7 @@ def test_the_fingerprint_of_a_mixture_is_of_contents_and_weights(folders: dict[s
 def test_what_is_trained_on_does_not_depend_on_paths_or_their_order(folders: dict[str, Path]) -> None:
     def first_steps(where: dict[str, Path], **weights: float) -> list[list[int]]:
         config = config_of(where["c"], mixture=mixture(where, **weights))
-        with training_batches(config, open_data(config), Ranks(), 0, Watch()) as steps:
+        with training_batches(config, open_data(config), Ranks(), 0, RunHooks()) as steps:
             return [batch.tokens.flatten().tolist() for _ in range(6) for batch in next(steps).micro_batches]
 
     want = first_steps(folders, a=2, b=1)
@@ -82,9 +82,9 @@ def test_each_folder_is_checked(folders: dict[str, Path], where: str) -> None:
         config = config_of(folders["a"], mixture=mixture(folders, b=1, c=2))
         if where == "path":
             config = config_of(folders["c"], mixture=mixture(folders, a=1, b=2))
-        with pytest.raises(kind, match=problem) as told:
+        with pytest.raises(kind, match=problem) as reported:
             open_data(config)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(reported.value)
 
     index = Index.load(folders["c"])
     edit(index, lambda content: content["tokenizer"].update(name="words", sha256="1" * 64))
@@ -123,9 +123,9 @@ def test_a_model_has_room_for_the_tokens_of_padded_records_and_knows_their_paddi
     if problem is None:
         assert open_folder(folder, config, ByteTokenizer()).record == record
         return
-    with pytest.raises(ConfigError, match=problem) as told:
+    with pytest.raises(ConfigError, match=problem) as reported:
         open_folder(folder, config, ByteTokenizer())
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(reported.value)
 
 
 def test_the_target_begins_where_the_shards_say(tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ def test_an_encoders_objectives_fit_the_folder(
     if problem is None:
         open_folder(folder, config_of(folder, given), ByteTokenizer())
         return
-    with pytest.raises(ConfigError, match=problem) as told:
+    with pytest.raises(ConfigError, match=problem) as reported:
         open_folder(folder, config_of(folder, given), ByteTokenizer())
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(reported.value)
 
 
 def test_an_encoder_decoder_reads_records(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, build_engine
@@ -41,7 +41,7 @@ def test_accumulation_does_not_change_an_encoders_run(tmp_path: Path, ids: dict[
     for micro_batch in (8, 1):
         config = tiny_config(tmp_path, training={"micro_batch": micro_batch}, model=ids)
         model = build_model(small(kind="encoder", vocabulary=257, dropout=0.1, **ids), seed=0)
-        engine = build_engine(model, config, lambda step, samples: Draws(0, step, samples, True), Ranks())
+        engine = build_engine(model, config, lambda step, samples: RngContext(0, step, samples, True), Ranks())
         losses.append(train(engine, config, 1, 3))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
@@ -55,7 +55,7 @@ def test_micro_batches_without_a_token_to_tell_do_not_shrink_the_loss(tmp_path: 
         model = build_model(small(kind="encoder", vocabulary=257, **ids), seed=0)
         assert model.count_scored(tokens) == 1
         config = tiny_config(tmp_path, training={"global_batch": 4, "micro_batch": size})
-        engine = build_engine(model, config, lambda step, samples: Draws(0, step, samples, True), Ranks())
+        engine = build_engine(model, config, lambda step, samples: RngContext(0, step, samples, True), Ranks())
         parts = [Batch(*part, 4) for part in zip(tokens.split(size), torch.arange(4).split(size), strict=True)]
         result = engine.train_step(parts, 1, 0.01)
         objectives.append((result.statistics["objective"], result.grad_norm))

@@ -21,7 +21,7 @@ from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.monitor import Monitor
 from megasparse.training.schedule import learning_rate
-from megasparse.training.stopping.watch import StopWanted, Watch
+from megasparse.training.stopping.hooks import RunHooks, StopWanted
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 
 
@@ -34,7 +34,7 @@ def launch(
     model: TinyModel | None = None,
     interrupt_after: int | None = None,
     stop_at: int | None = None,
-    watch: Watch = Watch(),  # noqa: B008
+    hooks: RunHooks = RunHooks(),  # noqa: B008
 ) -> list[int]:
     """As launch/pretrain.py; returns the steps at which it evaluated."""
     evaluated = []
@@ -53,7 +53,7 @@ def launch(
     if interrupt_after is not None:
         batches = interrupted(batches, interrupt_after - first)
     with Monitor(config, Ranks(), first, flops_per_token=1e6) as monitor:
-        train(engine, config, batches, Saver(config, Ranks(), "data", {}), monitor, start, evaluate, stop_at, watch)
+        train(engine, config, batches, Saver(config, Ranks(), "data", {}), monitor, start, evaluate, stop_at, hooks)
     return evaluated
 
 
@@ -165,11 +165,11 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 def test_S1_a_wanted_stop_saves_before_the_next_step_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
     straight, stopped = tiny_config(tmp_path / "straight"), tiny_config(tmp_path / "stopped")
     launch(straight)
-    told: list[str] = []
-    launch(stopped, watch=Watch(stop_wanted=lambda: "step 14, micro-batch 1" in told, progress=told.append))
+    reported: list[str] = []
+    launch(stopped, hooks=RunHooks(stop_wanted=lambda: "step 14, micro-batch 1" in reported, progress=reported.append))
     assert [line["step"] for line in lines(stopped)] == list(range(1, 15))
     assert [path.name for path in list_checkpoints(tmp_path / "stopped" / "checkpoints")] == ["00000010", "00000014"]
-    launch(stopped, watch=Watch(stop_wanted=lambda: True))  # nothing is done and nothing is saved twice
+    launch(stopped, hooks=RunHooks(stop_wanted=lambda: True))  # nothing is done and nothing is saved twice
     launch(stopped)
     assert [line["train/loss"] for line in lines(stopped)] == [line["train/loss"] for line in lines(straight)]
 
@@ -186,7 +186,7 @@ def test_S1_a_stop_breaks_an_evaluation_off(tmp_path: Path) -> None:
     with Monitor(config, Ranks(), 0) as monitor:
         engine = build_engine(TinyModel(), config, make_draws, Ranks())
         data, saver = MadeUpBatches(config, Ranks()), Saver(config, Ranks(), "data", {})
-        train(engine, config, data, saver, monitor, None, evaluate, watch=Watch(lambda: bool(wanted)))
+        train(engine, config, data, saver, monitor, None, evaluate, hooks=RunHooks(lambda: bool(wanted)))
     assert wanted == [6] and [line["step"] for line in lines(config)] == list(range(1, 7))
     assert not any(name.startswith("evaluation") for line in lines(config) for name in line)
 

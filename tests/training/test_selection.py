@@ -23,8 +23,8 @@ def test_the_best_is_the_first_of_the_highest() -> None:
 
 def test_note_tells_whether_a_step_is_the_best_so_far() -> None:
     selection = Selection("evaluation/f1")
-    told = [selection.note(step, {"evaluation/f1": value}) for step, value in enumerate([-0.5, -0.5, 0.0, -1.0])]
-    assert told == [True, False, True, False]
+    reported = [selection.note(step, {"evaluation/f1": value}) for step, value in enumerate([-0.5, -0.5, 0.0, -1.0])]
+    assert reported == [True, False, True, False]
 
 
 def test_a_step_without_an_evaluation_counts_for_nothing() -> None:
@@ -48,8 +48,8 @@ def test_the_best_of_an_error_is_the_first_of_the_lowest() -> None:
     assert selection.scalars == {"evaluation/f1": 0.2, "evaluation/loss": 2}
     selection = Selection("evaluation/f1", lower=True)
     values = [0.0, 0.0, -0.0, -0.5, 1.0, -0.5, -math.inf]
-    told = [selection.note(step, {"evaluation/f1": value}) for step, value in enumerate(values)]
-    assert told == [True, False, False, True, False, False, True]
+    reported = [selection.note(step, {"evaluation/f1": value}) for step, value in enumerate(values)]
+    assert reported == [True, False, False, True, False, False, True]
 
 
 def test_nan_is_worse_than_any_error() -> None:

@@ -42,8 +42,8 @@ def about(source: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
     for name in sizes:
         if not books[name]:
             problem = f"{books.total()} books are too few to give {name} any"
-            mend = "Give another --split; the corpus `text` splits by byte position, also inside a book"
-            raise DataError(source.name, problem, mend)
+            hint = "Give another --split; the corpus `text` splits by byte position, also inside a book"
+            raise DataError(source.name, problem, hint)
     return {"books": dict(books)}
 
 

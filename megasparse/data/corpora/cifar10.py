@@ -62,7 +62,7 @@ def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, I
     """
     there = {name for name, _ in _batches(source)}
     if not there:
-        return images.labelled(source, images.hold_out(images.told(source), VALIDATION_EVERY))
+        return images.labelled(source, images.hold_out(images.reported(source), VALIDATION_EVERY))
     for name in BATCHES:
         if name not in there:
             raise DataError(source.name, f"{name} is not here", "Give all six batches of the binary version")

@@ -49,8 +49,8 @@ def download(url: str, folder: Path) -> Path:
         except (OSError, EOFError, HTTPException, ValueError) as error:
             have = partial.stat().st_size if partial.exists() else 0
             reason = f"{str(error) or type(error).__name__} ({have:,} bytes are here)"
-            mend = "Run the command again, it goes on from there; or give the path of a file"
-            raise DataError(url, f"the download did not complete: {reason}", mend) from None
+            hint = "Run the command again, it goes on from there; or give the path of a file"
+            raise DataError(url, f"the download did not complete: {reason}", hint) from None
         partial.replace(copy)
         sync_folder(folder)
     if not record.exists():

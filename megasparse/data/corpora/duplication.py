@@ -49,8 +49,8 @@ def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, I
     """The three splits, a piece a sequence: a pure function of the settings. Raises ConfigError for impossible ones."""
     length, symbols, sequences = settings["sample_bytes"], settings["symbols"], settings["sequences"]
     if length < 4 or length % 2:
-        mend = f"Take an even length of 4 or more, such as {max(4, length + length % 2)}"
-        raise ConfigError("--length", f"{length} is not twice the length of 0w", mend)
+        hint = f"Take an even length of 4 or more, such as {max(4, length + length % 2)}"
+        raise ConfigError("--length", f"{length} is not twice the length of 0w", hint)
     if not 1 <= symbols <= 255:
         raise ConfigError("--symbols", f"{symbols} symbols and the 0 do not fit a byte", "Give 1 to 255")
     if sequences < 1:

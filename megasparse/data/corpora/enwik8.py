@@ -36,8 +36,8 @@ def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, I
     official = sum(SPLITS.values())
     if source.total_bytes != official:
         problem = f"enwik8 has {official:,} bytes, this has {source.total_bytes:,}"
-        mend = "Give the official enwik8 or enwik8.zip; a part of it can be prepared as the corpus `text`"
-        raise DataError(source.name, problem, mend)
+        hint = "Give the official enwik8 or enwik8.zip; a part of it can be prepared as the corpus `text`"
+        raise DataError(source.name, problem, hint)
     if source.md5 != MD5:
         raise DataError(source.name, f"md5 is {source.md5}, enwik8's is {MD5}", "Download it again")
     whole_characters = settings.get("tokenizer", "bytes") != "bytes"

@@ -101,7 +101,7 @@ def _is_pixelrnn(source: Source) -> bool:
 
 def _told(source: Source) -> list[str]:
     """As folders tell; but where there is no test set, the validation set is the official one."""
-    labels = images.told(source)
+    labels = images.reported(source)
     if "test" in labels:
         return labels
     return images.hold_out(["test" if name == "validation" else name for name in labels], VALIDATION_EVERY)

@@ -52,10 +52,10 @@ def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, I
 
     Raises ConfigError for a bad --split, DataError when there is no image, or the splits of some are not told.
     """
-    return labelled(source, shared_out(source, settings) or told(source))
+    return labelled(source, shared_out(source, settings) or reported(source))
 
 
-def told(source: Source) -> list[str]:
+def reported(source: Source) -> list[str]:
     """The split of each image of a source, by its folders. Raises DataError for one whose folders tell none."""
     labels = []
     for image in image_files(source):

@@ -48,8 +48,8 @@ def batches(path: Path) -> list[str]:
     found = [name for name in names if name.endswith(".npz")]
     if not found:
         some = ", ".join(ascii(name)[1:-1] for name in names[:3])
-        mend = "Give the npz version: batches without a suffix are pickles, which could run anything"
-        raise DataError(path, f"there is no npz batch here ({some})", mend)
+        hint = "Give the npz version: batches without a suffix are pickles, which could run anything"
+        raise DataError(path, f"there is no npz batch here ({some})", hint)
     return found
 
 
@@ -101,5 +101,5 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except UNREADABLE as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        mend = "Get it again: it is damaged or incomplete"
-        raise DataError(path, f"this archive cannot be read: {reason}", mend) from None
+        hint = "Get it again: it is damaged or incomplete"
+        raise DataError(path, f"this archive cannot be read: {reason}", hint) from None

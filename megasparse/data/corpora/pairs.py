@@ -68,13 +68,13 @@ def _splits(
     source: Source, sizes: Mapping[str, int], settings: Mapping[str, Any]
 ) -> Iterator[tuple[str, Iterable[Document]]]:
     missing = dict.fromkeys(sizes)
-    told = text_documents(source, settings["documents"])
-    for name, group in groupby(told, key=lambda document: split_at(document.start, sizes)):
+    reported = text_documents(source, settings["documents"])
+    for name, group in groupby(reported, key=lambda document: split_at(document.start, sizes)):
         del missing[name]
         yield name, [packed(group)]
     if missing:
-        mend = "Give more text, another --split, or check --documents"
-        raise DataError(source.name, f"no document begins in the part that is for {next(iter(missing))}", mend)
+        hint = "Give more text, another --split, or check --documents"
+        raise DataError(source.name, f"no document begins in the part that is for {next(iter(missing))}", hint)
 
 
 class PairEncoder(PaddedEncoder):

@@ -87,8 +87,8 @@ def about(source: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
     if len(lines) == 1:
         lines = split_sizes(settings["split"] or DEFAULT_SPLIT, lines["train"])
         if empty := [name for name, count in lines.items() if not count]:
-            mend = "Give more lines, or another --split"
-            raise DataError(source.name, f"its lines are too few to give {empty[0]} any", mend)
+            hint = "Give more lines, or another --split"
+            raise DataError(source.name, f"its lines are too few to give {empty[0]} any", hint)
     return {"lines": lines}
 
 

@@ -86,15 +86,15 @@ def decode(name: str, content: bytes, side: int) -> bytes:
     except Exception as error:  # on a damaged file Pillow's readers raise whatever they stumble over
         unknown = isinstance(error, Image.UnidentifiedImageError)
         reason = "no image of a known kind" if unknown else " ".join(str(error).split())[:200] or type(error).__name__
-        mend = f"Mend it or leave it out ({', '.join(FORMATS)} are read)"
-        raise DataError(shown, f"cannot be decoded: {reason}", mend) from None
+        hint = f"Mend it or leave it out ({', '.join(FORMATS)} are read)"
+        raise DataError(shown, f"cannot be decoded: {reason}", hint) from None
 
 
 def _check(shown: str, image: Image.Image, content: bytes, side: int) -> None:
     if image.size != (side, side):
         width, height = image.size
-        mend = "Scale or crop it to that"
-        raise DataError(shown, f"this image has {width}×{height} pixels, {side}×{side} are expected", mend)
+        hint = "Scale or crop it to that"
+        raise DataError(shown, f"this image has {width}×{height} pixels, {side}×{side} are expected", hint)
     mode = f"mode {image.mode}"
     if image.format == "PNG" and content[24] > 8:  # IHDR's bit depth: Pillow would cut RGB to 8 bits
         mode = DEEP

@@ -18,7 +18,7 @@ _END = re.compile(r"""([.!?…]+)["'”’»)\]]*\s+(?=["'“‘«(\[]*(\w))""")
 _NO_END = re.compile(r"\b([^\W\d_]|Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e)\Z")
 
 
-class Told(NamedTuple):
+class DocumentSpan(NamedTuple):
     """A document, or a part of up to 1 MiB of one that is longer."""
 
     start: int
@@ -27,7 +27,7 @@ class Told(NamedTuple):
     """Its lines that are not empty, and an empty one."""
 
 
-def text_documents(source: Source, ends: str) -> Iterator[Told]:
+def text_documents(source: Source, ends: str) -> Iterator[DocumentSpan]:
     """All documents in turn. ends: one of ENDS."""
     start = 0
     for part in source.parts:
@@ -35,7 +35,7 @@ def text_documents(source: Source, ends: str) -> Iterator[Told]:
         start += part.size
 
 
-def packed(documents: Iterable[Told]) -> Iterator[bytes]:
+def packed(documents: Iterable[DocumentSpan]) -> Iterator[bytes]:
     """As many documents to a piece as fit 1 MiB."""
     held: list[bytes] = []
     size = 0
@@ -49,7 +49,7 @@ def packed(documents: Iterable[Told]) -> Iterator[bytes]:
         yield b"".join(held)
 
 
-def _documents(part: Part, position: int, ends: str) -> Iterator[Told]:
+def _documents(part: Part, position: int, ends: str) -> Iterator[DocumentSpan]:
     """Of one file, whose first byte is at `position` of the source."""
     lines: list[bytes] = []
     size, start = 0, -1
@@ -57,7 +57,7 @@ def _documents(part: Part, position: int, ends: str) -> Iterator[Told]:
         text = line.strip()
         border = not text if ends == "empty-lines" else ends == "doc-tags" and _TAG.match(text) is not None
         if lines and (border or size + len(text) + 2 > PIECE):
-            yield Told(start, b"\n".join([*lines, b"", b""]))
+            yield DocumentSpan(start, b"\n".join([*lines, b"", b""]))
             lines, size = [], 0
         if border:
             start = -1
@@ -67,7 +67,7 @@ def _documents(part: Part, position: int, ends: str) -> Iterator[Told]:
             size += len(text) + 1
         position += len(line)
     if lines:
-        yield Told(start, b"\n".join([*lines, b"", b""]))
+        yield DocumentSpan(start, b"\n".join([*lines, b"", b""]))
 
 
 def _lines(part: Part) -> Iterator[bytes]:

@@ -168,8 +168,8 @@ class Source:
         """Raises DataError naming file and byte offset unless all of it is UTF-8, and without byte 0 if not `zeros`."""
         for part in self.parts:
             if part.not_utf8 is not None:
-                mend = "Convert it to UTF-8; as one stream of bytes the corpus `text` takes it as it is"
-                raise DataError(str(part), f"byte {part.not_utf8:,} is not UTF-8", mend)
+                hint = "Convert it to UTF-8; as one stream of bytes the corpus `text` takes it as it is"
+                raise DataError(str(part), f"byte {part.not_utf8:,} is not UTF-8", hint)
             if part.zero is not None and not zeros:
                 problem = f"byte {part.zero:,} is 0, which stands between documents"
                 raise DataError(str(part), problem, "Remove it: no text has it")

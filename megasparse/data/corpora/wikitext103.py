@@ -86,7 +86,7 @@ def _files(source: Source) -> tuple[str, dict[str, Part]]:
     kinds = [kind for kind, files in found.items() if files]
     if len(kinds) != 1:
         problem = "there are both .tokens and .raw files" if kinds else "there is no wiki.train.tokens"
-        mend = "Give wiki.train, wiki.valid and wiki.test, all .tokens or all .raw, or the official zip"
-        raise DataError(source.name, problem, mend)
+        hint = "Give wiki.train, wiki.valid and wiki.test, all .tokens or all .raw, or the official zip"
+        raise DataError(source.name, problem, hint)
     files = found[kinds[0]]
     return kinds[0], {name: files[name] for name in SPLITS if name in files}

@@ -30,5 +30,5 @@ def build_tokenizer(name: str) -> Tokenizer:
         return NAMED[name]()
     if (kind := OF_FILES.get(Path(name).suffix)) is not None:
         return kind(Path(name))
-    mend = f"{did_you_mean(name, NAMED)} Or give the path of a tokenizer: FILE{', FILE'.join(OF_FILES)}"
-    raise ConfigError("data.tokenizer", f'there is no tokenizer "{name}"', mend)
+    hint = f"{did_you_mean(name, NAMED)} Or give the path of a tokenizer: FILE{', FILE'.join(OF_FILES)}"
+    raise ConfigError("data.tokenizer", f'there is no tokenizer "{name}"', hint)

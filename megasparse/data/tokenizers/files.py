@@ -19,8 +19,8 @@ def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        mend = "Give the path of a tokenizer's file; tokenizers/README.md says how one is made"
-        raise ConfigError("data.tokenizer", f"{path} cannot be read ({error.strerror or error})", mend) from None
+        hint = "Give the path of a tokenizer's file; tokenizers/README.md says how one is made"
+        raise ConfigError("data.tokenizer", f"{path} cannot be read ({error.strerror or error})", hint) from None
 
 
 def identity(kind: str, data: bytes) -> str:
@@ -28,9 +28,9 @@ def identity(kind: str, data: bytes) -> str:
     return hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
 
 
-def damaged(path: Path, problem: str, mend: str) -> ConfigError:
+def damaged(path: Path, problem: str, hint: str) -> ConfigError:
     """That a tokenizer's file cannot be used."""
-    return ConfigError("data.tokenizer", f"{path}: {' '.join(problem.split())}", mend)
+    return ConfigError("data.tokenizer", f"{path}: {' '.join(problem.split())}", hint)
 
 
 def special_tokens(find: Callable[[str], int | None]) -> tuple[SpecialTokens | None, int | None]:

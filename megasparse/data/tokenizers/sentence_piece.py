@@ -130,14 +130,14 @@ def _load(file: Path, data: bytes) -> tuple[Any, list[bytes]]:
 def _require_lossless(file: Path, model: Any) -> None:
     """model: a ModelProto. Raises ConfigError."""
     spec, kinds = model.normalizer_spec, type(model).SentencePiece
-    told = {piece.piece for piece in model.pieces if piece.type == kinds.BYTE}
+    reported = {piece.piece for piece in model.pieces if piece.type == kinds.BYTE}
     for wrong, problem in (
         (bool(spec.precompiled_charsmap), f"it normalises text (normalization_rule_name {spec.name!r})"),
         (spec.remove_extra_whitespaces, "it removes white space (remove_extra_whitespaces)"),
         (spec.add_dummy_prefix, "it puts a space before a text (add_dummy_prefix)"),
         (not spec.escape_whitespaces, "it does not escape white space (escape_whitespaces)"),
-        (told != {f"<0x{byte:02X}>" for byte in range(256)}, "it has no pieces for single bytes (byte_fallback)"),
+        (reported != {f"<0x{byte:02X}>" for byte in range(256)}, "it has no pieces for single bytes (byte_fallback)"),
     ):
         if wrong:
-            mend = "Train one with tools/train_tokenizer.py sentencepiece"
-            raise ConfigError("data.tokenizer", f"{file}: text would not come back from it: {problem}", mend)
+            hint = "Train one with tools/train_tokenizer.py sentencepiece"
+            raise ConfigError("data.tokenizer", f"{file}: text would not come back from it: {problem}", hint)

@@ -130,8 +130,8 @@ def _rounded(model: bytes) -> bytes:
 def _told(vocabulary: int, problem: str) -> ConfigError:
     """What sentencepiece says of a vocabulary that does not fit the text, in our words."""
     if found := re.search(r"too high.*<= (\d+)", problem):
-        mend = f"Give at most {found[1]}, or more text"
-        return ConfigError("--vocabulary", f"{vocabulary} pieces are not in so little text", mend)
+        hint = f"Give at most {found[1]}, or more text"
+        return ConfigError("--vocabulary", f"{vocabulary} pieces are not in so little text", hint)
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", problem):
         return ConfigError(
             "--vocabulary", f"{vocabulary} is too small for the characters", f"Give more than {found[1]}"

@@ -33,7 +33,7 @@ from megasparse.attention.heads import Padding
 from megasparse.hub.modelling.configuration_megasparse import MegasparseConfig
 from megasparse.hub.modelling.pretrained import MegasparseCache, MegasparsePreTrainedModel
 from megasparse.hub.modelling.rows import Rows
-from megasparse.ops.random import EVALUATION_STEP, Draws
+from megasparse.ops.random import EVALUATION_STEP, RngContext
 
 IGNORED = -100
 """A label that does not count, as everywhere in HuggingFace's."""
@@ -126,12 +126,12 @@ class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
         for length in sorted(set(rows.lengths)):
             numbers = torch.tensor([row for row, own in enumerate(rows.lengths) if own == length])
             own = self.model.new_cache(len(numbers), self.config.seed)
-            own.draws = Draws(self.config.seed, EVALUATION_STEP, numbers, training=False)
+            own.rng = RngContext(self.config.seed, EVALUATION_STEP, numbers, training=False)
             numbers = numbers.to(rows.tokens.device)
-            streams, _, _ = self.model.streams(rows.tokens[numbers, :length], own.draws, Padding(), caches=own.layers)
+            streams, _, _ = self.model.streams(rows.tokens[numbers, :length], own.rng, Padding(), caches=own.layers)
             own.position = length + 1
-            told = self.model.logits(tuple(x[:, min(1, length) :] for x in streams))
-            logits[numbers, : told.shape[1]] = told
+            predicted = self.model.logits(tuple(x[:, min(1, length) :] for x in streams))
+            logits[numbers, : predicted.shape[1]] = predicted
             groups.append((numbers, own))
         logits = rows.restore(logits)[:, -keep:]
         cache: Any = MegasparseCache(groups, width)
@@ -193,7 +193,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
 
     def read(self, input_ids: Tensor, attention_mask: Tensor | None) -> SourceOutput:
         """Of sources (B, S). Without a mask, all is real but the model's padding token."""
-        return self._encoded(input_ids, attention_mask, self.draws(len(input_ids)))[0]
+        return self._encoded(input_ids, attention_mask, self.rng(len(input_ids)))[0]
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """The start token and all labels but the last one, in place of what does not count the start token."""
@@ -232,7 +232,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         self._check_targets(decoder_input_ids)
         if labels is not None and logits_to_keep:
             raise ValueError("labels need the logits of all positions: leave logits_to_keep out")
-        draws, auxiliary = self.draws(len(decoder_input_ids)), torch.zeros((), device=decoder_input_ids.device)
+        rng, auxiliary = self.rng(len(decoder_input_ids)), torch.zeros((), device=decoder_input_ids.device)
         targets = None
         if labels is not None:
             counted = (labels != IGNORED) & (labels != self._padding)
@@ -240,13 +240,13 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         if encoder_outputs is None:
             if input_ids is None:
                 raise ValueError("an encoder-decoder needs input_ids or encoder_outputs")
-            encoder_outputs, auxiliary = self._encoded(input_ids, attention_mask, draws, targets)
+            encoder_outputs, auxiliary = self._encoded(input_ids, attention_mask, rng, targets)
         source = self._source(encoder_outputs, attention_mask)
         if use_cache and labels is None and not self.training:
             found = self._into_cache(decoder_input_ids, source, logits_to_keep)
             return Seq2SeqLMOutput(**found, encoder_last_hidden_state=encoder_outputs[0])
         padding = Padding(self._told(decoder_attention_mask, targets))
-        streams, own, _ = self.model.streams(decoder_input_ids[:, 1:], draws, padding, targets, source=source)
+        streams, own, _ = self.model.streams(decoder_input_ids[:, 1:], rng, padding, targets, source=source)
         logits = self.model.logits(tuple(x[:, -logits_to_keep:] for x in streams))
         loss = None
         if targets is not None:
@@ -260,7 +260,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         return IGNORED if token is None else token
 
     def _encoded(
-        self, tokens: Tensor, mask: Tensor | None, draws: Draws, targets: Targets | None = None
+        self, tokens: Tensor, mask: Tensor | None, rng: RngContext, targets: Targets | None = None
     ) -> tuple[SourceOutput, Tensor]:
         """What the encoder makes of sources, in the order of the input, and its auxiliary losses."""
         longest = self.settings.source.length
@@ -269,7 +269,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         mask = tokens != self._padding if mask is None else mask
         rows = Rows(tokens, mask, self._padding)
         answer = targets and targets._replace(answer=True)
-        states, auxiliary, _ = self.model.encoder(rows.tokens, draws, rows.real, answer)
+        states, auxiliary, _ = self.model.encoder(rows.tokens, rng, rows.real, answer)
         return SourceOutput(rows.restore(states), attention_mask=mask if rows.padded else None), auxiliary
 
     def _source(self, encoder_outputs: Any, mask: Tensor | None) -> Source:
@@ -311,7 +311,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
     def _into_cache(self, read: Tensor, source: Source, keep: int) -> dict[str, Any]:
         self.refuse_leaks()
         cache = self.model.new_cache(len(read), self.config.seed, memory=source)
-        streams, _, _ = self.model.streams(read[:, 1:], cache.draws, Padding(), caches=cache.layers)
+        streams, _, _ = self.model.streams(read[:, 1:], cache.rng, Padding(), caches=cache.layers)
         cache.position = read.shape[1]
         logits = self.model.logits(tuple(x[:, -keep:] for x in streams))
         numbers = torch.arange(len(read), device=read.device)

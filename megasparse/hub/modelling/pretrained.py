@@ -15,7 +15,7 @@ from megasparse.hub.modelling.configuration_megasparse import MegasparseConfig
 from megasparse.hub.modelling.rows import Rows
 from megasparse.model.build import empty_model, initialise
 from megasparse.model.decoder import DecodingCache
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 
 AUTO = {
     "decoder": "AutoModelForCausalLM",
@@ -91,16 +91,16 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         want to be minimised beside the task.
         """
         self.check_length(rows.tokens.shape[1])
-        draws = self.draws(len(rows.tokens))
+        rng = self.rng(len(rows.tokens))
         padding = Padding(key_mask=rows.key_mask(start=self.config.is_decoder))
-        streams, auxiliary, _ = self.model.streams(rows.tokens, draws, padding, targets)
+        streams, auxiliary, _ = self.model.streams(rows.tokens, rng, padding, targets)
         return streams, auxiliary
 
-    def draws(self, batch: int) -> Draws:
+    def rng(self, batch: int) -> RngContext:
         if not self.training:
-            return Draws.evaluation(self.config.seed, batch)
+            return RngContext.evaluation(self.config.seed, batch)
         self.passes += 1
-        return Draws(self.config.seed, self.passes - 1, torch.arange(batch), training=True)
+        return RngContext(self.config.seed, self.passes - 1, torch.arange(batch), training=True)
 
     def check_length(self, length: int) -> None:
         longest = self.config.max_position_embeddings

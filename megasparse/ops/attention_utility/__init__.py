@@ -1,6 +1,6 @@
 """Attention utility per bucket, what LHA's hash functions learn: exactly, or by positive random features."""
 
-from megasparse.ops.attention_utility.eager import (
+from megasparse.ops.attention_utility.blockwise import (
     Features,
     Tile,
     bucket_sums,

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from megasparse.ops.backend import implementation
-from megasparse.ops.bucketed_attention import eager, reference
+from megasparse.ops.bucketed_attention import blockwise, reference
 from megasparse.ops.bucketed_attention.layout import Window
 
 
@@ -42,9 +42,9 @@ def bucketed_attention(
     rule |= {"count_rounds": count_rounds, "key_mask": key_mask, "segments": segments}
     chosen = implementation(q)
     if chosen == "triton":
-        from megasparse.ops.bucketed_attention import triton  # where there is no Triton, nothing asks for it
+        from megasparse.ops.bucketed_attention import gpu  # where there is no Triton, nothing asks for it
 
-        return triton.bucketed_attention(q, k, v, codes, window, **rule, key_codes=key_codes)
+        return gpu.bucketed_attention(q, k, v, codes, window, **rule, key_codes=key_codes)
     if chosen == "reference":
         return reference.bucketed_attention(q, k, v, codes, window, **rule, key_codes=key_codes)
-    return eager.bucketed_attention(q, k, v, codes, window, **rule, key_codes=key_codes)
+    return blockwise.bucketed_attention(q, k, v, codes, window, **rule, key_codes=key_codes)

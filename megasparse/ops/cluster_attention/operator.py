@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from megasparse.ops.backend import implementation
-from megasparse.ops.cluster_attention import eager, reference
+from megasparse.ops.cluster_attention import blockwise, reference
 
 
 def cluster_attention(
@@ -37,8 +37,8 @@ def cluster_attention(
     chosen = implementation(q)
     if chosen == "reference":
         return reference.cluster_attention(q, k, v, query_index, key_index, **rule)
-    if chosen == "eager":
-        return eager.cluster_attention(q, k, v, query_index, key_index, **rule)
-    from megasparse.ops.cluster_attention import triton
+    if chosen == "blockwise":
+        return blockwise.cluster_attention(q, k, v, query_index, key_index, **rule)
+    from megasparse.ops.cluster_attention import gpu
 
-    return triton.cluster_attention(q, k, v, query_index, key_index, **rule)
+    return gpu.cluster_attention(q, k, v, query_index, key_index, **rule)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.backend import implementation
-from megasparse.ops.counting_sort import eager, reference
+from megasparse.ops.counting_sort import blockwise, reference
 
 _DTYPES = (torch.int16, torch.int32)
 
@@ -19,8 +19,8 @@ def counting_sort(keys: Tensor, bits: int) -> Tensor:
     chosen = implementation(keys, dtypes=_DTYPES, largest_width=None)
     if chosen == "reference":
         return reference.counting_sort(keys, bits)
-    if chosen == "eager":
-        return eager.counting_sort(keys, bits)
-    from megasparse.ops.counting_sort import triton
+    if chosen == "blockwise":
+        return blockwise.counting_sort(keys, bits)
+    from megasparse.ops.counting_sort import gpu
 
-    return triton.counting_sort(keys, bits)
+    return gpu.counting_sort(keys, bits)

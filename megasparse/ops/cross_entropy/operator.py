@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from megasparse.ops.backend import implementation
-from megasparse.ops.cross_entropy import eager, reference
+from megasparse.ops.cross_entropy import blockwise, reference
 
 
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -16,7 +16,7 @@ def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Ten
     """
     name = implementation(logits, largest_width=None)
     if name == "triton":
-        from megasparse.ops.cross_entropy import triton
+        from megasparse.ops.cross_entropy import gpu
 
-        return triton.token_scores(logits, targets, smoothing)
-    return (reference if name == "reference" else eager).token_scores(logits, targets, smoothing)
+        return gpu.token_scores(logits, targets, smoothing)
+    return (reference if name == "reference" else blockwise).token_scores(logits, targets, smoothing)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from megasparse.ops.backend import implementation
-from megasparse.ops.gathered_attention import eager, reference
+from megasparse.ops.gathered_attention import blockwise, reference
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
@@ -17,8 +17,8 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale:
     chosen = implementation(q)
     if chosen == "reference":
         return reference.gathered_attention(q, k, v, index, scale=scale)
-    if chosen == "eager":
-        return eager.gathered_attention(q, k, v, index, scale=scale)
-    from megasparse.ops.gathered_attention import triton
+    if chosen == "blockwise":
+        return blockwise.gathered_attention(q, k, v, index, scale=scale)
+    from megasparse.ops.gathered_attention import gpu
 
-    return triton.gathered_attention(q, k, v, index, scale=scale)
+    return gpu.gathered_attention(q, k, v, index, scale=scale)

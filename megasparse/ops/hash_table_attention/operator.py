@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.backend import implementation
-from megasparse.ops.hash_table_attention import eager, reference
+from megasparse.ops.hash_table_attention import blockwise, reference
 
 
 def hash_table_attention(
@@ -31,7 +31,7 @@ def hash_table_attention(
     2^code_bits. causal: j <= i. query_mask, key_mask: (B, Lq), (B, Lk) bool, true for real tokens: padding sees nothing
     (output 0) and is never seen. segments: (B, L) document numbers >= 0: documents never see each other.
     chunk: positions of a causal sequence whose collisions are found pair by pair, backward: the procedure for ∇q and
-    ∇k; neither changes the numbers, `auto` takes the procedure with less to do. Both are eager's: the kernels have no
+    ∇k; neither changes the numbers, `auto` takes the procedure with less to do. Both are blockwise; the kernels have no
     chunks, and one procedure that is both.
     Returns out (B, H, Lq, D) and B's row sums (B, H, Lq), the keys a query meets in one hash on average (not
     differentiable); both in fp32 at least.
@@ -42,8 +42,8 @@ def hash_table_attention(
     if chosen == "reference":
         q, k, v = (x.to(torch.promote_types(v.dtype, torch.float32)) for x in (q, k, v))
         return reference.hash_table_attention(q, k, v, q_codes, k_codes, **rule)
-    if chosen == "eager":
-        return eager.hash_table_attention(q, k, v, q_codes, k_codes, **rule, chunk=chunk, backward=backward)
-    from megasparse.ops.hash_table_attention import triton
+    if chosen == "blockwise":
+        return blockwise.hash_table_attention(q, k, v, q_codes, k_codes, **rule, chunk=chunk, backward=backward)
+    from megasparse.ops.hash_table_attention import gpu
 
-    return triton.hash_table_attention(q, k, v, q_codes, k_codes, **rule)
+    return gpu.hash_table_attention(q, k, v, q_codes, k_codes, **rule)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.backend import implementation
-from megasparse.ops.hashing import eager, reference, sign, sign_reference
+from megasparse.ops.hashing import blockwise, reference, sign, sign_reference
 
 
 @torch.no_grad()
@@ -24,11 +24,11 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     chosen = implementation(x)
     if chosen == "reference":
         return reference.angular_hash(x, rotations, factors).to(sign.code_dtype(math.prod(factors)))
-    if chosen == "eager":
-        return eager.angular_hash(x, rotations, factors)
-    from megasparse.ops.hashing import triton
+    if chosen == "blockwise":
+        return blockwise.angular_hash(x, rotations, factors)
+    from megasparse.ops.hashing import gpu
 
-    return triton.angular_hash(x, rotations, factors)
+    return gpu.angular_hash(x, rotations, factors)
 
 
 @torch.no_grad()
@@ -45,15 +45,15 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
 
     heads: the heads' global numbers. The draws are functions of (key, head, hash): more hashes keep the first ones.
     Computed in fp32 at least; the length of x does not matter; a zero vector has all bits set. Implementations differ
-    only where a projection is zero up to rounding; the kernels' hadamard codes are those of eager to the bit.
+    only where a projection is zero up to rounding; the kernels' hadamard codes are those of blockwise to the bit.
     """
     assert len(heads) == x.shape[1] and 1 <= code_bits <= sign.MOST_BITS
     chosen = implementation(x)
     if chosen == "reference":
         codes = sign_reference.sign_codes(x, key, heads, hashes, code_bits, kind)
         return codes.to(sign.code_dtype(1 << code_bits))
-    if chosen == "eager":
+    if chosen == "blockwise":
         return sign.sign_codes(x, key, heads, hashes, code_bits, kind)
-    from megasparse.ops.hashing import triton
+    from megasparse.ops.hashing import gpu
 
-    return triton.sign_codes(x, key, heads, hashes, code_bits, kind)
+    return gpu.sign_codes(x, key, heads, hashes, code_bits, kind)

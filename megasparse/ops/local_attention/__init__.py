@@ -2,7 +2,7 @@
 `bucketed_attention`.
 """
 
-from megasparse.ops.local_attention.eager import distances
+from megasparse.ops.local_attention.blockwise import distances
 from megasparse.ops.local_attention.operator import relative_local_attention
 
 __all__ = ["distances", "relative_local_attention"]

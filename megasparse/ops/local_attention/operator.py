@@ -5,7 +5,7 @@ head dim, E distances.
 from torch import Tensor
 
 from megasparse.ops.backend import implementation
-from megasparse.ops.local_attention import eager, reference
+from megasparse.ops.local_attention import blockwise, reference
 
 
 def relative_local_attention(
@@ -32,9 +32,9 @@ def relative_local_attention(
     """
     name = implementation(q)
     if name == "triton":
-        from megasparse.ops.local_attention import triton
+        from megasparse.ops.local_attention import gpu
 
-        attend = triton.relative_local_attention
+        attend = gpu.relative_local_attention
     else:
-        attend = (reference if name == "reference" else eager).relative_local_attention
+        attend = (reference if name == "reference" else blockwise).relative_local_attention
     return attend(q, k, v, r, u, w, chunk, causal=causal, scale=scale, key_mask=key_mask, segments=segments)

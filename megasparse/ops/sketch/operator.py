@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.backend import implementation
-from megasparse.ops.sketch import eager, reference
+from megasparse.ops.sketch import blockwise, reference
 from megasparse.ops.sketch.draws import Noise
 
 WIDEST = 16
@@ -74,7 +74,7 @@ def chosen_keys(
 def _module(q: Tensor) -> ModuleType:
     name = implementation(q, largest_width=WIDEST)
     if name == "triton":
-        from megasparse.ops.sketch import triton
+        from megasparse.ops.sketch import gpu
 
-        return triton
-    return eager if name == "eager" else reference
+        return gpu
+    return blockwise if name == "blockwise" else reference

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from megasparse.errors import ConfigError, DataError
+from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Inputs, Padded
-from megasparse.tasks.bodies import Body
 from megasparse.tasks.encoding import Counts, Encoded, Encoder, Segments, require_vocabulary
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.choice_model import ChoiceBatch, ChoiceModel, EncodedChoice, collate
@@ -57,8 +57,8 @@ class ChoiceEncoder(Encoder):
         self.counts.longest = max(self.counts.longest, len(tokens))
         if first > limit:
             problem = f"question and {example.candidates} candidates of {example.name} alone are {first:,} tokens"
-            mend = "Raise it, or remove the example: they are never cut"
-            raise DataError(str(place), f"{problem}, more than task.max_length = {limit:,}", mend)
+            hint = "Raise it, or remove the example: they are never cut"
+            raise DataError(str(place), f"{problem}, more than task.max_length = {limit:,}", hint)
         if len(tokens) > limit:
             self._refuse_or_count_cut(len(tokens), place)
             tokens = tokens[:limit]
@@ -76,19 +76,19 @@ class ChoiceForm(Form):
         require_vocabulary(start.body, start.tokenizer.vocabulary)
         return ChoiceEncoder(self.task, start.tokenizer, start.body.vocabulary)
 
-    def check(self, body: Body) -> None:
-        head, mend = self.config.head, "Remove it: a candidate is scored by one linear layer at its mark"
+    def check(self, body: Backbone) -> None:
+        head, hint = self.config.head, "Remove it: a candidate is scored by one linear layer at its mark"
         for key, value in (("pooling", head.pooling), ("hidden", head.hidden)):
             if value:
-                raise ConfigError(f"head.{key}", f"{value!r}, and {self.task.name} pools nothing", mend)
+                raise ConfigError(f"head.{key}", f"{value!r}, and {self.task.name} pools nothing", hint)
 
-    def model(self, body: Body) -> ChoiceModel:
+    def model(self, body: Backbone) -> ChoiceModel:
         return ChoiceModel(body, self.config.head.dropout, self.config.run.seed)
 
     def collate(self, examples: Sequence[Encoded]) -> ChoiceBatch:
         return collate(_choices(examples), self.config.task.max_length)
 
-    def made_up(self, body: Body, batch: int, length: int) -> ChoiceBatch:
+    def dummy_batch(self, body: Backbone, batch: int, length: int) -> ChoiceBatch:
         """Random tokens whose last one is padding, so that there is a mask, and many candidates; the first is right."""
         tokens = torch.randint(body.vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
         lengths = torch.full((batch,), max(1, length - 1))
@@ -96,18 +96,18 @@ class ChoiceForm(Form):
         read = Padded(tokens, torch.zeros_like(tokens), lengths)
         return ChoiceBatch(Inputs((read,), torch.zeros(batch, dtype=torch.int64)), marks)
 
-    def answer(self, example: Encoded, told: np.ndarray) -> int:
+    def answer(self, example: Encoded, predicted: np.ndarray) -> int:
         """The candidate of the highest score; of equal ones the first."""
-        return int(told.argmax())
+        return int(predicted.argmax())
 
-    def row(self, example: Encoded, told: np.ndarray) -> dict[str, Any]:
+    def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
         """`label` and `told` are texts of candidates; `scores`, logits, by candidate."""
         (choice,) = _choices([example])
         label, names = choice.label, choice.candidates
         return {
             "label": None if label is None else names[label],
-            "told": names[self.answer(example, told)],
-            "scores": dict(zip(names, told.tolist(), strict=True)),
+            "predicted": names[self.answer(example, predicted)],
+            "scores": dict(zip(names, predicted.tolist(), strict=True)),
         }
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasparse.ops.random import Draws, derive, dropout
+from megasparse.ops.random import RngContext, derive, dropout
 from megasparse.tasks import batches
+from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Inputs
-from megasparse.tasks.bodies import Body
 from megasparse.tasks.encoding import Encoded
 from megasparse.tasks.forms.label_model import DEVIATION
 
@@ -59,9 +59,9 @@ class ChoiceModel(nn.Module):
     it (Beltagy et al. 2020); p = softmax of the scores of an example's own candidates.
     """
 
-    uneven = False
+    varying_token_counts = False
 
-    def __init__(self, body: Body, rate: float, seed: int):
+    def __init__(self, body: Backbone, rate: float, seed: int):
         """rate: of dropout."""
         super().__init__()
         self.body, self.rate = body, rate
@@ -70,34 +70,34 @@ class ChoiceModel(nn.Module):
         with torch.no_grad():
             self.output.weight.copy_(torch.randn(self.output.weight.shape, generator=generator) * DEVIATION)
 
-    def forward(self, batch: ChoiceBatch, draws: Draws) -> tuple[Tensor, dict[str, Any]]:
+    def forward(self, batch: ChoiceBatch, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
         """The objective, mean cross-entropy in nats of an example, and what the mechanisms add; and statistics: those
         of tasks/form.py, an example weighing 1, and `accuracy`. `told`: of each example (its K,), fp32. Without labels
         the loss is 0.
         """
-        scores, auxiliary = self.scores(batch, draws)
+        scores, auxiliary = self.scores(batch, rng)
         labels, count = batch.inputs.labels, torch.tensor(float(len(scores)), device=scores.device)
         loss, found = torch.zeros((), device=scores.device), {"tokens": count}
         if labels is not None:
             costs = F.cross_entropy(scores, labels, reduction="none")
             found["accuracy"] = (scores.argmax(1) == labels).float().mean()
             loss = costs.mean()
-            if not draws.training:
+            if not rng.training:
                 found |= {"costs": costs, "weights": torch.ones_like(costs)}
         found["nats"] = loss.detach() * count
         weight: Any = self.body.task_weight
-        if draws.training:
+        if rng.training:
             return weight * loss + auxiliary, found
         own = (batch.marks >= 0).sum(1).tolist()
-        return weight * loss + auxiliary, {**found, "told": [row[:k] for row, k in zip(scores, own, strict=True)]}
+        return weight * loss + auxiliary, {**found, "predicted": [row[:k] for row, k in zip(scores, own, strict=True)]}
 
-    def scores(self, batch: ChoiceBatch, draws: Draws) -> tuple[Tensor, Tensor]:
+    def scores(self, batch: ChoiceBatch, rng: RngContext) -> tuple[Tensor, Tensor]:
         """(B, K) fp32, -inf where an example has no candidate; and the mechanisms' losses."""
-        states, auxiliary = self.body(batch.inputs.sequences[0], draws, None)
+        states, auxiliary = self.body(batch.inputs.sequences[0], rng, None)
         rows = torch.arange(len(states), device=states.device).unsqueeze(1)
         marked = states[rows, batch.marks.clamp(min=0)].to(self.output.weight.dtype)
-        if draws.training:
-            key, places = draws.key(-1, "choice dropout"), draws.rows(marked.shape[1], marked.device)
+        if rng.training:
+            key, places = rng.key(-1, "choice dropout"), rng.rows(marked.shape[1], marked.device)
             marked = dropout(marked, self.rate, key, places)
         scores = self.output(marked).squeeze(-1).float()
         return scores.masked_fill(batch.marks < 0, -torch.inf), auxiliary

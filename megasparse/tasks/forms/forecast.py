@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError
-from megasparse.tasks.bodies import Body
+from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.encoding import Counts, Encoded, Encoder
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.forecaster import ForecastBody, Forecaster, Windows
@@ -75,7 +75,7 @@ class ForecastForm(Form):
             raise ConfigError("task.forecast.relative", problem, "Add it to task.forecast.inputs, or set it to false")
         self.shape = (settings.horizon, len(task.targets))
 
-    def body(self, model: ModelConfig) -> Body:
+    def body(self, model: ModelConfig) -> Backbone:
         settings = self.config.task.forecast
         rows = settings.overlap + settings.horizon
         if rows > model.max_length:
@@ -86,7 +86,7 @@ class ForecastForm(Form):
     def encoder(self, start: Any) -> Encoder:
         return WindowEncoder(self.task, None, start.body.vocabulary)
 
-    def model(self, body: Body) -> nn.Module:
+    def model(self, body: Backbone) -> nn.Module:
         assert isinstance(body, ForecastBody)
         relative = self.config.task.forecast.relative
         anchors = [self.series.inputs.index(column) for column in self.series.targets] if relative else None
@@ -100,20 +100,20 @@ class ForecastForm(Form):
             _stack([each.values[:, :read] for each in windows]), _stack([each.marks for each in windows]), labels
         )
 
-    def made_up(self, body: Body, batch: int, length: int) -> Windows:
+    def dummy_batch(self, body: Backbone, batch: int, length: int) -> Windows:
         rows, marks = len(self.series.inputs), self.series.time_features
         values = torch.randn(batch, length, rows, generator=torch.Generator().manual_seed(0))
         return Windows(values, torch.zeros(batch, length + self.shape[0], marks), torch.zeros(batch, *self.shape))
 
-    def answer(self, example: Encoded, told: np.ndarray) -> np.ndarray:
-        return told.reshape(self.shape)
+    def answer(self, example: Encoded, predicted: np.ndarray) -> np.ndarray:
+        return predicted.reshape(self.shape)
 
-    def row(self, example: Encoded, told: np.ndarray) -> dict[str, Any]:
+    def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
         """`label` and `told`: by column the numbers of the rows to tell, of which `name` is the first one's date."""
         label = example.label
         return {
             "label": None if label is None else self.in_units(label),
-            "told": self.in_units(self.answer(example, told)),
+            "predicted": self.in_units(self.answer(example, predicted)),
         }
 
     def in_units(self, scaled: np.ndarray) -> dict[str, list[float]]:

@@ -21,8 +21,8 @@ from megasparse.model.embedding import Positions
 from megasparse.model.encoder_decoder import SourceEncoder
 from megasparse.model.norm import Norm
 from megasparse.model.stack import Stack
-from megasparse.ops.random import Draws, derive
-from megasparse.tasks.bodies import Body, attention_settings
+from megasparse.ops.random import RngContext, derive
+from megasparse.tasks.backbones import Backbone, attention_settings
 from megasparse.tasks.forms.label_model import DEVIATION
 
 
@@ -80,16 +80,16 @@ class VectorStacks(Stack):
         self.encoder = SourceEncoder(source, VectorEmbedding(source, width, shared))
         self.norm = Norm(config)
 
-    def forward(self, read: Tensor, seen: Tensor, draws: Draws, targets: Targets | None) -> tuple[Tensor, Tensor]:
+    def forward(self, read: Tensor, seen: Tensor, rng: RngContext, targets: Targets | None) -> tuple[Tensor, Tensor]:
         """read: (B, L, C + F). seen: (B, O + H, C + F), by the decoder. Returns the mean of its streams, normalised,
         (B, O + H, E) fp32, and the sum of auxiliary losses.
         """
-        memory, of_encoder, _ = self.encoder(read, draws, None, targets)
-        streams, own, _ = self.streams(seen, draws, Padding(), targets, source=Source(memory, None))
+        memory, of_encoder, _ = self.encoder(read, rng, None, targets)
+        streams, own, _ = self.streams(seen, rng, Padding(), targets, source=Source(memory, None))
         return self.norm(torch.stack(streams).mean(0)), of_encoder + own
 
 
-class ForecastBody(Body):
+class ForecastBody(Backbone):
     """Reads windows. The decoder sees the last O rows, then H rows of zeros, of which the time features alone are
     known, in one pass; its self-attention is causal.
     """
@@ -107,7 +107,7 @@ class ForecastBody(Body):
         sides = (config.attention, config.source.attention)
         self.pooled_sketch = any(each.smart_bird.objective == "pooled" for each in sides)
 
-    def forward(self, read: Any, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, read: Any, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         """read: Windows. The states are those of the rows to tell, (B, H, E) fp32."""
         length = read.values.shape[1]
         first, horizon = max(0, length - self.overlap), read.marks.shape[1] - length
@@ -115,7 +115,7 @@ class ForecastBody(Body):
         rows = F.pad(read.values[:, first:], (0, 0, 0, horizon))
         seen = torch.cat([rows, read.marks[:, first:]], dim=-1)
         targets = Targets(classes, None) if classes is not None and self.pooled_sketch else None
-        states, auxiliary = self.stack(known, seen, draws, targets)
+        states, auxiliary = self.stack(known, seen, rng, targets)
         return states[:, -horizon:], auxiliary
 
     def attention(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Forecaster(nn.Module):
     `anchors` as x̂ = level + f(x − level), where the level is the last row read (Zeng et al. 2023).
     """
 
-    uneven = False
+    varying_token_counts = False
 
     def __init__(self, body: ForecastBody, targets: int, seed: int, anchors: list[int] | None = None):
         """anchors: of each target its place among the columns read; None tells values as they are."""
@@ -139,25 +139,25 @@ class Forecaster(nn.Module):
         with torch.no_grad():
             self.output.weight.copy_(torch.randn(self.output.weight.shape, generator=generator) * DEVIATION)
 
-    def forward(self, windows: Windows, draws: Draws) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, windows: Windows, rng: RngContext) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective, mean squared error of a number to tell, and what the mechanisms add; and statistics: those of
         tasks/form.py, an example weighing H·T. `told` is (B, H, T) fp32. Without labels the loss is 0.
 
         Smart Bird's sketches learn whether an example's targets are above their training mean.
         """
         labels, classes = windows.labels, None
-        if labels is not None and draws.training:
+        if labels is not None and rng.training:
             classes = (labels.mean((1, 2)) > 0).long()
         read, level = windows, windows.values[:, -1:]
         if self.anchors is not None:
             read = replace(windows, values=windows.values - level)
-        states, auxiliary = self.body(read, draws, classes)
-        told = self.output(states.to(self.output.weight.dtype)).float()
+        states, auxiliary = self.body(read, rng, classes)
+        predicted = self.output(states.to(self.output.weight.dtype)).float()
         if self.anchors is not None:
-            told = told + level[..., self.anchors]
-        weights = torch.full((len(told),), float(told[0].numel()), device=told.device)
-        costs = torch.zeros_like(weights) if labels is None else (told - labels).square().sum((1, 2))
+            predicted = predicted + level[..., self.anchors]
+        weights = torch.full((len(predicted),), float(predicted[0].numel()), device=predicted.device)
+        costs = torch.zeros_like(weights) if labels is None else (predicted - labels).square().sum((1, 2))
         found = {"nats": costs.detach().sum(), "tokens": weights.sum()}
-        if not draws.training:
-            found |= {"told": told} | ({} if labels is None else {"costs": costs, "weights": weights})
+        if not rng.training:
+            found |= {"predicted": predicted} | ({} if labels is None else {"costs": costs, "weights": weights})
         return self.body.task_weight * costs.sum() / weights.sum() + auxiliary, found

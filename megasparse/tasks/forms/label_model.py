@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.config.finetuning import HeadConfig
-from megasparse.ops.random import Draws, derive, dropout
+from megasparse.ops.random import RngContext, derive, dropout
+from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Inputs, Padded
-from megasparse.tasks.bodies import Body
 
 DEVIATION = 0.02
 """Of a new head's weights, as BERT's."""
@@ -32,29 +32,29 @@ class Head(nn.Module):
                 layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * DEVIATION)
                 layer.bias.zero_()
 
-    def forward(self, pooled: list[Tensor], draws: Draws) -> Tensor:
+    def forward(self, pooled: list[Tensor], rng: RngContext) -> Tensor:
         """pooled: (B, E) of each sequence. Returns (B, C) fp32."""
         x = pooled[0]
         if self.towers:
             u, v = pooled
             x = torch.cat([u, v, u * v, u - v], dim=-1)
-        x = self._dropped(x.to(self.dense.weight.dtype), self.rate_before, draws, "head dropout")
-        x = self._dropped(torch.tanh(self.dense(x)), self.rate, draws, "second head dropout")
+        x = self._dropped(x.to(self.dense.weight.dtype), self.rate_before, rng, "head dropout")
+        x = self._dropped(torch.tanh(self.dense(x)), self.rate, rng, "second head dropout")
         return self.output(x).float()
 
     @staticmethod
-    def _dropped(x: Tensor, rate: float, draws: Draws, purpose: str) -> Tensor:
-        if not draws.training:
+    def _dropped(x: Tensor, rate: float, rng: RngContext, purpose: str) -> Tensor:
+        if not rng.training:
             return x
-        return dropout(x.unsqueeze(1), rate, draws.key(-1, purpose), draws.rows(1, x.device)).squeeze(1)
+        return dropout(x.unsqueeze(1), rate, rng.key(-1, purpose), rng.rows(1, x.device)).squeeze(1)
 
 
 class TaskModel(nn.Module):
     """Tells each example's class, or its number, and learns it from labels."""
 
-    uneven = False
+    varying_token_counts = False
 
-    def __init__(self, body: Body, outputs: int, config: HeadConfig, towers: bool, seed: int):
+    def __init__(self, body: Backbone, outputs: int, config: HeadConfig, towers: bool, seed: int):
         """outputs: number of classes; 1 to tell a number."""
         super().__init__()
         self.body, self.outputs = body, outputs
@@ -66,40 +66,40 @@ class TaskModel(nn.Module):
             for parameter, value in zip(self.head.dense.parameters(), body.pooler, strict=True):
                 parameter.data.copy_(value)
 
-    def forward(self, inputs: Inputs, draws: Draws) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, inputs: Inputs, rng: RngContext) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective, mean cross-entropy in nats of an example, or mean squared error, and what the mechanisms add;
         and statistics: those of tasks/form.py, an example weighing 1, and `accuracy` of classes. `told` is (B, C).
         Without labels the loss is 0.
         """
-        classes = inputs.labels if self.outputs > 1 and draws.training else None
-        told, auxiliary = self.told(inputs, draws, classes)
-        count = torch.tensor(float(len(told)), device=told.device)
-        loss, found = torch.zeros((), device=told.device), {"tokens": count}
+        classes = inputs.labels if self.outputs > 1 and rng.training else None
+        predicted, auxiliary = self.predicted(inputs, rng, classes)
+        count = torch.tensor(float(len(predicted)), device=predicted.device)
+        loss, found = torch.zeros((), device=predicted.device), {"tokens": count}
         if inputs.labels is not None:
             if self.outputs == 1:
-                costs = F.mse_loss(told.squeeze(1), inputs.labels.float(), reduction="none")
+                costs = F.mse_loss(predicted.squeeze(1), inputs.labels.float(), reduction="none")
             else:
-                costs = F.cross_entropy(told, inputs.labels, reduction="none")
-                found["accuracy"] = (told.argmax(1) == inputs.labels).float().mean()
+                costs = F.cross_entropy(predicted, inputs.labels, reduction="none")
+                found["accuracy"] = (predicted.argmax(1) == inputs.labels).float().mean()
             loss = costs.mean()
-            if not draws.training:
+            if not rng.training:
                 found |= {"costs": costs, "weights": torch.ones_like(costs)}
         found["nats"] = loss.detach() * count
-        if not draws.training:
-            found["told"] = told
+        if not rng.training:
+            found["predicted"] = predicted
         weight: Any = self.body.task_weight
         return weight * loss + auxiliary, found
 
-    def told(self, inputs: Inputs, draws: Draws, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def predicted(self, inputs: Inputs, rng: RngContext, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(B, C) fp32: unnormalised log-probabilities of the classes, or numbers; and the mechanisms' losses. classes:
         (B,), in training, for the mechanisms.
         """
         pooled, auxiliary = [], torch.zeros((), device=inputs.sequences[0].tokens.device)
         for read in inputs.sequences:
-            states, own = self.body(read, draws, classes)
+            states, own = self.body(read, rng, classes)
             pooled.append(self._pool(states, read))
             auxiliary = auxiliary + own
-        return self.head(pooled, draws), auxiliary
+        return self.head(pooled, rng), auxiliary
 
     def _pool(self, states: Tensor, read: Padded) -> Tensor:
         """(B, L, E) to (B, E)."""

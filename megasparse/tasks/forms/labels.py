@@ -9,25 +9,25 @@ import torch
 from torch import nn
 
 from megasparse.errors import ConfigError
+from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Inputs, Padded, collate
-from megasparse.tasks.bodies import Body
 from megasparse.tasks.encoding import Encoded, Encoder, require_vocabulary, separators_of
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.label_model import TaskModel
-from megasparse.tasks.task import Example, Place
+from megasparse.tasks.task import Example, SourceLocation
 
 
 class LabelForm(Form):
     """Cross-entropy of the class, or squared error of the number; answers are class numbers, or numbers."""
 
-    def check(self, body: Body) -> None:
-        head, mend = self.config.head, 'Set it to "first" or "mean"'
+    def check(self, body: Backbone) -> None:
+        head, hint = self.config.head, 'Set it to "first" or "mean"'
         if head.pooling != "pooler":
             return
         if body.pooler is None:
-            raise ConfigError("head.pooling", '"pooler", and the pretrained model has none', mend)
+            raise ConfigError("head.pooling", '"pooler", and the pretrained model has none', hint)
         if self.task.towers or head.hidden not in (0, body.width):
-            raise ConfigError("head.pooling", '"pooler" is as wide as the model, and of one sequence', mend)
+            raise ConfigError("head.pooling", '"pooler" is as wide as the model, and of one sequence', hint)
 
     def sketch_labels(self, train: Sequence[Example]) -> int:
         if self.task.classes is not None:
@@ -40,33 +40,33 @@ class LabelForm(Form):
         require_vocabulary(body, task.vocabulary or start.tokenizer.vocabulary, task.name if task.vocabulary else None)
         return Encoder(task, tokenizer, body.vocabulary, separators=separators_of(body))
 
-    def model(self, body: Body) -> nn.Module:
+    def model(self, body: Backbone) -> nn.Module:
         outputs = 1 if self.task.classes is None else len(self.task.classes)
         return TaskModel(body, outputs, self.config.head, self.task.towers, self.config.run.seed)
 
     def collate(self, examples: Sequence[Encoded]) -> Inputs:
         return collate(examples, self.config.task.max_length)
 
-    def made_up(self, body: Body, batch: int, length: int) -> Inputs:
+    def dummy_batch(self, body: Backbone, batch: int, length: int) -> Inputs:
         """Random tokens whose last one is padding, so that there is a mask; any labels."""
         tokens = torch.randint(body.vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
         read = Padded(tokens, torch.zeros_like(tokens), torch.full((batch,), max(1, length - 1)))
         labels = torch.zeros(batch, dtype=torch.float32 if self.task.classes is None else torch.int64)
         return Inputs((read,) * (2 if self.task.towers else 1), labels)
 
-    def answer(self, example: Encoded, told: np.ndarray) -> int | float:
+    def answer(self, example: Encoded, predicted: np.ndarray) -> int | float:
         """The class of highest probability, or the number."""
-        return float(told[0]) if self.task.classes is None else int(told.argmax())
+        return float(predicted[0]) if self.task.classes is None else int(predicted.argmax())
 
-    def row(self, example: Encoded, told: np.ndarray) -> dict[str, Any]:
+    def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
         """`label` and `told` are the names of classes, or numbers; `probabilities` by class, null of numbers."""
-        label, own, classes = example.label, self.answer(example, told), self.task.classes
+        label, own, classes = example.label, self.answer(example, predicted), self.task.classes
         if classes is None:
-            return {"label": label, "told": own, "probabilities": None}
-        values = torch.from_numpy(told).softmax(0).tolist()
+            return {"label": label, "predicted": own, "probabilities": None}
+        values = torch.from_numpy(predicted).softmax(0).tolist()
         return {
             "label": None if label is None else classes[label],
-            "told": classes[int(own)],
+            "predicted": classes[int(own)],
             "probabilities": dict(zip(classes, values, strict=True)),
         }
 
@@ -77,4 +77,4 @@ class LabelForm(Form):
         if len(texts) != wanted:
             problem = f'{len(texts)} given, and an example of "{task.name}" has {wanted}'
             raise ConfigError("--text", problem, f"Give it {'twice' if wanted == 2 else 'once'}")
-        return Example(tuple(texts), None, Place(Path("--text")), "0")
+        return Example(tuple(texts), None, SourceLocation(Path("--text")), "0")

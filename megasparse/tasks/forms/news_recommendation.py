@@ -17,9 +17,9 @@ from megasparse.config.pattern import kinds
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 from megasparse.model.build import initialise
-from megasparse.ops.random import Draws, derive, dropout, random_bits
+from megasparse.ops.random import RngContext, derive, dropout, random_bits
+from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Padded
-from megasparse.tasks.bodies import Body
 
 HISTORY_LAYER = -2
 """Of the draws of the attention over clicked news, which is no layer of the body."""
@@ -88,9 +88,9 @@ class NewsRecommender(nn.Module):
     both poolings. The width of the additive attentions is `head.hidden`.
     """
 
-    uneven = True
+    varying_token_counts = True
 
-    def __init__(self, body: Body, config: RecommendationConfig, head: HeadConfig, seed: int):
+    def __init__(self, body: Backbone, config: RecommendationConfig, head: HeadConfig, seed: int):
         """Raises ConfigError where the attention over clicked news does not fit."""
         super().__init__()
         self.body, self.negatives, self.rate = body, config.negatives, head.dropout
@@ -104,7 +104,7 @@ class NewsRecommender(nn.Module):
         self.task_weight = min(body.task_weight, *own)
 
     def forward(
-        self, batch: Impressions, draws: Draws, divisor: float | None = None
+        self, batch: Impressions, rng: RngContext, divisor: float | None = None
     ) -> tuple[Tensor, dict[str, Tensor | list[Tensor]]]:
         """The objective, what the mechanisms add to it, and the statistics of tasks/form.py.
 
@@ -113,10 +113,10 @@ class NewsRecommender(nn.Module):
         candidates are scored, `told` has the scores of each impression, a tensor (its candidates,), and an impression
         costs the sum over its clicks of −ln softmax among the click and all its news that were not clicked.
         """
-        if draws.training:
+        if rng.training:
             assert batch.clicked is not None
-            rows, chosen = drawn_negatives(batch, draws, self.negatives)
-            vectors, users, auxiliary = self._read(batch, chosen, draws)
+            rows, chosen = drawn_negatives(batch, rng, self.negatives)
+            vectors, users, auxiliary = self._read(batch, chosen, rng)
             scores = (users[rows].unsqueeze(1) * vectors[chosen]).sum(-1)
             costs = -scores.log_softmax(-1)[:, 0]
             count = torch.tensor(len(costs), device=costs.device)
@@ -124,9 +124,9 @@ class NewsRecommender(nn.Module):
             found: dict[str, Tensor | list[Tensor]] = {"nats": costs.sum().detach(), "tokens": count}
             return self.task_weight * loss + auxiliary, found
         real = _first(batch.shown, batch.candidates.shape[1])
-        vectors, users, auxiliary = self._read(batch, batch.candidates[real], draws)
+        vectors, users, auxiliary = self._read(batch, batch.candidates[real], rng)
         scores = (users.unsqueeze(1) * vectors[batch.candidates]).sum(-1)
-        found = {"told": [row[:count] for row, count in zip(scores, batch.shown.tolist(), strict=True)]}
+        found = {"predicted": [row[:count] for row, count in zip(scores, batch.shown.tolist(), strict=True)]}
         loss, count = scores.new_zeros(()), scores.new_tensor(float(len(scores)))
         if batch.clicked is not None:
             others = scores.masked_fill(~real | batch.clicked, -torch.inf).logsumexp(-1, keepdim=True)
@@ -141,29 +141,29 @@ class NewsRecommender(nn.Module):
         assert batch.clicked is not None
         return batch.clicked.sum()
 
-    def _read(self, batch: Impressions, wanted: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, batch: Impressions, wanted: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
         """The vectors of clicked and of wanted news (N, E), 0 of others; those of users (B, E); auxiliary losses."""
         mask = _first(batch.clicks, batch.history.shape[1])
         needed = torch.cat([batch.history[mask], wanted.flatten()]).unique()
         news = batch.news
         read = Padded(news.tokens[needed], news.types[needed], news.lengths[needed])
-        own = replace(draws, samples=batch.numbers[needed])
-        states, auxiliary = self.body(read, own, self._popular(batch, needed) if draws.training else None)
+        own = replace(rng, samples=batch.numbers[needed])
+        states, auxiliary = self.body(read, own, self._popular(batch, needed) if rng.training else None)
         real = _first(read.lengths, read.tokens.shape[1])
         pooled = self.news_pooling(self._dropped(states, own, "news dropout"), real)
         vectors = pooled.new_zeros(len(news.tokens), self.body.width).index_copy(0, needed, pooled)
-        users, further = self._users(vectors[batch.history], mask, draws)
+        users, further = self._users(vectors[batch.history], mask, rng)
         return vectors, users, auxiliary + further
 
-    def _users(self, clicked: Tensor, mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    def _users(self, clicked: Tensor, mask: Tensor, rng: RngContext) -> tuple[Tensor, Tensor]:
         """clicked: (B, H, E), mask (B, H). Returns (B, E) fp32 and the mechanisms' loss."""
         known = mask.any(-1, keepdim=True)
         seen = mask.clone()
         seen[:, 0] = True  # else a user without clicks has a softmax over nothing, and NaN spreads
         given = torch.where(mask.unsqueeze(-1), clicked, 0.0).to(self.attention.query.weight.dtype)
-        context = AttentionContext(HISTORY_LAYER, draws)
+        context = AttentionContext(HISTORY_LAYER, rng)
         out, auxiliary, _ = self.attention(given, context, Padding(None if bool(seen.all()) else seen))
-        users = self.user_pooling(self._dropped(out.float(), draws, "user dropout"), seen)
+        users = self.user_pooling(self._dropped(out.float(), rng, "user dropout"), seen)
         users = torch.where(known, users, self.unknown_user.float())
         return users, users.new_zeros(()) if auxiliary is None else auxiliary
 
@@ -175,10 +175,10 @@ class NewsRecommender(nn.Module):
         popular[batch.candidates[batch.clicked]] = 1
         return popular[needed]
 
-    def _dropped(self, x: Tensor, draws: Draws, purpose: str) -> Tensor:
-        if not draws.training:
+    def _dropped(self, x: Tensor, rng: RngContext, purpose: str) -> Tensor:
+        if not rng.training:
             return x
-        return dropout(x, self.rate, draws.key(-1, purpose), draws.rows(x.shape[1], x.device))
+        return dropout(x, self.rate, rng.key(-1, purpose), rng.rows(x.shape[1], x.device))
 
 
 def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
@@ -197,12 +197,12 @@ def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
     try:
         check_model(model)
     except ConfigError as error:
-        own = [text.replace("model.max_length", f"{section}.history") for text in (error.problem, error.mend)]
+        own = [text.replace("model.max_length", f"{section}.history") for text in (error.problem, error.hint)]
         raise ConfigError(error.key.replace("model", section, 1), *own) from None
     return model
 
 
-def drawn_negatives(batch: Impressions, draws: Draws, count: int) -> tuple[Tensor, Tensor]:
+def drawn_negatives(batch: Impressions, rng: RngContext, count: int) -> tuple[Tensor, Tensor]:
     """Of each click its impression (M,), and the news that it is learned among: (M, 1 + count), the click first.
 
     The others are drawn without replacement from those that its impression shows and that were not clicked; where
@@ -212,7 +212,7 @@ def drawn_negatives(batch: Impressions, draws: Draws, count: int) -> tuple[Tenso
     assert batch.clicked is not None
     width = batch.candidates.shape[1]
     rows, place = batch.clicked.nonzero(as_tuple=True)
-    bits = random_bits(draws.key(-1, "negatives"), draws.rows(width, rows.device)[rows, place], width)
+    bits = random_bits(rng.key(-1, "negatives"), rng.rows(width, rows.device)[rows, place], width)
     free = (_first(batch.shown, width) & ~batch.clicked)[rows]
     order = bits.to(torch.int64).masked_fill(~free, 2**31).argsort(dim=-1, stable=True)
     turns = torch.arange(count, device=rows.device) % free.sum(-1, keepdim=True)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from megasparse.errors import ConfigError
+from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import MULTIPLE, Padded, collate
-from megasparse.tasks.bodies import Body
 from megasparse.tasks.encoding import Counts, Encoded, Encoder, Segments, require_vocabulary, separators_of
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.news_recommendation import Impressions, NewsRecommender
@@ -96,7 +96,7 @@ class RankingForm(Form):
         require_vocabulary(start.body, start.tokenizer.vocabulary)
         return RankingEncoder(self.task, start.tokenizer, start.body.vocabulary, separators=separators_of(start.body))
 
-    def model(self, body: Body) -> nn.Module:
+    def model(self, body: Backbone) -> nn.Module:
         if self.config.head.pooling is not None:
             problem = f'"{self.config.head.pooling}", and news are pooled by additive attention'
             raise ConfigError("head.pooling", problem, "Remove it")
@@ -126,7 +126,7 @@ class RankingForm(Form):
         clicked = None if None in labels else _table(labels, candidates.shape[1])[0].bool()
         return Impressions(news, torch.tensor(numbers), history, clicks, candidates, counts, clicked)
 
-    def made_up(self, body: Body, batch: int, length: int) -> Impressions:
+    def dummy_batch(self, body: Backbone, batch: int, length: int) -> Impressions:
         """Impressions of full histories and 40 candidates, no two news of which are the same."""
         history = self.config.task.recommendation.history
         each = history + CANDIDATES
@@ -138,18 +138,18 @@ class RankingForm(Form):
         counts = (torch.full((batch,), history), torch.full((batch,), CANDIDATES))
         return Impressions(news, numbers, rows[:, :history], counts[0], rows[:, history:], counts[1], clicked)
 
-    def answer(self, example: Encoded, told: np.ndarray) -> tuple[float, ...]:
+    def answer(self, example: Encoded, predicted: np.ndarray) -> tuple[float, ...]:
         """The candidates' scores."""
-        return tuple(told.tolist())
+        return tuple(predicted.tolist())
 
-    def row(self, example: Encoded, told: np.ndarray) -> dict[str, Any]:
+    def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
         label = None if example.label is None else list(example.label)
-        return {"label": label, "told": told.tolist()}
+        return {"label": label, "predicted": predicted.tolist()}
 
     def line(self, row: dict[str, Any]) -> str:
         """MIND's form of submission: the impression's id, and the rank of each candidate, from 1."""
-        ranks = np.empty(len(row["told"]), dtype=np.int64)
-        ranks[ranking(row["told"])] = np.arange(1, len(ranks) + 1)
+        ranks = np.empty(len(row["predicted"]), dtype=np.int64)
+        ranks[ranking(row["predicted"])] = np.arange(1, len(ranks) + 1)
         return f"{row['name']} [{','.join(map(str, ranks.tolist()))}]"
 
 

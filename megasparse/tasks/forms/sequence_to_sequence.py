@@ -14,12 +14,12 @@ from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.config.parts import encoder_part
 from megasparse.config.schema import ModelConfig
-from megasparse.evaluation.beam import Rule, search_with
+from megasparse.evaluation.beam import BeamSettings, search_with
 from megasparse.model.encoder_decoder import EncoderDecoder
 from megasparse.model.stack import mean_cost
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
+from megasparse.tasks.backbones import Backbone, attention_settings
 from megasparse.tasks.batches import Padded
-from megasparse.tasks.bodies import Body, attention_settings
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Texts:
     source: Padded
     target: Padded | None
     """None where some example has no answer."""
-    rule: Rule
+    rule: BeamSettings
     """How answers are searched for."""
 
     def to(self, device: torch.device) -> "Texts":
@@ -48,7 +48,7 @@ def side_by_side(sequences: Sequence[np.ndarray]) -> Padded:
     return Padded(tokens, torch.zeros_like(tokens), torch.tensor([len(each) for each in sequences]))
 
 
-class SequenceToSequenceBody(Body):
+class SequenceToSequenceBody(Backbone):
     """All of an encoder–decoder of ours: what a checkpoint of its pretraining has."""
 
     causal = False
@@ -61,12 +61,12 @@ class SequenceToSequenceBody(Body):
         self.task_weight = self.stack.task_weight
 
     def forward(
-        self, read: Padded, draws: Draws, classes: Tensor | None, answer: Targets | None = None
+        self, read: Padded, rng: RngContext, classes: Tensor | None, answer: Targets | None = None
     ) -> tuple[Tensor, Tensor]:
         """The encoder's states (B, S, E) fp32 of the sources, and the sum of its mechanisms' losses. answer: the
         targets' tokens, from which a sketch of the encoder's learns.
         """
-        states, auxiliary, _ = self.stack.encoder(read.tokens, draws, read.mask, answer)
+        states, auxiliary, _ = self.stack.encoder(read.tokens, rng, read.mask, answer)
         return states, auxiliary
 
     def attention(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class SequenceToSequenceBody(Body):
 class TextModel(nn.Module):
     """−ln p(target | source), summed over the target's tokens, its end among them (Vaswani et al. 2017)."""
 
-    uneven = True
+    varying_token_counts = True
 
     def __init__(self, body: SequenceToSequenceBody):
         super().__init__()
@@ -91,7 +91,7 @@ class TextModel(nn.Module):
         assert batch.target is not None
         return batch.target.lengths.sum()
 
-    def forward(self, batch: Texts, draws: Draws, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, batch: Texts, rng: RngContext, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective, mean nats of a target's token (in training with label smoothing), and what the mechanisms add;
         and statistics: those of tasks/form.py, a token weighing 1, and `accuracy`. Without targets the loss is 0.
 
@@ -100,24 +100,24 @@ class TextModel(nn.Module):
         """
         stack = self.body.stack
         answer = None if batch.target is None else Targets(batch.target.tokens, batch.target.mask, answer=True)
-        states, auxiliary = self.body(batch.source, draws, None, answer)
+        states, auxiliary = self.body(batch.source, rng, None, answer)
         memory = Source(states, batch.source.mask)
         loss = torch.zeros((), device=states.device)
         found: dict[str, Any] = {"nats": loss, "tokens": loss}
         if batch.target is not None:
             target = batch.target
-            scores, cost, own, statistics = stack.tell(target.tokens, draws, target.mask, memory)
-            loss, told = mean_cost(scores, cost, divisor)
-            auxiliary, found = auxiliary + own, statistics | told
-            if not draws.training:
+            scores, cost, own, statistics = stack.score_targets(target.tokens, rng, target.mask, memory)
+            loss, predicted = mean_cost(scores, cost, divisor)
+            auxiliary, found = auxiliary + own, statistics | predicted
+            if not rng.training:
                 found["costs"] = torch.where(scores.scored, scores.nats, 0.0).sum(1)
                 found["weights"] = target.lengths.float()
-        if not draws.training:
-            found["told"] = self._told(memory, draws, batch.rule)
+        if not rng.training:
+            found["predicted"] = self._told(memory, rng, batch.rule)
         return self.body.task_weight * loss + auxiliary, found
 
-    def _told(self, memory: Source, draws: Draws, rule: Rule) -> list[Tensor]:
+    def _told(self, memory: Source, rng: RngContext, rule: BeamSettings) -> list[Tensor]:
         stack = self.body.stack
         nothing = torch.zeros(len(memory.states), 0, dtype=torch.int64, device=memory.states.device)
-        best = search_with(stack, nothing, stack.cache_beside(memory, draws), rule)
+        best = search_with(stack, nothing, stack.cache_beside(memory, rng), rule)
         return [torch.tensor(each[0].tokens if each else [math.nan], dtype=torch.float64) for each in best]

@@ -14,13 +14,13 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.evaluation.beam import Rule
+from megasparse.evaluation.beam import BeamSettings
+from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Padded
-from megasparse.tasks.bodies import Body
 from megasparse.tasks.encoding import Counts, Encoded, Encoder, require_vocabulary
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.sequence_to_sequence import SequenceToSequenceBody, TextModel, Texts, side_by_side
-from megasparse.tasks.task import Example, Place, Task
+from megasparse.tasks.task import Example, SourceLocation, Task
 
 MADE_UP = 4
 """Tokens of the answers that memory is measured with."""
@@ -87,21 +87,21 @@ class TextEncoder(Encoder):
     def _frame(self, segments: int) -> list[np.ndarray]:
         return [self.end[:0], self.end]
 
-    def _target(self, answer: str, place: Place, counts: Counts) -> np.ndarray:
+    def _target(self, answer: str, place: SourceLocation, counts: Counts) -> np.ndarray:
         assert self.tokenizer is not None
         tokens, limit = self.tokenizer.encode(answer).numpy(), self.config.generation.target_length
         whole = len(tokens) + 1
         counts.examples, counts.longest = counts.examples + 1, max(counts.longest, whole)
         if not len(tokens):
             if self.config.empty == "refuse":
-                mend = 'Remove it, or keep such examples, telling how many: --set task.empty="keep"'
-                raise DataError(str(place), "its answer is empty: the model has nothing to tell", mend)
+                hint = 'Remove it, or keep such examples, telling how many: --set task.empty="keep"'
+                raise DataError(str(place), "its answer is empty: the model has nothing to tell", hint)
             counts.empty, counts.first_empty = counts.empty + 1, counts.first_empty or place
         if whole > limit:
             if self.config.too_long == "refuse":
                 problem = f"its answer's {whole:,} tokens are more than task.generation.target_length = {limit:,}"
-                mend = 'Raise it, or keep the beginning of such answers: --set task.too_long="cut"'
-                raise DataError(str(place), problem, mend)
+                hint = 'Raise it, or keep the beginning of such answers: --set task.too_long="cut"'
+                raise DataError(str(place), problem, hint)
             counts.cut, counts.first_cut = counts.cut + 1, counts.first_cut or place
         return np.concatenate([tokens, self.end])[:limit]
 
@@ -111,7 +111,7 @@ class TextForm(Form):
 
     two_sided, pooled_sketch = True, False
     tokenizer: Tokenizer
-    rule: Rule
+    rule: BeamSettings
     """These two are known once there is an encoder."""
 
     def __init__(self, task: Task, config: FinetuneConfig):
@@ -121,7 +121,7 @@ class TextForm(Form):
             problem = "3 has the ranks gather each weight together, and their searches for answers differ in length"
             raise ConfigError("deepspeed.zero_optimization.stage", problem, "Set it to 2")
 
-    def body(self, model: ModelConfig) -> Body:
+    def body(self, model: ModelConfig) -> Backbone:
         return SequenceToSequenceBody(model)
 
     def encoder(self, start: Any) -> Encoder:
@@ -138,12 +138,12 @@ class TextForm(Form):
             problem = f"not strictly causal ({', '.join(leaks)}), and answers are told token by token"
             raise ConfigError("model.attention", problem, 'Take the strictly causal setting, window = "band"')
         self.tokenizer = tokenizer
-        self.rule = Rule(
+        self.rule = BeamSettings(
             generation.beams, generation.target_length, end, generation.length_penalty, tokenizer.vocabulary
         )
         return TextEncoder(self.task, tokenizer, body.vocabulary, end)
 
-    def model(self, body: Body) -> TextModel:
+    def model(self, body: Backbone) -> TextModel:
         assert isinstance(body, SequenceToSequenceBody)
         return TextModel(body)
 
@@ -153,7 +153,7 @@ class TextForm(Form):
         sources = side_by_side([example.source for example in examples])
         return Texts(sources, side_by_side(targets) if known else None, self.rule)
 
-    def made_up(self, body: Body, batch: int, length: int) -> Texts:
+    def dummy_batch(self, body: Backbone, batch: int, length: int) -> Texts:
         """Random tokens whose last one is padding, so that there are masks; targets of the longest length. A search is
         short: its caches have room for the longest answer from the first token on.
         """
@@ -166,12 +166,12 @@ class TextForm(Form):
         rule = replace(self.rule, tokens=min(self.rule.tokens, MADE_UP))
         return Texts(side(length), side(self.config.task.generation.target_length), rule)
 
-    def answer(self, example: Encoded, told: np.ndarray) -> str:
+    def answer(self, example: Encoded, predicted: np.ndarray) -> str:
         """The text of the tokens, without white space around; nothing where the model's odds were none."""
-        return "".join(self.tokenizer.text(int(token) for token in told if np.isfinite(token))).strip()
+        return "".join(self.tokenizer.text(int(token) for token in predicted if np.isfinite(token))).strip()
 
     def example(self, texts: Sequence[str]) -> Example:
         if len(texts) != 1:
             problem = f'{len(texts)} given, and an example of "{self.task.name}" has 1'
             raise ConfigError("--text", problem, "Give it once")
-        return Example(tuple(texts), None, Place(Path("--text")), "0")
+        return Example(tuple(texts), None, SourceLocation(Path("--text")), "0")

@@ -28,8 +28,8 @@ def sizes_of(examples: Sequence[EncodedText], most: int) -> np.ndarray:
     if (too_long := np.flatnonzero(sizes.sum(1) > most)).size:
         example, tokens = examples[too_long[0]], sizes[too_long[0]].sum()
         problem = f"{tokens:,} tokens with its answer's are more than training.micro_batch = {most:,}"
-        mend = f"Raise it to {sizes.sum(1).max()} or more, or lower task.max_length"
-        raise DataError(str(example.place), problem, mend)
+        hint = f"Raise it to {sizes.sum(1).max()} or more, or lower task.max_length"
+        raise DataError(str(example.place), problem, hint)
     return sizes
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megasparse.data.corpora.number_files import natural
 from megasparse.errors import DataError
-from megasparse.tasks.task import Example, Place, Task, existing
+from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
 
 class ByteIMDb(Task):
@@ -28,7 +28,7 @@ class ByteIMDb(Task):
             if not reviews:
                 raise DataError(file / name, "holds no *.txt", "Give a folder with neg/*.txt and pos/*.txt")
             for review in reviews:
-                yield Example((_text(review),), label, Place(review), f"{name}/{review.stem}")
+                yield Example((_text(review),), label, SourceLocation(review), f"{name}/{review.stem}")
 
 
 def _text(file: Path) -> str:

@@ -5,14 +5,14 @@ from datetime import datetime, timedelta
 import numpy as np
 
 from megasparse.errors import DataError
-from megasparse.tasks.task import Place
+from megasparse.tasks.task import SourceLocation
 
 HOUR, DAY = 3600.0, 86400.0
 """Seconds."""
 MEND = "Put the rows in order of time, one each step, and fill the gaps"
 
 
-def date(text: str, place: Place) -> datetime:
+def date(text: str, place: SourceLocation) -> datetime:
     """Raises DataError for what is no date and time, or one of a time zone, whose days are not equally long."""
     try:
         found = datetime.fromisoformat(text.strip())
@@ -24,7 +24,7 @@ def date(text: str, place: Place) -> datetime:
     return found
 
 
-def require_step(earlier: datetime, later: datetime, step: timedelta | None, place: Place) -> timedelta:
+def require_step(earlier: datetime, later: datetime, step: timedelta | None, place: SourceLocation) -> timedelta:
     """The step from a row to the next, where it is `step`, or that is not known yet. Raises DataError."""
     own = later - earlier
     if own <= timedelta(0):

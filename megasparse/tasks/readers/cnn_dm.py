@@ -8,7 +8,7 @@ from megasparse.errors import DataError
 from megasparse.tasks.readers.parallel_text import ParallelText
 from megasparse.tasks.readers.rows import lines
 from megasparse.tasks.readers.text_task import ROUGE
-from megasparse.tasks.task import Example, Place, existing
+from megasparse.tasks.task import Example, SourceLocation, existing
 
 LISTS = {"train": ["all_train.txt"], "validation": ["all_val.txt"], "test": ["all_test.txt"]}
 STORIES = ("cnn/stories", "dailymail/stories", "cnn_stories_tokenized", "dm_stories_tokenized")
@@ -52,12 +52,12 @@ def story(file: Path) -> Example:
     """Raises DataError where it cannot be read."""
     found = [line.strip() for _, line in lines(file)]
     end = found.index(HIGHLIGHT) if HIGHLIGHT in found else len(found)
-    told = [line for line in found[end:] if line and line != HIGHLIGHT]
+    predicted = [line for line in found[end:] if line and line != HIGHLIGHT]
     text = " ".join(line for line in found[:end] if line)
-    return Example((text,), "\n".join(told) or None, Place(file), file.stem)
+    return Example((text,), "\n".join(predicted) or None, SourceLocation(file), file.stem)
 
 
-def _place_of(url: str, place: Place) -> Path:
+def _place_of(url: str, place: SourceLocation) -> Path:
     """The story of a URL of a list."""
     name = hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() + ".story"
     above = place.file.parent
@@ -65,5 +65,5 @@ def _place_of(url: str, place: Place) -> Path:
     for folder in folders:
         if (folder / name).exists():
             return folder / name
-    mend = f"Put all stories into {', '.join(STORIES[:2])} beside the lists"
-    raise DataError(str(place), f"there is no {name} of {url[:80]}", mend)
+    hint = f"Put all stories into {', '.join(STORIES[:2])} beside the lists"
+    raise DataError(str(place), f"there is no {name} of {url[:80]}", hint)

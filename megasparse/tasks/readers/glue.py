@@ -14,9 +14,9 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks.readers.rows import field, lines, tab_separated
 from megasparse.tasks.readers.sts_benchmark import similarity
-from megasparse.tasks.task import Example, Place, Task, existing
+from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
-Rows = Iterator[tuple[Place, dict[str, str]]]
+Rows = Iterator[tuple[SourceLocation, dict[str, str]]]
 
 
 class GLUETask(Task):
@@ -52,7 +52,7 @@ class GLUETask(Task):
     def rows(self, file: Path) -> Rows:
         return tab_separated(file)
 
-    def value(self, label: str, place: Place) -> int | float:
+    def value(self, label: str, place: SourceLocation) -> int | float:
         """Of a label as the file has it. Raises DataError naming the place."""
         return self.class_of(label, place)
 
@@ -151,8 +151,10 @@ class QQP(GLUETask):
                 problem = f"{len(fields)} fields where there are {len(names)} columns ({', '.join(names)})"
                 raise DataError(str(place), problem, "Put it right, or take the official file")
         if halves:
-            told = f"{file}: left out {len(halves)} lines, halves of pairs that are broken in the official file: lines "
-            print(told + ", ".join(map(str, halves)), file=sys.stderr)
+            predicted = (
+                f"{file}: left out {len(halves)} lines, halves of pairs that are broken in the official file: lines "
+            )
+            print(predicted + ", ".join(map(str, halves)), file=sys.stderr)
 
 
 class RTE(GLUETask):
@@ -182,7 +184,7 @@ class STSB(GLUETask):
     metrics = ("pearson", "spearman")
     label = "score"
 
-    def value(self, label: str, place: Place) -> int | float:
+    def value(self, label: str, place: SourceLocation) -> int | float:
         return similarity(label, place)
 
 

@@ -19,7 +19,7 @@ from megasparse.data.corpora.number_files import natural
 from megasparse.data.corpora.pixels import SUFFIXES
 from megasparse.errors import DataError
 from megasparse.tasks.readers.images import image
-from megasparse.tasks.task import Example, Place, Task, existing
+from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
 OFFICIAL_FOLDER, PICKLED_FOLDER = "cifar-10-batches-bin", "cifar-10-batches-py"
 WEIGHTS = (2989, 5870, 1140)
@@ -53,11 +53,11 @@ class GreyCIFAR10(Task):
                 size = os.fstat(stream.fileno()).st_size
                 if size % RECORD or (file.name in BATCHES and size != RECORDS * RECORD):
                     whole = f"{RECORDS * RECORD:,}" if file.name in BATCHES else f"a multiple of {RECORD:,}"
-                    mend = "Get it again: it is damaged, or of another data set"
-                    raise DataError(file, f"this batch has {size:,} bytes, {whole} are expected", mend)
+                    hint = "Get it again: it is damaged, or of another data set"
+                    raise DataError(file, f"this batch has {size:,} bytes, {whole} are expected", hint)
                 for number in range(size // RECORD):
                     record = np.frombuffer(stream.read(RECORD), dtype=np.uint8)
-                    place, label = Place(file, number + 1), int(record[0])
+                    place, label = SourceLocation(file, number + 1), int(record[0])
                     if label >= len(self.classes):
                         problem = f"the label {label} is none of 0 … {len(self.classes) - 1}"
                         raise DataError(str(place), problem, "Get the file again: it is damaged")
@@ -68,14 +68,14 @@ class GreyCIFAR10(Task):
 
     def _images(self, folder: Path) -> Iterator[Example]:
         for name in sorted(each.name for each in folder.iterdir() if each.is_dir()):
-            self.class_of(name, Place(folder / name))
+            self.class_of(name, SourceLocation(folder / name))
         for label, name in enumerate(self.classes):
             found = [path for path in (folder / name).glob("*") if path.name.lower().endswith(SUFFIXES)]
             if not found:
-                mend = f"Give a folder with one folder of images for each class: {', '.join(self.classes)}"
-                raise DataError(folder / name, "holds no images", mend)
+                hint = f"Give a folder with one folder of images for each class: {', '.join(self.classes)}"
+                raise DataError(folder / name, "holds no images", hint)
             for path in sorted(found, key=lambda path: natural(path.name)):
-                yield Example((grey(image(path, SIDE)),), label, Place(path), f"{name}/{path.stem}")
+                yield Example((grey(image(path, SIDE)),), label, SourceLocation(path), f"{name}/{path.stem}")
 
 
 def grey(colours: np.ndarray) -> np.ndarray:

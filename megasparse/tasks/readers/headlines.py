@@ -36,5 +36,5 @@ class Headlines(TextTask):
             else:
                 yield Example((text,), title or None, place, row.get("article_id", str(number)))
         if lacking:
-            told = f"{file}#{part}: left out {len(lacking)} articles without a title or a text: lines "
-            print(told + ", ".join(map(str, lacking)), file=sys.stderr)
+            predicted = f"{file}#{part}: left out {len(lacking)} articles without a title or a text: lines "
+            print(predicted + ", ".join(map(str, lacking)), file=sys.stderr)

@@ -7,7 +7,7 @@ from typing import Any
 from megasparse.errors import DataError
 from megasparse.tasks.readers.mind_topics import COLUMNS as NEWS_COLUMNS
 from megasparse.tasks.readers.rows import tab_separated
-from megasparse.tasks.task import Example, Place, Task, existing
+from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
 COLUMNS = ("impression id", "user id", "time", "history", "impressions")
 NEWS, BEHAVIORS = "news.tsv", "behaviors.tsv"
@@ -45,11 +45,11 @@ class MIND(Task):
         kept: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         last = self.config.recommendation.history
 
-        def of(names: list[str], place: Place) -> tuple[str, ...]:
+        def of(names: list[str], place: SourceLocation) -> tuple[str, ...]:
             for name in names:
                 if name not in titles:
-                    mend = "Put it right, or take both files from one official folder"
-                    raise DataError(str(place), f'"{name[:80]}" is no news of {file.with_name(NEWS)}', mend)
+                    hint = "Put it right, or take both files from one official folder"
+                    raise DataError(str(place), f'"{name[:80]}" is no news of {file.with_name(NEWS)}', hint)
             return tuple(titles[name] for name in names)
 
         for place, row in tab_separated(file, COLUMNS):
@@ -66,15 +66,15 @@ class MIND(Task):
         for place, row in tab_separated(file, NEWS_COLUMNS):
             name, title = row["id"], row["title"]
             if not title.strip() and self.config.empty == "refuse":
-                mend = 'Give it one, or keep such news, telling how many: --set task.empty="keep"'
-                raise DataError(str(place), f'the title of "{name[:80]}" is empty', mend)
+                hint = 'Give it one, or keep such news, telling how many: --set task.empty="keep"'
+                raise DataError(str(place), f'the title of "{name[:80]}" is empty', hint)
             if name in titles:
                 raise DataError(str(place), f'"{name[:80]}" stands there twice', "Remove one of them")
             titles[name] = kept.setdefault(title, title)
         return titles
 
 
-def _shown(fields: list[str], place: Place) -> tuple[list[str], tuple[int, ...] | None]:
+def _shown(fields: list[str], place: SourceLocation) -> tuple[list[str], tuple[int, ...] | None]:
     """The ids of `N1-0 N2-1`, and the labels; None of `N1 N2`."""
     if not fields:
         raise DataError(str(place), "an impression without any news", "Remove it, or take the official file")
@@ -83,8 +83,8 @@ def _shown(fields: list[str], place: Place) -> tuple[list[str], tuple[int, ...] 
     split = [field.rpartition("-") for field in fields]
     for field, (name, _, label) in zip(fields, split, strict=True):
         if not name or label not in ("0", "1"):
-            mend = "Write N1-1 of a news that was clicked, N1-0 of another one; in a test set N1 of each"
-            raise DataError(str(place), f'"{field[:80]}" has no label 0 or 1', mend)
+            hint = "Write N1-1 of a news that was clicked, N1-0 of another one; in a test set N1 of each"
+            raise DataError(str(place), f'"{field[:80]}" has no label 0 or 1', hint)
     labels = tuple(int(label) for _, _, label in split)
     if len(set(labels)) == 1:
         problem = "a click on every news shown" if labels[0] else "no click on any news shown"

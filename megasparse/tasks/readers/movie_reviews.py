@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megasparse.errors import DataError
-from megasparse.tasks.task import Example, Place, Task
+from megasparse.tasks.task import Example, SourceLocation, Task
 
 FOLDERS = (".", "txt_sentoken", "movie_reviews")
 FOLDS = {"train": "[0-7]", "validation": "8", "test": "9"}
@@ -40,4 +40,4 @@ class MovieReviews(Task):
             raise DataError(file, f"cannot be read ({error.strerror})", "Give the text file of one review") from None
         folder = file.resolve().parent.name
         label = self.classes.index(folder) if folder in self.classes else None
-        yield Example((text,), label, Place(file), file.stem)
+        yield Example((text,), label, SourceLocation(file), file.stem)

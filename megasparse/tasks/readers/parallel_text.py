@@ -41,8 +41,8 @@ class ParallelText(TextTask):
         if found := self.placed(folder):
             return found
         names = " or ".join(f"{stem}.{self.source}" for stem in self.stems)
-        mend = 'Name the suffixes of source and target: --set task.text=["en"] --set task.label=de'
-        raise DataError(folder, f"has no file {names} (nor .gz)", mend)
+        hint = 'Name the suffixes of source and target: --set task.text=["en"] --set task.label=de'
+        raise DataError(folder, f"has no file {names} (nor .gz)", hint)
 
     def placed(self, folder: Path) -> dict[str, list[Path]]:
         """`files`, none where there are none. Raises DataError where two files are the same split, or training or

@@ -20,7 +20,7 @@ from megasparse.data.corpora.number_files import natural
 from megasparse.errors import DataError
 from megasparse.tasks.readers.images import image
 from megasparse.tasks.readers.rows import lines
-from megasparse.tasks.task import Example, Place, Task
+from megasparse.tasks.task import Example, SourceLocation, Task
 
 LEVELS = ("curv_baseline", "curv_contour_length_9", "curv_contour_length_14")
 SIDE = 32
@@ -38,8 +38,8 @@ class Pathfinder(Task):
         """Raises DataError for the folder of all levels: a run is on one of them."""
         levels = [level for level in LEVELS if (folder / level).is_dir()]
         if levels:
-            mend = f"Give one of them: {folder / levels[-1]}"
-            raise DataError(folder, f"has {len(levels)} levels, of which a run reads one", mend)
+            hint = f"Give one of them: {folder / levels[-1]}"
+            raise DataError(folder, f"has {len(levels)} levels, of which a run reads one", hint)
         found = sorted((folder / "metadata").glob("*.npy"), key=lambda path: natural(path.name))
         first, second = len(found) * 8 // 10, len(found) * 9 // 10
         splits = {"train": found[:first], "validation": found[first:second], "test": found[second:]}
@@ -67,7 +67,7 @@ def _refuse_arrays(file: Path) -> None:
         raise DataError(file, problem, "Give lra_release's, which is text, or write text: imgs/0 sample_7.png 7 1")
 
 
-def _pixels(path: Path, place: Place) -> np.ndarray:
+def _pixels(path: Path, place: SourceLocation) -> np.ndarray:
     """int64 (1024,)."""
     if not path.is_file():
         raise DataError(str(place), f"{path} is not there", "Unpack lra_release again, or delete this line")

@@ -7,7 +7,7 @@ from typing import Any
 from megasparse.errors import DataError
 from megasparse.tasks.readers.rows import field, json_lines
 from megasparse.tasks.readers.text_task import ROUGE, TextTask
-from megasparse.tasks.task import Example, Place, existing
+from megasparse.tasks.task import Example, SourceLocation, existing
 
 BEGIN, END = "<S>", "</S>"
 """Around each sentence of an abstract."""
@@ -32,12 +32,14 @@ class PubMed(TextTask):
             text = " ".join(_sentences(row, "article_text", place))
             label = None
             if "abstract_text" in row:
-                told = (each.removeprefix(BEGIN).removesuffix(END) for each in _sentences(row, "abstract_text", place))
-                label = "\n".join(each.strip() for each in told)
+                predicted = (
+                    each.removeprefix(BEGIN).removesuffix(END) for each in _sentences(row, "abstract_text", place)
+                )
+                label = "\n".join(each.strip() for each in predicted)
             yield Example((text,), label, place, str(row.get("article_id", number)))
 
 
-def _sentences(row: dict[str, Any], column: str, place: Place) -> list[str]:
+def _sentences(row: dict[str, Any], column: str, place: SourceLocation) -> list[str]:
     found = field(row, column, place)
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise DataError(str(place), f'"{column}" is no list of sentences', "Put it right, or take the official file")

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.errors import DataError, did_you_mean
-from megasparse.tasks.task import Place
+from megasparse.tasks.task import SourceLocation
 
 LONGEST_FIELD = 1 << 30
 UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError)
 """RuntimeError of an archive that is encrypted, or compressed in another way."""
 
 
-def lines(file: Path) -> Iterator[tuple[Place, str]]:
+def lines(file: Path) -> Iterator[tuple[SourceLocation, str]]:
     """The lines of a UTF-8 file, without what ends them: LF or CR LF, and nothing else (a text may have U+2028).
 
     Raises DataError where it cannot be read, and for what is no UTF-8.
@@ -30,12 +30,12 @@ def lines(file: Path) -> Iterator[tuple[Place, str]]:
         yield place, line.removesuffix("\n").removesuffix("\r")
 
 
-def _whole_lines(file: Path) -> Iterator[tuple[Place, str]]:
+def _whole_lines(file: Path) -> Iterator[tuple[SourceLocation, str]]:
     """The same with what ends them."""
     try:
         with _opened(file) as stream:
             for number, raw in enumerate(stream, start=1):
-                place = Place(file, number)
+                place = SourceLocation(file, number)
                 try:
                     text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
@@ -61,7 +61,7 @@ def _opened(file: Path) -> Iterator[Iterable[bytes]]:
             yield inside
 
 
-def tab_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[Place, dict[str, str]]]:
+def tab_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[SourceLocation, dict[str, str]]]:
     """Rows of fields with tabs between them, in which a quotation mark is an ordinary character (GLUE's files).
 
     columns: their names; None where the first line has them. Raises DataError for a row of another number of fields.
@@ -80,7 +80,9 @@ def tab_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[
         raise _empty(file)
 
 
-def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[Place, dict[str, str]]]:
+def comma_separated(
+    file: Path, columns: Sequence[str] | None = None
+) -> Iterator[tuple[SourceLocation, dict[str, str]]]:
     """Rows of a CSV file (RFC 4180: quoted fields may hold commas, quotation marks and line ends). Empty
     lines are passed over.
 
@@ -101,11 +103,11 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Iterato
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            mend = "Close the quotation mark, or double it inside a quoted field"
-            raise DataError(str(Place(file, first)), f"is no CSV ({error})", mend) from None
+            hint = "Close the quotation mark, or double it inside a quoted field"
+            raise DataError(str(SourceLocation(file, first)), f"is no CSV ({error})", hint) from None
         if fields is None:
             break
-        place, first = Place(file, first), last + 1
+        place, first = SourceLocation(file, first), last + 1
         if names is None:
             names = _column_names(fields, place)
         elif fields and len(fields) != len(names):
@@ -117,7 +119,7 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Iterato
         raise _empty(file)
 
 
-def json_lines(file: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
+def json_lines(file: Path) -> Iterator[tuple[SourceLocation, dict[str, Any]]]:
     """Objects, one a line. Raises DataError for a line that is none, and for what only Python takes for JSON: a key
     given twice, NaN, infinity. Empty lines are passed over.
     """
@@ -133,15 +135,15 @@ def json_lines(file: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
         yield place, value
 
 
-def field(row: dict[str, Any], column: str, place: Place) -> Any:
+def field(row: dict[str, Any], column: str, place: SourceLocation) -> Any:
     """A row's value in a column. Raises DataError where there is no such column."""
     if column not in row:
-        mend = did_you_mean(column, [name for name in row if isinstance(name, str)])
-        raise DataError(str(place), f'has no column "{column}"', mend)
+        hint = did_you_mean(column, [name for name in row if isinstance(name, str)])
+        raise DataError(str(place), f'has no column "{column}"', hint)
     return row[column]
 
 
-def _column_names(names: list[str], place: Place) -> list[str]:
+def _column_names(names: list[str], place: SourceLocation) -> list[str]:
     for number, name in enumerate(names):
         if name in names[:number]:
             problem = f'two columns are called "{name[:80]}"'

@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.parsers import expat
 
 from megasparse.errors import DataError
-from megasparse.tasks.task import Example, Place, Task, existing
+from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
 MEND = "Put it right, or take the official file"
 ENTAILMENT = {
@@ -41,12 +41,12 @@ class RTEChallenge(Task):
                 raise DataError(str(place), "a pair without an id", MEND)
             if missing := [name for name in ("t", "h") if name not in texts]:
                 raise DataError(str(place), f"pair {attributes['id']} has no <{missing[0]}>", MEND)
-            told = attributes.get("entailment", attributes.get("value"))
-            label = None if told is None else self.class_of(ENTAILMENT.get(told, told), place)
+            predicted = attributes.get("entailment", attributes.get("value"))
+            label = None if predicted is None else self.class_of(ENTAILMENT.get(predicted, predicted), place)
             yield Example((texts["t"], texts["h"]), label, place, attributes["id"])
 
 
-def pairs(file: Path) -> Iterator[tuple[Place, dict[str, str], dict[str, str]]]:
+def pairs(file: Path) -> Iterator[tuple[SourceLocation, dict[str, str], dict[str, str]]]:
     """Each <pair>: where it begins, its attributes, and the text of each element in it.
 
     Nothing outside the file is read: the DTD that the official files name, which says nothing of their content, is
@@ -61,7 +61,9 @@ def pairs(file: Path) -> Iterator[tuple[Place, dict[str, str], dict[str, str]]]:
     try:
         reader.parser.Parse(content, True)
     except expat.ExpatError as error:
-        raise DataError(str(Place(file, error.lineno)), f"is no XML ({expat.ErrorString(error.code)})", MEND) from None
+        raise DataError(
+            str(SourceLocation(file, error.lineno)), f"is no XML ({expat.ErrorString(error.code)})", MEND
+        ) from None
     except (LookupError, ValueError) as error:
         raise DataError(file, f"is in an encoding that cannot be read ({error})", "Convert it to UTF-8") from None
     if not reader.found:
@@ -72,8 +74,8 @@ def pairs(file: Path) -> Iterator[tuple[Place, dict[str, str], dict[str, str]]]:
 class _Reader:
     def __init__(self, file: Path):
         self.file = file
-        self.found: list[tuple[Place, dict[str, str], dict[str, str]]] = []
-        self.inside: tuple[Place, dict[str, str], dict[str, str]] | None = None
+        self.found: list[tuple[SourceLocation, dict[str, str], dict[str, str]]] = []
+        self.inside: tuple[SourceLocation, dict[str, str], dict[str, str]] | None = None
         """The <pair> at hand, and of its elements:"""
         self.element: str | None = None
         self.parser = expat.ParserCreate()
@@ -115,5 +117,5 @@ class _Reader:
         if not holds:
             raise DataError(str(self._place()), problem, MEND)
 
-    def _place(self) -> Place:
-        return Place(self.file, self.parser.CurrentLineNumber)
+    def _place(self) -> SourceLocation:
+        return SourceLocation(self.file, self.parser.CurrentLineNumber)

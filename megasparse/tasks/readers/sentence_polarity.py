@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megasparse.errors import DataError
 from megasparse.tasks.readers.parts import is_in, parts_of, split_name
-from megasparse.tasks.task import Example, Place, Task
+from megasparse.tasks.task import Example, SourceLocation, Task
 
 
 class SentencePolarity(Task):
@@ -30,7 +30,7 @@ class SentencePolarity(Task):
         *sentences, rest = _text(file).split("\n")  # not splitlines: Latin-1 has one character more that it splits at
         for number, sentence in enumerate([*sentences, rest] if rest else sentences):
             if is_in(part, number):
-                yield Example((sentence.removesuffix("\r"),), label, Place(file, number + 1), str(number))
+                yield Example((sentence.removesuffix("\r"),), label, SourceLocation(file, number + 1), str(number))
 
 
 def _text(file: Path) -> str:

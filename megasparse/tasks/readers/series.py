@@ -18,7 +18,7 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.readers import calendar
 from megasparse.tasks.readers.parts import parts_of, split_name
 from megasparse.tasks.readers.rows import comma_separated, field
-from megasparse.tasks.task import Example, Place, Task
+from megasparse.tasks.task import Example, SourceLocation, Task
 
 
 class Rows(NamedTuple):
@@ -64,8 +64,8 @@ class Series(Task):
         mean, scale, self.step = own.mean or {}, own.scale or {}, own.step or 0.0
         for column in self.columns:
             if column not in mean or column not in scale:
-                mend = "Set forecast.mean and forecast.scale to null: the training file has them"
-                raise ConfigError("task.forecast.mean", f'has no "{column}", or forecast.scale has none', mend)
+                hint = "Set forecast.mean and forecast.scale to null: the training file has them"
+                raise ConfigError("task.forecast.mean", f'has no "{column}", or forecast.scale has none', hint)
         self.mean, self.scale = (np.array([of[column] for column in self.columns]) for of in (mean, scale))
 
     def resolved(self) -> TaskConfig:
@@ -102,17 +102,17 @@ class Series(Task):
             raise DataError(file, problem, "Give at least as many, the last ones before those to tell")
         begins = range(count - length, count - length + 1) if part is None else self._begins(part, count, file)
         values = (rows.values - self.mean) / self.scale
-        told = values[:, self.target_places]
+        predicted = values[:, self.target_places]
         last = np.datetime64(rows.dates[-1])
         further = last + np.timedelta64(timedelta(seconds=self.step)) * np.arange(1, horizon + 1)
         dates = np.concatenate([np.array(rows.dates, dtype="datetime64[us]"), further])
         marks = calendar.features(dates, self.step)
         for first in begins:
             now = first + length
-            label = None if part is None else told[now : now + horizon]
+            label = None if part is None else predicted[now : now + horizon]
             inputs = (values[first:now], marks[first : now + horizon])
             name = str(dates[now].astype(datetime))
-            yield Example(inputs, label, Place(file, rows.lines[now - 1]), name)
+            yield Example(inputs, label, SourceLocation(file, rows.lines[now - 1]), name)
 
     def _begins(self, part: str, rows: int, file: Path) -> range:
         """The first rows of a part's windows. Raises DataError where there are none."""
@@ -121,8 +121,8 @@ class Series(Task):
         begins = range(max(0, first - length), end - length - horizon + 1)
         if not begins:
             problem = f"{rows} rows leave {end - first} to the {part} split, too few for a window of {length} rows to "
-            mend = "Give a longer file, or lower task.max_length or task.forecast.horizon"
-            raise DataError(file, f"{problem}read and {horizon} to tell", mend)
+            hint = "Give a longer file, or lower task.max_length or task.forecast.horizon"
+            raise DataError(file, f"{problem}read and {horizon} to tell", hint)
         return begins
 
     def _fitted(self, own: ForecastConfig) -> ForecastConfig:
@@ -137,7 +137,7 @@ class Series(Task):
         inputs = own.inputs or rows.columns
         targets = own.targets or inputs
         for column in targets:
-            field(dict.fromkeys(rows.columns), column, Place(file, 1))
+            field(dict.fromkeys(rows.columns), column, SourceLocation(file, 1))
         self._begins("train", len(rows.dates), file)
         assert rows.step is not None
         first, end = self.borders(len(rows.dates), file)["train"]
@@ -161,8 +161,8 @@ class ETT(Series):
         """Raises DataError for a file that is shorter than the splits."""
         month = 30 * 24 * self.rows_an_hour
         if rows < 20 * month:
-            mend = f'Take the official {self.file}; for a file of one\'s own: task.name="series"'
-            raise DataError(file, f"has {rows:,} rows, and the official splits {20 * month:,}", mend)
+            hint = f'Take the official {self.file}; for a file of one\'s own: task.name="series"'
+            raise DataError(file, f"has {rows:,} rows, and the official splits {20 * month:,}", hint)
         return {
             part: (first * month, end * month)
             for part, first, end in (("train", 0, 12), ("validation", 12, 16), ("test", 16, 20))
@@ -202,7 +202,7 @@ def _rows(file: Path, date: str, columns: list[str] | None, step: timedelta | No
     return Rows(columns, lines, dates, np.array(values), step)
 
 
-def _number(text: str, column: str, place: Place) -> float:
+def _number(text: str, column: str, place: SourceLocation) -> float:
     try:
         value = float(text)
     except ValueError:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megasparse.errors import DataError
 from megasparse.tasks.readers.rows import lines
-from megasparse.tasks.task import Example, Place, Task, existing
+from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
 COLUMNS = ("genre", "file", "year", "old_index", "score", "sentence1", "sentence2")
 LICENCE = ("source1", "source2")
@@ -40,7 +40,7 @@ class STSBenchmark(Task):
             yield Example((row["sentence1"], row["sentence2"]), label, place, str(number))
 
 
-def similarity(text: str, place: Place) -> float:
+def similarity(text: str, place: SourceLocation) -> float:
     """A label from 0 to 5, as a number. Raises DataError naming the place for anything else."""
     try:
         value = float(text)

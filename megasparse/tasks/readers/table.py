@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.readers.rows import comma_separated, field, json_lines, tab_separated
-from megasparse.tasks.task import Example, Place, Task
+from megasparse.tasks.task import Example, SourceLocation, Task
 
 READERS = {".csv": comma_separated, ".tsv": tab_separated, ".jsonl": json_lines}
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -52,7 +52,7 @@ class Table(Task):
             inputs = tuple(text_of(row, column, place) for column in self.config.text)
             yield Example(inputs, self._label(row, place), place, str(number))
 
-    def _label(self, row: dict[str, Any], place: Place) -> int | float | None:
+    def _label(self, row: dict[str, Any], place: SourceLocation) -> int | float | None:
         if self.config.label not in row:
             return None
         label = _label_text(row[self.config.label], self.config.label, place)
@@ -60,8 +60,8 @@ class Table(Task):
             return self.class_of(label, place)
         number = _number(label)
         if number is None:
-            mend = "Write one, such as 3.5; or tell classes apart: --set task.labels=null"
-            raise DataError(str(place), f'"{label[:80]}" in the column "{self.config.label}" is no number', mend)
+            hint = "Write one, such as 3.5; or tell classes apart: --set task.labels=null"
+            raise DataError(str(place), f'"{label[:80]}" in the column "{self.config.label}" is no number', hint)
         return number
 
     def _classes_of(self, file: Path) -> tuple[str, ...]:
@@ -78,21 +78,21 @@ class Table(Task):
 
 def _classes(labels: list[str]) -> tuple[str, ...]:
     if len(set(labels)) < len(labels) or len(labels) < 2:
-        mend = "Name two classes or more, each once; [] tells numbers, null takes those of the training file"
-        raise ConfigError("task.labels", f"{json.dumps(labels, ensure_ascii=False)[:80]} are no classes", mend)
+        hint = "Name two classes or more, each once; [] tells numbers, null takes those of the training file"
+        raise ConfigError("task.labels", f"{json.dumps(labels, ensure_ascii=False)[:80]} are no classes", hint)
     return tuple(labels)
 
 
-def table_rows(file: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
+def table_rows(file: Path) -> Iterator[tuple[SourceLocation, dict[str, Any]]]:
     """By column. Raises DataError for a file of another kind than READERS', and what these refuse."""
     reader = READERS.get(file.suffix.lower())
     if reader is None:
-        mend = f"Give a file whose name ends in {', '.join(READERS)}"
-        raise DataError(file, f'"{file.suffix}" does not tell what kind of table it is', mend)
+        hint = f"Give a file whose name ends in {', '.join(READERS)}"
+        raise DataError(file, f'"{file.suffix}" does not tell what kind of table it is', hint)
     return reader(file)
 
 
-def text_of(row: dict[str, Any], column: str, place: Place) -> str:
+def text_of(row: dict[str, Any], column: str, place: SourceLocation) -> str:
     """Raises DataError where there is no such column, or in JSON something else than a text."""
     value = field(row, column, place)
     if not isinstance(value, str):
@@ -101,7 +101,7 @@ def text_of(row: dict[str, Any], column: str, place: Place) -> str:
     return value
 
 
-def _label_text(value: Any, column: str, place: Place) -> str:
+def _label_text(value: Any, column: str, place: SourceLocation) -> str:
     """A label of CSV and TSV as it stands; one of JSON as JSON has it, without quotation marks."""
     if value is None or isinstance(value, dict | list):
         problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no label'

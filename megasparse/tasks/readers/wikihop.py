@@ -9,7 +9,7 @@ from typing import Any
 
 from megasparse.errors import DataError
 from megasparse.tasks.forms.choice import Choice
-from megasparse.tasks.task import Example, Place, Task, existing
+from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
 WHOLE = "Put it right, or take the official file again, whole"
 KEYS: dict[str, type] = {"id": str, "query": str, "candidates": list, "supports": list}
@@ -41,7 +41,7 @@ class WikiHop(Task):
     def read(self, file: Path) -> Iterator[Example]:
         seen: set[str] = set()
         for number, row in enumerate(_array(file), start=1):
-            example = _example(row, Place(file, number))
+            example = _example(row, SourceLocation(file, number))
             if example.name in seen:
                 problem = f'example {number}: the id "{example.name[:80]}" is another example\'s too'
                 raise DataError(str(example.place), problem, "Give each an id of its own")
@@ -56,7 +56,7 @@ def _array(file: Path) -> list[Any]:
             values = json.load(stream)
     except json.JSONDecodeError as error:
         problem = f"is no JSON ({error.msg}, in column {error.colno}, {error.pos:,} characters into the file)"
-        raise DataError(str(Place(file, error.lineno)), problem, WHOLE) from None
+        raise DataError(str(SourceLocation(file, error.lineno)), problem, WHOLE) from None
     except UnicodeDecodeError as error:
         problem = f"is no UTF-8 (byte 0x{error.object[error.start]:02x})"
         raise DataError(file, problem, WHOLE) from None
@@ -70,13 +70,13 @@ def _array(file: Path) -> list[Any]:
     return values
 
 
-def _example(row: Any, place: Place) -> Choice:
+def _example(row: Any, place: SourceLocation) -> Choice:
     """Raises DataError naming file, number and id of an example that is malformed."""
     named = isinstance(row, dict) and isinstance(row.get("id"), str)
     which = f"example {place.line}" + (f' ("{row["id"][:80]}")' if named else "")
 
-    def refuse(problem: str, mend: str = WHOLE) -> DataError:
-        return DataError(str(place), f"{which}: {problem}", mend)
+    def refuse(problem: str, hint: str = WHOLE) -> DataError:
+        return DataError(str(place), f"{which}: {problem}", hint)
 
     if not isinstance(row, dict):
         raise refuse(f"{json.dumps(row)[:80]} is no object", FORM)
@@ -101,8 +101,8 @@ def _example(row: Any, place: Place) -> Choice:
         twice = next(each for each in candidates if candidates.count(each) > 1)
         raise refuse(f'"{twice[:80]}" is twice among the candidates', "Remove one of the two")
     if answer is not None and answer not in candidates:
-        mend = f"Its candidates are: {', '.join(candidates)[:200]}. Without an answer leave the key out"
-        raise refuse(f"the answer {json.dumps(answer)[:80]} is not among the candidates", mend)
+        hint = f"Its candidates are: {', '.join(candidates)[:200]}. Without an answer leave the key out"
+        raise refuse(f"the answer {json.dumps(answer)[:80]} is not among the candidates", hint)
     label = None if answer is None else candidates.index(answer)
     inputs = (row["query"], *candidates, *row["supports"])
     return Choice(inputs, label, place, row["id"], len(candidates))

@@ -38,16 +38,16 @@ def silent(doing: str) -> None:
     """Takes what is being done now, and tells nobody."""
 
 
-class Home:
+class Storage:
     """Where numbers live: in memory, unless a subclass says otherwise."""
 
     @contextmanager
-    def present(self, changing: bool = False) -> Iterator[None]:
+    def loaded(self, changing: bool = False) -> Iterator[None]:
         """Have them in memory. changing: keep what becomes of them."""
         yield
 
 
-MEMORY = Home()
+MEMORY = Storage()
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Fragment:
     """What holds the piece: flat, fp32."""
     offset: int = 0
     """First element of the piece in `holder`."""
-    home: Home = MEMORY
+    home: Storage = MEMORY
     """Of `holder`, which is empty while it is not in memory: see `present`."""
 
     @staticmethod
@@ -90,13 +90,13 @@ class Fragment:
         self.memory.copy_(numbers)
 
 
-def present(fragments: Iterable[Fragment], changing: bool = False) -> Generator[Fragment, None, None]:
+def loaded(fragments: Iterable[Fragment], changing: bool = False) -> Generator[Fragment, None, None]:
     """The fragments in turn, each while it is in memory. Those of one home that follow each other are there together.
 
     changing: whether they are written.
     """
     for home, together in itertools.groupby(fragments, key=lambda fragment: fragment.home):
-        with home.present(changing):
+        with home.loaded(changing):
             yield from together
 
 
@@ -169,8 +169,8 @@ class Checkpoint:
         """
         settings = self.settings
         if not isinstance(settings, Config):
-            mend = "Use launch/evaluate.py --task, launch/predict.py"
-            raise CheckpointError(self.path, "is of a fine-tuned model", mend)
+            hint = "Use launch/evaluate.py --task, launch/predict.py"
+            raise CheckpointError(self.path, "is of a fine-tuned model", hint)
         return settings
 
     @property
@@ -209,8 +209,8 @@ class Checkpoint:
     def _entry(self, kind: str, name: str) -> dict[str, Any]:
         entry = self.manifest["tensors"].get(kind, {}).get(name)
         if entry is None:
-            mend = "Build the model from the checkpoint's own configuration"
-            raise CheckpointError(self.path, f"has no {kind} of {name}: it is of another model", mend)
+            hint = "Build the model from the checkpoint's own configuration"
+            raise CheckpointError(self.path, f"has no {kind} of {name}: it is of another model", hint)
         return entry
 
     def _check_headers(self) -> None:
@@ -304,14 +304,14 @@ def _matched(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     parameters = {**trained, **persistent_buffers(module)}
-    mend = "Build the model from the checkpoint's own configuration"
+    hint = "Build the model from the checkpoint's own configuration"
     for name in checkpoint.manifest["tensors"].get("weight", {}):
         if name not in parameters:
-            raise CheckpointError(checkpoint.path, f"has a weight {name} that the model has not", mend)
+            raise CheckpointError(checkpoint.path, f"has a weight {name} that the model has not", hint)
     for name, parameter in parameters.items():
         if (shape := checkpoint.shape("weight", name)) != list(parameter.shape):
             problem = f"{name} has shape {shape}, in the model {list(parameter.shape)}"
-            raise CheckpointError(checkpoint.path, problem, mend)
+            raise CheckpointError(checkpoint.path, problem, hint)
     return parameters
 
 

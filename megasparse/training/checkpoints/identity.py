@@ -37,15 +37,15 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def differences(of_each_rank: Sequence[dict[str, Any]]) -> str:
     """Where the ranks' JSON values differ: `run.seed: 0 on rank 0, 1 on ranks 1, 2`; nothing where they do not."""
     flat = [flatten(value) for value in of_each_rank]
-    told = []
+    reported = []
     for key in dict.fromkeys(key for one in flat for key in one):
         holders: dict[str, list[str]] = {}
         for rank, one in enumerate(flat):
             value = json.dumps(one[key], sort_keys=True) if key in one else "nothing"
             holders.setdefault(value, []).append(str(rank))
         if len(holders) > 1:
-            told.append(f"{key}: " + ", ".join(_held(value, ranks) for value, ranks in holders.items()))
-    return "; ".join(told)
+            reported.append(f"{key}: " + ", ".join(_held(value, ranks) for value, ranks in holders.items()))
+    return "; ".join(reported)
 
 
 def _held(value: str, ranks: list[str]) -> str:

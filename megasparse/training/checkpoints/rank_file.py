@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megasparse.errors import TrainingError
-from megasparse.training.checkpoints.checkpoint import Fragment, present
+from megasparse.training.checkpoints.checkpoint import Fragment, loaded
 
 BLOCK = 1 << 24
 """Numbers (64 MB) that are read, hashed and written at a time."""
@@ -57,7 +57,7 @@ class RankFile:
         if memory.numel() != sum(sizes):
             memory = torch.empty(sum(sizes), dtype=torch.float32)
         copies = memory.split(sizes)
-        with closing(present(self._fragments)) as fragments:
+        with closing(loaded(self._fragments)) as fragments:
             for f, copy in zip(fragments, copies, strict=True):
                 copy.copy_(f.memory)
         pairs = zip(self._fragments, copies, strict=True)
@@ -69,7 +69,7 @@ class RankFile:
         Raises OSError; TrainingError where a number is not finite.
         """
         digest, unsynced = hashlib.sha256(self._header), 0
-        with durable(path, self.bytes) as file, closing(present(self._fragments)) as fragments:
+        with durable(path, self.bytes) as file, closing(loaded(self._fragments)) as fragments:
             file.write(self._header)
             for f in fragments:
                 for block in f.memory.split(BLOCK):

@@ -67,8 +67,8 @@ def find_start(choice: str, saver: Saver, allow_changed_config: bool = False) ->
         remove_leftovers(directory)
     newest = _newest_of_all(directory, ranks)
     if choice == "never" and newest is not None:
-        mend = "Choose another run.directory, or leave --resume out to go on"
-        raise CheckpointError(newest, "a new run here would overwrite this one", mend)
+        hint = "Choose another run.directory, or leave --resume out to go on"
+        raise CheckpointError(newest, "a new run here would overwrite this one", hint)
     path = newest if choice in ("auto", "never") else Path(choice)
     if path is None:
         return None
@@ -96,8 +96,8 @@ def _check_same_on_all(saver: Saver, command: dict[str, Any]) -> None:
 def _newest_of_all(directory: Path, ranks: Ranks) -> Path | None:
     newest = find_newest(directory)
     if unlike := differences([{"newest": name} for name in ranks.gather(newest and newest.name)]):
-        mend = "Put run.directory where all machines see the same files"
-        raise CheckpointError(directory, f"the ranks find different checkpoints: {unlike}", mend)
+        hint = "Put run.directory where all machines see the same files"
+        raise CheckpointError(directory, f"the ranks find different checkpoints: {unlike}", hint)
     return newest
 
 
@@ -106,18 +106,18 @@ def _open(path: Path, saver: Saver, directory: Path | None) -> Checkpoint:
     problem = checkpoint = None
     ranks = saver.ranks
     try:
-        checkpoint = Checkpoint.open(path, ranks.rank, ranks.world_size, saver.watch.alive)
+        checkpoint = Checkpoint.open(path, ranks.rank, ranks.world_size, saver.hooks.alive)
     except CheckpointError as error:
         problem = str(error)
-    saver.watch.progress("checkpoint verified, waiting for the other ranks")
+    saver.hooks.progress("checkpoint verified, waiting for the other ranks")
     problems = [problem for problem in ranks.gather(problem) if problem is not None]
     if problems:
-        mend = "There is no older complete checkpoint"
+        hint = "There is no older complete checkpoint"
         if directory is None:
-            mend = "Choose another checkpoint"
-        elif (older := _newest_complete(list_checkpoints(directory)[:-1], saver.watch.alive)) is not None:
-            mend = f"To go on from the newest complete one: --resume {older}"
-        raise CheckpointError(path, f"this checkpoint is damaged: {problems[0]}", mend)
+            hint = "Choose another checkpoint"
+        elif (older := _newest_complete(list_checkpoints(directory)[:-1], saver.hooks.alive)) is not None:
+            hint = f"To go on from the newest complete one: --resume {older}"
+        raise CheckpointError(path, f"this checkpoint is damaged: {problems[0]}", hint)
     assert checkpoint is not None
     return checkpoint
 
@@ -142,8 +142,8 @@ def _check_data(checkpoint: Checkpoint, saver: Saver) -> None:
         if mixed_then != mixed_now:
             problem += f"; {_listed(mixed_then, mixed_now, ['data.mixture'])}"
         keys = "data.path or data.mixture" if isinstance(saver.config, Config) else "task.source"
-        mend = f"Point {keys} at the data it was trained on, or choose another run.directory"
-        raise CheckpointError(checkpoint.path, problem, mend)
+        hint = f"Point {keys} at the data it was trained on, or choose another run.directory"
+        raise CheckpointError(checkpoint.path, problem, hint)
 
 
 def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bool, ranks: Ranks) -> None:
@@ -154,11 +154,11 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
         kept = [key for key in kept if key.startswith("model.")]
     listed = _listed(then, now, kept)
     if kept and not allow_changed:
-        mend = (
+        hint = (
             "Put them back, choose another run.directory to start a new run, "
             f"or go on all the same with --resume {checkpoint.path} --allow-changed-config"
         )
-        raise CheckpointError(checkpoint.path, f"the configuration has changed since: {listed}", mend)
+        raise CheckpointError(checkpoint.path, f"the configuration has changed since: {listed}", hint)
     if ranks.rank == 0 and kept:
         print(f"going on with a changed configuration, as asked: {listed}", file=sys.stderr)
     if ranks.rank == 0 and "training.steps" in changed and checkpoint.step:

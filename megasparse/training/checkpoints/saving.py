@@ -33,7 +33,7 @@ from megasparse.training.checkpoints.rank_file import RankFile, durable, make_fo
 from megasparse.training.checkpoints.run_folder import TEMPORARY, list_checkpoints
 from megasparse.training.engine import Engine
 from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.watch import Watch
+from megasparse.training.stopping.hooks import RunHooks
 
 UNTOUCHED = "Older checkpoints are untouched"
 
@@ -51,7 +51,7 @@ class Saver:
     data_fingerprint: str
     tokenizer: dict[str, str]
     """`name` and `sha256`."""
-    watch: Watch = field(default_factory=Watch)
+    hooks: RunHooks = field(default_factory=RunHooks)
     best: int | None = field(default=None, init=False)
     """Step of the checkpoint that is kept whatever its age."""
     _under_way: "_Save | None" = field(default=None, init=False)
@@ -83,7 +83,7 @@ class Saver:
             return None
         self._under_way = save
         if not self.config.checkpoint.asynchronous:
-            save.write(file, lambda: self.watch.alive(save.doing))
+            save.write(file, lambda: self.hooks.alive(save.doing))
             return self.finish()
         if (copied := save.attempt(lambda: file.copy(self._copy))) is not None:
             copy, self._copy = copied
@@ -101,8 +101,8 @@ class Saver:
         save, self._under_way = self._under_way, None
         if save is None:
             return None
-        save.join(self.watch.alive)
-        self.watch.progress(f"step {save.step}: saved, waiting for the other ranks' parts")
+        save.join(self.hooks.alive)
+        self.hooks.progress(f"step {save.step}: saved, waiting for the other ranks' parts")
         reports = self.ranks.gather({"part": save.part, "problem": save.problem})
         try:
             self._refuse(save, [report["problem"] for report in reports])
@@ -170,7 +170,7 @@ class Saver:
             older = [path for path in list_checkpoints(self.directory) if int(path.name) < int(newest.name)]
             older = [path for path in older if int(path.name) != self.best]
             for old in older[: max(0, len(older) + 1 - self.config.checkpoint.keep)]:
-                self.watch.alive(f"deleting {old}")
+                self.hooks.alive(f"deleting {old}")
                 remove(old)
             remove_leftovers(self.directory)  # of a save that failed so badly that it could not be cleaned up
         except OSError as error:
@@ -178,18 +178,20 @@ class Saver:
 
     def _refuse(self, save: "_Save", problems: list[dict[str, str] | None]) -> None:
         """If any rank has a problem, clean up and raise it on all."""
-        told = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
-        if not told:
+        reported = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
+        if not reported:
             return
         if self.ranks.rank == 0:
             shutil.rmtree(save.temporary, ignore_errors=True)
-        rank, problem = min(told, key=lambda one: one[1]["kind"] == "storage")  # what is no fault of the storage first
+        rank, problem = min(
+            reported, key=lambda one: one[1]["kind"] == "storage"
+        )  # what is no fault of the storage first
         text = f"the checkpoint of step {save.step} was not saved. Rank {rank}: {problem['text']}"
         if problem["kind"] == "numbers":
-            mend = "Resume from an older checkpoint, with a lower learning rate"
-            raise TrainingError(f"{self.directory}: {text}. {UNTOUCHED}. {mend}")
+            hint = "Resume from an older checkpoint, with a lower learning rate"
+            raise TrainingError(f"{self.directory}: {text}. {UNTOUCHED}. {hint}")
         if problem["kind"] == "storage":
-            raise StorageError(self.directory, text, f"{UNTOUCHED}. Make room, or mend the storage")
+            raise StorageError(self.directory, text, f"{UNTOUCHED}. Make room, or repair the storage")
         raise CheckpointError(self.directory, text, UNTOUCHED)
 
     def _go_on_without(self, error: StorageError) -> None:
@@ -287,10 +289,10 @@ class _Save:
 
     def join(self, progress: Callable[[str], None]) -> None:
         """Wait for the thread, and say as it gets on."""
-        told = -1
+        reported = -1
         while self._thread is not None and self._thread.is_alive():
-            if told != self._blocks:
-                told = self._blocks
+            if reported != self._blocks:
+                reported = self._blocks
                 progress(self.doing)
             self._thread.join(0.1)
 

@@ -46,15 +46,15 @@ class SwapFolder:
                 shutil.rmtree(self.path, ignore_errors=True)  # without a lock no later run would
                 raise
         except OSError as error:
-            mend = "Give a folder that this user may write to"
-            raise ConfigError(key, f'"{place}" cannot be written ({error.strerror})', mend) from None
+            hint = "Give a folder that this user may write to"
+            raise ConfigError(key, f'"{place}" cannot be written ({error.strerror})', hint) from None
         try:
             _write_directly(self.path / "probe")
         except OSError as error:
             self.remove()
             problem = f'"{place}" does not take direct writes (O_DIRECT: {error.strerror})'
-            mend = "Give a folder on a local disk, of ext4 or xfs"
-            raise ConfigError(key, problem, mend) from None
+            hint = "Give a folder on a local disk, of ext4 or xfs"
+            raise ConfigError(key, problem, hint) from None
 
     @property
     def device(self) -> int:

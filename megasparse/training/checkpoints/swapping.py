@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megasparse.errors import ConfigError, StorageError
-from megasparse.training.checkpoints.checkpoint import Home
+from megasparse.training.checkpoints.checkpoint import Storage
 from megasparse.training.checkpoints.swap_folder import SwapFolder, verify
 from megasparse.training.ranks import Ranks
 
@@ -26,7 +26,7 @@ BUFFER_SIZE = 10**8
 """DeepSpeed's default of `offload_param.buffer_size`: numbers of a rank's piece of one weight."""
 
 
-class SubGroup(Home):
+class SubGroup(Storage):
     """Optimizer state that DeepSpeed swaps as one. zero: DeepSpeed's optimizer of stage 3."""
 
     def __init__(self, zero: Any, number: int):
@@ -70,10 +70,10 @@ class Swap:
         try:
             self._open()
         except ConfigError as error:
-            problem = [error.key, error.problem, error.mend]
-        if told := [problem for problem in ranks.gather(problem) if problem is not None]:
+            problem = [error.key, error.problem, error.hint]
+        if reported := [problem for problem in ranks.gather(problem) if problem is not None]:
             self.close()
-            raise ConfigError(*told[0])
+            raise ConfigError(*reported[0])
         self._check_room(model, ranks)
 
     def section(self) -> dict[str, Any]:
@@ -126,9 +126,9 @@ class Swap:
                     str(folder.path.parent),
                     f"no room for what is swapped: {needed:,} bytes needed, {free:,} bytes free",
                 )
-        if told := [problem for problem in ranks.gather(problem) if problem is not None]:
+        if reported := [problem for problem in ranks.gather(problem) if problem is not None]:
             self.close()
-            where, text = told[0]
+            where, text = reported[0]
             raise StorageError(where, text, "Make room, or give another nvme_path")
 
     def _files(self) -> Iterator[tuple[str, int]]:

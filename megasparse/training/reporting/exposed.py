@@ -9,7 +9,7 @@ from torch import Tensor
 from megasparse.training.reporting.stopwatch import Stopwatch
 
 
-class Exposed:
+class ExposedCommunication:
     """Seconds between the end of a rank's own backward pass (its last gradient is there) and the end of the update,
     without those in which its optimizer computes; and those inside `meeting`.
 

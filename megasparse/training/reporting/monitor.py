@@ -21,7 +21,7 @@ from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.board import Board
 from megasparse.training.reporting.json_lines import JsonLines
-from megasparse.training.reporting.rank_table import RankTable, Spent
+from megasparse.training.reporting.rank_table import RankTable, StepTimes
 
 PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}
 """Dense bf16 peak of one device, by a word of its name."""
@@ -60,8 +60,8 @@ class Monitor:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            mend = "Choose a folder that can be written"
-            raise ConfigError("run.directory", f"{directory} cannot be made ({error.strerror})", mend) from None
+            hint = "Choose a folder that can be written"
+            raise ConfigError("run.directory", f"{directory} cannot be made ({error.strerror})", hint) from None
         try:
             with replacing(directory / "config.json") as file:
                 file.write(config.model_dump_json(indent=2).encode() + b"\n")
@@ -72,7 +72,7 @@ class Monitor:
         self._events = JsonLines(directory / "events.jsonl", self.say)
         self._board = Board(directory / "tensorboard", start_step + 1, self.say)
 
-    def speed(self, tokens: int, step_seconds: float, spent: Spent) -> dict[str, float]:
+    def speed(self, tokens: int, step_seconds: float, spent: StepTimes) -> dict[str, float]:
         """The scalars of speed for a step of `tokens` tokens over all ranks, of which this one spent its time so."""
         rate = tokens / step_seconds
         scalars = {
@@ -135,23 +135,26 @@ class Monitor:
                 self._bar.write(message, file=sys.stderr)
 
     def _show_progress(self, step: int, scalars: dict[str, float], evaluated: bool) -> None:
-        told = [f"loss {scalars['train/loss']:.4f}"]
+        reported = [f"loss {scalars['train/loss']:.4f}"]
         if "train/bits_per_dim" in scalars:
-            told.append(f"{scalars['train/bits_per_dim']:.4f} bits/dim")
-        told += [f"lr {scalars['optimizer/learning_rate']:.2e}", f"{scalars['speed/tokens_per_second']:,.0f} tokens/s"]
+            reported.append(f"{scalars['train/bits_per_dim']:.4f} bits/dim")
+        reported += [
+            f"lr {scalars['optimizer/learning_rate']:.2e}",
+            f"{scalars['speed/tokens_per_second']:,.0f} tokens/s",
+        ]
         if "evaluation/bits_per_dim" in scalars:
-            told.append(f"held-out {scalars['evaluation/bits_per_dim']:.4f} bits/dim")
+            reported.append(f"held-out {scalars['evaluation/bits_per_dim']:.4f} bits/dim")
         elif "evaluation/loss" in scalars:
-            told.append(f"held-out loss {scalars['evaluation/loss']:.4f}")
+            reported.append(f"held-out loss {scalars['evaluation/loss']:.4f}")
         if not self._bar.disable:
             with _no_terminal_matters():
-                self._bar.set_postfix_str(", ".join(told))
+                self._bar.set_postfix_str(", ".join(reported))
             return
         now = time.monotonic()
         if now - self._last_plain >= PLAIN_LINE_SECONDS or step == self._steps or evaluated:
             self._last_plain = now
             left = (now - self._began) / (step - self._start_step) * (self._steps - step)
-            line = f"step {step}/{self._steps}: {', '.join(told)}, {_clock(left)} left"
+            line = f"step {step}/{self._steps}: {', '.join(reported)}, {_clock(left)} left"
             with _no_terminal_matters():
                 print(line, file=sys.stderr, flush=True)
 

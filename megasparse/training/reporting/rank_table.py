@@ -16,7 +16,7 @@ SHOWN = 64
 """Ranks at most in the text, the slowest ones; the file has all."""
 
 
-class Spent(NamedTuple):
+class StepTimes(NamedTuple):
     """Seconds of a rank's step."""
 
     data: float = 0.0
@@ -36,14 +36,14 @@ class RankTable:
     """Medians of the last 16 steps of every rank."""
 
     def __init__(self, world_size: int):
-        self._past: list[deque[Spent]] = [deque(maxlen=STEPS) for _ in range(world_size)]
+        self._past: list[deque[StepTimes]] = [deque(maxlen=STEPS) for _ in range(world_size)]
 
-    def add(self, of_each_rank: Sequence[Spent]) -> None:
+    def add(self, of_each_rank: Sequence[StepTimes]) -> None:
         for past, spent in zip(self._past, of_each_rank, strict=True):
             past.append(spent)
 
-    def medians(self) -> list[Spent]:
-        return [Spent(*(median(column) for column in zip(*past, strict=True))) for past in self._past]
+    def medians(self) -> list[StepTimes]:
+        return [StepTimes(*(median(column) for column in zip(*past, strict=True))) for past in self._past]
 
     def write(self, file: Path, step: int) -> None:
         """As JSON, in place of the one before. Raises OSError."""

@@ -83,7 +83,7 @@ def reserve_port(host: str, port: int) -> socket.socket:
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeLayout:
     """The ranks of this node among all, and where they meet. address: (host, port) of rank 0; None on a single node."""
 
     ranks: int = 1
@@ -101,8 +101,8 @@ class Place:
         try:
             reserved = reserve_port("" if self.address else host, port)
         except OSError as error:
-            mend = "End what listens there (ss -ltnp shows it), or choose another port"
-            raise UserError(f"--address {host}:{port}: the port cannot be had ({error.strerror}). {mend}") from None
+            hint = "End what listens there (ss -ltnp shows it), or choose another port"
+            raise UserError(f"--address {host}:{port}: the port cannot be had ({error.strerror}). {hint}") from None
         with reserved:
             yield host, reserved.getsockname()[1]
 
@@ -166,7 +166,7 @@ class Supervisor:
     followed by another start without a new checkpoint in between.
     """
 
-    def __init__(self, command: list[str], place: Place, checkpoints: Path, restarts: int = 0):
+    def __init__(self, command: list[str], place: NodeLayout, checkpoints: Path, restarts: int = 0):
         self.command, self.place, self.checkpoints, self.restarts = command, place, checkpoints, restarts
         self.arrived: list[int] = []
         """Signals that are still to be passed on, and"""

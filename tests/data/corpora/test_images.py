@@ -74,8 +74,8 @@ def test_a_permutation_shares_out_what_nothing_tells(tmp_path: Path) -> None:
     assert other != found
     default = {name: len(each) for name, each in read_corpus("images", place).items()}
     assert default == {"train": 18, "validation": 1, "test": 1}
-    told = write_files(tmp_path / "told", under("train", "test"))
-    assert {n: len(f) for n, f in read_corpus("images", told, split="50,50,0").items()} == {
+    reported = write_files(tmp_path / "told", under("train", "test"))
+    assert {n: len(f) for n, f in read_corpus("images", reported, split="50,50,0").items()} == {
         "train": 10,
         "validation": 10,
     }

@@ -80,7 +80,7 @@ def test_splits_by_percent_of_the_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "more", "told"),
+    ("target", "more", "reported"),
     [
         (GERMAN[:-1], [], "train has 7 lines of the source and 6 of the target"),
         ([], [], "2 files are given, and 1 are found that are not empty"),
@@ -92,12 +92,12 @@ def test_splits_by_percent_of_the_lines(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_belong_together_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: list[str], more: list[str], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: list[str], more: list[str], reported: str
 ) -> None:
     english, german = written(tmp_path, "a.en", ENGLISH), written(tmp_path, "a.de", target)
     more = [str(english) if word == "SOURCE" else word for word in more]
     with pytest.raises(SystemExit) as end:
         prepared(tmp_path, "--source", english, "--target", german, *more)
     error = capsys.readouterr().err.splitlines()[-1]
-    assert end.value.code == 2 and error.startswith("error: ") and told in error
+    assert end.value.code == 2 and error.startswith("error: ") and reported in error
     assert not (tmp_path / "out" / "index.json").exists()

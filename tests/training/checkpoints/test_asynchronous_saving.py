@@ -20,7 +20,7 @@ from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, build_engine
 from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.watch import Watch
+from megasparse.training.stopping.hooks import RunHooks
 from tests.conftest import Report
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
@@ -96,13 +96,13 @@ def test_C8_waiting_for_a_save_says_that_it_gets_on_but_only_while_it_does(
     tmp_path: Path, gate: threading.Event
 ) -> None:
     saver, engine = prepare(tmp_path, asynchronous=True)
-    told: list[str] = []
-    saver.watch = Watch(alive=told.append)
+    reported: list[str] = []
+    saver.hooks = RunHooks(alive=reported.append)
     saver.save(engine, 1, 8, {})
-    assert told == [], "what a thread does must not hide that training hangs"
+    assert reported == [], "what a thread does must not hide that training hangs"
     threading.Timer(0.5, gate.set).start()
     saver.finish()
-    assert set(told) == {"saving step 1"} and len(told) <= 3
+    assert set(reported) == {"saving step 1"} and len(reported) <= 3
 
 
 def test_C8_a_failure_is_raised_when_the_save_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,14 +218,14 @@ def test_C9_a_complete_checkpoint_is_there_at_all_times(tmp_path: Path, asynchro
                 continue
         return False
 
-    def watch() -> None:
+    def hooks() -> None:
         nonlocal looks
         while not ended.wait(0.01):
             looks += 1
             if not newest_opens() and not newest_opens():  # both that it had listed may be old by now
                 missing.append(sorted(path.name for path in directory.iterdir()))
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=hooks)
     highest = 0
     for kill in range(kills):
         process = subprocess.Popen(

@@ -43,13 +43,13 @@ class Read:
             patch.setattr(kind, "forward", self.recording(kind.forward))
 
     def recording(self, forward: Any) -> Any:
-        def record(model: Any, tokens: Any, draws: Any, *padding: Any) -> Any:
-            if draws.training:
+        def record(model: Any, tokens: Any, rng: Any, *padding: Any) -> Any:
+            if rng.training:
                 if len(self.batches) == self.fail_at:
                     raise Died
                 digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()
-                self.batches.append((draws.step, draws.samples.tolist(), digest))
-            return forward(model, tokens, draws, *padding)
+                self.batches.append((rng.step, rng.samples.tolist(), digest))
+            return forward(model, tokens, rng, *padding)
 
         return record
 
@@ -82,7 +82,7 @@ def launch(config: Path, *arguments: str, fail_at: int | None = None) -> list[tu
     return read.batches
 
 
-def told(run: Path) -> list[dict[str, float]]:
+def reported(run: Path) -> list[dict[str, float]]:
     """Every number of metrics.jsonl that is not of time, memory or saving."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
@@ -99,7 +99,7 @@ def state(run: Path) -> dict[str, bytes]:
 def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
     run = tmp_path_factory.mktemp("straight") / "run"
     read = launch(configuration(data, run, attention("lsh", "lha").model_dump(mode="json")))
-    return read, told(run), state(run)
+    return read, reported(run), state(run)
 
 
 def test_R1_the_run_has_epochs_and_accumulates(straight: tuple[Any, Any, Any]) -> None:
@@ -119,15 +119,15 @@ def test_R1_stopped_after_any_step_everything_later_has_the_same_bits(
 ) -> None:
     config = configuration(data, tmp_path / "run", attention("lsh", "lha").model_dump(mode="json"))
     read = launch(config, "--stop-at", str(stop))
-    assert [line["step"] for line in told(tmp_path / "run")] == list(range(1, stop + 1))
+    assert [line["step"] for line in reported(tmp_path / "run")] == list(range(1, stop + 1))
     read += launch(config)
-    assert (read, told(tmp_path / "run"), state(tmp_path / "run")) == straight
+    assert (read, reported(tmp_path / "run"), state(tmp_path / "run")) == straight
 
 
 def test_R1_stopped_at_every_step(data: Path, tmp_path: Path, straight: tuple[Any, Any, Any]) -> None:
     config = configuration(data, tmp_path / "run", attention("lsh", "lha").model_dump(mode="json"))
     read = [batch for stop in range(1, STEPS + 1) for batch in launch(config, "--stop-at", str(stop))]
-    assert (read, told(tmp_path / "run"), state(tmp_path / "run")) == straight
+    assert (read, reported(tmp_path / "run"), state(tmp_path / "run")) == straight
 
 
 def test_R1_killed_in_the_middle_of_an_accumulation(data: Path, tmp_path: Path, straight: tuple[Any, Any, Any]) -> None:
@@ -135,9 +135,9 @@ def test_R1_killed_in_the_middle_of_an_accumulation(data: Path, tmp_path: Path, 
     attentions = attention("lsh", "lha").model_dump(mode="json")
     config = configuration(data, tmp_path / "run", attentions, checkpoint={"every": 3})
     read = launch(config, fail_at=15)
-    assert read[-1][0] == 8 and len(told(tmp_path / "run")) == 7
+    assert read[-1][0] == 8 and len(reported(tmp_path / "run")) == 7
     read = read[:12] + launch(config)
-    assert (read, told(tmp_path / "run"), state(tmp_path / "run")) == straight
+    assert (read, reported(tmp_path / "run"), state(tmp_path / "run")) == straight
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_R1_whatever_the_precision_the_optimizer_and_the_blocks(
         read = launch(config, *stops)
         if stops:
             read += launch(config)
-        runs.append((read, told(run), state(run)))
+        runs.append((read, reported(run), state(run)))
     assert runs[0] == runs[1]
 
 
@@ -189,7 +189,7 @@ def test_N6_the_same_seed_twice_gives_the_same_bits(
         config = configuration(data, run, mechanisms, run=where, training={"steps": steps}, model={"layers": 4})
         read = launch(config)
         lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-        return (read, told(run), state(run)), statistics.median(line["speed/step_seconds"] for line in lines)
+        return (read, reported(run), state(run)), statistics.median(line["speed/step_seconds"] for line in lines)
 
     fast = run_once("fast", False)[1]
     (first, seconds), (second, _) = run_once("first", True), run_once("second", True)
@@ -215,6 +215,6 @@ def test_R2_every_mechanism_goes_on_with_the_same_bits(data: Path, tmp_path: Pat
         read = launch(config, *stops)
         if stops:
             read += launch(config)
-        runs.append((read, told(run), state(run)))
+        runs.append((read, reported(run), state(run)))
     assert runs[0] == runs[1]
     assert len(runs[0][1]) == 6 and settings["pattern"] == [kind_of(name)]

@@ -20,7 +20,7 @@ from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.watch import Watch
+from megasparse.training.stopping.hooks import RunHooks
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.tiny import TinyModel, make_draws, tiny_config
@@ -126,7 +126,7 @@ def test_C5_a_folder_that_vanishes_is_named(tmp_path: Path) -> None:
         for path in saver.directory.glob(".tmp-*"):
             shutil.rmtree(path)
 
-    saver.watch = Watch(alive=vanish)
+    saver.hooks = RunHooks(alive=vanish)
     refused(saver, lambda: saver.save(engine, 2, 16, {}), rf"manifest.json: No such file or directory {ROOM}")
 
 

@@ -14,7 +14,7 @@ from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
 from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.watch import Watch
+from megasparse.training.stopping.hooks import RunHooks
 from tests.helpers.tiny import TinyModel, make_draws, tiny_config
 
 BYTES = {"name": "bytes", "sha256": "b"}
@@ -189,8 +189,8 @@ def test_C11_other_data_or_another_tokenizer_is_refused_even_where_the_configura
 
 def test_C11_another_mixture_is_told_and_moved_folders_are_the_same(run: Config) -> None:
     mixed = tiny_config(run.run.directory, data={"mixture": {"a": 2.0, "b": 1.0}})
-    told = r'other data: data: "data" -> "other"; data\.mixture: \{\} -> '
-    with pytest.raises(CheckpointError, match=told + r"\{.a.: 2\.0, .b.: 1\.0\}\. Point data\.path or data\.mix"):
+    reported = r'other data: data: "data" -> "other"; data\.mixture: \{\} -> '
+    with pytest.raises(CheckpointError, match=reported + r"\{.a.: 2\.0, .b.: 1\.0\}\. Point data\.path or data\.mix"):
         start(mixed, data="other", allow_changed_config=True)
     assert start(mixed) is not None
 
@@ -205,6 +205,6 @@ def test_what_cannot_be_set_aside_is_told(run: Config, monkeypatch: pytest.Monke
 
 
 def test_opening_says_that_it_gets_on(run: Config) -> None:
-    told: list[str] = []
-    assert find_start("auto", Saver(run, Ranks(), "data", BYTES, Watch(alive=told.append))) is not None
-    assert told == [f"verifying {checkpoints(run) / '00000003'}"]
+    reported: list[str] = []
+    assert find_start("auto", Saver(run, Ranks(), "data", BYTES, RunHooks(alive=reported.append))) is not None
+    assert reported == [f"verifying {checkpoints(run) / '00000003'}"]

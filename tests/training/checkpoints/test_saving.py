@@ -22,7 +22,7 @@ from megasparse.training.checkpoints.run_folder import find_newest, list_checkpo
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import Engine, build_engine
 from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.watch import Watch
+from megasparse.training.stopping.hooks import RunHooks
 from tests.helpers.tiny import TinyModel, make_draws, tiny_config
 
 
@@ -66,7 +66,7 @@ def die_at(monkeypatch: pytest.MonkeyPatch, saver: Saver, moment: int) -> Callab
     for name in ("open", "fdopen", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
         monkeypatch.setattr(os, name, dying(getattr(os, name)))
     monkeypatch.setattr(saving.shutil, "rmtree", dying(saving.shutil.rmtree))
-    monkeypatch.setattr(saver, "watch", Watch(alive=dying(saver.watch.alive)))  # between two blocks of a file
+    monkeypatch.setattr(saver, "hooks", RunHooks(alive=dying(saver.hooks.alive)))  # between two blocks of a file
     return lambda: count
 
 
@@ -187,15 +187,15 @@ def test_large_tensors_are_written_in_blocks_and_each_is_told(tmp_path: Path, mo
     assert whole is not None
     monkeypatch.setattr(rank_file, "BLOCK", 100)
     monkeypatch.setattr(rank_file, "SYNC_EVERY", 4096)
-    told: list[str] = []
-    saver.watch = Watch(alive=told.append)
+    reported: list[str] = []
+    saver.hooks = RunHooks(alive=reported.append)
     cut = saver.save(engine, 2, 16, {})
     assert cut is not None
     assert (cut / "rank-00000.safetensors").read_bytes() == (whole / "rank-00000.safetensors").read_bytes()
-    assert told == ["saving step 2"] * sum(-(-f.numel // 100) for f in engine.fragments())
-    told.clear()
-    Checkpoint.open(cut, progress=told.append)
-    assert told == [f"verifying {cut}"]
+    assert reported == ["saving step 2"] * sum(-(-f.numel // 100) for f in engine.fragments())
+    reported.clear()
+    Checkpoint.open(cut, progress=reported.append)
+    assert reported == [f"verifying {cut}"]
 
 
 @pytest.mark.parametrize("umask", [0, 0o027, 0o077])

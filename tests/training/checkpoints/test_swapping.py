@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megasparse.errors import ConfigError, StorageError
-from megasparse.training.checkpoints.checkpoint import Fragment, Home, present
+from megasparse.training.checkpoints.checkpoint import Fragment, Storage, loaded
 from megasparse.training.checkpoints.rank_file import RankFile
 from megasparse.training.checkpoints.swap_folder import SwapFolder, verify
 from megasparse.training.checkpoints.swapping import Swap
@@ -146,7 +146,7 @@ def test_a_buffer_that_a_weight_does_not_fit_into_is_refused(tmp_path):
         Swap(zero, TinyModel(), Ranks())
 
 
-class Elsewhere(Home):
+class Elsewhere(Storage):
     """Keeps vectors out of memory, and counts."""
 
     here, brought = 0, 0
@@ -160,7 +160,7 @@ class Elsewhere(Home):
             vector.data = torch.empty(0)
 
     @contextmanager
-    def present(self, changing=False):
+    def loaded(self, changing=False):
         Elsewhere.here += 1
         Elsewhere.brought += 1
         assert Elsewhere.here == 1, "one at a time"
@@ -193,10 +193,10 @@ def test_numbers_that_lie_elsewhere_are_written_and_filled_one_home_at_a_time(tm
     assert (tmp_path / "copy").read_bytes() == (tmp_path / "file").read_bytes()
     stored = load_file(tmp_path / "file")
     assert all(stored[str(i)].equal(part) for i, part in enumerate(expected))
-    for fragment in present(fragments, changing=True):
+    for fragment in loaded(fragments, changing=True):
         fragment.write(torch.full((fragment.numel,), 7.0 if fragment.offset else 5.0))
     assert all(kept.tolist() == [5.0, 7.0, 7.0] for home in homes for kept in home.kept)
-    for _ in present(fragments):
+    for _ in loaded(fragments):
         vectors[0].data.fill_(9.0)
     assert homes[0].kept[0].tolist() == [5.0, 7.0, 7.0], "what is only read is not kept"
 

@@ -41,31 +41,31 @@ def no_file_longer_than(size: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def told() -> list[str]:
+def reported() -> list[str]:
     return []
 
 
-def test_a_line_that_did_not_fit_is_cut_off_and_written_when_it_fits(tmp_path: Path, told: list[str]) -> None:
-    file = JsonLines(tmp_path / "metrics.jsonl", told.append, last_step=0)
+def test_a_line_that_did_not_fit_is_cut_off_and_written_when_it_fits(tmp_path: Path, reported: list[str]) -> None:
+    file = JsonLines(tmp_path / "metrics.jsonl", reported.append, last_step=0)
     whole = 0
     with no_file_longer_than(1000):
         for step in range(1, 101):
             file.append({"step": step, "text": "x" * 30})
             assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n"), "no reader ever sees a torn line"
             whole = max(whole, len(lines(tmp_path / "metrics.jsonl")))
-    assert 10 < whole < 30 and len(told) == 1, "some fitted; told once, not a hundred times"
-    assert str(tmp_path / "metrics.jsonl") in told[0] and "bytes are free" in told[0]
+    assert 10 < whole < 30 and len(reported) == 1, "some fitted; told once, not a hundred times"
+    assert str(tmp_path / "metrics.jsonl") in reported[0] and "bytes are free" in reported[0]
     file.append({"step": 101})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, 102))
-    assert len(told) == 2 and "no line is missing" in told[1]
+    assert len(reported) == 2 and "no line is missing" in reported[1]
     file.close()
-    assert len(told) == 2
+    assert len(reported) == 2
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.ESTALE])
 @pytest.mark.parametrize("calls", [["pwrite"], ["open"], ["pwrite", "ftruncate"], ["pwrite", "open", "close"]])
 def test_whatever_fails_no_line_is_lost(
-    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch, code: int, calls: list[str]
+    tmp_path: Path, reported: list[str], monkeypatch: pytest.MonkeyPatch, code: int, calls: list[str]
 ) -> None:
     """Half of the data reaches the file before the error, and cutting it off may fail too."""
     path = tmp_path / "metrics.jsonl"
@@ -83,7 +83,7 @@ def test_whatever_fails_no_line_is_lost(
 
     failing = {"pwrite": tear, "open": refuse, "ftruncate": fail, "close": fail}
     expected = []
-    file = JsonLines(path, told.append, last_step=0)
+    file = JsonLines(path, reported.append, last_step=0)
     for step in range(1, 31):
         with monkeypatch.context() as patch:
             if 5 < step <= 10 or step in (15, 20, 29, 30):
@@ -94,25 +94,25 @@ def test_whatever_fails_no_line_is_lost(
     file.close()
     assert lines(path) == expected
     failures = 0 if calls == ["open"] else 4  # an open file needs no opening
-    assert len(told) == 2 * failures
+    assert len(reported) == 2 * failures
 
 
-def test_storage_that_fails_from_the_start_and_for_good(tmp_path: Path, told: list[str]) -> None:
-    file = JsonLines(tmp_path / "missing" / "metrics.jsonl", told.append, last_step=0)
+def test_storage_that_fails_from_the_start_and_for_good(tmp_path: Path, reported: list[str]) -> None:
+    file = JsonLines(tmp_path / "missing" / "metrics.jsonl", reported.append, last_step=0)
     for step in (1, 2):
         file.append({"step": step})
-    assert len(told) == 1 and "No such file" in told[0]
+    assert len(reported) == 1 and "No such file" in reported[0]
     file.close()
-    assert len(told) == 2 and "2 lines could not be written and are lost" in told[1]
+    assert len(reported) == 2 and "2 lines could not be written and are lost" in reported[1]
 
 
 def test_what_could_not_be_cut_at_the_start_is_cut_later(
-    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     with no_file_longer_than(0):
-        file = JsonLines(path, told.append, last_step=1)
+        file = JsonLines(path, reported.append, last_step=1)
         file.append({"step": 2, "again": True})
         assert lines(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
     file.append({"step": 3})

@@ -12,15 +12,15 @@ from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.schema import Config
 from megasparse.model.build import build_model
 from megasparse.model.stack import of_layers
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engine import build_engine
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.reporting.exposed import Exposed
+from megasparse.training.reporting.exposed import ExposedCommunication
 from megasparse.training.reporting.memory import bytes_of, memory_scalars
 from megasparse.training.reporting.monitor import Monitor
-from megasparse.training.reporting.rank_table import RankTable, Spent
+from megasparse.training.reporting.rank_table import RankTable, StepTimes
 from tests.data.damages import flip
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
@@ -114,7 +114,11 @@ def test_every_scalar_of_an_encoder_decoder_is_in_the_table(tmp_path: Path) -> N
 
 def run(model: Any, config: Config, ranks: Ranks) -> list[dict[str, float]]:
     """Trains on made-up sequences of 24 tokens; what metrics.jsonl has of it."""
-    draw = make_draws if isinstance(model, TinyModel) else lambda step, samples: Draws(0, step, samples, training=True)
+    draw = (
+        make_draws
+        if isinstance(model, TinyModel)
+        else lambda step, samples: RngContext(0, step, samples, training=True)
+    )
     engine = build_engine(model, config, draw, ranks)
     with Monitor(config, ranks, 0) as monitor:
         train(engine, config, MadeUpBatches(config, ranks), Saver(config, ranks, "data", {}), monitor)
@@ -173,7 +177,7 @@ def test_exposed_is_what_follows_the_last_gradient_but_for_the_optimizer(monkeyp
             clock.passes(100.0)
 
     optimizer = SlowOptimizer([weight], lr=0.1)
-    exposed = Exposed(torch.device("cpu"), [weight], optimizer)
+    exposed = ExposedCommunication(torch.device("cpu"), [weight], optimizer)
 
     class Slow(torch.autograd.Function):
         @staticmethod
@@ -228,7 +232,13 @@ def test_layers_are_vectors_with_nan_for_those_without() -> None:
 def test_the_table_of_ranks_has_medians_and_the_slowest_first(tmp_path: Path) -> None:
     table = RankTable(3)
     for step in range(20):
-        table.add([Spent(0.0, 1.0, 0.5), Spent(0.1 * step, 2.0, 0.25), Spent(9.0 if step == 19 else 0.0, 1.0, 0.5)])
+        table.add(
+            [
+                StepTimes(0.0, 1.0, 0.5),
+                StepTimes(0.1 * step, 2.0, 0.25),
+                StepTimes(9.0 if step == 19 else 0.0, 1.0, 0.5),
+            ]
+        )
     data = [0.1 * step for step in range(4, 20)]
     middle = (data[7] + data[8]) / 2
     assert table.medians()[1] == pytest.approx((middle, 2.0, 0.25)) and table.medians()[2] == (0.0, 1.0, 0.5)

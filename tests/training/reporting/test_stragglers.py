@@ -46,8 +46,8 @@ def test_S6_even_ranks_and_a_few_slow_steps_are_no_stragglers() -> None:
 
 def test_S6_a_straggler_is_told_again_only_after_it_ended() -> None:
     stragglers = Stragglers(3)
-    told = [bool(stragglers.add([1.0, 1.0, 3.0])) for _ in range(40)]
-    assert told.index(True) == 15 and sum(told) == 1
+    reported = [bool(stragglers.add([1.0, 1.0, 3.0])) for _ in range(40)]
+    assert reported.index(True) == 15 and sum(reported) == 1
     assert not any(stragglers.add([1.0, 1.0, 1.0]) for _ in range(40))
     assert sum(bool(stragglers.add([1.0, 1.0, 3.0])) for _ in range(40)) == 1
 

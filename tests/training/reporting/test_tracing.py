@@ -22,7 +22,7 @@ from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.monitor import Monitor
 from megasparse.training.reporting.tracing import STEPS
-from megasparse.training.stopping.watch import Watch
+from megasparse.training.stopping.hooks import RunHooks
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ from megasparse.training.reporting.monitor import Monitor
 from megasparse.training.ranks import Ranks
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.stopping.signals import StopSignals
-from megasparse.training.stopping.watch import watching
+from megasparse.training.stopping.hooks import watching
 from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
 
 class Slow(TinyModel):
@@ -52,11 +52,11 @@ with watching(config.run, Ranks(), signals) as watch, Monitor(config, Ranks(), 0
 """
 
 
-def losses(config: Config, watch: Watch = Watch()) -> list[float]:  # noqa: B008
+def losses(config: Config, hooks: RunHooks = RunHooks()) -> list[float]:  # noqa: B008
     engine = build_engine(TinyModel(), config, make_draws, Ranks())
     saver = Saver(config, Ranks(), "data", {})
     with Monitor(config, Ranks(), 0) as monitor:
-        train(engine, config, MadeUpBatches(config, Ranks()), saver, monitor, watch=watch)
+        train(engine, config, MadeUpBatches(config, Ranks()), saver, monitor, hooks=hooks)
     lines = (Path(config.run.directory) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["train/loss"] for line in lines]
 
@@ -85,12 +85,15 @@ def test_a_range_that_the_run_ends_in_is_traced_up_to_there(tmp_path: Path) -> N
 
 
 def test_each_request_traces_the_next_steps(tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     def wanted() -> bool:
-        return bool(told) and told[-1] in {"step 3, micro-batch 4, backward", "step 11, micro-batch 4, backward"}
+        return bool(reported) and reported[-1] in {
+            "step 3, micro-batch 4, backward",
+            "step 11, micro-batch 4, backward",
+        }
 
-    losses(tiny_config(tmp_path), Watch(progress=told.append, trace_wanted=wanted))
+    losses(tiny_config(tmp_path), RunHooks(progress=reported.append, trace_wanted=wanted))
     assert traces(tmp_path) == {f"step-{step:08d}-rank-00000.json.gz": STEPS for step in (4, 12)}
 
 

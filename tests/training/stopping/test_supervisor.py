@@ -15,7 +15,7 @@ import pytest
 
 from megasparse.errors import HANG, LOST_PEER, ConfigError
 from megasparse.training.stopping import supervisor
-from megasparse.training.stopping.supervisor import Place, Supervisor, checkpoints_folder
+from megasparse.training.stopping.supervisor import NodeLayout, Supervisor, checkpoints_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 60.0
@@ -285,7 +285,7 @@ def test_S2_a_failed_start_leaves_no_rank_behind(toy, monkeypatch):
     monkeypatch.setenv("SUPERVISED_TOY", str(toy.folder))
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     with pytest.raises(BlockingIOError):
-        Supervisor(command, Place(ranks=2), toy.folder)._run_once()
+        Supervisor(command, NodeLayout(ranks=2), toy.folder)._run_once()
     assert started[0].returncode == -signal.SIGKILL
 
 
@@ -408,7 +408,7 @@ def in_process(monkeypatch, restarts: int) -> list[float]:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(Supervisor, "_run_once", lambda self: (1, "a cause"))
     monkeypatch.setattr(Supervisor, "_wait", lambda self, seconds: waits.append(seconds))
-    assert Supervisor([], Place(), Path("/nowhere"), restarts).run() == 1
+    assert Supervisor([], NodeLayout(), Path("/nowhere"), restarts).run() == 1
     return waits
 
 

@@ -3,7 +3,7 @@
 import copy
 from typing import Any, get_args, get_type_hints
 
-Fraction, Positive, Count = float, int, int
+Rate, Positive, Count = float, int, int
 
 
 def Field(default: Any = None, **rule: Any) -> Any:

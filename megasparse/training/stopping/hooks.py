@@ -14,13 +14,13 @@ from megasparse.data.batches import never
 from megasparse.training.checkpoints.checkpoint import silent
 from megasparse.training.checkpoints.run_lock import run_lock
 from megasparse.training.ranks import Ranks
-from megasparse.training.reporting.rank_table import Spent
+from megasparse.training.reporting.rank_table import StepTimes
 from megasparse.training.stopping.signals import StopSignals
 from megasparse.training.stopping.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
-class Watch:
+class RunHooks:
     """The default is a run that nobody stops or watches."""
 
     stop_wanted: Callable[[], bool] = never
@@ -34,7 +34,7 @@ class Watch:
 
 
 @contextmanager
-def watching(run: RunConfig, ranks: Ranks, signals: StopSignals) -> Iterator[Watch]:
+def monitored(run: RunConfig, ranks: Ranks, signals: StopSignals) -> Iterator[RunHooks]:
     """The watch of a real run: a signal to any rank stops all, and a rank that hangs ends the run. Meanwhile
     `run.directory` is locked.
 
@@ -50,25 +50,25 @@ def watching(run: RunConfig, ranks: Ranks, signals: StopSignals) -> Iterator[Wat
     watchdog = Watchdog(beats, launch, ranks.rank, ranks.world_size, run.hang_timeout, signalled)
     with run_lock(directory, ranks), watchdog:
         stop_wanted = lambda: signalled() or watchdog.stop_elsewhere()  # noqa: E731
-        yield Watch(stop_wanted, watchdog.progress, watchdog.alive, signals.trace_wanted)
+        yield RunHooks(stop_wanted, watchdog.progress, watchdog.alive, signals.trace_wanted)
 
 
 class StopWanted(Exception):
     """Raised on all ranks together, out of long work that may be left unfinished."""
 
 
-def heed(watch: Watch, ranks: Ranks, doing: str) -> None:
+def check_stop(hooks: RunHooks, ranks: Ranks, doing: str) -> None:
     """Between pieces of work that can be left out, such as evaluation. All ranks call it equally often.
 
     Raises StopWanted on every rank if any of them should stop.
     """
-    watch.progress(doing)
-    if ranks.any(watch.stop_wanted()):
+    hooks.progress(doing)
+    if ranks.any(hooks.stop_wanted()):
         raise StopWanted
 
 
 @dataclass(frozen=True)
-class RollCall:
+class StepConsensus:
     """What all ranks know of each other before a step."""
 
     stop: bool
@@ -79,19 +79,21 @@ class RollCall:
     """Some rank is still writing its part of a checkpoint."""
     skipped: int
     """Sequences of the step that were skipped as damaged, over all ranks."""
-    spent: list[Spent]
+    spent: list[StepTimes]
     """What each rank spent of the step before."""
     waited: float
     """Seconds that this rank waited here."""
 
 
-def call_roll(ranks: Ranks, *, stop: bool, failed: bool, writing: bool, skipped: int, spent: Spent) -> RollCall:
+def sync_step(
+    ranks: Ranks, *, stop: bool, failed: bool, writing: bool, skipped: int, spent: StepTimes
+) -> StepConsensus:
     """Every rank's own answers, shared in one small all-reduce, so that all of them do the same next."""
-    began, width = time.perf_counter(), len(Spent._fields)
+    began, width = time.perf_counter(), len(StepTimes._fields)
     answers = torch.zeros(4 + width * ranks.world_size, dtype=torch.float64)
     answers[:4] = torch.tensor([stop, failed, writing, skipped], dtype=torch.float64)
     answers[4 + width * ranks.rank :][:width] = torch.tensor(spent, dtype=torch.float64)
     shared = ranks.sum(answers.to(ranks.device)).cpu()
     stopping, failing, busy, missing = shared[:4].tolist()
-    each = [Spent(*row) for row in shared[4:].view(-1, width).tolist()]
-    return RollCall(stopping > 0, failing > 0, busy > 0, int(missing), each, time.perf_counter() - began)
+    each = [StepTimes(*row) for row in shared[4:].view(-1, width).tolist()]
+    return StepConsensus(stopping > 0, failing > 0, busy > 0, int(missing), each, time.perf_counter() - began)

@@ -29,7 +29,7 @@ bucket scores decide, in one."""
 
 
 @dataclass(frozen=True)
-class Foreign:
+class HFModel:
     """A model of HuggingFace's that ours can express."""
 
     folder: Path
@@ -40,7 +40,7 @@ class Foreign:
     """Our name of every weight, and its value, read when called."""
 
     @staticmethod
-    def open(name: str | Path) -> "Foreign":
+    def open(name: str | Path) -> "HFModel":
         """name: a folder, or the name of a model in transformers' local cache. Nothing is downloaded, and no code that
         comes with a model is run.
 
@@ -51,8 +51,8 @@ class Foreign:
         values = read_config(folder)
         kind = format_named(_known_type(values, folder))
         if kind.name == "bert" and not (folder / FILE).is_file():
-            mend = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-            raise HubError(folder / FILE, "is missing, without which its tokens mean nothing", mend)
+            hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+            raise HubError(folder / FILE, "is missing, without which its tokens mean nothing", hint)
         imported = kind.load(values, TensorFile.open(folder))
         model = imported.config["model"]
         length = model.get("max_length", ModelConfig().max_length)
@@ -61,7 +61,7 @@ class Foreign:
         data = {"sequence_length": length, **imported.config.get("data", {})}
         data["tokenizer"] = found_tokenizer(folder, data.get("tokenizer"))
         sections = _with_special(folder, {**imported.config, "data": data})
-        return Foreign(folder, kind, build_config(sections), imported.tensors)
+        return HFModel(folder, kind, build_config(sections), imported.tensors)
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -127,8 +127,8 @@ def find_folder(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
-        mend = "Give the folder of a model, or download it first with the `hf download` command"
-        raise HubError(name, "is no folder, and no model of this name is in transformers' local cache", mend) from None
+        hint = "Give the folder of a model, or download it first with the `hf download` command"
+        raise HubError(name, "is no folder, and no model of this name is in transformers' local cache", hint) from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

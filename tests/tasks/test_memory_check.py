@@ -9,8 +9,8 @@ import torch
 from megasparse.errors import UserError
 from megasparse.planning.measure import alone
 from megasparse.planning.memory_curves import Curve
-from megasparse.tasks import fitting
-from megasparse.tasks.fitting import predict, require_fit
+from megasparse.tasks import memory_check
+from megasparse.tasks.memory_check import predict, require_fit
 from megasparse.training.ranks import Ranks
 from tests.helpers import finetuning
 from tests.helpers.step_memory import all_predicted_and_measured
@@ -67,22 +67,22 @@ def tiny(folder, **sections):
 def test_a_run_that_cannot_fit_is_refused_with_what_to_change(tmp_path, monkeypatch):
     run = tiny(tmp_path)
     found = predict(run, Ranks())
-    assert found.fits and not found.mends and "fits" in found.lines().splitlines()
+    assert found.fits and not found.hints and "fits" in found.lines().splitlines()
     assert found.trained == sum(weight.numel() for weight in run.model.parameters()) and found.frozen == 0
     weights = 4 * found.trained
     parts = found.places[0].parts
     assert (parts["weights"], parts["optimizer"], parts["gradients"]) == (weights, 2 * weights, weights)
 
-    monkeypatch.setattr(fitting, "available_bytes", lambda device: -weights + found.places[0].peak // 2)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda device: -weights + found.places[0].peak // 2)
     with pytest.raises(UserError, match=r"cannot fit: a step takes about .*What helps, with the peak after it: .*GB"):
         require_fit(run, Ranks(), lambda line: None)
-    told = predict(run, Ranks())
-    assert "DOES NOT FIT" in told.lines()
-    mends = dict(told.mends)
-    assert {"training.micro_batch=1", 'start.activations="checkpoint"', 'lora={"rank": 8}'} <= mends.keys()
-    assert list(mends.values()) == sorted(mends.values()) and max(mends.values()) < found.places[0].peak
+    prediction = predict(run, Ranks())
+    assert "DOES NOT FIT" in prediction.lines()
+    hints = dict(prediction.hints)
+    assert {"training.micro_batch=1", 'start.activations="checkpoint"', 'lora={"rank": 8}'} <= hints.keys()
+    assert list(hints.values()) == sorted(hints.values()) and max(hints.values()) < found.places[0].peak
 
-    monkeypatch.setattr(fitting, "available_bytes", lambda device: -weights + int(found.places[0].peak * 0.95))
+    monkeypatch.setattr(memory_check, "available_bytes", lambda device: -weights + int(found.places[0].peak * 0.95))
     said = []
     require_fit(run, Ranks(), said.append)
     assert len(said) == 1 and said[0].startswith("this run may not fit")

@@ -16,8 +16,8 @@ from megasparse.errors import ConfigError, UserError
 from megasparse.planning.states import ADAMW_MOMENTS, States, Zero, memory
 from megasparse.tasks.activations import count_layers
 from megasparse.tasks.adapters import adapter_size
+from megasparse.tasks.backbones import HuggingFaceBody
 from megasparse.tasks.batches import MULTIPLE
-from megasparse.tasks.bodies import HuggingFaceBody
 from megasparse.tasks.memory_curves import Curves
 from megasparse.tasks.run import TaskRun
 from megasparse.training.ranks import Ranks
@@ -27,7 +27,7 @@ ERROR = 0.15
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryPool:
     """Memory: where it is, what the run will hold there at its peak by what it is, and what there is for it."""
 
     name: str
@@ -40,16 +40,16 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryEstimate:
     """A prediction. `mends`: what to change, with the largest peak of any place after it; where it fits, none."""
 
     config: FinetuneConfig
     trained: int
     frozen: int
     length: int
-    places: list[Place]
+    places: list[MemoryPool]
     device: str
-    mends: list[tuple[str, int]] = field(default_factory=list)
+    hints: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -74,9 +74,9 @@ class Fit:
             title = f"peak of {place.name}"
             found.append(f"{title:16} {_gigabytes(place.peak)}, available {_gigabytes(place.available)}{short}")
         found.append("fits" if self.fits else "DOES NOT FIT" if self.cannot else "MAY NOT FIT: too near to the limit")
-        if self.mends:
+        if self.hints:
             found += ["what to change, and the peak after it:"]
-            found += [f"  {_gigabytes(peak):10} {mend}" for mend, peak in self.mends]
+            found += [f"  {_gigabytes(peak):10} {hint}" for hint, peak in self.hints]
         return "\n".join(found)
 
 
@@ -89,17 +89,19 @@ def require_fit(run: TaskRun, ranks: Ranks, say: Callable[[str], None]) -> None:
     if found.fits and not refused:
         return
     place = max(found.places, key=lambda each: each.peak - each.available)
-    best = "; ".join(f"{mend}: {_gigabytes(peak)}" for mend, peak in found.mends[:4])
-    told = f"a step takes about {_gigabytes(place.peak)} of {place.name}, {_gigabytes(place.available)} are available"
-    mend = f"What helps, with the peak after it: {best or 'a smaller model'}"
+    best = "; ".join(f"{hint}: {_gigabytes(peak)}" for hint, peak in found.hints[:4])
+    predicted = (
+        f"a step takes about {_gigabytes(place.peak)} of {place.name}, {_gigabytes(place.available)} are available"
+    )
+    hint = f"What helps, with the peak after it: {best or 'a smaller model'}"
     if found.fits:
         raise UserError("this run cannot fit on another rank, whose own message says why")
     if refused:
-        raise UserError(f"this run cannot fit: {told}. {mend}")
-    say(f"this run may not fit: {told}. {mend}")
+        raise UserError(f"this run cannot fit: {predicted}. {hint}")
+    say(f"this run may not fit: {predicted}. {hint}")
 
 
-def predict(run: TaskRun, ranks: Ranks) -> Fit:
+def predict(run: TaskRun, ranks: Ranks) -> MemoryEstimate:
     """The peak memory of a run's steps and validations, from a few short passes of its model, which is left as it was,
     on the ranks' device. Raises UserError where not even those fit.
     """
@@ -126,18 +128,18 @@ class _Predictor:
         own = getattr(self.model.body, "stack", None)
         return config.start.activations or (own.config.activations if own is not None else "stored")
 
-    def predict(self) -> Fit:
+    def predict(self) -> MemoryEstimate:
         found = self._fit(self.run.config)
         if found.fits:
             return found
-        mends = {}
+        hints = {}
         for text, changed in self._changes():
             peak = max(place.peak for place in changed.places)
             if peak < max(place.peak for place in found.places):
-                mends[text] = peak
-        return replace(found, mends=sorted(mends.items(), key=lambda each: each[1]))
+                hints[text] = peak
+        return replace(found, hints=sorted(hints.items(), key=lambda each: each[1]))
 
-    def _changes(self) -> Iterator[tuple[str, Fit]]:
+    def _changes(self) -> Iterator[tuple[str, MemoryEstimate]]:
         """What can be changed, each with the prediction for it."""
         config, place = self.run.config, "start" if self.run.config.model is None else "model"
         training, gpu = config.training, self.ranks.device.type == "cuda"
@@ -186,7 +188,7 @@ class _Predictor:
         length: int | None = None,
         trained: int | None = None,
         hashed: bool = False,
-    ) -> Fit:
+    ) -> MemoryEstimate:
         """The prediction for a configuration. trained: weights of adapters, all others frozen."""
         length, kind = length or self.length, activations or self.activations
         training, world = config.training, self.ranks.world_size
@@ -216,13 +218,13 @@ class _Predictor:
             host["offloaded activations"] = states * count_layers(self.model.body)
         own = available_bytes(self.ranks.device)
         if cuda:
-            places = [Place("GPU memory", device, own + self.held)]
+            places = [MemoryPool("GPU memory", device, own + self.held)]
             if any(host.values()):
-                places.append(Place("CPU memory", host, available_bytes(torch.device("cpu")) // _local(world)))
+                places.append(MemoryPool("CPU memory", host, available_bytes(torch.device("cpu")) // _local(world)))
         else:
             parts = device | {name: size for name, size in host.items() if size}
-            places = [Place("memory", parts, own // _local(world) + self.held)]
-        return Fit(config, number, frozen, length, places, str(self.ranks.device))
+            places = [MemoryPool("memory", parts, own // _local(world) + self.held)]
+        return MemoryEstimate(config, number, frozen, length, places, str(self.ranks.device))
 
 
 def available_bytes(device: torch.device) -> int:

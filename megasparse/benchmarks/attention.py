@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megasparse.attention.contract import AttentionContext, Targets
-from megasparse.attention.heads import Padding, build_mechanism, head_dim, shares
+from megasparse.attention.heads import Padding, build_mechanism, head_dim, split_heads_by_mechanism
 from megasparse.config.attention import AttentionConfig, AttentionKind
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.planning.flops import Passes
 from megasparse.planning.measure import peak, reset_peak, time_passes
 from megasparse.planning.roofline import OPERATORS, layer_of, least_seconds, peaks_of
@@ -162,8 +162,10 @@ def _ours(case: Case, heads: Inputs) -> Pass:
         q, v = leaves[:2]
         k = q[:, :0] if mechanism.shared_qk else leaves[2]
         mechanism.zero_grad(set_to_none=True)
-        context = AttentionContext(0, Draws(case.seed, 0, samples, True), targets=Targets(wanted, None))
-        [(_, own, context)] = shares({kind: mechanism}, {kind: model.heads}, (q, k, v), Padding(), causal, context)
+        context = AttentionContext(0, RngContext(case.seed, 0, samples, True), targets=Targets(wanted, None))
+        [(_, own, context)] = split_heads_by_mechanism(
+            {kind: mechanism}, {kind: model.heads}, (q, k, v), Padding(), causal, context
+        )
         out, auxiliary, _ = mechanism(x, own, context)
         return [out] if auxiliary is None else [out, auxiliary]
 

@@ -9,9 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megasparse.attention.hash_training import hash_scores, train_hashes
 from megasparse.attention.observation import Call, weights_of
-from megasparse.attention.quality import attention_utility, attention_weights, same_bucket
-from megasparse.evaluation.attention_quality import measure, watch
-from megasparse.evaluation.attention_study import Interval
+from megasparse.evaluation.attention.metrics import attention_utility, attention_weights, same_bucket
+from megasparse.evaluation.attention.quality import measure, watch
+from megasparse.evaluation.attention.study import Interval
 from megasparse.model.build import build_model
 from tests.helpers.models import random_tokens, small
 from tests.helpers.trained import prepared, trained

@@ -11,11 +11,11 @@ from megasparse.attention.heads import Padding
 from megasparse.config.pattern import evaluation_rounds, kinds
 from megasparse.config.schema import ModelConfig
 from megasparse.model.stack import Stack
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import Padded
 
 
-class Body(nn.Module, ABC):
+class Backbone(nn.Module, ABC):
     """What reads a sequence."""
 
     width: int
@@ -31,7 +31,7 @@ class Body(nn.Module, ABC):
     """Weight (E, E) and bias (E,) of a pretrained dense layer over the first token's state."""
 
     @abstractmethod
-    def forward(self, read: Padded, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         """The states (B, L, E) fp32, and the sum of what the mechanisms want to be minimised beside the task.
 
         classes: (B,) int64, what a sketch of Smart Bird's learns from (objective "pooled").
@@ -42,7 +42,7 @@ class Body(nn.Module, ABC):
         """The settings of its self-attention as a configuration has them; None of a HuggingFace model's own."""
 
 
-class MegasparseBody(Body):
+class MegasparseBody(Backbone):
     """The embedding and the blocks of a model of ours, and a norm of its own over the final streams side by side."""
 
     def __init__(self, config: ModelConfig):
@@ -54,12 +54,12 @@ class MegasparseBody(Body):
         self.task_weight = min(mechanism.task_weight for _, mechanism in self.stack.mechanisms())
         self.pooled_sketch = config.attention.smart_bird.objective == "pooled"
 
-    def forward(self, read: Padded, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         mask = read.mask
         if self.causal and mask is not None:  # the start vector stands before the first token
             mask = nn.functional.pad(mask, (1, 0), value=True)
         targets = Targets(classes, None) if classes is not None and self.pooled_sketch else None
-        streams, auxiliary, _ = self.stack.streams(read.tokens, draws, Padding(mask), targets)
+        streams, auxiliary, _ = self.stack.streams(read.tokens, rng, Padding(mask), targets)
         states = torch.cat([x.float() for x in streams], dim=-1)
         states = states[:, 1:] if self.causal else states  # position p has read p tokens
         norm = self.norm
@@ -71,7 +71,7 @@ class MegasparseBody(Body):
         return attention_settings(self.stack.config)
 
 
-class HuggingFaceBody(Body):
+class HuggingFaceBody(Backbone):
     """A model of transformers without its head, whose attention may be replaced.
 
     Its dropout draws from torch's generators, which are seeded by the step and the samples for each pass, so that a
@@ -90,7 +90,7 @@ class HuggingFaceBody(Body):
 
             self.task_weight = min(mechanism.task_weight for mechanism in mechanisms(model))
 
-    def forward(self, read: Padded, draws: Draws, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         mask = read.mask
         given: dict[str, Any] = {"input_ids": read.tokens, "attention_mask": None if mask is None else mask.long()}
         if self.typed:
@@ -98,12 +98,12 @@ class HuggingFaceBody(Body):
         if self.replaced:
             from megasparse.hub.replace import DRAWS, TARGETS
 
-            given |= {DRAWS: draws, TARGETS: None if classes is None else Targets(classes, None)}
-        if not draws.training:
+            given |= {DRAWS: rng, TARGETS: None if classes is None else Targets(classes, None)}
+        if not rng.training:
             return self._states(given)
         devices = [read.tokens.device] if read.tokens.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed(draws.key(-1, f"transformers {draws.samples.tolist()}") >> 1)
+            torch.manual_seed(rng.key(-1, f"transformers {rng.samples.tolist()}") >> 1)
             return self._states(given)
 
     def _states(self, given: dict[str, Any]) -> tuple[Tensor, Tensor]:

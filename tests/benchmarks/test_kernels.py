@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 import torch, triton, triton.language as tl
 from megasparse.ops.kernels import dot, launch, precision, recorded
-from megasparse.planning.kernels import compile_ahead
+from megasparse.benchmarks.kernels import compile_ahead
 
 @triton.jit
 def product(a, b, n, mask, SIZE: tl.constexpr, PRECISION: tl.constexpr):

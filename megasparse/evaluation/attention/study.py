@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from megasparse.attention.assignment import balanced, cut, lsh_scores, random_codes, smyrf_values
 from megasparse.attention.contract import Attention
 from megasparse.attention.hash_training import hash_scores
 from megasparse.attention.lha import LHAAttention
 from megasparse.attention.lsh import LSHAttention
 from megasparse.attention.observation import Call, attention_map
-from megasparse.attention.quality import (
+from megasparse.attention.yoso import YOSOAttention
+from megasparse.config.attention import AttentionConfig
+from megasparse.evaluation.attention.assignment import balanced, cut, lsh_scores, random_codes, smyrf_values
+from megasparse.evaluation.attention.metrics import (
     attention_utility,
     attention_weights,
     imbalance,
@@ -29,8 +31,6 @@ from megasparse.attention.quality import (
     same_bucket,
     upper_bound,
 )
-from megasparse.attention.yoso import YOSOAttention
-from megasparse.config.attention import AttentionConfig
 from megasparse.ops.random import derive
 
 PAPER_IMBALANCE = {"ratio": 0.613, "size": 0.359}

@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
-from megasparse.attention.assignment import balanced, cut, lsh_scores, random_codes, smyrf_values
 from megasparse.attention.observation import attention_map, calls, weights_of
-from megasparse.attention.quality import (
+from megasparse.attention.yoso import unit
+from megasparse.evaluation.attention.assignment import balanced, cut, lsh_scores, random_codes, smyrf_values
+from megasparse.evaluation.attention.metrics import (
     attention_utility,
     attention_weights,
     imbalance,
@@ -16,9 +17,8 @@ from megasparse.attention.quality import (
     same_bucket,
     upper_bound,
 )
-from megasparse.attention.yoso import unit
 from megasparse.model.build import build_model
-from megasparse.ops.random import Draws
+from megasparse.ops.random import RngContext
 from tests.helpers.models import all_names, causal_names, named, random_tokens, small
 
 
@@ -142,7 +142,7 @@ def observed(name: str, causal: bool, length: int = 40):
     config = small(attention=named(name), kind="decoder" if causal else "encoder", vocabulary=257, layers=1)
     model = build_model(config, 0).eval()
     with torch.no_grad(), calls(model) as found:
-        model(random_tokens(2, length), Draws.evaluation(0, 2))
+        model(random_tokens(2, length), RngContext.evaluation(0, 2))
     return found
 
 
@@ -162,10 +162,10 @@ def test_calls_are_heard_only_inside_the_with():
     config = small(("local", {"local": 1, "lsh": 1}), layers=2)
     model = build_model(config, 0).eval()
     with torch.no_grad(), calls(model) as found:
-        model(random_tokens(1, 16), Draws.evaluation(0, 1))
+        model(random_tokens(1, 16), RngContext.evaluation(0, 1))
     assert [(call.context.layer, call.kind) for call in found] == [(0, "local"), (1, "local"), (1, "lsh")]
     assert [call.heads.q.shape[1] for call in found] == [2, 1, 1]
-    model(random_tokens(1, 16), Draws.evaluation(0, 1))
+    model(random_tokens(1, 16), RngContext.evaluation(0, 1))
     assert len(found) == 3
 
 
@@ -173,7 +173,7 @@ def test_more_rounds_come_nearer_to_full_attention():
     config = small(("lsh",), layers=1)
     model = build_model(config, 0).eval()
     with torch.no_grad(), calls(model) as found:
-        model(random_tokens(2, 128), Draws.evaluation(0, 2))
+        model(random_tokens(2, 128), RngContext.evaluation(0, 2))
     exact = found[0].run(found[0].exact())
     errors = [float(relative_error(found[0].run(found[0].mechanism, rounds=n), exact).mean()) for n in (1, 4, 16)]
     assert errors[0] > errors[1] > errors[2]

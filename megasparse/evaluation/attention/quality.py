@@ -7,11 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.attention.observation import Call, attention_map, calls, weights_of
-from megasparse.attention.quality import attention_utility, imbalance, recall_of_top, relative_error, upper_bound
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from megasparse.ops.random import Draws
+from megasparse.evaluation.attention.metrics import (
+    attention_utility,
+    imbalance,
+    recall_of_top,
+    relative_error,
+    upper_bound,
+)
+from megasparse.ops.random import RngContext
 from megasparse.training.engine import Engine
 
 WINDOW = 1024
@@ -56,7 +62,7 @@ def watch(model: nn.Module, tokens: Tensor, seed: int) -> list[Call]:
     training = model.training
     model.eval()
     with calls(model) as found:
-        model(tokens, Draws.evaluation(seed, len(tokens)))
+        model(tokens, RngContext.evaluation(seed, len(tokens)))
     model.train(training)
     return found
 

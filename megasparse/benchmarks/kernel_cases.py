@@ -24,7 +24,7 @@ def case(function: Case) -> Case:
 @case
 def counting_sort(dtype: torch.dtype, head_dim: int) -> None:
     """16,384 buckets: two passes."""
-    from megasparse.ops.counting_sort.triton import counting_sort
+    from megasparse.ops.counting_sort.gpu import counting_sort
 
     counting_sort(torch.zeros(2, 2048, dtype=torch.int16), 14)
 
@@ -33,7 +33,7 @@ def counting_sort(dtype: torch.dtype, head_dim: int) -> None:
 def local_attention(dtype: torch.dtype, head_dim: int) -> None:
     """Relative positions: a causal decoder's, and an encoder's with padding."""
     from megasparse.ops.local_attention import distances
-    from megasparse.ops.local_attention.triton import relative_local_attention
+    from megasparse.ops.local_attention.gpu import relative_local_attention
 
     for causal in (True, False):
         q, k, v = (torch.zeros(1, 2, 512, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -47,7 +47,7 @@ def local_attention(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def gathered_attention(dtype: torch.dtype, head_dim: int) -> None:
     """Smart Bird: in training every head has keys of its own, in evaluation all heads share them."""
-    from megasparse.ops.gathered_attention.triton import gathered_attention
+    from megasparse.ops.gathered_attention.gpu import gathered_attention
 
     for heads in (2, 1):
         q, k, v = (torch.zeros(1, 2, 32, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -58,7 +58,7 @@ def gathered_attention(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def angular_hash(dtype: torch.dtype, head_dim: int) -> None:
     """1,024 buckets in two factors, and 64 in one."""
-    from megasparse.ops.hashing.triton import angular_hash as hashed
+    from megasparse.ops.hashing.gpu import angular_hash as hashed
 
     x = torch.zeros(1, 2, 256, head_dim, dtype=dtype)
     hashed(x, torch.zeros(2, 2, head_dim, 32), [32, 32])
@@ -68,7 +68,7 @@ def angular_hash(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def sign_codes(dtype: torch.dtype, head_dim: int) -> None:
     """32 hashes of 9 bits; and as many as need several programs for the same tokens."""
-    from megasparse.ops.hashing.triton import sign_codes as coded
+    from megasparse.ops.hashing.gpu import sign_codes as coded
 
     x = torch.zeros(1, 2, 256, head_dim, dtype=dtype)
     coded(x, 1, range(2), 32, 9, "hadamard")
@@ -79,7 +79,7 @@ def sign_codes(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def hash_table_attention(dtype: torch.dtype, head_dim: int) -> None:
     """YOSO: a causal decoder, and an encoder with padding, whose buckets are 64-bit numbers."""
-    from megasparse.ops.hash_table_attention.triton import hash_table_attention
+    from megasparse.ops.hash_table_attention.gpu import hash_table_attention
 
     for causal in (True, False):
         q, k, v = (torch.zeros(1, 2, 2048, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -94,7 +94,7 @@ def cluster_attention(dtype: torch.dtype, head_dim: int) -> None:
     """LHA's top-k windows in a decoder, where pairs of several clusters count once; then fixed blocks in an encoder
     with padding, in which all heads share the lists.
     """
-    from megasparse.ops.cluster_attention.triton import cluster_attention
+    from megasparse.ops.cluster_attention.gpu import cluster_attention
 
     for causal, heads in ((True, 2), (False, 1)):
         q, k, v = (torch.zeros(1, 2, 256, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -119,7 +119,7 @@ def dropout(dtype: torch.dtype, head_dim: int) -> None:
 def bucketed_attention(dtype: torch.dtype, head_dim: int) -> None:
     """LSH of two rounds in a decoder; local attention; codes of queries and keys apart in an encoder with padding."""
     from megasparse.ops.bucketed_attention import Window
-    from megasparse.ops.bucketed_attention.triton import bucketed_attention as attend
+    from megasparse.ops.bucketed_attention.gpu import bucketed_attention as attend
 
     codes, mask = torch.zeros(1, 2, 2, 512, dtype=torch.int16), torch.ones(1, 512, dtype=torch.bool)
     band, local = Window("band", 128), Window("chunk", 128)
@@ -136,8 +136,8 @@ def bucketed_attention(dtype: torch.dtype, head_dim: int) -> None:
 def sketch(dtype: torch.dtype, head_dim: int) -> None:
     """Of width 4 and the largest: a decoder, then an encoder with padding, each with draws and without."""
     from megasparse.ops.sketch.draws import Noise
+    from megasparse.ops.sketch.gpu import chosen_keys, sketched_attention
     from megasparse.ops.sketch.operator import WIDEST
-    from megasparse.ops.sketch.triton import chosen_keys, sketched_attention
 
     for width in (4, WIDEST):
         for causal in (True, False):
@@ -155,7 +155,7 @@ def sketch(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def cross_entropy(dtype: torch.dtype, head_dim: int) -> None:
     """Bytes, BERT's word pieces with label smoothing, and a vocabulary of 256K."""
-    from megasparse.ops.cross_entropy.triton import token_scores
+    from megasparse.ops.cross_entropy.gpu import token_scores
 
     for vocabulary, smoothing in ((258, 0.0), (30522, 0.1), (262144, 0.0)):
         logits = torch.zeros(2, vocabulary, dtype=dtype, requires_grad=True)

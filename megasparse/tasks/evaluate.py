@@ -16,10 +16,10 @@ from megasparse.tasks.encoding import Encoded
 from megasparse.tasks.form import Form, column
 from megasparse.tasks.intervals import RESAMPLES, bootstrap_interval, t_interval
 from megasparse.tasks.metrics import METRICS, require_metrics
-from megasparse.tasks.predictions import Row, predictions, read, told
+from megasparse.tasks.predictions import Row, predicted, predictions, read
 from megasparse.tasks.restore import Finetuned, chosen_checkpoint, restore_task
 from megasparse.tasks.run import require_labels
-from megasparse.tasks.scoring import Told, answers
+from megasparse.tasks.scoring import Prediction, answers
 from megasparse.tasks.sources import chosen_files, sha256_of
 from megasparse.tasks.text_metrics import signature
 
@@ -27,12 +27,12 @@ LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "sacrebleu", "rouge-scor
 
 
 @dataclass(frozen=True)
-class Judged:
+class EvaluatedCheckpoint:
     """One checkpoint's answers."""
 
     form: Form
     examples: list[Encoded]
-    tables: list[list[Told]]
+    tables: list[list[Prediction]]
     """Of each of the draws' seeds."""
     entry: dict[str, Any]
     """Of `runs` in the result."""
@@ -55,9 +55,9 @@ def judge(
     name: str,
     sources: Sequence[str],
     split: str | None = None,
-    draws: int = 1,
+    rng: int = 1,
     say: Callable[[str], None] = lambda line: None,
-) -> tuple[dict[str, Any], list[Judged]]:
+) -> tuple[dict[str, Any], list[EvaluatedCheckpoint]]:
     """Score checkpoints of a task on files that have labels.
 
     directories: runs, each by its best checkpoint, or checkpoints. draws: passes over the examples, each with draws of
@@ -74,15 +74,15 @@ def judge(
     paths = [chosen_checkpoint(Path(directory)).resolve() for directory in directories]
     for number, path in enumerate(paths):
         if path in paths[:number]:
-            mend = "Give each once: they count as independent runs"
-            raise ConfigError("--checkpoint", f"{path} is given twice", mend)
-    judged: list[Judged] = []
+            hint = "Give each once: they count as independent runs"
+            raise ConfigError("--checkpoint", f"{path} is given twice", hint)
+    judged: list[EvaluatedCheckpoint] = []
     for directory in directories:
         found = restore_task(directory, overrides, name)
         chosen, files = chosen_files(found.task, sources, split)
         if judged and judged[0].form.task.classes != found.task.classes:
             raise ConfigError("--checkpoint", f"{directory} was trained on other classes", "Evaluate it on its own")
-        judged.append(_judge(found, chosen or "given", files, draws, say))
+        judged.append(_judge(found, chosen or "given", files, rng, say))
     first = judged[0]
     result = {
         "task": first.form.task.name,
@@ -126,12 +126,14 @@ def _told_of(runs: list[dict[str, Any]]) -> str:
     return f"{len(runs)} runs, seeds {', '.join(str(run['seed']) for run in runs)}"
 
 
-def _judge(found: Finetuned, split: str, files: list[Path], draws: int, say: Callable[[str], None]) -> Judged:
+def _judge(
+    found: Finetuned, split: str, files: list[Path], rng: int, say: Callable[[str], None]
+) -> EvaluatedCheckpoint:
     examples = [example for file in files for example in found.task.read(file)]
     require_labels(examples, split, files[0])
     encoded = read(found, examples, split, say)
-    seeds = [found.config.run.seed + number for number in range(draws)]
-    tables = [told(found, encoded, seed) for seed in seeds]
+    seeds = [found.config.run.seed + number for number in range(rng)]
+    tables = [predicted(found, encoded, seed) for seed in seeds]
     counts = found.encoder.counts
     measured = [found.form.measures(encoded, answers(found.form, encoded, table)) for table in tables]
     values = {name: [each[name] for each in measured] for name in found.task.metrics}
@@ -142,16 +144,16 @@ def _judge(found: Finetuned, split: str, files: list[Path], draws: int, say: Cal
         "metrics": {name: statistics.fmean(each) for name, each in values.items()},
         "draw_seeds": seeds,
         "draws": values,
-        "deviation_over_draws": {name: statistics.stdev(each) for name, each in values.items()} if draws > 1 else None,
+        "deviation_over_draws": {name: statistics.stdev(each) for name, each in values.items()} if rng > 1 else None,
         "attention": found.model.body.attention(),
         "precision": found.config.training.precision,
         "max_length": found.config.task.max_length,
         "inputs": {"cut": counts.cut, "empty": counts.empty, "longest": counts.longest},
     }
-    return Judged(found.form, encoded, tables, entry)
+    return EvaluatedCheckpoint(found.form, encoded, tables, entry)
 
 
-def _metric(name: str, judged: list[Judged]) -> dict[str, float | None]:
+def _metric(name: str, judged: list[EvaluatedCheckpoint]) -> dict[str, float | None]:
     values = [each.entry["metrics"][name] for each in judged]
     interval = judged[0].interval(name) if len(judged) == 1 else t_interval(values)
     low, high = interval or (None, None)
@@ -159,7 +161,7 @@ def _metric(name: str, judged: list[Judged]) -> dict[str, float | None]:
     return {"value": statistics.fmean(values), "low": low, "high": high, "standard_deviation": deviation}
 
 
-def _interval_told(judged: list[Judged]) -> str:
+def _interval_told(judged: list[EvaluatedCheckpoint]) -> str:
     if len(judged) == 1:
         return f"95 %, bootstrap over examples, {RESAMPLES:,} resamples"
     return f"95 %, Student's t over {len(judged)} runs"

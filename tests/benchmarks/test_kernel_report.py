@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import triton
 
-from megasparse.planning.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
-from megasparse.planning.kernels import SHARED_MEMORY
+from megasparse.benchmarks.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
+from megasparse.benchmarks.kernels import SHARED_MEMORY
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "docs" / "kernels.json"

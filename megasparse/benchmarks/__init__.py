@@ -1,0 +1,1 @@
+"""Measurements: time and memory of attention and of training steps, and what GPU kernels take."""

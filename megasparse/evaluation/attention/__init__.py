@@ -1,0 +1,1 @@
+"""How well hashed attention stands for full attention, measured on trained models."""
