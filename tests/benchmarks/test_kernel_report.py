@@ -2,18 +2,23 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import triton
+from packaging.requirements import Requirement
 
 from megasparse.benchmarks.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
 from megasparse.benchmarks.kernels import SHARED_MEMORY
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "docs" / "kernels.json"
+SUPPORTED = ("3.6.0", "3.7.1")
+"""What PyPI's CUDA builds of torch 2.13 require (3.7.1), and the Triton before it."""
 
 
 def compiled(tmp_path, *options):
@@ -24,9 +29,13 @@ def compiled(tmp_path, *options):
 
 
 def check(table):
-    """Against the limits of the GPUs, and what was recorded."""
+    """Against the limits of the GPUs under any Triton, and against what was recorded under the Triton of the record."""
     known = json.loads(RECORDED.read_text())
-    assert known["triton"] == triton.__version__, "record the table anew: tools/kernel_report.py --output"
+    assert known["triton"] in SUPPORTED, "record the table anew: tools/kernel_report.py --output"
+    assert set(table) <= set(known["kernels"])
+    recorded = known["triton"] == triton.__version__
+    if not recorded:
+        warnings.warn(f"{RECORDED.name} is of Triton {known['triton']}: its figures are not compared", stacklevel=2)
     for name, line in table.items():
         _, capability, dtype = name.split()
         for head_dim, (_, spills, shared, tensor_cores) in line.items():
@@ -38,7 +47,14 @@ def check(table):
                 assert tensor_cores == 0, f"{what}: TF32"
             elif name.split()[0] in TENSOR_CORES:
                 assert tensor_cores > 0, what
-            assert line[head_dim] == known["kernels"][name][head_dim], what
+            if recorded:
+                assert line[head_dim] == known["kernels"][name][head_dim], what
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_every_requirement_admits_the_supported_versions_of_triton(version):
+    pins = [Requirement(text) for text in re.findall(r'"(triton\b[^"]*)"', (ROOT / "pyproject.toml").read_text())]
+    assert pins and all(version in pin.specifier for pin in pins), [str(pin) for pin in pins]
 
 
 def test_kernels_in_bf16_are_within_their_limits_and_as_recorded(tmp_path):

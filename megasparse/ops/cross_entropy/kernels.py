@@ -14,7 +14,8 @@ def scores_forward(
     """scores (N, COLUMNS), and z (N,), the logarithm of the sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    highest, total, sums, likeliest = LOWEST, 0.0, 0.0, 0
+    highest, total, sums = tl.full((), LOWEST, tl.float32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    likeliest = tl.full((), 0, tl.int32)
     for start in range(0, width, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         x = tl.load(logits + ids, mask=ids < width, other=-float("inf")).to(tl.float32)
