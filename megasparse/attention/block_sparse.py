@@ -45,7 +45,8 @@ class FixedPatternAttention(Attention):
         cache.put(heads.k, heads.v, position)
         head = torch.arange(self.place.heads, device=cache.k.device)[:, None]
         seen = self.visible(position, context, cache.k.device)
-        return F.scaled_dot_product_attention(heads.q, cache.k[:, head, seen], cache.v[:, head, seen])
+        k, v = (cached[:, head, seen].to(heads.q.dtype) for cached in (cache.k, cache.v))
+        return F.scaled_dot_product_attention(heads.q, k, v)
 
 
 def block_attention(heads: AttentionInputs, chunk: int, first: int, further: Tensor | None = None) -> Tensor:

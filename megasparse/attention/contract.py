@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from megasparse.attention.sequence_part import WHOLE, SequencePart
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.random import RngContext
 
 
@@ -24,6 +25,10 @@ class AttentionInputs(NamedTuple):
     key_mask: Tensor | None
     segments: Tensor | None
     causal: bool
+
+    def of_one_dtype(self) -> "AttentionInputs":
+        """With k and v in the dtype of q; torch.autocast leaves some in bf16 and some in fp32."""
+        return self._replace(k=self.k.to(self.q.dtype), v=self.v.to(self.q.dtype))
 
 
 class AttentionOutput(NamedTuple):
@@ -121,6 +126,13 @@ class Attention(nn.Module, ABC):
     """Weight of the task's loss beside the auxiliary loss (LHA's convex combination)."""
     leak: str | None = None
     """Why a later token can move an earlier output, for a mechanism that keeps a paper's leaking window; else None."""
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """A mechanism chooses its precision by the dtype of its heads, under torch.autocast too."""
+        super().__init_subclass__(**settings)
+        for name in ("forward", "fill_cache", "decode"):
+            if name in vars(cls):
+                setattr(cls, name, without_autocast(vars(cls)[name]))
 
     @abstractmethod
     def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:

@@ -45,6 +45,7 @@ class FullAttention(Attention):
         self.place = place
 
     def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        heads = heads.of_one_dtype()
         if self.shared_qk:
             return AttentionOutput(self._shared(heads), None, {})
         mask = _mask(heads, exclude_self=False)
@@ -78,7 +79,8 @@ class FullAttention(Attention):
             return heads.v
         stop = position if self.shared_qk else position + 1
         scale = 1.0 if self.shared_qk else None
-        return F.scaled_dot_product_attention(heads.q, cache.k[:, :, :stop], cache.v[:, :, :stop], scale=scale)
+        k, v = (cached[:, :, :stop].to(heads.q.dtype) for cached in (cache.k, cache.v))
+        return F.scaled_dot_product_attention(heads.q, k, v, scale=scale)
 
 
 def _mask(heads: AttentionInputs, exclude_self: bool) -> Tensor | None:

@@ -37,6 +37,7 @@ class LinformerAttention(Attention):
         self.values = SequenceProjection(config.projected, place.max_length)
 
     def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        heads = heads.of_one_dtype()
         if begins_with_real_tokens(heads.key_mask, heads.segments):
             return AttentionOutput(self._whole(heads), None, {})
         each = list(documents(heads.key_mask, heads.segments))

@@ -87,8 +87,8 @@ class LocalAttention(Attention):
     def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: LocalCache, context: AttentionContext) -> None:
         length, capacity = heads.k.shape[2], 2 * self.chunk
         recent = torch.arange(max(0, length - capacity), length, device=heads.k.device)
-        cache.tokens.k[:, :, recent % capacity] = heads.k[:, :, recent]
-        cache.tokens.v[:, :, recent % capacity] = heads.v[:, :, recent]
+        cache.tokens.k[:, :, recent % capacity] = heads.k[:, :, recent].to(cache.tokens.k.dtype)
+        cache.tokens.v[:, :, recent % capacity] = heads.v[:, :, recent].to(cache.tokens.v.dtype)
 
     def decode(
         self, x: Tensor, heads: AttentionInputs, cache: LocalCache, position: int, context: AttentionContext

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megasparse.model.block import Block, Compute, Pass, Streams
+from megasparse.ops.autocast import Function
 
 
 def reversible(blocks: Sequence[Block], streams: Streams, source: Tensor | None, run: Pass) -> tuple[Streams, Tensor]:
@@ -23,7 +24,7 @@ def reversible(blocks: Sequence[Block], streams: Streams, source: Tensor | None,
     return (first, second), auxiliary
 
 
-class _Reversible(torch.autograd.Function):
+class _Reversible(Function):
     @staticmethod
     def forward(
         ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass

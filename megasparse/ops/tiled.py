@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import Function
+
 
 def tiled(function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], tiles: int) -> Tensor:
     """`function(*inputs, *weights)`, computed on `tiles` pieces of the inputs along dimension 1.
@@ -20,7 +22,7 @@ def tiled(function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Se
     return _Tiled.apply(function, tiles, len(inputs), *inputs, *weights)
 
 
-class _Tiled(torch.autograd.Function):
+class _Tiled(Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], tiles: int, count: int, *tensors: Tensor) -> Tensor:
         ctx.function, ctx.tiles, ctx.count = function, tiles, count

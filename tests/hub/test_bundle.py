@@ -128,6 +128,23 @@ def test_exported_models_run_where_megasparse_and_what_it_needs_are_not(folders,
     check_alone(sys.executable, folders, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder_decoder"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_exported_model_trains_under_autocast(folders, kind, dtype):
+    auto = {"decoder": AutoModelForCausalLM, "encoder": AutoModelForMaskedLM, "encoder_decoder": AutoModelForSeq2SeqLM}
+    tokens, losses = random_tokens(2, 30), []
+    for enabled in (False, True):
+        model = auto[kind].from_pretrained(folders[kind][1], trust_remote_code=True).train()
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        assert all(weight.grad is not None and torch.isfinite(weight.grad).all() for weight in model.parameters())
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+        with torch.no_grad():
+            losses.append((loss.item(), model(tokens, labels=tokens).loss.item()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
 @pytest.mark.soak
 def test_exported_models_run_in_an_environment_of_torch_and_transformers_alone(folders, tmp_path):
     """Needs a package index or a cache of pip, and minutes. (pydantic is there: transformers needs it itself.)"""

@@ -72,6 +72,13 @@ def test_cached_greedy_text_is_the_uncached_and_our_own(name):
     assert cached[0].tolist() == uncached[0].tolist() == prompt[0].tolist() + own
 
 
+@pytest.mark.parametrize("name", strict_names())
+def test_a_model_generates_under_autocast(name):
+    hf, prompt = wrapped(MegasparseForCausalLM, decoder(name)), random_tokens(1, 21)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert hf.generate(prompt, max_new_tokens=4, use_cache=True).shape == (1, 25)
+
+
 def test_text_is_generated_from_nothing():
     config = decoder("local")
     hf = wrapped(MegasparseForCausalLM, config)

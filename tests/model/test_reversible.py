@@ -41,6 +41,16 @@ def test_gradients_at_depth_24_in_bf16():
     assert error(gradients(ours, tokens)[1], gradients(stored, tokens)[1]) < 1e-2
 
 
+def test_the_backward_computes_under_the_autocast_of_the_forward():
+    tokens, found = random_tokens(2, 128), []
+    for model in reversible_and_stored(dropout=0.1, feed_forward_tiles=3):
+        with torch.autocast("cpu", torch.bfloat16):
+            objective, _ = model(tokens, training_draws(2))
+        objective.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert error(*found) < 1e-5
+
+
 def test_tiles_inside_reversible_blocks_change_nothing():
     whole, tiled = (build_model(small(dropout=0.1, feed_forward_tiles=t, loss_tiles=t), 0) for t in (1, 5))
     tokens = random_tokens(2, 90)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.bucketed_attention.chunks import LOWEST, Rows, Rule, lay_out_rows, row_groups, take_rows
 from megasparse.ops.bucketed_attention.layout import Window
 from megasparse.ops.bucketed_attention.ranges import attention_by_key_rank
@@ -21,6 +22,7 @@ from megasparse.ops.bucketed_attention.ranges import attention_by_key_rank
 _LOG2_E = math.log2(math.e)
 
 
+@without_autocast
 def bucketed_attention(
     q: Tensor,
     k: Tensor,
@@ -58,7 +60,7 @@ def bucketed_attention(
     return out, z
 
 
-class _BucketedAttention(torch.autograd.Function):
+class _BucketedAttention(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import Function
 from megasparse.ops.bucketed_attention import kernels
 from megasparse.ops.bucketed_attention.intervals import Intervals, separate_intervals, shared_intervals
 from megasparse.ops.bucketed_attention.layout import Window
@@ -118,7 +119,7 @@ def tiles(head_dim: int, dtype: torch.dtype, separate: bool) -> Tiles:
     return Tiles(Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3))
 
 
-class _BucketedAttention(torch.autograd.Function):
+class _BucketedAttention(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rule: Rule, *layout: Tensor | None

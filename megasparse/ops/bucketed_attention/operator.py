@@ -4,11 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.bucketed_attention import blockwise, reference
 from megasparse.ops.bucketed_attention.layout import Window
 
 
+@without_autocast
 def bucketed_attention(
     q: Tensor,
     k: Tensor,
@@ -40,6 +42,7 @@ def bucketed_attention(
     assert key_codes is None or window.kind == "band", "the chunk window needs codes that queries and keys share"
     rule: dict[str, Any] = {"causal": causal, "scale": scale, "exclude_self": exclude_self}
     rule |= {"count_rounds": count_rounds, "key_mask": key_mask, "segments": segments}
+    k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
     chosen = implementation(q)
     if chosen == "triton":
         from megasparse.ops.bucketed_attention import gpu  # where there is no Triton, nothing asks for it

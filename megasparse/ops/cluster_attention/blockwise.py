@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.blocks import at_most
 
 _CPU_BLOCK_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32, so that it stays in cache
 _GPU_BLOCK_ELEMENTS = 1 << 24
 
 
+@without_autocast
 def cluster_attention(
     q: Tensor,
     k: Tensor,
@@ -48,7 +50,7 @@ class _Rule:
     count_clusters: bool
 
 
-class _ClusterAttention(torch.autograd.Function):
+class _ClusterAttention(Function):
     @staticmethod
     def forward(
         ctx: Any,

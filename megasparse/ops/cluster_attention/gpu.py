@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import Function
 from megasparse.ops.cluster_attention import kernels
 from megasparse.ops.counting_sort import counting_sort
 from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
@@ -89,7 +90,7 @@ def _tiles(head_dim: int, dtype: torch.dtype, backward: bool) -> _Tiles:
     return _Tiles(32, 16 if backward else 32, 4, 3)
 
 
-class _ClusterAttention(torch.autograd.Function):
+class _ClusterAttention(Function):
     @staticmethod
     def forward(
         ctx: Any,

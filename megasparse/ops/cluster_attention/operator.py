@@ -4,10 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.cluster_attention import blockwise, reference
 
 
+@without_autocast
 def cluster_attention(
     q: Tensor,
     k: Tensor,
@@ -34,6 +36,7 @@ def cluster_attention(
     """
     rule: dict[str, Any] = {"causal": causal, "scale": scale, "count_clusters": count_clusters}
     rule |= {"key_mask": key_mask, "segments": segments}
+    k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
     chosen = implementation(q)
     if chosen == "reference":
         return reference.cluster_attention(q, k, v, query_index, key_index, **rule)

@@ -4,7 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 
+
+@without_autocast
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """As `ops.cross_entropy.token_scores`."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megasparse.ops.autocast import Function
 from megasparse.ops.cross_entropy.kernels import scores_backward, scores_forward
 from megasparse.ops.kernels import launch, whole_vectors
 
@@ -28,7 +29,7 @@ def _settings(width: int, smoothing: float) -> dict[str, int]:
     return dict(COLUMNS=3 if smoothing else 2, BLOCK=size, num_warps=max(1, size // _PER_WARP))
 
 
-class _TokenScores(torch.autograd.Function):
+class _TokenScores(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         logits, targets = whole_vectors(logits), targets.contiguous()

@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.cross_entropy import blockwise, reference
 
 
+@without_autocast
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Of every token, in columns: −ln p of its target under softmax(logits); 1 where the target is the likeliest id
     (the first of equals), else 0; and with smoothing ε a third, (1 − ε) times the first plus ε times the mean of −ln p

@@ -12,18 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.blocks import at_most
 
 _GATHERED_ELEMENTS = 1 << 18  # numbers in a block's gathered keys: 1 MB of fp32, so that it stays in cache
 
 
+@without_autocast
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """See `operator.gathered_attention`."""
     out, z = _GatheredAttention.apply(q, k, v, index, scale)
     return out, z
 
 
-class _GatheredAttention(torch.autograd.Function):
+class _GatheredAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import Function
 from megasparse.ops.counting_sort import counting_sort
 from megasparse.ops.gathered_attention import kernels
 from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
@@ -48,7 +49,7 @@ def _sizes(head_dim: int, dtype: torch.dtype) -> _Sizes:
     return _Sizes(_GATHERED // width // places, places, 64 if width < 256 else 32, 4 if width < 128 else 8)
 
 
-class _GatheredAttention(torch.autograd.Function):
+class _GatheredAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = (whole_vectors(x) for x in (q, k, v))

@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.gathered_attention import blockwise, reference
 
 
+@without_autocast
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """out_i = Σ_j exp(scale·q_i·k_j − z_i) v_j over the keys j that row i of the index names.
 
@@ -14,6 +16,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale:
     Returns out (B, H, Lq, D) in q's dtype and z (B, H, Lq), the log of the sum, in fp32 at least; a query whose places
     are all empty gets 0 and −∞. Scores, softmax statistics and gradients are computed in fp32 at least.
     """
+    k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
     chosen = implementation(q)
     if chosen == "reference":
         return reference.gathered_attention(q, k, v, index, scale=scale)

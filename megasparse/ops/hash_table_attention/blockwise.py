@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.blocks import at_most
 from megasparse.ops.hash_table_attention.layout import Buckets, buckets, groups, row_slices
 from megasparse.ops.hash_table_attention.pairs import pair_gradients
@@ -39,6 +40,7 @@ class _Rule:
     backward: str
 
 
+@without_autocast
 def hash_table_attention(
     q: Tensor,
     k: Tensor,
@@ -59,7 +61,7 @@ def hash_table_attention(
     return _HashTableAttention.apply(q, k, v, q_codes, k_codes, groups(q, k, query_mask, key_mask, segments), rule)
 
 
-class _HashTableAttention(torch.autograd.Function):
+class _HashTableAttention(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.hash_table_attention.layout import groups, row_slices
 
 _QUERIES = 64  # of a tile
 _TILE_ELEMENTS = 1 << 18  # weights in a tile: 1 MB of fp32
 
 
+@without_autocast
 def expected_attention(
     q: Tensor,
     k: Tensor,
@@ -62,7 +64,7 @@ def _tiles(q: Tensor, k: Tensor, group: tuple[Tensor, Tensor] | None, code_bits:
             yield _Tile(rows, queries, keys, weight)
 
 
-class _ExpectedAttention(torch.autograd.Function):
+class _ExpectedAttention(Function):
     @staticmethod
     def forward(
         ctx: Any,

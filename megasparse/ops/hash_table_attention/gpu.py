@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import Function
 from megasparse.ops.blocks import at_most
 from megasparse.ops.hash_table_attention import kernels
 from megasparse.ops.hash_table_attention.layout import groups
@@ -111,7 +112,7 @@ def hash_table_attention(
     return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, _Rule(code_bits, causal))
 
 
-class _HashTableAttention(torch.autograd.Function):
+class _HashTableAttention(Function):
     @staticmethod
     def forward(
         ctx: Any,

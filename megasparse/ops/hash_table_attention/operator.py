@@ -5,10 +5,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.hash_table_attention import blockwise, reference
 
 
+@without_autocast
 def hash_table_attention(
     q: Tensor,
     k: Tensor,

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
 from megasparse.ops.hashing.sign import code_dtype, sign_codes
 
@@ -13,6 +14,7 @@ __all__ = ["angular_hash", "sign_codes"]
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers at a time: 8 MB of fp32
 
 
+@without_autocast
 @torch.no_grad()
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """See `operator.angular_hash`."""

@@ -8,10 +8,12 @@ import math
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.hashing import blockwise, reference, sign, sign_reference
 
 
+@without_autocast
 @torch.no_grad()
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """h(x) = argmax([xR; −xR]) (Reformer section 2), mixed-radix over the factors: h = h_1·n_2 + h_2.
@@ -31,6 +33,7 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     return gpu.angular_hash(x, rotations, factors)
 
 
+@without_autocast
 @torch.no_grad()
 def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: sign.Kind) -> Tensor:
     """Codes of x (B, H, L, D) in each hash: (B, H, m, L), int16 up to 15 bits, else int32; 0 <= code < 2^τ.

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
 from megasparse.ops.random import normal, random_bits
 
@@ -40,6 +41,7 @@ def _rows(heads: range, count: int, device: torch.device) -> Tensor:
     return head + torch.arange(count, device=device)
 
 
+@without_autocast
 @torch.no_grad()
 def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
     """See `operator.sign_codes`."""

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.blocks import at_most
 from megasparse.ops.random_features import exponents
 from megasparse.ops.tiled import tiled
@@ -40,6 +41,7 @@ class State(NamedTuple):
         return State(like.new_zeros(batch, heads, features, head_dim + 1), level)
 
 
+@without_autocast
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, projection: Tensor, *, scale: float, key_mask: Tensor | None = None
 ) -> Tensor:
@@ -56,6 +58,7 @@ def linear_attention(
     return tiled(read, [q.transpose(1, 2)], [total, level], tiles).transpose(1, 2)
 
 
+@without_autocast
 def causal_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -79,7 +82,7 @@ def causal_linear_attention(
     return out, State(*after)
 
 
-class _Scan(torch.autograd.Function):
+class _Scan(Function):
     """Runs (state, out) = step(state, *pieces) over pieces of the inputs; the backward recomputes piece by piece."""
 
     @staticmethod

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
 from megasparse.ops.tiled import tiled
 
@@ -24,6 +25,7 @@ def distances(chunk: int, causal: bool) -> range:
     return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
 
 
+@without_autocast
 def relative_local_attention(
     q: Tensor,
     k: Tensor,

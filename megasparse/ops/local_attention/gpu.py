@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megasparse.ops.autocast import Function
 from megasparse.ops.blocks import at_most
 from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
 from megasparse.ops.local_attention.kernels import (
@@ -119,7 +120,7 @@ class _Shape:
         return F.pad(rows, (0, 0, self.first, count - self.first - rows.shape[1]))
 
 
-class _RelativeLocalAttention(torch.autograd.Function):
+class _RelativeLocalAttention(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor,

@@ -4,10 +4,12 @@ head dim, E distances.
 
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.local_attention import blockwise, reference
 
 
+@without_autocast
 def relative_local_attention(
     q: Tensor,
     k: Tensor,
@@ -30,6 +32,7 @@ def relative_local_attention(
     real tokens in the order of (document, position), so that padding moves nothing.
     Returns (B, H, L, D) in q's dtype; padding gets 0. Softmax in fp32 at least.
     """
+    k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
     name = implementation(q)
     if name == "triton":
         from megasparse.ops.local_attention import gpu

@@ -23,6 +23,8 @@ def relative_local_attention(
     """softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over i's chunk, the one before it, and where not causal
     the one after it. Arguments and result as those of `ops.local_attention.relative_local_attention`.
     """
+    asked, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v, r, u, w = (x.to(dtype) for x in (q, k, v, r, u, w))
     batch, heads, length, _ = q.shape
     real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     document = torch.zeros_like(real, dtype=torch.int64) if segments is None else segments
@@ -43,4 +45,4 @@ def relative_local_attention(
     score = ((q + u[:, None]) @ k.transpose(-1, -2) + relative) * scale
     blind = ~real[:, None, :, None]
     score = score.masked_fill(~seen[:, None], -torch.inf).masked_fill(blind, 0.0)
-    return (torch.softmax(score, dim=-1) @ v).masked_fill(blind, 0.0)
+    return (torch.softmax(score, dim=-1) @ v).masked_fill(blind, 0.0).to(asked)

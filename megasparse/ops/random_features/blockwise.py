@@ -5,9 +5,11 @@ import math
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.random import derive, normal
 
 
+@without_autocast
 def exponents(x: Tensor, projection: Tensor) -> Tensor:
     """ωx − |x|²/2, the exponents of φ(x): x (B, H, L, D), projection (H, F, D) -> (B, H, L, F), fp32 at least."""
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -15,6 +17,7 @@ def exponents(x: Tensor, projection: Tensor) -> Tensor:
     return x @ projection.to(dtype).transpose(1, 2) - (x * x).sum(-1, keepdim=True) / 2
 
 
+@without_autocast
 def positive_features(
     x: Tensor, projection: Tensor, *, per_row: bool, key_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
 from megasparse.ops.random import derive, random_bits
 from megasparse.ops.sketch.draws import Noise, keys_in_tile
@@ -39,6 +40,7 @@ class _Sight(NamedTuple):
         return seen
 
 
+@without_autocast
 def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -62,6 +64,7 @@ def sketched_attention(
     return result[..., :-1], result[..., -1]
 
 
+@without_autocast
 @torch.no_grad()
 def chosen_keys(
     q: Tensor,

@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from megasparse.ops.autocast import Function
 from megasparse.ops.kernels import launch
 from megasparse.ops.random import derive
 from megasparse.ops.sketch import choice_kernels, draws, kernels
@@ -33,7 +34,7 @@ def sketched_attention(
     return _Attention.apply(q, k, v, causal, _documents(key_mask, segments))
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
     """Keeps q, k, v, h and z; the backward computes α again, ∂q by queries, ∂k and ∂v by keys: no sum is shared."""
 
     @staticmethod

@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.sketch import blockwise, reference
 from megasparse.ops.sketch.draws import Noise
@@ -16,6 +17,7 @@ WIDEST = 16
 """The largest d that the kernels take: a thread keeps all coordinates of its rows in registers."""
 
 
+@without_autocast
 def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -29,6 +31,7 @@ def sketched_attention(
     return h, z
 
 
+@without_autocast
 @torch.no_grad()
 def chosen_keys(
     q: Tensor,

@@ -1,0 +1,70 @@
+"""Attention under torch.autocast: operators compute as they do without it, forward and backward."""
+
+import pytest
+import torch
+
+from tests.helpers.models import Single, all_names, causal_names
+
+CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
+EVERY = pytest.mark.parametrize(
+    "name,causal", CASES, ids=[f"{name}, {'causal' if causal else 'both'}" for name, causal in CASES]
+)
+LENGTH = 37
+
+
+def results(single, dtypes, autocast=None, backward_inside=False):
+    """A training pass's output and the gradients of all that it reads and of the mechanism's own weights, in fp32.
+
+    dtypes: of q, k, v. The numbers are those of bf16 in any case.
+    """
+    x, *heads = single.inputs(LENGTH, dtype=torch.bfloat16)
+    inputs = [t.to(dtype).requires_grad_() for t, dtype in zip([x, *heads], [torch.float32, *dtypes], strict=True)]
+    weights = dict(single.mechanism.named_parameters())
+
+    def gradients(output):
+        generator = torch.Generator().manual_seed(3)
+        objective = (output.out.float() * torch.randn(output.out.shape, generator=generator)).sum()
+        if output.auxiliary_loss is not None:
+            objective = objective + output.auxiliary_loss
+        return torch.autograd.grad(objective, [*inputs, *weights.values()], allow_unused=True)
+
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        output = single(*inputs, training=True)
+        found = gradients(output) if backward_inside else None
+    found = found or gradients(output)
+    return output, dict(zip(["x", "q", "k", "v", *weights], found, strict=True))
+
+
+def check(single, dtypes, autocast, backward_inside):
+    expected, expected_gradients = results(single, [torch.float32] * 3)
+    output, gradients = results(single, dtypes, autocast, backward_inside)
+    assert output.out.dtype == dtypes[0]
+    close("out", output.out, expected.out)
+    for key, value in gradients.items():
+        assert (value is None) == (expected_gradients[key] is None), key
+        if value is not None:
+            close(key, value, expected_gradients[key])
+
+
+@EVERY
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
+def test_attention_of_bf16_heads_is_that_of_the_same_numbers_in_fp32(name, causal, backward_inside):
+    check(Single(name, causal), [torch.bfloat16] * 3, torch.bfloat16, backward_inside)
+
+
+@EVERY
+def test_attention_in_fp16(name, causal):
+    check(Single(name, causal), [torch.float16] * 3, torch.float16, False)
+
+
+@EVERY
+@pytest.mark.parametrize("wide", range(3), ids=["q", "k", "v"])
+def test_one_of_the_heads_may_be_in_fp32(name, causal, wide):
+    dtypes = [torch.bfloat16] * 3
+    dtypes[wide] = torch.float32
+    check(Single(name, causal), dtypes, torch.bfloat16, False)
+
+
+def close(key, value, expected):
+    difference = (value.float() - expected.float()).norm()
+    assert difference <= 2e-2 * expected.norm() + 1e-6, f"{key}: {difference / expected.norm()}"

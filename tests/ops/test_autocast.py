@@ -1,0 +1,132 @@
+"""Operators under torch.autocast, called by themselves: they compute what they compute without it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megasparse.ops.bucketed_attention import Window, bucketed_attention
+from megasparse.ops.cluster_attention import cluster_attention
+from megasparse.ops.cross_entropy import token_scores
+from megasparse.ops.gathered_attention import gathered_attention
+from megasparse.ops.hash_table_attention import expected_attention, hash_table_attention
+from megasparse.ops.hashing import angular_hash, sign_codes
+from megasparse.ops.linear_attention import causal_linear_attention, linear_attention
+from megasparse.ops.local_attention import distances, relative_local_attention
+from megasparse.ops.random_features import exponents, positive_features
+from megasparse.ops.sketch import chosen_keys, sketched_attention
+from megasparse.ops.tiled import tiled
+from tests.helpers.kernels import DEVICE
+
+LENGTH, CHUNK = 24, 8
+
+
+def made(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
+
+
+CODES = torch.arange(LENGTH, device=DEVICE).remainder(3).expand(1, 2, 2, -1).to(torch.int16)
+CLUSTERS = torch.arange(LENGTH, dtype=torch.int32, device=DEVICE).view(1, 1, 3, CHUNK)
+INDEX = (torch.arange(LENGTH)[:, None] // torch.arange(1, 5)).to(DEVICE, torch.int32).expand(1, 1, -1, -1)
+PROJECTION = made(2, 20, 16)
+R, U, W = made(2, len(distances(CHUNK, True)), 16), made(2, 16), made(2, 16)
+
+HEADS = {
+    "bucketed": lambda q, k, v: bucketed_attention(q, k, v, CODES, Window("band", CHUNK), causal=True),
+    "bucketed, own codes": lambda q, k, v: bucketed_attention(
+        q, k, v, CODES, Window("band", CHUNK), causal=True, key_codes=CODES
+    ),
+    "cluster": lambda q, k, v: cluster_attention(
+        q, k, v, CLUSTERS, CLUSTERS, causal=True, scale=0.25, count_clusters=True
+    ),
+    "gathered": lambda q, k, v: gathered_attention(q, k, v, INDEX, scale=0.25),
+    "relative local": lambda q, k, v: (relative_local_attention(q, k, v, R, U, W, CHUNK, causal=True, scale=0.25),),
+    "hash tables": lambda q, k, v: hash_table_attention(q, k, v, CODES, CODES, code_bits=2, causal=True, chunk=CHUNK)[
+        :1
+    ],
+}
+"""Operators with kernels, of q, k, v (1, 2, L, 16): what they return that has gradients."""
+OTHERS = {
+    "expected": lambda q, k, v: expected_attention(q / 9, k / 9, v, code_bits=2, causal=True)[:1],
+    "linear": lambda q, k, v: (linear_attention(q, k, v, PROJECTION, scale=0.25),),
+    "causal linear": lambda q, k, v: causal_linear_attention(q, k, v, PROJECTION, scale=0.25, chunk=CHUNK)[:1],
+    "exponents": lambda q, k, v: (exponents(q, PROJECTION) + exponents(k * v, PROJECTION),),
+    "features": lambda q, k, v: positive_features(q + k + v, PROJECTION, per_row=True)[:1],
+    "sketch": lambda q, k, v: sketched_attention(q[0], k[0], v[0], causal=True),
+    "cross-entropy": lambda q, k, v: (
+        token_scores((q + k * v).flatten(0, 2), torch.arange(2 * LENGTH, device=DEVICE) % 16, 0.1),
+    ),
+}
+CODED = {
+    "angular hash": lambda x: angular_hash(x, made(2, 3, 16, 8), [16]),
+    "gaussian codes": lambda x: sign_codes(x, 0, range(2), 6, 5, "gaussian"),
+    "chosen keys": lambda x: chosen_keys(x[0], x[0], 4, causal=True, sampling="top_k", noise=None),
+}
+
+
+def computed(operator, dtypes, autocast, inside=False):
+    """Outputs and the gradients of q, k and v. inside: autocast is on in the backward too."""
+    q, k, v = (made(1, 2, LENGTH, 16 + 8 * n)[..., :16].contiguous().bfloat16() for n in range(3))
+    inputs = [x.to(DEVICE, dtype).requires_grad_() for x, dtype in zip((q, k, v), dtypes, strict=True)]
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
+        outputs = operator(*inputs)
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast and inside):
+        grads = torch.autograd.grad([x.float().square().sum() for x in outputs], inputs)
+    return [*outputs, *grads]
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "reference"])
+@pytest.mark.parametrize("name", [*HEADS, *OTHERS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_bit(name, implementation, dtype, monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", implementation)
+    same((HEADS | OTHERS)[name], [dtype] * 3, inside=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["bucketed", "bucketed, own codes", "cluster", "gathered", "hash tables", "expected", "causal linear"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_in_the_backward_changes_no_bit_of_backwards_of_our_own(name, dtype):
+    same((HEADS | OTHERS)[name], [dtype] * 3, inside=True)
+
+
+def same(operator, dtypes, inside):
+    pairs = zip(computed(operator, dtypes, True, inside), computed(operator, dtypes, False), strict=True)
+    assert all(found.dtype == expected.dtype and torch.equal(found, expected) for found, expected in pairs)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "reference"])
+@pytest.mark.parametrize("name", CODED)
+def test_codes_and_choices_are_those_without_autocast(name, implementation, monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", implementation)
+    x = made(1, 2, 500, 16)
+    expected = CODED[name](x)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        assert torch.equal(CODED[name](x), expected)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "reference", "triton"])
+@pytest.mark.parametrize("wide", range(3), ids=["q", "k", "v"])
+@pytest.mark.parametrize("name", HEADS)
+def test_one_input_may_be_wider_than_the_others(name, wide, implementation, monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", implementation)
+    dtypes = [torch.bfloat16] * 3
+    dtypes[wide] = torch.float32
+    inside, exact = computed(HEADS[name], dtypes, True), computed(HEADS[name], [torch.float32] * 3, False)
+    assert [x.dtype for x in inside[-3:]] == dtypes
+    for found, expected in zip(inside, exact, strict=True):
+        difference = (found.float() - expected).nan_to_num()  # z is −∞ where nothing is seen
+        assert difference.norm() <= 2e-2 * expected.nan_to_num(neginf=0.0).norm()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+def test_tiles_are_recomputed_under_the_autocast_of_the_forward(inside):
+    gradients = []
+    for tiles in (1, 3):
+        x, weight = made(2, 12, 8).bfloat16().requires_grad_(), made(8, 8).requires_grad_()
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            out = tiled(lambda x, w: F.linear(F.linear(x, w).relu(), w), [x], [weight], tiles)
+            grads = torch.autograd.grad(out.float().square().sum(), [x, weight]) if inside else None
+        gradients.append(grads or torch.autograd.grad(out.float().square().sum(), [x, weight]))
+    for whole, of_tiles in zip(*gradients, strict=True):
+        assert (whole - of_tiles).norm() <= 1e-2 * whole.norm()
