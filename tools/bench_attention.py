@@ -40,9 +40,8 @@ import torch
 from tqdm import tqdm
 
 from megasparse.benchmarks.attention import DTYPES, MECHANISMS, NEEDS, PEERS, Case, crossover, measure, model_of
-from megasparse.config import strict_json
 from megasparse.config.attention import AttentionConfig
-from megasparse.config.load import build_config, load_config
+from megasparse.config.load import load_config
 from megasparse.config.parts import decoder_part
 from megasparse.config.pattern import WITHOUT_WEIGHTS, kinds
 from megasparse.config.rewrite import with_value
@@ -349,7 +348,7 @@ def write_crossover(args: argparse.Namespace) -> None:
         problem = f"full attention is faster up to {settings.lengths[-1]:,} tokens here"
         raise ConfigError(str(path), problem, "Nothing is written")
     text = with_value(path.read_text(encoding="utf-8"), ["model", "attention", "full_below"], max(above))
-    build_config(strict_json.parse(text, str(path)))
+    load_config(path, [f"model.attention.full_below={max(above)}"])
     write(path, text)
     force = "is" if config.model.max_length < max(above) else "is not"
     print(f"{path}: model.attention.full_below = {max(above)}, which {force} above its max_length")

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megasparse.config.extends import read_values
 from megasparse.config.strict_json import parse
 from megasparse.errors import ConfigError, UserError, report_user_errors
 from megasparse.tasks.metrics import LOWER_IS_BETTER
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = build_parser().parse_args(arguments)
     if given.seeds < 1:
         raise ConfigError("--seeds", f"{given.seeds} is too few", "Ask for 1 or more")
-    settings = read(given.config)
+    settings = read_values(given.config)
     grid = load_grid(given.grid)
     alike = [f"{key}={json.dumps(values[0])}" for key, values in grid.items() if len(values) == 1]
     sweep = {"config": settings, "set": given.set + alike}

@@ -71,10 +71,13 @@ def _check_start(config: FinetuneConfig) -> None:
         "start.checkpoint": start.checkpoint is not None,
         "start.huggingface": start.huggingface is not None,
     }
-    if sum(given.values()) != 1:
-        problem = f"{' and '.join(name for name in given if given[name]) or 'nothing'} given"
+    names = [name for name in given if given[name]]
+    if not names:
         hint = "Give one of start.checkpoint, start.huggingface, and model (trained from its initial weights)"
-        raise ConfigError("start", problem, hint)
+        raise ConfigError("start", "nothing given", hint)
+    if len(names) > 1:
+        hint = f"Keep one of them, and set the other to null, such as --set {names[-1]}=null"
+        raise ConfigError("start", f"{' and '.join(names)} given", hint)
     if config.model is None:
         return
     check_model(config.model)
@@ -84,7 +87,9 @@ def _check_start(config: FinetuneConfig) -> None:
         ("sha256", start.sha256),
     ):
         if value is not None:
-            raise ConfigError(f"start.{key}", "given, but nothing to start from", "Set it in `model`, or remove it")
+            raise ConfigError(
+                f"start.{key}", "given, but nothing to start from", "Set it to null, and in `model` what you need"
+            )
     source = config.model.source
     key, longest = ("model.source.length", source.length) if source else ("model.max_length", config.model.max_length)
     if config.task.max_length > longest:

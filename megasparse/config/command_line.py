@@ -9,7 +9,9 @@ from megasparse.config.load import Settings, load_settings
 def config_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with --config, --set and --print-config. `description`: the launcher's docstring."""
     parser = _parser(description)
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="the run's JSON file, or the name of one in configs/"
+    )
     add_overrides(parser)
     parser.add_argument("--print-config", action="store_true", help="print the whole configuration and stop")
     return parser

@@ -1,7 +1,7 @@
 """A run's JSON file and its `--set section.key=value` overrides, to a checked Config."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,7 +9,9 @@ from pydantic import ValidationError
 
 from megasparse.config import strict_json
 from megasparse.config.checks import check
-from megasparse.config.messages import as_config_error, show
+from megasparse.config.extends import ConfigFile, merge, read_files
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.messages import as_config_error, dotted, show
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import ConfigError
 
@@ -24,20 +26,46 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_settings(path: str | Path, overrides: Sequence[str], kind: type[Settings]) -> Settings:
     """Read, override and check one run's configuration of a kind.
 
-    path: a JSON file whose keys are those of the schema, none of them required.
+    path: a JSON file whose keys are those of the schema, none of them required, or a shipped configuration's name. The
+    key `extends` names a configuration of the same kind, whose values hold where the file has none (extends.py).
     overrides: `section.key=value`, in order; the value is JSON, and a bare word that is no JSON is taken as a text.
     Raises ConfigError (one line: the key, the value, the hint) for everything that is wrong with either.
     """
+    files = read_files(path)
+    for file in files[1:]:
+        _check_kind(files[0], file, kind)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a null character
-        reason = getattr(error, "strerror", None) or str(error)
-        hint = "Give a JSON file, such as those in configs/"
-        raise ConfigError(str(path), f"cannot be read ({reason})", hint) from None
-    values = strict_json.parse(text, str(path))
-    if not isinstance(values, dict):
-        raise ConfigError(str(path), f"{show(values)} is not a configuration", "Write an object of sections: {...}")
-    return build_settings(values, overrides, kind)
+        return build_settings(merge(files), overrides, kind)
+    except ConfigError as error:
+        raise _with_file(error, files, overrides) from None
+
+
+def _check_kind(file: ConfigFile, base: ConfigFile, kind: type[RunSettings]) -> None:
+    """Raise ConfigError where `file`, of a kind of run, extends a configuration of another kind."""
+    kinds: dict[type[RunSettings], str] = {Config: "pretraining", FinetuneConfig: "fine-tuning"}
+    for other, name in kinds.items():
+        foreign = sorted(base.values.keys() & other.model_fields.keys() - kind.model_fields.keys())
+        if foreign:
+            problem = f"{base.path} is of {name} (it has the section {show(foreign[0])}), not of {kinds[kind]}"
+            raise ConfigError(f"{file.path} extends", problem, "Extend a configuration of the same kind of run")
+
+
+def _with_file(error: ConfigError, files: Sequence[ConfigFile], overrides: Sequence[str]) -> ConfigError:
+    """The error with the file that gives its key, where several could."""
+    key = error.key.partition("[")[0]
+    if len(files) == 1 or any(key.startswith(override.partition("=")[0].strip()) for override in overrides):
+        return error
+    given_by = next((file.path for file in files if key in _keys(file.values)), None)
+    return ConfigError(f"{given_by} {error.key}", error.problem, error.hint) if given_by else error
+
+
+def _keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted key of each value and section."""
+    for name, value in values.items():
+        key = dotted([name], prefix)
+        yield key
+        if isinstance(value, dict):
+            yield from _keys(value, key)
 
 
 def build_config(values: dict[str, Any], overrides: Sequence[str] = ()) -> Config:

@@ -1,5 +1,6 @@
 """Pydantic's complaints as one line that names the key, the value and a hint."""
 
+import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,8 @@ from pydantic.fields import FieldInfo
 from megasparse.errors import ConfigError, did_you_mean
 
 Location = Sequence[int | str]
+FEW = 5
+"""A wrong value's message names so many possible ones; of more only the nearest."""
 
 
 def as_config_error(error: ValidationError, model: type[BaseModel], values: object, prefix: str = "") -> ConfigError:
@@ -18,22 +21,26 @@ def as_config_error(error: ValidationError, model: type[BaseModel], values: obje
 
     model: the class that refused `values`; prefix: the dotted key under which the values stand in the run's file.
     """
-    problems = error.errors(include_url=False)
-    first = problems[0]
-    location = _real_location(first["loc"], values)
-    key = dotted(location, prefix)
-    more = f" ({len(problems) - 1} more such problems)" if len(problems) > 1 else ""
-    if first["type"] == "extra_forbidden":
-        value = show(_value_at(values, location))
-        if _field_at(model, location):  # one of DeepSpeed's keys that have two names
-            return ConfigError(key, f"{value} is given under the other name of this key too", f"Remove one{more}")
-        return ConfigError(key, f"unknown key (its value is {value})", _nearest(model, location, prefix) + more)
+    problems = [(_real_location(each["loc"], values), each) for each in error.errors(include_url=False)]
+    top = problems[0][0]
+    # Of a union each alternative complains: the one that saw furthest into the value knows best.
+    location, first = max((each for each in problems if each[0][: len(top)] == top), key=lambda each: len(each[0]))
+    others = len({str(each) for each, _ in problems if each[: len(top)] != top})
+    more = f" ({others} more such problem{'s' if others > 1 else ''})" if others else ""
+    key, value, field = dotted(location, prefix), _value_at(values, location), _field_at(model, location)
+    is_key = first["loc"][-1:] == ("[key]",)
+    if first["type"] == "extra_forbidden" or is_key:
+        if field and not is_key:  # one of DeepSpeed's keys that have two names
+            return ConfigError(key, f"{show(value)} is given under the other name of this key too", f"Remove one{more}")
+        hint = did_you_mean(str(location[-1]), _choices(field)) if field else _nearest(model, location, prefix)
+        return ConfigError(key, f"unknown key (its value is {show(value)})", hint + more)
     if first["type"] in ("value_error", "assertion_error"):
         problem = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"]).rstrip(".")
         return ConfigError(key or "configuration", problem, f"Change or remove one of these keys{more}")
-    expected = _describe_field(_field_at(model, location), first["msg"])
-    value = show(_value_at(values, location))
-    return ConfigError(key or "configuration", f"{value} does not fit", f"It must be {expected}{more}")
+    choices = _choices(field) if isinstance(value, str) else []
+    near = difflib.get_close_matches(str(value), choices, n=1) if len(choices) > FEW else []
+    hint = f'Did you mean "{near[0]}"?' if near else f"It must be {_describe_field(field, first['msg'])}"
+    return ConfigError(key or "configuration", f"{show(value)} does not fit", hint + more)
 
 
 def show(value: object) -> str:
@@ -117,15 +124,35 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _describe_field(field: FieldInfo | None, message: str) -> str:
-    if field is None:
+    if field is None or any(_models_in(field.annotation)):
         return "an object {...}"
-    if any(_models_in(field.annotation)):
-        return "an object {...}"
+    schema = _json_schema(field)
+    return _describe(schema) if schema else message.removeprefix("Input should be ")
+
+
+def _json_schema(field: FieldInfo) -> dict[str, Any]:
+    """A field's JSON schema; empty for DeepSpeed's own types that have none."""
     try:
         kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-        return _describe(TypeAdapter(kind).json_schema())
-    except (PydanticUserError, TypeError, ValueError):  # one of DeepSpeed's own types that has no JSON schema
-        return message.removeprefix("Input should be ")
+        return TypeAdapter(kind).json_schema()
+    except (PydanticUserError, TypeError, ValueError):
+        return {}
+
+
+def _choices(field: FieldInfo | None) -> list[str]:
+    """The texts that a field's values, their items and their keys may be, where they are listed."""
+    found: list[str] = []
+
+    def walk(schema: object) -> None:
+        if isinstance(schema, dict):
+            found.extend(value for value in schema.get("enum", []) if isinstance(value, str))
+            schema = list(schema.values())
+        if isinstance(schema, list):
+            for part in schema:
+                walk(part)
+
+    walk(_json_schema(field) if field else {})
+    return found
 
 
 def _describe(schema: dict[str, Any]) -> str:

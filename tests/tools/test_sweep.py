@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megasparse.config.extends import read_values
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.errors import ConfigError
@@ -268,7 +269,7 @@ def test_a_mistake_in_the_command_is_told(folder, capsys):
 @pytest.mark.parametrize("name", ["cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb"])
 @pytest.mark.parametrize("grid", ["lha_glue", "yoso_glue"])
 def test_grids_of_the_papers_fit_the_configurations_of_glue(name, grid):
-    values = json.loads((ROOT / "configs" / "finetune" / f"glue_{name}.json").read_text())
+    values = read_values(f"finetune/glue_{name}")
     combinations = sweep.combine(sweep.load_grid(ROOT / f"configs/finetune/grids/{grid}.json"), [], 1)
     assert len(combinations) == {"lha_glue": 3 * 5 * 3, "yoso_glue": 3 * 4}[grid]
     for each in combinations:
