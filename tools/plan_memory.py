@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     config = config_from(given, Config)
-    from megasparse.planning.further import hints, longest_that_fits
+    from megasparse.planning.further import longest_that_fits, pretraining_hints
     from megasparse.planning.hardware import hardware, parse_bytes
     from megasparse.planning.plan import Assumptions, Plan
     from megasparse.planning.report import as_json, assumption_lines, further_lines, lines
@@ -62,7 +62,7 @@ def main() -> None:
         given.price_per_gpu_hour, "measured" if given.measure else "counted",
     )  # fmt: skip
     plan = Plan(config, on)
-    longest, changes = longest_that_fits(plan), hints(plan)
+    longest, changes = longest_that_fits(plan), pretraining_hints(plan)
     if given.json:
         print(json.dumps(as_json(plan, longest, changes), indent=2))
     else:

@@ -1,14 +1,16 @@
-"""How to go further: the longest sequence that fits, and what each key would save."""
+"""How a pretraining run can go further: the longest sequence that fits, and what each key would save."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megasparse.config.checks import check_model
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.planning.plan import Plan
+from megasparse.planning.planner import Hint, hints, longest_multiple, training_changes, with_changes, zero_change
 
 STEPS = 64
 """Lengths are searched in multiples of this part of the configured one."""
@@ -18,25 +20,19 @@ LARGEST = 1 << 14
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence that fits, and what else of the configuration it changes."""
+    """The longest sequence that fits, and the other keys of the configuration that it changes."""
 
     length: int
     changed: dict[str, Any]
 
 
 def longest_that_fits(plan: Plan) -> Longest | None:
-    """By bisection over the curve of activations; None where not even a 64th of the configured length fits. What
-    depends on the length is scaled with it, and the weights of positions counted anew.
+    """The longest sequence by the curve of activations; None where not even a 64th of the configured length fits. What
+    depends on the length is scaled with it, and the weights of positions are counted anew.
     """
-    length = plan.config.data.sequence_length
-    unit = max(1, length // STEPS)
-    low, high = 0, STEPS * LARGEST
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if _fits(plan, middle * unit) else (low, middle - 1)
-    if low == 0:
-        return None
-    return Longest(low * unit, scaled(plan.config, low * unit)[1])
+    unit = max(1, plan.config.data.sequence_length // STEPS)
+    length = longest_multiple(lambda length: _fits(plan, length), unit, STEPS * LARGEST)
+    return None if length is None else Longest(length, scaled(plan.config, length)[1])
 
 
 def _fits(plan: Plan, length: int) -> bool:
@@ -86,73 +82,42 @@ def _scale_buckets(model: ModelConfig, share: float, update: dict[str, Any], cha
     update["attention"], changed["model.attention.lsh.buckets"] = attention, buckets
 
 
-@dataclass(frozen=True)
-class Mend:
-    """A change of the configuration, and the bytes of a GPU at the peak after it."""
-
-    change: str
-    peak: int
-
-
-def hints(plan: Plan) -> list[Mend]:
+def pretraining_hints(plan: Plan) -> list[Hint]:
     """What would lower the peak, the most effective change first; each alone."""
-    found = []
-    for change, config in _changes(plan):
-        try:
-            check_model(config.model)
-            same = all(getattr(config, key) == getattr(plan.config, key) for key in ("model", "training", "parallel"))
-            peak = Plan(config, plan.on, plan.passes if same else None).peak
-        except ConfigError:
-            continue
-        if peak < plan.peak:
-            found.append(Mend(change, peak))
-    return sorted(found, key=lambda hint: hint.peak)
+
+    def predict(config: Config) -> int:
+        check_model(config.model)
+        same = all(getattr(config, key) == getattr(plan.config, key) for key in ("model", "training", "parallel"))
+        return Plan(config, plan.on, plan.passes if same else None).peak
+
+    return hints(plan.peak, ((change, partial(predict, config)) for change, config in _changes(plan)))
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
     config, zero = plan.config, plan.zero
-    model, training = config.model, config.training
+    model = config.model
     for key in ("feed_forward_tiles", "loss_tiles"):
         if (tiles := 4 * getattr(model, key)) <= config.data.sequence_length:
-            yield f"model.{key}={tiles}", _with(config, "model", **{key: tiles})
+            yield f"model.{key}={tiles}", with_changes(config, "model", **{key: tiles})
     if model.activations == "stored":
         kind = "reversible" if model.blocks == "reversible" else "checkpoint"
-        yield f'model.activations="{kind}"', _with(config, "model", activations=kind)
+        yield f'model.activations="{kind}"', with_changes(config, "model", activations=kind)
     if model.activations == "checkpoint":
-        yield 'model.activations="checkpoint_cpu"', _with(config, "model", activations="checkpoint_cpu")
-    if training.precision == "fp32":
-        yield 'training.precision="bf16"', _with(config, "training", precision="bf16")
-    if training.micro_batch > 1:
-        yield "training.micro_batch=1", _with(config, "training", micro_batch=1)
+        yield 'model.activations="checkpoint_cpu"', with_changes(config, "model", activations="checkpoint_cpu")
+    yield from training_changes(config)
     for kind, section in (("lsh", model.attention.lsh), ("yoso", model.attention.yoso)):
         key = "rounds" if kind == "lsh" else "hashes"
         number = getattr(section, key)
         if number > 1 and plan.uses(kind):
             attention = model.attention.model_copy(update={kind: section.model_copy(update={key: number // 2})})
-            yield f"model.attention.{kind}.{key}={number // 2}", _with(config, "model", attention=attention)
+            yield f"model.attention.{kind}.{key}={number // 2}", with_changes(config, "model", attention=attention)
     sequence = 2 * config.parallel.sequence
     if model.heads % sequence == 0 and plan.on.gpus % sequence == 0 and not model.source:
-        yield f"parallel.sequence={sequence}", _with(config, "parallel", sequence=sequence)
-    for stage, optimizer, weights in ((1, "", ""), (2, "", ""), (2, "cpu", ""), (3, "", ""), (3, "cpu", "cpu")):
-        if stage > zero.stage or (stage == zero.stage and optimizer and zero.optimizer == "none"):
-            yield _zero(config, stage, optimizer, weights)
+        yield f"parallel.sequence={sequence}", with_changes(config, "parallel", sequence=sequence)
+    for stage, *offloaded in ((1,), (2,), (2, "optimizer"), (3,), (3, "optimizer", "param")):
+        if stage > zero.stage or (stage == zero.stage and offloaded and zero.optimizer == "none"):
+            yield zero_change(config, stage, *offloaded)
     if zero.stage > 0 and (bucket := zero.bucket // 10) > 10**6:
         smaller = {**config.deepspeed.get("zero_optimization", {}), "reduce_bucket_size": bucket}
         update = {"deepspeed": {**config.deepspeed, "zero_optimization": smaller}}
         yield f"deepspeed.zero_optimization.reduce_bucket_size={bucket}", config.model_copy(update=update)
-
-
-def _zero(config: Config, stage: int, optimizer: str, weights: str) -> tuple[str, Config]:
-    section = {**config.deepspeed.get("zero_optimization", {}), "stage": stage}
-    reported = [f"stage={stage}"]
-    for key, device in (("offload_optimizer", optimizer), ("offload_param", weights)):
-        if device:
-            section[key] = {"device": device}
-            reported.append(f'{key}={{"device": "{device}"}}')
-    engine = _with(config, "run", engine="deepspeed")
-    changed = engine.model_copy(update={"deepspeed": {**config.deepspeed, "zero_optimization": section}})
-    return f"deepspeed.zero_optimization: {', '.join(reported)}", changed
-
-
-def _with(config: Config, section: str, **changes: Any) -> Config:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})

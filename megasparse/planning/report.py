@@ -4,9 +4,10 @@ from typing import Any
 
 from megasparse.config.schema import Config
 from megasparse.planning.dry_run import dry_run
-from megasparse.planning.further import Longest, Mend
+from megasparse.planning.further import Longest
 from megasparse.planning.hardware import GPUS, gigabytes
 from megasparse.planning.plan import Assumptions, Plan
+from megasparse.planning.planner import Hint
 
 
 def dry_run_report(config: Config) -> str:
@@ -17,7 +18,7 @@ def dry_run_report(config: Config) -> str:
     return "\n".join([trial, "", "planned, see tools/plan_memory.py:", *lines(plan), *assumption_lines(plan)])
 
 
-def as_json(plan: Plan, longest: Longest | None, changes: list[Mend]) -> dict[str, Any]:
+def as_json(plan: Plan, longest: Longest | None, changes: list[Hint]) -> dict[str, Any]:
     """Sizes in bytes, times in seconds, bandwidths in bytes/s."""
     found, gpu = plan.communication, plan.on.gpu
     return {
@@ -90,7 +91,7 @@ def lines(plan: Plan) -> list[str]:
     return reported
 
 
-def further_lines(plan: Plan, longest: Longest | None, changes: list[Mend]) -> list[str]:
+def further_lines(plan: Plan, longest: Longest | None, changes: list[Hint]) -> list[str]:
     reported = [""]
     if longest is None:
         reported.append("no length fits")

@@ -43,7 +43,7 @@ def predicted_and_measured(values: dict[str, Any], steps: int = 2) -> tuple[int,
         predict_examples(engine.evaluate, run.form, run.validation[: config.evaluation.batch], run.config, ranks)
     engine.close()
     fp32 = config.training.precision == "fp32"  # weights were there before the profiler, but not their rounded copies
-    return found.places[0].peak, allocated_peak(profiled) + (held if fp32 else 0)
+    return found.pools[0].peak, allocated_peak(profiled) + (held if fp32 else 0)
 
 
 def allocated_peak(profiled: Any) -> int:

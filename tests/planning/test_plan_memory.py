@@ -11,7 +11,7 @@ import torch
 
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
-from megasparse.planning.further import hints, longest_that_fits, scaled
+from megasparse.planning.further import longest_that_fits, pretraining_hints, scaled
 from megasparse.planning.hardware import GPUS, hardware, parse_bytes
 from megasparse.planning.measure import alone
 from megasparse.planning.plan import RESERVE, Assumptions, Plan
@@ -184,7 +184,7 @@ def test_a_plan_counts_without_weights_and_finds_the_longest_length():
     longest = longest_that_fits(plan)
     assert plan.at_length(longest.length) <= plan.on.available < plan.at_length(longest.length + 2048 // 64)
     assert longest.changed["model.max_length"] == longest.length > 2048
-    found = {hint.change: hint.peak for hint in hints(plan)}
+    found = {hint.change: hint.peak for hint in pretraining_hints(plan)}
     assert "parallel.sequence=2" in found and list(found.values()) == sorted(found.values())
     assert max(found.values()) < plan.peak
     assert plan.hides_from(plan.communication.seconds) is not None

@@ -70,19 +70,19 @@ def test_a_run_that_cannot_fit_is_refused_with_what_to_change(tmp_path, monkeypa
     assert found.fits and not found.hints and "fits" in found.lines().splitlines()
     assert found.trained == sum(weight.numel() for weight in run.model.parameters()) and found.frozen == 0
     weights = 4 * found.trained
-    parts = found.places[0].parts
+    parts = found.pools[0].parts
     assert (parts["weights"], parts["optimizer"], parts["gradients"]) == (weights, 2 * weights, weights)
 
-    monkeypatch.setattr(memory_check, "available_bytes", lambda device: -weights + found.places[0].peak // 2)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda device: -weights + found.pools[0].peak // 2)
     with pytest.raises(UserError, match=r"cannot fit: a step takes about .*What helps, with the peak after it: .*GB"):
         require_fit(run, Ranks(), lambda line: None)
     prediction = predict(run, Ranks())
     assert "DOES NOT FIT" in prediction.lines()
-    hints = dict(prediction.hints)
+    hints = {hint.change: hint.peak for hint in prediction.hints}
     assert {"training.micro_batch=1", 'start.activations="checkpoint"', 'lora={"rank": 8}'} <= hints.keys()
-    assert list(hints.values()) == sorted(hints.values()) and max(hints.values()) < found.places[0].peak
+    assert list(hints.values()) == sorted(hints.values()) and max(hints.values()) < found.pools[0].peak
 
-    monkeypatch.setattr(memory_check, "available_bytes", lambda device: -weights + int(found.places[0].peak * 0.95))
+    monkeypatch.setattr(memory_check, "available_bytes", lambda device: -weights + int(found.pools[0].peak * 0.95))
     said = []
     require_fit(run, Ranks(), said.append)
     assert len(said) == 1 and said[0].startswith("this run may not fit")

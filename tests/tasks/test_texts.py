@@ -225,5 +225,5 @@ def test_memory_is_predicted_of_as_many_examples_as_a_batch_of_tokens_has(data: 
     longest = -(-max(each.length for each in of_examples.train) // MULTIPLE) * MULTIPLE
     tokens = {"batch_unit": "tokens", "micro_batch": 4 * longest, "global_batch": 8 * longest}
     of_tokens = run_of(data, tmp_path / "tokens", training=tokens)
-    mine, theirs = (predict(run, Ranks()).places[0].peak for run in (of_tokens, of_examples))
+    mine, theirs = (predict(run, Ranks()).pools[0].peak for run in (of_tokens, of_examples))
     assert mine == theirs

@@ -20,17 +20,19 @@ LONGEST_TRIAL = 1024
 """Tokens; longer runs are predicted from passes of this length, a half and a quarter of it."""
 
 
-class Curves:
-    """Of a run's model, which is left as it was; each is measured once."""
+class TaskPassMemory:
+    """The memory curves of a run's model, which is left as it was; each is measured once."""
 
     def __init__(self, run: TaskRun, ranks: Ranks, length: int, activations: str):
-        """length: of the run's longest input. activations: what its backward reads, as `model.activations` has it."""
+        """length: tokens of the run's longest input. activations: what its backward reads, as `model.activations`."""
         self.run, self.ranks, self.model = run, ranks, run.model
         self.length, self.activations = length, activations
         self.measured: dict[tuple[str, str], Curve] = {}
 
-    def of(self, activations: str, precision: str) -> Curve:
-        """activations: "scored" of a pass without gradients. Raises UserError where not even the shortest one fits."""
+    def curve(self, activations: str, precision: str) -> Curve:
+        """The memory of a pass. activations: "scored" for a pass without gradients. Raises UserError where not even the
+        shortest pass fits.
+        """
         key = (activations, precision)
         if key not in self.measured:
             with _untouched(self.model, precision):
@@ -69,8 +71,8 @@ def _sees_all_pairs(model: Any) -> bool:
 
 @contextmanager
 def _untouched(model: Any, precision: str) -> Iterator[None]:
-    """Afterwards weights, random generators and the mechanisms' sums are what they were; inside, weights are of the
-    precision.
+    """Cast the weights to the precision inside the block. Afterwards weights, random generators and the mechanisms'
+    sums are what they were.
     """
     cuda = [weight.device for weight in model.parameters() if weight.device.type == "cuda"][:1]
     kept, training = {weight: weight.data for weight in model.parameters()}, model.training
