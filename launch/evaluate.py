@@ -47,14 +47,16 @@ def score_split(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def score_task(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Of fine-tuned models: the result, and its summary. Writes the predictions, where these are asked for."""
-    from megasparse.tasks.evaluate import judge, summary
+    from megasparse.tasks.evaluate import evaluate_checkpoints, summary
     from megasparse.tasks.predictions import write_predictions
 
     overrides = args.set + ([f"evaluation.batch={args.batch}"] if args.batch else [])
     say = lambda line: print(line, file=sys.stderr)  # noqa: E731
-    result, judged = judge(args.checkpoint, overrides, args.task, args.source, args.split, args.hash_seeds, say)
+    result, evaluated = evaluate_checkpoints(
+        args.checkpoint, overrides, args.task, args.source, args.split, args.hash_seeds, say
+    )
     if args.predictions:
-        write_predictions(args.predictions, judged[0].predictions(), judged[0].form)
+        write_predictions(args.predictions, evaluated[0].predictions(), evaluated[0].form)
     return result, summary(result)
 
 

@@ -26,7 +26,7 @@ from megasparse.data.batches import Batch
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from megasparse.planning.dry_run import made_up_records
+from megasparse.planning.dry_run import dummy_records
 from megasparse.training.engine import Engine, build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 
@@ -72,7 +72,7 @@ def measure(config: Config, length: int, disk: Path, steps: int, ranks: Ranks) -
     ]
     with ExitStack() as stack:
         engines = [stack.enter_context(closing(engine_of(config, length, offload, ranks))) for offload in offloads]
-        tokens = made_up_records(config.model, 1, length, config.run.seed)
+        tokens = dummy_records(config.model, 1, length, config.run.seed)
         batch = Batch(tokens, torch.arange(1), 1)
         times = [[step_seconds(engine, batch, step) for engine in engines] for step in range(WARM_UP + steps)]
     return [list(column) for column in zip(*times[WARM_UP:], strict=True)]

@@ -81,11 +81,11 @@ def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
     if isinstance(model, Encoder) and alone.model.masking.whole_words:
         model.set_word_starts(torch.ones(alone.model.vocabulary, dtype=torch.bool))
     engine = build_engine(model, alone, lambda step, samples: RngContext(alone.run.seed, step, samples, True), ranks)
-    tokens = made_up_records(alone.model, micro, config.data.sequence_length, config.run.seed)
+    tokens = dummy_records(alone.model, micro, config.data.sequence_length, config.run.seed)
     return engine, Batch(tokens, torch.arange(micro), micro)
 
 
-def made_up_records(model: ModelConfig, batch: int, length: int, seed: int) -> Tensor:
+def dummy_records(model: ModelConfig, batch: int, length: int, seed: int) -> Tensor:
     """(batch, length) random ids of the vocabulary, in the form of the model's records: with `sentence_order` two
     segments, each ended by the separator; with `padding_token` the last eighth is padding, as is that of the source.
     """

@@ -26,7 +26,7 @@ from megasparse.model.build import build_model, empty_model
 from megasparse.model.encoder import Encoder
 from megasparse.ops.blocks import smaller_blocks
 from megasparse.ops.random import RngContext
-from megasparse.planning.dry_run import made_up_records
+from megasparse.planning.dry_run import dummy_records
 from megasparse.planning.memory_curves import Curve, Phases, continued, phases
 from megasparse.planning.states import ADAMW_MOMENTS, States
 
@@ -104,7 +104,7 @@ class PassMemory:
             part = max(1, round(length * source.length / self.config.data.sequence_length))
             model.source_length = part
             config = config.model_copy(update={"source": source.model_copy(update={"length": part})})
-        tokens = made_up_records(config, batch, length, 0).to(self._device)
+        tokens = dummy_records(config, batch, length, 0).to(self._device)
         rng = RngContext(0, 0, torch.arange(batch, device=self._device), training=True)
         place = _as_on_a_gpu() if self.path == "counted" else self._device
         with torch.random.fork_rng([]), place, smaller_blocks(length / self.length):

@@ -33,7 +33,7 @@ class Encoded:
     """One, or two of a task with towers."""
     label: Any
     """As the example has it."""
-    place: SourceLocation
+    location: SourceLocation
     name: str
 
     @property
@@ -104,16 +104,16 @@ class Encoder:
                 name = self.task.classes[int(example.label)]
                 self.counts.labels[name] = self.counts.labels.get(name, 0) + 1
             groups = [(each,) for each in example.inputs] if self.task.towers else [example.inputs]
-            sequences = tuple(self._join(group, example.place) for group in groups)
-            yield Encoded(sequences, example.label, example.place, example.name)
+            sequences = tuple(self._join(group, example.location) for group in groups)
+            yield Encoded(sequences, example.label, example.location, example.name)
 
-    def _join(self, inputs: tuple[Input, ...], place: SourceLocation) -> Segments:
-        parts = [self._ids(each, place) for each in inputs]
+    def _join(self, inputs: tuple[Input, ...], location: SourceLocation) -> Segments:
+        parts = [self._ids(each, location) for each in inputs]
         frame = self._frame(len(parts))
         whole = sum(map(len, parts)) + sum(map(len, frame))
         self.counts.longest = max(self.counts.longest, whole)
         if whole > self.config.max_length:
-            self._refuse_or_count_cut(whole, place)
+            self._refuse_or_count_cut(whole, location)
             special = sum(map(len, frame))
             room = self.config.max_length - special
             if room < len(parts):
@@ -137,7 +137,7 @@ class Encoder:
             ids = [[self.special.begin], *[separator * self.separators] * (segments - 1), separator]
         return [np.array(each, dtype=np.int64) for each in ids]
 
-    def _ids(self, value: Input, place: SourceLocation) -> np.ndarray:
+    def _ids(self, value: Input, location: SourceLocation) -> np.ndarray:
         if isinstance(value, str):
             assert self.tokenizer is not None, "a task of texts has a tokenizer"
             tokens = self.tokenizer.encode(value).numpy()
@@ -147,18 +147,18 @@ class Encoder:
             if self.config.empty == "refuse":
                 problem = "is empty: the model has nothing to read"
                 hint = 'Remove it, or keep such examples, telling how many: --set task.empty="keep"'
-                raise DataError(str(place), problem, hint)
+                raise DataError(str(location), problem, hint)
             self.counts.empty += 1
-            self.counts.first_empty = self.counts.first_empty or place
+            self.counts.first_empty = self.counts.first_empty or location
         return tokens
 
-    def _refuse_or_count_cut(self, whole: int, place: SourceLocation) -> None:
+    def _refuse_or_count_cut(self, whole: int, location: SourceLocation) -> None:
         limit = self.config.max_length
         if self.config.too_long == "refuse":
             hint = 'Raise task.max_length, or keep the beginning of such examples: --set task.too_long="cut"'
-            raise DataError(str(place), f"{whole:,} tokens are more than task.max_length = {limit:,}", hint)
+            raise DataError(str(location), f"{whole:,} tokens are more than task.max_length = {limit:,}", hint)
         self.counts.cut += 1
-        self.counts.first_cut = self.counts.first_cut or place
+        self.counts.first_cut = self.counts.first_cut or location
 
 
 def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:

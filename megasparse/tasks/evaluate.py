@@ -49,13 +49,13 @@ class EvaluatedCheckpoint:
         return predictions(self.form, self.examples, self.tables[0])
 
 
-def judge(
+def evaluate_checkpoints(
     directories: Sequence[str],
     overrides: Sequence[str],
     name: str,
     sources: Sequence[str],
     split: str | None = None,
-    rng: int = 1,
+    draws: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, Any], list[EvaluatedCheckpoint]]:
     """Score checkpoints of a task on files that have labels.
@@ -76,35 +76,35 @@ def judge(
         if path in paths[:number]:
             hint = "Give each once: they count as independent runs"
             raise ConfigError("--checkpoint", f"{path} is given twice", hint)
-    judged: list[EvaluatedCheckpoint] = []
+    evaluated: list[EvaluatedCheckpoint] = []
     for directory in directories:
         found = restore_task(directory, overrides, name)
         chosen, files = chosen_files(found.task, sources, split)
-        if judged and judged[0].form.task.classes != found.task.classes:
+        if evaluated and evaluated[0].form.task.classes != found.task.classes:
             raise ConfigError("--checkpoint", f"{directory} was trained on other classes", "Evaluate it on its own")
-        judged.append(_judge(found, chosen or "given", files, rng, say))
-    first = judged[0]
+        evaluated.append(_evaluate(found, chosen or "given", files, draws, say))
+    first = evaluated[0]
     result = {
         "task": first.form.task.name,
         "split": chosen,
         "files": [{"file": str(file), "sha256": sha256_of(file)} for file in files],
         "examples": len(first.examples),
-        "metrics": {name: _metric(name, judged) for name in first.form.task.metrics},
+        "metrics": {name: _metric(name, evaluated) for name in first.form.task.metrics},
         "signatures": {name: text for name in first.form.task.metrics if (text := signature(name)) is not None},
-        "interval": _interval_told(judged),
-        "runs": [each.entry for each in judged],
+        "interval": _interval_name(evaluated),
+        "runs": [each.entry for each in evaluated],
         "versions": {
             "python": platform.python_version(), "megasparse": __version__,
             **{library: version(library) for library in LIBRARIES},
         },
     }  # fmt: skip
-    return result, judged
+    return result, evaluated
 
 
 def summary(result: dict[str, Any]) -> str:
     """What launch/evaluate.py prints."""
     where, runs = result["split"] or ", ".join(each["file"] for each in result["files"]), result["runs"]
-    lines = [f"{result['task']}, {where}: {result['examples']:,} examples; {_told_of(runs)}"]
+    lines = [f"{result['task']}, {where}: {result['examples']:,} examples; {_runs_named(runs)}"]
     for name, found in result["metrics"].items():
         line = f"{name} {found['value']:.4f}"
         if found["low"] is not None:
@@ -120,19 +120,19 @@ def summary(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _told_of(runs: list[dict[str, Any]]) -> str:
+def _runs_named(runs: list[dict[str, Any]]) -> str:
     if len(runs) == 1:
         return f"step {runs[0]['step']} of {runs[0]['checkpoint']}"
     return f"{len(runs)} runs, seeds {', '.join(str(run['seed']) for run in runs)}"
 
 
-def _judge(
-    found: Finetuned, split: str, files: list[Path], rng: int, say: Callable[[str], None]
+def _evaluate(
+    found: Finetuned, split: str, files: list[Path], draws: int, say: Callable[[str], None]
 ) -> EvaluatedCheckpoint:
     examples = [example for file in files for example in found.task.read(file)]
     require_labels(examples, split, files[0])
     encoded = read(found, examples, split, say)
-    seeds = [found.config.run.seed + number for number in range(rng)]
+    seeds = [found.config.run.seed + number for number in range(draws)]
     tables = [predicted(found, encoded, seed) for seed in seeds]
     counts = found.encoder.counts
     measured = [found.form.measures(encoded, answers(found.form, encoded, table)) for table in tables]
@@ -144,7 +144,7 @@ def _judge(
         "metrics": {name: statistics.fmean(each) for name, each in values.items()},
         "draw_seeds": seeds,
         "draws": values,
-        "deviation_over_draws": {name: statistics.stdev(each) for name, each in values.items()} if rng > 1 else None,
+        "deviation_over_draws": {name: statistics.stdev(each) for name, each in values.items()} if draws > 1 else None,
         "attention": found.model.body.attention(),
         "precision": found.config.training.precision,
         "max_length": found.config.task.max_length,
@@ -153,15 +153,15 @@ def _judge(
     return EvaluatedCheckpoint(found.form, encoded, tables, entry)
 
 
-def _metric(name: str, judged: list[EvaluatedCheckpoint]) -> dict[str, float | None]:
-    values = [each.entry["metrics"][name] for each in judged]
-    interval = judged[0].interval(name) if len(judged) == 1 else t_interval(values)
+def _metric(name: str, evaluated: list[EvaluatedCheckpoint]) -> dict[str, float | None]:
+    values = [each.entry["metrics"][name] for each in evaluated]
+    interval = evaluated[0].interval(name) if len(evaluated) == 1 else t_interval(values)
     low, high = interval or (None, None)
     deviation = statistics.stdev(values) if len(values) > 1 else None
     return {"value": statistics.fmean(values), "low": low, "high": high, "standard_deviation": deviation}
 
 
-def _interval_told(judged: list[EvaluatedCheckpoint]) -> str:
-    if len(judged) == 1:
+def _interval_name(evaluated: list[EvaluatedCheckpoint]) -> str:
+    if len(evaluated) == 1:
         return f"95 %, bootstrap over examples, {RESAMPLES:,} resamples"
-    return f"95 %, Student's t over {len(judged)} runs"
+    return f"95 %, Student's t over {len(evaluated)} runs"

@@ -57,8 +57,8 @@ def predictions(form: Form, examples: Sequence[Encoded], table: Sequence[Predict
     return [
         {
             "name": example.name,
-            "file": str(example.place.file),
-            "line": example.place.line,
+            "file": str(example.location.file),
+            "line": example.location.line,
             **form.row(example, own.values),
         }
         for example, own in zip(examples, table, strict=True)
@@ -109,8 +109,8 @@ def _json_object(rows: Sequence[Row], form: Form) -> Iterator[str]:
     table: dict[str, Any] = {}
     for row in rows:
         if row["name"] in table:
-            place = str(SourceLocation(Path(row["file"]), row["line"]))
-            raise DataError(place, f'"{row["name"]}" comes twice, which a .json cannot hold', "Write a .jsonl")
+            location = str(SourceLocation(Path(row["file"]), row["line"]))
+            raise DataError(location, f'"{row["name"]}" comes twice, which a .json cannot hold', "Write a .jsonl")
         table[row["name"]] = row["predicted"]
     yield json.dumps(table, indent=1) + "\n"
 
@@ -134,8 +134,8 @@ def _tab_separated(rows: Sequence[Row], form: Form) -> Iterator[str]:
     for row in rows:
         fields = [str(row["name"]), str(_cell(row["predicted"]))]
         if any(mark in field for field in fields for mark in "\t\r\n"):
-            place = str(SourceLocation(Path(row["file"]), row["line"]))
-            raise DataError(place, f"{fields} has a tab or a line end, which a .tsv cannot hold", "Write a .csv")
+            location = str(SourceLocation(Path(row["file"]), row["line"]))
+            raise DataError(location, f"{fields} has a tab or a line end, which a .tsv cannot hold", "Write a .csv")
         yield "\t".join(fields) + "\n"
 
 

@@ -52,10 +52,10 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     trained = build_task(settings.task)
     values = settings.model_dump(mode="json")
     config = build_settings(values, [*overrides, *_in_place_of(trained, task)], FinetuneConfig)
-    judged = build_task(config.task)
-    _require_alike(trained, judged)
+    chosen = build_task(config.task)
+    _require_alike(trained, chosen)
     run = Path(os.path.abspath(checkpoint.path)).parents[1]
-    form = form_of(judged, config)
+    form = form_of(chosen, config)
     body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form, checkpoint)
     if tokenizer.sha256 != checkpoint.manifest["tokenizer"].get("sha256"):
         hint = "Copy the run's folder again, whole"
@@ -70,7 +70,7 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     encoder = form.encoder(Start(body, tokenizer, {}, None))
-    return Finetuned(model.to(ranks.device).eval(), judged, form, encoder, config, checkpoint, ranks)
+    return Finetuned(model.to(ranks.device).eval(), chosen, form, encoder, config, checkpoint, ranks)
 
 
 def chosen_checkpoint(directory: Path) -> Path:
@@ -91,12 +91,12 @@ def _in_place_of(trained: Task, name: str | None) -> list[str]:
     return [f"task.name={json.dumps(name)}", *labels]
 
 
-def _require_alike(trained: Task, judged: Task) -> None:
-    if judged.classes != trained.classes:
-        predicted, wanted = (", ".join(task.classes) if task.classes else "a number" for task in (trained, judged))
-        problem = f'"{judged.name}" has {wanted[:100]}; the model was trained on "{trained.name}", {predicted[:100]}'
+def _require_alike(trained: Task, chosen: Task) -> None:
+    if chosen.classes != trained.classes:
+        predicted, wanted = (", ".join(task.classes) if task.classes else "a number" for task in (trained, chosen))
+        problem = f'"{chosen.name}" has {wanted[:100]}; the model was trained on "{trained.name}", {predicted[:100]}'
         raise ConfigError("--task", problem, f"Give --task {trained.name}, or another task of the same classes")
-    kinds = [(task.form, task.towers, task.vocabulary) for task in (trained, judged)]
+    kinds = [(task.form, task.towers, task.vocabulary) for task in (trained, chosen)]
     if kinds[0] != kinds[1]:
-        problem = f'"{judged.name}" has other inputs than "{trained.name}", which the model was trained on'
+        problem = f'"{chosen.name}" has other inputs than "{trained.name}", which the model was trained on'
         raise ConfigError("--task", problem, f"Give --task {trained.name}")

@@ -136,7 +136,7 @@ def require_labels(examples: list[Example], name: str, source: str | Path) -> No
     for example in examples:
         if example.label is None:
             hint = "Give a labelled file; launch/predict.py labels others"
-            raise DataError(str(example.place), "has no label to learn from or to compare with", hint)
+            raise DataError(str(example.location), "has no label to learn from or to compare with", hint)
 
 
 def scheduled(config: FinetuneConfig, number: int, batch: int | None = None) -> FinetuneConfig:

@@ -34,7 +34,7 @@ class Example:
     label: Any
     """The number of its class, or the number to tell, or what another form than "labels" has; None where the file has
     none, as in official test files."""
-    place: SourceLocation
+    location: SourceLocation
     name: str
     """Its official id, else its number in the file, counted from 0."""
 
@@ -81,14 +81,14 @@ class Task(ABC):
         Raises DataError naming file, line and mend for what is missing or malformed.
         """
 
-    def class_of(self, label: str, place: SourceLocation) -> int:
+    def class_of(self, label: str, location: SourceLocation) -> int:
         """The number of a class by its name. Raises DataError naming the place."""
         assert self.classes is not None
         if label not in self.classes:
             near = did_you_mean(label, self.classes)
             hint = f"{near} " if near.startswith("Did") else ""
             hint += f"Its labels are: {', '.join(self.classes)}"
-            raise DataError(str(place), f'"{label[:80]}" is no label of {self.name}', hint)
+            raise DataError(str(location), f'"{label[:80]}" is no label of {self.name}', hint)
         return self.classes.index(label)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from megasparse.config.load import build_config
 from megasparse.model.build import build_model
-from megasparse.planning.dry_run import dry_run, made_up_records
+from megasparse.planning.dry_run import dry_run, dummy_records
 from megasparse.planning.flops import model_flops_per_token
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_an_encoder_decoder_takes_a_step_on_padded_records(empty_folder):
     model = {**VALUES["model"], **PAIRS, "kind": "encoder_decoder", "source": source}
     config, found = run({**VALUES, "model": model})
     assert abs(found.loss - math.log(300)) < 2
-    tokens = made_up_records(config.model, 5, 64, seed=1)
+    tokens = dummy_records(config.model, 5, 64, seed=1)
     assert tokens.shape == (5, 64) and 280 < tokens[tokens < 299].max() < 299
     padding = [*range(21, 24), *range(59, 64)]
     assert all((row == 299).nonzero().flatten().tolist() == padding for row in tokens)
@@ -71,7 +71,7 @@ def test_an_encoder_decoder_takes_a_step_on_padded_records(empty_folder):
 def test_made_up_pairs_of_segments_have_their_separators():
     order = {"sentence_order": {"separator": 298}, "masking": {"token": 297}}
     values = {**VALUES, "model": {**VALUES["model"], **PAIRS, **order, "kind": "encoder"}}
-    tokens = made_up_records(build_config(values).model, 3, 64, seed=1)
+    tokens = dummy_records(build_config(values).model, 3, 64, seed=1)
     assert all((row == 298).nonzero().flatten().tolist() == [28, 55] for row in tokens)
     assert (tokens[:, 56:] == 299).all() and (tokens[:, :56] != 299).all()
 

@@ -13,7 +13,7 @@ from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from megasparse.planning.dry_run import made_up_records
+from megasparse.planning.dry_run import dummy_records
 from megasparse.planning.hardware import GPUS
 from megasparse.planning.plan import Assumptions, Plan
 from megasparse.training.engine import build_engine
@@ -55,7 +55,7 @@ def held() -> dict[str, dict[str, int]]:
         config = config_of(case)
         ranks = start_ranks(config.run)
         engine = build_engine(build_model(config.model, 0), config, lambda step, x: RngContext(0, step, x, True), ranks)
-        batch = Batch(made_up_records(config.model, 1, LENGTH, ranks.rank), torch.tensor([ranks.rank]), 1)
+        batch = Batch(dummy_records(config.model, 1, LENGTH, ranks.rank), torch.tensor([ranks.rank]), 1)
         for step in range(2):
             result = engine.train_step([batch], step, 1e-3)
         found[case] = {kind: sum(sizes) for kind, sizes in result.held.items()}

@@ -139,7 +139,7 @@ def test_towers_are_framed_and_cut_each_for_itself(folder: Path) -> None:
 def test_what_an_example_keeps() -> None:
     given = examples(("a",), ("b",))
     found = list(encoder("bytes").encode(given))
-    assert [(each.label, each.place, each.name) for each in found] == [(e.label, e.place, e.name) for e in given]
+    assert [(each.label, each.location, each.name) for each in found] == [(e.label, e.location, e.name) for e in given]
 
 
 @pytest.mark.parametrize("kind", [Made, Towers])

@@ -226,7 +226,7 @@ def test_a_limit_takes_some_of_the_training_examples_alone(place: Path) -> None:
 def test_another_file_validates(place: Path, tmp_path: Path) -> None:
     other = reviews(tmp_path / "other.csv", 6, seed=1)
     found = made(place, task={"max_length": 128, "validation": str(other)})
-    assert len(found.train) == 40 and [str(each.place) for each in found.validation] == [
+    assert len(found.train) == 40 and [str(each.location) for each in found.validation] == [
         f"{other}:{line}" for line in range(2, 8)
     ]
 

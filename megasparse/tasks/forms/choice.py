@@ -15,7 +15,7 @@ from megasparse.tasks.form import Form
 from megasparse.tasks.forms.choice_model import ChoiceBatch, ChoiceModel, EncodedChoice, collate
 from megasparse.tasks.task import Example
 
-MADE_UP = 79
+DUMMY_CANDIDATES = 79
 """Candidates of a made-up example: the most that WikiHop has."""
 
 
@@ -48,25 +48,25 @@ class ChoiceEncoder(Encoder):
 
     def _encoded(self, example: Choice) -> EncodedChoice:
         begin, separator = self._frame(2)[:2]
-        ids = [np.concatenate([self._ids(each, example.place), separator]) for each in example.inputs]
+        ids = [np.concatenate([self._ids(each, example.location), separator]) for each in example.inputs]
         asked = 1 + example.candidates
         marks = len(begin) + np.cumsum([len(each) for each in ids[:asked]])[1:] - 1
         tokens = np.concatenate([begin, *ids])
         first = len(begin) + sum(map(len, ids[:asked]))
-        limit, place = self.config.max_length, example.place
+        limit, location = self.config.max_length, example.location
         self.counts.longest = max(self.counts.longest, len(tokens))
         if first > limit:
             problem = f"question and {example.candidates} candidates of {example.name} alone are {first:,} tokens"
             hint = "Raise it, or remove the example: they are never cut"
-            raise DataError(str(place), f"{problem}, more than task.max_length = {limit:,}", hint)
+            raise DataError(str(location), f"{problem}, more than task.max_length = {limit:,}", hint)
         if len(tokens) > limit:
-            self._refuse_or_count_cut(len(tokens), place)
+            self._refuse_or_count_cut(len(tokens), location)
             tokens = tokens[:limit]
         types = (np.arange(len(tokens)) >= first).astype(np.int64)
         names = tuple(str(each) for each in example.inputs[1:asked])
         sequence = Segments(tokens, types)
         # A candidate without tokens, where there are no separators either, may end before anything begins.
-        return EncodedChoice((sequence,), example.label, place, example.name, np.maximum(marks, 0), names)
+        return EncodedChoice((sequence,), example.label, location, example.name, np.maximum(marks, 0), names)
 
 
 class ChoiceForm(Form):
@@ -92,7 +92,7 @@ class ChoiceForm(Form):
         """Random tokens whose last one is padding, so that there is a mask, and many candidates; the first is right."""
         tokens = torch.randint(body.vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
         lengths = torch.full((batch,), max(1, length - 1))
-        marks = torch.arange(min(MADE_UP, int(lengths[0]))).repeat(batch, 1)
+        marks = torch.arange(min(DUMMY_CANDIDATES, int(lengths[0]))).repeat(batch, 1)
         read = Padded(tokens, torch.zeros_like(tokens), lengths)
         return ChoiceBatch(Inputs((read,), torch.zeros(batch, dtype=torch.int64)), marks)
 

@@ -49,7 +49,7 @@ class WindowEncoder(Encoder):
         for example in examples:
             self.counts.examples += 1
             values, marks = (part for part in example.inputs if isinstance(part, np.ndarray))
-            yield Window((), example.label, example.place, example.name, values, marks)
+            yield Window((), example.label, example.location, example.name, values, marks)
 
 
 class ForecastForm(Form):

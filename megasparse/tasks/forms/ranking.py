@@ -68,7 +68,7 @@ class RankingEncoder(Encoder):
 
         def read(text: str, example: Example) -> Segments:
             if text not in texts:
-                texts[text] = self._join((text,), example.place)
+                texts[text] = self._join((text,), example.location)
                 counts.texts += 1
             return texts[text]
 
@@ -82,7 +82,7 @@ class RankingEncoder(Encoder):
             if history not in histories:
                 histories[history] = tuple(read(text, example) for text in history)
             candidates = tuple(read(text, example) for text in shown)
-            yield Impression(candidates, example.label, example.place, example.name, histories[history])
+            yield Impression(candidates, example.label, example.location, example.name, histories[history])
 
 
 class RankingForm(Form):
@@ -110,7 +110,7 @@ class RankingForm(Form):
         def place(text: Segments, example: Encoded) -> int:
             if id(text) not in places:
                 places[id(text)] = len(places)
-                distinct.append(Encoded((text,), None, example.place, example.name))
+                distinct.append(Encoded((text,), None, example.location, example.name))
             return places[id(text)]
 
         histories, shown, labels = [], [], []

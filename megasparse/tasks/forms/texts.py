@@ -22,7 +22,7 @@ from megasparse.tasks.form import Form
 from megasparse.tasks.forms.sequence_to_sequence import SequenceToSequenceBody, TextModel, Texts, side_by_side
 from megasparse.tasks.task import Example, SourceLocation, Task
 
-MADE_UP = 4
+DUMMY_ANSWER = 4
 """Tokens of the answers that memory is measured with."""
 
 
@@ -78,8 +78,8 @@ class TextEncoder(Encoder):
         """
         answers = Counts()
         for found in super().encode(examples):
-            target = None if found.label is None else self._target(found.label, found.place, answers)
-            yield EncodedText(found.sequences, found.label, found.place, found.name, target)
+            target = None if found.label is None else self._target(found.label, found.location, answers)
+            yield EncodedText(found.sequences, found.label, found.location, found.name, target)
         self.counts = TextCounts(
             **vars(self.counts), answers=answers, answer_limit=self.config.generation.target_length
         )
@@ -87,7 +87,7 @@ class TextEncoder(Encoder):
     def _frame(self, segments: int) -> list[np.ndarray]:
         return [self.end[:0], self.end]
 
-    def _target(self, answer: str, place: SourceLocation, counts: Counts) -> np.ndarray:
+    def _target(self, answer: str, location: SourceLocation, counts: Counts) -> np.ndarray:
         assert self.tokenizer is not None
         tokens, limit = self.tokenizer.encode(answer).numpy(), self.config.generation.target_length
         whole = len(tokens) + 1
@@ -95,14 +95,14 @@ class TextEncoder(Encoder):
         if not len(tokens):
             if self.config.empty == "refuse":
                 hint = 'Remove it, or keep such examples, telling how many: --set task.empty="keep"'
-                raise DataError(str(place), "its answer is empty: the model has nothing to tell", hint)
-            counts.empty, counts.first_empty = counts.empty + 1, counts.first_empty or place
+                raise DataError(str(location), "its answer is empty: the model has nothing to tell", hint)
+            counts.empty, counts.first_empty = counts.empty + 1, counts.first_empty or location
         if whole > limit:
             if self.config.too_long == "refuse":
                 problem = f"its answer's {whole:,} tokens are more than task.generation.target_length = {limit:,}"
                 hint = 'Raise it, or keep the beginning of such answers: --set task.too_long="cut"'
-                raise DataError(str(place), problem, hint)
-            counts.cut, counts.first_cut = counts.cut + 1, counts.first_cut or place
+                raise DataError(str(location), problem, hint)
+            counts.cut, counts.first_cut = counts.cut + 1, counts.first_cut or location
         return np.concatenate([tokens, self.end])[:limit]
 
 
@@ -163,7 +163,7 @@ class TextForm(Form):
             tokens = torch.randint(body.vocabulary, (batch, width), generator=generator)
             return Padded(tokens, torch.zeros_like(tokens), torch.full((batch,), max(1, width - 1)))
 
-        rule = replace(self.rule, tokens=min(self.rule.tokens, MADE_UP))
+        rule = replace(self.rule, tokens=min(self.rule.tokens, DUMMY_ANSWER))
         return Texts(side(length), side(self.config.task.generation.target_length), rule)
 
     def answer(self, example: Encoded, predicted: np.ndarray) -> str:

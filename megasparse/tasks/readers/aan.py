@@ -28,6 +28,6 @@ class AAN(Task):
         return existing(folder, {split: [f"new_aan_pairs.{name}.tsv"] for split, name in names.items()})
 
     def read(self, file: Path) -> Iterator[Example]:
-        for place, row in tab_separated(file, COLUMNS):
-            label = self.class_of(NUMBERS.get(row["label"], row["label"]), place)
-            yield Example((row["text1"], row["text2"]), label, place, f"{row['id1']} {row['id2']}")
+        for location, row in tab_separated(file, COLUMNS):
+            label = self.class_of(NUMBERS.get(row["label"], row["label"]), location)
+            yield Example((row["text1"], row["text2"]), label, location, f"{row['id1']} {row['id2']}")

@@ -30,13 +30,13 @@ class Amazon(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         file, part = split_name(file)
-        for number, (place, row) in enumerate(json_lines(file)):
+        for number, (location, row) in enumerate(json_lines(file)):
             if not is_in(part, number):
                 continue
-            text, stars = field(row, "reviewText", place), field(row, "overall", place)
+            text, stars = field(row, "reviewText", location), field(row, "overall", location)
             if not isinstance(text, str):
-                raise DataError(str(place), "reviewText is no text", "Put it right, or take the official file")
+                raise DataError(str(location), "reviewText is no text", "Put it right, or take the official file")
             if type(stars) not in (int, float) or stars not in STARS:
                 problem = f"overall is {json.dumps(stars)[:80]}, no number of stars"
-                raise DataError(str(place), problem, "Write 1.0, 2.0, 3.0, 4.0 or 5.0")
-            yield Example((text,), STARS.index(stars), place, str(number))
+                raise DataError(str(location), problem, "Write 1.0, 2.0, 3.0, 4.0 or 5.0")
+            yield Example((text,), STARS.index(stars), location, str(number))

@@ -12,25 +12,27 @@ HOUR, DAY = 3600.0, 86400.0
 MEND = "Put the rows in order of time, one each step, and fill the gaps"
 
 
-def date(text: str, place: SourceLocation) -> datetime:
+def date(text: str, location: SourceLocation) -> datetime:
     """Raises DataError for what is no date and time, or one of a time zone, whose days are not equally long."""
     try:
         found = datetime.fromisoformat(text.strip())
     except ValueError:
         problem = f'"{text[:80]}" is no date and time'
-        raise DataError(str(place), problem, "Write it as 2016-07-01 13:00:00") from None
+        raise DataError(str(location), problem, "Write it as 2016-07-01 13:00:00") from None
     if found.tzinfo is not None:
-        raise DataError(str(place), f'"{text[:80]}" names a time zone', "Give all times in one zone, without its name")
+        raise DataError(
+            str(location), f'"{text[:80]}" names a time zone', "Give all times in one zone, without its name"
+        )
     return found
 
 
-def require_step(earlier: datetime, later: datetime, step: timedelta | None, place: SourceLocation) -> timedelta:
+def require_step(earlier: datetime, later: datetime, step: timedelta | None, location: SourceLocation) -> timedelta:
     """The step from a row to the next, where it is `step`, or that is not known yet. Raises DataError."""
     own = later - earlier
     if own <= timedelta(0):
-        raise DataError(str(place), f"{later} comes after {earlier}, which is no earlier", MEND)
+        raise DataError(str(location), f"{later} comes after {earlier}, which is no earlier", MEND)
     if step is not None and own != step:
-        raise DataError(str(place), f"{later} is {own} after the row before it, where a step is {step}", MEND)
+        raise DataError(str(location), f"{later} is {own} after the row before it, where a step is {step}", MEND)
     return own
 
 

@@ -42,8 +42,8 @@ class CNNDailyMail(ParallelText):
         if file.suffix == ".story":
             yield story(file)
         elif file.name in (name for names in LISTS.values() for name in names):
-            for place, url in lines(file):
-                yield story(_place_of(url, place))
+            for location, url in lines(file):
+                yield story(_story_file(url, location))
         else:
             yield from super().read(file)
 
@@ -57,13 +57,13 @@ def story(file: Path) -> Example:
     return Example((text,), "\n".join(predicted) or None, SourceLocation(file), file.stem)
 
 
-def _place_of(url: str, place: SourceLocation) -> Path:
+def _story_file(url: str, location: SourceLocation) -> Path:
     """The story of a URL of a list."""
     name = hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() + ".story"
-    above = place.file.parent
+    above = location.file.parent
     folders = [root / inner for root in (above, above.parent) for inner in STORIES]
     for folder in folders:
         if (folder / name).exists():
             return folder / name
     hint = f"Put all stories into {', '.join(STORIES[:2])} beside the lists"
-    raise DataError(str(place), f"there is no {name} of {url[:80]}", hint)
+    raise DataError(str(location), f"there is no {name} of {url[:80]}", hint)

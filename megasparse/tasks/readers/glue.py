@@ -44,17 +44,17 @@ class GLUETask(Task):
         return existing(folder, {split: [name] for split, name in self.splits.items()})
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (place, row) in enumerate(self.rows(file)):
-            inputs = tuple(field(row, column, place) for column in self.texts)
-            label = self.value(row[self.label], place) if self.label in row else None
-            yield Example(inputs, label, place, row.get(self.identifier, str(number)))
+        for number, (location, row) in enumerate(self.rows(file)):
+            inputs = tuple(field(row, column, location) for column in self.texts)
+            label = self.value(row[self.label], location) if self.label in row else None
+            yield Example(inputs, label, location, row.get(self.identifier, str(number)))
 
     def rows(self, file: Path) -> Rows:
         return tab_separated(file)
 
-    def value(self, label: str, place: SourceLocation) -> int | float:
+    def value(self, label: str, location: SourceLocation) -> int | float:
         """Of a label as the file has it. Raises DataError naming the place."""
-        return self.class_of(label, place)
+        return self.class_of(label, location)
 
 
 class CoLA(GLUETask):
@@ -139,17 +139,17 @@ class QQP(GLUETask):
     def rows(self, file: Path) -> Rows:
         names: list[str] | None = None
         halves: list[int | None] = []
-        for place, line in lines(file):
+        for location, line in lines(file):
             fields = line.split("\t")
             if names is None:
                 names = fields
             elif len(fields) == len(names):
-                yield place, dict(zip(names, fields, strict=True))
+                yield location, dict(zip(names, fields, strict=True))
             elif is_half(fields):
-                halves.append(place.line)
+                halves.append(location.line)
             else:
                 problem = f"{len(fields)} fields where there are {len(names)} columns ({', '.join(names)})"
-                raise DataError(str(place), problem, "Put it right, or take the official file")
+                raise DataError(str(location), problem, "Put it right, or take the official file")
         if halves:
             predicted = (
                 f"{file}: left out {len(halves)} lines, halves of pairs that are broken in the official file: lines "
@@ -184,8 +184,8 @@ class STSB(GLUETask):
     metrics = ("pearson", "spearman")
     label = "score"
 
-    def value(self, label: str, place: SourceLocation) -> int | float:
-        return similarity(label, place)
+    def value(self, label: str, location: SourceLocation) -> int | float:
+        return similarity(label, location)
 
 
 FIRST_HALVES = {

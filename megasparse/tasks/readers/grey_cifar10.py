@@ -57,12 +57,12 @@ class GreyCIFAR10(Task):
                     raise DataError(file, f"this batch has {size:,} bytes, {whole} are expected", hint)
                 for number in range(size // RECORD):
                     record = np.frombuffer(stream.read(RECORD), dtype=np.uint8)
-                    place, label = SourceLocation(file, number + 1), int(record[0])
+                    location, label = SourceLocation(file, number + 1), int(record[0])
                     if label >= len(self.classes):
                         problem = f"the label {label} is none of 0 … {len(self.classes) - 1}"
-                        raise DataError(str(place), problem, "Get the file again: it is damaged")
+                        raise DataError(str(location), problem, "Get the file again: it is damaged")
                     planes = record[1:].reshape(3, SIDE * SIDE)
-                    yield Example((grey(planes.T),), label, place, str(number))
+                    yield Example((grey(planes.T),), label, location, str(number))
         except OSError as error:
             raise DataError(file, f"cannot be read ({error.strerror})", "Give a batch of CIFAR-10") from None
 

@@ -27,14 +27,14 @@ class Headlines(TextTask):
     def read(self, file: Path) -> Iterator[Example]:
         file, part = split_name(file)
         lacking: list[int | None] = []
-        for number, (place, row) in enumerate(comma_separated(file)):
+        for number, (location, row) in enumerate(comma_separated(file)):
             if not is_in(part, number):
                 continue
-            text, title = field(row, "text", place).strip(), row.get("title", "").strip()
+            text, title = field(row, "text", location).strip(), row.get("title", "").strip()
             if part is not None and not (text and title):
-                lacking.append(place.line)
+                lacking.append(location.line)
             else:
-                yield Example((text,), title or None, place, row.get("article_id", str(number)))
+                yield Example((text,), title or None, location, row.get("article_id", str(number)))
         if lacking:
             predicted = f"{file}#{part}: left out {len(lacking)} articles without a title or a text: lines "
             print(predicted + ", ".join(map(str, lacking)), file=sys.stderr)

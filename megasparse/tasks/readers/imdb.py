@@ -30,11 +30,11 @@ class IMDB(Task):
         return next((found for each in released if (found := existing(folder, each))), {})
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (place, line) in enumerate(lines(file)):
+        for number, (location, line) in enumerate(lines(file)):
             values = line.split("\t\t", len(FIELDS) - 1)
             if len(values) != len(FIELDS):
                 problem = f"{len(values)} fields where there are {len(FIELDS)} ({', '.join(FIELDS)})"
-                raise DataError(str(place), problem, "Put two tabs between them, or take the official file")
+                raise DataError(str(location), problem, "Put two tabs between them, or take the official file")
             row = dict(zip(FIELDS, values, strict=True))
             text = " ".join(sentence.strip() for sentence in row["text"].split(SENTENCE_END))
-            yield Example((text,), self.class_of(row["rating"], place), place, str(number))
+            yield Example((text,), self.class_of(row["rating"], location), location, str(number))

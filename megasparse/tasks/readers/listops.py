@@ -35,12 +35,12 @@ class ListOps(Task):
         return existing(folder, {split: [name] for split, name in names.items()})
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (place, row) in enumerate(tab_separated(file)):
-            source, target = field(row, "Source", place), field(row, "Target", place)
+        for number, (location, row) in enumerate(tab_separated(file)):
+            source, target = field(row, "Source", location), field(row, "Target", location)
             tokens = [token for token in source.split() if token not in PARENTHESES]
             try:
                 ids = np.array([IDS[token] for token in tokens], dtype=np.int64)
             except KeyError as error:
                 problem = f'Source has "{error.args[0][:80]}", which is no token of ListOps'
-                raise DataError(str(place), problem, f"Its tokens are: ( ) {' '.join(TOKENS)}") from None
-            yield Example((ids,), self.class_of(target, place), place, str(number))
+                raise DataError(str(location), problem, f"Its tokens are: ( ) {' '.join(TOKENS)}") from None
+            yield Example((ids,), self.class_of(target, location), location, str(number))

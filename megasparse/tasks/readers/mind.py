@@ -45,48 +45,48 @@ class MIND(Task):
         kept: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         last = self.config.recommendation.history
 
-        def of(names: list[str], place: SourceLocation) -> tuple[str, ...]:
+        def of(names: list[str], location: SourceLocation) -> tuple[str, ...]:
             for name in names:
                 if name not in titles:
                     hint = "Put it right, or take both files from one official folder"
-                    raise DataError(str(place), f'"{name[:80]}" is no news of {file.with_name(NEWS)}', hint)
+                    raise DataError(str(location), f'"{name[:80]}" is no news of {file.with_name(NEWS)}', hint)
             return tuple(titles[name] for name in names)
 
-        for place, row in tab_separated(file, COLUMNS):
-            clicked = of(row["history"].split(), place)[-last:]
-            names, label = _shown(row["impressions"].split(), place)
-            inputs: Any = (kept.setdefault(clicked, clicked), of(names, place))
+        for location, row in tab_separated(file, COLUMNS):
+            clicked = of(row["history"].split(), location)[-last:]
+            names, label = _shown(row["impressions"].split(), location)
+            inputs: Any = (kept.setdefault(clicked, clicked), of(names, location))
             label = None if label is None else kept.setdefault(label, label)
-            yield Example(inputs, label, place, row["impression id"])
+            yield Example(inputs, label, location, row["impression id"])
 
     def _titles(self, file: Path) -> dict[str, str]:
         """Of each news of a news.tsv, by its id."""
         titles: dict[str, str] = {}
         kept: dict[str, str] = {}
-        for place, row in tab_separated(file, NEWS_COLUMNS):
+        for location, row in tab_separated(file, NEWS_COLUMNS):
             name, title = row["id"], row["title"]
             if not title.strip() and self.config.empty == "refuse":
                 hint = 'Give it one, or keep such news, telling how many: --set task.empty="keep"'
-                raise DataError(str(place), f'the title of "{name[:80]}" is empty', hint)
+                raise DataError(str(location), f'the title of "{name[:80]}" is empty', hint)
             if name in titles:
-                raise DataError(str(place), f'"{name[:80]}" stands there twice', "Remove one of them")
+                raise DataError(str(location), f'"{name[:80]}" stands there twice', "Remove one of them")
             titles[name] = kept.setdefault(title, title)
         return titles
 
 
-def _shown(fields: list[str], place: SourceLocation) -> tuple[list[str], tuple[int, ...] | None]:
+def _shown(fields: list[str], location: SourceLocation) -> tuple[list[str], tuple[int, ...] | None]:
     """The ids of `N1-0 N2-1`, and the labels; None of `N1 N2`."""
     if not fields:
-        raise DataError(str(place), "an impression without any news", "Remove it, or take the official file")
+        raise DataError(str(location), "an impression without any news", "Remove it, or take the official file")
     if not any("-" in field for field in fields):
         return fields, None
     split = [field.rpartition("-") for field in fields]
     for field, (name, _, label) in zip(fields, split, strict=True):
         if not name or label not in ("0", "1"):
             hint = "Write N1-1 of a news that was clicked, N1-0 of another one; in a test set N1 of each"
-            raise DataError(str(place), f'"{field[:80]}" has no label 0 or 1', hint)
+            raise DataError(str(location), f'"{field[:80]}" has no label 0 or 1', hint)
     labels = tuple(int(label) for _, _, label in split)
     if len(set(labels)) == 1:
         problem = "a click on every news shown" if labels[0] else "no click on any news shown"
-        raise DataError(str(place), f"{problem}: there is nothing to rank", "Remove the impression")
+        raise DataError(str(location), f"{problem}: there is nothing to rank", "Remove the impression")
     return [name for name, _, _ in split], labels

@@ -70,8 +70,8 @@ class ParallelText(TextTask):
         if other is not None:
             yield from aligned(file, other)
             return
-        for number, (place, text) in enumerate(lines(file)):
-            yield Example((text.strip(),), None, place, str(number))
+        for number, (location, text) in enumerate(lines(file)):
+            yield Example((text.strip(),), None, location, str(number))
 
     def translation(self, file: Path) -> Path | None:
         """The target's file of a source's. Raises DataError where the file itself is the target's."""
@@ -101,5 +101,5 @@ def aligned(source: Path, target: Path) -> Iterator[Example]:
                       for each, side in zip((text, answer), sides, strict=True)]  # fmt: skip
             problem = f"{counts[0]:,} lines, and {target} has {counts[1]:,}"
             raise DataError(source, problem, "Give files whose lines are translations of each other")
-        place, line = text
-        yield Example((line.strip(),), answer[1].strip(), place, str(number))
+        location, line = text
+        yield Example((line.strip(),), answer[1].strip(), location, str(number))

@@ -47,13 +47,15 @@ class Pathfinder(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         _refuse_arrays(file)
-        for place, line in lines(file):
+        for location, line in lines(file):
             fields = line.split(" ")
             if len(fields) < 4 or not FOLDER.fullmatch(fields[0]) or not FILE.fullmatch(fields[1]):
-                raise DataError(str(place), f'"{line[:80]}" is no line of metadata', "Write: imgs/0 sample_7.png 7 1")
+                raise DataError(
+                    str(location), f'"{line[:80]}" is no line of metadata', "Write: imgs/0 sample_7.png 7 1"
+                )
             folder, name, _, label = fields[:4]
             path = file.parent.parent / folder / name
-            yield Example((_pixels(path, place),), self.class_of(label, place), place, f"{folder}/{name}")
+            yield Example((_pixels(path, location),), self.class_of(label, location), location, f"{folder}/{name}")
 
 
 def _refuse_arrays(file: Path) -> None:
@@ -67,12 +69,12 @@ def _refuse_arrays(file: Path) -> None:
         raise DataError(file, problem, "Give lra_release's, which is text, or write text: imgs/0 sample_7.png 7 1")
 
 
-def _pixels(path: Path, place: SourceLocation) -> np.ndarray:
+def _pixels(path: Path, location: SourceLocation) -> np.ndarray:
     """int64 (1024,)."""
     if not path.is_file():
-        raise DataError(str(place), f"{path} is not there", "Unpack lra_release again, or delete this line")
+        raise DataError(str(location), f"{path} is not there", "Unpack lra_release again, or delete this line")
     if not path.stat().st_size:
-        raise DataError(str(place), f"{path} is empty", "Delete this line: Long Range Arena leaves such images out")
+        raise DataError(str(location), f"{path} is empty", "Delete this line: Long Range Arena leaves such images out")
     colours = image(path, SIDE)
     if (colours != colours[..., :1]).any():
         raise DataError(path, "this image has colours, grey is expected", "Convert it to grey")

@@ -28,19 +28,19 @@ class PubMed(TextTask):
         return existing(inner if inner.is_dir() else folder, names)
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (place, row) in enumerate(json_lines(file)):
-            text = " ".join(_sentences(row, "article_text", place))
+        for number, (location, row) in enumerate(json_lines(file)):
+            text = " ".join(_sentences(row, "article_text", location))
             label = None
             if "abstract_text" in row:
                 predicted = (
-                    each.removeprefix(BEGIN).removesuffix(END) for each in _sentences(row, "abstract_text", place)
+                    each.removeprefix(BEGIN).removesuffix(END) for each in _sentences(row, "abstract_text", location)
                 )
                 label = "\n".join(each.strip() for each in predicted)
-            yield Example((text,), label, place, str(row.get("article_id", number)))
+            yield Example((text,), label, location, str(row.get("article_id", number)))
 
 
-def _sentences(row: dict[str, Any], column: str, place: SourceLocation) -> list[str]:
-    found = field(row, column, place)
+def _sentences(row: dict[str, Any], column: str, location: SourceLocation) -> list[str]:
+    found = field(row, column, location)
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise DataError(str(place), f'"{column}" is no list of sentences', "Put it right, or take the official file")
+        raise DataError(str(location), f'"{column}" is no list of sentences', "Put it right, or take the official file")
     return [each.strip() for each in found]

@@ -26,8 +26,8 @@ def lines(file: Path) -> Iterator[tuple[SourceLocation, str]]:
 
     Raises DataError where it cannot be read, and for what is no UTF-8.
     """
-    for place, line in _whole_lines(file):
-        yield place, line.removesuffix("\n").removesuffix("\r")
+    for location, line in _whole_lines(file):
+        yield location, line.removesuffix("\n").removesuffix("\r")
 
 
 def _whole_lines(file: Path) -> Iterator[tuple[SourceLocation, str]]:
@@ -35,13 +35,13 @@ def _whole_lines(file: Path) -> Iterator[tuple[SourceLocation, str]]:
     try:
         with _opened(file) as stream:
             for number, raw in enumerate(stream, start=1):
-                place = SourceLocation(file, number)
+                location = SourceLocation(file, number)
                 try:
                     text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
                     problem = f"is no UTF-8 (byte 0x{raw[error.start]:02x} in column {error.start + 1})"
-                    raise DataError(str(place), problem, "Convert the file: iconv -f latin1 -t utf-8") from None
-                yield place, text
+                    raise DataError(str(location), problem, "Convert the file: iconv -f latin1 -t utf-8") from None
+                yield location, text
     except UNREADABLE as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(file, f"cannot be read ({reason})", "Give a file of the task, and a whole one") from None
@@ -67,15 +67,15 @@ def tab_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[
     columns: their names; None where the first line has them. Raises DataError for a row of another number of fields.
     """
     names = list(columns) if columns is not None else None
-    for place, line in lines(file):
+    for location, line in lines(file):
         fields = line.split("\t")
         if names is None:
-            names = _column_names(fields, place)
+            names = _column_names(fields, location)
             continue
         if len(fields) != len(names):
             problem = f"{len(fields)} fields where there are {len(names)} columns ({', '.join(names)[:100]})"
-            raise DataError(str(place), problem, "Put it right, or take the official file")
-        yield place, dict(zip(names, fields, strict=True))
+            raise DataError(str(location), problem, "Put it right, or take the official file")
+        yield location, dict(zip(names, fields, strict=True))
     if names is None:
         raise _empty(file)
 
@@ -93,8 +93,8 @@ def comma_separated(
 
     def texts() -> Iterator[str]:
         nonlocal last
-        for place, line in _whole_lines(file):
-            last = place.line or 0
+        for location, line in _whole_lines(file):
+            last = location.line or 0
             yield line
 
     names = list(columns) if columns is not None else None
@@ -107,14 +107,14 @@ def comma_separated(
             raise DataError(str(SourceLocation(file, first)), f"is no CSV ({error})", hint) from None
         if fields is None:
             break
-        place, first = SourceLocation(file, first), last + 1
+        location, first = SourceLocation(file, first), last + 1
         if names is None:
-            names = _column_names(fields, place)
+            names = _column_names(fields, location)
         elif fields and len(fields) != len(names):
             problem = f"{len(fields)} fields where there are {len(names)} columns ({', '.join(names)[:100]})"
-            raise DataError(str(place), problem, "Put it right: a field with a comma stands in quotation marks")
+            raise DataError(str(location), problem, "Put it right: a field with a comma stands in quotation marks")
         elif fields:
-            yield place, dict(zip(names, fields, strict=True))
+            yield location, dict(zip(names, fields, strict=True))
     if names is None:
         raise _empty(file)
 
@@ -123,31 +123,33 @@ def json_lines(file: Path) -> Iterator[tuple[SourceLocation, dict[str, Any]]]:
     """Objects, one a line. Raises DataError for a line that is none, and for what only Python takes for JSON: a key
     given twice, NaN, infinity. Empty lines are passed over.
     """
-    for place, line in lines(file):
+    for location, line in lines(file):
         if not line.strip():
             continue
         try:
             value = json.loads(line, object_pairs_hook=_without_repeats, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            raise DataError(str(place), f"is no JSON ({error})", "Write one object a line: {...}") from None
+            raise DataError(str(location), f"is no JSON ({error})", "Write one object a line: {...}") from None
         if not isinstance(value, dict):
-            raise DataError(str(place), "is no JSON object", 'Write one object a line: {"text": "...", "label": "..."}')
-        yield place, value
+            raise DataError(
+                str(location), "is no JSON object", 'Write one object a line: {"text": "...", "label": "..."}'
+            )
+        yield location, value
 
 
-def field(row: dict[str, Any], column: str, place: SourceLocation) -> Any:
+def field(row: dict[str, Any], column: str, location: SourceLocation) -> Any:
     """A row's value in a column. Raises DataError where there is no such column."""
     if column not in row:
         hint = did_you_mean(column, [name for name in row if isinstance(name, str)])
-        raise DataError(str(place), f'has no column "{column}"', hint)
+        raise DataError(str(location), f'has no column "{column}"', hint)
     return row[column]
 
 
-def _column_names(names: list[str], place: SourceLocation) -> list[str]:
+def _column_names(names: list[str], location: SourceLocation) -> list[str]:
     for number, name in enumerate(names):
         if name in names[:number]:
             problem = f'two columns are called "{name[:80]}"'
-            raise DataError(str(place), problem, "Give each a name of its own: the first line has the names")
+            raise DataError(str(location), problem, "Give each a name of its own: the first line has the names")
     return names
 
 

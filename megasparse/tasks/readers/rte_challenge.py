@@ -36,14 +36,14 @@ class RTEChallenge(Task):
         return existing(inner if inner.is_dir() else folder, names)
 
     def read(self, file: Path) -> Iterator[Example]:
-        for place, attributes, texts in pairs(file):
+        for location, attributes, texts in pairs(file):
             if "id" not in attributes:
-                raise DataError(str(place), "a pair without an id", MEND)
+                raise DataError(str(location), "a pair without an id", MEND)
             if missing := [name for name in ("t", "h") if name not in texts]:
-                raise DataError(str(place), f"pair {attributes['id']} has no <{missing[0]}>", MEND)
+                raise DataError(str(location), f"pair {attributes['id']} has no <{missing[0]}>", MEND)
             predicted = attributes.get("entailment", attributes.get("value"))
-            label = None if predicted is None else self.class_of(ENTAILMENT.get(predicted, predicted), place)
-            yield Example((texts["t"], texts["h"]), label, place, attributes["id"])
+            label = None if predicted is None else self.class_of(ENTAILMENT.get(predicted, predicted), location)
+            yield Example((texts["t"], texts["h"]), label, location, attributes["id"])
 
 
 def pairs(file: Path) -> Iterator[tuple[SourceLocation, dict[str, str], dict[str, str]]]:
@@ -89,7 +89,7 @@ class _Reader:
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         if name == "pair":
             self._require(self.inside is None, "a <pair> inside a <pair>")
-            self.inside = (self._place(), attributes, {})
+            self.inside = (self._location(), attributes, {})
         elif self.inside is not None:
             self._require(self.element is None, f"<{name}> inside <{self.element}>")
             self._require(name not in self.inside[2], f"a second <{name}> of a pair")
@@ -115,7 +115,7 @@ class _Reader:
 
     def _require(self, holds: bool, problem: str) -> None:
         if not holds:
-            raise DataError(str(self._place()), problem, MEND)
+            raise DataError(str(self._location()), problem, MEND)
 
-    def _place(self) -> SourceLocation:
+    def _location(self) -> SourceLocation:
         return SourceLocation(self.file, self.parser.CurrentLineNumber)

@@ -188,28 +188,28 @@ def _rows(file: Path, date: str, columns: list[str] | None, step: timedelta | No
     lines: list[int] = []
     dates: list[datetime] = []
     values: list[list[float]] = []
-    for place, row in comma_separated(file):
-        when = calendar.date(field(row, date, place), place)
+    for location, row in comma_separated(file):
+        when = calendar.date(field(row, date, location), location)
         if columns is None:
             columns = [name for name in row if name != date]
         if dates:
-            step = calendar.require_step(dates[-1], when, step, place)
-        lines.append(place.line or 0)
+            step = calendar.require_step(dates[-1], when, step, location)
+        lines.append(location.line or 0)
         dates.append(when)
-        values.append([_number(field(row, column, place), column, place) for column in columns])
+        values.append([_number(field(row, column, location), column, location) for column in columns])
     if not values or not columns:
         raise DataError(file, f'has no {"columns beside" if values else "rows below"} "{date}"', "Give numbers by date")
     return Rows(columns, lines, dates, np.array(values), step)
 
 
-def _number(text: str, column: str, place: SourceLocation) -> float:
+def _number(text: str, column: str, location: SourceLocation) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
         problem = f'"{text[:80]}" in the column "{column}" is no number'
-        raise DataError(str(place), problem, "Write one, such as 3.5, or name other columns: task.forecast.inputs")
+        raise DataError(str(location), problem, "Write one, such as 3.5, or name other columns: task.forecast.inputs")
     return value
 
 

@@ -30,22 +30,22 @@ class STSBenchmark(Task):
         return existing(inner if inner.is_dir() else folder, {split: [name] for split, name in names.items()})
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (place, line) in enumerate(lines(file)):
+        for number, (location, line) in enumerate(lines(file)):
             fields = line.split("\t")
             if len(fields) not in (len(COLUMNS), len(COLUMNS) + len(LICENCE)):
                 problem = f"{len(fields)} fields where there are 7 ({', '.join(COLUMNS)}), or 9 with the licences"
-                raise DataError(str(place), problem, "Put it right, or take the official file")
+                raise DataError(str(location), problem, "Put it right, or take the official file")
             row = dict(zip((*COLUMNS, *LICENCE), fields, strict=False))
-            label = similarity(row["score"], place)
-            yield Example((row["sentence1"], row["sentence2"]), label, place, str(number))
+            label = similarity(row["score"], location)
+            yield Example((row["sentence1"], row["sentence2"]), label, location, str(number))
 
 
-def similarity(text: str, place: SourceLocation) -> float:
+def similarity(text: str, location: SourceLocation) -> float:
     """A label from 0 to 5, as a number. Raises DataError naming the place for anything else."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0.0 <= value <= MOST_ALIKE:
-        raise DataError(str(place), f'"{text[:80]}" is no similarity from 0 to 5', "Put it right")
+        raise DataError(str(location), f'"{text[:80]}" is no similarity from 0 to 5', "Put it right")
     return value

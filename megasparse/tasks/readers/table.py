@@ -48,26 +48,26 @@ class Table(Task):
         return {"train": [folder]}
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (place, row) in enumerate(table_rows(file)):
-            inputs = tuple(text_of(row, column, place) for column in self.config.text)
-            yield Example(inputs, self._label(row, place), place, str(number))
+        for number, (location, row) in enumerate(table_rows(file)):
+            inputs = tuple(text_of(row, column, location) for column in self.config.text)
+            yield Example(inputs, self._label(row, location), location, str(number))
 
-    def _label(self, row: dict[str, Any], place: SourceLocation) -> int | float | None:
+    def _label(self, row: dict[str, Any], location: SourceLocation) -> int | float | None:
         if self.config.label not in row:
             return None
-        label = _label_text(row[self.config.label], self.config.label, place)
+        label = _label_text(row[self.config.label], self.config.label, location)
         if self.classes is not None:
-            return self.class_of(label, place)
+            return self.class_of(label, location)
         number = _number(label)
         if number is None:
             hint = "Write one, such as 3.5; or tell classes apart: --set task.labels=null"
-            raise DataError(str(place), f'"{label[:80]}" in the column "{self.config.label}" is no number', hint)
+            raise DataError(str(location), f'"{label[:80]}" in the column "{self.config.label}" is no number', hint)
         return number
 
     def _classes_of(self, file: Path) -> tuple[str, ...]:
         """The labels of a file, sorted: as numbers where all of them are, else by their text."""
         column = self.config.label
-        found = {_label_text(field(row, column, place), column, place) for place, row in table_rows(file)}
+        found = {_label_text(field(row, column, location), column, location) for location, row in table_rows(file)}
         if len(found) < 2:
             problem = f'{len(found)} labels in the column "{column}" ({", ".join(found)[:80]})'
             raise DataError(file, problem, "Give a file with two classes or more, or name them: task.labels")
@@ -92,23 +92,23 @@ def table_rows(file: Path) -> Iterator[tuple[SourceLocation, dict[str, Any]]]:
     return reader(file)
 
 
-def text_of(row: dict[str, Any], column: str, place: SourceLocation) -> str:
+def text_of(row: dict[str, Any], column: str, location: SourceLocation) -> str:
     """Raises DataError where there is no such column, or in JSON something else than a text."""
-    value = field(row, column, place)
+    value = field(row, column, location)
     if not isinstance(value, str):
         problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no text'
-        raise DataError(str(place), problem, "Write a text in quotation marks")
+        raise DataError(str(location), problem, "Write a text in quotation marks")
     return value
 
 
-def _label_text(value: Any, column: str, place: SourceLocation) -> str:
+def _label_text(value: Any, column: str, location: SourceLocation) -> str:
     """A label of CSV and TSV as it stands; one of JSON as JSON has it, without quotation marks."""
     if value is None or isinstance(value, dict | list):
         problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no label'
-        raise DataError(str(place), problem, "Write a text, a number, true or false")
+        raise DataError(str(location), problem, "Write a text, a number, true or false")
     text = value if isinstance(value, str) else json.dumps(value)
     if not text.strip():
-        raise DataError(str(place), f'no label in the column "{column}"', "Write one, or remove the row")
+        raise DataError(str(location), f'no label in the column "{column}"', "Write one, or remove the row")
     return text
 
 

@@ -27,6 +27,6 @@ class TextTable(TextTask):
         return {"train": [folder]}
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (place, row) in enumerate(table_rows(file)):
-            label = text_of(row, self.answer, place).strip() if self.answer in row else None
-            yield Example((text_of(row, self.source, place),), label, place, str(number))
+        for number, (location, row) in enumerate(table_rows(file)):
+            label = text_of(row, self.answer, location).strip() if self.answer in row else None
+            yield Example((text_of(row, self.source, location),), label, location, str(number))

@@ -44,7 +44,7 @@ class WikiHop(Task):
             example = _example(row, SourceLocation(file, number))
             if example.name in seen:
                 problem = f'example {number}: the id "{example.name[:80]}" is another example\'s too'
-                raise DataError(str(example.place), problem, "Give each an id of its own")
+                raise DataError(str(example.location), problem, "Give each an id of its own")
             seen.add(example.name)
             yield example
 
@@ -70,13 +70,13 @@ def _array(file: Path) -> list[Any]:
     return values
 
 
-def _example(row: Any, place: SourceLocation) -> Choice:
+def _example(row: Any, location: SourceLocation) -> Choice:
     """Raises DataError naming file, number and id of an example that is malformed."""
     named = isinstance(row, dict) and isinstance(row.get("id"), str)
-    which = f"example {place.line}" + (f' ("{row["id"][:80]}")' if named else "")
+    which = f"example {location.line}" + (f' ("{row["id"][:80]}")' if named else "")
 
     def refuse(problem: str, hint: str = WHOLE) -> DataError:
-        return DataError(str(place), f"{which}: {problem}", hint)
+        return DataError(str(location), f"{which}: {problem}", hint)
 
     if not isinstance(row, dict):
         raise refuse(f"{json.dumps(row)[:80]} is no object", FORM)
@@ -105,4 +105,4 @@ def _example(row: Any, place: SourceLocation) -> Choice:
         raise refuse(f"the answer {json.dumps(answer)[:80]} is not among the candidates", hint)
     label = None if answer is None else candidates.index(answer)
     inputs = (row["query"], *candidates, *row["supports"])
-    return Choice(inputs, label, place, row["id"], len(candidates))
+    return Choice(inputs, label, location, row["id"], len(candidates))

@@ -40,7 +40,7 @@ def test_a_text_has_spaces_between_its_sentences(task, tmp_path):
     ]
     assert [task.classes[example.label] for example in found] == ["10", "1"]
     assert [example.label for example in found] == [9, 0]
-    assert [(str(example.place), example.name) for example in found] == [(f"{file}:1", "0"), (f"{file}:2", "1")]
+    assert [(str(example.location), example.name) for example in found] == [(f"{file}:1", "0"), (f"{file}:2", "1")]
 
 
 @pytest.mark.parametrize("rating", ["0", "11", "7.5", "", "05", "10 "])

@@ -34,7 +34,7 @@ def test_an_impression_is_the_titles_of_clicked_and_of_shown_news(tmp_path: Path
     first, second, third = task().read(file)
     brands, soup = 'The "Brands" they Swear By', "Cold \u2028 soup"
     assert first.inputs == ((brands, "Rain"), (soup, brands, "Rain")) and first.label == (1, 0, 0)
-    assert first.name == "17" and str(first.place) == f"{file}:1"
+    assert first.name == "17" and str(first.location) == f"{file}:1"
     assert second.inputs == ((), ("Rain", "Rain")) and second.label == (0, 1)
     assert third.inputs == ((soup,), ("Rain", soup)) and third.label is None
 

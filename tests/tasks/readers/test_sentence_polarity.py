@@ -33,7 +33,7 @@ def test_splits_are_apart_of_both_files_and_together_all_of_them(task, folder):
         for example in examples:
             name = task.classes[example.label]
             assert example.inputs == (f"{name} sentence {example.name} . ",)
-            assert str(example.place) == f"{folder / f'rt-polarity.{name}'}:{int(example.name) + 1}"
+            assert str(example.location) == f"{folder / f'rt-polarity.{name}'}:{int(example.name) + 1}"
 
 
 def test_half_of_the_files_are_no_splits(task, folder):

@@ -29,7 +29,7 @@ def refusal(reader, file, *arguments):
 @pytest.mark.parametrize("last", [True, False])
 def test_lines_end_in_lf_or_cr_lf_the_last_one_also_in_nothing(file, end, last):
     file.write_bytes((end.join(["a", "", "b c "]) + end * last).encode())
-    assert [(place.line, line) for place, line in lines(file)] == [(1, "a"), (2, ""), (3, "b c ")]
+    assert [(location.line, line) for location, line in lines(file)] == [(1, "a"), (2, ""), (3, "b c ")]
 
 
 def test_what_only_unicode_takes_for_a_line_end_stays_in_the_text(file):
@@ -86,7 +86,7 @@ def test_tab_separated_fields_keep_quotation_marks_and_spaces(file):
     file.write_bytes(b'text\tlabel\n"He said ""no\t 1\r\n\'a, b \t\n')
     found = list(tab_separated(file))
     assert [row for _, row in found] == [{"text": '"He said ""no', "label": " 1"}, {"text": "'a, b ", "label": ""}]
-    assert [str(place) for place, _ in found] == [f"{file}:2", f"{file}:3"]
+    assert [str(location) for location, _ in found] == [f"{file}:2", f"{file}:3"]
 
 
 def test_tab_separated_columns_may_be_given(file):
@@ -130,15 +130,15 @@ def test_quoted_fields_are_those_of_the_standard_library_and_stand_where_they_be
         csv.writer(stream).writerows(rows)  # ends rows with CR LF
     found = list(comma_separated(file))
     assert [list(row.values()) for _, row in found] == rows[1:]
-    assert [place.line for place, _ in found] == [2, 3, 7, 8, 9]
-    assert all(place.file == file for place, _ in found)
+    assert [location.line for location, _ in found] == [2, 3, 7, 8, 9]
+    assert all(location.file == file for location, _ in found)
 
 
 def test_empty_lines_of_csv_and_json_are_passed_over(file):
     file.write_text("text,label\n\na,1\n\n")
-    assert [(place.line, row) for place, row in comma_separated(file)] == [(3, {"text": "a", "label": "1"})]
+    assert [(location.line, row) for location, row in comma_separated(file)] == [(3, {"text": "a", "label": "1"})]
     file.write_text('{"a": 1}\n\n \n{"a": 2}')
-    assert [(place.line, row) for place, row in json_lines(file)] == [(1, {"a": 1}), (4, {"a": 2})]
+    assert [(location.line, row) for location, row in json_lines(file)] == [(1, {"a": 1}), (4, {"a": 2})]
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,10 @@ def test_a_line_that_is_no_object_of_json_is_refused(file, line, problem):
 
 
 def test_a_missing_column_is_named_with_its_nearest(file):
-    place = SourceLocation(file, 3)
-    assert field({"text": "a"}, "text", place) == "a"
+    location = SourceLocation(file, 3)
+    assert field({"text": "a"}, "text", location) == "a"
     with pytest.raises(DataError) as caught:
-        field({"text": "a", "label": "b"}, "texts", place)
+        field({"text": "a", "label": "b"}, "texts", location)
     assert str(caught.value) == f'{file}:3: has no column "texts". Did you mean "text"?'
 
 
@@ -195,7 +195,7 @@ def archive(file, *members):
 
 def test_the_one_file_of_a_zip_archive_is_read_where_it_is(tmp_path):
     file = archive(tmp_path / "a.zip", ("inner/", ""), ("inner/rows.csv", '\ufefftext,label\r\n"é\nb",1\n'.encode()))
-    assert [(str(place), row) for place, row in comma_separated(file)] == [
+    assert [(str(location), row) for location, row in comma_separated(file)] == [
         (f"{file}:2", {"text": "é\nb", "label": "1"})
     ]
     assert [line for _, line in lines(file)] == ["text,label", '"é', 'b",1']

@@ -25,7 +25,7 @@ def test_rows_with_and_without_licences_are_read(tmp_path):
     first, second = task().read(file)
     assert (first.inputs, first.label, first.name) == (("A plane is taking off.", 'An "air plane.'), 5.0, "0")
     assert (second.inputs, second.label, second.name) == (("Yes.", "No."), 3.8, "1")
-    assert str(second.place) == f"{file}:2"
+    assert str(second.location) == f"{file}:2"
 
 
 @pytest.mark.parametrize("inner", ["", "stsbenchmark"])

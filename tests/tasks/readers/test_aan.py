@@ -21,8 +21,8 @@ def test_a_pair_is_read_as_it_stands(task: Task, tmp_path: Path) -> None:
     first, second = task.read(path)
     assert first.inputs == texts
     assert r"\xe2\x80\x93" in first.inputs[0] and r"\n1 Intro" in first.inputs[0]
-    assert (first.label, first.name, str(first.place)) == (1, "P05-1022 W04-0301", f"{path}:1")
-    assert (second.label, second.inputs, second.place.line) == (0, ("\"b''", "b'y'"), 2)
+    assert (first.label, first.name, str(first.location)) == (1, "P05-1022 W04-0301", f"{path}:1")
+    assert (second.label, second.inputs, second.location.line) == (0, ("\"b''", "b'y'"), 2)
     assert task.towers and task.vocabulary is None and task.metrics == ("accuracy",)
 
 

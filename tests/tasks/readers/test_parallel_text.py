@@ -43,7 +43,7 @@ def test_lines_of_both_files_belong_together(tmp_path, ends):
     found = list(task_of().read(file))
     assert [example.inputs for example in found] == [(line.strip(),) for line in ENGLISH]
     assert [example.label for example in found] == [line.strip() for line in GERMAN]
-    assert [(str(each.place), each.name) for each in found] == [(f"{file}:{n + 1}", str(n)) for n in range(3)]
+    assert [(str(each.location), each.name) for each in found] == [(f"{file}:{n + 1}", str(n)) for n in range(3)]
 
 
 def test_the_direction_is_what_the_configuration_says(tmp_path):
@@ -96,7 +96,7 @@ def test_a_file_alone_has_no_labels(tmp_path, name):
     write(tmp_path / "other.de", GERMAN)
     found = list(task_of().read(file))
     assert [example.label for example in found] == [None] * 3
-    assert found[2].inputs == (ENGLISH[2].strip(),) and str(found[2].place) == f"{file}:3"
+    assert found[2].inputs == (ENGLISH[2].strip(),) and str(found[2].location) == f"{file}:3"
 
 
 def test_empty_lines_stay_where_they_are(tmp_path):

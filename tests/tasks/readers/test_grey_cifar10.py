@@ -60,8 +60,8 @@ def test_records_of_the_binary_version(task: Task, tmp_path: Path) -> None:
     first, second = task.read(path)
     assert first.inputs[0].tolist() == defined(picture(2)) and second.inputs[0].tolist() == defined(picture(3))
     assert first.inputs[0].shape == (1024,) and first.inputs[0].dtype == np.int64
-    assert (first.label, first.name, str(first.place)) == (9, "0", f"{path}:1")
-    assert (second.label, second.name, str(second.place)) == (0, "1", f"{path}:2")
+    assert (first.label, first.name, str(first.location)) == (9, "0", f"{path}:1")
+    assert (second.label, second.name, str(second.location)) == (0, "1", f"{path}:2")
     assert task.classes == CLASSES and task.vocabulary == 256
 
 
@@ -125,7 +125,7 @@ def test_folders_of_images(task: Task, folder: Path) -> None:
         assert example.inputs[0].tolist() == defined(picture(seed))
     with Image.open(folder / "train" / CLASSES[0] / "0001.jpg") as lossy:
         assert examples[0].inputs[0].tolist() == defined(np.array(lossy))
-    assert str(examples[0].place) == str(folder / "train" / CLASSES[0] / "0001.jpg")
+    assert str(examples[0].location) == str(folder / "train" / CLASSES[0] / "0001.jpg")
 
 
 def test_images_that_do_not_fit_are_named(task: Task, folder: Path) -> None:

@@ -55,9 +55,9 @@ def test_pairs_labels_ids_and_lines_are_those_of_the_file(tmp_path):
     file.write_text(FIRST, encoding="utf-8")
     first, second = task().read(file)
     assert first.inputs == ("Oil traded at $37.80, down <28> cents &\nmore", "Oil rose; they don't fall")
-    assert (first.label, first.name, str(first.place)) == (1, "8", f"{file}:4")
+    assert (first.label, first.name, str(first.location)) == (1, "8", f"{file}:4")
     assert second.inputs == ("Émile était là. ", "He was there.")
-    assert (second.label, second.name, str(second.place)) == (0, "12", f"{file}:10")
+    assert (second.label, second.name, str(second.location)) == (0, "12", f"{file}:10")
 
 
 def test_later_challenges_say_yes_and_no_and_unlabelled_pairs_have_no_label(tmp_path):

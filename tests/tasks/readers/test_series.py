@@ -57,7 +57,7 @@ def test_windows_of_a_split(file: Path, split: str, predicted: range) -> None:
         wanted = features(np.array(dates[now - L : now + H], dtype="datetime64[us]"), 3600.0)
         np.testing.assert_array_equal(marks, wanted)
         assert example.name == str(dates[now])
-        assert str(example.place) == f"{file}:{now + 1}"  # of the last row read, under the line of names
+        assert str(example.location) == f"{file}:{now + 1}"  # of the last row read, under the line of names
 
 
 def test_the_rest_of_the_file_is_not_read(file: Path, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_resolved_task_needs_no_training_file(file: Path, tmp_path: Path) -> N
     file.unlink()
     task = build_task(TaskConfig(**{**kept, "name": "series"}))
     (found,) = task.read(new)
-    assert found.label is None and str(found.place) == f"{new}:38" and found.name == str(START + 97 * HOUR)
+    assert found.label is None and str(found.location) == f"{new}:38" and found.name == str(START + 97 * HOUR)
     wanted = next(each for each in before if each.name == str(START + 96 * HOUR)).inputs
     np.testing.assert_array_equal(found.inputs[0][:-1], wanted[0][1:])  # one row later
     np.testing.assert_array_equal(found.inputs[1][:-1], wanted[1][1:])

@@ -53,7 +53,7 @@ def test_rows_become_examples_in_their_order(tmp_path, suffix):
     assert [example.label for example in found] == [0, 1, 0, 1] and task.classes == ("a", "b")
     assert [example.name for example in found] == ["0", "1", "2", "3"]
     lines = {".tsv": [2, 3, 4, 5], ".jsonl": [1, 2, 3, 4]}.get(suffix, [2, 3, 5, 6])
-    assert [str(example.place) for example in found] == [f"{file}:{line}" for line in lines]
+    assert [str(example.location) for example in found] == [f"{file}:{line}" for line in lines]
     assert task.metrics == ("accuracy", "macro_f1")
 
 

@@ -37,7 +37,7 @@ def test_splits_are_the_official_folds(task, tmp_path, inner):
             name, number = file.parent.name, int(file.stem[2:5])
             assert example.inputs == (f"{name} film {number} .\nof two lines . \n",)
             assert task.classes[example.label] == name and example.name == file.stem
-            assert str(example.place) == str(file)
+            assert str(example.location) == str(file)
 
 
 def test_a_folder_without_reviews_has_no_splits(task, tmp_path):

@@ -49,7 +49,7 @@ def test_a_row_is_a_text_and_its_answer(tmp_path, suffix):
     found = list(task.read(file))
     assert [(each.inputs, each.label) for each in found] == [((a,), b.strip()) for a, b in rows]
     assert [each.name for each in found] == ["0", "1"]
-    assert found[1].place.line == {".csv": 4, ".tsv": 3, ".jsonl": 2}[suffix]
+    assert found[1].location.line == {".csv": 4, ".tsv": 3, ".jsonl": 2}[suffix]
 
 
 def test_rows_without_the_column_of_answers_have_none(tmp_path):
@@ -99,7 +99,7 @@ def test_of_ten_articles_eight_train_and_what_lacks_a_side_is_told(tmp_path, for
     found = {}
     for split, (part,) in task.files(tmp_path).items():
         examples = list(task.read(part))
-        assert all(each.place.file == file and each.place.line == int(each.name) + 2 for each in examples)
+        assert all(each.location.file == file and each.location.line == int(each.name) + 2 for each in examples)
         assert all((each.inputs[0], each.label) == (f"text {each.name}, é", f"title {each.name}") for each in examples)
         found[split] = [int(each.name) for each in examples]
     assert found["test"] == [0, 20] and found["validation"] == [1, 11, 21]

@@ -38,7 +38,7 @@ def test_reviews_come_class_by_class_in_the_order_of_their_numbers(task: Task, f
     examples = list(task.read(*split_files(task, folder, "train")))
     assert [example.name for example in examples] == ["neg/0_3", "neg/2_1", "neg/10_2", "pos/0_9"]
     assert [example.label for example in examples] == [0, 0, 0, 1] and task.classes == ("neg", "pos")
-    assert [str(example.place) for example in examples] == [str(folder / "train" / name) for name in REVIEWS]
+    assert [str(example.location) for example in examples] == [str(folder / "train" / name) for name in REVIEWS]
 
 
 def test_the_model_sees_the_bytes_of_the_file(task: Task, folder: Path) -> None:

@@ -31,8 +31,8 @@ def test_a_tree_is_read_without_its_parentheses(task: Task, tmp_path: Path, end:
     # digits are themselves; [MIN, [MAX, [MED, [SM are 10 … 13, and ] is 14
     assert first.inputs[0].tolist() == [12, 3, 13, 4, 9, 14, 8, 14] and first.inputs[0].dtype == np.int64
     assert second.inputs[0].tolist() == [10, 0, 7, 14]
-    assert (first.label, first.name, first.place.line) == (3, "0", 2)
-    assert (second.label, second.name, str(second.place)) == (0, "1", f"{tmp_path}/basic_train.tsv:3")
+    assert (first.label, first.name, first.location.line) == (3, "0", 2)
+    assert (second.label, second.name, str(second.location)) == (0, "1", f"{tmp_path}/basic_train.tsv:3")
     assert task.vocabulary == 15 and task.classes == tuple("0123456789") and task.metrics == ("accuracy",)
 
 

@@ -43,7 +43,7 @@ def test_images_and_labels_are_those_of_the_metadata(task: Task, level: Path) ->
     assert first.inputs[0].tolist() == picture(6).reshape(-1).tolist() and first.inputs[0].dtype == np.int64
     assert second.inputs[0].tolist() == picture(7).reshape(-1).tolist()
     assert (first.label, second.label) == (0, 1) and task.vocabulary == 256 and task.classes == ("0", "1")
-    assert (first.name, str(second.place)) == ("imgs/3/sample_0.png", f"{level}/metadata/3.npy:2")
+    assert (first.name, str(second.location)) == ("imgs/3/sample_0.png", f"{level}/metadata/3.npy:2")
 
 
 def test_the_splits_are_the_first_and_last_tenths_in_the_order_of_the_numbers(task: Task, level: Path) -> None:

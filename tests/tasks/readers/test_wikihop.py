@@ -43,9 +43,9 @@ def test_examples_of_a_file(tmp_path: Path) -> None:
     first, second = read(file)
     assert isinstance(first, Choice) and first.candidates == 2 and second.candidates == 3
     assert first.inputs == ("country of tallinn", "latvia", "estonia", "Tallinn is a city.", "It is in Estonia .")
-    assert (first.label, first.name, str(first.place)) == (1, "WH_dev_0", f"{file}:1")
+    assert (first.label, first.name, str(first.location)) == (1, "WH_dev_0", f"{file}:1")
     assert second.inputs == ("genre jaws", "thriller", "a", "b")
-    assert (second.label, second.name, second.place.line) == (None, "WH_dev_1", 2)
+    assert (second.label, second.name, second.location.line) == (None, "WH_dev_1", 2)
 
 
 @pytest.mark.parametrize("inner", ["", "wikihop"])

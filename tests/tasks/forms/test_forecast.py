@@ -30,7 +30,7 @@ from tests.helpers.series import COLUMNS, FORECASTER, TASK, numbers, write
 from tests.tasks.test_run import plain, weights
 
 L, OVERLAP, H = 12, 6, 4
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def sections(**changes: Any) -> dict[str, Any]:

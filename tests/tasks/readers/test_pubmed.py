@@ -40,7 +40,7 @@ def refusal(action):
 def test_a_paper_is_its_sentences_and_its_abstract_a_sentence_a_line(task, tmp_path):
     file = write(tmp_path / "train.txt", {**PAPER, "article_id": "first"}, PAPER)
     found = list(task.read(file))
-    assert [(str(each.place), each.name) for each in found] == [(f"{file}:1", "first"), (f"{file}:2", "PMC3872579")]
+    assert [(str(each.location), each.name) for each in found] == [(f"{file}:1", "first"), (f"{file}:2", "PMC3872579")]
     assert found[1].inputs == ("a recent study reports anxiety . it was done in 2009 .",)
     assert found[1].label == "background : it is common .\n<S is no mark , p < 0.05 ."
 

@@ -33,7 +33,7 @@ def test_an_article_is_title_and_abstract(task, tmp_path):
     assert [example.inputs for example in found] == [('The "Brands" they Swear By Shop, \u2028 now.',), ("Alone",)]
     assert [task.classes[example.label] for example in found] == ["lifestyle", "tv"]
     assert [example.name for example in found] == ["N55528", "N1"]
-    assert [str(example.place) for example in found] == [f"{file}:1", f"{file}:2"]
+    assert [str(example.location) for example in found] == [f"{file}:1", f"{file}:2"]
 
 
 @pytest.mark.parametrize("inner", ["MINDlarge_train", "MINDsmall_train", ""])
@@ -45,8 +45,8 @@ def test_of_ten_articles_eight_train_and_every_split_is_apart(task, tmp_path, in
     for split in ("train", "validation", "test"):
         (file,) = split_files(task, tmp_path, split)
         found = list(task.read(file))
-        assert {example.place.file for example in found} == {tmp_path / inner / "news.tsv"}
-        assert [example.place.line for example in found] == [int(example.name[1:]) + 1 for example in found]
+        assert {example.location.file for example in found} == {tmp_path / inner / "news.tsv"}
+        assert [example.location.line for example in found] == [int(example.name[1:]) + 1 for example in found]
         splits[split] = [int(example.name[1:]) for example in found]
     assert splits["test"] == [0, 10, 20] and splits["validation"] == [1, 11, 21]
     assert splits["train"] == [n for n in range(25) if n % 10 > 1]

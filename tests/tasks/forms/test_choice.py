@@ -56,7 +56,7 @@ def test_bytes_without_special_tokens_are_laid_out_in_lines(tmp_path: Path) -> N
     (sequence,) = made.sequences
     assert bytes(sequence.tokens.tolist()) == b"who?\nann\nbo\nIt is bo.\na\nb\n"
     assert made.marks.tolist() == [8, 11] and sequence.types.tolist() == [0] * 12 + [1] * 14
-    assert (made.label, made.name, str(made.place)) == (1, "made_3", "made.json:3")
+    assert (made.label, made.name, str(made.location)) == (1, "made_3", "made.json:3")
     assert made.candidates == ("ann", "bo") and made.length == 26
 
 

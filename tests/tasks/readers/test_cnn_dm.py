@@ -59,7 +59,7 @@ def test_a_story_is_its_text_and_its_highlights(task, tmp_path):
     file.write_text(STORY, encoding="utf-8")
     (found,) = task.read(file)
     assert found.inputs == (ARTICLE,) and found.label == "A man sits in a tree\nNobody knows why"
-    assert (str(found.place), found.name) == (str(file), "ab12")
+    assert (str(found.location), found.name) == (str(file), "ab12")
 
 
 @pytest.mark.parametrize("text", ["New news.\n", "New news.\n\n@highlight\n\n"])
@@ -80,7 +80,7 @@ def test_the_splits_are_those_of_the_lists(task, tmp_path, inner, stories):
     for split, (file,) in task.files(tmp_path).items():
         examples = list(task.read(file))
         found[split] = [(example.inputs[0], example.label) for example in examples]
-        assert all(example.place.file.stem == example.name for example in examples)
+        assert all(example.location.file.stem == example.name for example in examples)
     assert found == {
         "train": [("text 1", "told 1"), ("text 0", "told 0")],
         "validation": [("text 3", "told 3"), ("text 2", "told 2")],

@@ -42,7 +42,7 @@ def test_an_example_is_title_and_description_as_they_stand(task, folder):
     found = list(task.read(folder / "train.csv"))
     assert [example.inputs for example in found] == [(f"{title} {text}",) for _, title, text in ROWS]
     assert [task.classes[example.label] for example in found] == ["Business", "Sci/Tech", "World", "Sports"]
-    assert [(str(example.place), example.name) for example in found] == [
+    assert [(str(example.location), example.name) for example in found] == [
         (f"{folder / 'train.csv'}:{n + 1}", str(n)) for n in range(4)
     ]
     assert task.metrics == ("accuracy", "macro_f1")

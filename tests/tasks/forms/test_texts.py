@@ -53,7 +53,12 @@ def test_both_sides_end_with_the_separator(data: Path, tmp_path: Path) -> None:
     run = run_of(data, tmp_path)
     (first, second), lines = encoded(run, ("ab é", "AB"), ("c", None))
     assert first.source.tolist() == [*"ab é".encode(), END] and first.target.tolist() == [*b"AB", END]
-    assert (first.length, first.label, str(first.place), first.name) == (6, "AB", "x.en:1", "1")  # the source's length
+    assert (first.length, first.label, str(first.location), first.name) == (
+        6,
+        "AB",
+        "x.en:1",
+        "1",
+    )  # the source's length
     assert second.source.tolist() == [*b"c", END] and second.target is None
     assert lines == ["new: 2 examples, the longest of 6 tokens; 1 answers, the longest of 3 tokens"]
 

@@ -44,7 +44,7 @@ def test_a_text_is_the_review_and_a_class_its_stars(task, folder):
     assert [example.inputs for example in found] == [(review(n)["reviewText"],) for n in range(50)]
     assert [float(task.classes[example.label]) for example in found] == STARS * 10
     assert [example.name for example in found] == [str(n) for n in range(50)]
-    assert str(found[7].place) == f"{folder / 'reviews_Electronics_5.json'}:8"
+    assert str(found[7].location) == f"{folder / 'reviews_Electronics_5.json'}:8"
 
 
 def test_of_ten_reviews_eight_train_and_every_split_is_apart(task, folder):
@@ -65,7 +65,7 @@ def test_the_compressed_file_reads_the_same(task, folder):
     (file,) = task.files(folder)["train"]
     found = list(task.read(file))
     assert [[(each.inputs, each.label) for each in found]] == before
-    assert str(found[0].place) == f"{folder / 'reviews_Electronics_5.json.gz'}:3"
+    assert str(found[0].location) == f"{folder / 'reviews_Electronics_5.json.gz'}:3"
 
 
 def test_a_folder_without_the_file_has_no_splits(task, tmp_path):
