@@ -14,7 +14,7 @@ from megasparse.ops.bucketed_attention import Window, bucketed_attention
 
 
 def band_attention(
-    heads: AttentionInputs,
+    inputs: AttentionInputs,
     query_codes: Tensor,
     key_codes: Tensor | None,
     window: Window,
@@ -30,20 +30,20 @@ def band_attention(
     else the M at or before the query and the M after it.
     exclude_self: a token sees itself only when it sees nothing else; a token that sees nothing sees itself in any case.
     count_rounds: a key seen in N rounds counts once, else N times. The chunk window needs shared codes.
-    Returns out (B, H, L, D) in q's dtype and the log-sum-exp z (B, H, L), in fp32 at least; padding gets 0 and −∞.
+    Returns out (B, H, L, D) in q's dtype and the log-sum-exp lse (B, H, L), in fp32 at least; padding gets 0 and −∞.
     """
     return bucketed_attention(
-        heads.q,
-        heads.k,
-        heads.v,
+        inputs.q,
+        inputs.k,
+        inputs.v,
         query_codes,
         window,
-        causal=heads.causal,
+        causal=inputs.causal,
         scale=scale,
         exclude_self=exclude_self,
         count_rounds=count_rounds,
-        key_mask=heads.key_mask,
-        segments=heads.segments,
+        key_mask=inputs.key_mask,
+        segments=inputs.segments,
         key_codes=key_codes,
     )
 
@@ -63,22 +63,22 @@ class BandCache:
     size: Tensor
 
     @staticmethod
-    def empty(batch: int, place: MechanismSpec, rounds: int, buckets: int, window: Window, like: Tensor) -> "BandCache":
+    def empty(batch: int, spec: MechanismSpec, rounds: int, buckets: int, window: Window, like: Tensor) -> "BandCache":
         """For `batch` sequences, keys and values on the device and in the dtype of `like`."""
-        shape, capacity, chunk = (batch, place.heads, rounds), place.max_length, window.chunk
+        shape, capacity, chunk = (batch, spec.heads, rounds), spec.max_length, window.chunk
         sizes = ((capacity,), (capacity,), (buckets, chunk), (buckets,))
         numbers = (torch.zeros(*shape, *size, dtype=torch.int64, device=like.device) for size in sizes)
-        return BandCache(KeyValueCache.empty(batch, place, capacity, like), *numbers)
+        return BandCache(KeyValueCache.empty(batch, spec, capacity, like), *numbers)
 
     def select(self, rows: Tensor) -> None:
         self.tokens.select(rows)
         self.codes, self.rank, self.last, self.size = (x[rows] for x in (self.codes, self.rank, self.last, self.size))
 
-    def fill(self, heads: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None) -> None:
+    def fill(self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None) -> None:
         """Takes a whole prompt into an empty cache. Codes as in `band_attention`."""
         codes = (query_codes if key_codes is None else key_codes).to(torch.int64)
         length, chunk = codes.shape[-1], self.last.shape[-1]
-        self.tokens.put(heads.k, heads.v)
+        self.tokens.put(inputs.k, inputs.v)
         self.size.scatter_add_(-1, codes, torch.ones_like(codes))
         order = codes.argsort(dim=-1, stable=True)
         first = self.size.cumsum(-1) - self.size  # sorted index of each bucket's first token
@@ -86,17 +86,17 @@ class BandCache:
         self.codes[..., :length] = codes
         self.rank[..., :length].scatter_(-1, order, rank)
         rank = self.rank[..., :length]
-        place = codes * chunk + rank % chunk
+        slot = codes * chunk + rank % chunk
         recent = self.size.gather(-1, codes) - rank <= chunk
         # Tokens that a later one of the bucket pushed out are sent where the newest token of the row goes, before it
         # does.
         token = torch.arange(length, device=codes.device).expand_as(codes)
-        newest_place, newest = place[..., -1:], token[..., -1:]
-        self.last.flatten(-2).scatter_(-1, torch.where(recent, place, newest_place), torch.where(recent, token, newest))
+        newest_slot, newest = slot[..., -1:], token[..., -1:]
+        self.last.flatten(-2).scatter_(-1, torch.where(recent, slot, newest_slot), torch.where(recent, token, newest))
 
     def decode(
         self,
-        heads: AttentionInputs,
+        inputs: AttentionInputs,
         query_code: Tensor,
         key_code: Tensor | None,
         position: int,
@@ -109,23 +109,23 @@ class BandCache:
         D). query_code, key_code: (B, H, R, 1).
         """
         code = query_code.to(torch.int64)
-        self._append(heads, code if key_code is None else key_code.to(torch.int64), position)
+        self._append(inputs, code if key_code is None else key_code.to(torch.int64), position)
         seen, valid = self._window(code)
         if exclude_self:
             valid = valid & (seen != position)
-        score = self._score(heads.q, seen, code, scale, count_rounds)  # (B, H, R, M)
+        score = self._score(inputs.q, seen, code, scale, count_rounds)  # (B, H, R, M)
         score = score.masked_fill(~valid, -torch.inf).flatten(2)
         alone = ~valid.flatten(2).any(-1)[..., None]
         weight = torch.softmax(score.masked_fill(alone, 0.0), dim=-1).unsqueeze(2)
-        out = (weight @ _gather(self.tokens.v, seen).to(weight.dtype)).to(heads.v.dtype)
-        return torch.where(alone[..., None], heads.v, out)
+        out = (weight @ _gather(self.tokens.v, seen).to(weight.dtype)).to(inputs.v.dtype)
+        return torch.where(alone[..., None], inputs.v, out)
 
-    def _append(self, heads: AttentionInputs, code: Tensor, position: int) -> None:
-        self.tokens.put(heads.k, heads.v, position)
+    def _append(self, inputs: AttentionInputs, code: Tensor, position: int) -> None:
+        self.tokens.put(inputs.k, inputs.v, position)
         rank, chunk = self.size.gather(-1, code), self.last.shape[-1]  # (B, H, R, 1): earlier keys of the bucket
         self.codes[..., position], self.rank[..., position] = code[..., 0], rank[..., 0]
-        place = code * chunk + rank % chunk
-        self.last.flatten(-2).scatter_(-1, place, torch.full_like(place, position))
+        slot = code * chunk + rank % chunk
+        self.last.flatten(-2).scatter_(-1, slot, torch.full_like(slot, position))
         self.size.scatter_add_(-1, code, torch.ones_like(code))
 
     def _window(self, code: Tensor) -> tuple[Tensor, Tensor]:

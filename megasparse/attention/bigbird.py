@@ -15,20 +15,20 @@ class BigBirdAttention(FixedPatternAttention):
     The random blocks are a function of (seed, layer, global head, block), the same in every step and at every length.
     """
 
-    def __init__(self, config: BigBirdAttentionConfig, place: MechanismSpec):
-        super().__init__(place)
+    def __init__(self, config: BigBirdAttentionConfig, spec: MechanismSpec):
+        super().__init__(spec)
         self.config = config
-        self.chunk = min(config.chunk, place.max_length)
-        self.blocks = -(-place.max_length // self.chunk)
+        self.chunk = min(config.chunk, spec.max_length)
+        self.blocks = -(-spec.max_length // self.chunk)
 
-    def attend(self, heads: AttentionInputs, context: AttentionContext) -> Tensor:
-        blocks = torch.arange(-(-heads.q.shape[2] // self.chunk), device=heads.q.device)
-        further = self._further(blocks, heads.q.shape[1], heads.causal, context)
-        return block_attention(heads, self.chunk, self._first(), further)
+    def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
+        blocks = torch.arange(-(-inputs.q.shape[2] // self.chunk), device=inputs.q.device)
+        further = self._further(blocks, inputs.q.shape[1], inputs.causal, context)
+        return block_attention(inputs, self.chunk, self._first(), further)
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         block = torch.tensor([position // self.chunk], device=device)
-        further = self._further(block, self.place.heads, True, context)[:, 0]
+        further = self._further(block, self.spec.heads, True, context)[:, 0]
         # Every head has equally many: only the empty places are left out.
         further = further[further >= 0].view(len(further), -1)
         return visible_blocks(position, self.chunk, self._first(), further, device)

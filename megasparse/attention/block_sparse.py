@@ -18,51 +18,51 @@ from megasparse.ops.cluster_attention import cluster_attention
 class FixedPatternAttention(Attention):
     """Softmax attention to keys that depend on positions alone, counted from each document's first real token."""
 
-    def __init__(self, place: MechanismSpec):
+    def __init__(self, spec: MechanismSpec):
         super().__init__()
-        self.place = place
+        self.spec = spec
 
     @abstractmethod
-    def attend(self, heads: AttentionInputs, context: AttentionContext) -> Tensor:
+    def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
         """(B, H, L, D) of heads of one document, which may have padding."""
 
     @abstractmethod
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         """The tokens (H or 1, n) that a decoder's token at `position` sees, itself among them."""
 
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        return AttentionOutput(attend_each(heads, lambda alone: self.attend(alone, context)), None, {})
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        return AttentionOutput(attend_each(inputs, lambda alone: self.attend(alone, context)), None, {})
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> KeyValueCache:
-        return KeyValueCache.empty(batch, self.place, self.place.max_length, like)
+        return KeyValueCache.empty(batch, self.spec, self.spec.max_length, like)
 
-    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: KeyValueCache, context: AttentionContext) -> None:
-        cache.put(heads.k, heads.v)
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, context: AttentionContext) -> None:
+        cache.put(inputs.k, inputs.v)
 
     def decode(
-        self, x: Tensor, heads: AttentionInputs, cache: KeyValueCache, position: int, context: AttentionContext
+        self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, position: int, context: AttentionContext
     ) -> Tensor:
-        cache.put(heads.k, heads.v, position)
-        head = torch.arange(self.place.heads, device=cache.k.device)[:, None]
+        cache.put(inputs.k, inputs.v, position)
+        head = torch.arange(self.spec.heads, device=cache.k.device)[:, None]
         seen = self.visible(position, context, cache.k.device)
-        k, v = (cached[:, head, seen].to(heads.q.dtype) for cached in (cache.k, cache.v))
-        return F.scaled_dot_product_attention(heads.q, k, v)
+        k, v = (cached[:, head, seen].to(inputs.q.dtype) for cached in (cache.k, cache.v))
+        return F.scaled_dot_product_attention(inputs.q, k, v)
 
 
-def block_attention(heads: AttentionInputs, chunk: int, first: int, further: Tensor | None = None) -> Tensor:
+def block_attention(inputs: AttentionInputs, chunk: int, first: int, further: Tensor | None = None) -> Tensor:
     """Softmax attention of each block of C tokens to itself and both neighbours (causal: the one before), the `first`
     tokens of the sequence, and further blocks. Where not causal, the `first` tokens see all.
 
     further: (H, W, n) block numbers or −1, none of them a neighbour or among the `first` tokens. Returns (B, H, L, D).
     """
-    length, device = heads.q.shape[2], heads.q.device
+    length, device = inputs.q.shape[2], inputs.q.device
     queries = _tokens(torch.arange(-(-length // chunk), device=device)[:, None], chunk, length)  # (W, C)
-    if not heads.causal:
+    if not inputs.causal:
         queries = queries.masked_fill(queries < first, -1)
-    out = _clusters(heads, queries[None, None], block_keys(length, chunk, first, further, heads.causal, device))
-    if first and not heads.causal:
+    out = _clusters(inputs, queries[None, None], block_keys(length, chunk, first, further, inputs.causal, device))
+    if first and not inputs.causal:
         whole = torch.arange(length, device=device)[None, None, None]
-        out = out + _clusters(heads, whole[..., :first], whole)
+        out = out + _clusters(inputs, whole[..., :first], whole)
     return out
 
 
@@ -97,15 +97,15 @@ def _tokens(blocks: Tensor, chunk: int, length: int) -> Tensor:
     return token.masked_fill((token < 0) | (token >= length), -1)
 
 
-def _clusters(heads: AttentionInputs, query_index: Tensor, key_index: Tensor) -> Tensor:
+def _clusters(inputs: AttentionInputs, query_index: Tensor, key_index: Tensor) -> Tensor:
     return cluster_attention(
-        heads.q,
-        heads.k,
-        heads.v,
+        inputs.q,
+        inputs.k,
+        inputs.v,
         query_index,
         key_index,
-        causal=heads.causal,
-        scale=heads.q.shape[-1] ** -0.5,
+        causal=inputs.causal,
+        scale=inputs.q.shape[-1] ** -0.5,
         count_clusters=False,
-        key_mask=heads.key_mask,
+        key_mask=inputs.key_mask,
     )[0]

@@ -16,12 +16,12 @@ Lists = tuple[Tensor, Tensor]
 """Queries and keys of every cluster: token numbers, (B, H, W, M) each, −1 at empty places."""
 
 
-def clusters_by_document(heads: AttentionInputs, choose: Callable[[Document], Lists]) -> Lists:
+def clusters_by_document(inputs: AttentionInputs, choose: Callable[[Document], Lists]) -> Lists:
     """The clusters of all documents side by side, int32. choose: a document's own, as numbers of its tokens."""
-    batch, count = heads.q.shape[:2]
-    empty = torch.full((count, 1, 1), -1, dtype=torch.int64, device=heads.q.device)
+    batch, count = inputs.q.shape[:2]
+    empty = torch.full((count, 1, 1), -1, dtype=torch.int64, device=inputs.q.device)
     rows: list[list[Lists]] = [[(empty, empty)] for _ in range(batch)]
-    for document in documents(heads.key_mask, heads.segments):
+    for document in documents(inputs.key_mask, inputs.segments):
         queries, keys = choose(document)
         if document.tokens is None:
             return queries.to(torch.int32), keys.to(torch.int32)

@@ -88,7 +88,7 @@ class AttentionContext:
     layer: int
     rng: RngContext
     head_offset: int = 0
-    memory: RecomputeCache = field(default_factory=RecomputeCache)
+    recompute: RecomputeCache = field(default_factory=RecomputeCache)
     targets: Targets | None = None
     part: SequencePart = WHOLE
 
@@ -110,9 +110,9 @@ class MechanismSpec:
 
 
 class Attention(nn.Module, ABC):
-    """One mechanism over some heads of a layer, built from its section of the configuration and its Place.
+    """One mechanism over some heads of a layer, built from its section of the configuration and its spec.
 
-    Strictly causal (`leak` is None): with heads.causal, replacing tokens from t on changes no output before t.
+    Strictly causal (`leak` is None): with inputs.causal, replacing tokens from t on changes no output before t.
     Parameters that decoding reads too live in submodules that are called (ZeRO 3 gathers weights at a module's call).
     """
 
@@ -135,7 +135,7 @@ class Attention(nn.Module, ABC):
                 setattr(cls, name, without_autocast(vars(cls)[name]))
 
     @abstractmethod
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         """x: (B, L, E), the layer's input, which learned hashes and sketches read; where ranks share sequences that of
         the tokens that are here.
 
@@ -149,10 +149,12 @@ class Attention(nn.Module, ABC):
         """
         raise NotImplementedError
 
-    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: Any, context: AttentionContext) -> None:
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: Any, context: AttentionContext) -> None:
         """Takes a whole prompt into an empty cache; `forward` gave its outputs."""
         raise NotImplementedError
 
-    def decode(self, x: Tensor, heads: AttentionInputs, cache: Any, position: int, context: AttentionContext) -> Tensor:
+    def decode(
+        self, x: Tensor, inputs: AttentionInputs, cache: Any, position: int, context: AttentionContext
+    ) -> Tensor:
         """The output (B, H, 1, D) of the one new token at `position`, which is taken into the cache. x: (B, 1, E)."""
         raise NotImplementedError

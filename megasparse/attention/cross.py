@@ -79,7 +79,7 @@ class CrossAttention(nn.Module):
         """Keys and values of the sources."""
         states = source.states.to(self.query.weight.dtype)
         k, v = (split_heads(part(states), self.head_dim) for part in (self.key, self.value))
-        codes = context.memory.keep(lambda: self._codes(k, context)) if self.hashed else None
+        codes = context.recompute.keep(lambda: self._codes(k, context)) if self.hashed else None
         return SourceKeys(k, v, source.key_mask, codes)
 
     def _full(self, q: Tensor, keys: SourceKeys, context: AttentionContext, first_position: int) -> Tensor:
@@ -92,7 +92,7 @@ class CrossAttention(nn.Module):
     def _hashed(self, q: Tensor, keys: SourceKeys, context: AttentionContext, first_position: int) -> Tensor:
         assert keys.codes is not None
         index = windows_by_key_rank(
-            context.memory.keep(lambda: self._codes(q, context)),
+            context.recompute.keep(lambda: self._codes(q, context)),
             keys.codes,
             self.chunk,
             causal=False,

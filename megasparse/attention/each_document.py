@@ -9,22 +9,22 @@ from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.documents import Document, begins_with_real_tokens, documents
 
 
-def attend_each(heads: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
+def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
     """attend(heads) -> (B, H, L, D), for each document by itself where there are several, or padding before them.
 
     So what depends on positions counts them from the document's first real token. Padding gets 0.
     """
-    if begins_with_real_tokens(heads.key_mask, heads.segments):
-        out = attend(heads)
-        return out if heads.key_mask is None else out.masked_fill(~heads.key_mask[:, None, :, None], 0.0)
-    each = list(documents(heads.key_mask, heads.segments))
-    return join([attend(alone(heads, document)) for document in each], each, heads.q)
+    if begins_with_real_tokens(inputs.key_mask, inputs.segments):
+        out = attend(inputs)
+        return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
+    each = list(documents(inputs.key_mask, inputs.segments))
+    return join([attend(alone(inputs, document)) for document in each], each, inputs.q)
 
 
-def alone(heads: AttentionInputs, document: Document) -> AttentionInputs:
+def alone(inputs: AttentionInputs, document: Document) -> AttentionInputs:
     """The heads of one document's real tokens, without masks."""
-    q, k, v = (document.take(x) for x in (heads.q, heads.k, heads.v))
-    return heads._replace(q=q, k=k, v=v, key_mask=None, segments=None)
+    q, k, v = (document.take(x) for x in (inputs.q, inputs.k, inputs.v))
+    return inputs._replace(q=q, k=k, v=v, key_mask=None, segments=None)
 
 
 def join(parts: Sequence[Tensor], each: Sequence[Document], like: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def join(parts: Sequence[Tensor], each: Sequence[Document], like: Tensor) -> Ten
     if not parts:
         return like.masked_fill(torch.ones_like(like, dtype=torch.bool), 0.0)  # has a gradient, 0, as ever
     batch, heads, length, head_dim = like.shape
-    place = torch.cat([document.rows.start * length + document.tokens for document in each])
+    slots = torch.cat([document.rows.start * length + document.tokens for document in each])
     out = like.new_zeros(batch * length, heads, head_dim)
-    out = out.index_copy(0, place, torch.cat([part[0].transpose(0, 1) for part in parts]))
+    out = out.index_copy(0, slots, torch.cat([part[0].transpose(0, 1) for part in parts]))
     return out.view(batch, length, heads, head_dim).transpose(1, 2)

@@ -69,35 +69,35 @@ def kept_attention(calls: Iterable[Call], mechanisms: Iterable[LHAAttention], se
 @torch.no_grad()
 def hash_scores(mechanism: LHAAttention, call: Call) -> tuple[Tensor, Tensor]:
     """H_Q(q) and H_K(k): (B, H, L, N) each."""
-    heads = _heads(call)
+    inputs = _inputs(call)
 
     def job(query: Weights, key: Weights) -> tuple[Tensor, Tensor]:
-        return scores_of((heads.q,), (query,)), scores_of((heads.k,), (key,))
+        return scores_of((inputs.q,), (query,)), scores_of((inputs.k,), (key,))
 
-    return mechanism.hash(job, heads.q, call.context)
+    return mechanism.hash(job, inputs.q, call.context)
 
 
 def _fresh(call: Call, buckets: int, key: int, utility: Utility) -> LHAAttention:
-    chunk = -(-call.heads.q.shape[2] // buckets)
-    place = dataclasses.replace(call.place, causal=False, max_length=chunk * buckets)
-    mechanism = LHAAttention(LHAAttentionConfig(chunk=chunk, utility=utility), place)
+    chunk = -(-call.inputs.q.shape[2] // buckets)
+    spec = dataclasses.replace(call.spec, causal=False, max_length=chunk * buckets)
+    mechanism = LHAAttention(LHAAttentionConfig(chunk=chunk, utility=utility), spec)
     generator = torch.Generator().manual_seed(key >> 1)
     with torch.no_grad():
         for weight in mechanism.parameters():
             if weight.dim() > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
-    return mechanism.to(call.heads.q.device)
+    return mechanism.to(call.inputs.q.device)
 
 
 def _learn(mechanism: LHAAttention, call: Call, seed: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
     """KL_Q + KL_K (Eq. 13), mean over tokens and heads, the mechanism's own loss without its weight; its statistics."""
     rng = RngContext(seed, step, torch.arange(len(call.x)), training=True)
-    context = dataclasses.replace(call.context, rng=rng, memory=RecomputeCache())
-    loss, statistics = mechanism.learn(_heads(call), context)
-    return loss * (mechanism.place.layers / mechanism.config.weight), statistics
+    context = dataclasses.replace(call.context, rng=rng, recompute=RecomputeCache())
+    loss, statistics = mechanism.learn(_inputs(call), context)
+    return loss * (mechanism.spec.layers / mechanism.config.weight), statistics
 
 
-def _heads(call: Call) -> AttentionInputs:
+def _inputs(call: Call) -> AttentionInputs:
     """Without a causal mask, as the paper measures, and with q·k/√D the call's own logits."""
-    q = call.heads.q * (call.scale * call.heads.q.shape[-1] ** 0.5)
-    return call.heads._replace(q=q, causal=False)
+    q = call.inputs.q * (call.scale * call.inputs.q.shape[-1] ** 0.5)
+    return call.inputs._replace(q=q, causal=False)

@@ -32,7 +32,7 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
     """The mechanism that a configuration names, over so many heads of a layer; or full attention in its place, sharing
     queries and keys where it does, by `attention.full_below`.
     """
-    place = MechanismSpec(
+    spec = MechanismSpec(
         heads=heads,
         head_dim=head_dim(model),
         d_model=model.d_model,
@@ -41,8 +41,8 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
         layers=layers_with(model, kind),
         vocabulary=model.vocabulary,
     )
-    built = MECHANISMS[kind](getattr(model.attention, kind), place)
-    return FullAttention(FullAttentionConfig(shared_qk=built.shared_qk), place) if attends_fully(model, kind) else built
+    built = MECHANISMS[kind](getattr(model.attention, kind), spec)
+    return FullAttention(FullAttentionConfig(shared_qk=built.shared_qk), spec) if attends_fully(model, kind) else built
 
 
 def head_dim(model: ModelConfig) -> int:
@@ -87,15 +87,15 @@ class AttentionLayer(nn.Module):
         outs: list[Tensor] = []
         auxiliary: Tensor | None = None
         statistics: dict[str, Tensor] = {}
-        for kind, heads, own in self._project(x, context.rng.first, padding, context):
+        for kind, inputs, own in self._project(x, context.rng.first, padding, context):
             mechanism = self.mechanism(kind)
-            out, loss, scalars = mechanism(x, heads, own)
+            out, loss, scalars = mechanism(x, inputs, own)
             outs.append(padding.part.to_tokens(out))
             if loss is not None:
                 auxiliary = loss if auxiliary is None else auxiliary + loss
             statistics |= {f"{kind}/{name}": value for name, value in scalars.items()}
             if cache is not None:
-                mechanism.fill_cache(x, heads, cache[kind], own)
+                mechanism.fill_cache(x, inputs, cache[kind], own)
         return AttentionOutput(self._merge(outs), auxiliary, statistics)
 
     def new_cache(self, batch: int, rounds: int | None) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class AttentionLayer(nn.Module):
     def decode(self, x: Tensor, cache: dict[str, Any], position: int, context: AttentionContext) -> Tensor:
         """x: (B, 1, E), the new token at `position`. Returns (B, 1, E)."""
         projected = self._project(x, position, Padding(), context)
-        outs = [self.mechanism(kind).decode(x, heads, cache[kind], position, own) for kind, heads, own in projected]
+        outs = [self.mechanism(kind).decode(x, inputs, cache[kind], position, own) for kind, inputs, own in projected]
         return self._merge(outs)
 
     def _project(
@@ -161,7 +161,7 @@ def split_heads_by_mechanism(
             keys = normalized(mine)
         else:
             mine, keys, values = part.to_heads(mine, keys, values)
-        offset = context.head_offset + first + part.place * (heads // part.size)
+        offset = context.head_offset + first + part.rank * (heads // part.size)
         own = dataclasses.replace(context, head_offset=offset, rng=whole, part=part)
         yield kind, AttentionInputs(mine, keys, values, padding.key_mask, padding.segments, causal), own
         first += heads

@@ -55,103 +55,103 @@ class LHAAttention(Attention):
     task trains everything else. The numbers of buckets and of their members are those of the longest length.
     """
 
-    def __init__(self, config: LHAAttentionConfig, place: MechanismSpec):
+    def __init__(self, config: LHAAttentionConfig, spec: MechanismSpec):
         super().__init__()
-        self.config, self.place = config, place
+        self.config, self.spec = config, spec
         self.adds_positions = config.sinusoidal_positions
-        self.window = Window("band", min(config.chunk, place.max_length))
-        self.buckets = -(-place.max_length // config.chunk)
-        self.bucket_size = math.floor(math.sqrt(2) * place.max_length / self.buckets)
-        self.hash = HashFunctions(config.hash, place, self.buckets)
+        self.window = Window("band", min(config.chunk, spec.max_length))
+        self.buckets = -(-spec.max_length // config.chunk)
+        self.bucket_size = math.floor(math.sqrt(2) * spec.max_length / self.buckets)
+        self.hash = HashFunctions(config.hash, spec, self.buckets)
         if config.hash != "random":
             self.task_weight = 1.0 - config.weight
-        if config.window == "top_k" and place.causal:
+        if config.window == "top_k" and spec.causal:
             self.leak = "later tokens decide which are a bucket's best; attention.lha.window = band is strictly causal"
 
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        assigned = context.memory.keep(lambda: self.assign(heads, context))
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        assigned = context.recompute.keep(lambda: self.assign(inputs, context))
         attend = self._band if assigned.query_members is None else self._top_k
-        out, statistics = attend(heads, assigned)
+        out, statistics = attend(inputs, assigned)
         if self.config.hash == "random" or not context.rng.training:
             return AttentionOutput(out, None, statistics)
-        loss, learned = self._learn(heads, assigned, context)
+        loss, learned = self._learn(inputs, assigned, context)
         return AttentionOutput(out, loss, statistics | learned)
 
     @torch.no_grad()
-    def assign(self, heads: AttentionInputs, context: AttentionContext) -> Assignment:
+    def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Assignment:
         def job(query: Weights, key: Weights) -> Assignment:
-            queries, keys = _sides(heads, query, key)
+            queries, keys = _sides(inputs, query, key)
             query_codes = bucket_codes(queries, self.buckets)
-            key_codes = query_codes if heads.causal else bucket_codes(keys, self.buckets)
+            key_codes = query_codes if inputs.causal else bucket_codes(keys, self.buckets)
             if self.config.window == "band":
                 return Assignment(query_codes, key_codes, None, None)
 
             def choose(document: Document) -> Lists:
                 best = self._members(queries, document)
-                return best, best if heads.causal else self._members(keys, document)
+                return best, best if inputs.causal else self._members(keys, document)
 
-            return Assignment(query_codes, key_codes, *clusters_by_document(heads, choose))
+            return Assignment(query_codes, key_codes, *clusters_by_document(inputs, choose))
 
-        return self.hash(job, heads.q, context)
+        return self.hash(job, inputs.q, context)
 
     def _members(self, sides: Sides, document: Document) -> Tensor:
         inputs = tuple(document.take(x) for x in sides.inputs)
         return bucket_members(Sides(inputs, sides.weights), self.buckets, self.bucket_size)
 
-    def _band(self, heads: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
+    def _band(self, inputs: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
         out, _ = band_attention(
-            heads,
+            inputs,
             assigned.query_codes.unsqueeze(2),
-            None if heads.causal else assigned.key_codes.unsqueeze(2),
+            None if inputs.causal else assigned.key_codes.unsqueeze(2),
             self.window,
-            scale=heads.q.shape[-1] ** -0.5,
+            scale=inputs.q.shape[-1] ** -0.5,
             exclude_self=False,
             count_rounds=False,
         )
-        return out, {} if heads.causal else _balance(heads, assigned, self.buckets)
+        return out, {} if inputs.causal else _balance(inputs, assigned, self.buckets)
 
-    def _top_k(self, heads: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
+    def _top_k(self, inputs: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
         assert assigned.query_members is not None and assigned.key_members is not None
-        out, z = cluster_attention(
-            heads.q,
-            heads.k,
-            heads.v,
+        out, lse = cluster_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
             assigned.query_members,
             assigned.key_members,
-            causal=heads.causal,
-            scale=heads.q.shape[-1] ** -0.5,
+            causal=inputs.causal,
+            scale=inputs.q.shape[-1] ** -0.5,
             count_clusters=self.config.count_buckets,
         )
-        alone = z.isneginf()
-        if heads.key_mask is not None:
-            alone = alone & heads.key_mask[:, None]
-        return out, {"queries_in_no_bucket": alone.sum() / _real(heads)}
+        alone = lse.isneginf()
+        if inputs.key_mask is not None:
+            alone = alone & inputs.key_mask[:, None]
+        return out, {"queries_in_no_bucket": alone.sum() / _real(inputs)}
 
-    def learn(self, heads: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
+    def learn(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """What a training pass adds to the objective, and its statistics, without attending."""
-        return self._learn(heads, self.assign(heads, context), context)
+        return self._learn(inputs, self.assign(inputs, context), context)
 
     def _learn(
-        self, heads: AttentionInputs, assigned: Assignment, context: AttentionContext
+        self, inputs: AttentionInputs, assigned: Assignment, context: AttentionContext
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """λ·mean(KL_Q + KL_K) over real tokens, heads and layers (the second summand of Eq. 19), and what to log."""
 
         def job(query: Weights, key: Weights) -> tuple[Tensor, ...]:
-            queries, keys = _sides(heads, query, key)
-            of_queries = self._examples((queries, keys), False, heads, assigned, context)
-            of_keys = self._examples((keys, queries), True, heads, assigned, context)
+            queries, keys = _sides(inputs, query, key)
+            of_queries = self._examples((queries, keys), False, inputs, assigned, context)
+            of_keys = self._examples((keys, queries), True, inputs, assigned, context)
             return *divergence(of_queries, queries.weights), *divergence(of_keys, keys.weights)
 
-        queries, kept, keys, _ = (total / _real(heads) for total in self.hash(job, heads.q, context))
+        queries, kept, keys, _ = (total / _real(inputs) for total in self.hash(job, inputs.q, context))
         statistics = {"kl_queries": queries, "kl_keys": keys, "attention_utility": kept}
-        loss = self.config.weight / self.place.layers * (queries + keys)
+        loss = self.config.weight / self.spec.layers * (queries + keys)
         return loss, {name: value.detach() for name, value in statistics.items()}
 
     def _examples(
         self,
         sides: tuple[Sides, Sides],
         of_keys: bool,
-        heads: AttentionInputs,
+        inputs: AttentionInputs,
         assigned: Assignment,
         context: AttentionContext,
     ) -> Iterator[Example]:
@@ -161,10 +161,10 @@ class LHAAttention(Attention):
         buckets of the plain argmax one bucket that holds all tokens would be a perfect solution, and training soon
         finds it.
         """
-        visible = heads.causal and self.config.visible_utility
-        for document in documents(heads.key_mask, heads.segments):
-            q, k = (document.take(x.detach()) for x in (heads.q, heads.k))
-            inputs = [document.take(x) for x in sides[0].inputs]
+        visible = inputs.causal and self.config.visible_utility
+        for document in documents(inputs.key_mask, inputs.segments):
+            q, k = (document.take(x.detach()) for x in (inputs.q, inputs.k))
+            hashed = [document.take(x) for x in sides[0].inputs]
             own = document.take(assigned.key_codes if of_keys else assigned.query_codes)
             members, weight = self._members(sides[1], document), 1.0
             if self.config.utility == "features":
@@ -177,7 +177,7 @@ class LHAAttention(Attention):
                 if sample is not None and not of_keys:
                     weight = q.shape[2] / len(sample)
             for tokens, utility in found:
-                yield Example(tuple(x[:, :, tokens] for x in inputs), utility, own[:, :, tokens], weight)
+                yield Example(tuple(x[:, :, tokens] for x in hashed), utility, own[:, :, tokens], weight)
 
     def _sample(self, q: Tensor, context: AttentionContext) -> Tensor:
         """Queries of a document to learn from in this step, (S,) token numbers: the same of every head and sequence."""
@@ -195,45 +195,45 @@ class LHAAttention(Attention):
         return of_queries, of_keys
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
-        return BandCache.empty(batch, self.place, 1, self.buckets, self.window, like)
+        return BandCache.empty(batch, self.spec, 1, self.buckets, self.window, like)
 
-    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(heads, self.assign(heads, context).query_codes.unsqueeze(2), None)
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
+        cache.fill(inputs, self.assign(inputs, context).query_codes.unsqueeze(2), None)
 
     def decode(
-        self, x: Tensor, heads: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
+        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
     ) -> Tensor:
         if self.config.window == "top_k":
             raise ValueError(f"LHA cannot decode token by token here: {self.leak}")
-        codes = self.assign(heads, context).query_codes.unsqueeze(2)
-        scale = heads.q.shape[-1] ** -0.5
-        return cache.decode(heads, codes, None, position, scale=scale, exclude_self=False, count_rounds=False)
+        codes = self.assign(inputs, context).query_codes.unsqueeze(2)
+        scale = inputs.q.shape[-1] ** -0.5
+        return cache.decode(inputs, codes, None, position, scale=scale, exclude_self=False, count_rounds=False)
 
 
-def _sides(heads: AttentionInputs, query: Weights, key: Weights) -> tuple[Sides, Sides]:
+def _sides(inputs: AttentionInputs, query: Weights, key: Weights) -> tuple[Sides, Sides]:
     """What assigns queries and what assigns keys; causal: both by the joint hash H_Q(q_i) + H_K(k_i)."""
-    q, k = heads.q.detach(), heads.k.detach()
-    if heads.causal:
+    q, k = inputs.q.detach(), inputs.k.detach()
+    if inputs.causal:
         joint = Sides((q, k), (query, key))
         return joint, joint
     return Sides((q,), (query,)), Sides((k,), (key,))
 
 
-def _real(heads: AttentionInputs) -> Tensor | int:
+def _real(inputs: AttentionInputs) -> Tensor | int:
     """Number of real tokens, times heads."""
-    batch, count, length = heads.q.shape[:3]
-    return count * (batch * length if heads.key_mask is None else heads.key_mask.sum().clamp_min(1))
+    batch, count, length = inputs.q.shape[:3]
+    return count * (batch * length if inputs.key_mask is None else inputs.key_mask.sum().clamp_min(1))
 
 
-def _balance(heads: AttentionInputs, codes: Assignment, buckets: int) -> dict[str, Tensor]:
+def _balance(inputs: AttentionInputs, codes: Assignment, buckets: int) -> dict[str, Tensor]:
     """Of the buckets of every document and head that hold anything, the share with more than twice as many queries as
     keys, or the reverse (section 3.2); and the share of queries whose bucket holds no key, which see themselves alone.
     """
     queries, keys = codes.query_codes.long(), codes.key_codes.long()
-    if heads.segments is not None:
-        first = heads.segments.unsqueeze(1) * buckets
-        queries, keys, buckets = queries + first, keys + first, buckets * (int(heads.segments.max()) + 1)
-    real = queries.new_ones(()) if heads.key_mask is None else heads.key_mask.unsqueeze(1).long()
+    if inputs.segments is not None:
+        first = inputs.segments.unsqueeze(1) * buckets
+        queries, keys, buckets = queries + first, keys + first, buckets * (int(inputs.segments.max()) + 1)
+    real = queries.new_ones(()) if inputs.key_mask is None else inputs.key_mask.unsqueeze(1).long()
     counts = [
         torch.zeros(*x.shape[:2], buckets, dtype=torch.int64, device=x.device).scatter_add_(-1, x, real.expand_as(x))
         for x in (queries, keys)
@@ -242,5 +242,5 @@ def _balance(heads: AttentionInputs, codes: Assignment, buckets: int) -> dict[st
     held = (counts[0] + counts[1] > 0).sum()
     return {
         "bucket_imbalance": uneven.sum() / held.clamp_min(1),
-        "queries_in_no_bucket": counts[0].masked_fill(counts[1] > 0, 0).sum() / _real(heads),
+        "queries_in_no_bucket": counts[0].masked_fill(counts[1] > 0, 0).sum() / _real(inputs),
     }

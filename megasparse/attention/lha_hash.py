@@ -37,10 +37,10 @@ class HashFunctions(nn.Module):
     nonlinearity.
     """
 
-    def __init__(self, kind: str, place: MechanismSpec, buckets: int):
+    def __init__(self, kind: str, spec: MechanismSpec, buckets: int):
         super().__init__()
         self.kind, self.buckets = kind, buckets
-        heads, dim = place.heads, place.head_dim
+        heads, dim = spec.heads, spec.head_dim
         shapes = {"mlp": [(heads, dim, dim), (heads * dim,), (heads, dim, buckets), (heads * buckets,)]}
         shapes["linear"], shapes["random"] = [(heads, dim, buckets)], []
         self.names: dict[str, list[str]] = {"query": [], "key": []}

@@ -31,27 +31,27 @@ class LinformerAttention(Attention):
 
     causal = False
 
-    def __init__(self, config: LinformerAttentionConfig, place: MechanismSpec):
+    def __init__(self, config: LinformerAttentionConfig, spec: MechanismSpec):
         super().__init__()
-        self.keys = SequenceProjection(config.projected, place.max_length)
-        self.values = SequenceProjection(config.projected, place.max_length)
+        self.keys = SequenceProjection(config.projected, spec.max_length)
+        self.values = SequenceProjection(config.projected, spec.max_length)
 
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        heads = heads.of_one_dtype()
-        if begins_with_real_tokens(heads.key_mask, heads.segments):
-            return AttentionOutput(self._whole(heads), None, {})
-        each = list(documents(heads.key_mask, heads.segments))
-        pieces = [alone(heads, document) for document in each]
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        inputs = inputs.of_one_dtype()
+        if begins_with_real_tokens(inputs.key_mask, inputs.segments):
+            return AttentionOutput(self._whole(inputs), None, {})
+        each = list(documents(inputs.key_mask, inputs.segments))
+        pieces = [alone(inputs, document) for document in each]
         keys, values = self.keys([piece.k for piece in pieces]), self.values([piece.v for piece in pieces])
         queries = (piece.q for piece in pieces)
         parts = [F.scaled_dot_product_attention(*part) for part in zip(queries, keys, values, strict=True)]
-        return AttentionOutput(join(parts, each, heads.q), None, {})
+        return AttentionOutput(join(parts, each, inputs.q), None, {})
 
-    def _whole(self, heads: AttentionInputs) -> Tensor:
-        q, k, v = heads.q, heads.k, heads.v
-        if heads.key_mask is None:
+    def _whole(self, inputs: AttentionInputs) -> Tensor:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        if inputs.key_mask is None:
             return F.scaled_dot_product_attention(q, self.keys([k])[0], self.values([v])[0])
-        padding = ~heads.key_mask[:, None, :, None]
+        padding = ~inputs.key_mask[:, None, :, None]
         k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
         out = F.scaled_dot_product_attention(q, self.keys([k])[0], self.values([v])[0])
         return out.masked_fill(padding, 0.0)

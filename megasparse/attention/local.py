@@ -21,12 +21,12 @@ class RelativePositions(nn.Module):
     the biases u and w that stand for queries; each head has its own.
     """
 
-    def __init__(self, place: MechanismSpec):
+    def __init__(self, spec: MechanismSpec):
         super().__init__()
-        self.width = place.d_model
-        self.projection = nn.Parameter(torch.empty(place.heads, place.d_model, place.head_dim))
-        self.content_bias = nn.Parameter(torch.empty(place.heads, place.head_dim))
-        self.distance_bias = nn.Parameter(torch.empty(place.heads, place.head_dim))
+        self.width = spec.d_model
+        self.projection = nn.Parameter(torch.empty(spec.heads, spec.d_model, spec.head_dim))
+        self.content_bias = nn.Parameter(torch.empty(spec.heads, spec.head_dim))
+        self.distance_bias = nn.Parameter(torch.empty(spec.heads, spec.head_dim))
 
     def forward(self, chunk: int, causal: bool, part: SequencePart = WHOLE) -> tuple[Tensor, Tensor, Tensor]:
         """r (H, E, D) in fp32 at least, u (H, D) and w (H, D), of the heads that are here."""
@@ -56,15 +56,15 @@ class LocalAttention(Attention):
     With relative positions the logits are ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D.
     """
 
-    def __init__(self, config: LocalAttentionConfig, place: MechanismSpec):
+    def __init__(self, config: LocalAttentionConfig, spec: MechanismSpec):
         super().__init__()
-        self.place = place
-        self.chunk = min(config.chunk, place.max_length)
-        self.relative = RelativePositions(place) if config.relative else None
+        self.spec = spec
+        self.chunk = min(config.chunk, spec.max_length)
+        self.relative = RelativePositions(spec) if config.relative else None
 
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        q, k, v, key_mask, segments, causal = heads
-        scale = self.place.head_dim**-0.5
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        q, k, v, key_mask, segments, causal = inputs
+        scale = self.spec.head_dim**-0.5
         if self.relative is not None:
             r, u, w = self.relative(self.chunk, causal, context.part)
             out = relative_local_attention(
@@ -81,29 +81,29 @@ class LocalAttention(Attention):
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> LocalCache:
         # The chunk at hand and the one before it share two places by turns.
-        tokens = KeyValueCache.empty(batch, self.place, 2 * self.chunk, like)
+        tokens = KeyValueCache.empty(batch, self.spec, 2 * self.chunk, like)
         return LocalCache(tokens, None if self.relative is None else self.relative(self.chunk, causal=True))
 
-    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: LocalCache, context: AttentionContext) -> None:
-        length, capacity = heads.k.shape[2], 2 * self.chunk
-        recent = torch.arange(max(0, length - capacity), length, device=heads.k.device)
-        cache.tokens.k[:, :, recent % capacity] = heads.k[:, :, recent].to(cache.tokens.k.dtype)
-        cache.tokens.v[:, :, recent % capacity] = heads.v[:, :, recent].to(cache.tokens.v.dtype)
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: LocalCache, context: AttentionContext) -> None:
+        length, capacity = inputs.k.shape[2], 2 * self.chunk
+        recent = torch.arange(max(0, length - capacity), length, device=inputs.k.device)
+        cache.tokens.k[:, :, recent % capacity] = inputs.k[:, :, recent].to(cache.tokens.k.dtype)
+        cache.tokens.v[:, :, recent % capacity] = inputs.v[:, :, recent].to(cache.tokens.v.dtype)
 
     def decode(
-        self, x: Tensor, heads: AttentionInputs, cache: LocalCache, position: int, context: AttentionContext
+        self, x: Tensor, inputs: AttentionInputs, cache: LocalCache, position: int, context: AttentionContext
     ) -> Tensor:
-        capacity, dtype = 2 * self.chunk, torch.promote_types(heads.q.dtype, torch.float32)
-        cache.tokens.put(heads.k, heads.v, position % capacity)
+        capacity, dtype = 2 * self.chunk, torch.promote_types(inputs.q.dtype, torch.float32)
+        cache.tokens.put(inputs.k, inputs.v, position % capacity)
         first = max(0, position // self.chunk - 1) * self.chunk
-        seen = torch.arange(first, position + 1, device=heads.q.device)
+        seen = torch.arange(first, position + 1, device=inputs.q.device)
         k, v = (cached[:, :, seen % capacity].to(dtype) for cached in (cache.tokens.k, cache.tokens.v))
-        q = heads.q.to(dtype)
+        q = inputs.q.to(dtype)
         if cache.relative is None:
             score = q @ k.transpose(-1, -2)
         else:
             r, u, w = cache.relative
             r = r[:, 2 * self.chunk - 1 - (position - seen)].to(dtype)
             score = (q + u[:, None]) @ k.transpose(-1, -2) + (q + w[:, None]) @ r.transpose(-1, -2)
-        weight = torch.softmax(score * self.place.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)
-        return (weight @ v).to(heads.q.dtype)
+        weight = torch.softmax(score * self.spec.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)
+        return (weight @ v).to(inputs.q.dtype)

@@ -15,12 +15,12 @@ class LongformerAttention(FixedPatternAttention):
     paper gives global tokens projections of their own; here they share those of the others.
     """
 
-    def __init__(self, config: LongformerAttentionConfig, place: MechanismSpec):
-        super().__init__(place)
-        self.chunk, self.first = min(config.chunk, place.max_length), config.globals
+    def __init__(self, config: LongformerAttentionConfig, spec: MechanismSpec):
+        super().__init__(spec)
+        self.chunk, self.first = min(config.chunk, spec.max_length), config.globals
 
-    def attend(self, heads: AttentionInputs, context: AttentionContext) -> Tensor:
-        return block_attention(heads, self.chunk, self.first)
+    def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
+        return block_attention(inputs, self.chunk, self.first)
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         return visible_blocks(position, self.chunk, self.first, None, device)

@@ -26,46 +26,46 @@ class LSHAttention(Attention):
     paper's.
     """
 
-    def __init__(self, config: LSHAttentionConfig, place: MechanismSpec):
+    def __init__(self, config: LSHAttentionConfig, spec: MechanismSpec):
         super().__init__()
         self.config = config
         self.shared_qk = config.shared_qk
-        self.factors = lsh_buckets(config, place.max_length)
-        self.window = Window(config.window, min(config.chunk, place.max_length), config.same_bucket)
-        self.place = place
+        self.factors = lsh_buckets(config, spec.max_length)
+        self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
+        self.spec = spec
         if config.window == "chunk":
             self.leak = (
                 "the chunk window's borders depend on later tokens; attention.lsh.window = band is strictly causal"
             )
 
-    def assign(self, heads: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor | None]:
+    def assign(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor | None]:
         """The buckets of queries and of keys in every round, (B, H, R, L) each; None for keys that are the queries."""
         rng = context.rng
         rounds = self.config.rounds if rng.training else self._evaluation_rounds
-        numbers = range(context.head_offset, context.head_offset + heads.q.shape[1])
+        numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
         key = rng.key(context.layer, "lsh rotation")
-        matrices = rotations(key, numbers, rng.rounds or rounds, heads.q.shape[3], self.factors, heads.q.device)
-        queries = angular_hash(heads.q.detach(), matrices, self.factors)
-        return queries, None if self.shared_qk else angular_hash(heads.k.detach(), matrices, self.factors)
+        matrices = rotations(key, numbers, rng.rounds or rounds, inputs.q.shape[3], self.factors, inputs.q.device)
+        queries = angular_hash(inputs.q.detach(), matrices, self.factors)
+        return queries, None if self.shared_qk else angular_hash(inputs.k.detach(), matrices, self.factors)
 
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        queries, keys = context.memory.keep(lambda: self.assign(heads, context))
-        out, _ = band_attention(heads, queries, keys, self.window, **self._rule)
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
+        out, _ = band_attention(inputs, queries, keys, self.window, **self._rule)
         return AttentionOutput(out, None, {})
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
         rounds = rounds or self._evaluation_rounds
-        return BandCache.empty(batch, self.place, rounds, math.prod(self.factors), self.window, like)
+        return BandCache.empty(batch, self.spec, rounds, math.prod(self.factors), self.window, like)
 
-    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(heads, *self.assign(heads, context))
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
+        cache.fill(inputs, *self.assign(inputs, context))
 
     def decode(
-        self, x: Tensor, heads: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
+        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
     ) -> Tensor:
         if self.window.kind == "chunk":
             raise ValueError(f"LSH attention cannot decode token by token here: {self.leak}")
-        return cache.decode(heads, *self.assign(heads, context), position, **self._rule)
+        return cache.decode(inputs, *self.assign(inputs, context), position, **self._rule)
 
     @property
     def _evaluation_rounds(self) -> int:
@@ -73,5 +73,5 @@ class LSHAttention(Attention):
 
     @property
     def _rule(self) -> dict[str, Any]:
-        scale = 1.0 if self.shared_qk else self.place.head_dim**-0.5
+        scale = 1.0 if self.shared_qk else self.spec.head_dim**-0.5
         return {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": self.config.count_rounds}

@@ -35,7 +35,7 @@ class Call:
 
     mechanism: Attention
     x: Tensor
-    heads: AttentionInputs
+    inputs: AttentionInputs
     context: AttentionContext
 
     @property
@@ -45,12 +45,12 @@ class Call:
     @property
     def scale(self) -> float:
         """What q·k is multiplied by before the softmax."""
-        return 1.0 if self.mechanism.shared_qk else self.heads.q.shape[-1] ** -0.5
+        return 1.0 if self.mechanism.shared_qk else self.inputs.q.shape[-1] ** -0.5
 
     @property
-    def place(self) -> MechanismSpec:
-        heads, length, width = self.heads.q.shape[1:]
-        return MechanismSpec(heads, width, self.x.shape[-1], length, self.heads.causal)
+    def spec(self) -> MechanismSpec:
+        heads, length, width = self.inputs.q.shape[1:]
+        return MechanismSpec(heads, width, self.x.shape[-1], length, self.inputs.causal)
 
     def replaced(self, mechanism: Attention) -> "Call":
         """The same call of another mechanism."""
@@ -66,7 +66,7 @@ class Call:
         """What the mechanism stands for: full attention of the same queries and keys, or YOSO's expectation."""
         if isinstance(self.mechanism, YOSOAttention):
             return _yoso(self.mechanism, expectation=True)
-        return FullAttention(FullAttentionConfig(shared_qk=self.mechanism.shared_qk), self.place)
+        return FullAttention(FullAttentionConfig(shared_qk=self.mechanism.shared_qk), self.spec)
 
     def codes(self) -> tuple[Tensor, Tensor, int] | None:
         """The buckets of queries and of keys, (B, H, L) each (of R rounds (B, R·H, L)), and how many buckets there are:
@@ -74,11 +74,11 @@ class Call:
         """
         mechanism = self.mechanism
         if isinstance(mechanism, LSHAttention):
-            queries, keys = mechanism.assign(self.heads, self.context)
+            queries, keys = mechanism.assign(self.inputs, self.context)
             keys = queries if keys is None else keys
             return queries.flatten(1, 2), keys.flatten(1, 2), math.prod(mechanism.factors)
         if isinstance(mechanism, LHAAttention):
-            assigned = mechanism.assign(self.heads, self.context)
+            assigned = mechanism.assign(self.inputs, self.context)
             return assigned.query_codes, assigned.key_codes, mechanism.buckets
         return None
 
@@ -87,16 +87,16 @@ class Call:
 
         Everything is decided anew, from the same draws.
         """
-        heads = self.heads if v is None else self.heads._replace(v=v)
+        inputs = self.inputs if v is None else self.inputs._replace(v=v)
         rng = dataclasses.replace(self.context.rng, rounds=rounds)
-        context = dataclasses.replace(self.context, rng=rng, memory=RecomputeCache())
-        return cast(AttentionOutput, mechanism(self.x, heads, context)).out
+        context = dataclasses.replace(self.context, rng=rng, recompute=RecomputeCache())
+        return cast(AttentionOutput, mechanism(self.x, inputs, context)).out
 
 
 def _yoso(mechanism: YOSOAttention, expectation: bool) -> YOSOAttention:
     bits = mechanism.code_bits
     changes = {"expectation": expectation, "convolution": None, "code_bits": bits}
-    return YOSOAttention(mechanism.config.model_copy(update=changes), mechanism.place)
+    return YOSOAttention(mechanism.config.model_copy(update=changes), mechanism.spec)
 
 
 @contextmanager
@@ -123,14 +123,14 @@ def weights_of(call: Call, mechanism: Attention) -> Tensor:
     YOSO, which scales each output to length 1, gets one column more with the value 1 of every key, by which the others
     are divided: its rows, too, sum to 1.
     """
-    length, width = call.heads.v.shape[2:]
+    length, width = call.inputs.v.shape[2:]
     normalises = isinstance(mechanism, YOSOAttention)
     step = width - normalises
-    one_hot = torch.eye(length, dtype=call.heads.v.dtype, device=call.heads.v.device)
+    one_hot = torch.eye(length, dtype=call.inputs.v.dtype, device=call.inputs.v.device)
     columns = []
     for start in range(0, length, step):
         piece = one_hot[:, start : start + step]
-        v = torch.zeros_like(call.heads.v)
+        v = torch.zeros_like(call.inputs.v)
         v[..., : piece.shape[1]] = piece
         if normalises:
             v[..., -1] = 1.0

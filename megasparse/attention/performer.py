@@ -30,44 +30,44 @@ class PerformerAttention(Attention):
     The projections are orthogonal Gaussians of each head, drawn anew at every training step, fixed in evaluation.
     """
 
-    def __init__(self, config: PerformerAttentionConfig, place: MechanismSpec):
+    def __init__(self, config: PerformerAttentionConfig, spec: MechanismSpec):
         super().__init__()
         self.config = config
-        self.scale = place.head_dim**-0.5
+        self.scale = spec.head_dim**-0.5
 
     def projection(self, q: Tensor, context: AttentionContext) -> Tensor:
         key = context.rng.key(context.layer, "performer features")
         heads = range(context.head_offset, context.head_offset + q.shape[1])
         return orthogonal_projections(key, heads, self.config.features, q.shape[3], q.device)
 
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        attend = partial(self._attend, projection=self.projection(heads.q, context))
-        return AttentionOutput(attend_each(heads, attend), None, {})
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        attend = partial(self._attend, projection=self.projection(inputs.q, context))
+        return AttentionOutput(attend_each(inputs, attend), None, {})
 
-    def _attend(self, heads: AttentionInputs, projection: Tensor) -> Tensor:
-        if heads.causal:
-            return self._causal(heads, projection, None)[0]
-        return linear_attention(heads.q, heads.k, heads.v, projection, scale=self.scale, key_mask=heads.key_mask)
+    def _attend(self, inputs: AttentionInputs, projection: Tensor) -> Tensor:
+        if inputs.causal:
+            return self._causal(inputs, projection, None)[0]
+        return linear_attention(inputs.q, inputs.k, inputs.v, projection, scale=self.scale, key_mask=inputs.key_mask)
 
-    def _causal(self, heads: AttentionInputs, projection: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def _causal(self, inputs: AttentionInputs, projection: Tensor, state: State | None) -> tuple[Tensor, State]:
         rule = dict(scale=self.scale, chunk=self.config.chunk)
         return causal_linear_attention(
-            heads.q, heads.k, heads.v, projection, key_mask=heads.key_mask, state=state, **rule
+            inputs.q, inputs.k, inputs.v, projection, key_mask=inputs.key_mask, state=state, **rule
         )
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> PerformerCache:
         return PerformerCache()
 
-    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: PerformerCache, context: AttentionContext) -> None:
-        self._advance(heads, cache, context)
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: PerformerCache, context: AttentionContext) -> None:
+        self._advance(inputs, cache, context)
 
     def decode(
-        self, x: Tensor, heads: AttentionInputs, cache: PerformerCache, position: int, context: AttentionContext
+        self, x: Tensor, inputs: AttentionInputs, cache: PerformerCache, position: int, context: AttentionContext
     ) -> Tensor:
-        return self._advance(heads, cache, context)
+        return self._advance(inputs, cache, context)
 
-    def _advance(self, heads: AttentionInputs, cache: PerformerCache, context: AttentionContext) -> Tensor:
+    def _advance(self, inputs: AttentionInputs, cache: PerformerCache, context: AttentionContext) -> Tensor:
         if cache.projection is None:
-            cache.projection = self.projection(heads.q, context)
-        out, cache.state = self._causal(heads, cache.projection, cache.state)
+            cache.projection = self.projection(inputs.q, context)
+        out, cache.state = self._causal(inputs, cache.projection, cache.state)
         return out

@@ -20,35 +20,35 @@ class RandomAttention(Attention):
     of positions; while training each step draws anew, in evaluation they stay.
     """
 
-    def __init__(self, config: RandomAttentionConfig, place: MechanismSpec):
+    def __init__(self, config: RandomAttentionConfig, spec: MechanismSpec):
         super().__init__()
-        self.place = place
-        self.window = Window("band", min(config.chunk, place.max_length))
-        self.buckets = -(-place.max_length // config.chunk)
-        self.rule = {"scale": place.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
+        self.spec = spec
+        self.window = Window("band", min(config.chunk, spec.max_length))
+        self.buckets = -(-spec.max_length // config.chunk)
+        self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
 
-    def assign(self, heads: AttentionInputs, first: int, context: AttentionContext) -> Tensor:
+    def assign(self, inputs: AttentionInputs, first: int, context: AttentionContext) -> Tensor:
         """The bucket of every position from `first` on: (B, H, 1, L). Padding has no position."""
-        batch, count, length = heads.q.shape[:3]
-        head = torch.arange(context.head_offset, context.head_offset + count, device=heads.q.device)
-        position = torch.arange(first, first + length, device=heads.q.device).expand(batch, -1)
-        if heads.key_mask is not None:
-            position = (heads.key_mask.cumsum(-1) - 1).clamp_min(0)
+        batch, count, length = inputs.q.shape[:3]
+        head = torch.arange(context.head_offset, context.head_offset + count, device=inputs.q.device)
+        position = torch.arange(first, first + length, device=inputs.q.device).expand(batch, -1)
+        if inputs.key_mask is not None:
+            position = (inputs.key_mask.cumsum(-1) - 1).clamp_min(0)
         rows = head[:, None] * (1 << 32) + position[:, None]  # (B, H, L)
         bits = random_bits(context.rng.key(context.layer, "random bucket"), rows, 1)
         return torch.remainder(bits, self.buckets).transpose(-1, -2)
 
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        codes = self.assign(heads, 0, context)
-        return AttentionOutput(band_attention(heads, codes, None, self.window, **self.rule)[0], None, {})
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        codes = self.assign(inputs, 0, context)
+        return AttentionOutput(band_attention(inputs, codes, None, self.window, **self.rule)[0], None, {})
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
-        return BandCache.empty(batch, self.place, 1, self.buckets, self.window, like)
+        return BandCache.empty(batch, self.spec, 1, self.buckets, self.window, like)
 
-    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(heads, self.assign(heads, 0, context), None)
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
+        cache.fill(inputs, self.assign(inputs, 0, context), None)
 
     def decode(
-        self, x: Tensor, heads: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
+        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
     ) -> Tensor:
-        return cache.decode(heads, self.assign(heads, position, context), None, position, **self.rule)
+        return cache.decode(inputs, self.assign(inputs, position, context), None, position, **self.rule)

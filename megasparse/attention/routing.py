@@ -41,18 +41,18 @@ class RoutingAttention(Attention):
 
     centroids: Tensor
 
-    def __init__(self, config: RoutingAttentionConfig, place: MechanismSpec):
+    def __init__(self, config: RoutingAttentionConfig, spec: MechanismSpec):
         super().__init__()
-        self.config, self.place = config, place
-        self.window = Window("band", min(config.chunk, place.max_length))
-        self.buckets = -(-place.max_length // config.chunk)
-        self.shared_qk = place.causal
-        scale = 1.0 if self.shared_qk else place.head_dim**-0.5
+        self.config, self.spec = config, spec
+        self.window = Window("band", min(config.chunk, spec.max_length))
+        self.buckets = -(-spec.max_length // config.chunk)
+        self.shared_qk = spec.causal
+        scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
         self.rule: dict[str, Any] = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": False}
-        self.register_buffer("centroids", torch.empty(place.heads, self.buckets, place.head_dim))  # (H, N, D)
+        self.register_buffer("centroids", torch.empty(spec.heads, self.buckets, spec.head_dim))  # (H, N, D)
         self.initialise(0, "")
         self._sums: Tensor | None = None  # of this step's members: (H, N, D + 1) float64, their number last
-        if config.window == "top_k" and place.causal:
+        if config.window == "top_k" and spec.causal:
             self.leak = (
                 "later tokens decide who is among a centroid's nearest tokens; "
                 "attention.routing.window = band is strictly causal"
@@ -60,37 +60,39 @@ class RoutingAttention(Attention):
 
     def initialise(self, seed: int, name: str) -> None:
         """Random unit centroids, a pure function of seed, name and head."""
-        rows = torch.arange(self.place.heads * self.buckets).view(self.place.heads, self.buckets)
-        drawn = normal(derive(seed, "initial centroids", name), rows, self.place.head_dim)
+        rows = torch.arange(self.spec.heads * self.buckets).view(self.spec.heads, self.buckets)
+        drawn = normal(derive(seed, "initial centroids", name), rows, self.spec.head_dim)
         self.centroids.copy_(F.normalize(drawn, dim=-1))
 
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        routes = context.memory.keep(lambda: self._decide(heads, context))
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        routes = context.recompute.keep(lambda: self._decide(inputs, context))
         if self.config.window == "band":
             queries, keys = (codes.unsqueeze(2) for codes in routes)
-            out, _ = band_attention(heads, queries, None if heads.causal else keys, self.window, **self.rule)
+            out, _ = band_attention(inputs, queries, None if inputs.causal else keys, self.window, **self.rule)
             return AttentionOutput(out, None, {})
-        out, z = cluster_attention(
-            heads.q,
-            heads.k,
-            heads.v,
+        out, lse = cluster_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
             *routes,
-            causal=heads.causal,
+            causal=inputs.causal,
             scale=self.rule["scale"],
             count_clusters=True,
         )
-        real = torch.ones_like(z, dtype=torch.bool) if heads.key_mask is None else heads.key_mask[:, None].expand_as(z)
-        alone = (z.isneginf() & real).sum() / real.sum().clamp_min(1)
+        real = torch.ones_like(lse, dtype=torch.bool)
+        if inputs.key_mask is not None:
+            real = inputs.key_mask[:, None].expand_as(lse)
+        alone = (lse.isneginf() & real).sum() / real.sum().clamp_min(1)
         return AttentionOutput(out, None, {"queries_in_no_cluster": alone})
 
     @torch.no_grad()
-    def _decide(self, heads: AttentionInputs, context: AttentionContext) -> Routes:
+    def _decide(self, inputs: AttentionInputs, context: AttentionContext) -> Routes:
         """In the first pass only, so that a member counts once. Checkpointed layers come twice, which doubles sums and
         numbers of members alike, and moves no mean.
         """
-        queries, keys = self._sides(heads, context)
+        queries, keys = self._sides(inputs, context)
         if context.rng.training:
-            self._remember(heads, queries, keys, context)
+            self._remember(inputs, queries, keys, context)
         if self.config.window == "band":
             return Routes(*self._codes(queries, keys))
 
@@ -98,13 +100,13 @@ class RoutingAttention(Attention):
             nearest = [self._nearest(side, document) for side in (queries, keys)]
             return nearest[0], nearest[1]
 
-        return Routes(*clusters_by_document(heads, choose))
+        return Routes(*clusters_by_document(inputs, choose))
 
-    def _sides(self, heads: AttentionInputs, context: AttentionContext) -> tuple[Sides, Sides]:
+    def _sides(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Sides, Sides]:
         """What the centroids are compared with: unit queries and unit keys, in a decoder one and the same."""
-        q, k = (F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in (heads.q, heads.k))
+        q, k = (F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in (inputs.q, inputs.k))
         weights = (context.part.own(self.centroids, 0).transpose(1, 2),)  # (H, D, N)
-        if heads.causal:
+        if inputs.causal:
             both = Sides((q,), (weights,))
             return both, both
         return Sides((q,), (weights,)), Sides((k,), (weights,))
@@ -124,17 +126,17 @@ class RoutingAttention(Attention):
         tiles = centroids.to(x.dtype).split(step, dim=1)
         return torch.cat([(tile @ x).topk(size, dim=-1, sorted=False).indices for tile in tiles], dim=2)
 
-    def _remember(self, heads: AttentionInputs, queries: Sides, keys: Sides, context: AttentionContext) -> None:
+    def _remember(self, inputs: AttentionInputs, queries: Sides, keys: Sides, context: AttentionContext) -> None:
         """Adds unit queries and unit keys to the sums of their nearest centroids. Padding is no member."""
         if self._sums is None:
             shape = (*self.centroids.shape[:2], self.centroids.shape[2] + 1)
-            self._sums = torch.zeros(shape, dtype=torch.float64, device=heads.q.device)
-        first = torch.arange(self.place.heads, device=heads.q.device)[:, None] * self.buckets
+            self._sums = torch.zeros(shape, dtype=torch.float64, device=inputs.q.device)
+        first = torch.arange(self.spec.heads, device=inputs.q.device)[:, None] * self.buckets
         first = context.part.own(first, 0)
         for x, codes in zip((queries.inputs[0], keys.inputs[-1]), self._codes(queries, keys), strict=True):
             members = F.pad(x.double(), (0, 1), value=1.0)  # (B, H, L, D + 1)
-            if heads.key_mask is not None:
-                members = members.masked_fill(~heads.key_mask[:, None, :, None], 0.0)
+            if inputs.key_mask is not None:
+                members = members.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
             self._sums.flatten(0, 1).index_add_(0, (first + codes).flatten(), members.flatten(0, 2))
 
     @torch.no_grad()
@@ -153,15 +155,15 @@ class RoutingAttention(Attention):
         self.centroids.copy_(torch.where((count > 0) & (length > 0), moved / length, old))
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
-        return BandCache.empty(batch, self.place, 1, self.buckets, self.window, like)
+        return BandCache.empty(batch, self.spec, 1, self.buckets, self.window, like)
 
-    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(heads, self._codes(*self._sides(heads, context))[0].unsqueeze(2), None)
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
+        cache.fill(inputs, self._codes(*self._sides(inputs, context))[0].unsqueeze(2), None)
 
     def decode(
-        self, x: Tensor, heads: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
+        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
     ) -> Tensor:
         if self.config.window == "top_k":
             raise ValueError(f"Routing attention cannot decode token by token here: {self.leak}")
-        codes = self._codes(*self._sides(heads, context))[0].unsqueeze(2)
-        return cache.decode(heads, codes, None, position, **self.rule)
+        codes = self._codes(*self._sides(inputs, context))[0].unsqueeze(2)
+        return cache.decode(inputs, codes, None, position, **self.rule)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequencePart:
-    """What this rank has of every sequence: the tokens [place·L/S, (place + 1)·L/S) of all heads; inside attention the
+    """What this rank has of every sequence: the tokens [rank·L/S, (rank + 1)·L/S) of all heads; inside attention the
     same S-th of each mechanism's heads, with all tokens. S = 1: everything, and nothing is exchanged.
 
     What is exchanged has its exact adjoint as gradient: where each rank's objective is such that their mean is the
@@ -22,8 +22,8 @@ class SequencePart:
     """
 
     group: torch.distributed.ProcessGroup | None = None
-    """The ranks that share the sequences, in the order of their places."""
-    place: int = 0
+    """The ranks that share the sequences, in the order of their ranks."""
+    rank: int = 0
     size: int = 1
 
     @staticmethod
@@ -37,7 +37,7 @@ class SequencePart:
         if self.size == 1:
             return x
         width = x.shape[dim] // self.size
-        return x.narrow(dim, self.place * width, width)
+        return x.narrow(dim, self.rank * width, width)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The tensors x of all ranks one after another along `dim`, on every rank."""

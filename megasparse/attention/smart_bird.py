@@ -57,28 +57,28 @@ class SmartBirdAttention(Attention):
     sketch, which therefore reads a detached input.
     """
 
-    def __init__(self, config: SmartBirdAttentionConfig, place: MechanismSpec):
+    def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):
         super().__init__()
-        self.config, self.place = config, place
-        self.query, self.key, self.value = (Projection(place.d_model, config.sketch_dim) for _ in range(3))
+        self.config, self.spec = config, spec
+        self.query, self.key, self.value = (Projection(spec.d_model, config.sketch_dim) for _ in range(3))
         self.objective: nn.Module
         if config.objective == "token":
-            self.objective = TokenObjective(config.sketch_dim, place.vocabulary)
+            self.objective = TokenObjective(config.sketch_dim, spec.vocabulary)
         else:
-            self.objective = PooledObjective(config.sketch_dim, config.labels or place.vocabulary)
+            self.objective = PooledObjective(config.sketch_dim, config.labels or spec.vocabulary)
 
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         x = x.detach()
         loss, statistics = None, {}
         if context.targets is not None:
-            loss = self._objective(x, heads, context.targets, context.part)
+            loss = self._objective(x, inputs, context.targets, context.part)
             statistics["sketch_loss"] = loss.detach()
-            loss = loss * (self.config.weight / self.place.layers)
-        index = context.memory.keep(lambda: self._choose_whole(x, heads, context))
-        out, _ = gathered_attention(heads.q, heads.k, heads.v, index, scale=heads.q.shape[-1] ** -0.5)
+            loss = loss * (self.config.weight / self.spec.layers)
+        index = context.recompute.keep(lambda: self._choose_whole(x, inputs, context))
+        out, _ = gathered_attention(inputs.q, inputs.k, inputs.v, index, scale=inputs.q.shape[-1] ** -0.5)
         return AttentionOutput(out, loss, statistics)
 
-    def _objective(self, x: Tensor, heads: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
+    def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
         """Where ranks share sequences, each of them has the whole loss, of the projections that all have made."""
         wanted = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
         if wanted != self.config.objective:
@@ -88,57 +88,57 @@ class SmartBirdAttention(Attention):
                 f'Set it to "{wanted}"',
             )
         q, k, v = (part.gather(project(x), 1) for project in (self.query, self.key, self.value))
-        h, _ = _sketch(q, k, v, heads)
+        h, _ = _sketch(q, k, v, inputs)
         if wanted == "token":
             counted = None if targets.counted is None else part.gather(targets.counted, 1)
             targets = Targets(part.gather(targets.values, 1), counted)
-        return self.objective(h, targets, heads.key_mask)
+        return self.objective(h, targets, inputs.key_mask)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> SketchCache:
-        capacity = self.place.max_length
+        capacity = self.spec.max_length
         sketch = like.new_zeros(batch, capacity, self.config.sketch_dim)
-        return SketchCache(KeyValueCache.empty(batch, self.place, capacity, like), sketch.double())
+        return SketchCache(KeyValueCache.empty(batch, self.spec, capacity, like), sketch.double())
 
-    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: SketchCache, context: AttentionContext) -> None:
-        cache.heads.put(heads.k, heads.v)
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, context: AttentionContext) -> None:
+        cache.heads.put(inputs.k, inputs.v)
         cache.sketch[:, : x.shape[1]] = _exactly(self.key, x)
 
     def decode(
-        self, x: Tensor, heads: AttentionInputs, cache: SketchCache, position: int, context: AttentionContext
+        self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, position: int, context: AttentionContext
     ) -> Tensor:
-        cache.heads.put(heads.k, heads.v, position)
+        cache.heads.put(inputs.k, inputs.v, position)
         cache.sketch[:, position : position + 1] = _exactly(self.key, x)
         seen = cache.sketch[:, : position + 1]
-        index = self._choose(_exactly(self.query, x), seen, heads, context, position)
-        return gathered_attention(heads.q, cache.heads.k, cache.heads.v, index, scale=heads.q.shape[-1] ** -0.5)[0]
+        index = self._choose(_exactly(self.query, x), seen, inputs, context, position)
+        return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, index, scale=inputs.q.shape[-1] ** -0.5)[0]
 
-    def _choose_whole(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> Tensor:
+    def _choose_whole(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
         q, k = (context.part.gather(_exactly(project, x), 1) for project in (self.query, self.key))
-        return self._choose(q, k, heads, context)
+        return self._choose(q, k, inputs, context)
 
     @torch.no_grad()
     def _choose(
-        self, q: Tensor, k: Tensor, heads: AttentionInputs, context: AttentionContext, first_query: int = 0
+        self, q: Tensor, k: Tensor, inputs: AttentionInputs, context: AttentionContext, first_query: int = 0
     ) -> Tensor:
         """The index (B, H or 1, Lq, K) of the queries (B, Lq, d) from position `first_query` on."""
         sampling, rng = self.config.sampling, context.rng
         noise, level = None, None
         if sampling == "random" or (rng.training and sampling != "top_k"):
             rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
-            numbers = range(context.head_offset, context.head_offset + heads.q.shape[1])
+            numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
             noise = Noise(rng.key(context.layer, "sampled keys"), numbers, rows)
             if sampling.startswith("inverse_log"):
-                _, level = _sketch(q.float(), k.float(), k.float(), heads)
+                _, level = _sketch(q.float(), k.float(), k.float(), inputs)
         return chosen_keys(
             q,
             k,
             self.config.keys,
-            causal=heads.causal,
+            causal=inputs.causal,
             sampling=sampling,
             noise=noise,
             level=level,
-            key_mask=heads.key_mask,
-            segments=heads.segments,
+            key_mask=inputs.key_mask,
+            segments=inputs.segments,
             first_query=first_query,
         )
 
@@ -162,8 +162,8 @@ def _exactly(project: Projection, x: Tensor) -> Tensor:
     return torch.cat([project(piece.double()) for piece in x.split(at_most(_PROJECTED), dim=1)], dim=1)
 
 
-def _sketch(q: Tensor, k: Tensor, v: Tensor, heads: AttentionInputs) -> tuple[Tensor, Tensor]:
-    return sketched_attention(q, k, v, causal=heads.causal, key_mask=heads.key_mask, segments=heads.segments)
+def _sketch(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    return sketched_attention(q, k, v, causal=inputs.causal, key_mask=inputs.key_mask, segments=inputs.segments)
 
 
 class TokenObjective(nn.Module):

@@ -24,32 +24,32 @@ class SMYRFAttention(Attention):
 
     causal = False
 
-    def __init__(self, config: SMYRFAttentionConfig, place: MechanismSpec):
+    def __init__(self, config: SMYRFAttentionConfig, spec: MechanismSpec):
         super().__init__()
         self.config = config
 
     @torch.no_grad()
-    def assign(self, heads: AttentionInputs, context: AttentionContext) -> Lists:
-        rng, device = context.rng, heads.q.device
+    def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Lists:
+        rng, device = context.rng, inputs.q.device
         rounds = self.config.rounds
         if not rng.training:
             rounds = self.config.evaluation_rounds or rounds
-        head = torch.arange(context.head_offset, context.head_offset + heads.q.shape[1], device=device)
+        head = torch.arange(context.head_offset, context.head_offset + inputs.q.shape[1], device=device)
         rows = head[:, None] * (1 << 16) + torch.arange(rng.rounds or rounds, device=device)
-        lines = normal(rng.key(context.layer, "smyrf projection"), rows, heads.q.shape[3] + 2)  # (H, R, D + 2)
+        lines = normal(rng.key(context.layer, "smyrf projection"), rows, inputs.q.shape[3] + 2)  # (H, R, D + 2)
 
         def choose(document: Document) -> Lists:
-            turned = asymmetric(document.take(heads.q), document.take(heads.k))
+            turned = asymmetric(document.take(inputs.q), document.take(inputs.k))
             queries, keys = (equal_clusters(lines.to(x.dtype) @ x.transpose(-1, -2), self.config.chunk) for x in turned)
             return queries, keys
 
-        return clusters_by_document(heads, choose)
+        return clusters_by_document(inputs, choose)
 
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        queries, keys = context.memory.keep(lambda: self.assign(heads, context))
-        scale = heads.q.shape[-1] ** -0.5
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
+        scale = inputs.q.shape[-1] ** -0.5
         out, _ = cluster_attention(
-            heads.q, heads.k, heads.v, queries, keys, causal=False, scale=scale, count_clusters=False
+            inputs.q, inputs.k, inputs.v, queries, keys, causal=False, scale=scale, count_clusters=False
         )
         return AttentionOutput(out, None, {})
 

@@ -17,54 +17,54 @@ class SparseTransformerAttention(FixedPatternAttention):
     form). Time grows as L·(S + L/S).
     """
 
-    def __init__(self, config: SparseTransformerAttentionConfig, place: MechanismSpec):
-        super().__init__(place)
-        self.stride = config.stride or round(place.max_length**0.5)
+    def __init__(self, config: SparseTransformerAttentionConfig, spec: MechanismSpec):
+        super().__init__(spec)
+        self.stride = config.stride or round(spec.max_length**0.5)
 
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        if heads.key_mask is not None and heads.segments is None:
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        if inputs.key_mask is not None and inputs.segments is None:
             # Without padding a token's rank, which makes the window, is its position, which makes the stride.
-            heads = heads._replace(segments=torch.zeros_like(heads.key_mask, dtype=torch.int64))
-        return super().forward(x, heads, context)
+            inputs = inputs._replace(segments=torch.zeros_like(inputs.key_mask, dtype=torch.int64))
+        return super().forward(x, inputs, context)
 
-    def attend(self, heads: AttentionInputs, context: AttentionContext) -> Tensor:
-        near, near_z = self._near(heads)
-        far, far_z = self._strided(heads)
-        z = torch.logaddexp(near_z, far_z)
-        out = near * torch.exp(near_z - z).unsqueeze(-1) + far * torch.exp(far_z - z).unsqueeze(-1)
-        return out.to(heads.q.dtype)
+    def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
+        near, near_lse = self._near(inputs)
+        far, far_lse = self._strided(inputs)
+        lse = torch.logaddexp(near_lse, far_lse)
+        out = near * torch.exp(near_lse - lse).unsqueeze(-1) + far * torch.exp(far_lse - lse).unsqueeze(-1)
+        return out.to(inputs.q.dtype)
 
-    def _near(self, heads: AttentionInputs) -> tuple[Tensor, Tensor]:
+    def _near(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Over the other tokens nearer than S; the token itself is among the strided ones."""
-        out, z = bucketed_attention(
-            heads.q,
-            heads.k,
-            heads.v,
+        out, lse = bucketed_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
             None,
             Window("band", self.stride),
-            causal=heads.causal,
-            scale=heads.q.shape[-1] ** -0.5,
+            causal=inputs.causal,
+            scale=inputs.q.shape[-1] ** -0.5,
         )
-        alone = torch.arange(z.shape[-1], device=z.device) == 0
-        if self.stride == 1 or z.shape[-1] == 1:
+        alone = torch.arange(lse.shape[-1], device=lse.device) == 0
+        if self.stride == 1 or lse.shape[-1] == 1:
             alone = torch.ones_like(alone)
-        elif not heads.causal:
+        elif not inputs.causal:
             alone = torch.zeros_like(alone)
-        return out, z.masked_fill(alone, -torch.inf)  # where there is no other, the operator gives the token itself
+        return out, lse.masked_fill(alone, -torch.inf)  # where there is no other, the operator gives the token itself
 
-    def _strided(self, heads: AttentionInputs) -> tuple[Tensor, Tensor]:
-        length, stride = heads.q.shape[2], min(self.stride, heads.q.shape[2])
+    def _strided(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        length, stride = inputs.q.shape[2], min(self.stride, inputs.q.shape[2])
         rows = -(-length // stride)
-        token = torch.arange(rows * stride, device=heads.q.device)
+        token = torch.arange(rows * stride, device=inputs.q.device)
         token = token.masked_fill(token >= length, -1).view(rows, stride).T[None, None]  # (1, 1, S, L/S)
         return cluster_attention(
-            heads.q,
-            heads.k,
-            heads.v,
+            inputs.q,
+            inputs.k,
+            inputs.v,
             token,
             token,
-            causal=heads.causal,
-            scale=heads.q.shape[-1] ** -0.5,
+            causal=inputs.causal,
+            scale=inputs.q.shape[-1] ** -0.5,
             count_clusters=False,
         )
 

@@ -56,17 +56,17 @@ class YOSOAttention(Attention):
     the very codes of its own forward.
     """
 
-    def __init__(self, config: YOSOAttentionConfig, place: MechanismSpec):
+    def __init__(self, config: YOSOAttentionConfig, spec: MechanismSpec):
         super().__init__()
-        self.config, self.place = config, place
-        self.code_bits = config.code_bits or _code_bits(config.hashes, place)
-        self.convolution = None if config.convolution is None else _Convolution(place.heads, config.convolution)
+        self.config, self.spec = config, spec
+        self.code_bits = config.code_bits or _code_bits(config.hashes, spec)
+        self.convolution = None if config.convolution is None else _Convolution(spec.heads, config.convolution)
 
     @property
     def tables_exceed_cache(self) -> bool:
         """Whether a decoder's tables hold more numbers than a key-value cache of max_length tokens would."""
         hashes = self.config.evaluation_hashes or self.config.hashes
-        return self.place.causal and hashes << self.code_bits >= 2 * self.place.max_length
+        return self.spec.causal and hashes << self.code_bits >= 2 * self.spec.max_length
 
     def hashes(self, rng: RngContext) -> int:
         usual = self.config.hashes if rng.training else self.config.evaluation_hashes or self.config.hashes
@@ -78,49 +78,49 @@ class YOSOAttention(Attention):
         key = context.rng.key(context.layer, "yoso hash")
         return sign_codes(x.detach(), key, heads, hashes, self.code_bits, self.config.projection)
 
-    def forward(self, x: Tensor, heads: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        q, k, mask = unit(heads.q), unit(heads.k), heads.key_mask
-        masks = {"query_mask": mask, "key_mask": mask, "segments": heads.segments}
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        q, k, mask = unit(inputs.q), unit(inputs.k), inputs.key_mask
+        masks = {"query_mask": mask, "key_mask": mask, "segments": inputs.segments}
         if self.config.expectation:
-            out, met = expected_attention(q, k, heads.v, code_bits=self.code_bits, causal=heads.causal, **masks)
+            out, met = expected_attention(q, k, inputs.v, code_bits=self.code_bits, causal=inputs.causal, **masks)
         else:
             hashes = self.hashes(context.rng)
             out, met = hash_table_attention(
                 q,
                 k,
-                heads.v,
+                inputs.v,
                 self.codes(q, hashes, context),
                 self.codes(k, hashes, context),
                 code_bits=self.code_bits,
-                causal=heads.causal,
+                causal=inputs.causal,
                 chunk=self.config.chunk,
                 backward=self.config.backward,
                 **masks,
             )
         out = unit(out)
         if self.convolution is not None:
-            out = out + self.convolution(heads.v, mask, heads.segments, heads.causal, context.part)
+            out = out + self.convolution(inputs.v, mask, inputs.segments, inputs.causal, context.part)
         real = mask.sum() if mask is not None else met[:, 0].numel()
-        return AttentionOutput(out.to(heads.q.dtype), None, {"collisions": met.sum() / (real * met.shape[1])})
+        return AttentionOutput(out.to(inputs.q.dtype), None, {"collisions": met.sum() / (real * met.shape[1])})
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> YOSOCache:
-        heads, width = self.place.heads, self.place.head_dim
+        heads, width = self.spec.heads, self.spec.head_dim
         recent = like.new_zeros(batch, heads, (self.config.convolution or 1) - 1, width)
         if self.config.expectation:
-            return YOSOCache(None, KeyValueCache.empty(batch, self.place, self.place.max_length, like), recent)
+            return YOSOCache(None, KeyValueCache.empty(batch, self.spec, self.spec.max_length, like), recent)
         hashes = rounds or self.config.evaluation_hashes or self.config.hashes
         dtype = torch.promote_types(like.dtype, torch.float32)
         tables = torch.zeros(batch, heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
         return YOSOCache(tables, None, recent)
 
-    def fill_cache(self, x: Tensor, heads: AttentionInputs, cache: YOSOCache, context: AttentionContext) -> None:
-        self._take_in(unit(heads.k), heads.v, cache, 0, context)
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: YOSOCache, context: AttentionContext) -> None:
+        self._take_in(unit(inputs.k), inputs.v, cache, 0, context)
 
     def decode(
-        self, x: Tensor, heads: AttentionInputs, cache: YOSOCache, position: int, context: AttentionContext
+        self, x: Tensor, inputs: AttentionInputs, cache: YOSOCache, position: int, context: AttentionContext
     ) -> Tensor:
-        q, k, recent = unit(heads.q), unit(heads.k), cache.recent
-        self._take_in(k, heads.v, cache, position, context)
+        q, k, recent = unit(inputs.q), unit(inputs.k), cache.recent
+        self._take_in(k, inputs.v, cache, position, context)
         if cache.tokens is not None:
             keys, values = (t[:, :, : position + 1].to(q.dtype) for t in (cache.tokens.k, cache.tokens.v))
             out, _ = expected_attention(q, keys, values, code_bits=self.code_bits, causal=False)
@@ -131,9 +131,9 @@ class YOSOAttention(Attention):
             out = cache.tables.gather(3, row).mean(2)
         out = unit(out)
         if self.convolution is not None:
-            window = torch.cat([recent, heads.v.to(recent.dtype)], dim=2)
+            window = torch.cat([recent, inputs.v.to(recent.dtype)], dim=2)
             out = out + self.convolution(window, None, None, True)[:, :, -1:]
-        return out.to(heads.q.dtype)
+        return out.to(inputs.q.dtype)
 
     def _take_in(self, k: Tensor, v: Tensor, cache: YOSOCache, position: int, context: AttentionContext) -> None:
         """k (of length 1) and v: (B, H, L, D), the tokens from `position` on."""
@@ -147,11 +147,11 @@ class YOSOAttention(Attention):
         cache.recent = torch.cat([cache.recent, v.to(cache.recent.dtype)], dim=2)[:, :, v.shape[2] :]
 
 
-def _code_bits(hashes: int, place: MechanismSpec) -> int:
+def _code_bits(hashes: int, spec: MechanismSpec) -> int:
     """τ = log₂(max_length); in a decoder no more than keeps m·2^τ below 2·max_length, but one at least."""
-    bits = round(math.log2(place.max_length))
-    if place.causal:
-        bits = min(bits, ((2 * place.max_length - 1) // hashes).bit_length() - 1)
+    bits = round(math.log2(spec.max_length))
+    if spec.causal:
+        bits = min(bits, ((2 * spec.max_length - 1) // hashes).bit_length() - 1)
     return max(1, bits)
 
 

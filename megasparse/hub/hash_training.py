@@ -52,9 +52,9 @@ def _calls(model: PreTrainedModel, batch: Batch) -> list[Call]:
     with full_attention(model), calls(model) as found:
         model(**batch)
     return [
-        Call(mechanism, call.x, heads, context)
+        Call(mechanism, call.x, inputs, context)
         for layer, call in zip(layers, found, strict=True)
-        for mechanism, heads, context in layer.split_heads_by_mechanism(*call.heads[:4], call.context)
+        for mechanism, inputs, context in layer.split_heads_by_mechanism(*call.inputs[:4], call.context)
         if any(mechanism is learner for learner in learners)
     ]
 

@@ -29,7 +29,7 @@ Compute = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 @dataclass
 class Pass:
     """One forward pass: what its draws depend on, its padding, in training what the model is to tell, which tokens of
-    the source are real, and what its branches decided (one Memory each, by purpose and layer).
+    the source are real, and what its branches decided (a RecomputeCache each, by purpose and layer).
     """
 
     rng: RngContext
@@ -38,14 +38,14 @@ class Pass:
     source_mask: Tensor | None = None
     statistics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """By name, of each layer that has it."""
-    memories: defaultdict[tuple[str, int], RecomputeCache] = field(default_factory=lambda: defaultdict(RecomputeCache))
+    recompute: defaultdict[tuple[str, int], RecomputeCache] = field(default_factory=lambda: defaultdict(RecomputeCache))
 
     def replay(self) -> "Pass":
         """A pass of its own: what is recomputed adds nothing to the statistics, and takes decisions from the
-        memories.
+        caches.
         """
-        for memory in self.memories.values():
-            memory.replay()
+        for cache in self.recompute.values():
+            cache.replay()
         return replace(self, statistics={})
 
 
@@ -81,7 +81,7 @@ class AttentionBranch(Branch):
     def forward(self, x: Tensor, run: Pass, cache: Any = None) -> tuple[Tensor, Tensor | None]:
         """x: (B, L, E). Returns what to add to the stream and the auxiliary loss."""
         context = AttentionContext(
-            self.layer, run.rng, memory=run.memories["attention", self.layer], targets=run.targets
+            self.layer, run.rng, recompute=run.recompute["attention", self.layer], targets=run.targets
         )
         output = self.attention(self.read(x), context, run.padding, cache=cache)
         for name, value in output.statistics.items():
@@ -98,7 +98,7 @@ class CrossAttentionBranch(Branch):
         self.attention = CrossAttention(config)
 
     def forward(self, x: Tensor, run: Pass, source: Source | SourceKeys) -> Tensor:
-        context = AttentionContext(self.layer, run.rng, memory=run.memories["cross-attention", self.layer])
+        context = AttentionContext(self.layer, run.rng, recompute=run.recompute["cross-attention", self.layer])
         out = self.attention(self.read(x), source, context)
         return _dropped(out, self.rate, run.rng, self.layer, "cross-attention dropout")
 

@@ -56,11 +56,11 @@ class Causal(Transformer):
         if part.size == 1:
             return tokens[:, :-1], scored
         last = part.gather(tokens[:, -1:], 1)  # (B, S)
-        before = last[:, part.place - 1 : part.place] if part.place else last[:, :0]
+        before = last[:, part.rank - 1 : part.rank] if part.rank else last[:, :0]
         return torch.cat([before, tokens[:, :-1]], dim=1), scored
 
     def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
-        first = SequencePart.of(sequence).place * tokens.shape[1]
+        first = SequencePart.of(sequence).rank * tokens.shape[1]
         real = torch.ones_like(tokens, dtype=torch.bool)
         if self.config.padding_token is not None:
             real = tokens != self.config.padding_token

@@ -70,7 +70,7 @@ class Encoder(Transformer):
         part = SequencePart.of(sequence)
         tokens = part.gather(tokens, 1)
         counts = self._count(self._maskable(tokens, padding_of(tokens, self.config)))
-        return counts.sum() * (part.place == 0)
+        return counts.sum() * (part.rank == 0)
 
     @torch.no_grad()
     def sentence_order_scores(self, tokens: Tensor, rng: RngContext, padding: Padding | None = None) -> OrderScores:

@@ -172,7 +172,7 @@ class Transformer(Stack, ABC):
         nothing is scored, loss and accuracy are 0.
         """
         padding = padding or padding_of(tokens, self.config, SequencePart.of(sequence))
-        rng = replace(rng, first=padding.part.place * tokens.shape[1])
+        rng = replace(rng, first=padding.part.rank * tokens.shape[1])
         scores, cost, auxiliary, statistics = self._scores(tokens, rng, padding)
         loss, found = mean_cost(scores, cost, divisor, padding.part)
         return self.task_weight * loss + auxiliary, statistics | found

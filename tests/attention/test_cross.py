@@ -82,11 +82,11 @@ def test_outputs_and_gradients_are_those_of_the_definition(kind, target, source,
 
 def test_codes_are_kept_for_the_recomputation():
     made, (x, states, real) = cross("lsh"), inputs(20, 30)
-    context = AttentionContext(0, training_draws(2), memory=RecomputeCache())
+    context = AttentionContext(0, training_draws(2), recompute=RecomputeCache())
     first = made(x, Source(states, real), context)
     hashed = made._codes
     made._codes = lambda *args: pytest.fail("hashed again")
-    context.memory.replay()
+    context.recompute.replay()
     assert torch.equal(made(x, Source(states, real), context), first)
     made._codes = hashed
 

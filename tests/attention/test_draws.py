@@ -45,13 +45,13 @@ def test_a_head_draws_by_its_global_number(name):
 @pytest.mark.parametrize("name,causal", [case for case in CASES if kind_of(case[0]) != "yoso"])
 def test_a_recomputation_decides_nothing_again(name, causal):
     """A reversible backward rebuilds x, q and k with other last bits. YOSO hashes again: see its flip rate."""
-    single, memory = Single(name, causal), RecomputeCache()
+    single, recompute = Single(name, causal), RecomputeCache()
     inputs = single.inputs(100)
-    out = single(*inputs, training=True, memory=memory).out
-    memory.replay()
+    out = single(*inputs, training=True, recompute=recompute).out
+    recompute.replay()
     generator = torch.Generator().manual_seed(5)
     rebuilt = [t * (1 + 1e-3 * torch.randn(t.shape, generator=generator)) for t in inputs]
-    again = single(*rebuilt, training=True, memory=memory).out
+    again = single(*rebuilt, training=True, recompute=recompute).out
     assert (again - out).abs().max() < 0.05  # a key more or less would move it by a tenth of a value or more
 
 

@@ -339,11 +339,11 @@ def test_lower_precision_is_within_its_bar(name, dtype):
         single = Single(name, causal)
         single.mechanism.to(dtype)
         inputs = single.inputs(100, dtype=dtype)
-        memory = RecomputeCache()
-        result = single(*inputs, training=True, memory=memory)
+        recompute = RecomputeCache()
+        result = single(*inputs, training=True, recompute=recompute)
         single.mechanism.double()
-        memory.replay()
-        exact = single(*(t.double() for t in inputs), training=True, memory=memory)
+        recompute.replay()
+        exact = single(*(t.double() for t in inputs), training=True, recompute=recompute)
         assert result.out.dtype == dtype
         bar = 1e-2 if dtype == torch.bfloat16 else 1e-5
         assert (result.out - exact.out).norm() < bar * exact.out.norm()

@@ -140,12 +140,12 @@ def test_padding_and_evaluation_move_nothing_and_neither_does_a_skipped_step():
 
 def test_a_replay_neither_routes_nor_counts_again():
     single = Single("routing", True)
-    memory, inputs = RecomputeCache(), single.inputs(40)
-    first = single(*inputs, training=True, memory=memory).out
+    recompute, inputs = RecomputeCache(), single.inputs(40)
+    first = single(*inputs, training=True, recompute=recompute).out
     sums = single.mechanism._sums.clone()
-    memory.replay()
+    recompute.replay()
     single.mechanism.initialise(5, "elsewhere")
-    assert torch.equal(single(*inputs, training=True, memory=memory).out, first)
+    assert torch.equal(single(*inputs, training=True, recompute=recompute).out, first)
     assert torch.equal(single.mechanism._sums, sums)
 
 

@@ -35,10 +35,10 @@ def words(length, counted=None):
 
 def index_of(single, inputs, **arguments):
     """The keys that were chosen."""
-    memory = RecomputeCache()
-    single(*inputs, memory=memory, **arguments)
-    memory.replay()
-    return memory.keep(lambda: None)
+    recompute = RecomputeCache()
+    single(*inputs, recompute=recompute, **arguments)
+    recompute.replay()
+    return recompute.keep(lambda: None)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -112,7 +112,7 @@ def padded_pairs(batch: int, target: int, source: int = 40, padding: int = 258, 
 
 
 class Single:
-    """One mechanism by itself on made-up heads: 2 sequences, 2 heads, 16 wide, as in `small`."""
+    """One mechanism by itself on random inputs: 2 sequences, 2 heads, 16 wide, as in `small`."""
 
     def __init__(self, name: str, causal: bool, **changes: Any):
         self.kind, self.causal = kind_of(name), causal
@@ -140,7 +140,7 @@ class Single:
         training: bool = False,
         step: int = 0,
         samples: Tensor | None = None,
-        memory: RecomputeCache | None = None,
+        recompute: RecomputeCache | None = None,
         head_offset: int = 0,
         targets: Targets | None = None,
         **masks: Tensor,
@@ -149,9 +149,9 @@ class Single:
             k = torch.nn.functional.normalize(q, dim=-1)
         samples = torch.arange(len(q)) if samples is None else samples
         rng = RngContext(0, step, samples, training) if training else RngContext.evaluation(0, len(q))
-        context = AttentionContext(0, rng, head_offset, memory or RecomputeCache(), targets)
-        heads = AttentionInputs(q, k, v, masks.get("key_mask"), masks.get("segments"), self.causal)
-        return self.mechanism(x, heads, context)
+        context = AttentionContext(0, rng, head_offset, recompute or RecomputeCache(), targets)
+        inputs = AttentionInputs(q, k, v, masks.get("key_mask"), masks.get("segments"), self.causal)
+        return self.mechanism(x, inputs, context)
 
 
 def random_tokens(batch: int, length: int, vocabulary: int = 256, seed: int = 0) -> Tensor:

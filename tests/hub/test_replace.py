@@ -368,8 +368,8 @@ def test_every_layer_sees_its_own_input_and_projections():
     for number, (call, layer) in enumerate(zip(found, model.encoder.layer, strict=True)):
         assert torch.allclose(call.x, theirs[number], atol=1e-5) or number
         query = layer.attention.self.query(call.x).unflatten(-1, (4, 8)).transpose(1, 2)
-        assert torch.equal(call.heads.q, query) and torch.equal(call.heads.key_mask, given["attention_mask"].bool())
-        assert call.context.layer == number and not call.heads.causal
+        assert torch.equal(call.inputs.q, query) and torch.equal(call.inputs.key_mask, given["attention_mask"].bool())
+        assert call.context.layer == number and not call.inputs.causal
 
 
 def test_hashes_are_trained_on_full_attention_and_nothing_else_moves():

@@ -121,7 +121,7 @@ def assignments(call: Call, mechanism: LHAAttention, buckets: int, key: int, win
     """Each method's codes of queries and keys, (B, H, L) each: "balanced" ones, and of a hash with buckets of its own
     "plain" ones. Hashes are drawn anew for every window.
     """
-    q, k = call.heads.q, call.heads.k
+    q, k = call.inputs.q, call.inputs.k
     lsh = lsh_scores(q, buckets, key, window), lsh_scores(k, buckets, key, window)
     lha = hash_scores(mechanism, call)
     place = torch.arange(q.shape[2], device=q.device).expand(q.shape[:3])
@@ -137,7 +137,7 @@ def assignments(call: Call, mechanism: LHAAttention, buckets: int, key: int, win
 @torch.no_grad()
 def _quality(call: Call, mechanism: LHAAttention, protocol: Protocol, window: int) -> dict[str, float]:
     """Name -> mean over heads: utility/METHOD, recall/METHOD, imbalance/METHOD/SHARE."""
-    weights = attention_weights(call.heads.q, call.heads.k, call.scale)
+    weights = attention_weights(call.inputs.q, call.inputs.k, call.scale)
     keys = -(-protocol.length // protocol.buckets)
     found = {"utility/bound": upper_bound(weights, keys), "utility/floor": torch.tensor(1 / protocol.buckets)}
     for method, codes in assignments(call, mechanism, protocol.buckets, _key(call, protocol), window).items():
@@ -163,7 +163,7 @@ def _output_errors(call: Call, attention: AttentionConfig) -> dict[str, float]:
     """
     lsh = attention.lsh.model_copy(update={"shared_qk": call.mechanism.shared_qk, "buckets": None})
     yoso = attention.yoso.model_copy(update={"convolution": None})
-    kinds: dict[str, Attention] = {"lsh": LSHAttention(lsh, call.place), "yoso": YOSOAttention(yoso, call.place)}
+    kinds: dict[str, Attention] = {"lsh": LSHAttention(lsh, call.spec), "yoso": YOSOAttention(yoso, call.spec)}
     if call.kind != "full":
         kinds[call.kind] = call.attention()
     found = {}
@@ -181,7 +181,7 @@ def maps(call: Call, mechanism: LHAAttention, protocol: Protocol, heads: int = 4
     """Attention maps of a call's first window: a head a row; full, then what each method of METHODS sees of it. (S, S′,
     3) uint8.
     """
-    weights = attention_weights(call.heads.q, call.heads.k, call.scale)[0, :heads]
+    weights = attention_weights(call.inputs.q, call.inputs.k, call.scale)[0, :heads]
     codes = assignments(call, mechanism, protocol.buckets, _key(call, protocol), 0)
     seen = [torch.ones_like(weights, dtype=torch.bool)]
     seen += [same_bucket(*codes[method]["balanced"])[0, :heads] for method in METHODS]

@@ -151,7 +151,7 @@ def test_the_matrix_of_every_mechanism_gives_its_output(name, causal):
     (call,) = observed(name, causal)
     for mechanism in (call.attention(), call.exact()):
         weights = weights_of(call, mechanism)
-        out = weights @ call.heads.v
+        out = weights @ call.inputs.v
         out = unit(out) if call.kind == "yoso" else out
         torch.testing.assert_close(out, call.run(mechanism), rtol=1e-4, atol=1e-5)
     sums = weights_of(call, call.exact()).sum(-1)
@@ -164,7 +164,7 @@ def test_calls_are_heard_only_inside_the_with():
     with torch.no_grad(), calls(model) as found:
         model(random_tokens(1, 16), RngContext.evaluation(0, 1))
     assert [(call.context.layer, call.kind) for call in found] == [(0, "local"), (1, "local"), (1, "lsh")]
-    assert [call.heads.q.shape[1] for call in found] == [2, 1, 1]
+    assert [call.inputs.q.shape[1] for call in found] == [2, 1, 1]
     model(random_tokens(1, 16), RngContext.evaluation(0, 1))
     assert len(found) == 3
 

@@ -77,7 +77,7 @@ def planted(seed: int) -> list[Call]:
     kinds = torch.randint(0, 8, (2, 64), generator=generator)
     q, k = 4 * directions[kinds[0]] + 0.1 * noise[0], 4 * answers[kinds[1]] + 0.02 * noise[1]
     call = local_call()
-    return [dataclasses.replace(call, heads=call.heads._replace(q=q, k=k))]
+    return [dataclasses.replace(call, inputs=call.inputs._replace(q=q, k=k))]
 
 
 @pytest.mark.parametrize("utility", ["exact", "sampled"])
@@ -86,7 +86,7 @@ def test_trained_hashes_find_planted_buckets_and_do_not_collapse(utility):
     assert history[-1] < 0.3 * history[0]
     (call,) = planted(1000)
     codes = [scores.argmax(-1) for scores in hash_scores(mechanism, call)]
-    weights = attention_weights(call.heads.q, call.heads.k)
+    weights = attention_weights(call.inputs.q, call.inputs.k)
     assert weights.amax(-1).mean() > 0.05  # the plan works: a query attends to one kind of key
     assert attention_utility(weights, same_bucket(*codes)).min() > 0.8
     for side in codes:
