@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megasparse.attention.contract import AttentionInputs, MechanismSpec
 from megasparse.attention.full import KeyValueCache
-from megasparse.ops.bucketed_attention import Window, bucketed_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 
 
 def band_attention(
@@ -32,19 +32,9 @@ def band_attention(
     count_rounds: a key seen in N rounds counts once, else N times. The chunk window needs shared codes.
     Returns out (B, H, L, D) in q's dtype and the log-sum-exp lse (B, H, L), in fp32 at least; padding gets 0 and −∞.
     """
+    spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self, count_rounds)
     return bucketed_attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        query_codes,
-        window,
-        causal=inputs.causal,
-        scale=scale,
-        exclude_self=exclude_self,
-        count_rounds=count_rounds,
-        key_mask=inputs.key_mask,
-        segments=inputs.segments,
-        key_codes=key_codes,
+        inputs.q, inputs.k, inputs.v, query_codes, spec, inputs.key_mask, inputs.segments, key_codes
     )
 
 

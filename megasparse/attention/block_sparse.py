@@ -12,7 +12,7 @@ from torch import Tensor
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.each_document import attend_each
 from megasparse.attention.full import KeyValueCache
-from megasparse.ops.cluster_attention import cluster_attention
+from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 
 
 class FixedPatternAttention(Attention):
@@ -98,14 +98,5 @@ def _tokens(blocks: Tensor, chunk: int, length: int) -> Tensor:
 
 
 def _clusters(inputs: AttentionInputs, query_index: Tensor, key_index: Tensor) -> Tensor:
-    return cluster_attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        query_index,
-        key_index,
-        causal=inputs.causal,
-        scale=inputs.q.shape[-1] ** -0.5,
-        count_clusters=False,
-        key_mask=inputs.key_mask,
-    )[0]
+    spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, count_clusters=False)
+    return cluster_attention(inputs.q, inputs.k, inputs.v, query_index, key_index, spec, inputs.key_mask)[0]

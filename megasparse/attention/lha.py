@@ -32,7 +32,7 @@ from megasparse.ops.attention_utility import (
     feature_queries,
 )
 from megasparse.ops.bucketed_attention import Window
-from megasparse.ops.cluster_attention import cluster_attention
+from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.random import random_bits
 from megasparse.ops.random_features import orthogonal_projections, positive_features
 
@@ -112,16 +112,9 @@ class LHAAttention(Attention):
 
     def _top_k(self, inputs: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
         assert assigned.query_members is not None and assigned.key_members is not None
-        out, lse = cluster_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            assigned.query_members,
-            assigned.key_members,
-            causal=inputs.causal,
-            scale=inputs.q.shape[-1] ** -0.5,
-            count_clusters=self.config.count_buckets,
-        )
+        spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, self.config.count_buckets)
+        members = assigned.query_members, assigned.key_members
+        out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, *members, spec)
         alone = lse.isneginf()
         if inputs.key_mask is not None:
             alone = alone & inputs.key_mask[:, None]

@@ -11,8 +11,8 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import LocalAttentionConfig
-from megasparse.ops.bucketed_attention import Window, bucketed_attention
-from megasparse.ops.local_attention import distances, relative_local_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
 from megasparse.ops.positions import sinusoids
 
 
@@ -67,16 +67,12 @@ class LocalAttention(Attention):
         scale = self.spec.head_dim**-0.5
         if self.relative is not None:
             r, u, w = self.relative(self.chunk, causal, context.part)
-            out = relative_local_attention(
-                q, k, v, r, u, w, self.chunk,
-                causal=causal, scale=scale, key_mask=key_mask, segments=segments,
-            )  # fmt: skip
+            relative = LocalAttentionSpec(self.chunk, causal, scale)
+            out = relative_local_attention(q, k, v, r, u, w, relative, key_mask, segments)
         else:
             window = Window("chunk", self.chunk, ahead=not causal)
-            out, _ = bucketed_attention(
-                q, k, v, None, window,
-                causal=causal, scale=scale, exclude_self=False, key_mask=key_mask, segments=segments,
-            )  # fmt: skip
+            plain = BucketedAttentionSpec(window, causal, scale, exclude_self=False)
+            out, _ = bucketed_attention(q, k, v, None, plain, key_mask, segments)
         return AttentionOutput(out, None, {})
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> LocalCache:

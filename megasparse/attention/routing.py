@@ -18,7 +18,7 @@ from megasparse.attention.lha_hash import Sides, bucket_codes
 from megasparse.config.attention import RoutingAttentionConfig
 from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention import Window
-from megasparse.ops.cluster_attention import cluster_attention
+from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.random import derive, normal
 
 _TILE_ELEMENTS = 1 << 22  # similarities at a time
@@ -70,15 +70,8 @@ class RoutingAttention(Attention):
             queries, keys = (codes.unsqueeze(2) for codes in routes)
             out, _ = band_attention(inputs, queries, None if inputs.causal else keys, self.window, **self.rule)
             return AttentionOutput(out, None, {})
-        out, lse = cluster_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            *routes,
-            causal=inputs.causal,
-            scale=self.rule["scale"],
-            count_clusters=True,
-        )
+        spec = ClusterAttentionSpec(inputs.causal, self.rule["scale"], count_clusters=True)
+        out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, routes[0], routes[1], spec)
         real = torch.ones_like(lse, dtype=torch.bool)
         if inputs.key_mask is not None:
             real = inputs.key_mask[:, None].expand_as(lse)

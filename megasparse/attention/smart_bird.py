@@ -23,7 +23,7 @@ from megasparse.config.attention import SmartBirdAttentionConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.blocks import at_most
 from megasparse.ops.gathered_attention import gathered_attention
-from megasparse.ops.sketch import Noise, chosen_keys, sketched_attention
+from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, sketched_attention
 from megasparse.ops.tiled import tiled
 
 ASKED = {"token": "a token a position", "pooled": "a label a sequence", "answer": "the tokens of an answer"}
@@ -122,25 +122,15 @@ class SmartBirdAttention(Attention):
     ) -> Tensor:
         """The index (B, H or 1, Lq, K) of the queries (B, Lq, d) from position `first_query` on."""
         sampling, rng = self.config.sampling, context.rng
-        noise, level = None, None
+        noise, lse = None, None
         if sampling == "random" or (rng.training and sampling != "top_k"):
             rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
             numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
             noise = Noise(rng.key(context.layer, "sampled keys"), numbers, rows)
             if sampling.startswith("inverse_log"):
-                _, level = _sketch(q.float(), k.float(), k.float(), inputs)
-        return chosen_keys(
-            q,
-            k,
-            self.config.keys,
-            causal=inputs.causal,
-            sampling=sampling,
-            noise=noise,
-            level=level,
-            key_mask=inputs.key_mask,
-            segments=inputs.segments,
-            first_query=first_query,
-        )
+                _, lse = _sketch(q.float(), k.float(), k.float(), inputs)
+        spec = KeyChoiceSpec(self.config.keys, inputs.causal, sampling)
+        return chosen_keys(q, k, spec, noise, lse, inputs.key_mask, inputs.segments, first_query)
 
 
 class Projection(nn.Module):

@@ -11,7 +11,7 @@ from megasparse.attention.clusters import Lists, clusters_by_document
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.documents import Document
 from megasparse.config.attention import SMYRFAttentionConfig
-from megasparse.ops.cluster_attention import cluster_attention
+from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.random import normal
 
 
@@ -47,10 +47,8 @@ class SMYRFAttention(Attention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
-        scale = inputs.q.shape[-1] ** -0.5
-        out, _ = cluster_attention(
-            inputs.q, inputs.k, inputs.v, queries, keys, causal=False, scale=scale, count_clusters=False
-        )
+        spec = ClusterAttentionSpec(causal=False, scale=inputs.q.shape[-1] ** -0.5, count_clusters=False)
+        out, _ = cluster_attention(inputs.q, inputs.k, inputs.v, queries, keys, spec)
         return AttentionOutput(out, None, {})
 
 

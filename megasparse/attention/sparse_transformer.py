@@ -6,8 +6,8 @@ from torch import Tensor
 from megasparse.attention.block_sparse import FixedPatternAttention
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.config.attention import SparseTransformerAttentionConfig
-from megasparse.ops.bucketed_attention import Window, bucketed_attention
-from megasparse.ops.cluster_attention import cluster_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 
 
 class SparseTransformerAttention(FixedPatternAttention):
@@ -36,15 +36,8 @@ class SparseTransformerAttention(FixedPatternAttention):
 
     def _near(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Over the other tokens nearer than S; the token itself is among the strided ones."""
-        out, lse = bucketed_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            None,
-            Window("band", self.stride),
-            causal=inputs.causal,
-            scale=inputs.q.shape[-1] ** -0.5,
-        )
+        spec = BucketedAttentionSpec(Window("band", self.stride), inputs.causal, inputs.q.shape[-1] ** -0.5)
+        out, lse = bucketed_attention(inputs.q, inputs.k, inputs.v, None, spec)
         alone = torch.arange(lse.shape[-1], device=lse.device) == 0
         if self.stride == 1 or lse.shape[-1] == 1:
             alone = torch.ones_like(alone)
@@ -57,16 +50,8 @@ class SparseTransformerAttention(FixedPatternAttention):
         rows = -(-length // stride)
         token = torch.arange(rows * stride, device=inputs.q.device)
         token = token.masked_fill(token >= length, -1).view(rows, stride).T[None, None]  # (1, 1, S, L/S)
-        return cluster_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            token,
-            token,
-            causal=inputs.causal,
-            scale=inputs.q.shape[-1] ** -0.5,
-            count_clusters=False,
-        )
+        spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, count_clusters=False)
+        return cluster_attention(inputs.q, inputs.k, inputs.v, token, token, spec)
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         near = torch.arange(max(0, position - self.stride + 1), position + 1, device=device)

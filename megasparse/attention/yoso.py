@@ -14,7 +14,7 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import YOSOAttentionConfig
-from megasparse.ops.hash_table_attention import expected_attention, hash_table_attention
+from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.random import RngContext
 
@@ -80,23 +80,13 @@ class YOSOAttention(Attention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         q, k, mask = unit(inputs.q), unit(inputs.k), inputs.key_mask
-        masks = {"query_mask": mask, "key_mask": mask, "segments": inputs.segments}
+        spec = HashTableAttentionSpec(self.code_bits, inputs.causal, self.config.chunk, self.config.backward)
         if self.config.expectation:
-            out, met = expected_attention(q, k, inputs.v, code_bits=self.code_bits, causal=inputs.causal, **masks)
+            out, met = expected_attention(q, k, inputs.v, spec, mask, mask, inputs.segments)
         else:
             hashes = self.hashes(context.rng)
-            out, met = hash_table_attention(
-                q,
-                k,
-                inputs.v,
-                self.codes(q, hashes, context),
-                self.codes(k, hashes, context),
-                code_bits=self.code_bits,
-                causal=inputs.causal,
-                chunk=self.config.chunk,
-                backward=self.config.backward,
-                **masks,
-            )
+            codes = self.codes(q, hashes, context), self.codes(k, hashes, context)
+            out, met = hash_table_attention(q, k, inputs.v, *codes, spec, mask, mask, inputs.segments)
         out = unit(out)
         if self.convolution is not None:
             out = out + self.convolution(inputs.v, mask, inputs.segments, inputs.causal, context.part)
@@ -123,7 +113,7 @@ class YOSOAttention(Attention):
         self._take_in(k, inputs.v, cache, position, context)
         if cache.tokens is not None:
             keys, values = (t[:, :, : position + 1].to(q.dtype) for t in (cache.tokens.k, cache.tokens.v))
-            out, _ = expected_attention(q, keys, values, code_bits=self.code_bits, causal=False)
+            out, _ = expected_attention(q, keys, values, HashTableAttentionSpec(self.code_bits, causal=False))
         else:
             assert cache.tables is not None
             code = self.codes(q, cache.tables.shape[2], context).to(torch.int64)  # (B, H, m, 1)

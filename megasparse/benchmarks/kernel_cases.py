@@ -32,7 +32,7 @@ def counting_sort(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def local_attention(dtype: torch.dtype, head_dim: int) -> None:
     """Relative positions: a causal decoder's, and an encoder's with padding."""
-    from megasparse.ops.local_attention import distances
+    from megasparse.ops.local_attention import LocalAttentionSpec, distances
     from megasparse.ops.local_attention.gpu import relative_local_attention
 
     for causal in (True, False):
@@ -40,8 +40,7 @@ def local_attention(dtype: torch.dtype, head_dim: int) -> None:
         r = torch.zeros(2, len(distances(128, causal)), head_dim, requires_grad=True)
         u, w = (torch.zeros(2, head_dim, requires_grad=True) for _ in range(2))
         mask = None if causal else torch.ones(1, 512, dtype=torch.bool)
-        out = relative_local_attention(q, k, v, r, u, w, 128, causal=causal, scale=0.125, key_mask=mask)
-        out.sum().backward()
+        relative_local_attention(q, k, v, r, u, w, LocalAttentionSpec(128, causal, 0.125), mask).sum().backward()
 
 
 @case
@@ -79,14 +78,15 @@ def sign_codes(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def hash_table_attention(dtype: torch.dtype, head_dim: int) -> None:
     """YOSO: a causal decoder, and an encoder with padding, whose buckets are 64-bit numbers."""
+    from megasparse.ops.hash_table_attention import HashTableAttentionSpec
     from megasparse.ops.hash_table_attention.gpu import hash_table_attention
 
     for causal in (True, False):
         q, k, v = (torch.zeros(1, 2, 2048, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
-        codes = [torch.zeros(1, 2, 2, 2048, dtype=torch.int16) for _ in range(2)]
+        codes = torch.zeros(1, 2, 2, 2048, dtype=torch.int16)
         mask = None if causal else torch.ones(1, 2048, dtype=torch.bool)
-        out, _ = hash_table_attention(q, k, v, *codes, code_bits=11, causal=causal, query_mask=mask, key_mask=mask)
-        out.sum().backward()
+        spec = HashTableAttentionSpec(11, causal)
+        hash_table_attention(q, k, v, codes, codes, spec, mask, mask)[0].sum().backward()
 
 
 @case
@@ -94,16 +94,14 @@ def cluster_attention(dtype: torch.dtype, head_dim: int) -> None:
     """LHA's top-k windows in a decoder, where pairs of several clusters count once; then fixed blocks in an encoder
     with padding, in which all heads share the lists.
     """
+    from megasparse.ops.cluster_attention import ClusterAttentionSpec
     from megasparse.ops.cluster_attention.gpu import cluster_attention
 
     for causal, heads in ((True, 2), (False, 1)):
         q, k, v = (torch.zeros(1, 2, 256, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
         index = torch.zeros(1, heads, 4, 128, dtype=torch.int32)
         mask = None if causal else torch.ones(1, 256, dtype=torch.bool)
-        out, _ = cluster_attention(
-            q, k, v, index, index, causal=causal, scale=0.125, count_clusters=causal, key_mask=mask
-        )
-        out.sum().backward()
+        cluster_attention(q, k, v, index, index, ClusterAttentionSpec(causal, 0.125, causal), mask)[0].sum().backward()
 
 
 @case
@@ -118,24 +116,24 @@ def dropout(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def bucketed_attention(dtype: torch.dtype, head_dim: int) -> None:
     """LSH of two rounds in a decoder; local attention; codes of queries and keys apart in an encoder with padding."""
-    from megasparse.ops.bucketed_attention import Window
+    from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
     from megasparse.ops.bucketed_attention.gpu import bucketed_attention as attend
 
     codes, mask = torch.zeros(1, 2, 2, 512, dtype=torch.int16), torch.ones(1, 512, dtype=torch.bool)
     band, local = Window("band", 128), Window("chunk", 128)
-    for shared, own, window, rule in (
-        (codes, None, band, {"causal": True}),
-        (None, None, local, {"causal": True, "exclude_self": False, "scale": 0.125}),
-        (codes, codes, band, {"causal": False, "exclude_self": False, "scale": 0.125, "key_mask": mask}),
+    for shared, own, key_mask, spec in (
+        (codes, None, None, BucketedAttentionSpec(band, causal=True)),
+        (None, None, None, BucketedAttentionSpec(local, True, 0.125, exclude_self=False)),
+        (codes, codes, mask, BucketedAttentionSpec(band, False, 0.125, exclude_self=False)),
     ):
         q, k, v = (torch.zeros(1, 2, 512, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
-        attend(q, k, v, shared, window, key_codes=own, **rule)[0].sum().backward()
+        attend(q, k, v, shared, spec, key_mask, key_codes=own)[0].sum().backward()
 
 
 @case
 def sketch(dtype: torch.dtype, head_dim: int) -> None:
     """Of width 4 and the largest: a decoder, then an encoder with padding, each with draws and without."""
-    from megasparse.ops.sketch.draws import Noise
+    from megasparse.ops.sketch import KeyChoiceSpec, Noise
     from megasparse.ops.sketch.gpu import chosen_keys, sketched_attention
     from megasparse.ops.sketch.operator import WIDEST
 
@@ -143,13 +141,11 @@ def sketch(dtype: torch.dtype, head_dim: int) -> None:
         for causal in (True, False):
             q, k, v = (torch.zeros(1, 64, width, dtype=dtype, requires_grad=True) for _ in range(3))
             mask = None if causal else torch.ones(1, 64, dtype=torch.bool)
-            h, z = sketched_attention(q, k, v, causal=causal, key_mask=mask)
-            (h.sum() + z.sum()).backward()
+            h, lse = sketched_attention(q, k, v, causal=causal, key_mask=mask)
+            (h.sum() + lse.sum()).backward()
             noise = Noise(0, range(2), torch.arange(64).expand(1, -1))
             for drawn in (noise, None):
-                chosen_keys(
-                    q, k, 20, causal=causal, sampling="inverse_log_squared", noise=drawn, level=z, key_mask=mask
-                )
+                chosen_keys(q, k, KeyChoiceSpec(20, causal, "inverse_log_squared"), drawn, lse, mask)
 
 
 @case

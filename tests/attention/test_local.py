@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
+from megasparse.ops.local_attention import LocalAttentionSpec
 from megasparse.ops.local_attention.reference import relative_local_attention as defined_relative
 from megasparse.ops.positions import sinusoids
 from tests.helpers.huggingface import WIDTH, ours, run, theirs_local, without_wrap
@@ -33,8 +34,8 @@ def test_it_is_the_definition(causal):
     single = Single("local", causal)
     x, q, k, v = single.inputs(50)
     codes = torch.zeros(2, 2, 1, 50, dtype=torch.int64)
-    window = Window("chunk", CHUNK, ahead=not causal)
-    expected, _ = defined(q, k, v, codes, window, causal=causal, scale=0.25, exclude_self=False)
+    spec = BucketedAttentionSpec(Window("chunk", CHUNK, ahead=not causal), causal, 0.25, exclude_self=False)
+    expected, _ = defined(q, k, v, codes, spec)
     torch.testing.assert_close(single(x, q, k, v).out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -47,7 +48,7 @@ def test_relative_positions_are_those_of_transformer_xl(causal):
     embedded = torch.cat([sinusoids(step, 1, 32) for step in steps])
     r = torch.einsum("es,hsd->hed", embedded, positions.projection)
     u, w = positions.content_bias, positions.distance_bias
-    expected = defined_relative(q, k, v, r, u, w, CHUNK, causal=causal, scale=0.25)
+    expected = defined_relative(q, k, v, r, u, w, LocalAttentionSpec(CHUNK, causal, 0.25))
     out = single(x, q, k, v).out
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     gradients = torch.autograd.grad(out.square().sum(), list(positions.parameters()))

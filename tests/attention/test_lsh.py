@@ -3,7 +3,7 @@ import torch
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.heads import build_mechanism, normalized
-from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
 from megasparse.ops.random import RngContext, rotations
 from tests.helpers.huggingface import HEADS, WIDTH, ours, run, theirs_lsh, without_wrap
@@ -100,7 +100,7 @@ def test_the_shared_form_is_the_definition_on_its_own_codes(causal, window):
     codes, keys = mechanism.assign(heads, context)
     assert keys is None and codes.max() < 32
     out = mechanism(None, heads, context).out
-    expected, _ = defined(*(x.double() for x in heads[:3]), codes, Window(window, 8), causal=causal)
+    expected, _ = defined(*(x.double() for x in heads[:3]), codes, BucketedAttentionSpec(Window(window, 8), causal))
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
 
 

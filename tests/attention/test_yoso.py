@@ -6,7 +6,7 @@ from transformers.models.yoso.modeling_yoso import YosoSelfAttention
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.yoso import YOSOAttention, unit
 from megasparse.config.attention import YOSOAttentionConfig
-from megasparse.ops.hash_table_attention import expected_attention, hash_table_attention
+from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.random import RngContext
 
@@ -38,10 +38,11 @@ def sampled_and_expected(kind, hashes, heads=200, length=16, dim=8, bits=6):
     q, k, v = (torch.randn(1, 1, length, dim, generator=generator, dtype=torch.float64) for _ in range(3))
     q = unit(q + 0.5 * k)
     k = unit(k)
-    expected, _ = expected_attention(q, k, v, code_bits=bits, causal=False)
+    spec = HashTableAttentionSpec(bits, causal=False)
+    expected, _ = expected_attention(q, k, v, spec)
     many = [x.expand(-1, heads, -1, -1) for x in (q, k, v)]
     codes = [sign_codes(x, 3, range(heads), hashes, bits, kind) for x in many[:2]]
-    return hash_table_attention(*many, *codes, code_bits=bits, causal=False)[0][0], expected[0]
+    return hash_table_attention(*many, *codes, spec)[0][0], expected[0]
 
 
 def largest_z(kind):

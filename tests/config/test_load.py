@@ -171,7 +171,10 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ("optimizer.betas=[0.9, 1]", "optimizer.betas[1]: 1 does not fit. It must be a list of 2 values, each"),
         ("model.dropout=1", "model.dropout: 1 does not fit. It must be a number >= 0 and < 1"),
         ('model.attention.pattern=["lsg"]', 'model.attention.pattern[0]: "lsg" does not fit. Did you mean "lsh"?'),
-        ('model.attention.pattern=[{"lhs": 8}]', 'model.attention.pattern[0].lhs: unknown key (its value is 8). Did you'),
+        (
+            'model.attention.pattern=[{"lhs": 8}]',
+            "model.attention.pattern[0].lhs: unknown key (its value is 8). Did you",
+        ),
         ('model.attention.pattern=[{"lsh": 0}]', "model.attention.pattern[0].lsh: 0 does not fit. It must be"),
         ("model.attention.pattern=[]", "model.attention.pattern: [] does not fit. It must be a list"),
         (

@@ -4,16 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasparse.ops.bucketed_attention import Window, bucketed_attention
-from megasparse.ops.cluster_attention import cluster_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.cross_entropy import token_scores
 from megasparse.ops.gathered_attention import gathered_attention
-from megasparse.ops.hash_table_attention import expected_attention, hash_table_attention
+from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import angular_hash, sign_codes
 from megasparse.ops.linear_attention import causal_linear_attention, linear_attention
-from megasparse.ops.local_attention import distances, relative_local_attention
+from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
 from megasparse.ops.random_features import exponents, positive_features
-from megasparse.ops.sketch import chosen_keys, sketched_attention
+from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys, sketched_attention
 from megasparse.ops.tiled import tiled
 from tests.helpers.kernels import DEVICE
 
@@ -29,24 +29,22 @@ CLUSTERS = torch.arange(LENGTH, dtype=torch.int32, device=DEVICE).view(1, 1, 3, 
 INDEX = (torch.arange(LENGTH)[:, None] // torch.arange(1, 5)).to(DEVICE, torch.int32).expand(1, 1, -1, -1)
 PROJECTION = made(2, 20, 16)
 R, U, W = made(2, len(distances(CHUNK, True)), 16), made(2, 16), made(2, 16)
+BAND = BucketedAttentionSpec(Window("band", CHUNK), causal=True)
+TABLES = HashTableAttentionSpec(code_bits=2, causal=True, chunk=CHUNK)
 
 HEADS = {
-    "bucketed": lambda q, k, v: bucketed_attention(q, k, v, CODES, Window("band", CHUNK), causal=True),
-    "bucketed, own codes": lambda q, k, v: bucketed_attention(
-        q, k, v, CODES, Window("band", CHUNK), causal=True, key_codes=CODES
-    ),
-    "cluster": lambda q, k, v: cluster_attention(
-        q, k, v, CLUSTERS, CLUSTERS, causal=True, scale=0.25, count_clusters=True
-    ),
+    "bucketed": lambda q, k, v: bucketed_attention(q, k, v, CODES, BAND),
+    "bucketed, own codes": lambda q, k, v: bucketed_attention(q, k, v, CODES, BAND, key_codes=CODES),
+    "cluster": lambda q, k, v: cluster_attention(q, k, v, CLUSTERS, CLUSTERS, ClusterAttentionSpec(True, 0.25, True)),
     "gathered": lambda q, k, v: gathered_attention(q, k, v, INDEX, scale=0.25),
-    "relative local": lambda q, k, v: (relative_local_attention(q, k, v, R, U, W, CHUNK, causal=True, scale=0.25),),
-    "hash tables": lambda q, k, v: hash_table_attention(q, k, v, CODES, CODES, code_bits=2, causal=True, chunk=CHUNK)[
-        :1
-    ],
+    "relative local": lambda q, k, v: (
+        relative_local_attention(q, k, v, R, U, W, LocalAttentionSpec(CHUNK, True, 0.25)),
+    ),
+    "hash tables": lambda q, k, v: hash_table_attention(q, k, v, CODES, CODES, TABLES)[:1],
 }
 """Operators with kernels, of q, k, v (1, 2, L, 16): what they return that has gradients."""
 OTHERS = {
-    "expected": lambda q, k, v: expected_attention(q / 9, k / 9, v, code_bits=2, causal=True)[:1],
+    "expected": lambda q, k, v: expected_attention(q / 9, k / 9, v, TABLES)[:1],
     "linear": lambda q, k, v: (linear_attention(q, k, v, PROJECTION, scale=0.25),),
     "causal linear": lambda q, k, v: causal_linear_attention(q, k, v, PROJECTION, scale=0.25, chunk=CHUNK)[:1],
     "exponents": lambda q, k, v: (exponents(q, PROJECTION) + exponents(k * v, PROJECTION),),
@@ -59,7 +57,7 @@ OTHERS = {
 CODED = {
     "angular hash": lambda x: angular_hash(x, made(2, 3, 16, 8), [16]),
     "gaussian codes": lambda x: sign_codes(x, 0, range(2), 6, 5, "gaussian"),
-    "chosen keys": lambda x: chosen_keys(x[0], x[0], 4, causal=True, sampling="top_k", noise=None),
+    "chosen keys": lambda x: chosen_keys(x[0], x[0], KeyChoiceSpec(4, True, "top_k"), noise=None),
 }
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import megasparse.ops.bucketed_attention.chunks as chunks
-from megasparse.ops.bucketed_attention import Window, bucketed_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.bucketed_attention.blockwise import bucketed_attention as blockwise
 from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
 from tests.helpers.peak_memory import PeakMemory
@@ -29,9 +29,13 @@ def random_codes(length, rounds, buckets=3, batch=2, heads=2, seed=1):
     return torch.randint(0, buckets, (batch, heads, rounds, length), generator=torch.Generator().manual_seed(seed))
 
 
+def call(attention, heads, codes, window, key_mask=None, segments=None, key_codes=None, **rule):
+    return attention(*heads, codes, BucketedAttentionSpec(window, **rule), key_mask, segments, key_codes)
+
+
 def gradients(attention, heads, codes, window, **rule):
     q, k, v = (x.clone().requires_grad_() for x in heads)
-    out, z = attention(q, k, v, codes, window, **rule)
+    out, z = call(attention, (q, k, v), codes, window, **rule)
     generator = torch.Generator().manual_seed(2)
     seen = z > -torch.inf
     out_grad, z_grad = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, z))
@@ -80,8 +84,8 @@ def test_slots_beyond_what_fp32_counts_to_are_told_apart():
     length, last = 530_000, 100
     heads = random_heads(length, batch=1, heads=1, dim=2, dtype=torch.float32)
     codes = torch.arange(length).clamp_max(length - last)
-    out, z = blockwise(*heads, codes[None, None, None], Window("band", 32), causal=True)
-    alone = blockwise(*(x[:, :, -last:] for x in heads), None, Window("band", 32), causal=True)
+    out, z = call(blockwise, heads, codes[None, None, None], Window("band", 32), causal=True)
+    alone = call(blockwise, [x[:, :, -last:] for x in heads], None, Window("band", 32), causal=True)
     torch.testing.assert_close(out[:, :, -last:], alone[0])
     torch.testing.assert_close(z[:, :, -last:], alone[1])
 
@@ -125,15 +129,15 @@ def test_one_bucket_and_a_full_window_is_full_attention():
     seen[0, 0] = True
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1.0)
     for window in (Window("band", length), Window("chunk", length)):
-        out, _ = bucketed_attention(q, k, v, codes, window, causal=True)
+        out, _ = call(bucketed_attention, (q, k, v), codes, window, causal=True)
         torch.testing.assert_close(out, expected)
 
 
 def test_identical_rounds_change_nothing():
     heads = random_heads(30)
     codes = random_codes(30, 1)
-    once, z = bucketed_attention(*heads, codes, Window("band", 8), causal=True)
-    twice, z2 = bucketed_attention(*heads, codes.repeat(1, 1, 3, 1), Window("band", 8), causal=True)
+    once, z = call(bucketed_attention, heads, codes, Window("band", 8), causal=True)
+    twice, z2 = call(bucketed_attention, heads, codes.repeat(1, 1, 3, 1), Window("band", 8), causal=True)
     torch.testing.assert_close(once, twice)
     torch.testing.assert_close(z, z2)
 
@@ -177,8 +181,8 @@ def test_padding_sees_nothing_and_moves_nothing():
     mask = torch.ones(2, 20, dtype=torch.bool)
     mask[:, 13:] = False
     for window in WINDOWS:
-        out, z = bucketed_attention(*heads, codes, window, causal=True, key_mask=mask)
-        short, short_z = bucketed_attention(*(x[:, :, :13] for x in heads), codes[..., :13], window, causal=True)
+        out, z = call(bucketed_attention, heads, codes, window, causal=True, key_mask=mask)
+        short, short_z = call(bucketed_attention, [x[:, :, :13] for x in heads], codes[..., :13], window, causal=True)
         torch.testing.assert_close(out[:, :, :13], short)
         torch.testing.assert_close(z[:, :, :13], short_z)
         assert (out[:, :, 13:] == 0).all() and (z[:, :, 13:] == -torch.inf).all()
@@ -189,11 +193,11 @@ def test_packed_documents_are_as_if_alone():
     codes = random_codes(30, 2)
     segments = torch.tensor([0] * 11 + [1] * 19).expand(2, -1)
     for window in (Window("band", 4), Window("chunk", 4)):
-        packed, _ = bucketed_attention(*heads, codes, window, causal=True, segments=segments)
-        first, _ = bucketed_attention(*(x[:, :, :11] for x in heads), codes[..., :11], window, causal=True)
+        packed, _ = call(bucketed_attention, heads, codes, window, causal=True, segments=segments)
+        first, _ = call(bucketed_attention, [x[:, :, :11] for x in heads], codes[..., :11], window, causal=True)
         torch.testing.assert_close(packed[:, :, :11], first)
         if window.kind == "band":
-            second, _ = bucketed_attention(*(x[:, :, 11:] for x in heads), codes[..., 11:], window, causal=True)
+            second, _ = call(bucketed_attention, [x[:, :, 11:] for x in heads], codes[..., 11:], window, causal=True)
             torch.testing.assert_close(packed[:, :, 11:], second)
 
 
@@ -202,7 +206,7 @@ def test_N5_gradcheck(causal):
     q, k, v = (x.requires_grad_() for x in random_heads(9, batch=1, heads=1, dim=3))
     codes = random_codes(9, 2, batch=1, heads=1)
     assert torch.autograd.gradcheck(
-        lambda q, k, v: bucketed_attention(q, k, v, codes, Window("band", 4), causal=causal), (q, k, v)
+        lambda q, k, v: call(bucketed_attention, (q, k, v), codes, Window("band", 4), causal=causal), (q, k, v)
     )
 
 
@@ -210,8 +214,8 @@ def test_a_two_sided_band_and_one_bucket_see_both_sides_alike():
     """Turned round, the sequence has the turned outputs."""
     heads = random_heads(20)
     codes = torch.zeros(2, 2, 1, 20, dtype=torch.int64)
-    out, _ = bucketed_attention(*heads, codes, Window("band", 4), causal=False)
-    turned, _ = bucketed_attention(*(x.flip(2) for x in heads), codes, Window("band", 4), causal=False)
+    out, _ = call(bucketed_attention, heads, codes, Window("band", 4), causal=False)
+    turned, _ = call(bucketed_attention, [x.flip(2) for x in heads], codes, Window("band", 4), causal=False)
     torch.testing.assert_close(turned.flip(2), out)
 
 
@@ -222,7 +226,7 @@ def test_memory_is_linear_in_the_length(monkeypatch):
         heads = [x.requires_grad_() for x in random_heads(length, batch=1, dim=16, dtype=torch.float32)]
         codes = random_codes(length, 2, buckets=2 * length // 32, batch=1)
         with PeakMemory() as memory:
-            bucketed_attention(*heads, codes, Window("band", 32), causal=True)[0].sum().backward()
+            call(bucketed_attention, heads, codes, Window("band", 32), causal=True)[0].sum().backward()
         assert memory.largest < length * length * 4 / 8
         return memory.peak
 

@@ -7,7 +7,7 @@ import torch
 
 import megasparse.ops.bucketed_attention as operator
 import megasparse.ops.bucketed_attention.gpu as kernels
-from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.intervals import NOWHERE, separate_intervals, shared_intervals
 from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
 from megasparse.ops.bucketed_attention.reference import visible
@@ -28,9 +28,13 @@ def random_codes(length, rounds, buckets=3, batch=1, heads=1, seed=1):
     return codes.to(DEVICE)
 
 
+def call(attention, heads, codes, window, key_mask=None, segments=None, key_codes=None, **rule):
+    return attention(*heads, codes, BucketedAttentionSpec(window, **rule), key_mask, segments, key_codes)
+
+
 def gradients(attention, heads, codes, window, **rule):
     q, k, v = (x.clone().requires_grad_() for x in heads)
-    out, z = attention(q, k, v, codes, window, **rule)
+    out, z = call(attention, (q, k, v), codes, window, **rule)
     generator = torch.Generator().manual_seed(2)
     out_grad, z_grad = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, z))
     seen = z > -torch.inf
@@ -130,10 +134,10 @@ def test_strided_inputs_are_read_where_they_lie():
     mask = masks_of(40)["key_mask"][:, ::2]
     for key_mask in (None, mask):
         rule = {"causal": True, "key_mask": key_mask}
-        out, _ = kernels.bucketed_attention(q, k, v, codes, BAND, **rule)
+        out, _ = call(kernels.bucketed_attention, (q, k, v), codes, BAND, **rule)
         assert out.transpose(1, 2).is_contiguous()
         ours = torch.autograd.grad(out.sum(), [q, k, v])  # whose gradient is one number, broadcast
-        dense, _ = defined(*(x.double() for x in (q, k, v)), codes, BAND, **rule)
+        dense, _ = call(defined, [x.double() for x in (q, k, v)], codes, BAND, **rule)
         torch.testing.assert_close(out.double(), dense, rtol=1e-5, atol=1e-5)
         for a, b in zip(ours, torch.autograd.grad(dense.sum(), [q, k, v]), strict=True):
             assert (a - b).norm() <= 1e-4 * b.norm()
@@ -170,7 +174,7 @@ def test_later_tokens_change_nothing_and_two_runs_are_the_same():
     others, other_codes = random_heads(40, seed=9), random_codes(40, 2, seed=9)
     mixed = [torch.cat([a[:, :, :23], b[:, :, 23:]], 2) for a, b in zip(heads, others, strict=True)]
     mixed_codes = torch.cat([codes[..., :23], other_codes[..., 23:]], -1)
-    out, z = kernels.bucketed_attention(*mixed, mixed_codes, BAND, causal=True)
+    out, z = call(kernels.bucketed_attention, mixed, mixed_codes, BAND, causal=True)
     torch.testing.assert_close(out[:, :, :23], first[0][:, :, :23])
     torch.testing.assert_close(z[:, :, :23], first[1][:, :, :23])
 
@@ -196,10 +200,11 @@ def test_intervals_are_the_windows_of_the_definition(separate):
         if separate and window is CHUNK:
             continue
         both = (masks.get("key_mask"), masks.get("segments"))
+        spec = BucketedAttentionSpec(window, causal, exclude_self=False)
         if separate:
-            found = separate_intervals(codes, key_codes, window, causal, True, *both)
+            found = separate_intervals(codes, key_codes, spec, *both)
         else:
-            found = shared_intervals(codes, like, window, causal, False, True, *both)
+            found = shared_intervals(codes, like, spec, *both)
         place = found.token_place[..., None, :]
         ours = (place >= found.token_low[..., None]) & (place < found.token_high[..., None])
         seen = visible(codes, window, causal, *both, *([key_codes] if separate else []))
@@ -221,7 +226,7 @@ def test_the_operator_runs_what_is_forced(monkeypatch):
         results = []
         for name in ("reference", "blockwise", "triton"):
             monkeypatch.setenv("MEGASPARSE_OPS", name)
-            results.append(operator.bucketed_attention(*heads, codes, BAND, **rule)[0])
+            results.append(call(operator.bucketed_attention, heads, codes, BAND, **rule)[0])
         for result in results[1:]:
             torch.testing.assert_close(result, results[0])
 

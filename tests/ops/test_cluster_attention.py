@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import megasparse.ops.cluster_attention.blockwise as blockwise
-from megasparse.ops.cluster_attention import cluster_attention
+from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.cluster_attention.reference import cluster_attention as defined
 from tests.helpers.peak_memory import PeakMemory
 
@@ -23,9 +23,13 @@ def random_lists(shape, length, places, seed=1):
     return tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.3, -1).to(torch.int32)
 
 
+def call(attention, heads, *lists, key_mask=None, segments=None, **rule):
+    return attention(*heads, *lists, ClusterAttentionSpec(**rule), key_mask, segments)
+
+
 def gradients(attention, heads, *lists, **rule):
     q, k, v = (x.clone().requires_grad_() for x in heads)
-    out, z = attention(q, k, v, *lists, **rule)
+    out, z = call(attention, (q, k, v), *lists, **rule)
     generator = torch.Generator().manual_seed(2)
     out_grad, z_grad = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, z))
     loss = (out * out_grad.to(out.dtype)).sum() + (torch.where(z > -torch.inf, z, 0.0) * z_grad.to(z.dtype)).sum()
@@ -72,7 +76,7 @@ def test_N5_gradcheck():
     lists = random_lists((1, 1, 3), 6, 5), random_lists((1, 1, 3), 6, 5, seed=5)
 
     def output(q, k, v):
-        out, z = cluster_attention(q, k, v, *lists, causal=True, scale=0.5, count_clusters=True)
+        out, z = call(cluster_attention, (q, k, v), *lists, causal=True, scale=0.5, count_clusters=True)
         return out, z[z > -torch.inf]
 
     torch.autograd.gradcheck(output, heads)
@@ -83,7 +87,7 @@ def test_one_cluster_of_all_is_full_attention_in_tiles_of_queries(monkeypatch):
     q, k, v = random_heads(40, 40)
     everyone = torch.arange(40).view(1, 1, 1, 40)
     for causal in (True, False):
-        out, z = cluster_attention(q, k, v, everyone, everyone, causal=causal, scale=0.5, count_clusters=True)
+        out, z = call(cluster_attention, (q, k, v), everyone, everyone, causal=causal, scale=0.5, count_clusters=True)
         torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.5))
         score = 0.5 * q @ k.transpose(-1, -2)
         score = score.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf) if causal else score
@@ -95,10 +99,10 @@ def test_a_cluster_listed_twice_counts_once_or_twice():
     once = random_lists((1, 1, 1), 9, 6), random_lists((1, 1, 1), 9, 6, seed=5)
     twice = [index.repeat(1, 1, 2, 1) for index in once]
     rule = dict(causal=False, scale=1.0)
-    out, z = cluster_attention(*heads, *once, count_clusters=False, **rule)
-    counted, counted_z = cluster_attention(*heads, *twice, count_clusters=True, **rule)
+    out, z = call(cluster_attention, heads, *once, count_clusters=False, **rule)
+    counted, counted_z = call(cluster_attention, heads, *twice, count_clusters=True, **rule)
     torch.testing.assert_close((counted, counted_z), (out, z))
-    doubled, doubled_z = cluster_attention(*heads, *twice, count_clusters=False, **rule)
+    doubled, doubled_z = call(cluster_attention, heads, *twice, count_clusters=False, **rule)
     torch.testing.assert_close(doubled, out)
     torch.testing.assert_close(doubled_z, z + torch.tensor(2.0).log())
 
@@ -144,7 +148,7 @@ def test_memory_grows_with_the_lists_not_with_the_square_of_the_length():
         heads = [torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3)]
         lists = torch.arange(length).view(1, 1, -1, 64)
         with PeakMemory() as memory:
-            out, _ = cluster_attention(*heads, lists, lists, causal=False, scale=1.0, count_clusters=True)
+            out, _ = call(cluster_attention, heads, lists, lists, causal=False, scale=1.0, count_clusters=True)
             out.sum().backward()
         return memory.peak
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasparse.ops.cluster_attention import cluster_attention, operator
+from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention, operator
 from megasparse.ops.cluster_attention import gpu as kernels
 from megasparse.ops.cluster_attention.reference import cluster_attention as defined
 from tests.helpers.kernels import DEVICE
@@ -24,9 +24,13 @@ def random_lists(shape, length, places, seed=1):
     return tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.3, -1).to(DEVICE, torch.int32)
 
 
+def call(attention, heads, *lists, key_mask=None, segments=None, **rule):
+    return attention(*heads, *lists, ClusterAttentionSpec(**rule), key_mask, segments)
+
+
 def gradients(attention, heads, *lists, **rule):
     q, k, v = (x.clone().requires_grad_() for x in heads)
-    out, z = attention(q, k, v, *lists, **rule)
+    out, z = call(attention, (q, k, v), *lists, **rule)
     generator = torch.Generator().manual_seed(2)
     out_grad, z_grad = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, z))
     loss = (out * out_grad.to(out)).sum() + (z.masked_fill(z == -torch.inf, 0.0) * z_grad.to(z)).sum()
@@ -110,10 +114,10 @@ def test_a_cluster_listed_twice_counts_once_or_twice():
     once = random_lists((1, 1, 1), 9, 6), random_lists((1, 1, 1), 9, 6, seed=5)
     twice = [index.repeat(1, 1, 2, 1) for index in once]
     rule = dict(causal=False, scale=1.0)
-    out, z = kernels.cluster_attention(*heads, *once, count_clusters=False, **rule)
-    counted = kernels.cluster_attention(*heads, *twice, count_clusters=True, **rule)
+    out, z = call(kernels.cluster_attention, heads, *once, count_clusters=False, **rule)
+    counted = call(kernels.cluster_attention, heads, *twice, count_clusters=True, **rule)
     assert torch.equal(counted[0], out) and torch.equal(counted[1], z)
-    doubled, doubled_z = kernels.cluster_attention(*heads, *twice, count_clusters=False, **rule)
+    doubled, doubled_z = call(kernels.cluster_attention, heads, *twice, count_clusters=False, **rule)
     torch.testing.assert_close((doubled, doubled_z), (out, z + torch.tensor(2.0).log()))
 
 
@@ -154,7 +158,7 @@ def test_gradients_of_one_output_alone_and_broadcast():
         found = []
         for attention, dtype in ((kernels.cluster_attention, torch.float32), (defined, torch.float64)):
             inputs = [x.to(dtype).detach().requires_grad_() for x in heads]
-            result = attention(*inputs, *lists, causal=False, scale=0.3, count_clusters=False)[of]
+            result = call(attention, inputs, *lists, causal=False, scale=0.3, count_clusters=False)[of]
             result.masked_fill(result == -torch.inf, 0.0).sum().backward()
             found.append([torch.zeros_like(x) if x.grad is None else x.grad for x in inputs])
         for a, b in zip(*found, strict=True):
@@ -178,7 +182,7 @@ def test_the_operator_runs_what_it_is_told_to(name, monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", name)
     index = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=DEVICE)
     with pytest.raises(RuntimeError, match=f"{name} it is"):
-        cluster_attention(*random_heads(1, 1), index, index, causal=True, scale=1.0, count_clusters=True)
+        call(cluster_attention, random_heads(1, 1), index, index, causal=True, scale=1.0, count_clusters=True)
 
 
 @pytest.mark.kernels

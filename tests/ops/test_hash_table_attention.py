@@ -7,7 +7,7 @@ import torch
 import megasparse.ops.hash_table_attention.blockwise as blockwise
 import megasparse.ops.hash_table_attention.expected as expected
 import megasparse.ops.hash_table_attention.pairs as pairs
-from megasparse.ops.hash_table_attention import expected_attention, hash_table_attention
+from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hash_table_attention import reference as defined
 from megasparse.ops.hashing import sign_codes
 
@@ -32,9 +32,13 @@ def random_codes(heads, hashes, code_bits, seed=1):
     ]
 
 
+def call(attention, heads, *codes, query_mask=None, key_mask=None, segments=None, **rule):
+    return attention(*heads, *codes, HashTableAttentionSpec(**rule), query_mask, key_mask, segments)
+
+
 def gradients(attention, heads, *codes, **rule):
     q, k, v = (x.clone().requires_grad_() for x in heads)
-    out, total = attention(q, k, v, *codes, **rule)
+    out, total = call(attention, (q, k, v), *codes, **rule)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(out.dtype)
     return out.detach(), total.detach(), *torch.autograd.grad(out, [q, k, v], grad)
 
@@ -99,12 +103,10 @@ def test_the_gradient_is_the_papers_lower_bound(backward):
     g = torch.randn(2, 2, 20, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     sampled = (codes[0][..., :, None] == codes[1][..., None, :]).double().mean(2)
     certain = (1 - torch.acos(q @ k.transpose(-1, -2)) / math.pi) ** 3
-    for weight, attention in (
-        (sampled, lambda *x: hash_table_attention(*x, *codes, code_bits=3, causal=False, backward=backward)),
-        (certain, lambda *x: expected_attention(*x, code_bits=3, causal=False)),
-    ):
+    rule = dict(code_bits=3, causal=False, backward=backward)
+    for weight, attention, hashed in ((sampled, hash_table_attention, codes), (certain, expected_attention, [])):
         pulled = (g @ v.transpose(-1, -2)) * 1.5 * weight
-        _, _, dq, dk, dv = gradients(attention, heads)
+        _, _, dq, dk, dv = gradients(attention, heads, *hashed, **rule)
         torch.testing.assert_close(dv, weight.transpose(-1, -2) @ g)
         torch.testing.assert_close(dq, pulled @ k)
         torch.testing.assert_close(dk, pulled.transpose(-1, -2) @ q)
@@ -129,10 +131,11 @@ def test_N5_gradients_of_values_pass_gradcheck(causal):
     v = v.requires_grad_()
 
     def sampled(v):
-        return hash_table_attention(q, k, v, *codes, code_bits=2, causal=causal, chunk=4)[0]
+        return call(hash_table_attention, (q, k, v), *codes, code_bits=2, causal=causal, chunk=4)[0]
 
     assert torch.autograd.gradcheck(sampled, v)
-    assert torch.autograd.gradcheck(lambda v: expected_attention(q, k, v, code_bits=2, causal=causal)[0], v)
+    spec = HashTableAttentionSpec(code_bits=2, causal=causal)
+    assert torch.autograd.gradcheck(lambda v: expected_attention(q, k, v, spec)[0], v)
 
 
 @PROCEDURES

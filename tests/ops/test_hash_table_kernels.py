@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megasparse.ops.backend import VARIABLE
-from megasparse.ops.hash_table_attention import blockwise, reference
+from megasparse.ops.hash_table_attention import HashTableAttentionSpec, blockwise, reference
 from megasparse.ops.hash_table_attention import hash_table_attention as operator
 from megasparse.ops.kernels import recorded
 from tests.helpers.kernels import DEVICE
@@ -37,9 +37,13 @@ def random_masks(length, batch=2):
     return mask.to(DEVICE), documents.to(DEVICE)
 
 
+def call(attention, heads, *codes, query_mask=None, key_mask=None, segments=None, **rule):
+    return attention(*heads, *codes, HashTableAttentionSpec(**rule), query_mask, key_mask, segments)
+
+
 def gradients(attention, heads, codes, **rule):
     q, k, v = (x.detach().clone().requires_grad_() for x in heads)
-    out, total = attention(q, k, v, *codes, **rule)
+    out, total = call(attention, (q, k, v), *codes, **rule)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
     return out.detach(), total, *torch.autograd.grad(out, [q, k, v], grad)
 
@@ -131,7 +135,7 @@ def test_the_host_never_waits_for_the_device(causal):
         q, k, v = (torch.empty(shape, dtype=torch.bfloat16, requires_grad=True, **nowhere) for _ in range(3))
         codes = [torch.empty(2, 3, 4, 1000, dtype=torch.int16, **nowhere) for _ in range(2)]
         documents = torch.empty(2, 1000, dtype=torch.int64, **nowhere)
-        out, _ = kernels.hash_table_attention(q, k, v, *codes, code_bits=6, causal=causal, segments=documents)
+        out, _ = call(kernels.hash_table_attention, (q, k, v), *codes, code_bits=6, causal=causal, segments=documents)
         out.sum().backward()
     # Windows, sums, tails, reading; backward: windows twice, the same for ∇v, products, tails and hashes for q and k
     assert len(launches) == 4 + 2 + 3 + 2 * (2 + 4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megasparse.ops.local_attention.blockwise as blockwise
-from megasparse.ops.local_attention import distances, relative_local_attention
+from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
 from megasparse.ops.local_attention.reference import relative_local_attention as defined
 
 
@@ -16,9 +16,9 @@ def random_inputs(length, chunk, causal, dtype=torch.float64):
     return [torch.randn(*shape, generator=generator, dtype=dtype) for shape in shapes]
 
 
-def gradients(attend, inputs, chunk, **rule):
+def gradients(attend, inputs, chunk, causal, scale, key_mask=None, segments=None):
     leaves = [x.clone().requires_grad_() for x in inputs]
-    out = attend(*leaves, chunk, **rule)
+    out = attend(*leaves, LocalAttentionSpec(chunk, causal, scale), key_mask, segments)
     toward = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
     return out.detach(), *torch.autograd.grad((out * toward).sum(), leaves)
 
@@ -50,7 +50,7 @@ def test_each_pair_takes_the_vector_of_its_distance():
         zero = torch.zeros(1, 1, length, 2, dtype=torch.float64)
         u, w = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[1.0, 0.0]], dtype=torch.float64)
         v = torch.eye(length, dtype=torch.float64)[None, None]
-        out = relative_local_attention(zero, zero, v, r, u, w, chunk, causal=causal, scale=1.0)[0, 0]
+        out = relative_local_attention(zero, zero, v, r, u, w, LocalAttentionSpec(chunk, causal, 1.0))[0, 0]
         for i, j in itertools.product(range(length), repeat=2):
             apart = i // chunk - j // chunk
             if (j <= i and apart <= 1) if causal else abs(apart) <= 1:
@@ -61,7 +61,8 @@ def test_each_pair_takes_the_vector_of_its_distance():
 
 def test_N5_gradcheck():
     inputs = [x.requires_grad_() for x in random_inputs(7, 2, True)]
-    assert torch.autograd.gradcheck(lambda *x: relative_local_attention(*x, 2, causal=True, scale=0.5), inputs)
+    spec = LocalAttentionSpec(2, causal=True, scale=0.5)
+    assert torch.autograd.gradcheck(lambda *x: relative_local_attention(*x, spec), inputs)
 
 
 def test_finite_in_hard_cases():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasparse.ops.local_attention import distances, relative_local_attention
+from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
 from megasparse.ops.local_attention.reference import relative_local_attention as defined
 from tests.helpers.kernels import DEVICE
 
@@ -25,10 +25,10 @@ def random_inputs(length, chunk, causal, width=24, dtype=torch.float32, batch=1,
     return [*(x.transpose(1, 2) for x in (q, k, v)), *relative]
 
 
-def results(attend, inputs, chunk, **rule):
+def results(attend, inputs, chunk, causal, scale, key_mask=None, segments=None):
     """The output, and the gradients of all inputs toward one that is rounded to bf16, so that all dtypes share it."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out = attend(*leaves, chunk, **rule)
+    out = attend(*leaves, LocalAttentionSpec(chunk, causal, scale), key_mask, segments)
     toward = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out)
     return [out.detach(), *torch.autograd.grad(out, leaves, toward)]
 

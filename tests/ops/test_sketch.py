@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megasparse.ops.sketch.blockwise as blockwise
-from megasparse.ops.sketch import Noise, chosen_keys, draws, sketched_attention
+from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, draws, sketched_attention
 from megasparse.ops.sketch.reference import best_keys as defined
 from megasparse.ops.sketch.reference import sketched_weights, uniform
 from tests.helpers.peak_memory import PeakMemory
@@ -19,6 +19,10 @@ def random_sketch(length, batch=2, dim=4, dtype=torch.float64, seed=0):
 
 def some_noise(length, batch=2, heads=range(3, 6), key=17):
     return Noise(key, heads, torch.arange(5, 5 + batch)[:, None] * (1 << 32) + torch.arange(length))
+
+
+def choose(q, k, count, causal, sampling, function=chosen_keys, **rest):
+    return function(q, k, KeyChoiceSpec(count, causal, sampling), **rest)
 
 
 def masks(length):
@@ -61,38 +65,38 @@ def test_the_keys_are_those_of_the_definition(length, count, causal, sampling, s
     noise = some_noise(length)
     for mask in masks(length):
         q, k, v = random_sketch(length)
-        _, level = sketched_attention(q, k, v, causal=causal, **mask)
+        _, lse = sketched_attention(q, k, v, causal=causal, **mask)
         for drawn in (noise,) if sampling == "random" else (noise, None):
             u = None if drawn is None else uniform(drawn, length)
             alpha, seen = sketched_weights(q, k, causal=causal, rounded=drawn is None, **mask)
             exact = defined(alpha, seen, count, sampling=sampling, uniform=u)
-            ours = chosen_keys(q, k, count, causal=causal, sampling=sampling, noise=drawn, level=level, **mask)
+            ours = choose(q, k, count, causal=causal, sampling=sampling, noise=drawn, lse=lse, **mask)
             assert ours.dtype == torch.int32 and torch.equal(ours, exact.to(torch.int32))
 
 
 def test_tiles_and_the_number_of_queries_at_a_time_change_nothing(monkeypatch):
     q, k, v = random_sketch(50, dtype=torch.float32)
     noise = some_noise(50)
-    _, level = sketched_attention(q, k, v, causal=True)
+    _, lse = sketched_attention(q, k, v, causal=True)
     rule = dict(causal=True, sampling="inverse_log_squared")
-    whole = chosen_keys(q, k, 6, noise=noise, level=level, **rule)
-    shared = chosen_keys(q, k, 6, noise=None, **rule)
+    whole = choose(q, k, 6, noise=noise, lse=lse, **rule)
+    shared = choose(q, k, 6, noise=None, **rule)
     for i in (0, 3, 49):
         row = noise._replace(rows=noise.rows[:, i : i + 1])
         here = slice(i, i + 1)
-        one = chosen_keys(q[:, here], k, 6, noise=row, level=level[:, here], first_query=i, **rule)
+        one = choose(q[:, here], k, 6, noise=row, lse=lse[:, here], first_query=i, **rule)
         assert torch.equal(one, whole[:, :, here])
     monkeypatch.setattr(blockwise, "_SCORE_ELEMENTS", 77)
-    assert torch.equal(chosen_keys(q, k, 6, noise=noise, level=level, **rule), whole)
+    assert torch.equal(choose(q, k, 6, noise=noise, lse=lse, **rule), whole)
     monkeypatch.setattr(draws, "KEYS", 11)
-    assert torch.equal(chosen_keys(q, k, 6, noise=None, **rule), shared)
+    assert torch.equal(choose(q, k, 6, noise=None, **rule), shared)
 
 
 def test_equal_scores_go_to_the_smaller_position(small_tiles):
     q, k, _ = random_sketch(20, dtype=torch.float32)
     nearly = k[:, :1] * (1 + 1e-7 * torch.arange(20)[:, None])  # as if computed in another order
     for keys in (k * 0, k[:, :1].expand_as(k), k.abs() * -0.0, nearly):
-        index = chosen_keys(q, keys, 4, causal=False, sampling="top_k", noise=None)
+        index = choose(q, keys, 4, causal=False, sampling="top_k", noise=None)
         assert torch.equal(index, torch.arange(4, dtype=torch.int32).expand(2, 1, 20, 4))
 
 
@@ -101,12 +105,12 @@ def test_a_weight_of_one_is_always_chosen_and_a_large_sketch_stays_in_order():
     q, k, v = random_sketch(30, dtype=torch.float32)
     k[:, 11] = q[:, 0] = torch.tensor([200.0, 0, 0, 0])
     noise = some_noise(30)
-    _, level = sketched_attention(q, k, v, causal=False)
+    _, lse = sketched_attention(q, k, v, causal=False)
     for sampling in ("inverse_log_squared", "inverse_log"):
-        index = chosen_keys(q, k, 3, causal=False, sampling=sampling, noise=noise, level=level)
+        index = choose(q, k, 3, causal=False, sampling=sampling, noise=noise, lse=lse)
         assert (index[:, :, 0, 0] == 11).all() and (index[:, :, 0, 1:] != 11).all() and (index >= 0).all()
-    _, level = sketched_attention(q * 1e4, k * 1e4, v, causal=False)
-    index = chosen_keys(q * 1e4, k * 1e4, 3, causal=False, sampling="inverse_log_squared", noise=noise, level=level)
+    _, lse = sketched_attention(q * 1e4, k * 1e4, v, causal=False)
+    index = choose(q * 1e4, k * 1e4, 3, causal=False, sampling="inverse_log_squared", noise=noise, lse=lse)
     assert (index >= 0).all() and (index < 30).all()
 
 
@@ -117,8 +121,8 @@ def test_how_often_a_key_is_the_first_is_its_probability(sampling):
     q, k, v = (x[:1].expand(samples, -1, -1).contiguous() for x in random_sketch(8))
     heads = range(2)
     noise = Noise(3, heads, torch.arange(samples)[:, None] * (1 << 32) + torch.arange(8))
-    _, level = sketched_attention(q, k, v, causal=False)
-    first = chosen_keys(q, k, 1, causal=False, sampling=sampling, noise=noise, level=level)[:, :, 5, 0]
+    _, lse = sketched_attention(q, k, v, causal=False)
+    first = choose(q, k, 1, causal=False, sampling=sampling, noise=noise, lse=lse)[:, :, 5, 0]
     alpha, _ = sketched_weights(q[:1], k[:1], causal=False)
     a = alpha[0, 5]
     p = {"inverse_log_squared": a.log() ** -2, "inverse_log": -1 / a.log(), "raw": a, "random": a * 0 + 1}[sampling]
@@ -143,10 +147,10 @@ def test_memory_is_linear_in_the_length(monkeypatch):
     def peak(length):
         q, k, v = (x.requires_grad_() for x in random_sketch(length, batch=1, dtype=torch.float32))
         with PeakMemory() as memory:
-            h, level = sketched_attention(q, k, v, causal=True)
+            h, lse = sketched_attention(q, k, v, causal=True)
             h.sum().backward()
             noise = some_noise(length, batch=1, heads=range(2))
-            chosen_keys(q, k, 8, causal=True, sampling="inverse_log_squared", noise=noise, level=level)
+            choose(q, k, 8, causal=True, sampling="inverse_log_squared", noise=noise, lse=lse)
         assert memory.largest < length * length * 4 / 8
         return memory.peak
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from megasparse.errors import ConfigError
-from megasparse.ops.sketch import chosen_keys, draws, sketched_attention
+from megasparse.ops.sketch import draws, sketched_attention
 from megasparse.ops.sketch.reference import chosen_keys as defined
 from megasparse.ops.sketch.reference import sketched_attention as exactly
 from megasparse.ops.sketch.reference import sketched_weights, uniform
 from tests.helpers.kernels import DEVICE
 from tests.ops import test_sketch as drawn_on_cpu
+from tests.ops.test_sketch import choose
 
 KINDS = ["inverse_log_squared", "inverse_log", "raw", "top_k", "random"]
 
@@ -49,7 +50,7 @@ def check_attention(length, dim, dtype, causal, forward, backward, **mask):
     assert h.dtype == z.dtype == torch.float32
     assert distance(h, exact[0]) < forward and distance(z, exact[1]) < forward
     grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(DEVICE) for x in (h, z)]
-    # The level of a blind row is −∞ whatever the inputs.
+    # The lse of a blind row is −∞ whatever the inputs.
     grads[1] = grads[1].where(z.isfinite(), 0.0)
     ours = torch.autograd.grad([h, z], inputs, [g.float() for g in grads])
     for a, b, x in zip(ours, torch.autograd.grad(exact, doubles, grads), inputs, strict=True):
@@ -112,10 +113,10 @@ def check_kind(sampling, length, first, causal, count, **mask):
     q, k, v = random_sketch(length)
     noise = some_noise(length, heads=range(3, 5))
     noise = noise._replace(rows=noise.rows[:, first:])
-    _, level = exactly(q, k, v, causal=causal, **mask)
+    _, lse = exactly(q, k, v, causal=causal, **mask)
     rule = dict(causal=causal, first_query=first, **mask)
-    q, level = q[:, first:], level[:, first:]
-    ours = chosen_keys(q, k, count, sampling=sampling, noise=noise, level=level, **rule)
+    q, lse = q[:, first:], lse[:, first:]
+    ours = choose(q, k, count, sampling=sampling, noise=noise, lse=lse, **rule)
     assert ours.dtype == torch.int32 and ours.shape == (2, 2, length - first, count)
     check_choice(ours, *scores(q, k, sampling, noise, **rule))
 
@@ -140,21 +141,21 @@ def test_without_noise_they_are_exactly_those_of_the_definition(length, count, f
         q, k, _ = ((x[:1] * 8).round() / 16 for x in random_sketch(length))
         rule = dict(causal=causal, sampling="top_k", noise=None, first_query=first)
         rule |= {name: x[:1] for name, x in mask.items()}
-        ours = chosen_keys(q[:, first:], k / 2, count, **rule)
-        assert torch.equal(ours, defined(q[:, first:], k / 2, count, **rule))
+        ours = choose(q[:, first:], k / 2, count, **rule)
+        assert torch.equal(ours, choose(q[:, first:], k / 2, count, function=defined, **rule))
 
 
 def test_a_row_by_itself_chooses_what_it_does_among_others():
     q, k, v = (x[:1] for x in random_sketch(34, dtype=torch.float32))
     noise = some_noise(34, batch=1, heads=range(1))
-    _, level = sketched_attention(q, k, v, causal=True)
+    _, lse = sketched_attention(q, k, v, causal=True)
     for drawn in (noise, None):
         rule = dict(causal=True, sampling="inverse_log_squared")
-        whole = chosen_keys(q, k, 4, noise=drawn, level=level, **rule)
+        whole = choose(q, k, 4, noise=drawn, lse=lse, **rule)
         for i in (0, 13, 33):
             row = None if drawn is None else noise._replace(rows=noise.rows[:, i : i + 1])
             here, seen = slice(i, i + 1), k[:, : i + 1]
-            one = chosen_keys(q[:, here], seen, 4, noise=row, level=level[:, here], first_query=i, **rule)
+            one = choose(q[:, here], seen, 4, noise=row, lse=lse[:, here], first_query=i, **rule)
             assert torch.equal(one, whole[:, :, here])
 
 
@@ -162,7 +163,7 @@ def test_equal_scores_go_to_the_smaller_position():
     q, k, _ = (x[:1] for x in random_sketch(70, dtype=torch.float32))
     nearly = k[:, :1] * (1 + 1e-7 * torch.arange(70, device=DEVICE)[:, None])  # as if computed in another order
     for keys in (k[:, :1].expand_as(k), k.abs() * -0.0, nearly):
-        index = chosen_keys(q[:, :4], keys, 4, causal=False, sampling="top_k", noise=None)
+        index = choose(q[:, :4], keys, 4, causal=False, sampling="top_k", noise=None)
         assert torch.equal(index, torch.arange(4, dtype=torch.int32, device=DEVICE).expand(1, 1, 4, 4))
 
 
@@ -172,13 +173,13 @@ def test_a_weight_of_one_is_always_chosen_and_a_large_sketch_stays_in_order():
     k[:, 11] = q[:, 0] = torch.tensor([200.0, 0, 0, 0], device=DEVICE)
     noise = some_noise(30, batch=1, heads=range(2))
     noise = noise._replace(rows=noise.rows[:, :4])
-    _, level = sketched_attention(q, k, v, causal=False)
+    _, lse = sketched_attention(q, k, v, causal=False)
     for sampling in ("inverse_log_squared", "inverse_log"):
-        index = chosen_keys(q[:, :4], k, 3, causal=False, sampling=sampling, noise=noise, level=level[:, :4])
+        index = choose(q[:, :4], k, 3, causal=False, sampling=sampling, noise=noise, lse=lse[:, :4])
         assert (index[:, :, 0, 0] == 11).all() and (index[:, :, 0, 1:] != 11).all() and (index >= 0).all()
-    _, level = sketched_attention(q * 1e4, k * 1e4, v, causal=False)
-    rule = dict(causal=False, sampling="inverse_log_squared", noise=noise, level=level[:, :4])
-    index = chosen_keys(q[:, :4] * 1e4, k * 1e4, 3, **rule)
+    _, lse = sketched_attention(q * 1e4, k * 1e4, v, causal=False)
+    rule = dict(causal=False, sampling="inverse_log_squared", noise=noise, lse=lse[:, :4])
+    index = choose(q[:, :4] * 1e4, k * 1e4, 3, **rule)
     assert (index >= 0).all() and (index < 30).all()
 
 
@@ -188,7 +189,7 @@ def test_the_draws_are_those_of_the_other_implementations():
     noise = some_noise(40, heads=range(6, 8))
     noise = noise._replace(rows=noise.rows[:, :4], key=2**63 + 5)
     rule = dict(causal=False, sampling="random", noise=noise)
-    assert torch.equal(chosen_keys(q[:, :4], k, 7, **rule), defined(q[:, :4], k, 7, **rule))
+    assert torch.equal(choose(q[:, :4], k, 7, **rule), choose(q[:, :4], k, 7, function=defined, **rule))
 
 
 def test_a_sketch_wider_than_its_registers_is_refused_where_kernels_are_forced():
@@ -196,7 +197,7 @@ def test_a_sketch_wider_than_its_registers_is_refused_where_kernels_are_forced()
     with pytest.raises(ConfigError, match="up to a head dim of 16"):
         sketched_attention(q, k, v, causal=True)
     with pytest.raises(ConfigError, match="up to a head dim of 16"):
-        chosen_keys(q, k, 2, causal=True, sampling="top_k", noise=None)
+        choose(q, k, 2, causal=True, sampling="top_k", noise=None)
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise"])
@@ -207,9 +208,9 @@ def test_the_definition_can_be_forced_and_takes_what_a_model_gives(monkeypatch, 
         h, z = sketched_attention(q, k, v, causal=True, **mask)
         grads = torch.autograd.grad(h.sum() + z.nan_to_num(neginf=0.0).sum(), [q, k, v])
         assert all(g.isfinite().all() for g in grads)
-        here = chosen_keys(
+        here = choose(
             q[:, 9:], k, 4, causal=True, sampling="raw", noise=some_noise(21)._replace(rows=some_noise(21).rows[:, 9:]),
-            level=z[:, 9:], first_query=9, **mask,
+            lse=z[:, 9:], first_query=9, **mask,
         )  # fmt: skip
-        whole = chosen_keys(q, k, 4, causal=True, sampling="raw", noise=some_noise(21), level=z, **mask)
+        whole = choose(q, k, 4, causal=True, sampling="raw", noise=some_noise(21), lse=z, **mask)
         assert torch.equal(here, whole[:, :, 9:])

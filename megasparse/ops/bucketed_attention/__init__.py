@@ -3,8 +3,8 @@
 Local attention is the case of one bucket and one round.
 """
 
-from megasparse.ops.bucketed_attention.layout import Window
 from megasparse.ops.bucketed_attention.operator import bucketed_attention
 from megasparse.ops.bucketed_attention.ranges import windows_by_key_rank
+from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec, Window
 
-__all__ = ["Window", "bucketed_attention", "windows_by_key_rank"]
+__all__ = ["BucketedAttentionSpec", "Window", "bucketed_attention", "windows_by_key_rank"]

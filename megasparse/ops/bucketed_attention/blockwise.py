@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import Function, without_autocast
-from megasparse.ops.bucketed_attention.chunks import LOWEST, Rows, Rule, lay_out_rows, row_groups, take_rows
-from megasparse.ops.bucketed_attention.layout import Window
+from megasparse.ops.bucketed_attention.chunks import LOWEST, Rows, Tiling, lay_out_rows, row_groups, take_rows
 from megasparse.ops.bucketed_attention.ranges import attention_by_key_rank
+from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
 
 _LOG2_E = math.log2(math.e)
 
@@ -28,12 +28,7 @@ def bucketed_attention(
     k: Tensor,
     v: Tensor,
     codes: Tensor | None,
-    window: Window,
-    *,
-    causal: bool,
-    scale: float = 1.0,
-    exclude_self: bool = True,
-    count_rounds: bool = True,
+    spec: BucketedAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
@@ -41,22 +36,8 @@ def bucketed_attention(
     """See `operator.bucketed_attention`. A score is to be less than 2^90 in size."""
     if key_codes is not None:
         assert codes is not None
-        return attention_by_key_rank(
-            q,
-            k,
-            v,
-            codes,
-            key_codes,
-            window.chunk,
-            causal=causal,
-            scale=scale,
-            exclude_self=exclude_self,
-            count_rounds=count_rounds,
-            key_mask=key_mask,
-            segments=segments,
-        )
-    rule = Rule(window, causal, scale, exclude_self, count_rounds)
-    out, z = _BucketedAttention.apply(q, k, v, codes, key_mask, segments, rule)
+        return attention_by_key_rank(q, k, v, codes, key_codes, spec, key_mask, segments)
+    out, z = _BucketedAttention.apply(q, k, v, codes, spec, key_mask, segments)
     return out, z
 
 
@@ -68,30 +49,30 @@ class _BucketedAttention(Function):
         k: Tensor,
         v: Tensor,
         codes: Tensor | None,
+        spec: BucketedAttentionSpec,
         key_mask: Tensor | None,
         segments: Tensor | None,
-        rule: Rule,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         level = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
-        order, slot = lay_out_rows(q, codes, key_mask, segments, rule.window)
-        for rows in row_groups(q, k, v, order, slot, rule):
+        order, slot = lay_out_rows(q, codes, key_mask, segments, spec.window)
+        for rows in row_groups(q, k, v, order, slot, Tiling(spec)):
             _forward_rows(rows, out.flatten(0, 1)[rows.place], level.flatten(0, 1)[rows.place])
         blind = level < 0.5 * LOWEST
         z = (level / _LOG2_E).masked_fill_(blind, -torch.inf)
         alone = None
-        if rule.exclude_self:  # who sees no other token has its own value, with its own score
+        if spec.exclude_self:  # who sees no other token has its own value, with its own score
             alone = blind.nonzero(as_tuple=True)
             out[alone] = v[alone].to(dtype)
-            z[alone] = (q[alone].to(dtype) * k[alone]).sum(-1) * rule.scale
+            z[alone] = (q[alone].to(dtype) * k[alone]).sum(-1) * spec.scale
         if key_mask is not None:
             out.masked_fill_(~key_mask[:, None, :, None], 0.0)
             z.masked_fill_(~key_mask[:, None], -torch.inf)
             blind |= ~key_mask[:, None]
         level.masked_fill_(blind, torch.inf)  # exp2(score − ∞) = 0: no tile gives these queries a gradient
         out = out.to(q.dtype)
-        ctx.rule, ctx.alone = rule, alone
+        ctx.spec, ctx.alone = spec, alone
         ctx.save_for_backward(q, k, v, order, slot, key_mask, out, z, level)
         return out, z
 
@@ -99,17 +80,17 @@ class _BucketedAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_out, grad_z = grads
         q, k, v, order, slot, key_mask, out, z, level = ctx.saved_tensors
-        rule: Rule = ctx.rule
+        spec: BucketedAttentionSpec = ctx.spec
         grad_z = grad_z.masked_fill(z == -torch.inf, 0.0)
         if key_mask is not None:
             grad_out = grad_out.masked_fill(~key_mask[:, None, :, None], 0.0)
         dq, dk, dv = (torch.zeros_like(q, dtype=z.dtype, memory_format=torch.contiguous_format) for _ in range(3))
-        for rows in row_groups(q, k, v, order, slot, rule):
+        for rows in row_groups(q, k, v, order, slot, Tiling(spec)):
             sources = [take_rows(x, rows.place) for x in (grad_out, out, grad_z, level)]
             _backward_rows(rows, *sources, *(x.flatten(0, 1)[rows.place] for x in (dq, dk, dv)))
         if ctx.alone is not None:  # out = v and z = scale·q·k there
             alone = ctx.alone
-            own = grad_z[alone].unsqueeze(-1) * rule.scale
+            own = grad_z[alone].unsqueeze(-1) * spec.scale
             dq[alone] += own * k[alone]
             dk[alone] += own * q[alone]
             dv[alone] += grad_out[alone]
@@ -122,7 +103,7 @@ def _forward_rows(rows: Rows, out: Tensor, level: Tensor) -> None:
     Rounds are merged by log-sum-exp.
     """
     for block in rows.blocks():
-        q = block.queries(rows.q).mul_(rows.rule.scale * _LOG2_E)
+        q = block.queries(rows.q).mul_(rows.tiling.spec.scale * _LOG2_E)
         score = block.scores(q, block.keys(rows.k))
         highest = score.amax(-1, keepdim=True).clamp_min_(LOWEST)
         weight = score.sub_(highest).exp2_()
@@ -149,12 +130,12 @@ def _backward_rows(
     """Adds the windows' gradients to dq, dk, dv (G, L, D)."""
     delta = (grad_out.to(rows.dtype) * out).sum(-1).sub_(grad_z)  # (G, L)
     for block in rows.blocks():
-        q, grad = block.queries(rows.q).mul_(rows.rule.scale * _LOG2_E), block.queries(grad_out)
+        q, grad = block.queries(rows.q).mul_(rows.tiling.spec.scale * _LOG2_E), block.queries(grad_out)
         k, v = block.keys(rows.k), block.keys(rows.v)
         weight = block.scores(q, k).sub_(block.queries(level).unsqueeze(-1)).exp2_()
         block.add_to_keys(dv, weight, grad)
         score_grad = torch.bmm(grad, v.transpose(1, 2)).sub_(block.queries(delta).unsqueeze(-1)).mul_(weight)
         block.add_to_queries(dq, torch.bmm(score_grad, k))
         block.add_to_keys(dk, score_grad, q)
-    dq.mul_(rows.rule.scale)
+    dq.mul_(rows.tiling.spec.scale)
     dk.div_(_LOG2_E)

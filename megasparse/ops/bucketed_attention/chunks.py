@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.blocks import at_most
-from megasparse.ops.bucketed_attention.layout import Window, lay_out
+from megasparse.ops.bucketed_attention.layout import lay_out
+from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec, Window
 
 _SCORE_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32
 _LAYOUT_ELEMENTS = 1 << 21  # tokens sorted at a time
@@ -26,25 +27,22 @@ LOWEST = -(2.0**90)  # below any score and far above hidden ones: the highest sc
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Everything about visibility that is not a tensor."""
+class Tiling:
+    """Sizes of the tiles for a specification, and which keys of a tile their order alone hides."""
 
-    window: Window
-    causal: bool
-    scale: float
-    exclude_self: bool
-    count_rounds: bool
+    spec: BucketedAttentionSpec
 
     @property
     def tile(self) -> int:
         """T. Narrow tiles meet fewer keys in vain, (S·T − M) a query; below 32 the products themselves slow down."""
-        chunk = self.window.chunk
-        return chunk if self.window.kind == "chunk" else min(chunk, 32 if chunk <= 64 else 64)
+        window = self.spec.window
+        return window.chunk if window.kind == "chunk" else min(window.chunk, 32 if window.chunk <= 64 else 64)
 
     @property
     def back(self) -> int:
         """Tiles of keys before a tile's own."""
-        return 1 if self.window.kind == "chunk" else -(-(self.window.chunk - 1) // self.tile)
+        window = self.spec.window
+        return 1 if window.kind == "chunk" else -(-(window.chunk - 1) // self.tile)
 
     @property
     def ahead(self) -> int:
@@ -57,7 +55,7 @@ class Rule:
 
     @property
     def two_sided(self) -> bool:
-        return self.window.two_sided(self.causal)
+        return self.spec.window.two_sided(self.spec.causal)
 
     @property
     def lead(self) -> int:
@@ -69,15 +67,15 @@ class Rule:
         """Whether all that a query may see stands before it in the sorted order: tokens of a bucket are in the order of
         their positions.
         """
-        return self.causal and self.window.same_bucket
+        return self.spec.causal and self.spec.window.same_bucket
 
     def hides(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """(T, S·T): 1 where the order of places alone hides a tile's key from its query, else 0."""
         query = torch.arange(self.tile, device=device)[:, None]
         key = torch.arange(-self.lead, (1 + self.ahead) * self.tile, device=device)
         if self.in_order:
-            return (key >= query if self.exclude_self else key > query).to(dtype)
-        return (key == query).to(dtype) if self.exclude_self else None
+            return (key >= query if self.spec.exclude_self else key > query).to(dtype)
+        return (key == query).to(dtype) if self.spec.exclude_self else None
 
 
 @dataclass
@@ -90,7 +88,7 @@ class Rows:
     v: Tensor
     order: Tensor
     slot: Tensor
-    rule: Rule
+    tiling: Tiling
     dtype: torch.dtype
 
     def blocks(self) -> Iterator["Block"]:
@@ -103,31 +101,31 @@ class Round:
     """One round of a group of rows in sorted order, with empty places around it."""
 
     def __init__(self, rows: Rows, number: int):
-        self.rows, self.rule, self.number = rows, rows.rule, number
+        self.rows, self.tiling, self.number = rows, rows.tiling, number
         group, _, self.length = rows.order.shape
-        self.tiles = -(-self.length // self.rule.tile)
-        lead, device = self.rule.lead, rows.order.device
+        self.tiles = -(-self.length // self.tiling.tile)
+        lead, device = self.tiling.lead, rows.order.device
         # An empty place repeats a token of its own row, so that what is not finite stays in its row.
-        place = torch.arange(-lead, self.rule.tile * (self.tiles + self.rule.ahead), device=device)
+        place = torch.arange(-lead, self.tiling.tile * (self.tiles + self.tiling.ahead), device=device)
         index = rows.order[:, number].index_select(1, place.clamp_(0, self.length - 1)).long()  # (G, P)
         self.token = index + torch.arange(group, device=device)[:, None] * self.length
         largest = max(int(rows.slot.amax()), self.length)
         dtype = rows.dtype if largest < _EXACT else torch.float64
-        first = 0 if self.rule.count_rounds else number
+        first = 0 if self.tiling.spec.count_rounds else number
         slots = [rows.slot[:, r].gather(1, index).to(dtype) for r in range(first, number + 1)]  # (G, P)
         self.earlier = [self._range(slot) for slot in slots[:-1]]
         self.own = self._range(slots[-1], with_empty=False)
-        self.hides = self.rule.hides(dtype, device)
+        self.hides = self.tiling.hides(dtype, device)
         # A causal window that mixes buckets is not in the order of positions.
-        mixes = self.rule.causal and not self.rule.window.same_bucket
+        mixes = self.tiling.spec.causal and not self.tiling.spec.window.same_bucket
         self.position = self._tiles(index.to(dtype)) if mixes else None
 
     def _range(self, slot: Tensor, with_empty: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Slots of each tile's keys (G, n, 1, S·T), and low and high of its queries (G, n, T, 1), which see the slots
         low < slot <= high. slot: (G, P). Not with_empty: empty places neither see nor are seen.
         """
-        width, first, end = self.rule.window.width, self.rule.lead, self.rule.lead + self.length
-        low, high = slot - width, slot + (width - 1 if self.rule.two_sided else 0)
+        width, first, end = self.tiling.spec.window.width, self.tiling.lead, self.tiling.lead + self.length
+        low, high = slot - width, slot + (width - 1 if self.tiling.two_sided else 0)
         if not with_empty:
             low[:, end:] = torch.inf
             slot[:, :first] = -torch.inf
@@ -137,12 +135,12 @@ class Round:
 
     def _tiles(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Of x (G, P) each tile's keys, (G, n, 1, S·T), and queries, (G, n, T, 1); views."""
-        tile, lead = self.rule.tile, self.rule.lead
+        tile, lead = self.tiling.tile, self.tiling.lead
         queries = x[:, lead : lead + self.tiles * tile].unflatten(1, (self.tiles, tile))
-        return x.unfold(1, self.rule.span * tile, tile).unsqueeze(2), queries.unsqueeze(3)
+        return x.unfold(1, self.tiling.span * tile, tile).unsqueeze(2), queries.unsqueeze(3)
 
     def blocks(self) -> Iterator["Block"]:
-        step = max(1, at_most(_SCORE_ELEMENTS) // (self.token.shape[0] * self.rule.span * self.rule.tile**2))
+        step = max(1, at_most(_SCORE_ELEMENTS) // (self.token.shape[0] * self.tiling.span * self.tiling.tile**2))
         for start in range(0, self.tiles, step):
             yield Block(self, start, min(start + step, self.tiles))
 
@@ -151,10 +149,10 @@ class Block:
     """W tiles of a round, the same ones of all its rows."""
 
     def __init__(self, round_: Round, start: int, stop: int):
-        self.round, self.rule, self.tiles, self.width = round_, round_.rule, slice(start, stop), stop - start
-        tile, lead = self.rule.tile, self.rule.lead
+        self.round, self.tiling, self.tiles, self.width = round_, round_.tiling, slice(start, stop), stop - start
+        tile, lead = self.tiling.tile, self.tiling.lead
         self.query_tokens = round_.token[:, lead + start * tile : lead + stop * tile]  # (G, W·T)
-        self.key_tokens = round_.token[:, start * tile : (stop + self.rule.span - 1) * tile]  # (G, (W + S − 1)·T)
+        self.key_tokens = round_.token[:, start * tile : (stop + self.tiling.span - 1) * tile]  # (G, (W + S − 1)·T)
         self.real = min(stop * tile, round_.length) - start * tile  # the last tile's other places are empty
 
     @property
@@ -163,12 +161,12 @@ class Block:
 
     def queries(self, x: Tensor) -> Tensor:
         """Of x (G, L, ...) each tile's queries, (G·W, T, ...)."""
-        return self._take(x, self.query_tokens).view(-1, self.rule.tile, *x.shape[2:])
+        return self._take(x, self.query_tokens).view(-1, self.tiling.tile, *x.shape[2:])
 
     def keys(self, x: Tensor) -> Tensor:
         """Of x (G, L, D) each tile's keys, (G·W, S·T, D); of a single row they are overlapping views."""
         taken = self._take(x, self.key_tokens).view(*self.key_tokens.shape, -1)
-        return taken.unfold(1, self.rule.span * self.rule.tile, self.rule.tile).transpose(2, 3).flatten(0, 1)
+        return taken.unfold(1, self.tiling.span * self.tiling.tile, self.tiling.tile).transpose(2, 3).flatten(0, 1)
 
     def put_queries(self, x: Tensor, part: Tensor) -> None:
         """Sets the queries of x (G, L, ...) to part (G·W, T, ...)."""
@@ -179,7 +177,7 @@ class Block:
 
     def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
         """Adds weightᵀ·values, of weight (G·W, T, S·T) and values (G·W, T, D), to the keys of x (G, L, D)."""
-        group, tile, span = len(self.key_tokens), self.rule.tile, self.rule.span
+        group, tile, span = len(self.key_tokens), self.tiling.tile, self.tiling.span
         total = values.new_zeros(group, self.width + span - 1, tile, values.shape[-1])
         for i, part in enumerate(weight.split(tile, dim=2)):  # a key is in S tiles
             here = total[:, i : i + self.width]
@@ -199,17 +197,17 @@ class Block:
 
     def _hidden(self) -> Tensor:
         """How many reasons hide a key from a query, (G, W, T, S·T). A pair counts in the first round that shows it."""
-        rule, round_ = self.rule, self.round
+        tiling, round_ = self.tiling, self.round
         slot, low, high = self._of(round_.own)
         hidden, above, below = (slot.new_empty(*low.shape[:3], slot.shape[3]) for _ in range(3))
         torch.le(slot, low, out=hidden)
-        if not rule.in_order:
+        if not tiling.in_order:
             hidden += torch.gt(slot, high, out=above)
         if round_.hides is not None:
             hidden += round_.hides
         if round_.position is not None:
             j, i = self._of(round_.position)
-            hidden += (torch.ge if rule.exclude_self else torch.gt)(j, i, out=above)
+            hidden += (torch.ge if tiling.spec.exclude_self else torch.gt)(j, i, out=above)
         for range_ in round_.earlier:
             slot, low, high = self._of(range_)
             hidden.addcmul_(torch.gt(slot, low, out=above), torch.le(slot, high, out=below))
@@ -248,17 +246,17 @@ def lay_out_rows(
     return order, slot
 
 
-def row_groups(q: Tensor, k: Tensor, v: Tensor, order: Tensor, slot: Tensor, rule: Rule) -> Iterator[Rows]:
+def row_groups(q: Tensor, k: Tensor, v: Tensor, order: Tensor, slot: Tensor, tiling: Tiling) -> Iterator[Rows]:
     """Groups of whole rows that fit into a block, or single rows. order, slot: what `lay_out_rows` gives."""
     batch, heads, length, _ = q.shape
     order, slot = (x.expand(-1, heads, -1, -1) for x in (order, slot))
     dtype = torch.promote_types(q.dtype, torch.float32)
-    tiles = -(-length // rule.tile)
-    step = max(1, at_most(_SCORE_ELEMENTS) // (tiles * rule.span * rule.tile**2))
+    tiles = -(-length // tiling.tile)
+    step = max(1, at_most(_SCORE_ELEMENTS) // (tiles * tiling.span * tiling.tile**2))
     for start in range(0, batch * heads, step):
         place = slice(start, min(start + step, batch * heads))
         q_rows, k_rows, v_rows, order_rows, slot_rows = (take_rows(x, place) for x in (q, k, v, order, slot))
-        yield Rows(place, q_rows, k_rows, v_rows, order_rows, slot_rows, rule, dtype)
+        yield Rows(place, q_rows, k_rows, v_rows, order_rows, slot_rows, tiling, dtype)
 
 
 def take_rows(x: Tensor, place: slice) -> Tensor:

@@ -14,7 +14,6 @@ statistics add about 40 bytes a token and round.
 B batch, H heads, R rounds, L length, D head dim, M chunk, W keys in a window.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from megasparse.ops.autocast import Function
 from megasparse.ops.bucketed_attention import kernels
 from megasparse.ops.bucketed_attention.intervals import Intervals, separate_intervals, shared_intervals
-from megasparse.ops.bucketed_attention.layout import Window
+from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
 from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
 
 
@@ -32,12 +31,7 @@ def bucketed_attention(
     k: Tensor,
     v: Tensor,
     codes: Tensor | None,
-    window: Window,
-    *,
-    causal: bool,
-    scale: float = 1.0,
-    exclude_self: bool = True,
-    count_rounds: bool = True,
+    spec: BucketedAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
@@ -45,37 +39,23 @@ def bucketed_attention(
     """As `operator.bucketed_attention`."""
     with torch.no_grad():
         if key_codes is None:
-            intervals = shared_intervals(
-                codes, q, window, causal, exclude_self, count_rounds, key_mask, segments,
-            )  # fmt: skip
+            intervals = shared_intervals(codes, q, spec, key_mask, segments)
         else:
             assert codes is not None
-            intervals = separate_intervals(codes, key_codes, window, causal, count_rounds, key_mask, segments)
+            intervals = separate_intervals(codes, key_codes, spec, key_mask, segments)
     separate = key_codes is not None
-    rule = Rule(_order_rule(window, causal, exclude_self, separate), separate, exclude_self or separate, scale)
-    out, z = _BucketedAttention.apply(q, k.to(q.dtype), v.to(q.dtype), key_mask, rule, *intervals.tensors())
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    out, z = _BucketedAttention.apply(q, k, v, key_mask, spec, separate, *intervals.tensors())
     return out, z
 
 
-def _order_rule(window: Window, causal: bool, exclude_self: bool, separate: bool) -> str:
-    """What the kernels compare tokens for, because the bounds do not say it."""
-    if separate or not causal:
-        return "others" if exclude_self else "all"
-    if window.same_bucket:
+def _order_rule(spec: BucketedAttentionSpec, separate: bool) -> str:
+    """RULE of `kernels.visible`: how tokens must compare, where the bounds alone do not decide it."""
+    if separate or not spec.causal:
+        return "others" if spec.exclude_self else "all"
+    if spec.window.same_bucket:
         return "all"
-    return "earlier" if exclude_self else "not later"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """order: see `kernels.visible`. separate: queries and keys have codes of their own. self_at_last: who sees nothing
-    sees itself.
-    """
-
-    order: str
-    separate: bool
-    self_at_last: bool
-    scale: float
+    return "earlier" if spec.exclude_self else "not later"
 
 
 class Tile(NamedTuple):
@@ -122,11 +102,12 @@ def tiles(head_dim: int, dtype: torch.dtype, separate: bool) -> Tiles:
 class _BucketedAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rule: Rule, *layout: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, spec: BucketedAttentionSpec, separate: bool,
+        *layout: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         q, k, v = (whole_vectors(x) for x in (q, k, v))
         key_mask = None if key_mask is None else key_mask.contiguous()
-        call = _Call(q, rule, Intervals(*layout))  # type: ignore[arg-type]
+        call = _Call(q, spec, separate, Intervals(*layout))  # type: ignore[arg-type]
         out = _like(q)
         z, level = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
         partial = call.partial(out)
@@ -135,14 +116,14 @@ class _BucketedAttention(Function):
         for round_ in range(call.rounds):
             launch(
                 kernels.forward, call.grid(tile.queries), q, k, v, partial, out, level, z, *call.layout(round_),
-                *steps, *call.sizes, round_, rule.scale, **call.settings, **tile.settings(),
+                *steps, *call.sizes, round_, spec.scale, **call.settings, **tile.settings(),
             )  # fmt: skip
-        if rule.self_at_last:
+        if call.self_at_last:
             launch(
                 kernels.see_self, call.grid(_TOKENS), q, k, v, level, key_mask, out, z, *steps, call.heads,
-                call.length, rule.scale, **call.dims, TOKENS=_TOKENS,
+                call.length, spec.scale, **call.dims, TOKENS=_TOKENS,
             )  # fmt: skip
-        ctx.rule = rule
+        ctx.spec, ctx.separate = spec, separate
         ctx.save_for_backward(q, k, v, key_mask, out, level, *layout)
         return out, z
 
@@ -150,8 +131,8 @@ class _BucketedAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, key_mask, out, level, *layout = ctx.saved_tensors
         grad, grad_z = whole_vectors(grads[0].to(q.dtype)), grads[1].contiguous()
-        rule: Rule = ctx.rule
-        call = _Call(q, rule, Intervals(*layout))
+        spec: BucketedAttentionSpec = ctx.spec
+        call = _Call(q, spec, ctx.separate, Intervals(*layout))
         delta = torch.empty_like(level)
         launch(
             kernels.products, call.grid(_TOKENS), out, grad, grad_z, level, delta, *strides(out, grad), call.heads,
@@ -168,20 +149,20 @@ class _BucketedAttention(Function):
             order = call.layout(round_)
             launch(
                 kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, level, delta, *to_sort,
-                partial_q, dq, *order, *strides(q, k, v, grad, dq), *call.sizes, round_, rule.scale, **call.settings,
+                partial_q, dq, *order, *strides(q, k, v, grad, dq), *call.sizes, round_, spec.scale, **call.settings,
                 **around_queries.settings(),
             )  # fmt: skip
             launch(
                 kernels.key_gradient, call.grid(around_keys.keys), q, k, v, grad, *sorted_, partial_k, partial_v, dk,
-                dv, *order, *meeting, *strides(q, k, v, grad, dk), *call.sizes, round_, rule.scale, **call.settings,
+                dv, *order, *meeting, *strides(q, k, v, grad, dk), *call.sizes, round_, spec.scale, **call.settings,
                 **around_keys.settings(),
             )  # fmt: skip
-        if rule.self_at_last:
+        if call.self_at_last:
             launch(
                 kernels.see_self_gradient, call.grid(_TOKENS), q, k, grad, grad_z, level, key_mask, dq, dk, dv,
-                *strides(q, k, grad, dq, dk), call.heads, call.length, rule.scale, **call.dims, TOKENS=_TOKENS,
+                *strides(q, k, grad, dq, dk), call.heads, call.length, spec.scale, **call.dims, TOKENS=_TOKENS,
             )  # fmt: skip
-        return dq, dk, dv, None, None, *[None] * len(layout)
+        return dq, dk, dv, None, None, None, *[None] * len(layout)
 
 
 _TOKENS = 32  # of a program that gathers no keys
@@ -191,18 +172,19 @@ _ORDERED_TOKENS = 1024
 class _Call:
     """What all launches of one call have in common."""
 
-    def __init__(self, q: Tensor, rule: Rule, intervals: Intervals):
+    def __init__(self, q: Tensor, spec: BucketedAttentionSpec, separate: bool, intervals: Intervals):
         batch, self.heads, self.length, head_dim = q.shape
         self.intervals, self.rows = intervals, batch * self.heads
+        self.self_at_last = spec.exclude_self or separate  # who sees nothing sees itself
         layouts, self.rounds, _ = intervals.low.shape
         self.sizes = (self.heads, self.rows // layouts, self.length)
-        self.tiles = tiles(head_dim, q.dtype, rule.separate)
+        self.tiles = tiles(head_dim, q.dtype, separate)
         self.dims = {"HEAD_DIM": head_dim, "BLOCK_D": block(head_dim)}
         self.settings = self.dims | {
             "ROUNDS": self.rounds,
             "COUNT": intervals.token_place is not None,
-            "RULE": rule.order,
-            "JUMP": rule.separate,
+            "RULE": _order_rule(spec, separate),
+            "JUMP": separate,
             "PRECISION": precision(),
         }
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from megasparse.ops.bucketed_attention.layout import Window
 from megasparse.ops.bucketed_attention.ranges import key_range
+from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
 from megasparse.ops.counting_sort import counting_sort
 
 NOWHERE = 1 << 30
@@ -53,10 +53,7 @@ class Intervals:
 def shared_intervals(
     codes: Tensor | None,
     like: Tensor,
-    window: Window,
-    causal: bool,
-    exclude_self: bool,
-    count_rounds: bool,
+    spec: BucketedAttentionSpec,
     key_mask: Tensor | None,
     segments: Tensor | None,
 ) -> Intervals:
@@ -74,13 +71,13 @@ def shared_intervals(
             codes = torch.zeros(batch, 1, 1, length, dtype=torch.int32, device=like.device)
         sorted_key, order = _sort(codes, key_mask, segments)
     group = sorted_key
-    if not window.same_bucket:
+    if not spec.window.same_bucket:
         group = torch.zeros_like(sorted_key) if key_mask is None and segments is None else sorted_key >> 32
-    low, high = _bounds(group, window, causal, exclude_self)
+    low, high = _bounds(group, spec)
     if key_mask is not None:
         padding = sorted_key >= _PADDING << 32
         low, high = low.masked_fill_(padding, NOWHERE), high.masked_fill_(padding, NOWHERE)
-    if order is None or order.shape[1] == 1 or not count_rounds:
+    if order is None or order.shape[1] == 1 or not spec.count_rounds:
         return Intervals(order, order, low, high, None, None, None)
     place = _inverse(order)
     token_low, token_high = (x.gather(-1, place.long()) for x in (low, high))
@@ -90,15 +87,13 @@ def shared_intervals(
 def separate_intervals(
     query_codes: Tensor,
     key_codes: Tensor,
-    window: Window,
-    causal: bool,
-    count_rounds: bool,
+    spec: BucketedAttentionSpec,
     key_mask: Tensor | None,
     segments: Tensor | None,
 ) -> Intervals:
     """Of codes (B, H, R, L) that queries and keys have of their own: the windows of `windows_by_key_rank`."""
     rounds = [
-        key_range(query_codes[:, :, r], key_codes[:, :, r], window.chunk, causal, key_mask, segments)
+        key_range(query_codes[:, :, r], key_codes[:, :, r], spec.window.chunk, spec.causal, key_mask, segments)
         for r in range(query_codes.shape[2])
     ]
     key_order, place, low, high = (
@@ -109,7 +104,7 @@ def separate_intervals(
         low, high = low.masked_fill_(padding, NOWHERE), high.masked_fill_(padding, NOWHERE)
     _, query_order = _sort(query_codes, key_mask, segments)
     sorted_low, sorted_high = (x.gather(-1, query_order.long()) for x in (low, high))
-    if len(rounds) == 1 or not count_rounds:
+    if len(rounds) == 1 or not spec.count_rounds:
         return Intervals(query_order, key_order, sorted_low, sorted_high, None, None, None)
     return Intervals(query_order, key_order, sorted_low, sorted_high, low, high, place)
 
@@ -140,18 +135,19 @@ def _sort(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tu
     return sorted_key, place.to(torch.int32)
 
 
-def _bounds(group: Tensor, window: Window, causal: bool, exclude_self: bool) -> tuple[Tensor, Tensor]:
+def _bounds(group: Tensor, spec: BucketedAttentionSpec) -> tuple[Tensor, Tensor]:
     """low, high (G, R, L) int32 of sorted groups."""
     index = torch.arange(group.shape[-1], dtype=torch.int32, device=group.device)
     start = torch.searchsorted(group, group, out_int32=True)
+    window = spec.window
     if window.kind == "band":
         nearest, furthest = index - (window.chunk - 1), index + window.chunk
     else:
         chunk = index // window.chunk * window.chunk
         nearest, furthest = chunk - window.chunk, chunk + window.chunk * (2 if window.ahead else 1)
     low = torch.maximum(start, nearest)
-    if causal and window.same_bucket:
-        return low, (index + (0 if exclude_self else 1)).expand_as(low).clone()
+    if spec.causal and window.same_bucket:
+        return low, (index + (0 if spec.exclude_self else 1)).expand_as(low).clone()
     return low, torch.minimum(torch.searchsorted(group, group, right=True, out_int32=True), furthest)
 
 

@@ -12,34 +12,10 @@ The gap between buckets keeps tokens of different buckets apart; without the sam
 padding are. Padding sorts last, so it moves nothing. B batch, H heads, R rounds, L length, M chunk.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Window:
-    """kind `band` (strictly causal in causal attention, else two-sided) or `chunk` (Reformer Eq. 5; borders depend on
-    later tokens); chunk: M, in tokens. ahead: the chunk window is two-sided.
-    """
-
-    kind: Literal["band", "chunk"]
-    chunk: int
-    same_bucket: bool = True
-    ahead: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.kind == "chunk" or self.same_bucket, "a band is causal only with the same-bucket mask"
-        assert self.kind == "chunk" or not self.ahead, "a band is two-sided where attention is not causal"
-
-    @property
-    def width(self) -> int:
-        return self.chunk if self.kind == "band" else 2
-
-    def two_sided(self, causal: bool) -> bool:
-        return not causal if self.kind == "band" else self.ahead
+from megasparse.ops.bucketed_attention.specification import Window
 
 
 def lay_out(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:

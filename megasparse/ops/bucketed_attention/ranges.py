@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.blocks import at_most
+from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
 from megasparse.ops.gathered_attention import gathered_attention
 
 _PIECE_ELEMENTS = 1 << 20  # key numbers found at a time: 8 MB of int64
@@ -20,19 +21,15 @@ def attention_by_key_rank(
     v: Tensor,
     query_codes: Tensor,
     key_codes: Tensor,
-    chunk: int,
-    *,
-    causal: bool,
-    scale: float,
-    exclude_self: bool,
-    count_rounds: bool,
+    spec: BucketedAttentionSpec,
     key_mask: Tensor | None,
     segments: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`operator.bucketed_attention` with codes of the keys' own, in blockwise torch."""
-    index = windows_by_key_rank(query_codes, key_codes, chunk, causal, key_mask, segments, distinct=count_rounds)
-    index = _see_self_at_last(index, key_mask, exclude_self)
-    return gathered_attention(q, k, v, index, scale=scale)
+    """`operator.bucketed_attention` in blockwise torch, where keys have codes of their own."""
+    chunk, distinct = spec.window.chunk, spec.count_rounds
+    index = windows_by_key_rank(query_codes, key_codes, chunk, spec.causal, key_mask, segments, distinct=distinct)
+    index = _see_self_at_last(index, key_mask, spec.exclude_self)
+    return gathered_attention(q, k, v, index, scale=spec.scale)
 
 
 def _see_self_at_last(index: Tensor, key_mask: Tensor | None, exclude_self: bool) -> Tensor:

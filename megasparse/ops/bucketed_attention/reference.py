@@ -7,7 +7,7 @@ pair by pair. B batch, H heads, R rounds, L length, D head dim, M chunk.
 import torch
 from torch import Tensor
 
-from megasparse.ops.bucketed_attention.layout import Window
+from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec, Window
 
 
 def visible(
@@ -71,12 +71,7 @@ def bucketed_attention(
     k: Tensor,
     v: Tensor,
     codes: Tensor | None,
-    window: Window,
-    *,
-    causal: bool,
-    scale: float = 1.0,
-    exclude_self: bool = True,
-    count_rounds: bool = True,
+    spec: BucketedAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
@@ -92,15 +87,15 @@ def bucketed_attention(
     length = q.shape[2]
     if codes is None:
         codes = torch.zeros(*q.shape[:2], 1, length, dtype=torch.int64, device=q.device)
-    seen = visible(codes, window, causal, key_mask, segments, key_codes)
-    if exclude_self:
+    seen = visible(codes, spec.window, spec.causal, key_mask, segments, key_codes)
+    if spec.exclude_self:
         seen = seen & ~torch.eye(length, dtype=torch.bool, device=q.device)
     counts = seen.sum(2)  # (B, H, L, L)
-    score = (q * scale) @ k.transpose(-1, -2)
-    weight = (counts > 0).to(q.dtype).log() if count_rounds else counts.to(q.dtype).log()
+    score = (q * spec.scale) @ k.transpose(-1, -2)
+    weight = (counts > 0).to(q.dtype).log() if spec.count_rounds else counts.to(q.dtype).log()
     logits = score + weight
     real = torch.ones_like(q[:, :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, None]
-    if exclude_self or key_codes is not None:
+    if spec.exclude_self or key_codes is not None:
         alone = (counts.sum(-1) == 0) & real
         own = torch.eye(length, dtype=torch.bool, device=q.device) & alone[..., None]
         logits = torch.where(own, score, logits)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.blocks import at_most
+from megasparse.ops.cluster_attention.specification import ClusterAttentionSpec
 
 _CPU_BLOCK_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32, so that it stays in cache
 _GPU_BLOCK_ELEMENTS = 1 << 24
@@ -28,26 +29,13 @@ def cluster_attention(
     v: Tensor,
     query_index: Tensor,
     key_index: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    count_clusters: bool,
+    spec: ClusterAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `operator.cluster_attention`."""
-    rule = _Rule(causal, scale, count_clusters)
-    out, z = _ClusterAttention.apply(q, k, v, query_index, key_index, key_mask, segments, rule)
+    out, z = _ClusterAttention.apply(q, k, v, query_index, key_index, spec, key_mask, segments)
     return out, z
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """Everything about the pairs that is not a tensor."""
-
-    causal: bool
-    scale: float
-    count_clusters: bool
 
 
 class _ClusterAttention(Function):
@@ -59,14 +47,14 @@ class _ClusterAttention(Function):
         v: Tensor,
         query_index: Tensor,
         key_index: Tensor,
+        spec: ClusterAttentionSpec,
         key_mask: Tensor | None,
         segments: Tensor | None,
-        rule: _Rule,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         z = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
-        for block in _blocks(q, k, v, query_index, key_index, key_mask, segments, rule):
+        for block in _blocks(q, k, v, query_index, key_index, spec, key_mask, segments):
             score = block.scores()
             highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
             weight = score.sub_(highest).exp_()
@@ -74,7 +62,7 @@ class _ClusterAttention(Function):
             part = torch.bmm(weight, block.v).mul_(torch.where(total > 0, 1.0 / total, 0.0))
             _merge(out.flatten(0, 2), z.flatten(), block.query, part, (highest + total.log()).squeeze(-1))
         out = out.to(q.dtype)
-        ctx.rule = rule
+        ctx.spec = spec
         ctx.save_for_backward(q, k, v, query_index, key_index, key_mask, segments, out, z)
         return out, z
 
@@ -89,12 +77,12 @@ class _ClusterAttention(Function):
         dq, dk, dv = (
             torch.zeros_like(x, dtype=z.dtype, memory_format=torch.contiguous_format).flatten(0, 2) for x in (q, k, v)
         )
-        for block in _blocks(q, k, v, query_index, key_index, key_mask, segments, ctx.rule):
+        for block in _blocks(q, k, v, query_index, key_index, ctx.spec, key_mask, segments):
             weight = block.scores().sub_(level[block.query].unsqueeze(-1)).exp_()
             grad = grad_out[block.query]
             _add(dv, block.key, torch.bmm(weight.transpose(1, 2), grad))
             score_grad = torch.bmm(grad, block.v.transpose(1, 2))
-            score_grad.sub_(delta[block.query].unsqueeze(-1)).mul_(weight).mul_(ctx.rule.scale)
+            score_grad.sub_(delta[block.query].unsqueeze(-1)).mul_(weight).mul_(ctx.spec.scale)
             _add(dq, block.query, torch.bmm(score_grad, block.k))
             _add(dk, block.key, torch.bmm(score_grad.transpose(1, 2), block.q))
         found = (dx.view(x.shape).to(x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v)))
@@ -154,9 +142,9 @@ def _blocks(
     v: Tensor,
     query_index: Tensor,
     key_index: Tensor,
+    spec: ClusterAttentionSpec,
     key_mask: Tensor | None,
     segments: Tensor | None,
-    rule: _Rule,
 ) -> Iterator[_Block]:
     batch, heads, length, head_dim = q.shape
     clusters, places, keys = *query_index.shape[2:], key_index.shape[3]
@@ -164,7 +152,7 @@ def _blocks(
     key_length = k.shape[2]
     q_rows, k_rows, v_rows = (x.flatten(0, 2) for x in (q, k, v))
     lists = ((query_index, length), (key_index, key_length))
-    member = [_Memberships(index, size) for index, size in lists] if rule.count_clusters and clusters > 1 else None
+    member = [_Memberships(index, size) for index, size in lists] if spec.count_clusters and clusters > 1 else None
     width = head_dim if member is None else head_dim + clusters
     elements = at_most(_CPU_BLOCK_ELEMENTS if q.device.type == "cpu" else _GPU_BLOCK_ELEMENTS)
     tile = min(places, max(1, elements // max(keys, width)))
@@ -182,7 +170,7 @@ def _blocks(
         queries, query_row = _take(query_index, b, h, cluster)
         for query in queries.split(tile, dim=1):
             seen = visible[:, None, :] & (query >= 0)[:, :, None]  # (n, m, Mk)
-            if rule.causal:
+            if spec.causal:
                 seen &= key[:, None, :] <= query[:, :, None]
             query = query.clamp_min(0)
             if segments is not None:
@@ -193,7 +181,7 @@ def _blocks(
                 count = torch.bmm(member[0].of(query + query_row[:, None] * length, dtype), key_member.transpose(1, 2))
             flat = query + row[:, None] * length
             q_block = q_rows[flat].to(dtype)
-            yield _Block(q_block, k_block, v_block, flat, key_flat, seen, count, rule.scale)
+            yield _Block(q_block, k_block, v_block, flat, key_flat, seen, count, spec.scale)
 
 
 def _take(index: Tensor, b: Tensor, h: Tensor, cluster: Tensor) -> tuple[Tensor, Tensor]:

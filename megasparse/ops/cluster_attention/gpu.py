@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megasparse.ops.autocast import Function
 from megasparse.ops.cluster_attention import kernels
+from megasparse.ops.cluster_attention.specification import ClusterAttentionSpec
 from megasparse.ops.counting_sort import counting_sort
 from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
 
@@ -33,25 +34,13 @@ def cluster_attention(
     v: Tensor,
     query_index: Tensor,
     key_index: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    count_clusters: bool,
+    spec: ClusterAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `operator.cluster_attention`. Heads may be views; a copy is made where the head dim is not contiguous."""
-    rule = _Rule(causal, scale, count_clusters and query_index.shape[2] > 1)
-    out, z = _ClusterAttention.apply(q, k, v, query_index, key_index, key_mask, segments, rule)
+    out, z = _ClusterAttention.apply(q, k, v, query_index, key_index, spec, key_mask, segments)
     return out, z
-
-
-class _Rule(NamedTuple):
-    """Everything about the pairs that is not a tensor."""
-
-    causal: bool
-    scale: float
-    count_clusters: bool
 
 
 class _Lists(NamedTuple):
@@ -99,16 +88,16 @@ class _ClusterAttention(Function):
         v: Tensor,
         query_index: Tensor,
         key_index: Tensor,
+        spec: ClusterAttentionSpec,
         key_mask: Tensor | None,
         segments: Tensor | None,
-        rule: _Rule,
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (whole_vectors(x) for x in (q, k, v))
         key_mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
         segments = None if segments is None else segments.contiguous()
         queries = _lists(query_index, q.shape[2])
         keys = _lists(key_index, k.shape[2])
-        met = _meetings(queries, keys) if rule.count_clusters else None
+        met = _meetings(queries, keys) if spec.count_clusters and query_index.shape[2] > 1 else None
         (batch, heads, _, head_dim), (clusters, places) = q.shape, queries.tokens.shape[2:]
         parts = torch.empty(batch, heads, queries.entries, head_dim, dtype=torch.float32, device=q.device)
         levels = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
@@ -117,14 +106,14 @@ class _ClusterAttention(Function):
         blocks = -(-places // tiles.own)
         numbers = (*_numbers(q, queries, keys, met, blocks), *strides(q, k, v))
         grid = (batch * heads * clusters * blocks,)
-        fixed = _fixed(q, tiles.own, tiles.others, tiles, rule)
-        launch(kernels.attend, grid, q, k, v, *lists, parts, levels, rule.scale, *numbers, **fixed)
+        fixed = _fixed(q, tiles.own, tiles.others, tiles, spec)
+        launch(kernels.attend, grid, q, k, v, *lists, parts, levels, spec.scale, *numbers, **fixed)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         z = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         grid, sizes, fixed = _by_token(q, queries)
         launch(kernels.merge, grid, parts, levels, queries.order, queries.starts, out, z, *sizes, **fixed)
         ctx.set_materialize_grads(False)
-        ctx.rule = rule
+        ctx.spec = spec
         ctx.save_for_backward(q, k, v, *lists, queries.order, queries.starts, keys.order, keys.starts, out, z)
         return out, z
 
@@ -143,18 +132,18 @@ class _ClusterAttention(Function):
             return torch.empty(batch, heads, of.entries, head_dim, dtype=torch.float32, device=q.device)
 
         blocks = -(-queries.tokens.shape[3] // tiles.own)
-        numbers = (ctx.rule.scale, *_numbers(q, queries, keys, lists[2], blocks), *steps)
+        numbers = (ctx.spec.scale, *_numbers(q, queries, keys, lists[2], blocks), *steps)
         grid, query_parts = (batch * heads * clusters * blocks,), parts(queries)
         arguments = (q, k, v, *lists, grad, z, delta, query_parts, *numbers)
-        launch(kernels.query_gradients, grid, *arguments, **_fixed(q, tiles.own, tiles.others, tiles, ctx.rule))
-        dq = _added_up(query_parts, queries, q, ctx.rule.scale)
+        launch(kernels.query_gradients, grid, *arguments, **_fixed(q, tiles.own, tiles.others, tiles, ctx.spec))
+        dq = _added_up(query_parts, queries, q, ctx.spec.scale)
         del query_parts  # before those of the keys
         blocks = -(-keys.tokens.shape[3] // tiles.own)
-        numbers = (ctx.rule.scale, *_numbers(q, queries, keys, lists[2], blocks), *steps)
+        numbers = (ctx.spec.scale, *_numbers(q, queries, keys, lists[2], blocks), *steps)
         grid, key_parts, value_parts = (batch * heads * clusters * blocks,), parts(keys), parts(keys)
         arguments = (q, k, v, *lists, grad, z, delta, key_parts, value_parts, *numbers)
-        launch(kernels.key_gradients, grid, *arguments, **_fixed(q, tiles.others, tiles.own, tiles, ctx.rule))
-        dk, dv = _added_up(key_parts, keys, k, ctx.rule.scale), _added_up(value_parts, keys, v, 1.0)
+        launch(kernels.key_gradients, grid, *arguments, **_fixed(q, tiles.others, tiles.own, tiles, ctx.spec))
+        dk, dv = _added_up(key_parts, keys, k, ctx.spec.scale), _added_up(value_parts, keys, v, 1.0)
         return dq, dk, dv, None, None, None, None, None
 
 
@@ -243,7 +232,7 @@ def _steps(x: Tensor) -> tuple[int, int]:
     return heads if batch > 1 else 0, 1 if heads > 1 else 0
 
 
-def _fixed(q: Tensor, queries: int, keys: int, tiles: _Tiles, rule: _Rule) -> dict[str, Any]:
+def _fixed(q: Tensor, queries: int, keys: int, tiles: _Tiles, spec: ClusterAttentionSpec) -> dict[str, Any]:
     sizes = {"D": q.shape[3], "QUERIES": queries, "KEYS": keys, "WIDTH": block(q.shape[3])}
     started = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return {**sizes, "CAUSAL": rule.causal, "PRECISION": precision(), **started}
+    return {**sizes, "CAUSAL": spec.causal, "PRECISION": precision(), **started}

@@ -1,12 +1,11 @@
 """Attention inside clusters that are given as lists: the implementation that runs."""
 
-from typing import Any
-
 from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.cluster_attention import blockwise, reference
+from megasparse.ops.cluster_attention.specification import ClusterAttentionSpec
 
 
 @without_autocast
@@ -16,10 +15,7 @@ def cluster_attention(
     v: Tensor,
     query_index: Tensor,
     key_index: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    count_clusters: bool,
+    spec: ClusterAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -27,21 +23,18 @@ def cluster_attention(
 
     q: (B, H, Lq, D). k, v: (B, H, Lk, D). query_index (B or 1, H or 1, W, Mq), key_index (B or 1, H or 1, W, Mk): token
     numbers, −1 for an empty place; a token at most once in a list. N_ij: the number of clusters that hold query i and
-    key j (1 if not count_clusters), so that each pair counts once. causal: only keys j <= i. key_mask: (B, Lk) bool,
+    key j (1 without spec.count_clusters). key_mask: (B, Lk) bool,
     keys that may be seen; queries of padding see what their lists give them. segments: (B, L) with Lq = Lk: documents
     never see each other.
     Returns out (B, H, Lq, D) in q's dtype and z (B, H, Lq), the log of the sum, in fp32 at least; a query that is in no
     cluster or sees nothing gets 0 and −∞. Scores, softmax statistics and gradients are computed in fp32 at least.
     Memory is linear in the lists; counting takes time of W more a pair, and on a GPU a bit a pair.
     """
-    rule: dict[str, Any] = {"causal": causal, "scale": scale, "count_clusters": count_clusters}
-    rule |= {"key_mask": key_mask, "segments": segments}
     k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
     chosen = implementation(q)
-    if chosen == "reference":
-        return reference.cluster_attention(q, k, v, query_index, key_index, **rule)
-    if chosen == "blockwise":
-        return blockwise.cluster_attention(q, k, v, query_index, key_index, **rule)
-    from megasparse.ops.cluster_attention import gpu
+    if chosen == "triton":
+        from megasparse.ops.cluster_attention import gpu
 
-    return gpu.cluster_attention(q, k, v, query_index, key_index, **rule)
+        return gpu.cluster_attention(q, k, v, query_index, key_index, spec, key_mask, segments)
+    module = reference if chosen == "reference" else blockwise
+    return module.cluster_attention(q, k, v, query_index, key_index, spec, key_mask, segments)

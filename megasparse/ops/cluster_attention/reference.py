@@ -6,6 +6,8 @@ B batch, H heads, L length, D head dim, W clusters, M places of a cluster.
 import torch
 from torch import Tensor
 
+from megasparse.ops.cluster_attention.specification import ClusterAttentionSpec
+
 
 def members(index: Tensor, length: int) -> Tensor:
     """Whether a token (row) stands in a cluster's list (column): (B, H, length, W). index: (B, H, W, M), −1 empty."""
@@ -18,10 +20,7 @@ def cluster_attention(
     v: Tensor,
     query_index: Tensor,
     key_index: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    count_clusters: bool,
+    spec: ClusterAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -30,15 +29,15 @@ def cluster_attention(
     """
     query, key = members(query_index, q.shape[2]), members(key_index, k.shape[2])
     count = torch.einsum("bhiw,bhjw->bhij", query.to(q.dtype), key.to(q.dtype)).expand(*q.shape[:3], -1)
-    if count_clusters:
+    if spec.count_clusters:
         count = count.clamp_max(1.0)
-    if causal:
+    if spec.causal:
         count = count.tril()
     if key_mask is not None:
         count = count * key_mask[:, None, None, :]
     if segments is not None:
         count = count * (segments[:, None, :, None] == segments[:, None, None, :])
-    score = scale * q @ k.transpose(-1, -2) + count.log()
+    score = spec.scale * q @ k.transpose(-1, -2) + count.log()
     blind = (count == 0).all(-1)  # kept out of the softmax, whose gradient would be NaN
     score = score.masked_fill(blind[..., None], 0.0)
     out = (torch.softmax(score, dim=-1) @ v).masked_fill(blind[..., None], 0.0)

@@ -2,5 +2,6 @@
 
 from megasparse.ops.hash_table_attention.expected import expected_attention
 from megasparse.ops.hash_table_attention.operator import hash_table_attention
+from megasparse.ops.hash_table_attention.specification import HashTableAttentionSpec
 
-__all__ = ["expected_attention", "hash_table_attention"]
+__all__ = ["HashTableAttentionSpec", "expected_attention", "hash_table_attention"]

@@ -15,8 +15,7 @@ C chunk, X columns.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,19 +24,11 @@ from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.blocks import at_most
 from megasparse.ops.hash_table_attention.layout import Buckets, buckets, groups, row_slices
 from megasparse.ops.hash_table_attention.pairs import pair_gradients
+from megasparse.ops.hash_table_attention.specification import HashTableAttentionSpec
 
 _ROW_ELEMENTS = 1 << 22  # numbers of a row group
 _TABLE_ELEMENTS = 1 << 18  # numbers in the tables of several hashes: 1 MB of fp32; more only where one hash has more
 _PAIR_COST = 2  # of a colliding pair, per number, over that of a number that goes through the tables: measured on a CPU
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """Everything that is not a tensor. chunk: None if bidirectional."""
-
-    code_bits: int
-    chunk: int | None
-    backward: str
 
 
 @without_autocast
@@ -47,18 +38,14 @@ def hash_table_attention(
     v: Tensor,
     q_codes: Tensor,
     k_codes: Tensor,
-    *,
-    code_bits: int,
-    causal: bool,
+    spec: HashTableAttentionSpec,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
-    chunk: int = 128,
-    backward: Literal["auto", "tables", "pairs"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """See `operator.hash_table_attention`."""
-    rule = _Rule(code_bits, chunk if causal else None, backward)
-    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, groups(q, k, query_mask, key_mask, segments), rule)
+    group = groups(q, k, query_mask, key_mask, segments)
+    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)
 
 
 class _HashTableAttention(Function):
@@ -71,22 +58,22 @@ class _HashTableAttention(Function):
         q_codes: Tensor,
         k_codes: Tensor,
         group: tuple[Tensor, Tensor] | None,
-        rule: _Rule,
+        spec: HashTableAttentionSpec,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(v.dtype, torch.float32)
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
         total = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
-        for place in _places(q, k, q_codes, rule):
-            meet = _buckets(q_codes, k_codes, group, place, rule)
+        for place in _places(q, k, q_codes, spec):
+            meet = _buckets(q_codes, k_codes, group, place, spec)
             values = v.flatten(0, 1)[place].to(dtype)
             # One more column, of ones, counts the collisions.
             values = torch.cat([values, torch.ones_like(values[..., :1])], dim=-1)
-            both = _through_tables(meet.keys, meet.queries, meet.tables, values, rule.chunk)
-            for piece, count in _chunks(meet, rule.chunk, dtype):
+            both = _through_tables(meet.keys, meet.queries, meet.tables, values, spec.causal_chunk)
+            for piece, count in _chunks(meet, spec.causal_chunk, dtype):
                 both[:, piece] += count @ values[:, piece]
             both /= q_codes.shape[2]
             out.flatten(0, 1)[place], total.flatten(0, 1)[place] = both[..., :-1], both[..., -1]
-        ctx.rule, ctx.group = rule, group
+        ctx.spec, ctx.group = spec, group
         ctx.save_for_backward(q, k, v, q_codes, k_codes, total)
         ctx.mark_non_differentiable(total)
         return out, total
@@ -94,42 +81,42 @@ class _HashTableAttention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, q_codes, k_codes, total = ctx.saved_tensors
-        rule: _Rule = ctx.rule
+        spec: HashTableAttentionSpec = ctx.spec
         dtype, hashes = total.dtype, q_codes.shape[2]
         dq, dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for place in _places(q, k, q_codes, rule):
-            meet = _buckets(q_codes, k_codes, ctx.group, place, rule)
+        for place in _places(q, k, q_codes, spec):
+            meet = _buckets(q_codes, k_codes, ctx.group, place, spec)
             rows_q, rows_k, rows_v, g = (x.flatten(0, 1)[place].to(dtype) for x in (q, k, v, grads[0]))
-            into_v = _through_tables(meet.queries, meet.keys, meet.tables, g, rule.chunk, reverse=True)
-            for piece, count in _chunks(meet, rule.chunk, dtype):
+            into_v = _through_tables(meet.queries, meet.keys, meet.tables, g, spec.causal_chunk, reverse=True)
+            for piece, count in _chunks(meet, spec.causal_chunk, dtype):
                 into_v[:, piece] += count.transpose(1, 2) @ g[:, piece]
             collisions = total.flatten(0, 1)[place].sum() * hashes
-            if _prefers_pairs(rule, collisions, meet, q.shape[3]):
-                into_q, into_k = pair_gradients(rows_q, rows_k, rows_v, g, meet, causal=rule.chunk is not None)
+            if _prefers_pairs(spec, collisions, meet, q.shape[3]):
+                into_q, into_k = pair_gradients(rows_q, rows_k, rows_v, g, meet, causal=spec.causal)
             else:
-                into_q, into_k = _table_gradients(rows_q, rows_k, rows_v, g, meet, rule.chunk)
-            factor = rule.code_bits / (2 * hashes)
+                into_q, into_k = _table_gradients(rows_q, rows_k, rows_v, g, meet, spec.causal_chunk)
+            factor = spec.code_bits / (2 * hashes)
             dq.flatten(0, 1)[place], dk.flatten(0, 1)[place] = into_q.mul_(factor), into_k.mul_(factor)
             dv.flatten(0, 1)[place] = into_v.div_(hashes)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _places(q: Tensor, k: Tensor, codes: Tensor, rule: _Rule) -> Iterator[slice]:
-    each = (q.shape[2] + k.shape[2]) * (q.shape[3] + codes.shape[2]) + (rule.chunk or 0) ** 2
+def _places(q: Tensor, k: Tensor, codes: Tensor, spec: HashTableAttentionSpec) -> Iterator[slice]:
+    each = (q.shape[2] + k.shape[2]) * (q.shape[3] + codes.shape[2]) + (spec.causal_chunk or 0) ** 2
     return row_slices(q.shape[0] * q.shape[1], _ROW_ELEMENTS, each)
 
 
 def _buckets(
-    q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, place: slice, rule: _Rule
+    q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, place: slice, spec: HashTableAttentionSpec
 ) -> Buckets:
     mine = None if group is None else (group[0][place], group[1][place])
-    return buckets(q_codes.flatten(0, 1)[place], k_codes.flatten(0, 1)[place], mine, rule.code_bits)
+    return buckets(q_codes.flatten(0, 1)[place], k_codes.flatten(0, 1)[place], mine, spec.code_bits)
 
 
-def _prefers_pairs(rule: _Rule, collisions: Tensor, meet: Buckets, head_dim: int) -> bool:
+def _prefers_pairs(spec: HashTableAttentionSpec, collisions: Tensor, meet: Buckets, head_dim: int) -> bool:
     """The paper's min(L·m·D², nnz·(m + D)), with every collision for one of the nnz pairs."""
-    if rule.backward != "auto":
-        return rule.backward == "pairs"
+    if spec.backward != "auto":
+        return spec.backward == "pairs"
     rows, hashes, length = meet.queries.shape
     over_tables = rows * hashes * (length + meet.keys.shape[2]) * head_dim**2
     return collisions.item() * _PAIR_COST * (hashes + head_dim) < over_tables

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.hash_table_attention.layout import groups, row_slices
+from megasparse.ops.hash_table_attention.specification import HashTableAttentionSpec
 
 _QUERIES = 64  # of a tile
 _TILE_ELEMENTS = 1 << 18  # weights in a tile: 1 MB of fp32
@@ -22,9 +23,7 @@ def expected_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    code_bits: int,
-    causal: bool,
+    spec: HashTableAttentionSpec,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
@@ -35,8 +34,8 @@ def expected_attention(
     makes that of equal vectors more than 1); ∂W_ij/∂(q_i·k_j) is the paper's lower bound τ/2·W_ij (Eq. 19), finite
     where the true derivative is not. Returns out (B, H, Lq, D) and W's row sums (B, H, Lq), in fp32 at least.
     """
-    assert not causal or q.shape[2] == k.shape[2]
-    return _ExpectedAttention.apply(q, k, v, groups(q, k, query_mask, key_mask, segments), code_bits, causal)
+    assert not spec.causal or q.shape[2] == k.shape[2]
+    return _ExpectedAttention.apply(q, k, v, groups(q, k, query_mask, key_mask, segments), spec)
 
 
 class _Tile(NamedTuple):
@@ -48,16 +47,16 @@ class _Tile(NamedTuple):
     weight: Tensor
 
 
-def _tiles(q: Tensor, k: Tensor, group: tuple[Tensor, Tensor] | None, code_bits: int, causal: bool) -> Iterator[_Tile]:
+def _tiles(q: Tensor, k: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec) -> Iterator[_Tile]:
     """q, k: (B·H, L, D)."""
     height = min(_QUERIES, q.shape[1])
     for rows in row_slices(len(q), _TILE_ELEMENTS, height * k.shape[1]):
         for start in range(0, q.shape[1], height):
             queries = slice(start, min(start + height, q.shape[1]))
-            keys = slice(0, queries.stop if causal else k.shape[1])
+            keys = slice(0, queries.stop if spec.causal else k.shape[1])
             weight = torch.bmm(q[rows, queries], k[rows, keys].transpose(1, 2)).clamp_(-1.0, 1.0)
-            weight = weight.acos_().mul_(-1 / math.pi).add_(1.0).clamp_min_(0.0).pow_(code_bits)
-            if causal:
+            weight = weight.acos_().mul_(-1 / math.pi).add_(1.0).clamp_min_(0.0).pow_(spec.code_bits)
+            if spec.causal:
                 weight = weight.tril_(start)
             if group is not None:
                 weight = weight.mul_(group[0][rows, queries, None] == group[1][rows, None, keys])
@@ -72,16 +71,15 @@ class _ExpectedAttention(Function):
         k: Tensor,
         v: Tensor,
         group: tuple[Tensor, Tensor] | None,
-        code_bits: int,
-        causal: bool,
+        spec: HashTableAttentionSpec,
     ) -> tuple[Tensor, Tensor]:
-        ctx.group, ctx.code_bits, ctx.causal = group, code_bits, causal
+        ctx.group, ctx.spec = group, spec
         ctx.save_for_backward(q, k, v)
         dtype = torch.promote_types(v.dtype, torch.float32)
         flat_q, flat_k, flat_v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))
         out = torch.empty(*flat_q.shape[:2], v.shape[3], dtype=dtype, device=v.device)
         total = torch.empty(flat_q.shape[:2], dtype=dtype, device=v.device)
-        for tile in _tiles(flat_q, flat_k, group, code_bits, causal):
+        for tile in _tiles(flat_q, flat_k, group, spec):
             out[tile.rows, tile.queries] = torch.bmm(tile.weight, flat_v[tile.rows, tile.keys])
             total[tile.rows, tile.queries] = tile.weight.sum(-1)
         out, total = out.view(*q.shape[:3], -1), total.view(q.shape[:3])
@@ -94,11 +92,11 @@ class _ExpectedAttention(Function):
         dtype = grads[0].dtype
         q, k, v, g = (x.flatten(0, 1).to(dtype) for x in (*saved, grads[0]))
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        for rows, queries, keys, weight in _tiles(q, k, ctx.group, ctx.code_bits, ctx.causal):
+        for rows, queries, keys, weight in _tiles(q, k, ctx.group, ctx.spec):
             dv[rows, keys] += torch.bmm(weight.transpose(1, 2), g[rows, queries])
             weight *= torch.bmm(g[rows, queries], v[rows, keys].transpose(1, 2))
             torch.bmm(weight, k[rows, keys], out=dq[rows, queries])
             dk[rows, keys] += torch.bmm(weight.transpose(1, 2), q[rows, queries])
-        dq.mul_(ctx.code_bits / 2)
-        dk.mul_(ctx.code_bits / 2)
-        return *(x.view_as(y).to(y.dtype) for x, y in zip((dq, dk, dv), saved, strict=True)), None, None, None
+        dq.mul_(ctx.spec.code_bits / 2)
+        dk.mul_(ctx.spec.code_bits / 2)
+        return *(x.view_as(y).to(y.dtype) for x, y in zip((dq, dk, dv), saved, strict=True)), None, None

@@ -25,7 +25,6 @@ B batch, H heads, L length, D head dim, m hashes, τ code bits, G = B·H rows, S
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +34,7 @@ from megasparse.ops.autocast import Function
 from megasparse.ops.blocks import at_most
 from megasparse.ops.hash_table_attention import kernels
 from megasparse.ops.hash_table_attention.layout import groups
+from megasparse.ops.hash_table_attention.specification import HashTableAttentionSpec
 from megasparse.ops.kernels import block, launch, precision
 
 _BYTES = 1 << 30  # running sums of several hashes at a time; more only where one hash has more
@@ -66,14 +66,6 @@ def _sizes(head_dim: int, dtype: torch.dtype) -> _Sizes:
     return _Sizes(width, span, reads, 64, 64, 32, min(width, 64), 8 if width > 128 else 4)
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """Everything that is not a tensor."""
-
-    code_bits: int
-    causal: bool
-
-
 class _Sorted(NamedTuple):
     """Tokens of each (row, hash) by (bucket, position), from the latest position if reversed. (G, m, L) each.
 
@@ -98,9 +90,7 @@ def hash_table_attention(
     v: Tensor,
     q_codes: Tensor,
     k_codes: Tensor,
-    *,
-    code_bits: int,
-    causal: bool,
+    spec: HashTableAttentionSpec,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
@@ -109,7 +99,7 @@ def hash_table_attention(
     copied once.
     """
     group = groups(q[:, :1], k[:, :1], query_mask, key_mask, segments)
-    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, _Rule(code_bits, causal))
+    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)
 
 
 class _HashTableAttention(Function):
@@ -122,18 +112,18 @@ class _HashTableAttention(Function):
         q_codes: Tensor,
         k_codes: Tensor,
         group: tuple[Tensor, Tensor] | None,
-        rule: _Rule,
+        spec: HashTableAttentionSpec,
     ) -> tuple[Tensor, Tensor]:
         hashes = q_codes.shape[2]
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
         met = torch.zeros(q.shape[0] * q.shape[1], q.shape[2], dtype=torch.int64, device=q.device)
         values = _rows(v, v.dtype)
-        for queries, keys in _slabs(q_codes, k_codes, group, rule, v.shape[3]):
+        for queries, keys in _slabs(q_codes, k_codes, group, spec, v.shape[3]):
             sources = _sorted(keys, reverse=False)
-            windows = _windows(queries, sources, rule)
+            windows = _windows(queries, sources, spec)
             met += (windows.end - windows.first).sum(1)
             _add_sums(out, values, sources, windows, 1 / hashes)
-        ctx.rule, ctx.group = rule, group
+        ctx.spec, ctx.group = spec, group
         ctx.save_for_backward(q, k, v, q_codes, k_codes)
         total = (met.to(torch.float32) / hashes).view(q.shape[:3])
         ctx.mark_non_differentiable(total)
@@ -142,14 +132,14 @@ class _HashTableAttention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, q_codes, k_codes = ctx.saved_tensors
-        rule: _Rule = ctx.rule
+        spec: HashTableAttentionSpec = ctx.spec
         hashes = q_codes.shape[2]
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
         rows_q, rows_k, rows_v, g = (_rows(x, v.dtype) for x in (q, k, v, grads[0]))
-        factor = rule.code_bits / (2 * hashes)
-        for queries, keys in _slabs(q_codes, k_codes, ctx.group, rule, v.shape[3]):
-            by_query, by_key = _sorted(queries, reverse=rule.causal), _sorted(keys, reverse=False)
-            seen, seeing = _windows(queries, by_key, rule), _windows(keys, by_query, rule)
+        factor = spec.code_bits / (2 * hashes)
+        for queries, keys in _slabs(q_codes, k_codes, ctx.group, spec, v.shape[3]):
+            by_query, by_key = _sorted(queries, reverse=spec.causal), _sorted(keys, reverse=False)
+            seen, seeing = _windows(queries, by_key, spec), _windows(keys, by_query, spec)
             _add_sums(dv, g, by_query, seeing, 1 / hashes)
             _add_weighted(dq, (g, by_query), seen, (rows_v, rows_k, by_key), factor)
             _add_weighted(dk, (rows_v, by_key), seeing, (g, rows_q, by_query), factor)
@@ -161,7 +151,7 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _slabs(
-    q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, rule: _Rule, head_dim: int
+    q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec, head_dim: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Buckets of queries (G, m', Lq) and keys (G, m', Lk) of some hashes at a time: the codes, or (group, code)."""
     rows, hashes = q_codes.shape[0] * q_codes.shape[1], q_codes.shape[2]
@@ -170,7 +160,7 @@ def _slabs(
     for start in range(0, hashes, step):
         both = [codes[:, :, start : start + step] for codes in (q_codes, k_codes)]
         if group is not None:
-            first = [(number << rule.code_bits)[:, None, None] for number in group]  # (B, 1, 1, L)
+            first = [(number << spec.code_bits)[:, None, None] for number in group]  # (B, 1, 1, L)
             both = [codes.to(torch.int64) + number for codes, number in zip(both, first, strict=True)]
         yield both[0].flatten(0, 1).contiguous(), both[1].flatten(0, 1).contiguous()
 
@@ -183,13 +173,13 @@ def _sorted(buckets: Tensor, reverse: bool) -> _Sorted:
     return _Sorted(ordered, order.to(torch.int32).neg_().add_(buckets.shape[2] - 1), reverse)
 
 
-def _windows(targets: Tensor, sources: _Sorted, rule: _Rule) -> _Windows:
+def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) -> _Windows:
     rows, hashes, count = targets.shape
     length = sources.order.shape[2]
     windows = _Windows(*(torch.empty(targets.shape, dtype=torch.int32, device=targets.device) for _ in range(2)))
     blocks = -(-count // _SEARCHES)
     arguments = (targets, *sources[:2], *windows, count, length, blocks, length.bit_length())
-    fixed = {"CAUSAL": rule.causal, "REVERSED": sources.reversed, "BLOCK": _SEARCHES}
+    fixed = {"CAUSAL": spec.causal, "REVERSED": sources.reversed, "BLOCK": _SEARCHES}
     launch(kernels.find_windows, (rows * hashes * blocks,), *arguments, **fixed, num_warps=4)
     return windows
 

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from megasparse.ops.hash_table_attention.specification import HashTableAttentionSpec
+
 
 def visible_pairs(
     lengths: tuple[int, int],
@@ -40,31 +42,28 @@ def hash_table_attention(
     v: Tensor,
     q_codes: Tensor,
     k_codes: Tensor,
-    *,
-    code_bits: int,
-    causal: bool,
+    spec: HashTableAttentionSpec,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """W_ij = B_ij = 1/m Σ_h [code_h(q_i) = code_h(k_j)] (Eq. 5) where j is visible to i. codes: (B, H, m, L)."""
+    q, k, v = (x.to(torch.promote_types(v.dtype, torch.float32)) for x in (q, k, v))
     weight = (q_codes[..., :, None] == k_codes[..., None, :]).to(q.dtype).mean(2)
-    seen = visible_pairs((q.shape[2], k.shape[2]), causal, query_mask, key_mask, segments, q.device)
-    return weighted_sum(q, k, v, weight * seen, code_bits)
+    seen = visible_pairs((q.shape[2], k.shape[2]), spec.causal, query_mask, key_mask, segments, q.device)
+    return weighted_sum(q, k, v, weight * seen, spec.code_bits)
 
 
 def expected_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    code_bits: int,
-    causal: bool,
+    spec: HashTableAttentionSpec,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """W_ij = (1 − acos(q_i·k_j)/π)^τ (Eq. 4) where j is visible to i; q, k of length 1 or 0."""
     angle = torch.acos((q @ k.transpose(-1, -2)).clamp(-1.0, 1.0))
-    seen = visible_pairs((q.shape[2], k.shape[2]), causal, query_mask, key_mask, segments, q.device)
-    return weighted_sum(q, k, v, (1 - angle / math.pi) ** code_bits * seen, code_bits)
+    seen = visible_pairs((q.shape[2], k.shape[2]), spec.causal, query_mask, key_mask, segments, q.device)
+    return weighted_sum(q, k, v, (1 - angle / math.pi) ** spec.code_bits * seen, spec.code_bits)

@@ -4,5 +4,6 @@
 
 from megasparse.ops.local_attention.blockwise import distances
 from megasparse.ops.local_attention.operator import relative_local_attention
+from megasparse.ops.local_attention.specification import LocalAttentionSpec
 
-__all__ = ["distances", "relative_local_attention"]
+__all__ = ["LocalAttentionSpec", "distances", "relative_local_attention"]

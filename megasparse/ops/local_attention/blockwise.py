@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
+from megasparse.ops.local_attention.specification import LocalAttentionSpec
 from megasparse.ops.tiled import tiled
 
 _SCORE_ELEMENTS = 1 << 20  # scores in a tile: 4 MB of fp32
@@ -33,10 +34,7 @@ def relative_local_attention(
     r: Tensor,
     u: Tensor,
     w: Tensor,
-    chunk: int,
-    *,
-    causal: bool,
-    scale: float,
+    spec: LocalAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
@@ -50,7 +48,7 @@ def relative_local_attention(
         document, order = torch.sort(document, dim=-1, stable=True)
         document = document.masked_fill(document == torch.iinfo(torch.int64).max, _PADDING)
         q, k, v = (_take(x, order) for x in (q, k, v))
-    span = 2 if causal else 3
+    chunk, span = spec.chunk, 2 if spec.causal else 3
     chunks = -(-length // chunk)
     whole = chunks * chunk - length
     around = (chunk, whole + (span - 2) * chunk)
@@ -59,7 +57,7 @@ def relative_local_attention(
     keys, values = (F.pad(x, (0, 0, *around)).unfold(2, span * chunk, chunk).transpose(1, 2) for x in (k, v))
     of_query = F.pad(document, (0, whole), value=_PADDING).unflatten(1, (chunks, chunk))  # (B, W, C)
     of_key = F.pad(document, around, value=_PADDING).unfold(1, span * chunk, chunk)  # (B, W, S·C)
-    attend = partial(_attend, causal=causal, scale=scale)
+    attend = partial(_attend, spec=spec)
     tiles = -(-batch * heads * chunks * chunk * r.shape[1] // at_most(_SCORE_ELEMENTS))
     out = tiled(attend, [queries, keys, values, of_query, of_key], [r, u, w], tiles)  # (B, W, H, C, D)
     out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]
@@ -81,16 +79,15 @@ def _attend(
     u: Tensor,
     w: Tensor,
     *,
-    causal: bool,
-    scale: float,
+    spec: LocalAttentionSpec,
 ) -> Tensor:
     """Some chunks of queries. q: (B, W, H, C, D). k, v: (B, W, H, D, S·C). of_query: (B, W, C), of_key: (B, W, S·C)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     wide, bias, chunk = q.to(dtype), [x.to(dtype)[:, None] for x in (u, w)], q.shape[3]
     score = (wide + bias[0]) @ k.to(dtype)
-    score = scale * (score + _skew((wide + bias[1]) @ r.to(dtype).transpose(1, 2), score.shape[-1]))
+    score = spec.scale * (score + _skew((wide + bias[1]) @ r.to(dtype).transpose(1, 2), score.shape[-1]))
     seen = (of_query[..., :, None] == of_key[..., None, :]) & (of_key != _PADDING)[..., None, :]  # (B, W, C, S·C)
-    if causal:
+    if spec.causal:
         place = torch.arange(score.shape[-1], device=q.device)
         seen = seen & (place <= place[:chunk, None] + chunk)
     score = score.masked_fill(~seen[:, :, None], -torch.inf)

@@ -29,6 +29,7 @@ from megasparse.ops.local_attention.kernels import (
     local_forward,
     local_keys_bias,
 )
+from megasparse.ops.local_attention.specification import LocalAttentionSpec
 
 _PARTS = 1024  # programs that share the gradient of r, each with a part of its own: some tens of megabytes at most
 _REGISTERS = 255  # all that a thread can have, or the assembler stops at 96 and spills two
@@ -43,16 +44,13 @@ def relative_local_attention(
     r: Tensor,
     u: Tensor,
     w: Tensor,
-    chunk: int,
-    *,
-    causal: bool,
-    scale: float,
+    spec: LocalAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
     """As `ops.local_attention.relative_local_attention`; fp32, bf16 or fp16. r enters products in q's dtype."""
     order, document = _sorted(q, key_mask, segments)
-    return _RelativeLocalAttention.apply(q, k, v, r, u, w, order, document, chunk, causal, scale)
+    return _RelativeLocalAttention.apply(q, k, v, r, u, w, order, document, spec)
 
 
 def _sorted(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -101,11 +99,11 @@ class _Shape:
     first: int
 
     @classmethod
-    def of(cls, q: Tensor, chunk: int, causal: bool) -> "_Shape":
+    def of(cls, q: Tensor, spec: LocalAttentionSpec) -> "_Shape":
         tile, warps = _tile(q.shape[-1], q.dtype)
-        reach = -(-(2 * chunk - math.gcd(chunk, tile)) // tile)
-        blocks = reach + 2 if causal else 2 * reach + 2
-        return cls(tile, warps, -(-q.shape[2] // tile), reach, blocks, 2 * chunk - 1 - (reach + 1) * tile)
+        reach = -(-(2 * spec.chunk - math.gcd(spec.chunk, tile)) // tile)
+        blocks = reach + 2 if spec.causal else 2 * reach + 2
+        return cls(tile, warps, -(-q.shape[2] // tile), reach, blocks, 2 * spec.chunk - 1 - (reach + 1) * tile)
 
     def pad(self, r: Tensor) -> Tensor:
         """r (H, E, D) in whole blocks, (H, blocks·T, D)."""
@@ -124,11 +122,11 @@ class _RelativeLocalAttention(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor,
-        order: Tensor | None, document: Tensor | None, chunk: int, causal: bool, scale: float,
+        order: Tensor | None, document: Tensor | None, spec: LocalAttentionSpec,
     ) -> Tensor:  # fmt: skip
         q, k, v = (whole_vectors(x) for x in (q, k, v))
         batch, heads, length, width = q.shape
-        shape = _Shape.of(q, chunk, causal)
+        shape = _Shape.of(q, spec)
         padded = shape.tiles * shape.tile
         order, document = _whole(order, padded), _whole(document, padded)
         blocks = shape.pad(r.to(q.dtype)).contiguous()
@@ -139,31 +137,49 @@ class _RelativeLocalAttention(Function):
         launch(local_keys_bias, grid, k, u, order, keys_bias, *strides(k), heads, length, **wide)
         launch(
             local_forward, grid, q, k, v, blocks, keys_bias, r_bias, order, document, out, z,
-            *strides(q, k, v), heads, length, chunk, shape.reach, shape.blocks, scale,
-            CAUSAL=causal, PRECISION=precision(), num_stages=_STAGES, **wide,
+            *strides(q, k, v), heads, length, spec.chunk, shape.reach, shape.blocks, spec.scale,
+            CAUSAL=spec.causal, PRECISION=precision(), num_stages=_STAGES, **wide,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, blocks, u, w, order, document, out, z, keys_bias, r_bias)
-        ctx.rule, ctx.like = (chunk, causal, scale), (r.new_empty(0), r.shape[1])
+        ctx.spec, ctx.like = spec, (r.new_empty(0), r.shape[1])
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, r, u, w, order, document, out, z, keys_bias, r_bias = ctx.saved_tensors
-        (chunk, causal, scale), (of_r, count) = ctx.rule, ctx.like
-        grad, shape = whole_vectors(grad), _Shape.of(q, chunk, causal)
+        spec, (of_r, count) = ctx.spec, ctx.like
+        grad, shape = whole_vectors(grad), _Shape.of(q, spec)
         batch, heads, length, width = q.shape
         dq, dk, dv = (_token_major(x) for x in (q, k, v))
         delta, every = torch.empty_like(z), shape.tiles * batch
         du = z.new_empty(shape.tiles, batch, heads, width)
         grid, given = (shape.tiles, batch * heads), (keys_bias, r_bias, order, document, grad)
         steps = strides(q, k, v, grad)
-        sizes = (heads, length, chunk, shape.reach, shape.blocks)
-        settings = dict(CAUSAL=causal, D=width, BD=block(width), T=shape.tile, PRECISION=precision())
+        sizes = (heads, length, spec.chunk, shape.reach, shape.blocks)
+        settings = dict(CAUSAL=spec.causal, D=width, BD=block(width), T=shape.tile, PRECISION=precision())
         settings |= dict(num_warps=shape.warps, num_stages=_STAGES)
-        launch(local_backward_queries, grid, q, k, v, r, *given, out, z, delta, dq, *steps, *sizes, scale, **settings)
         launch(
-            local_backward_keys, grid, q, k, v, r, u, *given, z, delta, dk, dv, du, *steps, *sizes, scale, **settings
+            local_backward_queries, grid, q, k, v, r, *given, out, z, delta, dq, *steps, *sizes, spec.scale, **settings
+        )
+        launch(
+            local_backward_keys,
+            grid,
+            q,
+            k,
+            v,
+            r,
+            u,
+            *given,
+            z,
+            delta,
+            dk,
+            dv,
+            du,
+            *steps,
+            *sizes,
+            spec.scale,
+            **settings,
         )
         differences = shape.blocks - 1
         each = -(-every // max(1, at_most(_PARTS) // (heads * differences)))
@@ -172,7 +188,7 @@ class _RelativeLocalAttention(Function):
         dw = z.new_empty(groups, heads, differences, width)
         launch(
             local_backward_distances, (differences, heads, groups), q, k, v, r, w, *given, z, delta, dr, dw,
-            *steps, *sizes, shape.tiles, every, each, scale, **settings, maxnreg=_REGISTERS,
+            *steps, *sizes, shape.tiles, every, each, spec.scale, **settings, maxnreg=_REGISTERS,
         )  # fmt: skip
         relative = shape.join(dr.sum(0), count).to(of_r.dtype), du.sum((0, 1)).to(u.dtype), dw.sum((0, 2)).to(w.dtype)
-        return dq, dk, dv, *relative, *[None] * 5
+        return dq, dk, dv, *relative, None, None, None

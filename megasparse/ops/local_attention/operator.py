@@ -7,6 +7,7 @@ from torch import Tensor
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.local_attention import blockwise, reference
+from megasparse.ops.local_attention.specification import LocalAttentionSpec
 
 
 @without_autocast
@@ -17,10 +18,7 @@ def relative_local_attention(
     r: Tensor,
     u: Tensor,
     w: Tensor,
-    chunk: int,
-    *,
-    causal: bool,
-    scale: float,
+    spec: LocalAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
@@ -40,4 +38,4 @@ def relative_local_attention(
         attend = gpu.relative_local_attention
     else:
         attend = (reference if name == "reference" else blockwise).relative_local_attention
-    return attend(q, k, v, r, u, w, chunk, causal=causal, scale=scale, key_mask=key_mask, segments=segments)
+    return attend(q, k, v, r, u, w, spec, key_mask, segments)

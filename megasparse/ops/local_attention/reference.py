@@ -5,6 +5,8 @@ dim, C chunk, E distances.
 import torch
 from torch import Tensor
 
+from megasparse.ops.local_attention.specification import LocalAttentionSpec
+
 
 def relative_local_attention(
     q: Tensor,
@@ -13,10 +15,7 @@ def relative_local_attention(
     r: Tensor,
     u: Tensor,
     w: Tensor,
-    chunk: int,
-    *,
-    causal: bool,
-    scale: float,
+    spec: LocalAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
@@ -34,15 +33,15 @@ def relative_local_attention(
     before = (first < second) | ((first == second) & (position < position[:, None]))
     number = (before & real[:, None]).sum(-1)
     distance = number[:, :, None] - number[:, None, :]  # (B, L, L)
-    chunks_back = number[:, :, None] // chunk - number[:, None, :] // chunk
-    seen = (chunks_back <= 1) & (chunks_back >= (0 if causal else -1))
+    chunks_back = number[:, :, None] // spec.chunk - number[:, None, :] // spec.chunk
+    seen = (chunks_back <= 1) & (chunks_back >= (0 if spec.causal else -1))
     seen = seen & (first == second) & real[:, :, None] & real[:, None, :]
-    if causal:
+    if spec.causal:
         seen = seen & (position <= position[:, None])
-    row = (2 * chunk - 1 - distance).clamp(0, r.shape[1] - 1)  # of r
+    row = (2 * spec.chunk - 1 - distance).clamp(0, r.shape[1] - 1)  # of r
     of_distance = torch.einsum("bhid,hed->bhie", q + w[:, None], r)
     relative = of_distance.gather(3, row[:, None].expand(-1, heads, -1, -1))
-    score = ((q + u[:, None]) @ k.transpose(-1, -2) + relative) * scale
+    score = ((q + u[:, None]) @ k.transpose(-1, -2) + relative) * spec.scale
     blind = ~real[:, None, :, None]
     score = score.masked_fill(~seen[:, None], -torch.inf).masked_fill(blind, 0.0)
     return (torch.softmax(score, dim=-1) @ v).masked_fill(blind, 0.0).to(asked)

@@ -2,5 +2,6 @@
 
 from megasparse.ops.sketch.draws import Noise
 from megasparse.ops.sketch.operator import chosen_keys, sketched_attention
+from megasparse.ops.sketch.specification import KeyChoiceSpec
 
-__all__ = ["Noise", "chosen_keys", "sketched_attention"]
+__all__ = ["KeyChoiceSpec", "Noise", "chosen_keys", "sketched_attention"]

@@ -13,6 +13,7 @@ from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
 from megasparse.ops.random import derive, random_bits
 from megasparse.ops.sketch.draws import Noise, keys_in_tile
+from megasparse.ops.sketch.specification import KeyChoiceSpec
 from megasparse.ops.tiled import tiled
 
 _SCORE_ELEMENTS = 1 << 20  # scores in a tile
@@ -69,18 +70,15 @@ def sketched_attention(
 def chosen_keys(
     q: Tensor,
     k: Tensor,
-    count: int,
-    *,
-    causal: bool,
-    sampling: str,
+    spec: KeyChoiceSpec,
     noise: Noise | None,
-    level: Tensor | None = None,
+    lse: Tensor | None = None,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
     first_query: int = 0,
 ) -> Tensor:
     """See operator.py. s is computed in float64 but for the logarithms, and ranked in fp32."""
-    sight = _Sight(causal, key_mask, segments)
+    sight, count = _Sight(spec.causal, key_mask, segments), spec.count
     batch, queries, _ = q.shape
     heads = 1 if noise is None else len(noise.heads)
     index = torch.empty(batch, heads, queries, count, dtype=torch.int32, device=q.device)
@@ -89,14 +87,14 @@ def chosen_keys(
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
         positions = torch.arange(rows.start, rows.stop, device=q.device) + first_query
-        last = first_query + rows.stop if causal else k.shape[1]
+        last = first_query + rows.stop if spec.causal else k.shape[1]
         best = torch.full((batch, heads, len(positions), count), _NOTHING, device=q.device)
         for first_key in range(0, min(last, k.shape[1]), tile):
             keys = torch.arange(first_key, min(first_key + tile, last, k.shape[1]), device=q.device)
             # In float64: the same keys have the same score in every tile.
             score = q[:, rows].double() @ k[:, keys].double().transpose(-1, -2) * q.shape[2] ** -0.5
             if noise is not None:
-                log_p = _log_p(score, sampling, None if level is None else level[:, rows, None])
+                log_p = _log_p(score, spec.sampling, None if lse is None else lse[:, rows, None])
                 log_s = log_p.float()[:, None] + _log_uniform(noise, rows, first_key // tile, len(keys))
             else:
                 log_s = (score * _STEPS).round().div_(_STEPS).float()[:, None]
@@ -106,14 +104,14 @@ def chosen_keys(
     return index
 
 
-def _log_p(score: Tensor, sampling: str, level: Tensor | None) -> Tensor:
-    """log p up to a constant of the row. score: q·k/√d. level: (B, T, 1)."""
+def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
+    """log p up to a constant of the row. score: q·k/√d. lse: (B, T, 1)."""
     if sampling == "random":
         return torch.zeros_like(score)
     if sampling in ("raw", "top_k"):
         return score
-    assert level is not None
-    minus_log_alpha = (level - score).clamp_min_(0.0)  # below 0 only by rounding
+    assert lse is not None
+    minus_log_alpha = (lse - score).clamp_min_(0.0)  # below 0 only by rounding
     return minus_log_alpha.log_().mul_(-2.0 if sampling == "inverse_log_squared" else -1.0)
 
 

@@ -21,6 +21,7 @@ from megasparse.ops.kernels import launch
 from megasparse.ops.random import derive
 from megasparse.ops.sketch import choice_kernels, draws, kernels
 from megasparse.ops.sketch.draws import Noise
+from megasparse.ops.sketch.specification import KeyChoiceSpec
 
 _LANES = 32  # of a warp: a column each
 _WARPS = 4
@@ -75,12 +76,9 @@ def _launch(kernel: Any, most: int, q: Tensor, *arguments: Any, CAUSAL: bool) ->
 def chosen_keys(
     q: Tensor,
     k: Tensor,
-    count: int,
-    *,
-    causal: bool,
-    sampling: str,
+    spec: KeyChoiceSpec,
     noise: Noise | None,
-    level: Tensor | None = None,
+    lse: Tensor | None = None,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
     first_query: int = 0,
@@ -92,19 +90,19 @@ def chosen_keys(
     """
     batch, queries, width = q.shape
     length, heads = k.shape[1], 1 if noise is None else len(noise.heads)
-    out = torch.empty(batch, heads, queries, count, dtype=torch.int32, device=q.device)
-    drawn = sampling if noise is None or sampling != "top_k" else "raw"
-    needs_level = noise is not None and sampling.startswith("inverse_log")
+    out = torch.empty(batch, heads, queries, spec.count, dtype=torch.int32, device=q.device)
+    drawn = spec.sampling if noise is None or spec.sampling != "top_k" else "raw"
+    needs_lse = noise is not None and spec.sampling.startswith("inverse_log")
     launch(
         choice_kernels.choose, (-(-queries // _CHOOSING), batch * heads),
         _coordinates(q, width**-0.5), _coordinates(k),
-        level.float().contiguous() if needs_level and level is not None else None,
+        lse.float().contiguous() if needs_lse and lse is not None else None,
         _documents(key_mask, segments),
         None if noise is None else noise.rows.contiguous(),
         None if noise is None else _seeds(noise, -(-length // draws.KEYS), q.device),
         out, queries, length, first_query,
-        WIDTH=width, CAUSAL=causal, HEADS=heads, COUNT=count, SAMPLING=drawn, TILE=draws.KEYS,
-        ROWS=_CHOOSING, COLUMNS=64, PLACES=max(_LANES, triton.next_power_of_2(count)), num_warps=1,
+        WIDTH=width, CAUSAL=spec.causal, HEADS=heads, COUNT=spec.count, SAMPLING=drawn, TILE=draws.KEYS,
+        ROWS=_CHOOSING, COLUMNS=64, PLACES=max(_LANES, triton.next_power_of_2(spec.count)), num_warps=1,
     )  # fmt: skip
     return out
 

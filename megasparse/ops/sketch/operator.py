@@ -12,6 +12,7 @@ from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.sketch import blockwise, reference
 from megasparse.ops.sketch.draws import Noise
+from megasparse.ops.sketch.specification import KeyChoiceSpec
 
 WIDEST = 16
 """The largest d that the kernels take: a thread keeps all coordinates of its rows in registers."""
@@ -26,9 +27,8 @@ def sketched_attention(
     q, k, v: (B, L, d). key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
     Returns h (B, L, d) and z (B, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.
     """
-    module = _module(q)
-    h, z = module.sketched_attention(q, k, v, causal=causal, key_mask=key_mask, segments=segments)
-    return h, z
+    h, lse = _module(q).sketched_attention(q, k, v, causal=causal, key_mask=key_mask, segments=segments)
+    return h, lse
 
 
 @without_autocast
@@ -36,21 +36,17 @@ def sketched_attention(
 def chosen_keys(
     q: Tensor,
     k: Tensor,
-    count: int,
-    *,
-    causal: bool,
-    sampling: str,
+    spec: KeyChoiceSpec,
     noise: Noise | None,
-    level: Tensor | None = None,
+    lse: Tensor | None = None,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
     first_query: int = 0,
 ) -> Tensor:
     """The K visible keys of the highest score s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), best first.
 
-    q: (B, Lq, d), the queries from position `first_query` on. k: (B, Lk, d). level: z of `sketched_attention`, which
-    only the inverse logarithms need.
-    p_ij by `sampling`: "inverse_log_squared" (1/log α)², "inverse_log" −1/log α, "raw" and "top_k" α, "random" 1.
+    q: (B, Lq, d), the queries from position `first_query` on. k: (B, Lk, d). lse: that of `sketched_attention`, which
+    only the inverse logarithms need. p_ij: a function of α_ij, by spec.sampling.
     noise: u is uniform in (0, 1), a function of (key, global head, global sample, i, j). None is u = 1 for all heads: p
     increases with α whatever its kind, so the products q·k/√d rank the keys by themselves. They are first rounded to
     multiples of 1/256: weights within 0.4 % of each other tie, so that keys that differ by rounding alone (the same
@@ -59,18 +55,8 @@ def chosen_keys(
     Returns (B, H, Lq, K) int32, H = 1 without noise; −1 where fewer than K keys are visible.
     """
     # The kernels take q and k in float64, too.
-    index: Tensor = _module(q.float()).chosen_keys(
-        q,
-        k,
-        count,
-        causal=causal,
-        sampling=sampling,
-        noise=noise,
-        level=level,
-        key_mask=key_mask,
-        segments=segments,
-        first_query=first_query,
-    )
+    module = _module(q.float())
+    index: Tensor = module.chosen_keys(q, k, spec, noise, lse, key_mask, segments, first_query)
     return index
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from megasparse.ops.random import derive, random_bits
 from megasparse.ops.sketch import draws
 from megasparse.ops.sketch.draws import Noise
+from megasparse.ops.sketch.specification import KeyChoiceSpec
 
 
 def sketched_attention(
@@ -27,28 +28,19 @@ def sketched_attention(
 def chosen_keys(
     q: Tensor,
     k: Tensor,
-    count: int,
-    *,
-    causal: bool,
-    sampling: str,
+    spec: KeyChoiceSpec,
     noise: Noise | None,
-    level: Tensor | None = None,
+    lse: Tensor | None = None,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
     first_query: int = 0,
 ) -> Tensor:
-    """See operator.py. level: not read, α being at hand."""
-    alpha, seen = sketched_weights(
-        q.double(),
-        k.double(),
-        causal=causal,
-        key_mask=key_mask,
-        segments=segments,
-        rounded=noise is None,
-        first_query=first_query,
-    )
+    """See operator.py. lse is not read: α is at hand."""
+    who = key_mask, segments
+    alpha, seen = sketched_weights(q.double(), k.double(), spec.causal, *who, noise is None, first_query)
     drawn = None if noise is None else uniform(noise, k.shape[1])
-    return best_keys(alpha, seen, count, sampling="top_k" if noise is None else sampling, uniform=drawn).to(torch.int32)
+    sampling = "top_k" if noise is None else spec.sampling
+    return best_keys(alpha, seen, spec.count, sampling=sampling, uniform=drawn).to(torch.int32)
 
 
 def uniform(noise: Noise, keys: int) -> Tensor:
@@ -64,7 +56,6 @@ def uniform(noise: Noise, keys: int) -> Tensor:
 def sketched_weights(
     q: Tensor,
     k: Tensor,
-    *,
     causal: bool,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,

@@ -1,0 +1,47 @@
+"""Settings of bucketed attention that are not tensors. M: the window's chunk."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens near a query in sorted order that it may see.
+
+    kind: `band`, the last M tokens of the query's bucket (and, where attention is not causal, the next M − 1), or
+    `chunk`, the query's chunk of M sorted tokens and the one before it (Reformer Eq. 5; its borders depend on later
+    tokens). chunk: M, in tokens. same_bucket: tokens of other buckets are hidden. ahead: a query also sees the chunk
+    after its own.
+    """
+
+    kind: Literal["band", "chunk"]
+    chunk: int
+    same_bucket: bool = True
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.kind == "chunk" or self.same_bucket, "a band is causal only with the same-bucket mask"
+        assert self.kind == "chunk" or not self.ahead, "a band is two-sided where attention is not causal"
+
+    @property
+    def width(self) -> int:
+        """The number of slots that a window spans, see layout.py."""
+        return self.chunk if self.kind == "band" else 2
+
+    def two_sided(self, causal: bool) -> bool:
+        return not causal if self.kind == "band" else self.ahead
+
+
+@dataclass(frozen=True)
+class BucketedAttentionSpec:
+    """Settings of bucketed attention.
+
+    causal: only keys at or before the query are visible. scale: factor of q·k. exclude_self: a token sees itself only
+    when it sees nothing else. count_rounds: a key visible in N rounds counts once, else N times.
+    """
+
+    window: Window
+    causal: bool
+    scale: float = 1.0
+    exclude_self: bool = True
+    count_rounds: bool = True
