@@ -28,7 +28,7 @@ from megasparse.config.command_line import checkpoint_parser
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, report_user_errors
-from megasparse.evaluation.attention.quality import watch
+from megasparse.evaluation.attention.quality import record_calls
 from megasparse.evaluation.attention.study import Protocol, maps, study, summary
 from megasparse.evaluation.restore import restore
 from megasparse.model.encoder import Encoder
@@ -86,7 +86,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
     def calls(stream: EvaluationStream, windows: int, number: int) -> list:
         tokens = window(stream, number, windows, protocol.length, index.record or 1)
-        return watch(model, tokens.to(device), config.run.seed + number)
+        return record_calls(model, tokens.to(device), config.run.seed + number)
 
     order = torch.randperm(protocol.hash_steps, generator=torch.Generator().manual_seed(config.run.seed)).tolist()
     progress = tqdm(order, desc="training hashes", unit="step", disable=None)

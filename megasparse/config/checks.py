@@ -1,24 +1,22 @@
 """What must hold between keys. Each rule raises a ConfigError that names the key, its value and a hint."""
 
-import math
 from typing import Any
 
 from megasparse.config import deepspeed_section
-from megasparse.config.attention_checks import check_attention, check_heads, check_lsh, check_sketches
+from megasparse.config.attention_checks import check_sketches
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
+from megasparse.config.model_checks import check_model
 from megasparse.config.parallel import check_parallel
-from megasparse.config.parts import decoder_part, encoder_part
-from megasparse.config.pattern import kinds
-from megasparse.config.schema import Config, MaskingConfig, ModelConfig, PositionsConfig, RunSettings
+from megasparse.config.schema import Config, MaskingConfig, RunSettings
 from megasparse.errors import ConfigError
 
 LONGEST_TRACE = 10
-"""Steps."""
+"""Steps that a trace may have."""
 
 
 def check(config: RunSettings) -> None:
-    """Raise ConfigError for the first rule that `config` breaks. What takes an import of seconds to tell comes last."""
+    """Raise ConfigError for the first rule that `config` breaks. The rules that need an import of seconds come last."""
     _check_sizes(config)
     if isinstance(config, Config):
         check_model(config.model)
@@ -34,34 +32,6 @@ def check(config: RunSettings) -> None:
     deepspeed_section.check_keys(config.deepspeed)
     _check_optimizer(config)
     deepspeed_section.check_values(config.deepspeed)
-
-
-def check_model(model: ModelConfig) -> None:
-    """The rules that concern the model alone, whatever it reads."""
-    _check_tokens(model)
-    _check_sentence_order(model)
-    _check_source(model)
-    if model.source is None:
-        _check_stack(model)
-        return
-    _check_stack(decoder_part(model))
-    if model.source.cross_attention == "lsh":
-        longest = max(model.max_length, model.source.length)
-        check_lsh(model.attention.lsh, model.model_copy(update={"max_length": longest}))
-    try:
-        _check_stack(encoder_part(model))
-    except ConfigError as error:  # the encoder's keys are those of model.source
-        own = error.key.replace("model.", "model.source.", 1)
-        raise ConfigError(own if own.split(".")[2] in SOURCE_KEYS else error.key, error.problem, error.hint) from None
-
-
-SOURCE_KEYS = ("layers", "positions", "attention")
-
-
-def _check_stack(model: ModelConfig) -> None:
-    _check_model(model)
-    _check_positions(model.positions, model)
-    check_attention(model)
 
 
 def _check_start(config: FinetuneConfig) -> None:
@@ -98,7 +68,7 @@ def _check_start(config: FinetuneConfig) -> None:
 
 
 LARGEST = 2**31 - 1
-"""Of every whole number: what a tensor's side and a position can be."""
+"""Largest whole number of a configuration: the largest side of a tensor, and position."""
 
 
 def _check_sizes(config: RunSettings) -> None:
@@ -113,179 +83,6 @@ def _check_sizes(config: RunSettings) -> None:
             raise ConfigError(key, f"{show(value)} is too large", f"Set it to {largest} or less")
 
     walk("", config.model_dump(exclude={"deepspeed"}))
-
-
-def _check_model(model: ModelConfig) -> None:
-    if model.head_dim is None and model.d_model % model.heads:
-        around = range(max(1, model.heads - 1000), model.heads + 1000)
-        near = min((n for n in around if model.d_model % n == 0), key=lambda n: abs(n - model.heads), default=1)
-        raise ConfigError(
-            "model.heads",
-            f"{model.heads} heads do not divide model.d_model = {model.d_model}",
-            f"Set model.heads to a divisor (such as {near}), or model.head_dim",
-        )
-    _check_style(model)
-    if model.activations == "reversible" and model.blocks != "reversible":
-        raise ConfigError(
-            "model.activations",
-            f'"reversible" needs reversible blocks, but model.blocks = "{model.blocks}"',
-            'Set model.activations to "stored", "checkpoint" or "checkpoint_cpu", or model.blocks to "reversible"',
-        )
-    if model.activations.startswith("checkpoint") and model.blocks != "ordinary":
-        raise ConfigError(
-            "model.activations",
-            f'"{model.activations}" needs ordinary blocks, but model.blocks = "{model.blocks}"',
-            'Set model.activations to "reversible", or model.blocks to "ordinary"',
-        )
-    if len(model.attention.pattern) > model.layers:
-        raise ConfigError(
-            "model.attention.pattern",
-            f"{len(model.attention.pattern)} layers are listed, but model.layers = {model.layers}",
-            f"Shorten the pattern to {model.layers} or fewer, or raise model.layers",
-        )
-    check_heads(model)
-
-
-def _check_style(model: ModelConfig) -> None:
-    if model.style == "bert":
-        for key, value, wanted in (("kind", model.kind, "encoder"), ("blocks", model.blocks, "ordinary")):
-            if value != wanted:
-                raise ConfigError(
-                    "model.style",
-                    f'"bert" needs model.{key} = "{wanted}", but it is "{value}"',
-                    f'Set model.{key} to "{wanted}", or model.style to "reformer"',
-                )
-    elif model.token_types and model.sentence_order is None:
-        raise ConfigError(
-            "model.token_types",
-            f'{model.token_types} is given, but model.style = "{model.style}" has none without model.sentence_order',
-            'Set it to 0, or model.style to "bert"',
-        )
-
-
-def _check_tokens(model: ModelConfig) -> None:
-    separator = model.sentence_order.separator if model.sentence_order else None
-    special = {
-        "model.padding_token": model.padding_token,
-        "model.document_separator": model.document_separator,
-        "model.sentence_order.separator": separator,
-    }
-    for key, token in special.items():
-        if token is not None and token >= model.vocabulary:
-            hint = f"Set it below {model.vocabulary}, or raise model.vocabulary"
-            raise ConfigError(key, f"{token} is no token of model.vocabulary = {model.vocabulary}", hint)
-        if token is not None and key != "model.padding_token" and token == model.padding_token:
-            raise ConfigError(key, f"{token} is model.padding_token too", "Give each its own id")
-        if token is not None and model.kind == "encoder" and token == model.masking.token:
-            raise ConfigError(key, f"{token} is model.masking.token too", "Give each its own id")
-    cutoffs = model.adaptive_cutoffs
-    if cutoffs != sorted(set(cutoffs)) or (cutoffs and cutoffs[-1] >= model.vocabulary):
-        raise ConfigError(
-            "model.adaptive_cutoffs",
-            f"{cutoffs} does not ascend below model.vocabulary = {model.vocabulary}",
-            "Give where each cluster begins, such as [20000, 40000, 200000]",
-        )
-    for key, given in (
-        ("model.label_smoothing", model.label_smoothing > 0),
-        ("model.output_bias", model.output_bias),
-        ("model.style", model.style == "bert"),
-    ):
-        if cutoffs and given:
-            raise ConfigError(key, "does not go together with model.adaptive_cutoffs", "Leave one of them out")
-
-
-def _check_sentence_order(model: ModelConfig) -> None:
-    if model.sentence_order is None:
-        return
-    if model.kind != "encoder":
-        raise ConfigError("model.sentence_order", f'is for encoders, but model.kind = "{model.kind}"', "Set it to null")
-    if model.padding_token is None:
-        raise ConfigError(
-            "model.padding_token", "null, but the pairs of model.sentence_order are padded", "Give the padding's id"
-        )
-    if model.document_separator is not None:
-        raise ConfigError(
-            "model.document_separator",
-            f"{model.document_separator} would hide the two segments of model.sentence_order from each other",
-            "Set it to null",
-        )
-    if model.max_length < 5:
-        raise ConfigError(
-            "model.max_length", f"{model.max_length} is too short for two segments", "Set it to 5 or more"
-        )
-
-
-def _check_source(model: ModelConfig) -> None:
-    if (model.kind == "encoder_decoder") != (model.source is not None):
-        given = "null" if model.source is None else "given"
-        raise ConfigError(
-            "model.source",
-            f'{given}, but model.kind = "{model.kind}"',
-            'Give it with "encoder_decoder", such as {"length": 512}, and only with that',
-        )
-    if model.source is not None:
-        for key, value in (("score_from", model.score_from), ("document_separator", model.document_separator)):
-            if value:
-                raise ConfigError(f"model.{key}", f'{value} does not go with kind "encoder_decoder"', "Leave it out")
-        objective = model.source.attention.smart_bird.objective
-        if "smart_bird" in kinds(encoder_part(model)) and objective == "token":
-            raise ConfigError(
-                "model.source.attention.smart_bird.objective",
-                '"token" learns the choice of keys from a token to tell at each position, and the encoder has none',
-                'Set it to "answer"',
-            )
-
-
-def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
-    head_dim = model.head_dim or model.d_model // model.heads
-    if positions.kind == "rotary" and head_dim % 2:
-        raise ConfigError(
-            "model.positions.kind",
-            f'"rotary" turns pairs of coordinates, but a head has {head_dim}',
-            "Set model.head_dim to an even number",
-        )
-    if positions.offset and positions.kind != "learned":
-        raise ConfigError(
-            "model.positions.offset",
-            f'{positions.offset} is given, but model.positions.kind = "{positions.kind}" has no table',
-            'Set it to 0, or model.positions.kind to "learned"',
-        )
-    shape, dims = positions.axial_shape, positions.axial_dims
-    if positions.kind != "axial":
-        for key, value in (("axial_shape", shape), ("axial_dims", dims)):
-            if value is not None:
-                raise ConfigError(
-                    f"model.positions.{key}",
-                    f'{value} is given, but model.positions.kind = "{positions.kind}"',
-                    f'Set model.positions.kind to "axial", or {key} to null',
-                )
-        return
-    for key, value in (("axial_shape", shape), ("axial_dims", dims)):
-        if not value:
-            raise ConfigError(
-                f"model.positions.{key}",
-                f"{'null' if value is None else value} does not fit axial positions",
-                "Give one number an axis, such as axial_shape [128, 512] with axial_dims [256, 768]",
-            )
-    assert shape and dims
-    if len(shape) != len(dims):
-        raise ConfigError(
-            "model.positions.axial_dims",
-            f"{dims} has {len(dims)} axes, axial_shape = {shape} has {len(shape)}",
-            "Give as many widths as axes",
-        )
-    if math.prod(shape) < model.max_length:
-        raise ConfigError(
-            "model.positions.axial_shape",
-            f"{shape} holds {math.prod(shape)} positions, but model.max_length = {model.max_length}",
-            "Make the product of axial_shape at least model.max_length, or lower model.max_length",
-        )
-    if sum(dims) != model.d_model:
-        raise ConfigError(
-            "model.positions.axial_dims",
-            f"{dims} sums to {sum(dims)}, but model.d_model = {model.d_model}",
-            f"Make the widths sum to {model.d_model}",
-        )
 
 
 def _check_tokenizer(config: Config) -> None:
@@ -341,7 +138,7 @@ def _check_lengths(config: Config) -> None:
 def _check_masking(config: Config) -> None:
     model, masking = config.model, config.model.masking
     if model.kind == "encoder_decoder" and config.evaluation.sample_tokens:
-        raise ConfigError("evaluation.sample_tokens", "a text needs a source to be told from", "Set it to 0")
+        raise ConfigError("evaluation.sample_tokens", "a sample needs a source, and evaluation has none", "Set it to 0")
     if model.kind != "encoder":
         if masking != MaskingConfig():
             raise ConfigError(

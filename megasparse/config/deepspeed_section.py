@@ -1,8 +1,8 @@
 """Every key of the `deepspeed` section, at every depth, checked before DeepSpeed sees it.
 
 DeepSpeed ignores an unknown key at the top level in silence, and some known ones would fight with megasparse's own
-settings. `check_keys` tells without DeepSpeed what can be told without it; `check_values` imports it, which takes a
-second or two.
+settings. `check_keys` finds what can be found without DeepSpeed; `check_values` imports it, which takes a second or
+two.
 """
 
 import ast
@@ -183,7 +183,9 @@ def _validate(model: type[BaseModel], values: dict[str, Any], prefix: str, **opt
 
 def _models() -> dict[str, type[BaseModel]]:
     """DeepSpeed's own pydantic models, by the key whose values they check."""
-    logging.disable(logging.WARNING)  # the import talks of accelerators, which is no business of a configuration
+    logging.disable(
+        logging.WARNING
+    )  # the import logs lines about accelerators, which is no business of a configuration
     try:
         from deepspeed.comm.config import CommsLoggerConfig
         from deepspeed.monitor.config import CometConfig, CSVConfig, WandbConfig
@@ -218,7 +220,8 @@ def _zero_keys() -> set[str]:
 
 
 def _check_stage(zero: dict[str, Any]) -> None:
-    """A stage there is none of; and what DeepSpeed itself would say only after the model is built, or never."""
+    """Raise ConfigError for a stage that does not exist, and for offloading that needs another: DeepSpeed reports these
+    only after the model is built, or never."""
     stage = zero.get("stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:  # DeepSpeed would take "3" too, and true
         hint = "It must be 0 or 1 or 2 or 3"
@@ -237,7 +240,8 @@ def _check_stage(zero: dict[str, Any]) -> None:
 
 
 def _check_nvme(zero: dict[str, Any]) -> None:
-    """What moving to a disk needs. Whether the folder is there is asked where the run starts, on every node."""
+    """Raise ConfigError where offloading to a disk lacks a setting. The folder itself is checked on every node where
+    the run starts."""
     for key in ("offload_optimizer", "offload_param"):
         offload, place = zero.get(key), f"deepspeed.zero_optimization.{key}"
         if not isinstance(offload, dict) or offload.get("device") != "nvme":
@@ -264,7 +268,7 @@ def _check_nvme(zero: dict[str, Any]) -> None:
 
 
 def _check_supported(zero: dict[str, Any]) -> None:
-    """Where the optimizer's state lies, as far as the checkpoints know."""
+    """Raise ConfigError for settings that put the optimizer's state where checkpoints do not look for it."""
     for key, supported in ZERO_SUPPORTED.items():
         *parts, last = key.split(".")
         section = zero

@@ -25,11 +25,12 @@ class StartConfig(Section):
     """What the backward reads, as `model.activations` has it; null keeps a checkpoint's own, and stores all of a
     HuggingFace model's."""
     sha256: str | None = None
-    """Of its weights. Written into the run's configuration; given, another file is refused."""
+    """Checksum of the file with its weights, written into the run's configuration. Where it is given, any other file is
+    refused."""
 
 
 class GenerationConfig(Section):
-    """Tasks whose answers are texts, told by an encoder–decoder."""
+    """How an encoder–decoder writes its answers, in tasks whose answers are texts."""
 
     target_length: Positive = 128
     """Tokens of an answer, its end included. In training longer ones are cut or refused as inputs are (`too_long`)."""
@@ -46,30 +47,30 @@ class RecommendationConfig(Section):
     negatives: Positive = 4
     """News of the same impression that were not clicked, against which a clicked one is learned."""
     attention: AttentionConfig = AttentionConfig(pattern=["full"])
-    """Over a user's clicked news."""
+    """Attention over a user's clicked news."""
     heads: Positive = 8
 
 
 class ForecastConfig(Section):
-    """An encoder reads the last `task.max_length` rows of a table, a decoder tells the next ones at once (Zhou et al.
-    2020)."""
+    """An encoder reads the last `task.max_length` rows of a table, a decoder predicts the next ones at once (Zhou et
+    al. 2020)."""
 
     horizon: Positive = 24
-    """Rows to tell."""
+    """Rows to predict."""
     overlap: Positive = 48
-    """Last rows read that the decoder sees too, before those it tells."""
+    """Last rows read that the decoder sees too, before those it predicts."""
     date: str = "date"
     """Column of the date and time."""
     inputs: list[str] | None = None
     """Columns that are read; null takes all but the date, and is written out in the run's configuration."""
     targets: list[str] | None = None
-    """Columns that are told; null takes those that are read."""
+    """Columns that are predicted; null takes those that are read."""
     relative: bool = False
-    """Rows are read and told as differences from the last row read (NLinear's normalisation, Zeng et al. 2023): a
+    """Rows are read and predicted as differences from the last row read (NLinear's normalisation, Zeng et al. 2023): a
     series wanders away from the level that it had in training. The papers' models do without."""
     mean: dict[str, float] | None = None
-    """Of each column's training rows; it is taken from what is read, and added to what is told. Written into the run's
-    configuration, as are `scale` and `step`."""
+    """Mean of each column's training rows, subtracted from what is read and added to what is predicted. Written into
+    the run's configuration, as are `scale` and `step`."""
     scale: dict[str, Annotated[float, Field(gt=0.0)]] | None = None
     """The standard deviation of each column's training rows, 1 of a constant."""
     step: Annotated[float, Field(gt=0.0)] | None = None
@@ -89,9 +90,9 @@ class TaskConfig(Section):
     max_length: Positive = 512
     """Tokens of an input, special ones included. What is longer is cut, or refused (`too_long`)."""
     too_long: Literal["cut", "refuse"] = "cut"
-    """Inputs of more than `max_length` tokens: keep their beginning and tell how many, or stop at the first."""
+    """Inputs of more than `max_length` tokens: keep their beginning and report how many, or stop at the first."""
     empty: Literal["refuse", "keep"] = "refuse"
-    """Inputs without any token: stop at the first, or keep them and tell how many there are."""
+    """Inputs without any token: stop at the first, or keep them and report how many there are."""
     limit: Count = 0
     """Train on so many examples only, chosen by `run.seed`; 0 takes all."""
     text: list[str] = Field(default=["text"], min_length=1, max_length=2)
@@ -101,9 +102,10 @@ class TaskConfig(Section):
     """`table`: the column of the labels. `text_table`: that of the answers. `parallel_text`, `wmt14`: the suffix of the
     target's files, such as "de"."""
     labels: list[str] | None = None
-    """`table` only: the classes in their order; null takes those of the training file, sorted. [] tells numbers."""
+    """`table` only: the classes in their order; null takes those of the training file, sorted. [] predicts numbers."""
     tokenizer: str = "bytes"
-    """Of a `model` that is trained from its initial weights: as `data.tokenizer`. Others have their own."""
+    """The tokenizer of a `model` that is trained from its initial weights, as `data.tokenizer`. Others have their
+    own."""
     generation: GenerationConfig = GenerationConfig()
     recommendation: RecommendationConfig = RecommendationConfig()
     forecast: ForecastConfig = ForecastConfig()
@@ -117,7 +119,7 @@ class HeadConfig(Section):
     hidden: Count = 0
     """Width of the dense layer (tanh) before the last one; 0 takes the model's, as BERT has it."""
     dropout: Rate = 0.1
-    """Before the dense layer (not before a pooler), and before the last one."""
+    """Dropout before the dense layer (not before a pooler), and before the last one."""
 
 
 class LoRAConfig(Section):

@@ -1,4 +1,4 @@
-"""Pydantic's complaints as one line that names the key, the value and a hint."""
+"""Pydantic's errors as one line that names the key, the value and a hint."""
 
 import difflib
 import json

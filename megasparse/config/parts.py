@@ -4,7 +4,7 @@ from megasparse.config.schema import ModelConfig
 
 
 def encoder_part(model: ModelConfig) -> ModelConfig:
-    """What reads the source."""
+    """The encoder, which reads the source."""
     source = model.source
     assert source is not None
     own = {
@@ -19,5 +19,5 @@ def encoder_part(model: ModelConfig) -> ModelConfig:
 
 
 def decoder_part(model: ModelConfig) -> ModelConfig:
-    """What tells the target, without its attention to the source."""
+    """The decoder, which predicts the target, without its attention to the source."""
     return model.model_copy(update={"kind": "decoder", "source": None})

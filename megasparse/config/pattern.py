@@ -1,4 +1,4 @@
-"""Which layer has which attention, read from `model.attention.pattern`."""
+"""The attention of each layer, read from `model.attention.pattern`."""
 
 from typing import get_args
 

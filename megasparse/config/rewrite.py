@@ -34,7 +34,7 @@ def _added(text: str, start: int, keys: Sequence[str], value: Any) -> str:
 
 
 def _member(text: str, start: int, wanted: str) -> tuple[int, int] | None:
-    """Where the value of a key of the object that begins at `start` is."""
+    """The first and last place of a key's value in the object that begins at `start`; None where it has no such key."""
     at = _skip(text, start + 1)
     while text[at] != "}":
         key, at = _DECODER.raw_decode(text, at)

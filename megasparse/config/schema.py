@@ -21,7 +21,7 @@ class RunConfig(Section):
     """Seconds without progress on some rank after which the run ends and names it; 0 never ends it. Ten times as long
     until the first step is done, and never shorter than four times the longest step."""
     deterministic: bool = False
-    """Only deterministic GPU kernels, so that a resumed run is bit-identical there too. On the CPU it always is."""
+    """Use only deterministic GPU kernels, so that a resumed run is bit-identical there too. On the CPU it always is."""
 
 
 class PositionsConfig(Section):
@@ -36,7 +36,8 @@ class PositionsConfig(Section):
 
 class MaskingConfig(Section):
     rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
-    """Part of the tokens that an encoder has to tell (masked language modelling, Devlin et al. 2018)."""
+    """Share of the tokens that are masked, which an encoder predicts (masked language modelling, Devlin et al.
+    2018)."""
     token: Count = 256
     """The id that stands for a masked token: one of the vocabulary that no text has (256 for bytes)."""
     whole_words: bool = False
@@ -49,19 +50,19 @@ class SentenceOrderConfig(Section):
     separator: Count
     """The id that ends A, and B."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """Of its mean nats a sequence, beside those of the masked tokens."""
+    """Weight of its mean nats a sequence, beside those of the masked tokens."""
 
 
 class SourceConfig(Section):
     """The encoder of an encoder–decoder. What is not here is the same on both sides."""
 
     length: Positive = 512
-    """Tokens at the start of each sequence that the encoder reads; the decoder tells the others."""
+    """Tokens at the start of each sequence that the encoder reads; the decoder predicts the others."""
     layers: Positive | None = None
     """null takes `model.layers`."""
     positions: PositionsConfig = PositionsConfig()
     attention: AttentionConfig = AttentionConfig()
-    """Of the encoder; the decoder's is `model.attention`."""
+    """The encoder's attention; the decoder's is `model.attention`."""
     cross_attention: Literal["full", "lsh"] = "full"
     """The source's tokens that the decoder's see: all of them, or by `model.attention.lsh` those in the same bucket."""
     shared_embedding: bool = True
@@ -70,8 +71,8 @@ class SourceConfig(Section):
 
 class ModelConfig(Section):
     kind: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
-    """`decoder`: a causal language model. `encoder`: every token sees both sides, and masked tokens are told.
-    `encoder_decoder`: the beginning of each sequence is read by an encoder, the rest told by a decoder that sees it."""
+    """`decoder`: a causal language model. `encoder`: every token sees both sides, and masked tokens are predicted.
+    `encoder_decoder`: an encoder reads the beginning of each sequence, and a decoder that sees it predicts the rest."""
     style: Literal["reformer", "bert"] = "reformer"
     """`reformer`: branches read a normalised stream; projections without biases, ReLU. `bert`, for encoders of ordinary
     blocks: the embedding and every sum are normalised; biases, GELU, a dense layer before the output projection."""
@@ -103,11 +104,11 @@ class ModelConfig(Section):
     score_from: Count = 0
     """First position of a sequence whose token counts in loss and bits/dim, where the beginning cannot be predicted."""
     padding_token: Count | None = None
-    """Id of what is no token: nothing sees it, and nothing has to tell it. null: every token is real."""
+    """Id of padding, which no token sees and nothing predicts. null: every token is real."""
     document_separator: Count | None = None
     """Id of the token after each document: tokens see those of their own document only. null: a sequence is one."""
     label_smoothing: Rate = 0.0
-    """Part of each target's probability shared out among all ids (Szegedy et al. 2016); not in reported nats."""
+    """Share of each target's probability spread among all ids (Szegedy et al. 2016); not in reported nats."""
     adaptive_cutoffs: list[Positive] = Field(default=[])
     """Adaptive softmax (Grave et al. 2017) for large vocabularies sorted by frequency: where each cluster of rarer ids
     begins, ascending, e.g. [20000, 40000, 200000]. Empty: an ordinary softmax."""
@@ -123,7 +124,7 @@ class ModelConfig(Section):
     masking: MaskingConfig = MaskingConfig()
     """Encoders only."""
     sentence_order: SentenceOrderConfig | None = None
-    """Encoders only: tell also whether two segments stand in the order of their document (Lan et al. 2020)."""
+    """Encoders only: predict also whether two segments stand in the order of their document (Lan et al. 2020)."""
     source: SourceConfig | None = None
     """Encoder–decoders only, where it must be given."""
 
@@ -166,7 +167,8 @@ class TrainingConfig(Section):
     """The run stops after this many steps in a row that were not applied: their loss or gradient was not finite, or
     they were skipped as loss spikes."""
     skip_loss_spikes: bool = False
-    """Do not apply a step whose loss is 6 standard deviations above the mean of the last 128; otherwise only tell."""
+    """Do not apply a step whose loss is 6 standard deviations above the mean of the last 128; otherwise only report
+    it."""
 
 
 class OptimizerConfig(Section):
@@ -203,7 +205,7 @@ class CheckpointConfig(Section):
     asynchronous: bool = False
     """Copy the state, and write it while training goes on. Takes as much CPU memory as a checkpoint has bytes."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """When a checkpoint cannot be written: end with exit code 3, or tell it and go on to the next."""
+    """When a checkpoint cannot be written: end with exit code 3, or report it and go on to the next."""
 
 
 class LoggingConfig(Section):
@@ -238,7 +240,7 @@ class RunSettings(Section):
 
 
 class Config(RunSettings):
-    """Of a pretraining run."""
+    """The configuration of a pretraining run."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

@@ -1,4 +1,4 @@
-"""What every section of the schema is made of."""
+"""The base class of the schema's sections, and the types of their numbers."""
 
 from typing import Annotated
 

@@ -16,7 +16,7 @@ def parse(text: str, name: str) -> Any:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        hint, position = _mend(text, error.pos)
+        hint, position = _hint(text, error.pos)
         raise ConfigError(_where(name, text, position), f"not JSON: {error.msg}", hint) from None
     except RecursionError:
         raise ConfigError(name, "nested too deeply", "Remove the superfluous brackets") from None
@@ -30,7 +30,7 @@ def _where(name: str, text: str, position: int) -> str:
     return f"{name} line {text.count(chr(10), 0, position) + 1}"
 
 
-def _mend(text: str, position: int) -> tuple[str, int]:
+def _hint(text: str, position: int) -> tuple[str, int]:
     """What to do about a syntax error found at `position`, and the position of the culprit."""
     before, after = text[:position].rstrip(), text[position:].lstrip()
     if before.endswith(",") and after.startswith(("}", "]")):

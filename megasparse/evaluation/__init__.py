@@ -1,1 +1,1 @@
-"""What a trained model is worth: held-out bits/dim, the compressors' figures beside it, and text it writes."""
+"""Evaluation of trained models: held-out bits/dim, the same of compressors, and texts and images that they write."""

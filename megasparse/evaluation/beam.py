@@ -21,13 +21,13 @@ belong to, repeats allowed, each followed by its token."""
 
 class Hypothesis(NamedTuple):
     tokens: list[int]
-    """Without the end token."""
+    """The text's tokens, without the end token."""
     log_probability: float
-    """In nats, of the tokens and, where it has ended, of the end token."""
+    """Log-probability in nats of the tokens and, where it has ended, of the end token."""
     score: float
     """log_probability / length_penalty."""
     ended: bool
-    """Whether the end token was told; else it was cut off."""
+    """Whether the end token was predicted; else the text was cut off."""
 
 
 class _Live(NamedTuple):
@@ -36,7 +36,7 @@ class _Live(NamedTuple):
 
 
 def check_beams(beams: int, alpha: float) -> None:
-    """Raise ConfigError for what cannot be."""
+    """Raise ConfigError for settings out of range."""
     if beams < 1:
         raise ConfigError("--beams", f"{beams} is less than 1", "Give 1 (the likeliest token each time) or more")
     if not 0.0 <= alpha < math.inf:
@@ -53,28 +53,28 @@ def length_penalty(length: int, alpha: float) -> float:
 
 @dataclass(frozen=True)
 class BeamSettings:
-    """How to search. At most `beams` hypotheses of at most `tokens` tokens are followed, which end with the token
-    `end`, if any. vocabulary: see `restricted`.
+    """Settings of a search. At most `beams` hypotheses of at most `tokens` tokens are followed, which end with the
+    token `end`, if any. vocabulary: see `restricted`.
     """
 
     beams: int
     tokens: int
     end: int | None
     alpha: float = 0.0
-    """Of the length penalty."""
+    """Exponent of the length penalty."""
     vocabulary: int | None = None
 
 
 @torch.no_grad()
-def beam_search(logits: Tensor, step: Step, rule: BeamSettings) -> list[list[Hypothesis]]:
+def beam_search(logits: Tensor, step: Step, settings: BeamSettings) -> list[list[Hypothesis]]:
     """The hypotheses of each of B searches that take their steps together, best score first: those that have ended;
     only if there is none, those that were cut off.
 
     logits: (B, V), of the first token. A hypothesis that ends among the K likeliest of all continuations is kept; the K
     likeliest others go on. A search is over when K have ended, when none that goes on can still win, or at
-    `rule.tokens`. So one beam is greedy search, and as many beams as there are sequences are an exhaustive one.
+    `settings.tokens`. So one beam is greedy search, and as many beams as there are sequences are an exhaustive one.
     """
-    searches = [_follow(rule) for _ in logits]
+    searches = [_follow(settings) for _ in logits]
     for search in searches:
         next(search)
     found: list[list[Hypothesis]] = [[] for _ in searches]
@@ -96,57 +96,58 @@ def beam_search(logits: Tensor, step: Step, rule: BeamSettings) -> list[list[Hyp
     return found
 
 
-def _follow(rule: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, list[Hypothesis]]:
+def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, list[Hypothesis]]:
     """One search. It is sent the logits (n, V) of its hypotheses, and yields those that go on: number, next token."""
     live, ended = [_Live([], 0.0)], list[Hypothesis]()
     following: list[tuple[int, int]] = []
-    for length in range(1, rule.tokens + 1):
-        likely = _likeliest((yield following), live, rule)
-        for row, token, total in likely[: rule.beams]:
-            if token == rule.end:
-                score = total / length_penalty(length, rule.alpha)
+    for length in range(1, settings.tokens + 1):
+        likely = _likeliest((yield following), live, settings)
+        for row, token, total in likely[: settings.beams]:
+            if token == settings.end:
+                score = total / length_penalty(length, settings.alpha)
                 ended.append(Hypothesis(live[row].tokens, total, score, True))
-        others = [(row, token, total) for row, token, total in likely if token != rule.end][: rule.beams]
+        others = [(row, token, total) for row, token, total in likely if token != settings.end][: settings.beams]
         live = [_Live([*live[row].tokens, token], total) for row, token, total in others]
         following = [(row, token) for row, token, _ in others]
-        if not live or len(ended) >= rule.beams or _decided(live, ended, rule):
+        if not live or len(ended) >= settings.beams or _decided(live, ended, settings):
             break
-    penalty = length_penalty(rule.tokens, rule.alpha)
+    penalty = length_penalty(settings.tokens, settings.alpha)
     found = ended or [Hypothesis(x.tokens, x.log_probability, x.log_probability / penalty, False) for x in live]
-    return sorted(found, key=lambda hypothesis: -hypothesis.score)[: rule.beams]
+    return sorted(found, key=lambda hypothesis: -hypothesis.score)[: settings.beams]
 
 
-def _likeliest(logits: Tensor, live: list[_Live], rule: BeamSettings) -> list[tuple[int, int, float]]:
+def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> list[tuple[int, int, float]]:
     """The 2·K likeliest continuations by one token, likeliest first: number in `live`, token, log-probability in all.
     So many, because K of them may end.
     """
-    predicted = torch.log_softmax(restricted(logits, rule.vocabulary, rule.end).double(), dim=-1)
+    predicted = torch.log_softmax(restricted(logits, settings.vocabulary, settings.end).double(), dim=-1)
     totals = predicted + torch.tensor(
         [[x.log_probability] for x in live], dtype=predicted.dtype, device=predicted.device
     )
-    best, place = (x[: 2 * rule.beams].tolist() for x in totals.flatten().sort(descending=True, stable=True))
+    best, place = (x[: 2 * settings.beams].tolist() for x in totals.flatten().sort(descending=True, stable=True))
     width = totals.shape[1]
     return [(i // width, i % width, total) for i, total in zip(place, best, strict=True) if total > -math.inf]
 
 
-def _decided(live: list[_Live], ended: list[Hypothesis], rule: BeamSettings) -> bool:
-    """Whether none that goes on can still win: its log-probability only falls, its penalty is at most the longest's."""
+def _decided(live: list[_Live], ended: list[Hypothesis], settings: BeamSettings) -> bool:
+    """Whether no hypothesis that goes on can still win: its log-probability only falls, its penalty is at most the
+    longest's."""
     if not ended:
         return False
-    return max(x.score for x in ended) >= live[0].log_probability / length_penalty(rule.tokens, rule.alpha)
+    return max(x.score for x in ended) >= live[0].log_probability / length_penalty(settings.tokens, settings.alpha)
 
 
-def search(model: Any, prompts: Tensor, hash_seed: int, rule: BeamSettings) -> list[list[Hypothesis]]:
+def search(model: Any, prompts: Tensor, hash_seed: int, settings: BeamSettings) -> list[list[Hypothesis]]:
     """Continuations of each of the prompts (B, n) int64 by cached decoding. model, hash_seed: see `continuations`."""
-    return search_with(model, prompts, model.new_cache(len(prompts), hash_seed), rule)
+    return search_with(model, prompts, model.new_cache(len(prompts), hash_seed), settings)
 
 
-def search_with(model: Any, prompts: Tensor, cache: Any, rule: BeamSettings) -> list[list[Hypothesis]]:
-    """The same with an empty cache of the model's."""
+def search_with(model: Any, prompts: Tensor, cache: Any, settings: BeamSettings) -> list[list[Hypothesis]]:
+    """Beam search of the prompts with an empty cache of the model's."""
     logits = model.prefill(prompts, cache)
 
     def step(rows: Tensor, tokens: Tensor) -> Tensor:
         cache.select(rows)
         return model.decode(tokens, cache)
 
-    return beam_search(logits, step, rule)
+    return beam_search(logits, step, settings)

@@ -25,8 +25,8 @@ from megasparse.evaluation.protocol import Protocol
 from megasparse.ops.random import RngContext
 
 Scorer = Callable[[Tensor, RngContext, int], tuple[Tensor, Tensor, Tensor]]
-"""(tokens (B, T) int64, draws, n) -> sum of the nats, number of right predictions, and number of what was scored, of
-all but each window's first n tokens."""
+"""(tokens (B, T) int64, random draws, n) -> sum of the nats, number of right predictions, and number of what was
+scored, of all but each window's first n tokens."""
 
 
 class Stream(typing.Protocol):
@@ -108,12 +108,12 @@ def score(
 ) -> Score:
     """Score a split, or its first `limit` windows.
 
-    scorer: the model, see `of_model` and `of_engine`. seed: of the draws (hash rotations, an encoder's masks). rounds:
-    hash rounds in place of the configured ones. batch: windows scored at once; it changes nothing but speed. In a
-    process group every rank must call this: the ranks share the windows, make equally many calls of the model (as
-    ZeRO-3 needs), and all get the same Score. ranks_a_window: neighbouring ranks that score each window together: their
-    scorers are given the whole of it, and each returns its part of the sums.
-    Raises ConfigError for a stride or limit that cannot be, UserError where the model's nats are not finite.
+    scorer: the model, see `of_model` and `of_engine`. seed: seed of the random draws (hash rotations, an encoder's
+    masks). rounds: hash rounds in place of the configured ones. batch: windows scored at once; it changes nothing but
+    speed. In a process group every rank must call this: the ranks share the windows, make equally many calls of the
+    model (as ZeRO-3 needs), and all get the same Score. ranks_a_window: neighbouring ranks that score each window
+    together: their scorers are given the whole of it, and each returns its part of the sums. Raises ConfigError for a
+    stride or limit that cannot be, UserError where the model's nats are not finite.
     """
     if limit is not None and limit < 1:
         raise ConfigError("--limit", f"{limit} windows cannot be scored", "Give 1 or more, or leave it out for all")
@@ -135,9 +135,8 @@ def score(
             sums += torch.stack([each.to(device, torch.float64) for each in found])
     if world_size > 1:
         dist.all_reduce(sums)
-    if (
-        not sums.isfinite().all()
-    ):  # told only here, where all ranks know it: one that stopped would leave the rest waiting
+    # Checked only here, where all ranks know it: one that stopped alone would leave the rest waiting.
+    if not sums.isfinite().all():
         raise UserError("the model's nats are not finite on this split: evaluate an earlier checkpoint, or in fp32")
     return Score(float(sums[0]), float(sums[1]), int(sums[2]))
 
@@ -183,7 +182,7 @@ def score_seeds(
     device: torch.device | str,
     scorer: Scorer | None = None,
 ) -> list[Score]:
-    """Score a split by a protocol, once for each of its seeds: the model's tokens, or what `scorer` tells."""
+    """Score a split by a protocol, once for each of its seeds: the model's tokens, or what `scorer` scores."""
     return [
         score(
             scorer or of_model(model),

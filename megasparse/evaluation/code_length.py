@@ -1,4 +1,5 @@
-"""A decoder's held-out code length: bits/dim, bits/byte, perplexities, accuracy, with all they are to be read with."""
+"""A decoder's held-out code length: bits/dim, bits/byte, perplexities, accuracy, and the protocol they were found
+by."""
 
 import math
 import statistics
@@ -24,7 +25,7 @@ def evaluate(
     dims: tokens that were scored. accuracy: share of them that the model held to be the likeliest. Over several hash
     seeds it is a mean, and nats are the mean code length (averaged probabilities would be an ensemble's), of which all
     measures are; the deviations are the sample standard deviations of each measure, and of the primary one, the first.
-    The protocol also tells whether the numbers are code lengths of the text, why a measure is null, and which layers
+    The protocol also says whether the numbers are code lengths of the text, why a measure is null, and which layers
     are not strictly causal. Raises ConfigError for pixels that make no square image.
     """
     kind = protocol.tokenizer["name"]
@@ -74,7 +75,7 @@ UNITS = {
 def summary(result: Mapping[str, Any]) -> str:
     """The line that launch/evaluate.py prints."""
     protocol, found = result["protocol"], {name: result[name] for name in UNITS if result.get(name) is not None}
-    if not protocol["lossless"]:  # cheap where words are told as unknown ones: not to be compared with compressors
+    if not protocol["lossless"]:  # cheap where words are predicted as unknown ones: not to be compared with compressors
         found.pop("bits_per_byte", None)
     primary, *others = found
     predicted = [f"{found[primary]:.4f} {UNITS[primary]}", f"accuracy {100 * result['accuracy']:.2f} %"]

@@ -1,4 +1,4 @@
-"""What gzip -9, xz -9 and, of images, PNG make of the same held-out bytes: the yardstick beside a model's bits/dim."""
+"""Sizes that gzip -9, xz -9 and, of images, PNG reach on the same held-out bytes, to compare with bits/dim."""
 
 import io
 import lzma

@@ -23,7 +23,7 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise ConfigError for what cannot be."""
+        """Raise ConfigError for settings out of range."""
         if not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(
                 "--temperature", f"{self.temperature} is not a number >= 0", "0 takes the likeliest token, 1 samples"
@@ -103,8 +103,8 @@ def continuations(
 
 
 def restricted(logits: Tensor, vocabulary: int | None, end: int | None) -> Tensor:
-    """Logits (B, V), −∞ for what is never told: ids from `vocabulary` on (a softmax wider than the tokenizer; None: all
-    may be told), but `end`.
+    """Logits (B, V) with −∞ for the ids that are never drawn: those from `vocabulary` on (a softmax may be wider than
+    the tokenizer; None: all may be drawn), except `end`.
     """
     if vocabulary is None:
         return logits

@@ -1,6 +1,8 @@
 """The evaluation inside training, every so many steps: held-out loss, a sample, quality of the attention."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,64 @@ Found = dict[str, float | str | Tensor]
 """Scalars, texts and pictures by their names."""
 
 PAUSE = 64
-"""Tokens of a sample between two looks at whether the run should stop."""
+"""Tokens of a sample between two checks of whether the run should stop."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The evaluation that the training loop calls on every rank with the step; see `held_out`."""
+
+    engine: Engine
+    config: Config
+    hooks: RunHooks
+    stream: EvaluationStream
+    quality: Callable[[], Found] | None
+    draw: Callable[[], str | Tensor] | None
+
+    def __call__(self, step: int) -> Found:
+        evaluated = _is_due(step, self.config.evaluation.every)
+        measured = self.quality is not None and _is_due(step, self.config.logging.attention_quality_every)
+        if not evaluated and not measured:
+            return {}
+        model: Any = self.engine.module
+        model.eval()
+        try:
+            found = self._losses() if evaluated else {}
+            if self.quality is not None and measured:
+                check_stop(self.hooks, self.engine.ranks, "quality of attention")
+                found |= self.quality()
+        finally:
+            model.train()
+        return found
+
+    def _losses(self) -> Found:
+        config, ranks, model = self.config, self.engine.ranks, self.engine.module
+        result = score(
+            of_engine(self._window),
+            self.stream,
+            config.data.sequence_length,
+            config.run.seed,
+            score_from=config.model.score_from,
+            limit=config.evaluation.sequences,
+            device=ranks.device,
+            ranks_a_window=ranks.sequence_size,
+        )
+        found: Found = {"evaluation/loss": result.nats / result.dims, "evaluation/accuracy": result.accuracy}
+        if config.model.kind == "decoder":
+            found["evaluation/bits_per_dim"] = result.bits_per_dim
+        if self.draw is not None and not model.leaks:
+            found["evaluation/sample"] = self.draw()
+        return found
+
+    def _window(self, tokens: Tensor, rng: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        check_stop(self.hooks, self.engine.ranks, "evaluation")
+        module: Any = self.engine.module
+        own, padding = cut(tokens, module.config, self.engine.ranks.sequence)
+        return self.engine.evaluate(own, rng, padding)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def held_out(
@@ -31,78 +90,35 @@ def held_out(
     index: Index,
     config: Config,
     hooks: RunHooks = RunHooks(),  # noqa: B008  (frozen)
-) -> Callable[[int], Found] | None:
-    """What the training loop calls on every rank with the step; None where neither `evaluation.every` nor
+) -> HeldOut | None:
+    """Build the evaluation inside training; None where neither `evaluation.every` nor
     `logging.attention_quality_every` asks for it.
 
     It returns what is due at the step: all that `attention_quality` finds; of the evaluation "evaluation/loss" (nats a
     token; an encoder's of a masked token, an encoder–decoder's of a token of the target) and "evaluation/accuracy", of
     a decoder also "evaluation/bits_per_dim", whose dim is a token, and, where asked for, "evaluation/sample", a text
-    or, of a model of pixels, an image (s, s, 3) uint8, told from nothing.
-    Between its windows, and while it makes a sample, it heeds `watch`: then what is called raises StopWanted, on all
-    ranks.
-    Raises DataError where the data has no split `evaluation.split`, ConfigError where a sample is asked for of
+    or, of a model of pixels, an image (s, s, 3) uint8, drawn without a prompt.
+    Between windows, and while a sample is drawn, it asks `hooks` whether to stop, and then raises StopWanted on all
+    ranks. Raises DataError where the data has no split `evaluation.split`, ConfigError where a sample is asked for of
     sequences of pixels that are no images.
     """
-    every = {"evaluation": config.evaluation.every, "quality": config.logging.attention_quality_every}
-    if not any(every.values()):
+    wants_quality = config.logging.attention_quality_every > 0
+    if not config.evaluation.every and not wants_quality:
         return None
-    settings, device = config.evaluation, engine.ranks.device
-    model: Any = engine.module
-    stream = EvaluationStream(index, settings.split, hooks.alive)
-    quality = attention_quality(engine, index, config) if every["quality"] else None
+    stream = EvaluationStream(index, config.evaluation.split, hooks.alive)
+    quality = attention_quality(engine, index, config) if wants_quality else None
     draw = None
-    if every["evaluation"] and settings.sample_tokens:
-        draw = sampler(model, config, device, lambda: check_stop(hooks, engine.ranks, "making a sample"))
-
-    def evaluate(step: int) -> Found:
-        due = {name for name, steps in every.items() if steps and step % steps == 0}
-        if not due:
-            return {}
-        model.eval()
-        try:
-            found = losses() if "evaluation" in due else {}
-            if quality is not None and "quality" in due:
-                check_stop(hooks, engine.ranks, "quality of attention")
-                found |= quality()
-        finally:
-            model.train()
-        return found
-
-    def window(tokens: Tensor, rng: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        check_stop(hooks, engine.ranks, "evaluation")
-        own, padding = cut(tokens, model.config, engine.ranks.sequence)
-        return engine.evaluate(own, rng, padding)
-
-    def losses() -> Found:
-        result = score(
-            of_engine(window),
-            stream,
-            config.data.sequence_length,
-            config.run.seed,
-            score_from=config.model.score_from,
-            limit=settings.sequences,
-            device=device,
-            ranks_a_window=engine.ranks.sequence_size,
-        )
-        found: Found = {
-            "evaluation/loss": result.nats / result.dims,
-            "evaluation/accuracy": result.accuracy,
-        }
-        if config.model.kind == "decoder":
-            found["evaluation/bits_per_dim"] = result.bits_per_dim
-        if draw is not None and not model.leaks:
-            found["evaluation/sample"] = draw()
-        return found
-
-    return evaluate
+    if config.evaluation.every and config.evaluation.sample_tokens:
+        pause = partial(check_stop, hooks, engine.ranks, "making a sample")
+        draw = sampler(engine.module, config, engine.ranks.device, pause)
+    return HeldOut(engine, config, hooks, stream, quality, draw)
 
 
 def sampler(
     decoder: Any, config: Config, device: torch.device, pause: Callable[[], None]
 ) -> Callable[[], str | Tensor]:
-    """What tells a text or draws an image, with a `pause` now and then. Every rank gets the same: under ZeRO-3 each
-    step of it gathers the weights from all of them.
+    """Build a function that samples a text or an image, and calls `pause` now and then. Every rank gets the same: under
+    ZeRO-3 each step gathers the weights from all of them.
     """
     tokenizer, tokens = build_tokenizer(config.data.tokenizer), config.evaluation.sample_tokens
     shape = image_shape(config.data.sequence_length) if tokenizer.name == "pixels" else None

@@ -22,10 +22,10 @@ SHEET = "sheet.png"
 
 
 def shape_of(config: Config, option: str) -> Shape:
-    """Of the images that a model tells. Raises ConfigError naming `option` for a model of anything else."""
+    """The shape of the images that a model draws. Raises ConfigError naming `option` for a model of anything else."""
     if config.data.tokenizer != "pixels" or config.model.kind != "decoder":
         found = f'a {config.model.kind} of data.tokenizer = "{config.data.tokenizer}"'
-        raise ConfigError(option, f"this is {found}, which tells no pixels", 'Give a decoder\'s of "pixels"')
+        raise ConfigError(option, f"this is {found}, which predicts no pixels", 'Give a decoder\'s of "pixels"')
     return image_shape(config.data.sequence_length)
 
 
@@ -48,7 +48,7 @@ def open_output(directory: str | None) -> Path:
 def draw_images(
     decoder: Any, shape: Shape, count: int, hash_seed: int, sampling: Sampling, directory: str | None
 ) -> None:
-    """Writes `count` images, 0000.png and so on, each as soon as it is whole, and a sheet of all. Raises ConfigError
+    """Write `count` images, 0000.png and so on, each as soon as it is whole, and a sheet of all. Raises ConfigError
     unless the directory is new or empty.
     """
     if count < 1:
@@ -66,7 +66,7 @@ def draw_images(
 def complete_images(
     decoder: Any, shape: Shape, files: Sequence[str], hash_seed: int, sampling: Sampling, directory: str | None
 ) -> None:
-    """Writes each image with another lower half, named by its number and its file, and a sheet with a row for each:
+    """Write each image with another lower half, named by its number and its file, and a sheet with a row for each:
     the original, the half that was given, the completion. Raises DataError for a file that is no image of this shape,
     before anything is made, and ConfigError unless the directory is new or empty.
     """

@@ -1,7 +1,7 @@
-"""How well an encoder tells the tokens that are masked: mean nats, perplexity and accuracy over a split.
+"""How well an encoder predicts masked tokens: mean nats, perplexity and accuracy over a split.
 
 The split is cut into windows as in bits_per_dim, and each window's masks are a function of (seed, the window's start):
-the same at every evaluation. No code length: each token is told from both its sides.
+the same at every evaluation. It is no code length: each token is predicted from both its sides.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Files of results: there whole or not at all, and asked for before the work begins."""
+"""Files of results: written whole or not at all, and checked before the work begins."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import IO, Any
 from megasparse.data.files import replacing
 from megasparse.errors import UserError
 
-MEND = "Make room, or choose another"
+HINT = "Make room, or choose another"
 
 
 def require_writable(*paths: Path | None, sources: Sequence[str] = ()) -> None:
@@ -23,24 +23,24 @@ def require_writable(*paths: Path | None, sources: Sequence[str] = ()) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}). {MEND}") from None
+            raise UserError(f"{path}: cannot be written ({error.strerror}). {HINT}") from None
         if path.resolve() in [Path(source).resolve() for source in sources]:
-            raise UserError(f"{path}: is what is read. Give the name of another file")
+            raise UserError(f"{path}: is one of the files that are read. Give the name of another file")
         if path.is_dir():
             raise UserError(f"{path}: is a folder. Give the name of a file")
         if not os.access(path.parent, os.W_OK):
-            raise UserError(f"{path}: its folder cannot be written to. {MEND}")
+            raise UserError(f"{path}: its folder cannot be written to. {HINT}")
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """As data.files.replacing, with its folder. Raises UserError where it cannot be written."""
+    """Write a file through `data.files.replacing`, and make its folder. Raises UserError where it cannot be written."""
     require_writable(path)
     try:
         with replacing(path) as out:
             yield out
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or error}). {MEND}") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror or error}). {HINT}") from None
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def counts_of(protocol: Protocol, scored: int, tokens: int) -> Counts:
     if scored == tokens:
         own = tokens if protocol.tokenizer["name"] == BYTES else None
         raw_bytes = own if protocol.split_bytes is None else protocol.split_bytes
-        return Counts(scored, raw_bytes or None, protocol.split_words or None, "the index of the data does not tell it")
+        return Counts(scored, raw_bytes or None, protocol.split_words or None, "the index of the data does not have it")
     part = f"known only of the whole split, of which {scored:,} of {tokens:,} tokens were scored"
     return Counts(scored, scored if protocol.tokenizer["name"] == BYTES else None, None, part)
 

@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
 
 def image_shape(tokens: int) -> Shape:
-    """Of images of T = 3·s² (RGB) or s² (grey) tokens. Raises ConfigError for any other number."""
+    """The shape of images of T = 3·s² (RGB) or s² (grey) tokens. Raises ConfigError for any other number."""
     for channels in (3, 1):
         side = math.isqrt(tokens // channels)
         if side and side**2 * channels == tokens:
@@ -55,7 +55,7 @@ def image_shape(tokens: int) -> Shape:
 
 
 def picture_of(tokens: Sequence[int] | Tensor, shape: Shape) -> Picture:
-    """Of an image's first tokens; what is not there is black."""
+    """The picture of an image's first tokens; the missing ones are black."""
     flat = np.zeros(shape.tokens, dtype=np.uint8)
     flat[: len(tokens)] = np.asarray(tokens, dtype=np.uint8)
     return np.broadcast_to(flat.reshape(shape.side, shape.side, shape.channels), (shape.side, shape.side, 3))
@@ -63,7 +63,7 @@ def picture_of(tokens: Sequence[int] | Tensor, shape: Shape) -> Picture:
 
 def read_picture(path: str | Path, shape: Shape) -> Tensor:
     """The tokens (T,) int64 of an image file. Nothing is scaled and no colour left out: raises DataError for an image
-    of another size, for one in colour where grey is told, and where it cannot be read.
+    of another size, for one in colour where the model's are grey, and where it cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -77,7 +77,7 @@ def read_picture(path: str | Path, shape: Shape) -> Tensor:
 
 
 def write_png(path: Path, picture: Picture) -> None:
-    """The file is there whole or not at all."""
+    """Write a picture's file whole or not at all."""
     with replacing(path) as file:
         Image.fromarray(np.ascontiguousarray(picture)).save(file, format="PNG")
 
@@ -99,6 +99,6 @@ def sheet(rows: Sequence[Sequence[Picture]], headings: Sequence[str] = ()) -> Pi
 
 
 def grid(pictures: Sequence[Picture]) -> list[Sequence[Picture]]:
-    """In rows, as near to a square as can be."""
+    """Rows of pictures, as near to a square as can be."""
     columns = math.ceil(len(pictures) ** 0.5)
     return [pictures[first : first + columns] for first in range(0, len(pictures), columns)]

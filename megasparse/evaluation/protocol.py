@@ -1,4 +1,4 @@
-"""What a score is to be read with."""
+"""The protocol of an evaluation: what was scored, with which settings."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,12 @@ from megasparse.errors import ConfigError
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 
 OF_SOURCE = ("downsampling", "verified")
-"""What the index says of the source that a score is to be read with, not where it lay."""
+"""Facts about the data's source in its index that a score depends on; where the source lay is none."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """All that a score is to be read with."""
+    """Everything that a score depends on."""
 
     split: str
     sequence_length: int
@@ -26,24 +26,24 @@ class Protocol:
     rounds: int | None
     """Hash rounds (YOSO: hashes) asked for in place of the configured ones."""
     configured_rounds: dict[str, int]
-    """Those of evaluation by the configuration, for each mechanism that has any."""
+    """Hash rounds that the configuration has for evaluation, by mechanism."""
     seeds: list[int]
-    """Of the draws, such as hash rotations: one pass over the split each."""
+    """Seeds of the random draws, such as hash rotations: one pass over the split each."""
     precision: str
     checkpoint: str
     checkpoint_step: int
     data_fingerprint: str
     trained_on_fingerprint: str
     tokenizer: dict[str, str]
-    """Its name and sha256."""
+    """The tokenizer's name and sha256."""
     lossless: bool
     """Whether the text comes back from its tokens. Where not (unknown words), the numbers are no code length of it."""
     record: int | None
     """Tokens of a record of the data, such as an image; None for running text."""
     split_bytes: int | None
-    """Bytes of the text that the split's tokens were made of; None where the index does not tell."""
+    """Bytes of the text that the split's tokens were made of; None where the index does not have it."""
     split_words: int | None
-    """Reference words of that text; None where the index does not tell."""
+    """Reference words of that text; None where the index does not have it."""
     data_settings: dict[str, Any]
     """What the shards were made with, such as the down-sampling of images."""
 

@@ -1,4 +1,5 @@
-"""How well an encoder–decoder tells its targets: mean nats, perplexity and accuracy of a target token over a split."""
+"""How well an encoder–decoder predicts its targets: mean nats, perplexity and accuracy of a target token over a
+split."""
 
 import math
 import statistics

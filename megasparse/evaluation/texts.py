@@ -1,4 +1,4 @@
-"""Texts told by a model: what continues a prompt, or what an encoder–decoder tells of a source.
+"""Texts written by a model: what continues a prompt, or what an encoder–decoder makes of a source.
 
 S tokens of a source.
 """
@@ -20,7 +20,7 @@ from megasparse.evaluation.beam import BeamSettings, check_beams, search
 from megasparse.evaluation.generate import Sampling, check_length, generate
 
 DECODER_TOKENS = 200
-"""How many tokens a decoder adds where nothing is said; an encoder–decoder stops by itself."""
+"""Tokens that a decoder adds by default; an encoder–decoder stops by itself."""
 AT_ONCE = 8
 """Sources whose beams stand side by side."""
 
@@ -38,7 +38,7 @@ class Request:
 
 
 class EncodedSource:
-    """An encoder–decoder that has read sources, (B, S) tokens, in the place of a decoder."""
+    """An encoder–decoder that has read sources, (B, S) tokens, with a decoder's interface."""
 
     def __init__(self, model: Any, sources: Tensor, hash_seed: int):
         self.model, self.memory = model, model.encode(sources, hash_seed)
@@ -69,14 +69,14 @@ def texts(
     sources: Sequence[bytes],
     device: torch.device,
 ) -> Iterable[Iterator[str]]:
-    """The text of each source, or a decoder's only one, piece by piece as it is told. A text ends where its document
+    """The text of each source, or a decoder's only one, piece by piece as it is written. A text ends where its document
     does, if the model knows documents.
 
-    Raises ConfigError for a request that cannot be met, before anything is told.
+    Raises ConfigError for a request that cannot be met, before anything is written.
     """
     if tokenizer.name == "pixels":
         hint = "Ask for --images N or --complete IMAGE, and --output DIR"
-        raise ConfigError("--checkpoint", "its model tells pixels, not text", hint)
+        raise ConfigError("--checkpoint", "its model predicts pixels, not text", hint)
     request.sampling.check()
     check_beams(1 if request.beams is None else request.beams, request.length_penalty)
     end = config.model.document_separator if config.model.source is None else _separator(tokenizer, config)
@@ -84,20 +84,20 @@ def texts(
     if end is not None and (prompt == end).any():
         raise ConfigError("--prompt", f"it holds the token that ends a text ({end})", "Leave that out")
     tokens = _length(request.tokens, len(prompt), config)
-    teller = _Teller(tokenizer, request, tokens, config.run.seed, end)
+    writer = _Writer(tokenizer, request, tokens, config.run.seed, end)
     if config.model.source is None:
         if sources:
             raise ConfigError("--source", "this is a decoder, which reads no source", "Give it a --prompt to continue")
-        return [teller.text(model, prompt.to(device))]
+        return [writer.text(model, prompt.to(device))]
     if not sources:
-        problem = "it is missing, and this is an encoder-decoder, which tells what belongs to a source"
+        problem = "it is missing, and this is an encoder-decoder, which writes what belongs to a source"
         raise ConfigError("--source", problem, "Give --source TEXT or --source-file FILE")
     read = [_source(text, number, config, tokenizer) for number, text in enumerate(sources, 1)]
-    return teller.of_sources(model, read, prompt.to(device), config.model.padding_token)
+    return writer.of_sources(model, read, prompt.to(device), config.model.padding_token)
 
 
 @dataclass(frozen=True)
-class _Teller:
+class _Writer:
     tokenizer: Tokenizer
     request: Request
     tokens: int
@@ -105,10 +105,10 @@ class _Teller:
     end: int | None
 
     def text(self, decoder: Any, prompt: Tensor) -> Iterator[str]:
-        """Of the prompt and what continues it."""
+        """The text of the prompt and what continues it."""
         if self.request.beams is None:
-            rule: dict[str, Any] = {"hash_seed": self.hash_seed, "vocabulary": self.tokenizer.vocabulary}
-            predicted = generate(decoder, prompt, self.tokens, end=self.end, **rule, **asdict(self.request.sampling))
+            options: dict[str, Any] = {"hash_seed": self.hash_seed, "vocabulary": self.tokenizer.vocabulary}
+            predicted = generate(decoder, prompt, self.tokens, end=self.end, **options, **asdict(self.request.sampling))
             return self.tokenizer.text(itertools.chain(prompt.tolist(), predicted))
         (text,) = self._searched(decoder, prompt[None])
         return text
@@ -116,7 +116,7 @@ class _Teller:
     def of_sources(
         self, model: Any, sources: Sequence[Tensor], prompt: Tensor, padding: int | None
     ) -> Iterator[Iterator[str]]:
-        """Sources that are searched for stand side by side, those drawn from do not: each is told as if alone."""
+        """The text of each source. Beam searches run side by side; each sampled text is drawn as if alone."""
         if self.request.beams is None or padding is None:
             for source in sources:
                 yield self.text(EncodedSource(model, source[None].to(prompt.device), self.hash_seed), prompt)
@@ -129,8 +129,8 @@ class _Teller:
     def _searched(self, decoder: Any, prompts: Tensor) -> list[Iterator[str]]:
         assert self.request.beams is not None
         width, alpha = self.tokenizer.vocabulary, self.request.length_penalty
-        rule = BeamSettings(self.request.beams, self.tokens, self.end, alpha, width)
-        best = [found[0].tokens for found in search(decoder, prompts, self.hash_seed, rule)]
+        settings = BeamSettings(self.request.beams, self.tokens, self.end, alpha, width)
+        best = [found[0].tokens for found in search(decoder, prompts, self.hash_seed, settings)]
         return [
             self.tokenizer.text([*prompt, *predicted]) for prompt, predicted in zip(prompts.tolist(), best, strict=True)
         ]
@@ -146,7 +146,7 @@ def _length(asked: int | None, prompt: int, config: Config) -> int:
 
 
 def _separator(tokenizer: Tokenizer, config: Config) -> int:
-    """What ends a source, and a target."""
+    """The id of the token that ends a source, and a target."""
     if tokenizer.special is None:
         problem = f'"{tokenizer.name}" has no special tokens, and a source needs one at its end'
         raise ConfigError("data.tokenizer", problem, "Give the tokenizer that the data was prepared with")

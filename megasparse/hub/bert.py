@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from megasparse.config.checks import check_model
+from megasparse.config.model_checks import check_model
 from megasparse.config.pattern import heads_of_layer
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import HubError

@@ -31,8 +31,8 @@ from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.attention.routing import RoutingAttention
 from megasparse.attention.yoso import YOSOAttention
 from megasparse.config.attention import AttentionConfig
-from megasparse.config.checks import check_model
 from megasparse.config.messages import as_config_error, show
+from megasparse.config.model_checks import check_model
 from megasparse.config.pattern import heads_of_layer, kinds
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean

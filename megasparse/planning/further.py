@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megasparse.config.checks import check_model
+from megasparse.config.model_checks import check_model
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.planning.plan import Plan

@@ -1,4 +1,4 @@
-"""What a report tells of a run in numbers and tables, as HTML."""
+"""The numbers and tables of a run's report, as HTML."""
 
 import json
 import time
@@ -15,12 +15,12 @@ from megasparse.report.series import HUGE
 from megasparse.training.reporting.stragglers import usual
 
 Tile = tuple[str, str, str]
-"""What it is, its value, and more about it."""
+"""Label, value, and a note."""
 MOST_ROWS = 200
 
 
 def headline(run: Run) -> list[Tile]:
-    """What one wants to know first; only what the run has."""
+    """The most important numbers of a run; only those that it has."""
     planned = run.planned
     share = f" of {planned:,}" if planned else ""
     found: list[Tile] = [("steps", f"{run.steps:,}{share}", _state(run))]
@@ -118,7 +118,7 @@ def _cells(values: dict[str, Any], keys: Sequence[str]) -> list[str]:
 
 
 def ranks(run: Run) -> str:
-    """Seconds of each rank's step, the slowest first, with where it runs and what it last said."""
+    """A table of the seconds of each rank's step, the slowest first, with where it runs and what it last reported."""
     beats = {beat["rank"]: beat for beat in run.heartbeats if isinstance(beat.get("rank"), int)}
     known = run.ranks.get("ranks")
     spent = [row for row in known if isinstance(row, dict)] if isinstance(known, list) else []
@@ -133,7 +133,7 @@ def ranks(run: Run) -> str:
         reported = [f"{row[key]:.3g}" if _numeric(row, (key,)) else "" for key in numbers]
         ratio = f"{seconds / other:.2f}" if seconds else ""
         cells.append([escape(str(row.get("rank"))), *reported, ratio, *_cells(beat, ("host", "pid", "doing"))])
-    heads = ("rank", "data, s", "forward, s", "exposed communication, s", "own part", "host", "process", "last said")
+    heads = ("rank", "data, s", "forward, s", "exposed communication, s", "own part", "host", "process", "last report")
     note = (
         f"Medians of the {run.ranks.get('steps')} steps up to {run.ranks.get('step')}, the slowest first; own part: "
         "waiting for data and forward, against the median rank's (of two, the other's)."
@@ -159,7 +159,7 @@ def checkpoints(run: Run) -> str:
 
 
 def configuration(run: Run) -> str:
-    """What differs from the defaults, and folded away the whole."""
+    """A table of the settings that differ from the defaults, and, folded away, of all."""
     if not run.config:
         return '<p class="dim">config.json is missing or broken.</p>'
     changed = [key for key, value in run.config.items() if run.defaults.get(key) != value or key not in run.defaults]

@@ -1,4 +1,4 @@
-"""Which curves of a run a report shows, and in which order. Scalars are those of docs/monitoring.md."""
+"""The curves of a run that a report shows, in their order. Scalars are those of docs/monitoring.md."""
 
 import re
 from collections import defaultdict
@@ -69,7 +69,7 @@ PLANNED = {
     ],
 }
 LEFT_OUT = {"speed/tokens_per_second_per_device"}
-"""Scalars that another one tells already."""
+"""Scalars that another one shows already."""
 EXAMPLES = {"Loss": "mean of an example", "Objective": "mean of an example"}
 """Units of charts in fine-tuning."""
 
@@ -87,7 +87,7 @@ UNITS = {
     "bucket_ratio": "share of buckets",
     "bucket_size": "share of buckets",
 }
-"""Of what mechanisms report, and of the quality of attention."""
+"""Units of what mechanisms report, and of the quality of attention."""
 
 
 def plan(names: Iterable[str], finetuning: bool) -> dict[str, list[Plan]]:

@@ -1,4 +1,4 @@
-"""One HTML page of one run or several, which needs nothing but itself. All that files say is text, and escaped."""
+"""One HTML page of one run or several, which needs nothing but itself. All text from files is escaped."""
 
 import base64
 import hashlib
@@ -17,12 +17,12 @@ from megasparse.report.run import Run
 from megasparse.report.style import SCRIPT, STYLE
 
 POINTS = 150_000
-"""Of all curves together: some 2 MB."""
+"""Points of all curves together, which take about 2 MB."""
 MOST_POINTS = 1000
-"""Of one curve."""
+"""Points of one curve."""
 MOST_CHARTS = 150
 PICTURE_BYTES = 1_800_000
-"""Of all pictures together, a third less than they take in the page."""
+"""Bytes of all pictures together, a third less than they take in the page."""
 SHOWN = 4
 """Pictures or texts of a kind at most, from first to last."""
 TEXT = 3000
@@ -32,7 +32,7 @@ WRITTEN_ELSEWHERE = {"events", "ranks"}
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Curves of several runs share their charts; the rest follows run by run."""
+    """The page's HTML. Curves of several runs share their charts; the rest follows run by run."""
     title = ", ".join(labels(runs))
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -58,7 +58,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def document(title: str, body: str) -> str:
-    """The policy lets no script run but ours, and nothing be fetched."""
+    """A whole HTML file, whose policy lets only the page's own script run and nothing be fetched."""
     script = SCRIPT
     places = {"LEFT": edges.LEFT, "RIGHT": edges.WIDTH - edges.RIGHT, "TOP": edges.TOP}
     for name, place in (places | {"BOTTOM": edges.HEIGHT - edges.BOTTOM}).items():
@@ -98,9 +98,9 @@ def curves(runs: Sequence[Run]) -> list[str]:
         left -= len(drawn)
         if any(drawn):
             parts.append(f'<h2>{escape(section)}</h2><div class="charts">{"".join(drawn)}</div>')
-    untold = sum(map(len, sections.values())) - MOST_CHARTS
-    if untold > 0:
-        parts.append(f'<p class="dim">{untold} more charts are left out: metrics.jsonl has every number.</p>')
+    left_out = sum(map(len, sections.values())) - MOST_CHARTS
+    if left_out > 0:
+        parts.append(f'<p class="dim">{left_out} more charts are left out: metrics.jsonl has every number.</p>')
     if zero:
         parts.append(f'<p class="dim">0 in every step: {escape(", ".join(sorted(zero)[:40]))}</p>')
     return parts

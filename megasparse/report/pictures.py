@@ -62,5 +62,5 @@ def _shown(record: bytes) -> Iterator[tuple[str, Shown]]:
 
 
 def _plain(text: str) -> str:
-    """Without the fence of Markdown that samples are written in."""
+    """A sample without the Markdown fence that it is written in."""
     return text.removeprefix("```\n").removesuffix("\n```")

@@ -1,4 +1,4 @@
-"""A run's folder, read as it is: of a run that goes on, that crashed, or that has done nothing yet."""
+"""A run's folder, read in whatever state it is: running, crashed, or not begun."""
 
 import json
 import time
@@ -16,7 +16,7 @@ from megasparse.training.checkpoints.identity import flatten
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 
 FRESH = 60.0
-"""Seconds since its last heartbeat for which a run is held to be alive."""
+"""Seconds after its last heartbeat for which a run counts as alive."""
 KINDS = {
     "SKIPPED": "skipped",
     "loss spike": "spike",
@@ -111,7 +111,9 @@ def read_run(path: Path) -> Run:
             board=read_board(path / "tensorboard"),
         )
     except OSError as error:
-        raise DataError(error.filename or path, f"cannot be read ({error.strerror})", "Mend that") from None
+        raise DataError(
+            error.filename or path, f"cannot be read ({error.strerror})", "Make it readable, and try again"
+        ) from None
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _heartbeats(folder: Path) -> list[dict[str, Any]]:
-    """Those of the newest launch, by rank; `seen` is when the file was written."""
+    """Heartbeats of the newest launch, by rank; `seen` is when the file was written."""
     found = []
     for file in sorted(folder.glob("rank-*.json")):
         beat = _json(file).get("heartbeat")

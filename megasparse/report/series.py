@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 HUGE = 1e300
-"""Beyond it a value is no measurement, and its square no number."""
+"""Largest value that counts as a measurement; a larger one has no finite square."""
 
 
 class Series(NamedTuple):
@@ -57,7 +57,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _ascending(steps: np.ndarray, values: np.ndarray) -> Series:
-    """Of a step that comes twice the last one."""
+    """The series in the order of steps; of a step that comes twice, its last value."""
     if len(steps) > 1 and (np.diff(steps) <= 0).any():
         own, last = np.unique(steps[::-1], return_index=True)
         return Series(own, values[::-1][last])

@@ -58,13 +58,13 @@ for (const svg of document.querySelectorAll('svg[data-x]')) {
   svg.addEventListener('pointermove', e => {
     const at = new DOMPoint(e.clientX, e.clientY).matrixTransform(svg.getScreenCTM().inverse()).x;
     if (at < LEFT || at > RIGHT) { out.textContent = ''; return; }
-    const told = lines.slice(0, 4).map(([label, points]) => {
+    const values = lines.slice(0, 4).map(([label, points]) => {
       const [, y] = points.reduce((a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a);
       const part = (BOTTOM - y) / (BOTTOM - TOP);
       return label + ' ' + short(log ? y0 * (y1 / y0) ** part : y0 + part * (y1 - y0));
     });
     const step = Math.round(x0 + (at - LEFT) / (RIGHT - LEFT) * (x1 - x0));
-    out.textContent = 'step ' + step + ': ' + told.join(', ');
+    out.textContent = 'step ' + step + ': ' + values.join(', ');
   });
   svg.addEventListener('pointerleave', () => out.textContent = '');
 }

@@ -1,1 +1,1 @@
-"""How well hashed attention stands for full attention, measured on trained models."""
+"""How well hashed attention approximates full attention, measured on trained models."""

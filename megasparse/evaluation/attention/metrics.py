@@ -1,4 +1,4 @@
-"""How well a sparse pattern stands for full attention: attention utility (LHA section 3.3), imbalance of its buckets
+"""How well a sparse pattern approximates full attention: attention utility (LHA section 3.3), imbalance of its buckets
 (section 3.2), recall of the largest weights, error of the output.
 
 Everything here holds L² weights a head: for windows of a few thousand tokens, not for training lengths.
@@ -36,7 +36,7 @@ def attention_utility(weights: Tensor, visible: Tensor) -> Tensor:
 
 
 def upper_bound(weights: Tensor, keys: int | Tensor) -> Tensor:
-    """No pattern with so many keys a query has a higher utility: each query's `keys` largest weights, mean over the
+    """The highest utility of any pattern with so many keys a query: each query's `keys` largest weights, mean over the
     queries.
 
     keys: a number, or one a query, (B, H, L). Returns (B, H).
@@ -84,7 +84,7 @@ class Imbalance(NamedTuple):
 
 
 def imbalance(query_codes: Tensor, key_codes: Tensor, buckets: int) -> Imbalance:
-    """Of an assignment as hashes give it, (B, H, L) each, before any balancing (LHA section 3.2)."""
+    """The imbalance of an assignment as hashes give it, (B, H, L) each, before any balancing (LHA section 3.2)."""
     queries, keys = (_sizes(codes, buckets) for codes in (query_codes, key_codes))  # (B, H, N)
     filled = queries + keys > 0
     off = filled & ((queries > 2 * keys) | (keys > 2 * queries))

@@ -28,8 +28,8 @@ HEADS_SHOWN = 2
 
 
 def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[[], dict[str, float | str | Tensor]]:
-    """A function that measures the first tokens of `evaluation.split`, an encoder–decoder's first sequence, whose
-    encoder and decoder are taken together; every rank calls it and has the same result.
+    """Build a function that measures the attention on the first tokens of `evaluation.split`, an encoder–decoder's
+    first sequence, whose encoder and decoder are taken together; every rank calls it and has the same result.
 
     For each kind of attention but full, mean over its layers and heads: quality/KIND/output_error, .../recall_top,
     .../utility, .../utility_bound and .../utility_floor, of LSH and LHA also .../bucket_ratio, .../bucket_size and
@@ -44,7 +44,7 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
     def quality() -> dict[str, float | str | Tensor]:
         found: dict[str, list[float]] = defaultdict(list)
         pictures: dict[str, float | str | Tensor] = {}
-        for call in watch(engine.module, tokens, config.run.seed):
+        for call in record_calls(engine.module, tokens, config.run.seed):
             if call.kind == "full":
                 continue
             exact, own = weights_of(call, call.exact()), weights_of(call, call.attention())
@@ -57,8 +57,8 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
 
 
 @torch.no_grad()
-def watch(model: nn.Module, tokens: Tensor, seed: int) -> list[Call]:
-    """What each mechanism of a model is called with on tokens (B, L), in evaluation."""
+def record_calls(model: nn.Module, tokens: Tensor, seed: int) -> list[Call]:
+    """The call of each of a model's mechanisms on tokens (B, L), in evaluation mode."""
     training = model.training
     model.eval()
     with calls(model) as found:

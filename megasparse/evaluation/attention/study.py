@@ -1,4 +1,4 @@
-"""The attention of a trained model against hashes that would stand for it: LHA's Figures 1, 2 and 6 in small.
+"""The attention of a trained model against hashes that approximate it: LHA's Figures 1, 2 and 6 in small.
 
 B windows, H heads, L length, D head dim, N buckets.
 """
@@ -34,7 +34,7 @@ from megasparse.evaluation.attention.metrics import (
 from megasparse.ops.random import derive
 
 PAPER_IMBALANCE = {"ratio": 0.613, "size": 0.359}
-"""Of LSH in all layers of a 16-layer model, 4 buckets, 1,024 tokens (LHA section 3.2)."""
+"""The paper's shares for LSH in all layers of a 16-layer model, 4 buckets, 1,024 tokens (LHA section 3.2)."""
 METHODS = ("chunks", "random", "smyrf", "lsh", "lha")
 """chunks: pieces of the window, as a local attention has them: what position alone gives."""
 GAP = 8
@@ -49,7 +49,7 @@ ROUNDS: dict[str, Sequence[int | None]] = {
 
 @dataclass(frozen=True)
 class Protocol:
-    """All that the numbers are to be read with."""
+    """The settings under which the numbers were measured."""
 
     checkpoint: str
     checkpoint_step: int
@@ -92,18 +92,18 @@ class Interval:
 
 
 def study(
-    watch: Callable[[int], list[Call]], hashes: list[LHAAttention], protocol: Protocol, attention: AttentionConfig
+    record: Callable[[int], list[Call]], hashes: list[LHAAttention], protocol: Protocol, attention: AttentionConfig
 ) -> dict[str, Any]:
     """Measure every attention of a model on `protocol.windows` windows.
 
-    watch: number of a window -> the calls of the model's mechanisms on it. hashes: LHA's of every call, trained.
+    record: number of a window -> the calls of the model's mechanisms on it. hashes: LHA's of every call, trained.
     attention: settings of the mechanisms whose output errors are measured. Returns {"layers": [{"name", "utility",
     "recall", "imbalance", "output_error"}], "all": the same over all layers, "paper_imbalance", "protocol"}; every
     number is {"mean", "half", "windows": [a number each]}.
     """
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for window in tqdm(range(protocol.windows), desc="windows", unit="window", disable=None):
-        for i, (call, mechanism) in enumerate(zip(watch(window), hashes, strict=True)):
+        for i, (call, mechanism) in enumerate(zip(record(window), hashes, strict=True)):
             found = _quality(call, mechanism, protocol, window) | _output_errors(call, attention)
             for name, value in found.items():
                 values[f"{i:03d} layer {call.context.layer} {call.kind}"][name].append(value)
@@ -157,9 +157,9 @@ def _key(call: Call, protocol: Protocol) -> int:
 
 @torch.no_grad()
 def _output_errors(call: Call, attention: AttentionConfig) -> dict[str, float]:
-    """output_error/KIND/ROUNDS -> error of the output against what the kind stands for, mean over heads.
+    """output_error/KIND/ROUNDS -> error of the output against what the kind approximates, mean over heads.
 
-    Of LSH (on the model's own queries and keys) and YOSO, and of the layer's own attention, unless it is exact.
+    The kinds are LSH (on the model's own queries and keys), YOSO, and the layer's own attention, unless it is exact.
     """
     lsh = attention.lsh.model_copy(update={"shared_qk": call.mechanism.shared_qk, "buckets": None})
     yoso = attention.yoso.model_copy(update={"convolution": None})
@@ -190,7 +190,7 @@ def maps(call: Call, mechanism: LHAAttention, protocol: Protocol, heads: int = 4
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The tables for people."""
+    """The tables that are printed."""
     rows = [*result["layers"], result["all"]]
     protocol, paper = result["protocol"], result["paper_imbalance"]
     columns = [*METHODS, "bound", "floor"]

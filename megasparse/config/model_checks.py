@@ -1,0 +1,214 @@
+"""What must hold between the keys of a model. Each rule raises a ConfigError with the key, its value and a hint."""
+
+import math
+
+from megasparse.config.attention_checks import check_attention, check_heads, check_lsh
+from megasparse.config.parts import decoder_part, encoder_part
+from megasparse.config.pattern import kinds
+from megasparse.config.schema import ModelConfig, PositionsConfig
+from megasparse.errors import ConfigError
+
+
+def check_model(model: ModelConfig) -> None:
+    """The rules that concern the model alone, whatever it reads."""
+    _check_tokens(model)
+    _check_sentence_order(model)
+    _check_source(model)
+    if model.source is None:
+        _check_stack(model)
+        return
+    _check_stack(decoder_part(model))
+    if model.source.cross_attention == "lsh":
+        longest = max(model.max_length, model.source.length)
+        check_lsh(model.attention.lsh, model.model_copy(update={"max_length": longest}))
+    try:
+        _check_stack(encoder_part(model))
+    except ConfigError as error:  # the encoder's keys are those of model.source
+        own = error.key.replace("model.", "model.source.", 1)
+        raise ConfigError(own if own.split(".")[2] in SOURCE_KEYS else error.key, error.problem, error.hint) from None
+
+
+SOURCE_KEYS = ("layers", "positions", "attention")
+
+
+def _check_stack(model: ModelConfig) -> None:
+    _check_model(model)
+    _check_positions(model.positions, model)
+    check_attention(model)
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.head_dim is None and model.d_model % model.heads:
+        around = range(max(1, model.heads - 1000), model.heads + 1000)
+        near = min((n for n in around if model.d_model % n == 0), key=lambda n: abs(n - model.heads), default=1)
+        raise ConfigError(
+            "model.heads",
+            f"{model.heads} heads do not divide model.d_model = {model.d_model}",
+            f"Set model.heads to a divisor (such as {near}), or model.head_dim",
+        )
+    _check_style(model)
+    needed = {"reversible": "reversible", "checkpoint": "ordinary", "checkpoint_cpu": "ordinary"}
+    blocks = needed.get(model.activations, model.blocks)
+    if blocks != model.blocks:
+        others = '"reversible"' if blocks == "ordinary" else '"stored", "checkpoint" or "checkpoint_cpu"'
+        problem = f'"{model.activations}" needs {blocks} blocks, but model.blocks = "{model.blocks}"'
+        hint = f'Set model.activations to {others}, or model.blocks to "{blocks}"'
+        raise ConfigError("model.activations", problem, hint)
+    if len(model.attention.pattern) > model.layers:
+        raise ConfigError(
+            "model.attention.pattern",
+            f"{len(model.attention.pattern)} layers are listed, but model.layers = {model.layers}",
+            f"Shorten the pattern to {model.layers} or fewer, or raise model.layers",
+        )
+    check_heads(model)
+
+
+def _check_style(model: ModelConfig) -> None:
+    if model.style == "bert":
+        for key, value, wanted in (("kind", model.kind, "encoder"), ("blocks", model.blocks, "ordinary")):
+            if value != wanted:
+                raise ConfigError(
+                    "model.style",
+                    f'"bert" needs model.{key} = "{wanted}", but it is "{value}"',
+                    f'Set model.{key} to "{wanted}", or model.style to "reformer"',
+                )
+    elif model.token_types and model.sentence_order is None:
+        raise ConfigError(
+            "model.token_types",
+            f'{model.token_types} is given, but model.style = "{model.style}" has none without model.sentence_order',
+            'Set it to 0, or model.style to "bert"',
+        )
+
+
+def _check_tokens(model: ModelConfig) -> None:
+    separator = model.sentence_order.separator if model.sentence_order else None
+    special = {
+        "model.padding_token": model.padding_token,
+        "model.document_separator": model.document_separator,
+        "model.sentence_order.separator": separator,
+    }
+    for key, token in special.items():
+        if token is not None and token >= model.vocabulary:
+            hint = f"Set it below {model.vocabulary}, or raise model.vocabulary"
+            raise ConfigError(key, f"{token} is no token of model.vocabulary = {model.vocabulary}", hint)
+        if token is not None and key != "model.padding_token" and token == model.padding_token:
+            raise ConfigError(key, f"{token} is model.padding_token too", "Give each its own id")
+        if token is not None and model.kind == "encoder" and token == model.masking.token:
+            raise ConfigError(key, f"{token} is model.masking.token too", "Give each its own id")
+    cutoffs = model.adaptive_cutoffs
+    if cutoffs != sorted(set(cutoffs)) or (cutoffs and cutoffs[-1] >= model.vocabulary):
+        raise ConfigError(
+            "model.adaptive_cutoffs",
+            f"{cutoffs} does not ascend below model.vocabulary = {model.vocabulary}",
+            "Give where each cluster begins, such as [20000, 40000, 200000]",
+        )
+    for key, given in (
+        ("model.label_smoothing", model.label_smoothing > 0),
+        ("model.output_bias", model.output_bias),
+        ("model.style", model.style == "bert"),
+    ):
+        if cutoffs and given:
+            raise ConfigError(key, "does not go together with model.adaptive_cutoffs", "Leave one of them out")
+
+
+def _check_sentence_order(model: ModelConfig) -> None:
+    if model.sentence_order is None:
+        return
+    separator = model.document_separator
+    for key, broken, problem, hint in (
+        (
+            "sentence_order",
+            model.kind != "encoder",
+            f'is for encoders, but model.kind = "{model.kind}"',
+            "Set it to null",
+        ),
+        (
+            "padding_token",
+            model.padding_token is None,
+            "null, but the pairs of model.sentence_order are padded",
+            "Give the padding's id",
+        ),
+        (
+            "document_separator",
+            separator is not None,
+            f"{separator} would hide the two segments of model.sentence_order from each other",
+            "Set it to null",
+        ),
+        (
+            "max_length",
+            model.max_length < 5,
+            f"{model.max_length} is too short for two segments",
+            "Set it to 5 or more",
+        ),
+    ):
+        if broken:
+            raise ConfigError(f"model.{key}", problem, hint)
+
+
+def _check_source(model: ModelConfig) -> None:
+    if (model.kind == "encoder_decoder") != (model.source is not None):
+        given = "null" if model.source is None else "given"
+        raise ConfigError(
+            "model.source",
+            f'{given}, but model.kind = "{model.kind}"',
+            'Give it with "encoder_decoder", such as {"length": 512}, and only with that',
+        )
+    if model.source is not None:
+        for key, value in (("score_from", model.score_from), ("document_separator", model.document_separator)):
+            if value:
+                raise ConfigError(f"model.{key}", f'{value} does not go with kind "encoder_decoder"', "Leave it out")
+        objective = model.source.attention.smart_bird.objective
+        if "smart_bird" in kinds(encoder_part(model)) and objective == "token":
+            raise ConfigError(
+                "model.source.attention.smart_bird.objective",
+                '"token" learns the choice of keys from a token to predict at each position, and the encoder has none',
+                'Set it to "answer"',
+            )
+
+
+def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
+    head_dim = model.head_dim or model.d_model // model.heads
+    if positions.kind == "rotary" and head_dim % 2:
+        raise ConfigError(
+            "model.positions.kind",
+            f'"rotary" turns pairs of coordinates, but a head has {head_dim}',
+            "Set model.head_dim to an even number",
+        )
+    if positions.offset and positions.kind != "learned":
+        raise ConfigError(
+            "model.positions.offset",
+            f'{positions.offset} is given, but model.positions.kind = "{positions.kind}" has no table',
+            'Set it to 0, or model.positions.kind to "learned"',
+        )
+    shape, dims = positions.axial_shape, positions.axial_dims
+    axial = positions.kind == "axial"
+    for key, value in (("axial_shape", shape), ("axial_dims", dims)):
+        if not axial and value is not None:
+            problem = f'{value} is given, but model.positions.kind = "{positions.kind}"'
+            hint = f'Set model.positions.kind to "axial", or {key} to null'
+            raise ConfigError(f"model.positions.{key}", problem, hint)
+        if axial and not value:
+            problem = f"{'null' if value is None else value} does not fit axial positions"
+            hint = "Give one number an axis, such as axial_shape [128, 512] with axial_dims [256, 768]"
+            raise ConfigError(f"model.positions.{key}", problem, hint)
+    if not axial:
+        return
+    assert shape and dims
+    if len(shape) != len(dims):
+        raise ConfigError(
+            "model.positions.axial_dims",
+            f"{dims} has {len(dims)} axes, axial_shape = {shape} has {len(shape)}",
+            "Give as many widths as axes",
+        )
+    if math.prod(shape) < model.max_length:
+        raise ConfigError(
+            "model.positions.axial_shape",
+            f"{shape} holds {math.prod(shape)} positions, but model.max_length = {model.max_length}",
+            "Make the product of axial_shape at least model.max_length, or lower model.max_length",
+        )
+    if sum(dims) != model.d_model:
+        raise ConfigError(
+            "model.positions.axial_dims",
+            f"{dims} sums to {sum(dims)}, but model.d_model = {model.d_model}",
+            f"Make the widths sum to {model.d_model}",
+        )
