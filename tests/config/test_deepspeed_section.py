@@ -193,7 +193,7 @@ def test_the_keys_read_from_deepspeeds_source_are_those_it_takes():
     assert deepspeed_section._zero_keys() == set(known_keys(model))
 
 
-def test_what_needs_no_deepspeed_is_told_without_importing_it():
+def test_what_needs_no_deepspeed_is_refused_without_importing_it():
     code = """
 import sys
 from megasparse.config.load import build_config

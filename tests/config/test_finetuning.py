@@ -96,7 +96,6 @@ def test_there_is_one_beginning(values: dict[str, Any], said: str) -> None:
     ],
 )
 def test_what_is_refused(values: dict[str, Any], overrides: list[str], said: str) -> None:
-    """By one line that names the key, its value and a hint."""
     assert refusal(values, *overrides).startswith(said)
 
 

@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ("optimizer.betas=[0.9, 0.98,]", "--set optimizer.betas line 1: not JSON"),
     ],
 )
-def test_a_wrong_override_is_one_line_with_key_value_and_mend(override, message):
+def test_a_wrong_override_is_one_line_with_key_value_and_hint(override, message):
     assert message in refused({}, override)
 
 

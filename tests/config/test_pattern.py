@@ -1,4 +1,4 @@
-"""Which layer has which attention, and what a wrong pattern answers."""
+"""The attention of each layer, and the message of a wrong pattern."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_a_list_as_long_as_the_depth_puts_mechanisms_on_top():
         ([{"local": 0, "lsh": 4}], {}, ["model.attention.pattern"]),
     ],
 )
-def test_a_wrong_pattern_names_the_key_and_the_mend(pattern, changes, said):
+def test_a_wrong_pattern_names_the_key_and_the_hint(pattern, changes, said):
     with pytest.raises(ConfigError) as error:
         model(pattern, **changes)
     assert all(part in str(error.value) for part in said), str(error.value)

@@ -19,7 +19,7 @@ END = 3
 
 
 class Chain:
-    """Tokens 0 … 3 whose odds are a made-up function of all the tokens before, told from the whole sequence."""
+    """Tokens 0 … 3 whose odds are a synthetic function of all the tokens before, computed from the whole sequence."""
 
     def __init__(self, seed: int, width: int = 4):
         self.seed, self.width = seed, width
@@ -104,7 +104,7 @@ def test_a_narrow_beam_is_the_textbooks(seed, beams):
 
 
 class Table:
-    """Odds told outright: of the first token, and of every one after it."""
+    """Odds given outright: of the first token, and of every one after it."""
 
     def __init__(self, first: list[float], later: list[float]):
         self.odds, self.steps = [torch.tensor([x]).log() for x in (first, later)], 0
@@ -140,7 +140,7 @@ def test_one_beam_is_greedy(seed, alpha):
 
 
 @pytest.mark.parametrize("end", [5, None])
-def test_ids_of_no_text_are_never_told_but_the_end_is(end):
+def test_ids_of_no_text_are_never_predicted_but_the_end_is(end):
     predicted = []
     for seed in range(6):
         chain = Chain(seed, width=6)
@@ -174,14 +174,14 @@ CONFIGS = {
 @pytest.mark.parametrize(("name", "length"), [("decoder", 0), ("decoder", 20), ("others", 20), ("encoder-decoder", 3)])
 def test_with_and_without_a_cache(name, length):
     model, prompt = build_model(CONFIGS[name], seed=1), random_tokens(1, length, 7)[0]
-    source, teller, whole = random_tokens(1, 12, 7, seed=3)[0], model, [prompt]
+    source, writer, whole = random_tokens(1, 12, 7, seed=3)[0], model, [prompt]
     if name == "encoder-decoder":
-        teller, before = EncodedSource(model, source[None], hash_seed=5), source
+        writer, before = EncodedSource(model, source[None], hash_seed=5), source
     else:
         before = source[:0]
 
     def logits(sequences: list[torch.Tensor]) -> torch.Tensor:
-        """Of the next token, by passes over whole sequences that end with each one there is."""
+        """Logits of the next token, by passes over whole sequences that end with each one there is."""
         nats = [
             model.token_scores(
                 torch.stack([torch.cat([before, sequence, torch.tensor([token])]) for token in range(7)]),
@@ -197,7 +197,7 @@ def test_with_and_without_a_cache(name, length):
         return logits(whole)
 
     rule = BeamSettings(beams=4, tokens=12, end=6, alpha=1.0)
-    (cached,) = search(teller, prompt[None], 5, rule)
+    (cached,) = search(writer, prompt[None], 5, rule)
     (again,) = beam_search(logits(whole), step, rule)
     assert [x.tokens for x in cached] == [x.tokens for x in again]
     assert all(x.score == pytest.approx(y.score, abs=1e-4) for x, y in zip(cached, again, strict=True))

@@ -1,4 +1,4 @@
-"""Cached generation and sampling, on a made-up decoder whose logits are a known function of the last token."""
+"""Cached generation and sampling, on a synthetic decoder whose logits are a known function of the last token."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_a_seed_gives_the_same_text_and_leaves_the_global_generator_alone():
 
 
 def test_one_row_draws_by_the_seed_itself():
-    """As it always has: a seed goes on giving the text that it gave."""
+    """A seed keeps giving the same text from version to version."""
     generator, predicted = torch.Generator().manual_seed(4), [10]
     for _ in range(20):
         predicted.append(sample(Counter()._logits([0, predicted[-1]])[0], 5.0, 0.9, generator))

@@ -74,7 +74,7 @@ def pixels(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory) -> Path:
-    """An encoder–decoder that tells the numbers after those that it reads."""
+    """An encoder–decoder that predicts the numbers after those that it reads."""
     folder = tmp_path_factory.mktemp("translator")
     numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"] * 20
     for name, first in (("source", 0), ("target", 2)):
@@ -135,7 +135,7 @@ def test_samples_of_pixels_are_pictures_on_the_board(pixels):
 
 
 @pytest.mark.parametrize("options", [["--temperature", 0], ["--beams", 1], ["--beams", 3, "--length-penalty", 0.6]])
-def test_a_text_is_told_of_each_source(translator, tmp_path, capsys, options):
+def test_a_text_is_written_for_each_source(translator, tmp_path, capsys, options):
     (tmp_path / "sources").write_text("two three\nsix\n")
     run(generate, "--checkpoint", translator, "--tokens", 6, "--source-file", tmp_path / "sources", *options)
     lines = capsys.readouterr().out.splitlines()
@@ -161,7 +161,7 @@ def greedy(run_: Path, source: bytes) -> bytes:
     return bytes(predicted)
 
 
-def test_training_told_how_well_targets_are_told(translator):
+def test_training_reports_how_well_targets_are_predicted(translator):
     line = json.loads((translator / "metrics.jsonl").read_text().splitlines()[-1])
     assert "evaluation/bits_per_dim" not in line
     stream = EvaluationStream(Index.load(translator.parent / "data"), "validation")
@@ -182,7 +182,7 @@ def test_mistakes_are_one_line(pixels, translator, tmp_path, capsys):
     other = refused(capsys, "--checkpoint", pixels, "--set", "data.tokenizer=bytes")
     assert 'data.tokenizer: "bytes" (sha256' in other and 'the checkpoint was trained with "pixels" (sha256' in other
     there, out = ["--checkpoint", pixels], ["--output", tmp_path / "out"]
-    assert "its model tells pixels" in refused(capsys, *there, "--tokens", 3)
+    assert "its model predicts pixels" in refused(capsys, *there, "--tokens", 3)
     assert "--output: it is missing" in refused(capsys, *there, "--images", 2)
     assert "--images: 0 images" in refused(capsys, *there, "--images", 0, *out)
     assert "--temperature: -1.0" in refused(capsys, *there, "--images", 1, "--temperature", -1, *out)
@@ -195,7 +195,7 @@ def test_mistakes_are_one_line(pixels, translator, tmp_path, capsys):
     assert "holds files already" in refused(capsys, *there, "--images", 1, *out)
     assert "--beams: it does not go with images" in refused(capsys, *there, "--images", 1, "--beams", 2, *out)
     there = ["--checkpoint", translator]
-    assert "tells no pixels" in refused(capsys, *there, "--images", 1, *out)
+    assert "predicts no pixels" in refused(capsys, *there, "--images", 1, *out)
     assert "--source: it is missing" in refused(capsys, *there)
     assert "--source: number 1 has 17 tokens" in refused(capsys, *there, "--source", "x" * 16)
     assert "--output: it does not go with text" in refused(capsys, *there, "--source", "x", *out)

@@ -1,4 +1,4 @@
-"""Images drawn and completed by a made-up model, their files and sheets, and mistakes."""
+"""Images drawn and completed by a synthetic model, their files and sheets, and mistakes."""
 
 import sys
 from types import SimpleNamespace

@@ -23,7 +23,7 @@ class Stream:
 
 
 def protocol(**changes):
-    """Of windows that are records."""
+    """A protocol whose windows are records."""
     values = dict.fromkeys(field.name for field in dataclasses.fields(Protocol))
     return Protocol(
         **{
@@ -39,7 +39,7 @@ def protocol(**changes):
     )
 
 
-def test_sentence_order_is_told_with_its_loss_accuracy_and_pairs():
+def test_sentence_order_is_reported_with_its_loss_accuracy_and_pairs():
     model, records = encoder(layers=1, **BERT), pairs(7, LENGTH)
     result = masked_tokens.evaluate(model, Stream(records), protocol(seeds=[0, 1]), 3, None, "cpu")
     nats, correct = [], []

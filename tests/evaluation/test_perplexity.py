@@ -141,10 +141,10 @@ def test_a_part_of_a_split_has_bytes_and_words_only_where_tokens_are_bytes():
     assert summary(words).startswith("1.4427 bits/token, accuracy 6.25 %, token perplexity 2.7183 (16 of ")
 
 
-def test_what_the_index_does_not_tell_is_left_out():
+def test_what_the_index_does_not_have_is_left_out():
     found = of_words([1.0] * 9, split_bytes=None, split_words=None)
     assert found["bits_per_byte"] is found["word_perplexity"] is None
-    reason = "the index of the data does not tell it"
+    reason = "the index of the data does not have it"
     assert found["protocol"]["left_out"] == dict.fromkeys(["bits_per_byte", "word_perplexity"], reason)
     old = of_bytes([1.0] * 256, split_bytes=None, split_words=None)
     assert old["bytes"] == len(TEXT) and old["protocol"]["left_out"] == {"word_perplexity": reason}
@@ -193,7 +193,7 @@ def test_pixels_have_bits_per_dim_beside_those_of_png_files():
 
 
 def launched(folder: Path, tokenizer: str, *arguments: str, **model: Any) -> dict:
-    """What launch/evaluate.py writes about TEXT, told by a model whose output weights are all 0."""
+    """What launch/evaluate.py writes about TEXT, predicted by a model whose output weights are all 0."""
     data, run, out = (folder / f"{Path(tokenizer).stem} {name}" for name in ("data", "run", "out.json"))
     if not data.exists():
         source = Source.open([str(folder / "text")], None, folder / "download")

@@ -106,6 +106,6 @@ def test_from_translations_to_a_result(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launcher", *arguments])
     launcher.main()
     found = json.loads((tmp_path / "out.json").read_text())
-    assert found["dims"] == len("eins zwei sechs") - 2 + 3  # each target's end is told too
+    assert found["dims"] == len("eins zwei sechs") - 2 + 3  # each target's end is predicted too
     assert found["perplexity"] == pytest.approx(260, rel=1e-5)
     assert "5.5607 nats a target token, perplexity 260.000, accuracy" in capsys.readouterr().out

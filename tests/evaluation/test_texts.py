@@ -1,4 +1,4 @@
-"""What is asked of a model and how its texts come back, with made-up models."""
+"""What is asked of a model and how its texts come back, with synthetic models."""
 
 from types import SimpleNamespace
 
@@ -77,14 +77,14 @@ def test_a_text_ends_with_its_document(beams):
     assert predicted(Counter(0), config(), request(b"b", 4, beams)) == ["bcd\0\1"]
 
 
-def test_many_sources_are_told_in_their_order():
+def test_many_sources_are_answered_in_their_order():
     model, sources = FromSource(), [b"abcd"[i % 4 : i % 4 + 1] for i in range(19)]
     assert predicted(model, pair(), request(beams=2), sources) == ["abcd"[i % 4 :] for i in range(19)]
     assert [len(group) for group, _ in model.read] == [8, 8, 3]
 
 
 @pytest.mark.parametrize("beams", [None, 1, 3])
-def test_each_source_is_read_and_told_of(beams):
+def test_each_source_is_read_and_answered(beams):
     model, without_padding = FromSource(), config("encoder_decoder", source={"length": 6})
     assert predicted(model, pair(), request(beams=beams), [b"zzb", b"c"]) == ["bcd", "cd"]
     alone = [([[*b"zzb", SEPARATOR]], 8), ([[ord("c"), SEPARATOR]], 8)]
@@ -129,14 +129,14 @@ def test_sources_are_a_text_or_the_lines_of_a_file(tmp_path):
         (config(), Request(b"", 1, Sampling(-1.0), None, 0.0), [], "--temperature: -1.0"),
     ],
 )
-def test_what_cannot_be_told_is_said_at_once(settings, asked, sources, message):
+def test_what_cannot_be_written_is_refused_at_once(settings, asked, sources, message):
     with pytest.raises(ConfigError, match=message):
         texts(FromSource(), settings, ByteTokenizer(), asked, sources, CPU)
 
 
 def test_pixels_are_no_text():
     settings = Config.model_validate({"data": {"tokenizer": "pixels"}})
-    with pytest.raises(ConfigError, match="--checkpoint: its model tells pixels, not text"):
+    with pytest.raises(ConfigError, match="--checkpoint: its model predicts pixels, not text"):
         texts(Counter(), settings, PixelTokenizer(), request(), [], CPU)
 
 

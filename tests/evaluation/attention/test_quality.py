@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasparse.attention.hash_training import hash_scores, train_hashes
 from megasparse.attention.observation import Call, weights_of
 from megasparse.evaluation.attention.metrics import attention_utility, attention_weights, same_bucket
-from megasparse.evaluation.attention.quality import measure, watch
+from megasparse.evaluation.attention.quality import measure, record_calls
 from megasparse.evaluation.attention.study import Interval
 from megasparse.model.build import build_model
 from tests.helpers.models import random_tokens, small
@@ -48,7 +48,7 @@ def test_a_run_measures_its_attention_when_asked(tmp_path):
 
 def local_call() -> Call:
     model = build_model(small(("local",), layers=1), 0).train()
-    (call,) = watch(model, random_tokens(1, 64), 0)
+    (call,) = record_calls(model, random_tokens(1, 64), 0)
     assert model.training
     return call
 
@@ -68,7 +68,7 @@ def test_measures_of_local_attention_are_those_of_its_band():
 
 def planted(seed: int) -> list[Call]:
     """Queries of 8 directions, and keys of 8 others. A query of each kind attends to one kind of key, which nothing but
-    the attention itself can tell.
+    the attention itself can show.
     """
     directions = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     answers = 4 * torch.linalg.pinv(directions).T
