@@ -1,11 +1,12 @@
 # make quickstart   from nothing to held-out bits/dim of a model trained on real text, in under 15 minutes on two cores
-# make test         the tests (12 minutes on two cores)         make checks   ruff and mypy
+# make test         the tests (10 minutes on two cores)         make checks   ruff and mypy
+# make test-fast    those that take no processes, kernels or long runs: under 2 minutes on two cores
 # make kernels      every GPU kernel in Triton's interpreter, and compiled for the A100 and the H100 (no GPU needed)
 # make soak         the tests that take minutes to hours        make clean    the virtual environment and caches
 # make cluster      two hosts, and a Slurm, made of namespaces of this one; as root, with openssh-server, pdsh, slurm-wlm and munge
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu takes PyTorch's CPU build (no GPU: 200 MB in place of several GB).
-# PYTHON=python3.12 chooses the interpreter of the virtual environment. JOBS=8 runs the files of `make test` in 8 processes (2).
+# PYTHON=python3.12 chooses the interpreter of the virtual environment. JOBS=8 runs the files of the tests in 8 processes (2).
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -16,13 +17,15 @@ BIN := .venv/bin
 export GOMP_SPINCOUNT ?= 2000
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: quickstart test checks kernels soak cluster clean install
+.PHONY: quickstart test test-fast checks kernels soak cluster clean install
 
 quickstart: .venv/installed
 	@$(BIN)/python tools/quickstart.py
 
-test: .venv/installed-dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak and not kernels and not cluster" -n $(JOBS) --dist loadfile $(TESTS)
+test: TIERS := not soak and not kernels and not cluster
+test-fast: TIERS := not soak and not kernels and not cluster and not slow
+test test-fast: .venv/installed-dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(TIERS)" -n $(JOBS) --dist loadfile $(TESTS)
 
 checks: .venv/installed-dev
 	@$(BIN)/ruff check .

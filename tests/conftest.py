@@ -1,7 +1,8 @@
-"""Figures that the long tests report; `make soak` prints them together at its end."""
+"""Which tests `make test-fast` leaves out, and figures that the long tests report (`make soak` prints them)."""
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +10,29 @@ import torch
 if not torch.cuda.is_available():  # before any kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+SLOW = (
+    *("distributed/*", "reliability/*", "benchmarks/*", "tools/*", "training/stopping/*"),
+    *("*launcher*.py", "*_memory.py", "*_kernels.py", "*_fuzz*.py", "hub/test_bundle.py", "data/test_remote_*.py"),
+    *("attention/test_decoding.py", "attention/test_implementations.py", "ops/test_windows_by_key_rank.py"),
+    *("model/test_duplication.py", "planning/test_dry_run.py", "planning/test_reformer_64k.py"),
+    *("evaluation/test_compress.py", "tasks/test_memory_check.py", "tasks/test_restore.py", "tasks/test_run.py"),
+    *("training/checkpoints/test_asynchronous_saving.py", "training/checkpoints/test_exact_resume.py"),
+    *("training/reporting/test_scalars.py", "training/reporting/test_tracing.py", "training/test_frozen.py"),
+    *("training/test_ranks.py",),
+)
+"""Patterns of the files under tests/ that `make test-fast` leaves out: over 5 seconds each on a quiet core."""
+
 FIGURES = pytest.StashKey[dict[str, float]]()
 LARGEST = ("seconds", "ratio", "slope")
 """Endings of names of which the largest counts; the others are added up."""
 
 Report = Callable[..., None]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    path = item.path.relative_to(Path(__file__).parent)
+    if any(path.match(pattern) for pattern in SLOW):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture
