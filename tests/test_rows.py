@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from tests.conftest import SLOW
+
 ROWS = [
     *(f"C{n}" for n in range(1, 12)),
     *("R1", "R2", "R3", "R4", "R6"),
