@@ -1,1 +1,1 @@
-"""What a configuration costs, before it runs: FLOPs by formula, memory and time by one trial step."""
+"""The cost of a configuration before it runs: FLOPs by formula, memory and time by one trial step."""

@@ -1,4 +1,4 @@
-"""One trial step of a configuration on made-up tokens, in one process: what it takes before it takes long."""
+"""One trial step of a configuration on synthetic tokens, in one process."""
 
 import time
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from megasparse.training.ranks import Ranks, start_ranks
 
 @dataclass(frozen=True)
 class DryRun:
-    """What the trial step took."""
+    """Measurements of the trial step."""
 
     parameters: int
     flops_per_step: float
     """Model FLOPs of a whole step of `training.global_batch` sequences."""
     peak_bytes: int
-    """Of the micro-batch's step, gradients and optimizer state included: GPU memory, or growth of resident memory."""
+    """Peak of the step, gradients and optimizer state included: GPU memory, or growth of resident memory."""
     seconds: float
-    """Time of the micro-batch's step."""
+    """Duration of the micro-batch's step."""
     loss: float
-    """Nats a token of the untrained model."""
+    """Loss of the untrained model in nats a token."""
     device: str
 
     def lines(self, config: Config) -> str:
@@ -49,7 +49,7 @@ class DryRun:
 
 
 def dry_run(config: Config) -> DryRun:
-    """Build everything and take one optimizer step on one micro-batch of made-up records, in this process on plain
+    """Build everything and take one optimizer step on one micro-batch of synthetic records, in this process on plain
     torch.
 
     Writes nothing and needs no data.
@@ -69,7 +69,7 @@ def dry_run(config: Config) -> DryRun:
 
 
 def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
-    """A model to train on plain torch, and a micro-batch of made-up records for it."""
+    """A model to train on plain torch, and a micro-batch of synthetic records for it."""
     micro = config.training.micro_batch
     alone = config.model_copy(
         update={

@@ -13,9 +13,9 @@ from megasparse.planning.plan import Plan
 from megasparse.planning.planner import Hint, hints, longest_multiple, training_changes, with_changes, zero_change
 
 STEPS = 64
-"""Lengths are searched in multiples of this part of the configured one."""
+"""Lengths are searched in multiples of the configured one divided by this."""
 LARGEST = 1 << 14
-"""Times the configured length: where the search ends."""
+"""The search ends at this many times the configured length."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def scaled(config: Config, length: int) -> tuple[Config, dict[str, Any]]:
 
 
 def _scale_buckets(model: ModelConfig, share: float, update: dict[str, Any], changed: dict[str, Any]) -> None:
-    """Where the number has factors; otherwise it stays what it is."""
+    """Scale the number of buckets, where the new one is valid; otherwise it stays as it is."""
     assert isinstance(model.attention.lsh.buckets, int)
     buckets = 4 * max(1, round(model.attention.lsh.buckets * share / 4))
     attention = model.attention.model_copy(update={"lsh": model.attention.lsh.model_copy(update={"buckets": buckets})})
@@ -83,7 +83,7 @@ def _scale_buckets(model: ModelConfig, share: float, update: dict[str, Any], cha
 
 
 def pretraining_hints(plan: Plan) -> list[Hint]:
-    """What would lower the peak, the most effective change first; each alone."""
+    """The changes of keys that lower the peak, the most effective one first; each alone."""
 
     def predict(config: Config) -> int:
         check_model(config.model)

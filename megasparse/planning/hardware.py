@@ -1,4 +1,4 @@
-"""What the plan assumes of machines, and sizes as people write them."""
+"""Assumptions about machines, and sizes as people write them."""
 
 import re
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 
 @dataclass(frozen=True)
 class Hardware:
-    """Of one GPU, in FLOP/s and bytes/s, one way: dense bf16 peak; to the other GPUs of its node; to CPU memory. Of a
-    node: to other nodes, and to its NVMe, which its GPUs share.
+    """Speeds in FLOP/s and bytes/s, one way. Of one GPU: dense bf16 peak, `link` to the other GPUs of its node, `pcie`
+    to CPU memory. Of a node, shared by its GPUs: `network` to other nodes, `nvme` to its drives.
     """
 
     name: str
@@ -36,7 +36,7 @@ GPUS = {
 
 
 def hardware(name: str, peak_tflops: float | None) -> Hardware:
-    """Raises ConfigError for a GPU that is not known and of which no peak is given."""
+    """The hardware of a name. Raises ConfigError for an unknown GPU without a given peak."""
     known = next((gpu for key, gpu in GPUS.items() if key in name.upper()), None)
     if known is None and peak_tflops is None:
         problem = f"{show(name)} is not one of {', '.join(GPUS)}"
@@ -46,7 +46,9 @@ def hardware(name: str, peak_tflops: float | None) -> Hardware:
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """Of "80GiB" or "0.5TB". Raises ConfigError where the unit is missing or unknown, or the size not above 0."""
+    """The bytes of "80GiB" or "0.5TB". Raises ConfigError where the unit is missing or unknown, or the size not above
+    0.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): size for unit, size in UNITS.items()}
     number = float(match[1]) if match else 0.0

@@ -1,4 +1,4 @@
-"""Bytes of the tensors that exist, counted: what a pass takes, without noise, and on the CPU too."""
+"""Counts of the bytes of existing tensors: the memory of a pass without noise, on the CPU too."""
 
 import weakref
 from typing import Any
@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside the `with`: `live` bytes of the storages made there and `peak`, their largest number since `mark`.
+    """Counter that has, inside the `with`, `live` bytes of the storages made there and `peak`, their largest number
+    since `mark`.
 
     What a kernel takes and gives back inside itself is not seen.
     """
@@ -42,7 +43,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class AllocatedBytes:
-    """The same of a GPU, as torch's allocator counts them; scratch memory of kernels included."""
+    """Live bytes of a GPU as torch's allocator counts them, scratch memory of kernels included."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -1,4 +1,4 @@
-"""Time and memory of a run that is measured alone, in a process of its own."""
+"""Time and memory of a run, measured alone in a process of its own."""
 
 import contextlib
 import ctypes
@@ -18,11 +18,11 @@ import torch
 
 Result = TypeVar("Result")
 PATIENCE = 600.0
-"""Seconds after which no run is repeated once more."""
+"""Seconds after which no further run is started."""
 
 
 class MeasurementError(Exception):
-    """What was to be measured failed, in one line."""
+    """Failure of the measured function, in one line."""
 
 
 def alone(measure: Callable[..., Result], *arguments: Any) -> Result:
@@ -49,7 +49,7 @@ def _attempt(measure: Callable[..., Result], arguments: tuple[Any, ...]) -> tupl
 
 
 def _end_this_first() -> None:
-    """Where memory runs out, Linux is to end this process, no other one."""
+    """Let Linux end this process, no other one, where memory runs out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -115,7 +115,7 @@ def peak(device: torch.device) -> int:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a measurement depends on beside the code."""
+    """The facts about the machine that a measurement depends on."""
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "cores": os.cpu_count(),

@@ -19,8 +19,8 @@ from megasparse.planning.live_bytes import AllocatedBytes, LiveBytes
 
 @dataclass(frozen=True)
 class Phases:
-    """Of one pass: the weight whose gradient ends each phase, in the last one none; bytes of gradients that exist then,
-    and the most live bytes beside them.
+    """The phases of one pass: the weight whose gradient ends each (none in the last one), the bytes of gradients that
+    exist then, and the most live bytes beside them.
     """
 
     ends: list[str]
@@ -52,8 +52,8 @@ class Curve:
         return np.asarray(self.constant + batch * (self.linear * length + square))
 
     def shared_among(self, ranks: int) -> "Curve":
-        """Of a rank that has one of so many parts of each sequence outside attention, and all pairs of one part of the
-        heads inside; L is the part's length.
+        """The curve of one of several ranks that share a sequence: a rank has one part of it outside attention, and all
+        pairs for its part of the heads inside. L becomes the part's length.
         """
         return replace(self, square=self.square * ranks)
 
@@ -66,9 +66,9 @@ class Curve:
 
 
 def phases(model: nn.Module, forward: Callable[[], Tensor], device: torch.device, learns: bool) -> Phases:
-    """Of one pass of `forward`, which gives the objective; with its backward where it learns. The model is left without
-    gradients. A phase ends with a weight's gradient. On torch's meta device nothing is computed, and what a GPU would
-    allocate is counted.
+    """Measure one pass of `forward`, which returns the objective, with its backward where `learns`. The model is left
+    without gradients. A phase ends with a weight's gradient. On torch's meta device nothing is computed, and what a GPU
+    would allocate is counted.
     """
     names = {id(weight): name for name, weight in model.named_parameters()}
     meter: Any = AllocatedBytes(device) if device.type == "cuda" else LiveBytes()
@@ -101,13 +101,13 @@ def phases(model: nn.Module, forward: Callable[[], Tensor], device: torch.device
 
 
 def of_one_length(one: Phases, two: Phases, length: int) -> Curve:
-    """From passes of one sequence of this length, and of two."""
+    """The curve from passes of one sequence of this length, and of two."""
     linear = np.maximum(two.beside - one.beside, 0) / length
     return Curve(one.ends, one.gradients, one.beside - linear * length, linear, np.zeros_like(linear))
 
 
 def continued(lengths: Sequence[int], found: Sequence[Phases], all_pairs: bool) -> Curve:
-    """From passes of two lengths, ascending, or of three where some of it grows with L²: all_pairs."""
+    """The curve from passes of two lengths, ascending, or of three where some memory grows with L² (all_pairs)."""
     last, long, middle = found[-1], found[-1].beside, found[-2].beside
     square = np.zeros_like(long)
     if all_pairs:

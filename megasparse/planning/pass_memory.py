@@ -38,8 +38,8 @@ SHORTEST = 1024
 
 
 class PassMemory:
-    """Of a configuration's model on one rank. path: "measured" on the CPU with the blockwise torch that runs there, or
-    "counted" of the GPU's kernels.
+    """The memory of a model's passes on one rank. path: "measured" on the CPU with the blockwise torch that runs there,
+    or "counted" from the GPU's kernels.
     """
 
     def __init__(self, config: Config, path: Path):
@@ -72,12 +72,12 @@ class PassMemory:
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence that a rank has."""
+        """Number of tokens of a sequence on one rank."""
         return self.config.data.sequence_length // self.config.parallel.sequence
 
     @property
     def lengths(self) -> list[int]:
-        """Of the passes that the curve is continued from, ascending."""
+        """Lengths of the passes that the curve is continued from, ascending."""
         longest = self.length
         if self.path == "measured" and longest > SHORTEST:
             longest = min(longest // 4, LONGEST_TRIAL)
@@ -85,7 +85,7 @@ class PassMemory:
 
     @cached_property
     def curve(self) -> Curve:
-        """Of the configured micro-batch, at the run's own length; at others, of blocks as much larger or smaller."""
+        """The curve of the configured micro-batch. Away from the run's own length, blocks scale with the length."""
         lengths, batch = self.lengths, self.config.training.micro_batch
         found = continued(lengths, [self._phases(batch, length) for length in lengths], self._all_pairs)
         return replace(found, linear=found.linear / batch, square=found.square / batch)
@@ -137,7 +137,7 @@ def _fused_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """As torch chooses on a GPU: flash attention, or the memory-efficient kernel in fp32 and with a mask."""
+    """The kernel that torch chooses on a GPU: flash attention, or the memory-efficient one in fp32 or with a mask."""
     aten = torch.ops.aten
     if attn_mask is None and q.dtype != torch.float32:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]

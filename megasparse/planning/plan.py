@@ -1,10 +1,11 @@
-"""What a pretraining run takes on so many GPUs, before it runs: memory, traffic, FLOPs, time and cost.
+"""Plan of a pretraining run on a number of GPUs before it runs: memory, traffic, FLOPs, time and cost.
 
-Assumed, and said with every plan: the model FLOPs utilisation of computing alone; bandwidths (planning/hardware.py);
+Assumed, and printed with every plan: the model FLOPs utilisation of computing alone; bandwidths (planning/hardware.py);
 that ZeRO's communication and the swap to the CPU go on while the device computes, and that all-to-alls do not. The
 optimizer's arithmetic on the CPU is not in the time.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,8 +28,8 @@ MFU = 0.3
 
 @dataclass(frozen=True)
 class Assumptions:
-    """On what a run is planned. available: bytes of a GPU, or None where nothing has to fit. price: of a GPU and hour,
-    or None. path: whose memory, see `PassMemory`.
+    """Assumptions of a plan. available: bytes of a GPU, or None where nothing has to fit. price: of a GPU and hour, or
+    None. path: how memory is found, see `PassMemory`.
     """
 
     gpu: Hardware
@@ -41,7 +42,9 @@ class Assumptions:
 
 
 class Plan:
-    """Of a configuration. Raises ConfigError where the GPUs do not divide the batch, the sequence or the nodes."""
+    """The plan of a configuration. Raises ConfigError where the GPUs do not divide the batch, the sequence or the
+    nodes.
+    """
 
     def __init__(self, config: Config, on: Assumptions, passes: PassMemory | None = None):
         """passes: of a configuration with the same model, precision and length, where one is at hand."""
@@ -53,7 +56,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        """Of a rank, at the peak of a step."""
+        """Memory of a rank at the peak of a step."""
         return self._memory(self.config.data.sequence_length)
 
     def at_length(self, length: int) -> int:
@@ -107,12 +110,12 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all ranks."""
+        """Number of tokens of a step, over all ranks."""
         return self.config.training.global_batch * self.config.data.sequence_length
 
     @cached_property
     def model_flops(self) -> float:
-        """Of a step, over all ranks."""
+        """Model FLOPs of a step, over all ranks."""
         return self.tokens * model_flops_per_token(self.config.model, self.config.data.sequence_length)
 
     @cached_property
@@ -121,7 +124,7 @@ class Plan:
 
     @property
     def compute_seconds(self) -> float:
-        """Of a step, at the assumed utilisation, waiting for nothing."""
+        """Seconds to compute a step at the assumed utilisation, waiting for nothing."""
         return self.model_flops / (self.on.mfu * self.on.gpu.peak * self.on.gpus)
 
     @cached_property
@@ -156,17 +159,13 @@ class Plan:
         def takes(length: int) -> float:
             return scale * length * model_flops_per_token(model, length)
 
-        low, high = before, before + model.max_length
-        if takes(high) < seconds:
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if takes(middle) >= seconds else (middle, high)
-        return high
+        lengths = range(before + 1, before + model.max_length + 1)
+        shortest = bisect_left(lengths, True, key=lambda length: takes(length) >= seconds)
+        return lengths[shortest] if shortest < len(lengths) else None
 
 
 def _part(weight: str) -> str:
-    """Of the model, by the name of a weight."""
+    """The part of the model that a weight belongs to, by its name."""
     for word, part in (
         ("attention", "attention"),
         ("feed_forward", "feed-forward"),
@@ -178,7 +177,7 @@ def _part(weight: str) -> str:
 
 
 def _micro_batches(config: Config, on: Assumptions) -> int:
-    """Of each rank, a step."""
+    """Number of micro-batches of a rank in a step."""
     training, sequence = config.training, config.parallel.sequence
     if on.gpus > on.per_node and on.gpus % on.per_node:
         hint = "Give a multiple of it, or another --gpus-per-node"

@@ -1,5 +1,5 @@
-"""What pretraining and fine-tuning plans have in common: the longest length that fits, and which change of the
-configuration saves how much.
+"""The planner of pretraining and fine-tuning: the longest length that fits, and what each change of the configuration
+saves.
 """
 
 from bisect import bisect_left

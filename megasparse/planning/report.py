@@ -11,7 +11,7 @@ from megasparse.planning.planner import Hint
 
 
 def dry_run_report(config: Config) -> str:
-    """What --dry-run prints: the trial step, and the plan for as few A100s as the configuration takes."""
+    """The report of --dry-run: the trial step, and the plan for as few A100s as the configuration takes."""
     trial = dry_run(config).lines(config)
     ranks = config.parallel.sequence
     plan = Plan(config, Assumptions(GPUS["A100"], gpus=ranks, per_node=max(8, ranks)))
@@ -48,7 +48,7 @@ def as_json(plan: Plan, longest: Longest | None, changes: list[Hint]) -> dict[st
 
 
 def lines(plan: Plan) -> list[str]:
-    """Of one rank's memory, and of a step."""
+    """The lines about one rank's memory, and about a step."""
     on, states, found, swap = plan.on, plan.passes.states, plan.communication, plan.offload
     config = plan.config
     reported = [
@@ -58,9 +58,9 @@ def lines(plan: Plan) -> list[str]:
         "",
         f"{'parameters':36} {states.trained:,}",
     ]
-    for place, parts in (("", plan.memory.device), ("CPU: ", plan.memory.host), ("NVMe: ", plan.memory.nvme)):
-        reported += [f"{place + name:36} {gigabytes(size)}" for name, size in parts.items() if size]
-        if place == "":
+    for pool, parts in (("", plan.memory.device), ("CPU: ", plan.memory.host), ("NVMe: ", plan.memory.nvme)):
+        reported += [f"{pool + name:36} {gigabytes(size)}" for name, size in parts.items() if size]
+        if pool == "":
             reported += [f"  {'while in ' + part:34} {gigabytes(size)}" for part, size in plan.activations.items()]
     limit = "" if on.available is None else f" of {gigabytes(on.available)}: {'fits' if plan.fits else 'DOES NOT FIT'}"
     reported += [f"{'peak of a GPU' if on.path == 'counted' else 'peak':36} {gigabytes(plan.peak)}{limit}", ""]

@@ -1,4 +1,4 @@
-"""Where weights, gradients and optimizer state lie under ZeRO (Rajbhandari et al. 2019), and how large they are.
+"""Locations and sizes of weights, gradients and optimizer state under ZeRO (Rajbhandari et al. 2019).
 
 N trained weights, n ranks that share the states, s bytes of a weight (2 in bf16, else 4).
 
@@ -22,7 +22,7 @@ ADAMW_MOMENTS = 8
 
 @dataclass(frozen=True)
 class Zero:
-    """What the configuration says of ZeRO; `off` on plain torch. Places to offload to: "none", "cpu" or "nvme"."""
+    """The ZeRO settings of a configuration; stage 0 on plain torch. Offload targets are "none", "cpu" or "nvme"."""
 
     stage: int = 0
     optimizer: str = "none"
@@ -51,17 +51,17 @@ class Zero:
 
 @dataclass(frozen=True)
 class States:
-    """What a run has of weights. moments: bytes of the optimizer's own numbers, over all trained ones. scratch: bytes
+    """The weights of a run. moments: bytes of the optimizer's own numbers, over all trained ones. scratch: bytes
     that its update needs beside them.
     """
 
     trained: int
     frozen: int
     largest: int
-    """Numbers in the largest trained weight."""
+    """Number of elements of the largest trained weight."""
     moments: int
     rounded: bool
-    """Weights are bf16, the optimizer's fp32."""
+    """Whether weights are bf16 and the optimizer's fp32."""
     scratch: int = 0
 
     @property
@@ -84,7 +84,7 @@ def memory(
     states: States, zero: Zero, ranks: int, *, passing: int, again: int, accumulated: bool, other: int = 0,
     on_gpu: bool = True,
 ) -> Memory:  # fmt: skip
-    """At the peak of a step on each of `ranks` ranks.
+    """The memory at the peak of a step on each of `ranks` ranks.
 
     passing: bytes of a micro-batch's pass with its gradients, and `again` without. accumulated: several micro-batches a
     step. other: bytes of what else runs, such as a pass without gradients. on_gpu: ZeRO's buffers are whole; on the CPU

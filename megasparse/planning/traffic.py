@@ -74,7 +74,7 @@ def communication(
 
 
 def _all_to_all(config: Config, sequence: int) -> float:
-    """Of one micro-batch."""
+    """Bytes that all-to-alls send in one micro-batch."""
     model, training = config.model, config.training
     if sequence == 1:
         return 0.0

@@ -1,5 +1,4 @@
-"""Downstream tasks, each a short file of readers/: how its official files become examples, and by which metric it is
-judged.
+"""Downstream tasks, each a short file of readers/: how its official files become examples, and its metrics.
 
 Adding a task is writing a subclass of tasks/task.py's Task, and naming it here.
 """
@@ -35,7 +34,7 @@ TASK_MODULES = {
     "text_table": "text_table",
     **dict.fromkeys(("series", "etth1", "ettm1"), "series"),
 }
-"""Task -> the module of readers/ that has a subclass of this `name`."""
+"""Name of each task -> the module of readers/ that has a subclass of this `name`."""
 
 
 def build_task(config: TaskConfig) -> Task:

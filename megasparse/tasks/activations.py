@@ -1,8 +1,8 @@
 """Activation checkpointing of transformers' layers: their inputs are kept, on the device or in CPU memory, and the rest
-is computed again in the backward pass.
+is recomputed in the backward pass.
 
-fairscale's checkpoint runs a layer without gradients the first time. What the mechanisms of a replaced layer want to be
-minimised beside the task is therefore an output of the layer here, and reaches the model's list from outside.
+fairscale's checkpoint runs a layer without gradients the first time. The auxiliary losses of a replaced layer's
+mechanisms are therefore an output of the layer here, and reach the model's list from outside.
 """
 
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ def checkpoint_layers(model: nn.Module, offload_to_cpu: bool) -> None:
     parameters stay what they are, and so does a pass without gradients.
 
     offload_to_cpu: keep the layers' inputs in CPU memory. Raises ConfigError where the model has no layers that can be
-    computed again.
+    recomputed.
     """
     found = list(_layers(model))
     if not found:
-        problem = f"{type(model).__name__} has no layers that can be computed again"
+        problem = f"{type(model).__name__} has no layers that can be recomputed"
         raise ConfigError("start.activations", problem, 'Set it to "stored"')
     for layer in found:
         layer.forward = _Layer(layer, offload_to_cpu).run
@@ -42,7 +42,7 @@ def store_layers(model: nn.Module) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
-    """The outermost ones that transformers itself would checkpoint."""
+    """The outermost layers that transformers itself would checkpoint."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if isinstance(model, GradientCheckpointingLayer):
@@ -53,7 +53,7 @@ def _layers(model: nn.Module) -> Iterator[Any]:
 
 
 class _Layer(nn.Module):
-    """What is checkpointed in place of a layer: its forward, with the mechanisms' losses among the outputs.
+    """The module that is checkpointed in place of a layer: its forward, with the mechanisms' losses as an output.
 
     The model does not know this module, so no parameter has another name.
     """
@@ -64,7 +64,7 @@ class _Layer(nn.Module):
         checkpoint_wrapper(self, offload_to_cpu=offload_to_cpu)
 
     def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer's outputs; its losses are appended to the pass'."""
+        """The layer's outputs; its losses are appended to the list of the pass."""
         if not torch.is_grad_enabled():
             return type(self.layer).forward(self.layer, x, *args, **kwargs)
         args, kwargs = tuple(map(_uncached, args)), {name: _uncached(value) for name, value in kwargs.items()}
@@ -78,7 +78,7 @@ class _Layer(nn.Module):
         return outputs[0] if single else tuple(outputs)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The sum of the losses or None, whether there is one output, and the outputs."""
+        """The sum of the losses or None, whether there is a single output, and the outputs."""
         known = kwargs[PASS].losses if kwargs.get(PASS) is not None else []
         before = len(known)
         outputs = type(self.layer).forward(self.layer, *args, **kwargs)
@@ -89,7 +89,7 @@ class _Layer(nn.Module):
 
 
 def _uncached(value: Any) -> Any:
-    """None in place of a decoding cache: training reads none, and the second pass would write into it once more."""
+    """None in place of a decoding cache: training reads none, and the second pass would write into it again."""
     from transformers import Cache
 
     return None if isinstance(value, Cache) else value
@@ -116,5 +116,5 @@ def count_layers(body: nn.Module) -> int:
 
 
 def _own_blocks(body: nn.Module) -> list[Block]:
-    """Of a model of ours, of both sides where it has two."""
+    """The blocks of one of our models, of both sides where it has two."""
     return [module for module in body.modules() if isinstance(module, Block)]

@@ -20,11 +20,11 @@ from megasparse.tasks.backbones import Backbone, HuggingFaceBody, MegasparseBody
 
 def add_adapters(body: Backbone, config: LoRAConfig, seed: int) -> None:
     """Freeze the body's pretrained weights and give the linear layers that `lora.targets` names adapters, in place. B
-    begins as 0, so the body tells what it told before; A is uniform, a pure function of the seed and its name.
+    begins as 0, so the outputs stay what they were; A is uniform, a pure function of the seed and its name.
 
-    What is no pretrained weight is trained too: the mechanisms, which learn by losses of their own, and the norm over
-    the states of a model of ours. Raises ConfigError where a target names no linear layer, and UserError where peft is
-    not installed.
+    Weights that are not pretrained are trained too: those of the mechanisms, which learn by losses of their own, and
+    the norm over the states of one of our models. Raises ConfigError where a target names no linear layer, and
+    UserError where peft is not installed.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -56,8 +56,8 @@ def add_adapters(body: Backbone, config: LoRAConfig, seed: int) -> None:
 
 
 def _want_gradient(embedding: nn.Module, given: Any, x: torch.Tensor) -> None:
-    """What a reversible or a checkpointed stack reads: without it in need of a gradient they would have none to give
-    their own weights.
+    """Let the embedding's output require a gradient: a reversible or checkpointed stack over an input that needs none
+    would compute no gradients for its own weights.
     """
     if torch.is_grad_enabled() and not x.requires_grad:
         x.requires_grad_()
@@ -65,7 +65,7 @@ def _want_gradient(embedding: nn.Module, given: Any, x: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _initialise(name: str, weight: nn.Parameter, seed: int) -> None:
-    """A as torch's linear layers are, uniform within 1/√(width in); B zero."""
+    """Initialise A as torch does linear layers, uniform within 1/√(width in), and B with zeros."""
     if ".lora_B." in name:
         weight.zero_()
         return

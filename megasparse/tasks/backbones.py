@@ -1,4 +1,4 @@
-"""Pretrained models as what a head reads: the final states of every token. B batch, L length, E width."""
+"""Pretrained models without their heads: tokens in, final states out. B batch, L length, E width."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -16,34 +16,34 @@ from megasparse.tasks.batches import Padded
 
 
 class Backbone(nn.Module, ABC):
-    """What reads a sequence."""
+    """A model that turns sequences into states, which a head reads."""
 
     width: int
-    """E."""
+    """Width of a state, E."""
     causal: bool
-    """Whether a token's state knows only what stands before it, and itself."""
+    """Whether a token's state depends only on itself and on the tokens before it."""
     vocabulary: int
     longest: int
-    """Tokens of the longest sequence."""
+    """Number of tokens of the longest sequence."""
     task_weight: float = 1.0
-    """Of the task's loss beside the mechanisms'."""
+    """Weight of the task's loss beside the mechanisms'."""
     pooler: tuple[Tensor, Tensor] | None = None
     """Weight (E, E) and bias (E,) of a pretrained dense layer over the first token's state."""
 
     @abstractmethod
     def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The states (B, L, E) fp32, and the sum of what the mechanisms want to be minimised beside the task.
+        """The states (B, L, E) fp32, and the sum of the mechanisms' auxiliary losses.
 
-        classes: (B,) int64, what a sketch of Smart Bird's learns from (objective "pooled").
+        classes: (B,) int64, from which Smart Bird's sketch learns (objective "pooled").
         """
 
     @abstractmethod
     def attention(self) -> dict[str, Any] | None:
-        """The settings of its self-attention as a configuration has them; None of a HuggingFace model's own."""
+        """The settings of the self-attention as a configuration has them; None for a HuggingFace model's own."""
 
 
 class MegasparseBody(Backbone):
-    """The embedding and the blocks of a model of ours, and a norm of its own over the final streams side by side."""
+    """The embedding and the blocks of one of our models, and a new norm over the concatenated final streams."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -72,7 +72,7 @@ class MegasparseBody(Backbone):
 
 
 class HuggingFaceBody(Backbone):
-    """A model of transformers without its head, whose attention may be replaced.
+    """A transformers model without its head, whose attention may be replaced.
 
     Its dropout draws from torch's generators, which are seeded by the step and the samples for each pass, so that a
     resumed run draws the same.
@@ -122,6 +122,6 @@ class HuggingFaceBody(Backbone):
 
 
 def attention_settings(config: ModelConfig) -> dict[str, Any]:
-    """Of a model of ours."""
+    """The attention settings of one of our models."""
     attention = config.attention.model_dump(mode="json", include={"pattern", "full_below", *kinds(config)})
     return {**attention, "evaluation_rounds": evaluation_rounds(config)}

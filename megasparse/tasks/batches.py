@@ -15,27 +15,27 @@ from megasparse.tasks.encoding import Encoded
 from megasparse.training.ranks import Ranks
 
 Collate = Callable[[Sequence[Encoded]], Any]
-"""Examples to the batch that the task's model takes."""
+"""Function from examples to the batch that the task's model takes."""
 MULTIPLE = 8
 """Lengths of batches are rounded up to a multiple of this: fewer shapes, and whole tiles on a GPU."""
 
 
 @dataclass(frozen=True)
 class Padded:
-    """Sequences of a batch beside each other."""
+    """The sequences of a batch, padded to one length."""
 
     tokens: Tensor
     """int64 (B, L), 0 where there is no token."""
     types: Tensor
     """int64 (B, L): 1 in the second segment."""
     lengths: Tensor
-    """int64 (B,): real tokens, which come first; at least 1."""
+    """int64 (B,): number of real tokens, which come first; at least 1."""
 
     @property
     def mask(self) -> Tensor | None:
         """bool (B, L), true for real tokens; None where all are."""
-        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        mask = places < self.lengths.unsqueeze(1)
+        positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        mask = positions < self.lengths.unsqueeze(1)
         return None if bool(mask.all()) else mask
 
     def to(self, device: torch.device) -> "Padded":
@@ -44,24 +44,26 @@ class Padded:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A micro-batch of examples: what stands in `Batch.tokens` of a pretraining run."""
+    """A micro-batch of examples, in place of the `Batch.tokens` of a pretraining run."""
 
     sequences: tuple[Padded, ...]
-    """One, or two of a task with towers."""
+    """One sequence an example, or two where the task has towers."""
     labels: Tensor | None
-    """(B,) int64 classes or fp32 numbers; None where the files have none."""
+    """(B,) int64 classes or fp32 numbers; None where the files have no labels."""
 
     def to(self, device: torch.device) -> "Inputs":
         labels = None if self.labels is None else self.labels.to(device)
         return Inputs(tuple(each.to(device) for each in self.sequences), labels)
 
     def numel(self) -> int:
-        """Tokens read, padding left out."""
+        """Number of tokens read, without padding."""
         return sum(int(each.lengths.sum()) for each in self.sequences)
 
 
 def collate(examples: Sequence[Encoded], limit: int) -> Inputs:
-    """limit: tokens of the longest sequence that the model takes. An example without any token reads the id 0."""
+    """A batch of padded sequences. limit: tokens of the longest sequence that the model takes. An example without any
+    token reads the id 0.
+    """
     towers = range(len(examples[0].sequences))
     labels = [example.label for example in examples]
     known = None
@@ -69,6 +71,13 @@ def collate(examples: Sequence[Encoded], limit: int) -> Inputs:
         known = torch.tensor(labels)
         known = known.float() if known.is_floating_point() else known
     return Inputs(tuple(_padded([example.sequences[i] for example in examples], limit) for i in towers), known)
+
+
+def dummy_tokens(vocabulary: int, batch: int, length: int, generator: torch.Generator | None = None) -> Padded:
+    """Random tokens whose last one is padding, so that there is a mask."""
+    generator = generator or torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (batch, length), generator=generator)
+    return Padded(tokens, torch.zeros_like(tokens), torch.full((batch,), max(1, length - 1)))
 
 
 def _padded(sequences: Sequence[Any], limit: int) -> Padded:
@@ -120,14 +129,14 @@ class ExampleBatches(Iterator[Step]):
         return Step(batches, self.position, 0.0)
 
     def _locate(self, sample: int) -> Encoded:
-        epoch, place = divmod(sample, len(self.examples))
+        epoch, index = divmod(sample, len(self.examples))
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = (epoch, permutation(len(self.examples), self.seed, epoch))
-        return self.examples[int(self._epoch[1][place])]
+        return self.examples[int(self._epoch[1][index])]
 
 
 def fingerprint(examples: Sequence[Encoded]) -> str:
-    """A sha256 of what is trained on: tokens and labels, in order."""
+    """The sha256 of the training data: tokens and labels, in order."""
     digest = hashlib.sha256()
     for example in examples:
         for piece in example.content():

@@ -1,4 +1,4 @@
-"""Examples to token ids. Nothing is dropped: what is cut or empty is counted and told, or refused. L length."""
+"""Examples to token ids. Nothing is dropped: inputs that are cut or empty are counted, or refused. L length."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ LINE_END = 10
 
 
 class Segments(NamedTuple):
-    """A sequence that the model reads at once."""
+    """One sequence of the model, of one or two segments."""
 
     tokens: np.ndarray
     """int64 (L,)."""
@@ -30,19 +30,19 @@ class Encoded:
     """An example as the model reads it."""
 
     sequences: tuple[Segments, ...]
-    """One, or two of a task with towers."""
+    """One sequence, or two where the task has towers."""
     label: Any
-    """As the example has it."""
+    """The example's label."""
     location: SourceLocation
     name: str
 
     @property
     def length(self) -> int:
-        """Of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return max(len(each.tokens) for each in self.sequences)
 
     def content(self) -> Iterator[bytes]:
-        """All that is learned from it."""
+        """The bytes of all that is learned from the example."""
         yield f"{self.label!r} {[len(each.tokens) for each in self.sequences]}\n".encode()
         for each in self.sequences:
             yield each.tokens.tobytes()
@@ -50,21 +50,21 @@ class Encoded:
 
 @dataclass
 class Counts:
-    """What became of a split's examples."""
+    """Counts of a split's examples and of the inputs that were cut or empty."""
 
     examples: int = 0
     cut: int = 0
-    """Inputs that were longer than the model takes, of which only the beginning is left."""
+    """Number of inputs that were longer than the model takes, of which only the beginning is left."""
     empty: int = 0
     longest: int = 0
-    """Tokens of the longest input before it was cut."""
+    """Number of tokens of the longest input before it was cut."""
     first_cut: SourceLocation | None = None
     first_empty: SourceLocation | None = None
     labels: dict[str, int] = field(default_factory=dict)
-    """Examples of each class."""
+    """Number of examples of each class."""
 
     def lines(self, split: str, limit: int) -> list[str]:
-        """The report for people."""
+        """The lines that a run prints about a split."""
         found = [f"{split}: {self.examples:,} examples, the longest of {self.longest:,} tokens"]
         if self.labels:
             found[0] += "; " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.labels.items()))
@@ -79,8 +79,8 @@ class Counts:
 
 
 class Encoder:
-    """Puts a task's inputs into the form a pretrained model knows: [begin] A [separator], or [begin] A [separator] B
-    [separator], where its tokenizer has these; else A, or A, a line end and B.
+    """Encoder of a task's inputs in the form that pretrained models know: [begin] A [separator], or [begin] A
+    [separator] B [separator], where its tokenizer has these; else A, or A, a line end and B.
     """
 
     def __init__(self, task: Task, tokenizer: Tokenizer | None, vocabulary: int, separators: int = 1):
@@ -94,8 +94,8 @@ class Encoder:
         self.counts = Counts()
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
-        """Each example; `counts` tells what became of them. Raises DataError naming the place of an input that is empty
-        or too long where the configuration refuses these; ConfigError where task.max_length has no room for any text.
+        """Encode each example, and count in `counts`. Raises DataError naming the location of an input that is empty
+        or too long, where the configuration refuses these; ConfigError where task.max_length has no room for any text.
         """
         self.counts = Counts()
         for example in examples:
@@ -128,7 +128,7 @@ class Encoder:
         return Segments(tokens, (np.arange(len(tokens)) >= first).astype(np.int64))
 
     def _frame(self, segments: int) -> list[np.ndarray]:
-        """What stands before, between and after the segments."""
+        """The special tokens before, between and after the segments."""
         if self.special is None:
             between = [LINE_END] if self.tokenizer is not None and self.tokenizer.name == "bytes" else []
             ids: list[list[int]] = [[], *[between] * (segments - 1), []]
@@ -146,7 +146,7 @@ class Encoder:
         if not len(tokens):
             if self.config.empty == "refuse":
                 problem = "is empty: the model has nothing to read"
-                hint = 'Remove it, or keep such examples, telling how many: --set task.empty="keep"'
+                hint = 'Remove it, or keep such examples, which are counted: --set task.empty="keep"'
                 raise DataError(str(location), problem, hint)
             self.counts.empty += 1
             self.counts.first_empty = self.counts.first_empty or location
@@ -183,6 +183,6 @@ def require_vocabulary(body: Any, needed: int, task: str | None = None) -> None:
 
 
 def separators_of(body: Any) -> int:
-    """Between two segments."""
+    """Number of separators between two segments."""
     model = getattr(body, "model", None)
     return 2 if model is not None and model.config.model_type in DOUBLED else 1

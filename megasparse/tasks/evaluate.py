@@ -28,24 +28,24 @@ LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "sacrebleu", "rouge-scor
 
 @dataclass(frozen=True)
 class EvaluatedCheckpoint:
-    """One checkpoint's answers."""
+    """A checkpoint, and its predictions on the examples."""
 
     form: Form
     examples: list[Encoded]
     tables: list[list[Prediction]]
-    """Of each of the draws' seeds."""
+    """The predictions by each seed of the draws."""
     entry: dict[str, Any]
-    """Of `runs` in the result."""
+    """The checkpoint's entry in `runs` of the result."""
 
     def interval(self, name: str) -> tuple[float, float] | None:
-        """95 %, of a metric over examples."""
+        """The 95 % confidence interval of a metric over examples."""
         labels = column([self.form.label(example) for example in self.examples])
         own = [column(answers(self.form, self.examples, table)) for table in self.tables]
         with tqdm(total=RESAMPLES, desc=f"resampling {name}", leave=False, disable=None) as bar:
             return bootstrap_interval(METRICS[name], labels, own, self.entry["seed"], bar.update)
 
     def predictions(self) -> list[Row]:
-        """Of its first draw."""
+        """The rows of a prediction file, by the first seed."""
         return predictions(self.form, self.examples, self.tables[0])
 
 
@@ -62,13 +62,13 @@ def evaluate_checkpoints(
 
     directories: runs, each by its best checkpoint, or checkpoints. draws: passes over the examples, each with draws of
     randomised attention of its own, of the seeds run.seed, run.seed + 1, ...; a checkpoint's metric is its mean over
-    them. say: told what became of the examples.
+    them. say: prints the counts of the examples.
 
-    Returns what each checkpoint told, and {"task", "split", "files", "examples", "metrics", "signatures", "interval",
-    "runs", "versions"}: of each metric `value`, `low` and `high`, one checkpoint's with the bootstrap interval over
-    examples, of several the mean with Student's t interval over them, and their `standard_deviation`; of those whose
-    library has settings these and its version, as it tells them (`signatures`).
-    Raises what `restore_task` and the task's reader do; ConfigError where the same checkpoint is given twice.
+    Returns the evaluated checkpoints, and as the result {"task", "split", "files", "examples", "metrics", "signatures",
+    "interval", "runs", "versions"}. Each metric has `value`, `low` and `high`: of one checkpoint with the bootstrap
+    interval over examples, of several the mean with Student's t interval, and their `standard_deviation`. `signatures`
+    are those that a metric's library gives: its settings and version. Raises as `restore_task` and the task's reader
+    do; ConfigError where the same checkpoint is given twice.
     """
     require_metrics()
     paths = [chosen_checkpoint(Path(directory)).resolve() for directory in directories]
@@ -102,7 +102,7 @@ def evaluate_checkpoints(
 
 
 def summary(result: dict[str, Any]) -> str:
-    """What launch/evaluate.py prints."""
+    """The summary that launch/evaluate.py prints."""
     where, runs = result["split"] or ", ".join(each["file"] for each in result["files"]), result["runs"]
     lines = [f"{result['task']}, {where}: {result['examples']:,} examples; {_runs_named(runs)}"]
     for name, found in result["metrics"].items():

@@ -16,10 +16,11 @@ def bootstrap_interval(
     seed: int,
     step: Callable[[], object] = lambda: None,
 ) -> tuple[float, float] | None:
-    """The percentile interval (Efron 1979) of a metric over examples drawn anew, labels and answers together.
+    """The percentile interval (Efron 1979) of a metric over resampled examples, labels and answers together; None where
+    there is a single example.
 
-    labels: (N,). told: (N,) of each pass over the examples; the metric's mean over passes is what varies. step: called
-    after each of RESAMPLES. None of a single example.
+    labels: (N,). predicted: (N,) for each pass over the examples; the interval is that of the metric's mean over
+    passes. step: called after each of RESAMPLES.
     """
     from scipy.stats import bootstrap
 

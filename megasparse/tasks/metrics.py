@@ -16,14 +16,14 @@ def accuracy(labels: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def f1(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Of class 1, as GLUE has it for MRPC and QQP."""
+    """F1 of class 1, as GLUE has it for MRPC and QQP."""
     from sklearn.metrics import f1_score
 
     return float(f1_score(labels, predicted, zero_division=0.0))
 
 
 def macro_f1(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Mean over the classes that occur, as labels or told."""
+    """Mean F1 of the classes that occur among labels or predictions."""
     from sklearn.metrics import f1_score
 
     return float(f1_score(labels, predicted, average="macro", zero_division=0.0))
@@ -49,7 +49,7 @@ def spearman(labels: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def mse(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Mean squared error of all numbers of all examples, as `mae`."""
+    """Mean squared error of all numbers of all examples."""
     from sklearn.metrics import mean_squared_error
 
     return float(mean_squared_error(_numbers(labels), _numbers(predicted)))
@@ -73,11 +73,11 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 correlation with a constant, which is not defined, is 0. BLEU and chrF go from 0 to 100, as everyone gives them, ROUGE
 from 0 to 1."""
 LOWER_IS_BETTER: tuple[str, ...] = ("mse", "mae")
-"""Of these; of all others higher is better."""
+"""Metrics for which lower is better; for all others higher is."""
 
 
 def require_metrics() -> None:
-    """Raises UserError where the libraries are not installed."""
+    """Raise UserError where the libraries are not installed."""
     try:
         import rouge_score  # noqa: F401
         import sacrebleu  # noqa: F401
@@ -93,5 +93,5 @@ def _vary(labels: np.ndarray, predicted: np.ndarray) -> bool:
 
 
 def _numbers(values: np.ndarray) -> np.ndarray:
-    """Flat, of numbers or of arrays of them."""
+    """All numbers in one dimension, from numbers or arrays of them."""
     return np.concatenate([np.ravel(value) for value in values])

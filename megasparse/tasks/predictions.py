@@ -1,4 +1,4 @@
-"""What a fine-tuned model tells of examples, and the files it is written to. N examples."""
+"""Predictions of a fine-tuned model, and the files they are written to. N examples."""
 
 import csv
 import io
@@ -23,18 +23,17 @@ from megasparse.tasks.task import Example, SourceLocation
 
 Row = dict[str, Any]
 """A prediction: `name` of the example, its `file` and `line` (null where it has the file to itself), `label` (null
-where it has none), what was `told`, and what else the task's form has to say, of classes `probabilities`.
-"""
+where it has none), `predicted`, and what the task's form adds, such as `probabilities` of classes."""
 
 
 def read(found: Finetuned, examples: Sequence[Example], name: str, say: Callable[[str], None]) -> list[Encoded]:
-    """As the model reads them; `say` is told how many there are, and what became of them."""
+    """Encode examples for the model. say: prints their counts."""
     return list(encode_all(found.encoder, name, list(examples), say))
 
 
 def predicted(found: Finetuned, examples: Sequence[Encoded], seed: int | None = None) -> list[Prediction]:
-    """As `tell` has it, with a progress bar. seed: of the draws of randomised attention; None takes `run.seed`. Raises
-    UserError where it is not finite.
+    """Predict with a progress bar. seed: of the draws of randomised attention; None takes `run.seed`. Raises UserError
+    where a prediction is not finite.
     """
     config = found.config
     if seed is not None:
@@ -48,12 +47,12 @@ def predicted(found: Finetuned, examples: Sequence[Encoded], seed: int | None = 
         table = predict_examples(found.model, found.form, examples, config, found.ranks, advance)
     if not all(np.isfinite(each.values).all() for each in table):
         hint = "Take an earlier checkpoint, or --set training.precision=fp32"
-        raise UserError(f"{found.checkpoint.path}: what the model tells is not finite. {hint}")
+        raise UserError(f"{found.checkpoint.path}: the predictions are not finite. {hint}")
     return table
 
 
 def predictions(form: Form, examples: Sequence[Encoded], table: Sequence[Prediction]) -> list[Row]:
-    """table: of `told`. In the order of the examples."""
+    """The rows of a prediction file, in the order of the examples."""
     return [
         {
             "name": example.name,
@@ -66,7 +65,7 @@ def predictions(form: Form, examples: Sequence[Encoded], table: Sequence[Predict
 
 
 def predict(found: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
-    """Of every example of the files, in their order. Raises DataError where there is none."""
+    """Predictions for every example of the files, in their order. Raises DataError where there is none."""
     _, files = chosen_files(found.task, sources, None)
     examples = [example for file in files for example in found.task.read(file)]
     if not examples:
@@ -76,14 +75,14 @@ def predict(found: Finetuned, sources: Sequence[str], say: Callable[[str], None]
 
 
 def predict_texts(found: Finetuned, texts: Sequence[str], say: Callable[[str], None]) -> Row:
-    """Of one example, given by its texts. Raises ConfigError where the task has other inputs."""
+    """The prediction for one example, given by its texts. Raises ConfigError where the task has other inputs."""
     encoded = read(found, [found.form.example(texts)], "new", say)
     return predictions(found.form, encoded, predicted(found, encoded))[0]
 
 
 def write_predictions(path: Path, rows: Sequence[Row], form: Form) -> None:
-    """A file of them, by its suffix: .jsonl, an object a line; .json, an object of `told` by name, WikiHop's form of
-    submission; .csv, `name`, `told` and `probability of CLASS`; .tsv, GLUE's form of submission, `index` and
+    """Write a file by its suffix: .jsonl, an object a line; .json, an object of `predicted` by name, WikiHop's form of
+    submission; .csv, `name`, `predicted` and `probability of CLASS`; .tsv, GLUE's form of submission, `index` and
     `prediction`; .txt, a line each as the task's form has it. Raises ConfigError for another suffix, DataError for a
     name that a .tsv cannot hold, or that a .json would have twice, and UserError where it cannot be written.
     """
@@ -94,9 +93,9 @@ def write_predictions(path: Path, rows: Sequence[Row], form: Form) -> None:
 
 
 def require_form(path: Path) -> None:
-    """Raise ConfigError for a suffix that does not tell the form."""
+    """Raise ConfigError for a suffix of no known form."""
     if path.suffix not in FORMS:
-        problem = f'"{path.suffix}" does not tell the form of {path}'
+        problem = f'"{path.suffix}" is no known form of predictions: {path}'
         raise ConfigError("--output", problem, f"Give a name that ends in {', '.join(FORMS)}")
 
 

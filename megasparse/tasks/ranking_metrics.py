@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 KEPT = 1 << 19
-"""Impressions of which a metric is kept: more than MIND's validation set has."""
+"""Number of impressions whose metrics are cached: more than MIND's validation set has."""
 
 
 def auc(labels: np.ndarray, predicted: np.ndarray) -> float:
@@ -34,7 +34,7 @@ def ndcg10(labels: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def ranking(scores: Sequence[float]) -> np.ndarray:
-    """(C,) int64: the candidates' places, the one of highest score first."""
+    """(C,) int64: the candidates' indices, the one of highest score first."""
     return np.argsort(np.asarray(scores), kind="stable")[::-1]
 
 
@@ -63,7 +63,7 @@ def _ndcg10(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
 
 
 def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
-    """Of the order of the ranking, which has no ties for scikit-learn to take the mean over."""
+    """nDCG by the order of the ranking, which has no ties for scikit-learn to average over."""
     from sklearn.metrics import ndcg_score
 
     order = np.empty(len(scores))

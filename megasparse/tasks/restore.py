@@ -22,12 +22,12 @@ from megasparse.training.ranks import Ranks, start_ranks
 
 @dataclass(frozen=True)
 class Finetuned:
-    """All that it takes to tell something of new examples."""
+    """A fine-tuned model with all that it takes to predict new examples."""
 
     model: Any
-    """What `form.model` made, with its weights, in evaluation, in the precision and on the device that its run used."""
+    """The model of `form.model` with its weights, in evaluation mode, in the precision and on the device of its run."""
     task: Task
-    """The one that it was trained on, or another of the same form and classes."""
+    """The task that it was trained on, or another of the same form and classes."""
     form: Form
     encoder: Encoder
     config: FinetuneConfig
@@ -59,7 +59,7 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form, checkpoint)
     if tokenizer.sha256 != checkpoint.manifest["tokenizer"].get("sha256"):
         hint = "Copy the run's folder again, whole"
-        raise CheckpointError(run / FOLDER, "has not the tokenizer that the checkpoint was trained with", hint)
+        raise CheckpointError(run / FOLDER, "does not have the tokenizer that the checkpoint was trained with", hint)
     if config.task.max_length > body.longest:
         problem = f"{config.task.max_length} tokens are more than the {body.longest} that the model reads"
         raise ConfigError("task.max_length", problem, f"Set it to {body.longest} or less")
@@ -84,7 +84,7 @@ def chosen_checkpoint(directory: Path) -> Path:
 
 
 def _in_place_of(trained: Task, name: str | None) -> list[str]:
-    """Overrides that make the configuration one of another task: `table` is told the classes it is to have."""
+    """Overrides that make the configuration one of another task; for `table` they name the classes."""
     if name in (None, trained.name):
         return []
     labels = [f"task.labels={json.dumps(list(trained.classes or ()))}"] if name == "table" else []
@@ -93,8 +93,8 @@ def _in_place_of(trained: Task, name: str | None) -> list[str]:
 
 def _require_alike(trained: Task, chosen: Task) -> None:
     if chosen.classes != trained.classes:
-        predicted, wanted = (", ".join(task.classes) if task.classes else "a number" for task in (trained, chosen))
-        problem = f'"{chosen.name}" has {wanted[:100]}; the model was trained on "{trained.name}", {predicted[:100]}'
+        known, wanted = (", ".join(task.classes) if task.classes else "a number" for task in (trained, chosen))
+        problem = f'"{chosen.name}" has {wanted[:100]}; the model was trained on "{trained.name}", {known[:100]}'
         raise ConfigError("--task", problem, f"Give --task {trained.name}, or another task of the same classes")
     kinds = [(task.form, task.towers, task.vocabulary) for task in (trained, chosen)]
     if kinds[0] != kinds[1]:

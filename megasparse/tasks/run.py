@@ -32,18 +32,18 @@ class TaskRun:
     """All that a fine-tuning run is made of."""
 
     config: FinetuneConfig
-    """With numbers of steps, labels and the digest of the pretrained weights filled in."""
+    """The configuration with numbers of steps, labels and the digest of the pretrained weights filled in."""
     task: Task
     form: Form
     start: Start
     model: Any
-    """What `form.model` made around the start's body."""
+    """The model of `form.model` around the start's body."""
     train: list[Encoded]
     validation: list[Encoded]
 
     @property
     def fingerprint(self) -> str:
-        """Of what is trained on."""
+        """The sha256 of the training examples."""
         return fingerprint(self.train)
 
     def batches(self, ranks: Ranks, position: int) -> Iterator[Step]:
@@ -65,8 +65,7 @@ class TaskRun:
 
 
 def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
-    """Read and encode the examples, and build the model. `say`: told how many examples there are, and what became of
-    them.
+    """Read and encode the examples, and build the model. say: prints the counts of the examples.
 
     Raises DataError naming file and line of a bad example; ConfigError, CheckpointError, HubError as `build_task` and
     `open_start` do; UserError where the libraries of the metrics are missing.
@@ -93,7 +92,7 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
 
 
 def encode_all(encoder: Encoder, split: str, examples: list[Example], say: Callable[[str], None]) -> Iterator[Encoded]:
-    """With a progress bar, and a report at the end."""
+    """Encode with a progress bar, and print the counts at the end."""
     yield from encoder.encode(tqdm(examples, desc=f"reading {split} examples", unit="", leave=False, disable=None))
     for line in encoder.counts.lines(split, encoder.task.config.max_length):
         say(line)

@@ -1,4 +1,4 @@
-"""What a model tells of examples, and how good that is. N examples."""
+"""Predictions of a model for examples, and the validation that scores them. N examples."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from megasparse.training.selection import Selection
 from megasparse.training.stopping.hooks import RunHooks, check_stop
 
 Score = Callable[[Any, RngContext], tuple[Any, dict[str, Any]]]
-"""A model of a task's form in evaluation, or an engine around one: (batch, draws) -> (objective, statistics)."""
+"""A model of a task's form in evaluation, or an engine around one: (batch, rng) -> (objective, statistics)."""
 
 
 class Prediction(NamedTuple):
-    """Of one example."""
+    """The model's output for one example."""
 
     values: np.ndarray
     """Flat float64: what the form's `answer` reads."""
@@ -41,10 +41,10 @@ def predict_examples(
     ranks: Ranks,
     pause: Callable[[], None] = lambda: None,
 ) -> list[Prediction]:
-    """What the model tells of each example, on every rank.
+    """The model's prediction for each example, on every rank.
 
-    The ranks share the batches out among them; every one scores equally many. What an example is told depends neither
-    on the batch nor on the rank that it is in. pause: called before each batch.
+    The ranks share the batches out among them; every one scores equally many. A prediction depends neither on
+    the batch nor on the rank that its example is in. pause: called before each batch.
     """
     order = sorted(range(len(examples)), key=lambda i: -examples[i].length)
     size = config.evaluation.batch
@@ -69,14 +69,15 @@ def answers(form: Form, examples: Sequence[Encoded], predicted: Sequence[Predict
 
 
 def selection_of(config: FinetuneConfig) -> Selection:
-    """Which checkpoint is best: by `evaluation.metric`, which an opened run's configuration has."""
+    """The rule of the best checkpoint, by `evaluation.metric`, which an opened run's configuration has."""
     metric = str(config.evaluation.metric)
     return Selection(f"evaluation/{metric}", config.evaluation.patience, lower=metric in LOWER_IS_BETTER)
 
 
 def validation(run: TaskRun, engine: Engine, hooks: RunHooks) -> Evaluate:
-    """What the training loop calls after every step: where a validation is due, evaluation/loss (the costs of all
-    examples by their weights) and evaluation/METRIC of each of the task's. Raises StopWanted as `heed` does.
+    """A function that the training loop calls after every step. Where a validation is due it returns evaluation/loss
+    (the costs of all examples by their weights) and evaluation/METRIC for each of the task's. It raises StopWanted as
+    `check_stop` does.
     """
     config, every, steps = run.config, run.config.evaluation.every, run.config.training.steps
     examples, form, model = run.validation, run.form, engine.module

@@ -11,7 +11,7 @@ from megasparse.tasks.task import Task, split_files
 
 
 def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple[str | None, list[Path]]:
-    """The files to read, and of which split they are.
+    """The split and its files.
 
     sources: the folder of the task's official files, or one or more files of their form, which have no split. split:
     None takes "test" where it has labels, else "validation". Raises DataError where there are no such files, and
@@ -38,7 +38,7 @@ def _labelled(task: Task, files: list[Path]) -> bool:
 
 
 def sha256_of(file: Path) -> str:
-    """Of the file that a task reads, or that it reads a part of; of a folder over its files' names and digests."""
+    """The digest of a file, whole where the task reads a part; of a folder that of its files' names and digests."""
     path, _ = split_name(file)
     if not path.is_dir():
         return file_sha256(path)

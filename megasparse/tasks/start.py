@@ -1,5 +1,5 @@
-"""What fine-tuning starts from: a checkpoint of ours, a model of HuggingFace's, or initial weights; and how the same
-body is built again, without these, for a run's own checkpoints.
+"""The start of fine-tuning: one of our checkpoints, a HuggingFace model, or initial weights; and how the same body is
+rebuilt, without these, for a run's own checkpoints.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ from megasparse.tasks.form import Form
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, on_meta, persistent_buffers
 
 FOLDER, RECORD = "start", "body.json"
-"""Of a run: what its body is, and its tokenizer."""
+"""Names, in a run's folder, of the folder of its start and of the record of its body."""
 OURS = ("megasparse", "reformer", "yoso")
-"""`model_type` of HuggingFace's models that become ours; the others stay what they are."""
+"""`model_type` of the HuggingFace models that become ours; the others stay what they are."""
 TWO_SIDES = "is of an encoder-decoder, which has no one state a sequence", "Give a decoder's or an encoder's"
 ONE_SIDE = "is no encoder-decoder of ours, which the task needs", "Give such a checkpoint, or a model in place of start"
-"""Problems and their mends."""
+"""Problems and their hints."""
 LONGER = "Lower it, or lengthen the model first: tools/extend_positions.py"
 
 
@@ -44,12 +44,12 @@ class Start:
     body: Backbone
     tokenizer: Tokenizer
     record: dict[str, Any]
-    """What `rebuild` needs beside the tokenizer."""
+    """The description of the body that `rebuild` needs."""
     sha256: str | None
-    """Of the pretrained weights; None of initial ones."""
+    """Digest of the pretrained weights; None for initial ones."""
 
     def write(self, run: Path) -> None:
-        """RUN/start: the record, and the tokenizer's file where it has one."""
+        """Write the record to RUN/start, and the tokenizer's file where it has one."""
         folder = run / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         name, file = self.tokenizer.name, self.tokenizer.file
@@ -64,9 +64,8 @@ class Start:
 def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:
     """The body that a configuration names, for tasks of a form.
 
-    labels: number of classes, of which a Smart Bird sketch learns to tell each sequence's. Raises ConfigError,
-    CheckpointError and HubError for what is missing, damaged, too short for `task.max_length`, or not the weights of
-    `start.sha256`.
+    labels: number of classes that a Smart Bird sketch learns to predict. Raises ConfigError, CheckpointError and
+    HubError for what is missing, damaged, too short for `task.max_length`, or not the weights of `start.sha256`.
     """
     start = config.start
     if config.model is not None:
@@ -87,7 +86,7 @@ def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:
 def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
     """The body of a run, its weights yet to be filled from a checkpoint, and its tokenizer.
 
-    Raises CheckpointError where the record cannot be read, or is of a body of ours of other weights.
+    Raises CheckpointError where the record cannot be read, or describes one of our bodies with other weights.
     """
     with _record_of(run) as (record, tokenizer):
         if record["kind"] == "megasparse":
@@ -100,7 +99,7 @@ def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, To
 
 @contextmanager
 def _record_of(run: Path) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
-    """What a run's folder has of its start. Raises CheckpointError where it, or the block's use of it, fails."""
+    """The record and the tokenizer in a run's folder. Raises CheckpointError where reading or using them fails."""
     folder = run / FOLDER
     try:
         record = json.loads((folder / RECORD).read_bytes())
@@ -135,13 +134,13 @@ def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Check
     except (CheckpointError, ConfigError, HubError) as error:
         key = "start.checkpoint" if config.start.checkpoint is not None else "start.huggingface"
         problem = f"has adapters alone, and the weights that they belong to cannot be read ({error})"
-        raise CheckpointError(run, problem, f"Put these back, or name their place by {key}") from None
+        raise CheckpointError(run, problem, f"Put these back, or name their folder by {key}") from None
     add_adapters(body, config.lora, config.run.seed)
     return body, tokenizer
 
 
 def _sketch_labels(record: dict[str, Any]) -> int:
-    """Number of classes that Smart Bird's sketches learn to tell, where a body has any."""
+    """Number of classes that Smart Bird's sketches learn to predict, where a body has any."""
     if record["kind"] == "megasparse":
         entry = record["model"]
     else:
@@ -205,7 +204,7 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
 def _transformer(
     config: FinetuneConfig, folder: Path, tokenizer: Tokenizer, labels: int
 ) -> tuple[Backbone, Tokenizer, dict[str, Any]]:
-    """A model that stays one of transformers', with its attention replaced where that is asked for."""
+    """A model that stays a transformers model, with its attention replaced where the configuration asks for it."""
     from transformers import AutoModel
 
     from megasparse.hub.lengthen import extend_positions, positions
@@ -266,7 +265,7 @@ def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFace
 
 
 def _empty_transformer(values: dict[str, Any]) -> Any:
-    """A model by its configuration, its attention replaced where this says so."""
+    """A model from its configuration, with the attention replaced as it says."""
     from transformers import AutoConfig, AutoModel
 
     from megasparse.hub.replace import ENTRY, replace_attention
@@ -297,8 +296,8 @@ def _record(body: Any) -> dict[str, Any]:
 
 
 def _for_task(model: ModelConfig, form: Form, labels: int, start: StartConfig) -> ModelConfig:
-    """The same weights but those of a Smart Bird sketch's objective, which is the task's, unless that is to tell tokens
-    as in pretraining. The token that padding had is one like others here, where lengths are known.
+    """The model's configuration for a task. A Smart Bird sketch's objective becomes the task's, unless that is to
+    predict tokens as in pretraining. Lengths are known here, so the padding token is one like any other.
     """
     activations = start.activations
     changes: dict[str, Any] = {"padding_token": None, "document_separator": None, "loss_tiles": 1}
@@ -326,7 +325,7 @@ def _with_sketch_labels(attention: AttentionConfig, labels: int) -> AttentionCon
 
 
 def _fill(body: Any, read: Any, path: Path) -> None:
-    """Pretrained weights, by the names of our models. A sketch's objective, which is the task's, stays initial."""
+    """Copy pretrained weights by their names. The weights of a sketch's objective, which is the task's, stay initial."""
     for name, tensor in {**dict(body.stack.named_parameters()), **persistent_buffers(body.stack)}.items():
         if ".objective." in name:
             continue
@@ -336,7 +335,7 @@ def _fill(body: Any, read: Any, path: Path) -> None:
 
 
 def _weights_sha256(folder: Path) -> str:
-    """Over the names and digests of all of a folder's safetensors files."""
+    """The digest of the names and digests of a folder's safetensors files."""
     files = sorted(folder.glob("*.safetensors"))
     text = "".join(f"{file.name} {file_sha256(file)}\n" for file in files)
     return hashlib.sha256(text.encode()).hexdigest()

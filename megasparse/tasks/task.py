@@ -1,4 +1,4 @@
-"""What a downstream task is: official files -> examples -> head -> loss -> metric."""
+"""Downstream tasks: official files -> examples -> head -> loss -> metric."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ Input = str | np.ndarray
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """Where an example stands, for messages and predictions."""
+    """The file and line of an example, for messages and predictions."""
 
     file: Path
     line: int | None = None
@@ -30,13 +30,13 @@ class SourceLocation:
 @dataclass(frozen=True)
 class Example:
     inputs: tuple[Input, ...]
-    """One, or two of a pair."""
+    """One input, or the two of a pair."""
     label: Any
-    """The number of its class, or the number to tell, or what another form than "labels" has; None where the file has
-    none, as in official test files."""
+    """The number of its class, the number to predict, or what a form other than "labels" has; None where the file has
+    no label, as in official test files."""
     location: SourceLocation
     name: str
-    """Its official id, else its number in the file, counted from 0."""
+    """The official id, else the number in the file, counted from 0."""
 
 
 class Task(ABC):
@@ -44,45 +44,43 @@ class Task(ABC):
 
     name: ClassVar[str]
     metrics: tuple[str, ...]
-    """Names of tasks/metrics.py; the first one says which checkpoint is best."""
+    """Names in tasks/metrics.py; the first one decides which checkpoint is best."""
     form: ClassVar[str] = "labels"
-    """A name of tasks/form.py: what its labels are, and what learns to tell them. The rest is of the form "labels"."""
+    """A name in tasks/form.py: the kind of labels and of model. The attributes below are of the form "labels"."""
     segments: int = 1
-    """Inputs of an example."""
+    """Number of inputs of an example."""
     towers: ClassVar[bool] = False
     """Whether the two inputs of a pair are read apart and then compared, rather than as one sequence."""
     source_is_file: ClassVar[bool] = False
     """Whether `task.source` is the file to train on, rather than the folder of the official files."""
     vocabulary: ClassVar[int | None] = None
-    """Number of ids where the inputs are ids; None where they are texts."""
+    """Number of token ids where the inputs are ids; None where they are texts."""
     classes: tuple[str, ...] | None = None
-    """Names of the classes as the files have them, by number; None where a number is told."""
+    """Names of the classes as the files have them, by number; None where a number is predicted."""
 
     def __init__(self, config: TaskConfig):
-        """Raises ConfigError where a setting does not fit the task."""
+        """Raise ConfigError where a setting does not fit the task."""
         self.config = config
 
     def resolved(self) -> TaskConfig:
-        """The configuration with what was found in the training file filled in, so that a task built from it needs
-        that file no more.
-        """
+        """The configuration completed from the training file, so that a task built from it no longer needs the file."""
         return self.config
 
     @abstractmethod
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        """The official files in a folder, by split: "train", "validation", "test" and any others, those that there
-        are. What `read` can read: each a file, or a folder of files that have one example each.
+        """The official files that a folder has, by split: "train", "validation", "test" and any others. Each is a file,
+        or a folder of files with one example each, that `read` takes.
         """
 
     @abstractmethod
     def read(self, file: Path) -> Iterator[Example]:
-        """The examples of one of `files`, or of another one of the same form, in its order.
+        """The examples of one of `files`, or of another file of the same form, in its order.
 
-        Raises DataError naming file, line and mend for what is missing or malformed.
+        Raises DataError for what is missing or malformed, naming file and line and what to do.
         """
 
     def class_of(self, label: str, location: SourceLocation) -> int:
-        """The number of a class by its name. Raises DataError naming the place."""
+        """The number of a class by its name. Raises DataError naming the location."""
         assert self.classes is not None
         if label not in self.classes:
             near = did_you_mean(label, self.classes)
@@ -105,7 +103,14 @@ def split_files(task: Task, folder: Path, split: str) -> list[Path]:
     return found[split]
 
 
-def existing(folder: Path, names: Mapping[str, Sequence[str]]) -> dict[str, list[Path]]:
-    """Of official names by split, those splits whose files are all there."""
-    placed = {split: [folder / name for name in files] for split, files in names.items()}
-    return {split: files for split, files in placed.items() if all(file.exists() for file in files)}
+def existing(folder: Path, names: Mapping[str, str | Sequence[str]], inner: str = "") -> dict[str, list[Path]]:
+    """The splits whose files are all there.
+
+    names: the official file, or files, of each split. inner: the folder that an archive unpacks to, which is taken
+    where `folder` has it.
+    """
+    folder = folder / inner if (folder / inner).is_dir() else folder
+    paths = {
+        split: [folder / name for name in ([own] if isinstance(own, str) else own)] for split, own in names.items()
+    }
+    return {split: files for split, files in paths.items() if all(file.exists() for file in files)}

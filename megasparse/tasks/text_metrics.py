@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 KEPT = 1 << 17
-"""Pairs of texts whose statistics are kept at most."""
+"""Number of pairs of texts whose statistics are cached at most."""
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
@@ -37,24 +37,24 @@ def rouge1(labels: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def rouge2(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """As rouge1, of pairs of words."""
+    """ROUGE-2, as rouge1 but for pairs of words."""
     return _mean_rouge(labels, predicted, 1)
 
 
 def rougeL(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """As rouge1, of the longest common subsequence."""
+    """ROUGE-L, as rouge1 but for the longest common subsequence."""
     return _mean_rouge(labels, predicted, 2)
 
 
 def rougeLsum(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """As rouge1, of the union over sentences of longest common subsequences; a sentence is a line. What papers on
-    CNN/DailyMail call ROUGE-L.
+    """ROUGE-Lsum, as rouge1 but for the union over sentences (lines) of longest common subsequences. Papers on
+    CNN/DailyMail call it ROUGE-L.
     """
     return _mean_rouge(labels, predicted, 3)
 
 
 def signature(name: str) -> str | None:
-    """What the library wants told beside a metric's values, of those above: settings and version. None of others."""
+    """The settings and version that a library wants reported beside its metric; None for metrics without any."""
     if name in ("bleu", "chrf"):
         scorer = _scorer(name)
         scorer.corpus_score(["a"], [["a"]])

@@ -81,7 +81,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_body_with_new_adapters_tells_what_it_told(name):
+def test_new_adapters_leave_a_bodys_outputs_as_they_were(name):
     assert torch.equal(predicted(whole(BODIES[name]())), predicted(whole(BODIES[name](), LoRAConfig())))
 
 
@@ -138,7 +138,7 @@ def test_transposed_layers_have_adapters(recwarn):
     assert not [each for each in recwarn if "fan_in_fan_out" in str(each.message)]
 
 
-def test_wrong_targets_are_told():
+def test_wrong_targets_are_refused():
     with pytest.raises(ConfigError, match=r'lora\.targets: .*"qery".*Did you mean "query"\?'):
         add_adapters(bert(), LoRAConfig(targets=["value", "qery"]), 0)
     with pytest.raises(ConfigError, match=r'Did you mean "output\.dense"\?'):  # a module of BERT's that is not linear
@@ -172,7 +172,7 @@ def test_a_run_is_restored_from_its_adapters_and_the_pretrained_weights(tmp_path
     assert measured[found.task.metrics[0]] == last
 
     moved = pretrained.rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"has adapters alone.*name their place by start\.huggingface"):
+    with pytest.raises(CheckpointError, match=r"has adapters alone.*name their folder by start\.huggingface"):
         restore_task(checkpoint.path)
     again = restore_task(checkpoint.path, [f"start.huggingface={moved}"])
     same = predict_examples(again.model, again.form, examples, again.config, again.ranks)

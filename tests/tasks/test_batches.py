@@ -20,7 +20,7 @@ NUMBER, GLOBAL = 21, 8
 
 
 def example(number: int, length: int, label: int | float | None = 0, second: int | None = None) -> Encoded:
-    """Whose first token tells its number."""
+    """An example whose first token is its number."""
     tokens = (np.arange(length) * 7 + number) % 256
     tokens[0] = number
     towers = [Segments(tokens, np.arange(length) % 2)]

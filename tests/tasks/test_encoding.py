@@ -163,7 +163,7 @@ def test_too_long_an_input_is_refused_where_it_stands() -> None:
         list(ours.encode(examples(("abcd",), ("abcde",))))
 
 
-def test_what_is_cut_is_counted_and_told() -> None:
+def test_what_is_cut_is_counted_and_printed() -> None:
     ours = encoder("bytes", vocabulary=264, max_length=6)
     found = list(ours.encode(examples(("abcd",), ("abcdefgh",), ("ab", "cdef"), ("x",))))
     assert [len(each.sequences[0].tokens) for each in found] == [6, 6, 6, 3]

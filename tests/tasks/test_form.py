@@ -1,4 +1,4 @@
-"""What forms share: the columns that metrics read, what is told of texts, and the form that a task names."""
+"""The common part of forms: columns that metrics read, answers of texts, and the form that a task names."""
 
 from pathlib import Path
 from typing import Any

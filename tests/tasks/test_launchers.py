@@ -254,7 +254,7 @@ def test_options_that_do_not_go_together_are_refused(folder, capsys, tmp_path):
     assert "is what is read" in refused(capsys, evaluate, *tasks, "--json", folder / "test.csv")
     new = ["--source", folder / "test.csv", "--output"]
     assert "is what is read" in refused(capsys, predict, *there, *new, folder / "test.csv")
-    assert "does not tell the form" in refused(capsys, predict, *there, *new, tmp_path / "x.xml")
+    assert "is no known form" in refused(capsys, predict, *there, *new, tmp_path / "x.xml")
     checkpoint(encoder("full"), tmp_path / "pretrained")
     other = ["--checkpoint", tmp_path / "pretrained"]
     assert "launch/evaluate.py --data" in refused(capsys, evaluate, *tasks[2:], *other)

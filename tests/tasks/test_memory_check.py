@@ -1,4 +1,4 @@
-"""The memory that a run is predicted to take: held against what it takes, told, and refused where there is less."""
+"""Predicted memory of a run: compared with what it takes, and a run is refused where there is less."""
 
 import json
 

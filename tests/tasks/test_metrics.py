@@ -10,24 +10,24 @@ from megasparse.errors import UserError
 from megasparse.tasks.metrics import METRICS, require_metrics
 
 LABELS = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0, 0])
-TOLD = np.array([1, 1, 1, 0, 1, 0, 0, 0, 0, 0])
+PREDICTED = np.array([1, 1, 1, 0, 1, 0, 0, 0, 0, 0])
 """3 true positives, 1 false one, 5 true negatives, 1 false one."""
 
 
 def test_two_classes_by_hand() -> None:
-    assert METRICS["accuracy"](LABELS, TOLD) == pytest.approx(8 / 10)
-    assert METRICS["f1"](LABELS, TOLD) == pytest.approx(2 * 3 / (2 * 3 + 1 + 1))
-    assert METRICS["macro_f1"](LABELS, TOLD) == pytest.approx((6 / 8 + 10 / 12) / 2)
-    assert METRICS["matthews"](LABELS, TOLD) == pytest.approx((3 * 5 - 1 * 1) / math.sqrt(4 * 4 * 6 * 6))
+    assert METRICS["accuracy"](LABELS, PREDICTED) == pytest.approx(8 / 10)
+    assert METRICS["f1"](LABELS, PREDICTED) == pytest.approx(2 * 3 / (2 * 3 + 1 + 1))
+    assert METRICS["macro_f1"](LABELS, PREDICTED) == pytest.approx((6 / 8 + 10 / 12) / 2)
+    assert METRICS["matthews"](LABELS, PREDICTED) == pytest.approx((3 * 5 - 1 * 1) / math.sqrt(4 * 4 * 6 * 6))
 
 
 def test_f1_is_that_of_class_1() -> None:
-    assert METRICS["f1"](1 - LABELS, 1 - TOLD) == pytest.approx(10 / 12)
+    assert METRICS["f1"](1 - LABELS, 1 - PREDICTED) == pytest.approx(10 / 12)
 
 
 def test_macro_f1_is_the_mean_over_the_classes_that_occur() -> None:
     labels, predicted = np.array([0, 0, 1, 1, 3]), np.array([0, 1, 1, 1, 0])
-    # class 0: 1 right, 1 missed, 1 wrongly told; class 1: 2 right, 1 wrongly told; class 3: never told; 2: nowhere
+    # class 0: 1 right, 1 missed, 1 wrongly predicted; class 1: 2 right, 1 wrong; class 3: never predicted; 2: nowhere
     assert METRICS["macro_f1"](labels, predicted) == pytest.approx((2 / 4 + 4 / 5 + 0) / 3)
 
 

@@ -50,7 +50,7 @@ def told_of_numbers():
 
 
 class Lists(Form):
-    """What is told is a list, or an object, or a text."""
+    """A prediction may be a list, an object or a text."""
 
     encoder = model = collate = dummy_batch = None
 
@@ -93,7 +93,7 @@ def test_forms_by_suffix(tmp_path):
     assert json.loads((tmp_path / "numbers.json").read_text()) == {"7": 0.1}
 
 
-def test_a_row_of_another_form_has_its_label_and_what_is_told():
+def test_a_row_of_another_form_has_its_label_and_prediction():
     """Lists, in their order, on the examples' own numbers of values."""
     rows = predictions(LISTS, [encoded("a", [3.0]), encoded("b", None, 4)], [predicted(1.0, 2.0), predicted(0.5)])
     assert rows == [
@@ -115,7 +115,7 @@ def test_lists_in_every_form(tmp_path):
 
 
 def test_a_text_takes_one_line_and_keeps_its_characters(tmp_path):
-    """So that line i is example i's, whatever is told: as sacreBLEU and MIND's files have it."""
+    """Line i is example i's, whatever is predicted: as sacreBLEU and MIND's files have it."""
     texts = ["ein Haus,\n\tein “Baum”\r\n", "", "a\u2028b\x85c\x0bd"]
     rows = [
         {"name": str(i), "file": "new.csv", "line": None, "label": None, "predicted": t} for i, t in enumerate(texts)
@@ -155,7 +155,7 @@ def test_what_a_form_cannot_hold_is_refused_and_the_old_file_stays(tmp_path):
         write_predictions(out, rows, OF_CLASSES)
     assert out.read_text() == "old"
     for name in ("out.xml", "out"):
-        with pytest.raises(ConfigError, match=rf'"{Path(name).suffix}" does not tell the form'):
+        with pytest.raises(ConfigError, match=rf'"{Path(name).suffix}" is no known form'):
             write_predictions(tmp_path / name, rows, OF_CLASSES)
     assert [path.name for path in tmp_path.iterdir()] == ["out.tsv"]
 

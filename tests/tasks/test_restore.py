@@ -1,4 +1,4 @@
-"""A restored model tells what training's validation was told, and what is no such model is refused."""
+"""A restored model predicts what it predicted in training's validation; anything else is refused."""
 
 import json
 
@@ -86,7 +86,7 @@ def test_a_bert_tells_what_it_told_in_training(tmp_path, sections):
     (tmp_path / "run" / "start" / "tokenizer.json").write_bytes(
         (tmp_path / "bert" / "tokenizer.json").read_bytes() + b"\n"
     )
-    with pytest.raises(CheckpointError, match="has not the tokenizer"):
+    with pytest.raises(CheckpointError, match="does not have the tokenizer"):
         restore_task(tmp_path / "run")
 
 

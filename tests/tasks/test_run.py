@@ -52,7 +52,7 @@ def starts(place: Path) -> dict[str, dict[str, Any]]:
 
 
 def plain(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what a clock tells, by step; of a step that was written twice the later one."""
+    """Metrics by step without those of the clock; of a step that was written twice the later one."""
     by_step = {line["step"]: line for line in metrics if "step" in line}
     return [
         {name: value for name, value in line.items() if not name.startswith(TIMES) and name != "time"}
@@ -84,7 +84,7 @@ def test_a_run_that_stopped_goes_on_to_the_bit(name: str, place: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["bert, lsh", "ours"])
-def test_a_finished_runs_checkpoint_tells_what_the_run_told(name: str, place: Path, tmp_path: Path) -> None:
+def test_a_finished_runs_checkpoint_predicts_what_the_run_did(name: str, place: Path, tmp_path: Path) -> None:
     """The model out of the run's folder has the metrics of best.json."""
     run = tmp_path / "run"
     launch(run, place / "reviews.csv", **starts(place)[name])
@@ -99,7 +99,7 @@ def test_a_finished_runs_checkpoint_tells_what_the_run_told(name: str, place: Pa
 
 @pytest.fixture
 def told_metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """What validations tell in turn as accuracy, in place of what they measure."""
+    """Accuracies of successive validations, in place of measured ones."""
     values: list[float] = []
     monkeypatch.setitem(METRICS, "accuracy", lambda labels, predicted: values.pop(0))
     yield values
@@ -179,7 +179,7 @@ def test_all_nan_has_no_best_and_the_newest_is_taken(place: Path, tmp_path: Path
 
 
 def test_sketches_learn_beside_a_number_too(place: Path, tmp_path: Path) -> None:
-    """Smart Bird's sketch has no classes to learn from where a number is told."""
+    """Smart Bird's sketch has no classes to learn from where a number is predicted."""
     source = table(tmp_path / "numbers.csv", [[f"{'the ' * (i % 9 + 1)}model", f"{i % 9 / 2}"] for i in range(24)])
     sections = starts(place)["bert, smart_bird"]
     lines = launch(tmp_path / "run", source, **sections, task={"labels": []})

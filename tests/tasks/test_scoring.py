@@ -1,4 +1,4 @@
-"""What a model tells of examples, over batches and ranks, and the validation that the training loop calls."""
+"""Predictions over batches and ranks, and the validation that the training loop calls."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ def settled(folder: Path, labels: Sequence[str] = ("no", "yes"), batch: int = 4)
 
 
 class Score:
-    """Tells an example its number and length; keeps what it was asked."""
+    """A model that predicts an example's number and length, and keeps its calls."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[list[int], int]] = []
@@ -118,7 +118,7 @@ class FakeEngine:
             return self.module(inputs, rng)
 
 
-def test_validation_comes_when_it_is_due_and_tells_the_tasks_loss_and_metrics(tmp_path: Path) -> None:
+def test_validation_comes_when_it_is_due_and_returns_the_tasks_loss_and_metrics(tmp_path: Path) -> None:
     model = {"kind": "encoder", "layers": 1, "d_model": 16, "d_ff": 16, "heads": 2, "vocabulary": 264,
              "max_length": 128, "positions": {"kind": "learned"}, "attention": {"pattern": ["full"]}}  # fmt: skip
     run = opened(tmp_path / "run", reviews(tmp_path / "table.csv", 40), model=model, task={"max_length": 128},
@@ -161,7 +161,7 @@ def test_a_stop_breaks_a_validation_off_and_training_goes_on(tmp_path: Path) -> 
 
 
 class Weighted(Form):
-    """Tells an example its number as often as it has tokens, at a cost and a weight that are its own."""
+    """A model that predicts an example's number once a token, with a cost and a weight of its own."""
 
     encoder = model = dummy_batch = None  # type: ignore[assignment]
 
@@ -193,7 +193,7 @@ class OfUnequalWeight(torch.nn.Module):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_validations_loss_is_the_sum_of_costs_by_that_of_weights(tmp_path: Path, size: int, ranks: int) -> None:
     """Whatever batches and ranks they are in; a batch that is scored twice, so that ranks have equally many, counts
-    once. What is told is of each example's own length.
+    once. A prediction has its example's own length.
     """
     config = settled(tmp_path, batch=size)
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 1})})

@@ -232,7 +232,7 @@ def test_a_berts_attention_is_replaced(kind: str, tmp_path: Path) -> None:
     assert len(made) == 2 and {type(each).__name__.lower().replace("attention", "") for each in made} == {
         kind.replace("_", "")
     }
-    if kind == "smart_bird":  # its sketch learns to tell the task's classes
+    if kind == "smart_bird":  # its sketch learns the task's classes
         assert list(made[0].objective.parameters())[-1].shape[0] == 3
         expected_given = {**given, kind: {**KINDS[kind], "objective": "pooled", "labels": 3}}
     else:

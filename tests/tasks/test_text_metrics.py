@@ -20,7 +20,7 @@ LABELS = [
     "Leute Reparieren das Dach eines Hauses.",
     "Five people wearing winter jackets stand in the snow .",
 ]
-TOLD = [
+PREDICTED = [
     "Ein Mann mit orangem Hut starrt etwas an.",
     "Ein Terrier läuft über saftig grünes Gras vor einem weißen Zaun.",
     "it rained again today\nthe cat runs in the garden",
@@ -30,13 +30,13 @@ TOLD = [
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
-def value(name, labels=LABELS, predicted=TOLD):
+def value(name, labels=LABELS, predicted=PREDICTED):
     return METRICS[name](column(labels), column(predicted))
 
 
 def test_bleu_and_chrf_are_sacrebleus_of_the_corpus():
-    assert value("bleu") == pytest.approx(sacrebleu.corpus_bleu(TOLD, [LABELS]).score, abs=1e-9)
-    assert value("chrf") == pytest.approx(sacrebleu.corpus_chrf(TOLD, [LABELS]).score, abs=1e-9)
+    assert value("bleu") == pytest.approx(sacrebleu.corpus_bleu(PREDICTED, [LABELS]).score, abs=1e-9)
+    assert value("chrf") == pytest.approx(sacrebleu.corpus_chrf(PREDICTED, [LABELS]).score, abs=1e-9)
     assert 1 < value("bleu") < 100 and 1 < value("chrf") < 100
 
 
@@ -45,7 +45,7 @@ def test_of_any_choice_of_pairs_too(name):
     drawn = random.Random(0)
     for number in (1, 2, 3, 8):
         chosen = drawn.choices(range(5), k=number)
-        labels, predicted = [LABELS[i] for i in chosen], [TOLD[i] for i in chosen]
+        labels, predicted = [LABELS[i] for i in chosen], [PREDICTED[i] for i in chosen]
         expected = {"bleu": sacrebleu.corpus_bleu, "chrf": sacrebleu.corpus_chrf}[name](predicted, [labels]).score
         assert value(name, labels, predicted) == pytest.approx(expected, abs=1e-9)
 
@@ -60,7 +60,9 @@ def test_bleu_by_hand():
 @pytest.mark.parametrize("name", ROUGE)
 def test_rouge_is_the_mean_of_rouge_scores_f1(name):
     scorer = RougeScorer([name], use_stemmer=True)
-    expected = [scorer.score(label, predicted)[name].fmeasure for label, predicted in zip(LABELS, TOLD, strict=True)]
+    expected = [
+        scorer.score(label, predicted)[name].fmeasure for label, predicted in zip(LABELS, PREDICTED, strict=True)
+    ]
     assert value(name) == pytest.approx(sum(expected) / 5, abs=1e-12)
 
 
@@ -83,11 +85,11 @@ def test_scales_and_kinds(name, most):
 
 def test_signatures_are_sacrebleus_own():
     scorer = sacrebleu.BLEU()
-    scorer.corpus_score(TOLD, [LABELS])
+    scorer.corpus_score(PREDICTED, [LABELS])
     assert signature("bleu") == str(scorer.get_signature())
     assert signature("bleu") == f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{version('sacrebleu')}"
     other = sacrebleu.CHRF()
-    other.corpus_score(TOLD, [LABELS])
+    other.corpus_score(PREDICTED, [LABELS])
     assert signature("chrf") == str(other.get_signature())
     assert all(version("rouge-score") in signature(name) for name in ROUGE)
     assert signature("accuracy") is None
@@ -96,7 +98,7 @@ def test_signatures_are_sacrebleus_own():
 @pytest.mark.parametrize("name", ["bleu", "rouge2"])
 def test_an_interval_of_texts_is_that_of_the_library(name):
     """The same draws, scored by the library from the strings."""
-    labels, predicted = column(LABELS * 2), column(TOLD * 2)
+    labels, predicted = column(LABELS * 2), column(PREDICTED * 2)
     scorer = RougeScorer([name], use_stemmer=True) if name != "bleu" else None
 
     def direct(labels, predicted):

@@ -1,1 +1,1 @@
-"""How the tasks of each form are encoded, learned and judged: a module a form, its model beside it."""
+"""The forms of tasks, how each is encoded, learned and evaluated: a module a form, its model beside it."""

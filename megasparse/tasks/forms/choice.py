@@ -9,14 +9,14 @@ import torch
 
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import Inputs, Padded
+from megasparse.tasks.batches import Inputs, dummy_tokens
 from megasparse.tasks.encoding import Counts, Encoded, Encoder, Segments, require_vocabulary
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.choice_model import ChoiceBatch, ChoiceModel, EncodedChoice, collate
 from megasparse.tasks.task import Example
 
 DUMMY_CANDIDATES = 79
-"""Candidates of a made-up example: the most that WikiHop has."""
+"""Number of candidates of a synthetic example: the most that WikiHop has."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Choice(Example):
 
 
 class ChoiceEncoder(Encoder):
-    """[begin] question [separator] candidate [separator] ... candidate [separator] text [separator] ... in one
-    sequence, of type 0 up to the last candidate's separator and 1 from there on. A candidate's mark, where its score
-    is read, is the separator behind it: there a decoder, too, has read it. Without special tokens nothing stands at
-    the beginning, and a line end in place of separators where the tokens are bytes; other tokenizers have none, and the
-    mark is the candidate's last token.
+    """Encoder to one sequence: [begin] question [separator] candidate [separator] ... candidate [separator] text
+    [separator] ..., of type 0 up to the last candidate's separator and 1 from there on. A candidate's mark, where its
+    score is read, is the separator behind it: there a decoder, too, has read it. Without special tokens nothing stands
+    at the beginning, and a line end in place of separators where the tokens are bytes; other tokenizers have none, and
+    the mark is the candidate's last token.
 
     Question and candidates are always whole. What is too long loses the end of its texts.
     """
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
-        """As Encoder.encode; raises DataError also where question and candidates alone are too long."""
+        """Encode as Encoder.encode; raises DataError also where question and candidates alone are too long."""
         self.counts = Counts()
         for example in examples:
             assert isinstance(example, Choice), 'a task of the form "choice" reads choices'
@@ -89,11 +89,9 @@ class ChoiceForm(Form):
         return collate(_choices(examples), self.config.task.max_length)
 
     def dummy_batch(self, body: Backbone, batch: int, length: int) -> ChoiceBatch:
-        """Random tokens whose last one is padding, so that there is a mask, and many candidates; the first is right."""
-        tokens = torch.randint(body.vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
-        lengths = torch.full((batch,), max(1, length - 1))
-        marks = torch.arange(min(DUMMY_CANDIDATES, int(lengths[0]))).repeat(batch, 1)
-        read = Padded(tokens, torch.zeros_like(tokens), lengths)
+        """Random tokens and many candidates, of which the first is right."""
+        read = dummy_tokens(body.vocabulary, batch, length)
+        marks = torch.arange(min(DUMMY_CANDIDATES, int(read.lengths[0]))).repeat(batch, 1)
         return ChoiceBatch(Inputs((read,), torch.zeros(batch, dtype=torch.int64)), marks)
 
     def answer(self, example: Encoded, predicted: np.ndarray) -> int:
@@ -101,7 +99,7 @@ class ChoiceForm(Form):
         return int(predicted.argmax())
 
     def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
-        """`label` and `told` are texts of candidates; `scores`, logits, by candidate."""
+        """`label` and `predicted` are texts of candidates; `scores` are logits by candidate."""
         (choice,) = _choices([example])
         label, names = choice.label, choice.candidates
         return {
@@ -112,5 +110,5 @@ class ChoiceForm(Form):
 
 
 def _choices(examples: Sequence[Encoded]) -> Sequence[EncodedChoice]:
-    """What `ChoiceEncoder` made."""
+    """The examples as `ChoiceEncoder` made them."""
     return cast(Sequence[EncodedChoice], examples)

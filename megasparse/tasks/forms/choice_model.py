@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasparse.ops.random import RngContext, derive, dropout
+from megasparse.ops.random import RngContext, dropout
 from megasparse.tasks import batches
 from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Inputs
 from megasparse.tasks.encoding import Encoded
-from megasparse.tasks.forms.label_model import DEVIATION
+from megasparse.tasks.forms.label_model import DEVIATION, draw_normal
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class EncodedChoice(Encoded):
     marks: np.ndarray
     """int64 (K,): where in the sequence each candidate's score is read."""
     candidates: tuple[str, ...]
-    """Their texts."""
+    """Texts of the candidates."""
 
     def content(self) -> Iterator[bytes]:
         yield from super().content()
@@ -34,20 +34,20 @@ class ChoiceBatch:
     """A micro-batch of questions."""
 
     inputs: Inputs
-    """One sequence an example; labels are numbers of candidates."""
+    """The sequences, one an example; labels are numbers of candidates."""
     marks: Tensor
-    """int64 (B, K): of each example those of its own candidates, then -1."""
+    """int64 (B, K): the marks of each example's own candidates, then -1."""
 
     def to(self, device: torch.device) -> "ChoiceBatch":
         return ChoiceBatch(self.inputs.to(device), self.marks.to(device))
 
     def numel(self) -> int:
-        """Tokens read, padding left out."""
+        """Number of tokens read, without padding."""
         return self.inputs.numel()
 
 
 def collate(examples: Sequence[EncodedChoice], limit: int) -> ChoiceBatch:
-    """limit: tokens of the longest sequence that the model takes."""
+    """A batch of questions. limit: tokens of the longest sequence that the model takes."""
     marks = np.full((len(examples), max(len(each.marks) for each in examples)), -1)
     for row, each in enumerate(examples):
         marks[row, : len(each.marks)] = each.marks
@@ -55,25 +55,24 @@ def collate(examples: Sequence[EncodedChoice], limit: int) -> ChoiceBatch:
 
 
 class ChoiceModel(nn.Module):
-    """A candidate's score is w·dropout(h), h the body's final state at its mark, as Longformer's model of WikiHop has
-    it (Beltagy et al. 2020); p = softmax of the scores of an example's own candidates.
+    """Model that scores the candidates of a question: a candidate's score is w·dropout(h), h the body's final state at
+    its mark, as Longformer's model of WikiHop has it (Beltagy et al. 2020); p = softmax of the scores of an example's
+    own candidates.
     """
 
     varying_token_counts = False
 
     def __init__(self, body: Backbone, rate: float, seed: int):
-        """rate: of dropout."""
+        """rate: dropout probability."""
         super().__init__()
         self.body, self.rate = body, rate
         self.output = nn.Linear(body.width, 1, bias=False)  # a softmax does not see a bias
-        generator = torch.Generator().manual_seed(derive(seed, "initial head", "choice") >> 1)
-        with torch.no_grad():
-            self.output.weight.copy_(torch.randn(self.output.weight.shape, generator=generator) * DEVIATION)
+        draw_normal(self.output.weight, DEVIATION, seed, "initial head", "choice")
 
     def forward(self, batch: ChoiceBatch, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
-        """The objective, mean cross-entropy in nats of an example, and what the mechanisms add; and statistics: those
-        of tasks/form.py, an example weighing 1, and `accuracy`. `told`: of each example (its K,), fp32. Without labels
-        the loss is 0.
+        """The objective, mean cross-entropy of an example in nats plus auxiliary losses; and the statistics of
+        tasks/form.py, an example weighing 1, and `accuracy`. `predicted` is (its K,) fp32 for each example. Without
+        labels the loss is 0.
         """
         scores, auxiliary = self.scores(batch, rng)
         labels, count = batch.inputs.labels, torch.tensor(float(len(scores)), device=scores.device)
@@ -92,7 +91,7 @@ class ChoiceModel(nn.Module):
         return weight * loss + auxiliary, {**found, "predicted": [row[:k] for row, k in zip(scores, own, strict=True)]}
 
     def scores(self, batch: ChoiceBatch, rng: RngContext) -> tuple[Tensor, Tensor]:
-        """(B, K) fp32, -inf where an example has no candidate; and the mechanisms' losses."""
+        """The scores (B, K) fp32, -inf where an example has no candidate; and the auxiliary losses."""
         states, auxiliary = self.body(batch.inputs.sequences[0], rng, None)
         rows = torch.arange(len(states), device=states.device).unsqueeze(1)
         marked = states[rows, batch.marks.clamp(min=0)].to(self.output.weight.dtype)

@@ -1,4 +1,4 @@
-"""Tasks that forecast the rows of a table. L rows read, H told, T columns told."""
+"""Tasks that forecast the rows of a table. L rows read, H rows predicted, T columns predicted, C columns read."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class WindowCounts(Counts):
 
 
 class WindowEncoder(Encoder):
-    """Takes examples as they are: the task has scaled them, and all are equally long."""
+    """Encoder that takes examples as they are: the task has scaled them, and all are equally long."""
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
         self.counts = WindowCounts(longest=self.config.max_length)
@@ -71,7 +71,7 @@ class ForecastForm(Form):
             problem = f"{settings.overlap} rows are more than the task.max_length = {config.task.max_length} read"
             raise ConfigError("task.forecast.overlap", problem, "Lower it")
         if settings.relative and (unread := [column for column in task.targets if column not in task.inputs]):
-            problem = f'true, and "{unread[0]}" is told but not read'
+            problem = f'true, and "{unread[0]}" is predicted but not read'
             raise ConfigError("task.forecast.relative", problem, "Add it to task.forecast.inputs, or set it to false")
         self.shape = (settings.horizon, len(task.targets))
 
@@ -109,7 +109,7 @@ class ForecastForm(Form):
         return predicted.reshape(self.shape)
 
     def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
-        """`label` and `told`: by column the numbers of the rows to tell, of which `name` is the first one's date."""
+        """`label` and `predicted`: the numbers of the forecast by column; `name` is the date of the first row."""
         label = example.label
         return {
             "label": None if label is None else self.in_units(label),
@@ -117,7 +117,7 @@ class ForecastForm(Form):
         }
 
     def in_units(self, scaled: np.ndarray) -> dict[str, list[float]]:
-        """Of targets (rows, T), by column and in the units of the file."""
+        """Targets (rows, T), by column and in the units of the file."""
         own = self.series.target_places
         values = scaled * self.series.scale[own] + self.series.mean[own]
         return {column: values[:, i].tolist() for i, column in enumerate(self.series.targets)}

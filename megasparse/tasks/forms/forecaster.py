@@ -1,8 +1,8 @@
-"""An encoder–decoder of vectors, which tells all rows of a forecast at once (Informer's generative decoder, Zhou et al.
-2020).
+"""An encoder–decoder of vectors that predicts all rows of a forecast at once (Informer's generative decoder, Zhou et
+al. 2020).
 
-B batch, L rows read, O of them seen by the decoder too, H rows to tell, C columns read, T told, F time features,
-E d_model.
+B batch, L rows read, O of them seen by the decoder too, H rows predicted, C columns read, T columns predicted,
+F time features, E d_model.
 """
 
 from dataclasses import dataclass, replace
@@ -21,9 +21,9 @@ from megasparse.model.embedding import Positions
 from megasparse.model.encoder_decoder import SourceEncoder
 from megasparse.model.norm import Norm
 from megasparse.model.stack import Stack
-from megasparse.ops.random import RngContext, derive
+from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import Backbone, attention_settings
-from megasparse.tasks.forms.label_model import DEVIATION
+from megasparse.tasks.forms.label_model import DEVIATION, draw_normal
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Windows:
     """A micro-batch, scaled, fp32."""
 
     values: Tensor
-    """(B, L, C): the rows read."""
+    """The rows read, (B, L, C)."""
     marks: Tensor
-    """(B, L + H, F): time features, of the rows to tell too."""
+    """Time features of the rows read and of those to predict, (B, L + H, F)."""
     labels: Tensor | None
-    """(B, H, T)."""
+    """The rows to predict, (B, H, T)."""
 
     def to(self, device: torch.device) -> "Windows":
         labels = None if self.labels is None else self.labels.to(device)
         return Windows(self.values.to(device), self.marks.to(device), labels)
 
     def numel(self) -> int:
-        """Rows read."""
+        """Number of rows read."""
         return self.values.shape[0] * self.values.shape[1]
 
 
@@ -56,11 +56,9 @@ class VectorEmbedding(nn.Module):
         self.positions = Positions(config)
 
     def initialise(self, seed: int, name: str) -> None:
-        """Normal with deviation 1/√(C + F), so that it is no larger than the positions."""
+        """Draw from a normal distribution of deviation 1/√(C + F): no larger than the positions."""
         weight = self.linear.weight
-        generator = torch.Generator().manual_seed(derive(seed, "initial weights", f"{name}.linear.weight") >> 1)
-        with torch.no_grad():
-            weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
+        draw_normal(weight, weight.shape[1] ** -0.5, seed, "initial weights", f"{name}.linear.weight")
 
     def forward(self, rows: Tensor, first: int) -> Tensor:
         """rows: (B, n, C + F), from position `first` on. Returns (B, n, E) fp32."""
@@ -70,7 +68,7 @@ class VectorEmbedding(nn.Module):
 
 
 class VectorStacks(Stack):
-    """The decoder, and the encoder that it sees."""
+    """The decoder, and the encoder that it attends to."""
 
     def __init__(self, config: ModelConfig, width: int):
         embedding = VectorEmbedding(config, width)
@@ -81,8 +79,8 @@ class VectorStacks(Stack):
         self.norm = Norm(config)
 
     def forward(self, read: Tensor, seen: Tensor, rng: RngContext, targets: Targets | None) -> tuple[Tensor, Tensor]:
-        """read: (B, L, C + F). seen: (B, O + H, C + F), by the decoder. Returns the mean of its streams, normalised,
-        (B, O + H, E) fp32, and the sum of auxiliary losses.
+        """read: (B, L, C + F), by the encoder. seen: (B, O + H, C + F), by the decoder. Returns the mean of its
+        streams, normalised, (B, O + H, E) fp32, and the sum of auxiliary losses.
         """
         memory, of_encoder, _ = self.encoder(read, rng, None, targets)
         streams, own, _ = self.streams(seen, rng, Padding(), targets, source=Source(memory, None))
@@ -90,8 +88,8 @@ class VectorStacks(Stack):
 
 
 class ForecastBody(Backbone):
-    """Reads windows. The decoder sees the last O rows, then H rows of zeros, of which the time features alone are
-    known, in one pass; its self-attention is causal.
+    """Body that reads windows. The decoder sees the last O rows, then H rows of zeros, of which the time features alone
+    are known, in one pass; its self-attention is causal.
     """
 
     causal, vocabulary = True, 1
@@ -108,7 +106,7 @@ class ForecastBody(Backbone):
         self.pooled_sketch = any(each.smart_bird.objective == "pooled" for each in sides)
 
     def forward(self, read: Any, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """read: Windows. The states are those of the rows to tell, (B, H, E) fp32."""
+        """read: Windows. The states are those of the rows to predict, (B, H, E) fp32."""
         length = read.values.shape[1]
         first, horizon = max(0, length - self.overlap), read.marks.shape[1] - length
         known = torch.cat([read.values, read.marks[:, :length]], dim=-1)
@@ -124,24 +122,22 @@ class ForecastBody(Backbone):
 
 
 class Forecaster(nn.Module):
-    """Tells the targets of every row of the forecast, by a linear layer, and learns them from the rows to come; with
-    `anchors` as x̂ = level + f(x − level), where the level is the last row read (Zeng et al. 2023).
+    """Model that predicts the targets of every row of the forecast by a linear layer; with `anchors` as
+    x̂ = level + f(x − level), where the level is the last row read (Zeng et al. 2023).
     """
 
     varying_token_counts = False
 
     def __init__(self, body: ForecastBody, targets: int, seed: int, anchors: list[int] | None = None):
-        """anchors: of each target its place among the columns read; None tells values as they are."""
+        """anchors: index of each target among the columns read; None predicts values as they are."""
         super().__init__()
         self.anchors = anchors
         self.body, self.output = body, projection(body.width, targets, biased=True)
-        generator = torch.Generator().manual_seed(derive(seed, "initial head", "output") >> 1)
-        with torch.no_grad():
-            self.output.weight.copy_(torch.randn(self.output.weight.shape, generator=generator) * DEVIATION)
+        draw_normal(self.output.weight, DEVIATION, seed, "initial head", "output")
 
     def forward(self, windows: Windows, rng: RngContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective, mean squared error of a number to tell, and what the mechanisms add; and statistics: those of
-        tasks/form.py, an example weighing H·T. `told` is (B, H, T) fp32. Without labels the loss is 0.
+        """The objective, mean squared error of a predicted number plus auxiliary losses; and the statistics of
+        tasks/form.py, an example weighing H·T. `predicted` is (B, H, T) fp32. Without labels the loss is 0.
 
         Smart Bird's sketches learn whether an example's targets are above their training mean.
         """

@@ -1,4 +1,4 @@
-"""A pretrained body with a head for a task. B batch, L length, E width, C classes, or 1 where a number is told."""
+"""A pretrained body with a head for a task. B batch, L length, E width, C classes, or 1 where a number is predicted."""
 
 from typing import Any
 
@@ -12,12 +12,19 @@ from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Inputs, Padded
 
 DEVIATION = 0.02
-"""Of a new head's weights, as BERT's."""
+"""Standard deviation of a new head's weights, as in BERT."""
+
+
+@torch.no_grad()
+def draw_normal(weight: Tensor, deviation: float, seed: int, *purpose: str) -> None:
+    """Fill a weight with normal draws: a pure function of seed and purpose."""
+    generator = torch.Generator().manual_seed(derive(seed, *purpose) >> 1)
+    weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
 
 
 class Head(nn.Module):
-    """tanh(W·dropout(x)) and a linear layer after another dropout, as RoBERTa's; of a pair read apart x is
-    [u, v, u·v, u − v] (Long Range Arena's, Tay et al. 2021).
+    """Classification or regression head: tanh(W·dropout(x)) and a linear layer after another dropout, as RoBERTa's; of
+    a pair read apart x is [u, v, u·v, u − v] (Long Range Arena's, Tay et al. 2021).
     """
 
     def __init__(self, width: int, outputs: int, config: HeadConfig, towers: bool, seed: int):
@@ -27,13 +34,11 @@ class Head(nn.Module):
         self.rate_before = 0.0 if config.pooling == "pooler" else config.dropout
         self.dense, self.output = nn.Linear(width_in, hidden), nn.Linear(hidden, outputs)
         for name, layer in (("dense", self.dense), ("output", self.output)):
-            generator = torch.Generator().manual_seed(derive(seed, "initial head", name) >> 1)
-            with torch.no_grad():
-                layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * DEVIATION)
-                layer.bias.zero_()
+            draw_normal(layer.weight, DEVIATION, seed, "initial head", name)
+            nn.init.zeros_(layer.bias)
 
     def forward(self, pooled: list[Tensor], rng: RngContext) -> Tensor:
-        """pooled: (B, E) of each sequence. Returns (B, C) fp32."""
+        """The outputs (B, C) fp32. pooled: (B, E) of each sequence."""
         x = pooled[0]
         if self.towers:
             u, v = pooled
@@ -50,12 +55,12 @@ class Head(nn.Module):
 
 
 class TaskModel(nn.Module):
-    """Tells each example's class, or its number, and learns it from labels."""
+    """Model that predicts each example's class, or its number."""
 
     varying_token_counts = False
 
     def __init__(self, body: Backbone, outputs: int, config: HeadConfig, towers: bool, seed: int):
-        """outputs: number of classes; 1 to tell a number."""
+        """outputs: number of classes; 1 to predict a number."""
         super().__init__()
         self.body, self.outputs = body, outputs
         fits = body.pooler is not None and not towers and config.hidden in (0, body.width)
@@ -67,9 +72,9 @@ class TaskModel(nn.Module):
                 parameter.data.copy_(value)
 
     def forward(self, inputs: Inputs, rng: RngContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective, mean cross-entropy in nats of an example, or mean squared error, and what the mechanisms add;
-        and statistics: those of tasks/form.py, an example weighing 1, and `accuracy` of classes. `told` is (B, C).
-        Without labels the loss is 0.
+        """The objective, mean cross-entropy of an example in nats or mean squared error, plus auxiliary losses; and the
+        statistics of tasks/form.py, an example weighing 1, and `accuracy` of classes. `predicted` is (B, C). Without
+        labels the loss is 0.
         """
         classes = inputs.labels if self.outputs > 1 and rng.training else None
         predicted, auxiliary = self.predicted(inputs, rng, classes)
@@ -91,8 +96,8 @@ class TaskModel(nn.Module):
         return weight * loss + auxiliary, found
 
     def predicted(self, inputs: Inputs, rng: RngContext, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(B, C) fp32: unnormalised log-probabilities of the classes, or numbers; and the mechanisms' losses. classes:
-        (B,), in training, for the mechanisms.
+        """The logits of the classes, or the numbers, (B, C) fp32; and the auxiliary losses. classes: (B,), in training,
+        for the mechanisms.
         """
         pooled, auxiliary = [], torch.zeros((), device=inputs.sequences[0].tokens.device)
         for read in inputs.sequences:
@@ -102,7 +107,7 @@ class TaskModel(nn.Module):
         return self.head(pooled, rng), auxiliary
 
     def _pool(self, states: Tensor, read: Padded) -> Tensor:
-        """(B, L, E) to (B, E)."""
+        """Pool the states (B, L, E) to (B, E)."""
         rows = torch.arange(len(states), device=states.device)
         if self.pooling in ("first", "pooler"):
             return states[:, 0]

@@ -1,4 +1,4 @@
-"""Tasks whose examples have a label: a class, or a number. B batch, C classes, or 1 where a number is told."""
+"""Tasks whose examples have a label: a class, or a number. B batch, C classes, or 1 where a number is predicted."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import nn
 
 from megasparse.errors import ConfigError
 from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import Inputs, Padded, collate
+from megasparse.tasks.batches import Inputs, collate, dummy_tokens
 from megasparse.tasks.encoding import Encoded, Encoder, require_vocabulary, separators_of
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.label_model import TaskModel
@@ -48,9 +48,8 @@ class LabelForm(Form):
         return collate(examples, self.config.task.max_length)
 
     def dummy_batch(self, body: Backbone, batch: int, length: int) -> Inputs:
-        """Random tokens whose last one is padding, so that there is a mask; any labels."""
-        tokens = torch.randint(body.vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
-        read = Padded(tokens, torch.zeros_like(tokens), torch.full((batch,), max(1, length - 1)))
+        """Random tokens, and labels of class 0."""
+        read = dummy_tokens(body.vocabulary, batch, length)
         labels = torch.zeros(batch, dtype=torch.float32 if self.task.classes is None else torch.int64)
         return Inputs((read,) * (2 if self.task.towers else 1), labels)
 
@@ -59,7 +58,7 @@ class LabelForm(Form):
         return float(predicted[0]) if self.task.classes is None else int(predicted.argmax())
 
     def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
-        """`label` and `told` are the names of classes, or numbers; `probabilities` by class, null of numbers."""
+        """`label` and `predicted` are names of classes, or numbers; `probabilities` by class, null for numbers."""
         label, own, classes = example.label, self.answer(example, predicted), self.task.classes
         if classes is None:
             return {"label": label, "predicted": own, "probabilities": None}

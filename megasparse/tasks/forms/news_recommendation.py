@@ -20,27 +20,28 @@ from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext, derive, dropout, random_bits
 from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Padded
+from megasparse.tasks.forms.label_model import draw_normal
 
 HISTORY_LAYER = -2
-"""Of the draws of the attention over clicked news, which is no layer of the body."""
+"""Layer number in the draws of the attention over clicked news, which is no layer of the body."""
 
 
 @dataclass(frozen=True)
 class Impressions:
-    """A micro-batch: every news once, and which of them each impression is of."""
+    """A micro-batch: each distinct news once, and the rows of it that each impression shows or has clicked."""
 
     news: Padded
-    """(N, L)."""
+    """Tokens of the news, (N, L)."""
     numbers: Tensor
-    """(N,) int64 below 2^31: a function of each news' tokens, on which its dropout depends in place of its place."""
+    """(N,) int64 below 2^31: a function of each news' tokens, on which its dropout depends rather than on its row."""
     history: Tensor
     """(B, H) int64 rows of `news`, 0 behind the last one."""
     clicks: Tensor
-    """(B,) int64: real ones of these, may be 0."""
+    """(B,) int64: number of news in each history, may be 0."""
     candidates: Tensor
     """(B, C) int64 rows of `news`, 0 behind the last one."""
     shown: Tensor
-    """(B,) int64: real ones of these."""
+    """(B,) int64: number of candidates of each impression."""
     clicked: Tensor | None
     """(B, C) bool; None where the files have no labels."""
 
@@ -56,7 +57,7 @@ class Impressions:
         )
 
     def numel(self) -> int:
-        """Tokens of the news; training does not read the candidates that are no drawn negatives."""
+        """Number of tokens of the news; training skips candidates that are neither clicked nor drawn as negatives."""
         return int(self.news.lengths.sum())
 
 
@@ -66,22 +67,19 @@ class AdditivePooling(nn.Module):
     def __init__(self, width: int, hidden: int, seed: int, name: str):
         super().__init__()
         self.dense, self.query = nn.Linear(width, hidden), nn.Linear(hidden, 1, bias=False)
-        with torch.no_grad():
-            self.dense.bias.zero_()
-            for part, layer in (("dense", self.dense), ("query", self.query)):
-                generator = torch.Generator().manual_seed(derive(seed, "initial pooling", name, part) >> 1)
-                drawn = torch.randn(layer.weight.shape, generator=generator)
-                layer.weight.copy_(drawn * layer.weight.shape[1] ** -0.5)
+        nn.init.zeros_(self.dense.bias)
+        for part, layer in (("dense", self.dense), ("query", self.query)):
+            draw_normal(layer.weight, layer.weight.shape[1] ** -0.5, seed, "initial pooling", name, part)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x: (B, L, E). mask: (B, L) bool, true for what is real, in every row something. Returns (B, E) fp32."""
+        """x: (B, L, E). mask: (B, L) bool, true for real tokens, at least one a row. Returns (B, E) fp32."""
         scores = self.query(torch.tanh(self.dense(x.to(self.dense.weight.dtype)))).squeeze(-1).float()
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         return (weights.unsqueeze(-1) * torch.where(mask.unsqueeze(-1), x.float(), 0.0)).sum(1)
 
 
 class NewsRecommender(nn.Module):
-    """Scores each candidate by the product u·r of the user's vector and the news' own.
+    """Model that scores each candidate by the product u·r of the user's vector and the news' own.
 
     r: additive pooling of the body's states of a title. u: multi-head self-attention over the vectors r of the clicked
     news, then additive pooling; a user who clicked nothing has a learned vector, which begins as 0. Dropout before
@@ -91,7 +89,7 @@ class NewsRecommender(nn.Module):
     varying_token_counts = True
 
     def __init__(self, body: Backbone, config: RecommendationConfig, head: HeadConfig, seed: int):
-        """Raises ConfigError where the attention over clicked news does not fit."""
+        """Raise ConfigError where the attention over clicked news does not fit."""
         super().__init__()
         self.body, self.negatives, self.rate = body, config.negatives, head.dropout
         hidden, model = head.hidden or body.width, history_model(body.width, config)
@@ -106,12 +104,12 @@ class NewsRecommender(nn.Module):
     def forward(
         self, batch: Impressions, rng: RngContext, divisor: float | None = None
     ) -> tuple[Tensor, dict[str, Tensor | list[Tensor]]]:
-        """The objective, what the mechanisms add to it, and the statistics of tasks/form.py.
+        """The objective, auxiliary losses included, and the statistics of tasks/form.py.
 
         In training every click is an example of weight 1: its cost is −ln softmax of its score among those of itself
         and K news of its impression that were not clicked. divisor: of the sum of costs, in place of M. Otherwise all
-        candidates are scored, `told` has the scores of each impression, a tensor (its candidates,), and an impression
-        costs the sum over its clicks of −ln softmax among the click and all its news that were not clicked.
+        candidates are scored, `predicted` has a tensor (its candidates,) of scores for each impression, and an
+        impression costs the sum over its clicks of −ln softmax among the click and all its news that were not clicked.
         """
         if rng.training:
             assert batch.clicked is not None
@@ -137,12 +135,12 @@ class NewsRecommender(nn.Module):
         return self.task_weight * loss + auxiliary, found | {"nats": loss.detach() * count, "tokens": count}
 
     def count_scored(self, batch: Impressions) -> Tensor:
-        """Clicks to tell."""
+        """Number of clicks to predict."""
         assert batch.clicked is not None
         return batch.clicked.sum()
 
     def _read(self, batch: Impressions, wanted: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
-        """The vectors of clicked and of wanted news (N, E), 0 of others; those of users (B, E); auxiliary losses."""
+        """The vectors of clicked and wanted news (N, E), 0 for others; those of users (B, E); auxiliary losses."""
         mask = _first(batch.clicks, batch.history.shape[1])
         needed = torch.cat([batch.history[mask], wanted.flatten()]).unique()
         news = batch.news
@@ -156,7 +154,7 @@ class NewsRecommender(nn.Module):
         return vectors, users, auxiliary + further
 
     def _users(self, clicked: Tensor, mask: Tensor, rng: RngContext) -> tuple[Tensor, Tensor]:
-        """clicked: (B, H, E), mask (B, H). Returns (B, E) fp32 and the mechanisms' loss."""
+        """The users' vectors (B, E) fp32, and the auxiliary loss. clicked: (B, H, E). mask: (B, H)."""
         known = mask.any(-1, keepdim=True)
         seen = mask.clone()
         seen[:, 0] = True  # else a user without clicks has a softmax over nothing, and NaN spreads
@@ -168,7 +166,7 @@ class NewsRecommender(nn.Module):
         return users, users.new_zeros(()) if auxiliary is None else auxiliary
 
     def _popular(self, batch: Impressions, needed: Tensor) -> Tensor:
-        """(needed,) int64: 1 of news that some user of the batch clicked, now or before; a sketch learns it."""
+        """(needed,) int64: 1 for news that some user of the batch clicked, now or before; a sketch learns this class."""
         assert batch.clicked is not None
         popular = batch.numbers.new_zeros(len(batch.numbers))
         popular[batch.history[_first(batch.clicks, batch.history.shape[1])]] = 1
@@ -203,23 +201,23 @@ def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
 
 
 def drawn_negatives(batch: Impressions, rng: RngContext, count: int) -> tuple[Tensor, Tensor]:
-    """Of each click its impression (M,), and the news that it is learned among: (M, 1 + count), the click first.
+    """The impression of each click (M,), and the news that it is learned among: (M, 1 + count), the click first.
 
     The others are drawn without replacement from those that its impression shows and that were not clicked; where
     there are fewer, all of them in a drawn order, again and again. A draw depends on seed, step, the impression's
-    sample number and the click's place in it, and on nothing else.
+    sample number and the click's column in it, and on nothing else.
     """
     assert batch.clicked is not None
     width = batch.candidates.shape[1]
-    rows, place = batch.clicked.nonzero(as_tuple=True)
-    bits = random_bits(rng.key(-1, "negatives"), rng.rows(width, rows.device)[rows, place], width)
+    rows, column = batch.clicked.nonzero(as_tuple=True)
+    bits = random_bits(rng.key(-1, "negatives"), rng.rows(width, rows.device)[rows, column], width)
     free = (_first(batch.shown, width) & ~batch.clicked)[rows]
     order = bits.to(torch.int64).masked_fill(~free, 2**31).argsort(dim=-1, stable=True)
     turns = torch.arange(count, device=rows.device) % free.sum(-1, keepdim=True)
-    chosen = torch.cat([place.unsqueeze(1), order.gather(1, turns)], dim=1)
+    chosen = torch.cat([column.unsqueeze(1), order.gather(1, turns)], dim=1)
     return rows, batch.candidates[rows].gather(1, chosen)
 
 
 def _first(counts: Tensor, width: int) -> Tensor:
-    """(…, width) bool: the first so many."""
+    """A mask (…, width) of the first `counts` entries."""
     return torch.arange(width, device=counts.device) < counts.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Tasks that rank what a user is shown by what they chose before: see news_recommendation.py. B impressions."""
+"""Tasks that rank the items shown to a user by those chosen before: see news_recommendation.py. B impressions."""
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ from torch import nn
 
 from megasparse.errors import ConfigError
 from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import MULTIPLE, Padded, collate
+from megasparse.tasks.batches import MULTIPLE, collate, dummy_tokens
 from megasparse.tasks.encoding import Counts, Encoded, Encoder, Segments, require_vocabulary, separators_of
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.news_recommendation import Impressions, NewsRecommender
@@ -19,12 +19,12 @@ from megasparse.tasks.ranking_metrics import ranking
 from megasparse.tasks.task import Example
 
 CANDIDATES = 40
-"""Of an impression that is made up: about as many as MIND's have in the mean."""
+"""Number of candidates of a synthetic impression: about the mean of MIND."""
 
 
 @dataclass(frozen=True)
 class Impression(Encoded):
-    """`sequences` are the candidates. Equal texts, and equal histories, are one object."""
+    """An encoded impression, whose `sequences` are the candidates. Equal texts and equal histories are one object."""
 
     history: tuple[Segments, ...]
 
@@ -41,12 +41,12 @@ class Impression(Encoded):
 
 @dataclass
 class RankingCounts(Counts):
-    """`cut`, `empty` and `longest` are of distinct texts."""
+    """Counts in which `cut`, `empty` and `longest` are those of distinct texts."""
 
     texts: int = 0
     clicks: int = 0
     unknown: int = 0
-    """Impressions of users who clicked nothing before."""
+    """Number of impressions of users who clicked nothing before."""
 
     def lines(self, split: str, limit: int) -> list[str]:
         found = super().lines(split, limit)
@@ -57,7 +57,7 @@ class RankingCounts(Counts):
 
 
 class RankingEncoder(Encoder):
-    """Encodes each distinct text once."""
+    """Encoder of each distinct text once."""
 
     counts: RankingCounts
 
@@ -104,20 +104,20 @@ class RankingForm(Form):
 
     def collate(self, examples: Sequence[Encoded]) -> Impressions:
         """Each distinct text of the batch comes once."""
-        places: dict[int, int] = {}
+        rows: dict[int, int] = {}
         distinct: list[Encoded] = []
 
-        def place(text: Segments, example: Encoded) -> int:
-            if id(text) not in places:
-                places[id(text)] = len(places)
+        def row(text: Segments, example: Encoded) -> int:
+            if id(text) not in rows:
+                rows[id(text)] = len(rows)
                 distinct.append(Encoded((text,), None, example.location, example.name))
-            return places[id(text)]
+            return rows[id(text)]
 
         histories, shown, labels = [], [], []
         for example in examples:
             assert isinstance(example, Impression)
-            histories.append([place(text, example) for text in example.history])
-            shown.append([place(text, example) for text in example.sequences])
+            histories.append([row(text, example) for text in example.history])
+            shown.append([row(text, example) for text in example.sequences])
             labels.append(example.label)
         (news,) = collate(distinct, self.config.task.max_length).sequences
         numbers = [zlib.crc32(each.sequences[0].tokens.tobytes()) >> 1 for each in distinct]
@@ -130,8 +130,7 @@ class RankingForm(Form):
         """Impressions of full histories and 40 candidates, no two news of which are the same."""
         history = self.config.task.recommendation.history
         each = history + CANDIDATES
-        tokens = torch.randint(body.vocabulary, (batch * each, length), generator=torch.Generator().manual_seed(0))
-        news = Padded(tokens, torch.zeros_like(tokens), torch.full((batch * each,), max(1, length - 1)))
+        news = dummy_tokens(body.vocabulary, batch * each, length)
         numbers = torch.arange(batch * each)
         rows = numbers.view(batch, each)
         clicked = torch.arange(CANDIDATES).expand(batch, -1) == 0
@@ -154,7 +153,7 @@ class RankingForm(Form):
 
 
 def _table(rows: Sequence[Sequence[int]], limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, W) int64, 0 behind each row's end, W a multiple of 8 or the limit; and the rows' lengths (B,)."""
+    """The rows side by side, (B, W) int64, W a multiple of 8 or the limit, padded with 0; and their lengths (B,)."""
     width = min(limit, -(-max(1, *map(len, rows)) // MULTIPLE) * MULTIPLE)
     table = np.zeros((len(rows), width), dtype=np.int64)
     for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""An encoder–decoder that reads a text and learns to tell another. B batch, S source length, E width."""
+"""An encoder–decoder that reads a text and learns to predict another. B batch, S source length, E width."""
 
 import math
 from collections.abc import Sequence
@@ -24,32 +24,32 @@ from megasparse.tasks.batches import Padded
 
 @dataclass(frozen=True)
 class Texts:
-    """A micro-batch."""
+    """A micro-batch of sources and targets."""
 
     source: Padded
     target: Padded | None
-    """None where some example has no answer."""
+    """Targets; None where some example has none."""
     rule: BeamSettings
-    """How answers are searched for."""
+    """Settings of the search for answers."""
 
     def to(self, device: torch.device) -> "Texts":
         target = None if self.target is None else self.target.to(device)
         return Texts(self.source.to(device), target, self.rule)
 
     def numel(self) -> int:
-        """Tokens read and told, padding left out."""
+        """Number of tokens read and predicted, without padding."""
         target = 0 if self.target is None else int(self.target.lengths.sum())
         return int(self.source.lengths.sum()) + target
 
 
 def side_by_side(sequences: Sequence[np.ndarray]) -> Padded:
-    """Token ids as long as the longest of them, at least 1 each."""
+    """Sequences of token ids, at least 1 each, padded to the longest."""
     tokens = pad_sequence([torch.from_numpy(each) for each in sequences], batch_first=True)
     return Padded(tokens, torch.zeros_like(tokens), torch.tensor([len(each) for each in sequences]))
 
 
 class SequenceToSequenceBody(Backbone):
-    """All of an encoder–decoder of ours: what a checkpoint of its pretraining has."""
+    """One of our encoder–decoders, whole: all weights of a checkpoint of its pretraining."""
 
     causal = False
 
@@ -64,13 +64,13 @@ class SequenceToSequenceBody(Backbone):
         self, read: Padded, rng: RngContext, classes: Tensor | None, answer: Targets | None = None
     ) -> tuple[Tensor, Tensor]:
         """The encoder's states (B, S, E) fp32 of the sources, and the sum of its mechanisms' losses. answer: the
-        targets' tokens, from which a sketch of the encoder's learns.
+        targets' tokens, from which the encoder's sketch learns.
         """
         states, auxiliary, _ = self.stack.encoder(read.tokens, rng, read.mask, answer)
         return states, auxiliary
 
     def attention(self) -> dict[str, Any]:
-        """Of both sides; the decoder's attention to the source is `source`'s `cross_attention`."""
+        """The settings of both sides; the decoder's attention to the source is `source`'s `cross_attention`."""
         config = self.stack.config
         assert config.source is not None
         own = {**attention_settings(encoder_part(config)), "cross_attention": config.source.cross_attention}
@@ -87,16 +87,16 @@ class TextModel(nn.Module):
         self.body = body
 
     def count_scored(self, batch: Texts) -> Tensor:
-        """Tokens of the targets."""
+        """Number of tokens of the targets."""
         assert batch.target is not None
         return batch.target.lengths.sum()
 
     def forward(self, batch: Texts, rng: RngContext, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective, mean nats of a target's token (in training with label smoothing), and what the mechanisms add;
-        and statistics: those of tasks/form.py, a token weighing 1, and `accuracy`. Without targets the loss is 0.
+        """The objective, mean nats of a target token (in training with label smoothing) plus auxiliary losses; and the
+        statistics of tasks/form.py, a token weighing 1, and `accuracy`. Without targets the loss is 0.
 
-        Out of training `told` has the token ids (n,) of each example's best hypothesis, without its end; one NaN where
-        the model's odds are none.
+        Out of training `predicted` has the token ids (n,) of each example's best hypothesis, without its end; a single
+        NaN where the model's probabilities are not finite.
         """
         stack = self.body.stack
         answer = None if batch.target is None else Targets(batch.target.tokens, batch.target.mask, answer=True)
@@ -113,10 +113,10 @@ class TextModel(nn.Module):
                 found["costs"] = torch.where(scores.scored, scores.nats, 0.0).sum(1)
                 found["weights"] = target.lengths.float()
         if not rng.training:
-            found["predicted"] = self._told(memory, rng, batch.rule)
+            found["predicted"] = self._best(memory, rng, batch.rule)
         return self.body.task_weight * loss + auxiliary, found
 
-    def _told(self, memory: Source, rng: RngContext, rule: BeamSettings) -> list[Tensor]:
+    def _best(self, memory: Source, rng: RngContext, rule: BeamSettings) -> list[Tensor]:
         stack = self.body.stack
         nothing = torch.zeros(len(memory.states), 0, dtype=torch.int64, device=memory.states.device)
         best = search_with(stack, nothing, stack.cache_beside(memory, rng), rule)

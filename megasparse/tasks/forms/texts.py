@@ -1,5 +1,5 @@
 """Tasks whose answers are texts: translation, summaries, headlines. A source is its tokens and an end; so is its
-target, which the decoder tells from a learned start vector on.
+target, which the decoder predicts from a learned start vector on.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,26 +16,26 @@ from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.beam import BeamSettings
 from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import Padded
+from megasparse.tasks.batches import dummy_tokens
 from megasparse.tasks.encoding import Counts, Encoded, Encoder, require_vocabulary
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.sequence_to_sequence import SequenceToSequenceBody, TextModel, Texts, side_by_side
 from megasparse.tasks.task import Example, SourceLocation, Task
 
 DUMMY_ANSWER = 4
-"""Tokens of the answers that memory is measured with."""
+"""Number of tokens of the answers that memory is measured with."""
 
 
 @dataclass(frozen=True)
 class EncodedText(Encoded):
-    """`length` is the source's."""
+    """An encoded pair of texts; `length` is the source's."""
 
     target: np.ndarray | None
-    """int64 (T,): the answer and its end; of an answer that was cut its beginning alone. None where there is none."""
+    """The answer and its end, int64 (T,); only the beginning of an answer that was cut. None where there is none."""
 
     @property
     def source(self) -> np.ndarray:
-        """int64 (S,)."""
+        """The source's tokens, int64 (S,)."""
         return self.sequences[0].tokens
 
     def content(self) -> Iterator[bytes]:
@@ -73,8 +73,8 @@ class TextEncoder(Encoder):
         self.end = np.array([end], dtype=np.int64)
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
-        """As of any inputs. Raises DataError also for an answer that is empty or longer than
-        task.generation.target_length, where the configuration refuses these.
+        """Encode sources and answers. Raises DataError as Encoder.encode does, and for an answer that is empty or
+        longer than task.generation.target_length, where the configuration refuses these.
         """
         answers = Counts()
         for found in super().encode(examples):
@@ -94,8 +94,8 @@ class TextEncoder(Encoder):
         counts.examples, counts.longest = counts.examples + 1, max(counts.longest, whole)
         if not len(tokens):
             if self.config.empty == "refuse":
-                hint = 'Remove it, or keep such examples, telling how many: --set task.empty="keep"'
-                raise DataError(str(location), "its answer is empty: the model has nothing to tell", hint)
+                hint = 'Remove it, or keep such examples, which are counted: --set task.empty="keep"'
+                raise DataError(str(location), "its answer is empty: the model has nothing to predict", hint)
             counts.empty, counts.first_empty = counts.empty + 1, counts.first_empty or location
         if whole > limit:
             if self.config.too_long == "refuse":
@@ -112,7 +112,7 @@ class TextForm(Form):
     two_sided, pooled_sketch = True, False
     tokenizer: Tokenizer
     rule: BeamSettings
-    """These two are known once there is an encoder."""
+    """Settings of the search; known, like the tokenizer, once there is an encoder."""
 
     def __init__(self, task: Task, config: FinetuneConfig):
         super().__init__(task, config)
@@ -132,10 +132,10 @@ class TextForm(Form):
         end, longest = tokenizer.special.separator, body.stack.config.max_length
         require_vocabulary(body, max(tokenizer.vocabulary, end + 1))
         if generation.target_length > longest:
-            problem = f"{generation.target_length} tokens are more than the {longest} that the model tells"
+            problem = f"{generation.target_length} tokens are more than the {longest} that the model predicts"
             raise ConfigError("task.generation.target_length", problem, f"Set it to {longest} or less")
         if leaks := body.stack.leaks:
-            problem = f"not strictly causal ({', '.join(leaks)}), and answers are told token by token"
+            problem = f"not strictly causal ({', '.join(leaks)}), and answers are predicted token by token"
             raise ConfigError("model.attention", problem, 'Take the strictly causal setting, window = "band"')
         self.tokenizer = tokenizer
         self.rule = BeamSettings(
@@ -154,20 +154,16 @@ class TextForm(Form):
         return Texts(sources, side_by_side(targets) if known else None, self.rule)
 
     def dummy_batch(self, body: Backbone, batch: int, length: int) -> Texts:
-        """Random tokens whose last one is padding, so that there are masks; targets of the longest length. A search is
-        short: its caches have room for the longest answer from the first token on.
+        """Random tokens; targets of the longest length. A search is short: its caches have room for the longest answer
+        from the first token on.
         """
         generator = torch.Generator().manual_seed(0)
-
-        def side(width: int) -> Padded:
-            tokens = torch.randint(body.vocabulary, (batch, width), generator=generator)
-            return Padded(tokens, torch.zeros_like(tokens), torch.full((batch,), max(1, width - 1)))
-
-        rule = replace(self.rule, tokens=min(self.rule.tokens, DUMMY_ANSWER))
-        return Texts(side(length), side(self.config.task.generation.target_length), rule)
+        widths = (length, self.config.task.generation.target_length)
+        source, target = (dummy_tokens(body.vocabulary, batch, width, generator) for width in widths)
+        return Texts(source, target, replace(self.rule, tokens=min(self.rule.tokens, DUMMY_ANSWER)))
 
     def answer(self, example: Encoded, predicted: np.ndarray) -> str:
-        """The text of the tokens, without white space around; nothing where the model's odds were none."""
+        """The text of the tokens, stripped of white space; empty where the probabilities were not finite."""
         return "".join(self.tokenizer.text(int(token) for token in predicted if np.isfinite(token))).strip()
 
     def example(self, texts: Sequence[str]) -> Example:

@@ -15,7 +15,7 @@ from megasparse.tasks.forms.texts import EncodedText
 from megasparse.training.ranks import Ranks
 
 POOL = 8192
-"""Examples that are sorted by length together."""
+"""Number of examples that are sorted by length together."""
 PACKS = 1
 """Key of the permutation of an epoch's packs, beside that of its examples."""
 
@@ -46,11 +46,11 @@ def packed(sizes: np.ndarray, most: int, seed: int, epoch: int) -> list[np.ndarr
         pool = order[first : first + POOL]
         pool = pool[np.lexsort((sizes[pool, 1], sizes[pool, 0]))]
         begin = longest_source = longest_target = 0
-        for place, (source, target) in enumerate(sizes[pool].tolist()):
+        for index, (source, target) in enumerate(sizes[pool].tolist()):
             longest_source, longest_target = max(longest_source, source), max(longest_target, target)
-            if (place + 1 - begin) * (longest_source + longest_target) > most:
-                packs.append(pool[begin:place])
-                begin, longest_source, longest_target = place, source, target
+            if (index + 1 - begin) * (longest_source + longest_target) > most:
+                packs.append(pool[begin:index])
+                begin, longest_source, longest_target = index, source, target
         packs.append(pool[begin:])
     return [packs[i] for i in permutation(len(packs), seed, epoch, PACKS)]
 

@@ -25,7 +25,7 @@ class AAN(Task):
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
         names = {"train": "train", "validation": "eval", "test": "test"}
-        return existing(folder, {split: [f"new_aan_pairs.{name}.tsv"] for split, name in names.items()})
+        return existing(folder, {split: f"new_aan_pairs.{name}.tsv" for split, name in names.items()})
 
     def read(self, file: Path) -> Iterator[Example]:
         for location, row in tab_separated(file, COLUMNS):

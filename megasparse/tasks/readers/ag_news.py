@@ -23,7 +23,7 @@ class AGNews(Task):
     classes = ("World", "Sports", "Business", "Sci/Tech")
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        return existing(folder, {"train": ["train.csv"], "test": ["test.csv"]})
+        return existing(folder, {"train": "train.csv", "test": "test.csv"})
 
     def read(self, file: Path) -> Iterator[Example]:
         indices = [str(number + 1) for number in range(len(self.classes))]

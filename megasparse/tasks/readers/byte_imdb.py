@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megasparse.data.corpora.number_files import natural
 from megasparse.errors import DataError
+from megasparse.tasks.readers.rows import whole_text
 from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
 
@@ -19,7 +20,7 @@ class ByteIMDb(Task):
     classes = ("neg", "pos")
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        return existing(folder, {"train": ["train"], "test": ["test"]})
+        return existing(folder, {"train": "train", "test": "test"})
 
     def read(self, file: Path) -> Iterator[Example]:
         """The reviews of a folder with neg and pos: first neg's, each class by the numbers in the files' names."""
@@ -28,14 +29,4 @@ class ByteIMDb(Task):
             if not reviews:
                 raise DataError(file / name, "holds no *.txt", "Give a folder with neg/*.txt and pos/*.txt")
             for review in reviews:
-                yield Example((_text(review),), label, SourceLocation(review), f"{name}/{review.stem}")
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        problem = f"is no UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start})"
-        raise DataError(file, problem, "Convert the file: iconv -f latin1 -t utf-8") from None
-    except OSError as error:
-        raise DataError(file, f"cannot be read ({error.strerror})", "Give files that can be read") from None
+                yield Example((whole_text(review),), label, SourceLocation(review), f"{name}/{review.stem}")

@@ -1,4 +1,4 @@
-"""Dates of a series' rows: one each step, and what a model is told of each. N rows."""
+"""Dates of a series' rows, one each step, and the time features that a model reads. N rows."""
 
 from datetime import datetime, timedelta
 
@@ -9,11 +9,11 @@ from megasparse.tasks.task import SourceLocation
 
 HOUR, DAY = 3600.0, 86400.0
 """Seconds."""
-MEND = "Put the rows in order of time, one each step, and fill the gaps"
+HINT = "Put the rows in order of time, one each step, and fill the gaps"
 
 
 def date(text: str, location: SourceLocation) -> datetime:
-    """Raises DataError for what is no date and time, or one of a time zone, whose days are not equally long."""
+    """Parse a date and time. Raises DataError for anything else, and for a time zone, whose days vary in length."""
     try:
         found = datetime.fromisoformat(text.strip())
     except ValueError:
@@ -27,19 +27,21 @@ def date(text: str, location: SourceLocation) -> datetime:
 
 
 def require_step(earlier: datetime, later: datetime, step: timedelta | None, location: SourceLocation) -> timedelta:
-    """The step from a row to the next, where it is `step`, or that is not known yet. Raises DataError."""
+    """The step from a row to the next. Raises DataError where it is not `step`, unless that is None (not yet known)."""
     own = later - earlier
     if own <= timedelta(0):
-        raise DataError(str(location), f"{later} comes after {earlier}, which is no earlier", MEND)
+        raise DataError(str(location), f"{later} comes after {earlier}, which is no earlier", HINT)
     if step is not None and own != step:
-        raise DataError(str(location), f"{later} is {own} after the row before it, where a step is {step}", MEND)
+        raise DataError(str(location), f"{later} is {own} after the row before it, where a step is {step}", HINT)
     return own
 
 
 def features(dates: np.ndarray, step: float) -> np.ndarray:
-    """Informer's (Zhou et al. 2020) of dates (N,) datetime64, each from −1/2 to 1/2, float64 (N, 4): hour of the
-    day/23, day of the week/6 (from Monday), day of the month/30 and day of the year/365 (both counted from 0), less 1/2
-    each. Where a step (in seconds) is no whole number of hours (N, 5), the first the minute of the hour/59.
+    """Informer's time features (Zhou et al. 2020), float64 (N, 4), each from −1/2 to 1/2: hour of the day/23, day of
+    the week/6 (from Monday), day of the month/30 and day of the year/365 (both counted from 0), less 1/2 each. Where
+    the step is no whole number of hours, the minute of the hour/59 comes first, (N, 5).
+
+    dates: (N,) datetime64. step: in seconds.
     """
     days = dates.astype("datetime64[D]")
     minutes = (dates - days) // np.timedelta64(1, "m")
@@ -55,5 +57,5 @@ def features(dates: np.ndarray, step: float) -> np.ndarray:
 
 
 def season(step: float) -> int | None:
-    """Rows a day; None where a day is no two or more whole steps."""
+    """Number of rows a day; None where a day is not two or more whole steps."""
     return round(DAY / step) if step <= DAY / 2 and DAY % step == 0 else None

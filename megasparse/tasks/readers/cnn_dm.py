@@ -1,4 +1,4 @@
-"""CNN/DailyMail: news, and what their editors made of them in a few lines (Hermann et al. 2015, See et al. 2017)."""
+"""CNN/DailyMail: news and their editors' summaries of a few lines (Hermann et al. 2015, See et al. 2017)."""
 
 import hashlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from megasparse.tasks.readers.rows import lines
 from megasparse.tasks.readers.text_task import ROUGE
 from megasparse.tasks.task import Example, SourceLocation, existing
 
-LISTS = {"train": ["all_train.txt"], "validation": ["all_val.txt"], "test": ["all_test.txt"]}
+LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}
 STORIES = ("cnn/stories", "dailymail/stories", "cnn_stories_tokenized", "dm_stories_tokenized")
 HIGHLIGHT = "@highlight"
 
@@ -23,7 +23,7 @@ class CNNDailyMail(ParallelText):
     A story is the lines before the first @highlight, with a space between them; its summary the highlights, each on
     a line of its own. Case is kept, and no full stop is added to a highlight, where See et al. write lower case and
     add one: ROUGE sees neither.
-    Else the form of a line a story: train.source and train.target, val, test. There a summary is one line, so that
+    The other form has a line a story: train.source and train.target, val, test. There a summary is one line, so that
     rougeLsum is rougeL.
 
     A .story file is an example too, without a label where it has no highlights.
@@ -36,12 +36,12 @@ class CNNDailyMail(ParallelText):
         return "source", "target"
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        return existing(folder, LISTS) or existing(folder / "url_lists", LISTS) or self.placed(folder)
+        return existing(folder, LISTS) or existing(folder / "url_lists", LISTS) or self.found(folder)
 
     def read(self, file: Path) -> Iterator[Example]:
         if file.suffix == ".story":
             yield story(file)
-        elif file.name in (name for names in LISTS.values() for name in names):
+        elif file.name in LISTS.values():
             for location, url in lines(file):
                 yield story(_story_file(url, location))
         else:
@@ -49,16 +49,16 @@ class CNNDailyMail(ParallelText):
 
 
 def story(file: Path) -> Example:
-    """Raises DataError where it cannot be read."""
+    """The example of one .story file. Raises DataError where it cannot be read."""
     found = [line.strip() for _, line in lines(file)]
     end = found.index(HIGHLIGHT) if HIGHLIGHT in found else len(found)
-    predicted = [line for line in found[end:] if line and line != HIGHLIGHT]
+    highlights = [line for line in found[end:] if line and line != HIGHLIGHT]
     text = " ".join(line for line in found[:end] if line)
-    return Example((text,), "\n".join(predicted) or None, SourceLocation(file), file.stem)
+    return Example((text,), "\n".join(highlights) or None, SourceLocation(file), file.stem)
 
 
 def _story_file(url: str, location: SourceLocation) -> Path:
-    """The story of a URL of a list."""
+    """The file of the story that a list names by its URL."""
     name = hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() + ".story"
     above = location.file.parent
     folders = [root / inner for root in (above, above.parent) for inner in STORIES]

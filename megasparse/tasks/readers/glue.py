@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import DataError
-from megasparse.tasks.readers.rows import field, lines, tab_separated
+from megasparse.tasks.readers.rows import as_row, field, lines, tab_separated
 from megasparse.tasks.readers.sts_benchmark import similarity
 from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
@@ -20,10 +19,10 @@ Rows = Iterator[tuple[SourceLocation, dict[str, str]]]
 
 
 class GLUETask(Task):
-    """What the eight have in common."""
+    """The common parts of the eight tasks."""
 
     folder: ClassVar[str]
-    """Its name in the official download."""
+    """Name of the folder in the official download."""
     texts: ClassVar[tuple[str, ...]] = ("sentence1", "sentence2")
     """Columns of the inputs."""
     label: ClassVar[str] = "label"
@@ -36,12 +35,7 @@ class GLUETask(Task):
         self.segments = len(self.texts)
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        inner = folder / self.folder
-        return self.placed(inner if inner.is_dir() else folder)
-
-    def placed(self, folder: Path) -> dict[str, list[Path]]:
-        """`files` of the task's own folder."""
-        return existing(folder, {split: [name] for split, name in self.splits.items()})
+        return existing(folder, self.splits, self.folder)
 
     def read(self, file: Path) -> Iterator[Example]:
         for number, (location, row) in enumerate(self.rows(file)):
@@ -53,7 +47,7 @@ class GLUETask(Task):
         return tab_separated(file)
 
     def value(self, label: str, location: SourceLocation) -> int | float:
-        """Of a label as the file has it. Raises DataError naming the place."""
+        """The value of a label as the file has it. Raises DataError naming the location."""
         return self.class_of(label, location)
 
 
@@ -104,9 +98,9 @@ class MRPC(GLUETask):
     texts = ("#1 String", "#2 String")
     label = "Quality"
 
-    def placed(self, folder: Path) -> dict[str, list[Path]]:
-        microsoft = {"train": ["msr_paraphrase_train.txt"], "test": ["msr_paraphrase_test.txt"]}
-        return super().placed(folder) or existing(folder, microsoft)
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        microsoft = {"train": "msr_paraphrase_train.txt", "test": "msr_paraphrase_test.txt"}
+        return super().files(folder) or existing(folder, microsoft, self.folder)
 
 
 class QNLI(GLUETask):
@@ -125,7 +119,7 @@ class QQP(GLUETask):
     In eleven pairs of Quora's release a question has a line end inside. GLUE dealt the release's 404,301 lines out to
     training and validation one by one, so that 22 of theirs are halves of these pairs, far from their other halves:
     21 in train.tsv, 1 in dev.tsv. They are left out, as published results do (363,849 and 40,430 pairs remain), and
-    stderr is told how many there were, and where. Any other malformed line is an error.
+    their number and lines are printed on stderr. Any other malformed line is an error.
     """
 
     name = "qqp"
@@ -143,18 +137,13 @@ class QQP(GLUETask):
             fields = line.split("\t")
             if names is None:
                 names = fields
-            elif len(fields) == len(names):
-                yield location, dict(zip(names, fields, strict=True))
-            elif is_half(fields):
+            elif len(fields) != len(names) and is_half(fields):
                 halves.append(location.line)
             else:
-                problem = f"{len(fields)} fields where there are {len(names)} columns ({', '.join(names)})"
-                raise DataError(str(location), problem, "Put it right, or take the official file")
+                yield location, as_row(names, fields, location)
         if halves:
-            predicted = (
-                f"{file}: left out {len(halves)} lines, halves of pairs that are broken in the official file: lines "
-            )
-            print(predicted + ", ".join(map(str, halves)), file=sys.stderr)
+            left_out = f"{file}: left out {len(halves)} lines, halves of pairs that are broken in the official file"
+            print(f"{left_out}: lines {', '.join(map(str, halves))}", file=sys.stderr)
 
 
 class RTE(GLUETask):
@@ -201,7 +190,7 @@ FIRST_HALVES = {
     ("283933", "404107", "404108"),
     ("364931", "19408", "402550"),
 }
-"""The ids of the pairs of QQP that are broken."""
+"""Ids of the broken pairs of QQP."""
 SECOND_HALVES = (
     "What is the best water purifier available in India?",
     "Was Muhammad a real historical figure? What is the evidence for his existence?",
@@ -210,7 +199,7 @@ SECOND_HALVES = (
     'specifically teach them something in School."',
     '-5 [-7 0 0 5]; 2. 3 [6 4 5 -5 3 1]?"',
 )
-"""How the last question of those ends whose second half has more than a quotation mark."""
+"""Ends of the last questions of those pairs whose second half has more than a quotation mark."""
 
 
 def is_half(fields: list[str]) -> bool:

@@ -23,7 +23,7 @@ from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
 OFFICIAL_FOLDER, PICKLED_FOLDER = "cifar-10-batches-bin", "cifar-10-batches-py"
 WEIGHTS = (2989, 5870, 1140)
-"""Of red, green and blue, in ten-thousandths."""
+"""Weights of red, green and blue, in ten-thousandths."""
 
 
 class GreyCIFAR10(Task):
@@ -33,15 +33,14 @@ class GreyCIFAR10(Task):
     classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        """Raises DataError for the pickled version, which is not read."""
+        """The official batches, else folders of images. Raises DataError for the pickled version, which is not read."""
         for found in (*folder.glob("*_batch*"), *folder.glob(f"{PICKLED_FOLDER}/*_batch*")):
             if PICKLED.match(found.name):
                 problem = "this batch is a pickle, which could run anything when it is read"
                 raise DataError(found, problem, "Give the binary version, cifar-10-binary.tar.gz")
         *train, test = BATCHES
-        inner = folder / OFFICIAL_FOLDER
-        official = existing(inner if inner.is_dir() else folder, {"train": train, "test": [test]})
-        return official or existing(folder, {"train": ["train"], "test": ["test"]})
+        official = existing(folder, {"train": train, "test": test}, OFFICIAL_FOLDER)
+        return official or existing(folder, {"train": "train", "test": "test"})
 
     def read(self, file: Path) -> Iterator[Example]:
         """The images of a batch in its order; of a folder class by class, by the numbers in their names."""

@@ -14,8 +14,8 @@ class Headlines(TextTask):
     """The `title` of a `text`. The file is read where it is, in NewsArticles.zip or beside it; the splits are made of
     it, see readers/parts.py.
 
-    95 of its rows have no title or no text. The splits leave them out, and stderr is told how many there were, and
-    where; the whole file, as one predicts on it, keeps them, and they have no label.
+    95 of its rows have no title or no text. The splits leave them out, and print their number and lines on stderr; the
+    whole file, as one predicts on it, keeps them, without a label.
     """
 
     name = "headlines"
@@ -36,5 +36,5 @@ class Headlines(TextTask):
             else:
                 yield Example((text,), title or None, location, row.get("article_id", str(number)))
         if lacking:
-            predicted = f"{file}#{part}: left out {len(lacking)} articles without a title or a text: lines "
-            print(predicted + ", ".join(map(str, lacking)), file=sys.stderr)
+            left_out = f"{file}#{part}: left out {len(lacking)} articles without a title or a text"
+            print(f"{left_out}: lines {', '.join(map(str, lacking))}", file=sys.stderr)

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megasparse.errors import DataError
-from megasparse.tasks.readers.rows import lines
+from megasparse.tasks.readers.rows import as_row, lines
 from megasparse.tasks.task import Example, Task, existing
 
 FIELDS = ("user", "product", "rating", "text")
@@ -26,15 +25,12 @@ class IMDB(Task):
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
         names = {"train": "train", "validation": "dev", "test": "test"}
-        released = ({split: [f"imdb{mark}{name}.txt.ss"] for split, name in names.items()} for mark in ".-")
+        released = ({split: f"imdb{mark}{name}.txt.ss" for split, name in names.items()} for mark in ".-")
         return next((found for each in released if (found := existing(folder, each))), {})
 
     def read(self, file: Path) -> Iterator[Example]:
         for number, (location, line) in enumerate(lines(file)):
             values = line.split("\t\t", len(FIELDS) - 1)
-            if len(values) != len(FIELDS):
-                problem = f"{len(values)} fields where there are {len(FIELDS)} ({', '.join(FIELDS)})"
-                raise DataError(str(location), problem, "Put two tabs between them, or take the official file")
-            row = dict(zip(FIELDS, values, strict=True))
+            row = as_row(FIELDS, values, location, "Put two tabs between them, or take the official file")
             text = " ".join(sentence.strip() for sentence in row["text"].split(SENTENCE_END))
             yield Example((text,), self.class_of(row["rating"], location), location, str(number))

@@ -3,7 +3,7 @@
 Official files: basic_train.tsv, basic_val.tsv and basic_test.tsv, which tools/make_listops.py makes, with the columns
 Source, such as `( ( ( [MAX 2 ) 9 ) ] )`, and Target. The parentheses, which only repeat what the brackets say, are left
 out: what remains is 0–9, [MIN, [MAX, [MED, [SM and ], at most 1,999 tokens, as Tay et al. describe the task. Their
-published input pipeline also lost every bracket; its authors called that an error (the value cannot be told without).
+published input pipeline also lost every bracket; its authors called that an error (the value depends on them).
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ DIGITS = tuple("0123456789")
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 END = "]"
 TOKENS = (*DIGITS, *OPERATORS, END)
-"""By id."""
+"""Tokens by id."""
 IDS = {token: number for number, token in enumerate(TOKENS)}
 PARENTHESES = ("(", ")")
 
@@ -32,7 +32,7 @@ class ListOps(Task):
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
         names = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
-        return existing(folder, {split: [name] for split, name in names.items()})
+        return existing(folder, names)
 
     def read(self, file: Path) -> Iterator[Example]:
         for number, (location, row) in enumerate(tab_separated(file)):

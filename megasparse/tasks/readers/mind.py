@@ -32,14 +32,15 @@ class MIND(Task):
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
         for release in RELEASES:
-            names = {split: [f"{release}{inner}/{BEHAVIORS}"] for split, inner in FOLDERS.items()}
+            names = {split: f"{release}{inner}/{BEHAVIORS}" for split, inner in FOLDERS.items()}
             if found := existing(folder, names):
                 return found
         return {}
 
     def read(self, file: Path) -> Iterator[Example]:
-        """Raises DataError also for a news id that the news.tsv beside the file has not, a label other than 0 and 1,
-        and a labelled impression without a click, or with clicks alone: none of its metrics is defined.
+        """The impressions of a behaviors.tsv. Raises DataError also for a news id that the news.tsv beside the file
+        lacks, a label other than 0 and 1, and a labelled impression without a click, or with clicks alone, for which no
+        metric is defined.
         """
         titles = self._titles(file.with_name(NEWS))
         kept: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -60,13 +61,13 @@ class MIND(Task):
             yield Example(inputs, label, location, row["impression id"])
 
     def _titles(self, file: Path) -> dict[str, str]:
-        """Of each news of a news.tsv, by its id."""
+        """The titles of a news.tsv, by news id."""
         titles: dict[str, str] = {}
         kept: dict[str, str] = {}
         for location, row in tab_separated(file, NEWS_COLUMNS):
             name, title = row["id"], row["title"]
             if not title.strip() and self.config.empty == "refuse":
-                hint = 'Give it one, or keep such news, telling how many: --set task.empty="keep"'
+                hint = 'Give it one, or keep such news, which are counted: --set task.empty="keep"'
                 raise DataError(str(location), f'the title of "{name[:80]}" is empty', hint)
             if name in titles:
                 raise DataError(str(location), f'"{name[:80]}" stands there twice', "Remove one of them")
@@ -75,7 +76,7 @@ class MIND(Task):
 
 
 def _shown(fields: list[str], location: SourceLocation) -> tuple[list[str], tuple[int, ...] | None]:
-    """The ids of `N1-0 N2-1`, and the labels; None of `N1 N2`."""
+    """The ids of `N1-0 N2-1`, and the labels; `N1 N2` has none (None)."""
     if not fields:
         raise DataError(str(location), "an impression without any news", "Remove it, or take the official file")
     if not any("-" in field for field in fields):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megasparse.errors import DataError
+from megasparse.tasks.readers.rows import whole_text
 from megasparse.tasks.task import Example, SourceLocation, Task
 
 FOLDERS = (".", "txt_sentoken", "movie_reviews")
@@ -31,13 +31,7 @@ class MovieReviews(Task):
         return {split: files for split, files in found.items() if files}
 
     def read(self, file: Path) -> Iterator[Example]:
-        try:
-            text = file.read_bytes().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            problem = f"is no UTF-8 (byte 0x{error.object[error.start]:02x}, the {error.start + 1}th)"
-            raise DataError(file, problem, "Convert the file: iconv -f latin1 -t utf-8") from None
-        except OSError as error:
-            raise DataError(file, f"cannot be read ({error.strerror})", "Give the text file of one review") from None
+        text = whole_text(file).removeprefix("\ufeff")
         folder = file.resolve().parent.name
         label = self.classes.index(folder) if folder in self.classes else None
         yield Example((text,), label, SourceLocation(file), file.stem)

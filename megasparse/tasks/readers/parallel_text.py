@@ -17,7 +17,7 @@ class ParallelText(TextTask):
     begin with test, each as it is or as .gz. `task.text` names the source's suffix, `task.label` the target's:
     ["en"] and "de" translate English.
 
-    One test file is the split "test"; of several each is the split of its name without suffixes. `read` takes the
+    A single test file is the split "test"; of several each is the split of its name without suffixes. `read` takes the
     source's file, and finds the target's beside it; where there is none, or the file has another suffix, examples have
     no labels.
     """
@@ -38,15 +38,15 @@ class ParallelText(TextTask):
         return names_of(self.config)
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        if found := self.placed(folder):
+        if found := self.found(folder):
             return found
         names = " or ".join(f"{stem}.{self.source}" for stem in self.stems)
         hint = 'Name the suffixes of source and target: --set task.text=["en"] --set task.label=de'
         raise DataError(folder, f"has no file {names} (nor .gz)", hint)
 
-    def placed(self, folder: Path) -> dict[str, list[Path]]:
-        """`files`, none where there are none. Raises DataError where two files are the same split, or training or
-        validation texts have no translations.
+    def found(self, folder: Path) -> dict[str, list[Path]]:
+        """The files by split, or nothing where there are none. Raises DataError where two files are the same split, or
+        training or validation texts have no translations.
         """
         found: dict[str, list[Path]] = {}
         for file in sorted(folder.iterdir()):
@@ -74,7 +74,7 @@ class ParallelText(TextTask):
             yield Example((text.strip(),), None, location, str(number))
 
     def translation(self, file: Path) -> Path | None:
-        """The target's file of a source's. Raises DataError where the file itself is the target's."""
+        """The target file of a source file. Raises DataError where the file itself is the target's."""
         name = file.name.removesuffix(".gz")
         if name.endswith(f".{self.target}"):
             problem = f'has the suffix of the target, task.label = "{self.target}"'
@@ -86,14 +86,14 @@ class ParallelText(TextTask):
 
 
 class WMT14(ParallelText):
-    """WMT 2014 as translation models are judged on it: train, newstest2013 to validate, newstest2014 to test."""
+    """WMT 2014 as translation models are evaluated on it: train, newstest2013 to validate, newstest2014 to test."""
 
     name = "wmt14"
     stems: ClassVar[dict[str, str]] = {"train": "train", "newstest2013": "validation", "newstest2014": "test"}
 
 
 def aligned(source: Path, target: Path) -> Iterator[Example]:
-    """An example a line, its place the source's. Raises DataError where one file has more lines than the other."""
+    """An example a line, located in the source file. Raises DataError where one file has more lines than the other."""
     sides = lines(source), lines(target)
     for number, (text, answer) in enumerate(zip_longest(*sides)):
         if text is None or answer is None:

@@ -35,7 +35,7 @@ class Pathfinder(Task):
     classes = ("0", "1")
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        """Raises DataError for the folder of all levels: a run is on one of them."""
+        """The metadata files by split. Raises DataError for the folder of all levels: a run reads one of them."""
         levels = [level for level in LEVELS if (folder / level).is_dir()]
         if levels:
             hint = f"Give one of them: {folder / levels[-1]}"
@@ -65,12 +65,12 @@ def _refuse_arrays(file: Path) -> None:
     except OSError as error:
         raise DataError(file, f"cannot be read ({error.strerror})", "Give a file of metadata") from None
     if begin == NUMPY:
-        problem = "this is an array of numpy's, which can hold pickles, and those could run anything when they are read"
+        problem = "this is a numpy array, which can hold pickles, and those could run anything when they are read"
         raise DataError(file, problem, "Give lra_release's, which is text, or write text: imgs/0 sample_7.png 7 1")
 
 
 def _pixels(path: Path, location: SourceLocation) -> np.ndarray:
-    """int64 (1024,)."""
+    """The grey values of an image, int64 (1024,)."""
     if not path.is_file():
         raise DataError(str(location), f"{path} is not there", "Unpack lra_release again, or delete this line")
     if not path.stat().st_size:

@@ -10,7 +10,7 @@ from megasparse.tasks.readers.text_task import ROUGE, TextTask
 from megasparse.tasks.task import Example, SourceLocation, existing
 
 BEGIN, END = "<S>", "</S>"
-"""Around each sentence of an abstract."""
+"""Marks around each sentence of an abstract."""
 
 
 class PubMed(TextTask):
@@ -23,19 +23,16 @@ class PubMed(TextTask):
     metrics = ROUGE
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        inner = folder / "pubmed-dataset"
-        names = {"train": ["train.txt"], "validation": ["val.txt"], "test": ["test.txt"]}
-        return existing(inner if inner.is_dir() else folder, names)
+        names = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
+        return existing(folder, names, "pubmed-dataset")
 
     def read(self, file: Path) -> Iterator[Example]:
         for number, (location, row) in enumerate(json_lines(file)):
             text = " ".join(_sentences(row, "article_text", location))
             label = None
             if "abstract_text" in row:
-                predicted = (
-                    each.removeprefix(BEGIN).removesuffix(END) for each in _sentences(row, "abstract_text", location)
-                )
-                label = "\n".join(each.strip() for each in predicted)
+                abstract = _sentences(row, "abstract_text", location)
+                label = "\n".join(each.removeprefix(BEGIN).removesuffix(END).strip() for each in abstract)
             yield Example((text,), label, location, str(row.get("article_id", number)))
 
 

@@ -1,4 +1,5 @@
-"""Files of rows, one example a row: tab-separated, CSV, JSON lines; every complaint names file, line and mend.
+"""Files of rows, one example a row: tab-separated, CSV, JSON lines; every error names file and line, and says what to
+do.
 
 A file whose name ends in .gz is decompressed as it is read, and so is the one file of an archive that ends in .zip.
 """
@@ -18,11 +19,11 @@ from megasparse.tasks.task import SourceLocation
 
 LONGEST_FIELD = 1 << 30
 UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError)
-"""RuntimeError of an archive that is encrypted, or compressed in another way."""
+"""Errors of opening or decompressing; RuntimeError is that of an encrypted archive."""
 
 
 def lines(file: Path) -> Iterator[tuple[SourceLocation, str]]:
-    """The lines of a UTF-8 file, without what ends them: LF or CR LF, and nothing else (a text may have U+2028).
+    """The lines of a UTF-8 file without their ends, which are LF or CR LF and nothing else (a text may have U+2028).
 
     Raises DataError where it cannot be read, and for what is no UTF-8.
     """
@@ -31,7 +32,7 @@ def lines(file: Path) -> Iterator[tuple[SourceLocation, str]]:
 
 
 def _whole_lines(file: Path) -> Iterator[tuple[SourceLocation, str]]:
-    """The same with what ends them."""
+    """The lines of a UTF-8 file with their ends."""
     try:
         with _opened(file) as stream:
             for number, raw in enumerate(stream, start=1):
@@ -72,10 +73,7 @@ def tab_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[
         if names is None:
             names = _column_names(fields, location)
             continue
-        if len(fields) != len(names):
-            problem = f"{len(fields)} fields where there are {len(names)} columns ({', '.join(names)[:100]})"
-            raise DataError(str(location), problem, "Put it right, or take the official file")
-        yield location, dict(zip(names, fields, strict=True))
+        yield location, as_row(names, fields, location)
     if names is None:
         raise _empty(file)
 
@@ -84,9 +82,10 @@ def comma_separated(
     file: Path, columns: Sequence[str] | None = None
 ) -> Iterator[tuple[SourceLocation, dict[str, str]]]:
     """Rows of a CSV file (RFC 4180: quoted fields may hold commas, quotation marks and line ends). Empty
-    lines are passed over.
+    lines are skipped.
 
-    columns: their names; None where the first row has them. A row's place is the line it begins on. Raises DataError.
+    columns: their names; None where the first row has them. A row's location is the line it begins on. Raises
+    DataError.
     """
     csv.field_size_limit(LONGEST_FIELD)
     last = 0
@@ -110,18 +109,16 @@ def comma_separated(
         location, first = SourceLocation(file, first), last + 1
         if names is None:
             names = _column_names(fields, location)
-        elif fields and len(fields) != len(names):
-            problem = f"{len(fields)} fields where there are {len(names)} columns ({', '.join(names)[:100]})"
-            raise DataError(str(location), problem, "Put it right: a field with a comma stands in quotation marks")
         elif fields:
-            yield location, dict(zip(names, fields, strict=True))
+            hint = "Put it right: a field with a comma stands in quotation marks"
+            yield location, as_row(names, fields, location, hint)
     if names is None:
         raise _empty(file)
 
 
 def json_lines(file: Path) -> Iterator[tuple[SourceLocation, dict[str, Any]]]:
-    """Objects, one a line. Raises DataError for a line that is none, and for what only Python takes for JSON: a key
-    given twice, NaN, infinity. Empty lines are passed over.
+    """JSON objects, one a line; empty lines are skipped. Raises DataError for anything else, and for what only Python
+    takes for JSON: a key given twice, NaN, infinity.
     """
     for location, line in lines(file):
         if not line.strip():
@@ -135,6 +132,36 @@ def json_lines(file: Path) -> Iterator[tuple[SourceLocation, dict[str, Any]]]:
                 str(location), "is no JSON object", 'Write one object a line: {"text": "...", "label": "..."}'
             )
         yield location, value
+
+
+def as_row(
+    columns: Sequence[str],
+    fields: Sequence[str],
+    location: SourceLocation,
+    hint: str = "Put it right, or take the official file",
+) -> dict[str, str]:
+    """The fields of a line by column. Raises DataError where their number is another one."""
+    if len(fields) != len(columns):
+        problem = f"{len(fields)} fields where there are {len(columns)} columns ({', '.join(columns)[:100]})"
+        raise DataError(str(location), problem, hint)
+    return dict(zip(columns, fields, strict=True))
+
+
+def whole_bytes(file: Path) -> bytes:
+    """The content of a file. Raises DataError where it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(file, f"cannot be read ({error.strerror})", "Give a file of the task") from None
+
+
+def whole_text(file: Path) -> str:
+    """The text of a UTF-8 file as it stands. Raises DataError where it cannot be read, or is no UTF-8."""
+    try:
+        return whole_bytes(file).decode()
+    except UnicodeDecodeError as error:
+        problem = f"is no UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start})"
+        raise DataError(file, problem, "Convert the file: iconv -f latin1 -t utf-8") from None
 
 
 def field(row: dict[str, Any], column: str, location: SourceLocation) -> Any:
@@ -166,4 +193,4 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON's")
+    raise ValueError(f"{constant} is no JSON number")

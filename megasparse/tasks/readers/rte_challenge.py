@@ -10,9 +10,10 @@ from pathlib import Path
 from xml.parsers import expat
 
 from megasparse.errors import DataError
+from megasparse.tasks.readers.rows import whole_bytes
 from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
-MEND = "Put it right, or take the official file"
+HINT = "Put it right, or take the official file"
 ENTAILMENT = {
     "YES": "entailment",
     "NO": "not_entailment",
@@ -30,40 +31,34 @@ class RTEChallenge(Task):
     classes = ("entailment", "not_entailment")
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        inner = folder / "rte"
         parts = {"train": "dev", "test": "test"}
         names = {split: [f"rte{number}_{part}.xml" for number in (1, 2, 3)] for split, part in parts.items()}
-        return existing(inner if inner.is_dir() else folder, names)
+        return existing(folder, names, "rte")
 
     def read(self, file: Path) -> Iterator[Example]:
         for location, attributes, texts in pairs(file):
             if "id" not in attributes:
-                raise DataError(str(location), "a pair without an id", MEND)
+                raise DataError(str(location), "a pair without an id", HINT)
             if missing := [name for name in ("t", "h") if name not in texts]:
-                raise DataError(str(location), f"pair {attributes['id']} has no <{missing[0]}>", MEND)
-            predicted = attributes.get("entailment", attributes.get("value"))
-            label = None if predicted is None else self.class_of(ENTAILMENT.get(predicted, predicted), location)
+                raise DataError(str(location), f"pair {attributes['id']} has no <{missing[0]}>", HINT)
+            answer = attributes.get("entailment", attributes.get("value"))
+            label = None if answer is None else self.class_of(ENTAILMENT.get(answer, answer), location)
             yield Example((texts["t"], texts["h"]), label, location, attributes["id"])
 
 
 def pairs(file: Path) -> Iterator[tuple[SourceLocation, dict[str, str], dict[str, str]]]:
-    """Each <pair>: where it begins, its attributes, and the text of each element in it.
+    """The location of each <pair>, its attributes, and the text of each element in it.
 
     Nothing outside the file is read: the DTD that the official files name, which says nothing of their content, is
     not. Raises DataError for what is no XML, and for a file that declares or uses entities of its own, by which a small
     file can become a large one or read others.
     """
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise DataError(file, f"cannot be read ({error.strerror})", "Give a file of the task") from None
-    reader = _Reader(file)
+    content, reader = whole_bytes(file), _Reader(file)
     try:
         reader.parser.Parse(content, True)
     except expat.ExpatError as error:
-        raise DataError(
-            str(SourceLocation(file, error.lineno)), f"is no XML ({expat.ErrorString(error.code)})", MEND
-        ) from None
+        problem = f"is no XML ({expat.ErrorString(error.code)})"
+        raise DataError(str(SourceLocation(file, error.lineno)), problem, HINT) from None
     except (LookupError, ValueError) as error:
         raise DataError(file, f"is in an encoding that cannot be read ({error})", "Convert it to UTF-8") from None
     if not reader.found:
@@ -76,7 +71,7 @@ class _Reader:
         self.file = file
         self.found: list[tuple[SourceLocation, dict[str, str], dict[str, str]]] = []
         self.inside: tuple[SourceLocation, dict[str, str], dict[str, str]] | None = None
-        """The <pair> at hand, and of its elements:"""
+        """The <pair> that is being read; `element` is the one inside it."""
         self.element: str | None = None
         self.parser = expat.ParserCreate()
         self.parser.buffer_text = True
@@ -115,7 +110,7 @@ class _Reader:
 
     def _require(self, holds: bool, problem: str) -> None:
         if not holds:
-            raise DataError(str(self._location()), problem, MEND)
+            raise DataError(str(self._location()), problem, HINT)
 
     def _location(self) -> SourceLocation:
         return SourceLocation(self.file, self.parser.CurrentLineNumber)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megasparse.errors import DataError
 from megasparse.tasks.readers.parts import is_in, parts_of, split_name
+from megasparse.tasks.readers.rows import whole_bytes
 from megasparse.tasks.task import Example, SourceLocation, Task
 
 
@@ -34,10 +34,7 @@ class SentencePolarity(Task):
 
 
 def _text(file: Path) -> str:
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise DataError(file, f"cannot be read ({error.strerror})", "Give rt-polarity.neg or rt-polarity.pos") from None
+    data = whole_bytes(file)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""Tables of numbers by date, of which windows are read and the rows after them told (Zhou et al. 2020).
+"""Tables of numbers by date: windows of rows are read, and the rows after them predicted (Zhou et al. 2020).
 
-N rows, C columns, L rows read, H rows told. Numbers are scaled by the mean and the standard deviation that their column
-has in the training rows.
+N rows, C columns, L rows read, H rows predicted. Numbers are scaled by the mean and the standard deviation that their
+column has in the training rows.
 """
 
 import json
@@ -22,7 +22,7 @@ from megasparse.tasks.task import Example, SourceLocation, Task
 
 
 class Rows(NamedTuple):
-    """A file as it stands."""
+    """The rows of a file, in its own units."""
 
     columns: list[str]
     lines: list[int]
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     values: np.ndarray
     """(N, C) float64."""
     step: timedelta | None
-    """None of a single row."""
+    """Time from a row to the next; None where there is a single row."""
 
 
 class Series(Task):
@@ -38,11 +38,11 @@ class Series(Task):
     train on is the task's source.
 
     FILE#train, FILE#validation and FILE#test are 70, 10 and 20 % of its rows, in their order; a window may read rows of
-    the part before its own, and tells only rows of its own. There is a window for every row that one can begin at.
+    the part before its own, and predicts only rows of its own. There is a window for every row that one can begin at.
     FILE alone is one example without a label: its last L rows, after which the model forecasts.
 
     An example's inputs are scaled values (L, C), those of `forecast.inputs` first, and the time features of the dates
-    of all rows (L + H, F); its label the scaled targets (H, T); its name the date of the first row to tell.
+    of all rows (L + H, F); its label the scaled targets (H, T); its name the date of the first row to predict.
     """
 
     name = "series"
@@ -51,9 +51,7 @@ class Series(Task):
     source_is_file: ClassVar[bool] = True
 
     def __init__(self, config: TaskConfig):
-        """Reads the training file where the configuration does not have columns, mean, scale and step. Raises DataError
-        besides.
-        """
+        """Read the training file where the configuration lacks columns, mean, scale or step. Raises DataError too."""
         super().__init__(config)
         own = config.forecast
         if None in (own.inputs, own.targets, own.mean, own.scale, own.step):
@@ -73,12 +71,12 @@ class Series(Task):
 
     @property
     def time_features(self) -> int:
-        """Time features of a row."""
+        """Number of time features of a row."""
         return calendar.features(np.array(["2000-01-01"], dtype="datetime64[us]"), self.step).shape[1]
 
     @property
     def target_places(self) -> list[int]:
-        """The targets among the columns."""
+        """Indices of the targets among the columns."""
         return [self.columns.index(column) for column in self.targets]
 
     def file_of(self, source: Path) -> Path:
@@ -88,7 +86,7 @@ class Series(Task):
         return parts_of([self.file_of(folder)])
 
     def borders(self, rows: int, file: Path) -> dict[str, tuple[int, int]]:
-        """The first row of each part to be told, and the one after its last (as Informer's Dataset_Custom)."""
+        """The first predicted row of each part, and the one after its last (as Informer's Dataset_Custom)."""
         train, test = int(rows * 0.7), int(rows * 0.2)
         return {"train": (0, train), "validation": (train, rows - test), "test": (rows - test, rows)}
 
@@ -99,17 +97,17 @@ class Series(Task):
         count = len(rows.dates)
         if part is None and count < length:
             problem = f"has {count} rows, and a forecast reads {length} (task.max_length)"
-            raise DataError(file, problem, "Give at least as many, the last ones before those to tell")
+            raise DataError(file, problem, "Give at least as many, the last ones before those to predict")
         begins = range(count - length, count - length + 1) if part is None else self._begins(part, count, file)
         values = (rows.values - self.mean) / self.scale
-        predicted = values[:, self.target_places]
+        targets = values[:, self.target_places]
         last = np.datetime64(rows.dates[-1])
         further = last + np.timedelta64(timedelta(seconds=self.step)) * np.arange(1, horizon + 1)
         dates = np.concatenate([np.array(rows.dates, dtype="datetime64[us]"), further])
         marks = calendar.features(dates, self.step)
         for first in begins:
             now = first + length
-            label = None if part is None else predicted[now : now + horizon]
+            label = None if part is None else targets[now : now + horizon]
             inputs = (values[first:now], marks[first : now + horizon])
             name = str(dates[now].astype(datetime))
             yield Example(inputs, label, SourceLocation(file, rows.lines[now - 1]), name)
@@ -122,11 +120,11 @@ class Series(Task):
         if not begins:
             problem = f"{rows} rows leave {end - first} to the {part} split, too few for a window of {length} rows to "
             hint = "Give a longer file, or lower task.max_length or task.forecast.horizon"
-            raise DataError(file, f"{problem}read and {horizon} to tell", hint)
+            raise DataError(file, f"{problem}read and {horizon} to predict", hint)
         return begins
 
     def _fitted(self, own: ForecastConfig) -> ForecastConfig:
-        """With what the training file has: its columns and step, mean and scale of its training rows."""
+        """The settings completed from the training file: columns, step, and mean and scale of the training rows."""
         for key, names in (("inputs", own.inputs), ("targets", own.targets)):
             if names is not None and (not names or len(set(names)) < len(names)):
                 problem = f"{json.dumps(names)[:80]} are no columns"
@@ -154,11 +152,16 @@ class ETT(Series):
     file: ClassVar[str]
     rows_an_hour: ClassVar[int]
 
+    @property
+    def target_places(self) -> list[int]:
+        """Indices of the targets among the columns."""
+        return [self.columns.index(column) for column in self.targets]
+
     def file_of(self, source: Path) -> Path:
         return source / self.file
 
     def borders(self, rows: int, file: Path) -> dict[str, tuple[int, int]]:
-        """Raises DataError for a file that is shorter than the splits."""
+        """The official splits. Raises DataError for a file that is shorter than they are."""
         month = 30 * 24 * self.rows_an_hour
         if rows < 20 * month:
             hint = f'Take the official {self.file}; for a file of one\'s own: task.name="series"'
@@ -182,8 +185,8 @@ class ETTm1(ETT):
 
 
 def _rows(file: Path, date: str, columns: list[str] | None, step: timedelta | None) -> Rows:
-    """All of a file. columns: None for all but the date. step: that the dates must have; None for any. Raises DataError
-    naming file and line.
+    """All rows of a file. columns: None takes all but the date. step: required between dates; None takes any that is
+    equal throughout. Raises DataError naming file and line.
     """
     lines: list[int] = []
     dates: list[datetime] = []

@@ -13,7 +13,7 @@ from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
 COLUMNS = ("genre", "file", "year", "old_index", "score", "sentence1", "sentence2")
 LICENCE = ("source1", "source2")
-"""What rows of some genres have besides: whom each sentence is from, under which licence."""
+"""Columns that rows of some genres have besides: the source of each sentence, with its licence."""
 MOST_ALIKE = 5.0
 
 
@@ -25,9 +25,8 @@ class STSBenchmark(Task):
     segments = 2
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        inner = folder / "stsbenchmark"
         names = {"train": "sts-train.csv", "validation": "sts-dev.csv", "test": "sts-test.csv"}
-        return existing(inner if inner.is_dir() else folder, {split: [name] for split, name in names.items()})
+        return existing(folder, names, "stsbenchmark")
 
     def read(self, file: Path) -> Iterator[Example]:
         for number, (location, line) in enumerate(lines(file)):
@@ -41,7 +40,7 @@ class STSBenchmark(Task):
 
 
 def similarity(text: str, location: SourceLocation) -> float:
-    """A label from 0 to 5, as a number. Raises DataError naming the place for anything else."""
+    """A label from 0 to 5, as a number. Raises DataError naming the location for anything else."""
     try:
         value = float(text)
     except ValueError:

@@ -20,9 +20,9 @@ class Table(Task):
     """A CSV file (quoted as RFC 4180 has it) or TSV file (no quoting), whose first line names the columns, or a file of
     JSON objects, one a line (.jsonl). The file to train on is the task's source.
 
-    Labels are classes, told apart by their text, in JSON also by that of numbers, true and false; or, where task.labels
-    is [], numbers to tell. A row without the column of labels has none, as where one predicts; an empty label is an
-    error.
+    Labels are classes, distinguished by their text, in JSON also by that of numbers, true and false; or, where
+    task.labels is [], numbers to predict. A row without the column of labels has none, as in a file to predict on; an
+    empty label is an error.
     """
 
     name = "table"
@@ -30,7 +30,7 @@ class Table(Task):
     metrics = ("accuracy", "macro_f1")
 
     def __init__(self, config: TaskConfig):
-        """Reads the labels of the training file where task.labels is null. Raises DataError besides."""
+        """Read the labels of the training file where task.labels is null. Raises DataError too."""
         super().__init__(config)
         self.segments = len(config.text)
         if config.label in config.text:
@@ -60,7 +60,7 @@ class Table(Task):
             return self.class_of(label, location)
         number = _number(label)
         if number is None:
-            hint = "Write one, such as 3.5; or tell classes apart: --set task.labels=null"
+            hint = "Write one, such as 3.5; or take labels as classes: --set task.labels=null"
             raise DataError(str(location), f'"{label[:80]}" in the column "{self.config.label}" is no number', hint)
         return number
 
@@ -78,22 +78,22 @@ class Table(Task):
 
 def _classes(labels: list[str]) -> tuple[str, ...]:
     if len(set(labels)) < len(labels) or len(labels) < 2:
-        hint = "Name two classes or more, each once; [] tells numbers, null takes those of the training file"
+        hint = "Name two classes or more, each once; [] predicts numbers, null takes those of the training file"
         raise ConfigError("task.labels", f"{json.dumps(labels, ensure_ascii=False)[:80]} are no classes", hint)
     return tuple(labels)
 
 
 def table_rows(file: Path) -> Iterator[tuple[SourceLocation, dict[str, Any]]]:
-    """By column. Raises DataError for a file of another kind than READERS', and what these refuse."""
+    """The rows of a file, by column. Raises DataError for a file that none of READERS takes, and as these do."""
     reader = READERS.get(file.suffix.lower())
     if reader is None:
         hint = f"Give a file whose name ends in {', '.join(READERS)}"
-        raise DataError(file, f'"{file.suffix}" does not tell what kind of table it is', hint)
+        raise DataError(file, f'"{file.suffix}" is no known kind of table', hint)
     return reader(file)
 
 
 def text_of(row: dict[str, Any], column: str, location: SourceLocation) -> str:
-    """Raises DataError where there is no such column, or in JSON something else than a text."""
+    """The text in a column. Raises DataError where there is no such column, or JSON has something else there."""
     value = field(row, column, location)
     if not isinstance(value, str):
         problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no text'
@@ -102,7 +102,7 @@ def text_of(row: dict[str, Any], column: str, location: SourceLocation) -> str:
 
 
 def _label_text(value: Any, column: str, location: SourceLocation) -> str:
-    """A label of CSV and TSV as it stands; one of JSON as JSON has it, without quotation marks."""
+    """The text of a label: of CSV and TSV as it stands, of JSON as JSON writes it, without quotation marks."""
     if value is None or isinstance(value, dict | list):
         problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no label'
         raise DataError(str(location), problem, "Write a text, a number, true or false")

@@ -11,15 +11,15 @@ ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
 class TextTask(Task):
-    """Examples have one input, a text; labels are texts, without white space around. Of empty ones the form complains,
-    as of empty inputs.
+    """Examples have one input, a text; labels are texts, stripped of white space. The form refuses empty labels as it
+    does empty inputs.
     """
 
     form: ClassVar[str] = "texts"
 
 
 def names_of(config: TaskConfig) -> tuple[str, str]:
-    """What `task.text` and `task.label` call the two sides. Raises ConfigError where they are not one name each."""
+    """The names that `task.text` and `task.label` give to the two sides. Raises ConfigError unless it is one each."""
     if len(config.text) != 1:
         problem = f'{len(config.text)} names, and "{config.name}" reads one text'
         raise ConfigError("task.text", problem, 'Give one: task.text=["NAME"]')

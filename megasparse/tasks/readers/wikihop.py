@@ -13,7 +13,7 @@ from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
 WHOLE = "Put it right, or take the official file again, whole"
 KEYS: dict[str, type] = {"id": str, "query": str, "candidates": list, "supports": list}
-"""Of an example, with the kind of their values; `answer`, a text, is besides, where it is known."""
+"""Keys of an example, with the kind of their values; a known `answer`, a text, comes in addition."""
 FORM = (
     'An example is {"id": "...", "query": "...", "answer": "...", "candidates": ["...", ...], "supports": ["...", ...]}'
 )
@@ -21,8 +21,8 @@ FORM = (
 
 class WikiHop(Task):
     """train.json and dev.json, and test.json where there is one: `source` is their folder, or one that has them in
-    `wikihop/`. A place's line is the number of the example in its file, from 1. The variant whose candidates are masked
-    is read by its files' names: --source dev.masked.json.
+    `wikihop/`. A location's line is the number of the example in its file, from 1. The variant whose candidates are
+    masked is read by its files' names: --source dev.masked.json.
 
     Longformer (Beltagy et al. 2020) rids texts of the spaces before punctuation, shuffles the paragraphs in training,
     and reads those beyond its length in further windows, each beside the candidates, whose logits it adds. Here texts
@@ -34,9 +34,8 @@ class WikiHop(Task):
     metrics = ("accuracy",)
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        inner = folder / "wikihop"
-        names = {"train": ["train.json"], "validation": ["dev.json"], "test": ["test.json"]}
-        return existing(inner if inner.is_dir() else folder, names)
+        names = {"train": "train.json", "validation": "dev.json", "test": "test.json"}
+        return existing(folder, names, "wikihop")
 
     def read(self, file: Path) -> Iterator[Example]:
         seen: set[str] = set()
@@ -50,7 +49,7 @@ class WikiHop(Task):
 
 
 def _array(file: Path) -> list[Any]:
-    """Raises DataError naming the place of what is no JSON."""
+    """The array that a JSON file holds. Raises DataError naming the location of what is no JSON."""
     try:
         with open(file, encoding="utf-8-sig") as stream:
             values = json.load(stream)
@@ -71,7 +70,7 @@ def _array(file: Path) -> list[Any]:
 
 
 def _example(row: Any, location: SourceLocation) -> Choice:
-    """Raises DataError naming file, number and id of an example that is malformed."""
+    """The example of one object. Raises DataError naming file, number and id where it is malformed."""
     named = isinstance(row, dict) and isinstance(row.get("id"), str)
     which = f"example {location.line}" + (f' ("{row["id"][:80]}")' if named else "")
 

@@ -1,4 +1,4 @@
-"""Questions with candidates of their own: laid out by hand, scored, learned, and told."""
+"""Questions with candidates of their own: laid out by hand, scored, learned, and predicted."""
 
 import random
 from collections.abc import Sequence
@@ -211,7 +211,7 @@ def test_what_an_example_is_told_depends_on_it_alone(where: str, tmp_path: Path)
             assert predicted[row].shape == (CANDIDATES[i],) and (predicted[row] - alone[i]).abs().max() < 1e-5
 
 
-def test_without_labels_there_is_only_what_is_told(tmp_path: Path) -> None:
+def test_without_labels_there_is_only_predictions(tmp_path: Path) -> None:
     model, form = model_of(body_of("full", tmp_path)), form_with(tmp_path)
     predicted = model(form.collate(examples()), evaluation(*range(4)))[1]["predicted"]
     objective, found = model(form.collate(examples((2, None, 6, 1))), evaluation(*range(4)))
@@ -220,7 +220,7 @@ def test_without_labels_there_is_only_what_is_told(tmp_path: Path) -> None:
 
 
 def test_gradients_reach_candidates_of_ones_own_alone(tmp_path: Path) -> None:
-    """Where others have more, nothing is learned from, or spoilt by, the places that this leaves."""
+    """Where others have more, nothing is learned from, or affected by, the padding that this leaves."""
     model, form, given = model_of(body_of("full", tmp_path), rate=0.0), form_with(tmp_path), examples()
 
     def gradient(chosen: list[int]) -> torch.Tensor:

@@ -116,11 +116,11 @@ def test_nothing_of_the_future_is_seen(tmp_path: Path, file: Path, source: dict[
             moved[name][:, place] += 1.0
             assert not torch.equal(predicted(run, Windows(**moved, labels=None)), before)
     later = windows.marks.clone()
-    later[:, -1] += 1.0  # the last date to tell moves only what is told of it: the decoder is causal
-    moved_told = predicted(run, Windows(windows.values, later, None))
+    later[:, -1] += 1.0  # the last date to predict moves only its own prediction: the decoder is causal
+    moved_predicted = predicted(run, Windows(windows.values, later, None))
     if not source:
-        assert torch.equal(moved_told[:, :-1], before[:, :-1])
-    assert not torch.equal(moved_told[:, -1], before[:, -1])
+        assert torch.equal(moved_predicted[:, :-1], before[:, :-1])
+    assert not torch.equal(moved_predicted[:, -1], before[:, -1])
 
 
 def test_the_decoder_sees_the_last_rows_and_then_zeros(tmp_path: Path, file: Path) -> None:
@@ -139,7 +139,7 @@ def test_the_decoder_sees_the_last_rows_and_then_zeros(tmp_path: Path, file: Pat
 @pytest.mark.parametrize("blocks", ["ordinary", "reversible"])
 @pytest.mark.parametrize("kind", MECHANISMS)
 def test_every_mechanism_learns_on_both_sides(tmp_path: Path, file: Path, kind: str, blocks: str) -> None:
-    """All weights get a finite gradient, and what is told does not depend on the batch."""
+    """All weights get a finite gradient, and a prediction does not depend on the batch."""
     small = SMALL.get(kind, {}) | ({"chunk": 4} if "chunk" in SMALL.get(kind, {}) else {})
     objective = {"objective": "answer"} if kind == "smart_bird" else {}
     attention = {"pattern": [kind], kind: small}
@@ -220,7 +220,7 @@ def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(
     assert result["metrics"]["mse"]["value"] == pytest.approx(mean_squared_error(labels, answers), rel=1e-9)
     assert result["metrics"]["mae"]["value"] == pytest.approx(mean_absolute_error(labels, answers), rel=1e-9)
 
-    # A file that ends where a validation window begins to tell is told the same.
+    # A file that ends where a validation window begins to predict is predicted alike.
     lines = copy.read_text().splitlines()
     new = tmp_path / "new.csv"
     new.write_text("\n".join([lines[0], *lines[rows[2]["line"] - L : rows[2]["line"]]]) + "\n")
@@ -318,5 +318,7 @@ def test_relative_forecasts_are_differences_from_the_last_row_read(tmp_path: Pat
     assert above == pytest.approx(predicted(runs[1], windows) + moved[[2, 0]], abs=1e-4)
     values = sections() | {"task": {**TASK, "forecast": {**TASK["forecast"], "inputs": [COLUMNS[0]],
                                                          "targets": [COLUMNS[1]], "relative": True}}}  # fmt: skip
-    with pytest.raises(ConfigError, match=rf"task.forecast.relative: true, and \"{COLUMNS[1]}\" is told but not read"):
+    with pytest.raises(
+        ConfigError, match=rf"task.forecast.relative: true, and \"{COLUMNS[1]}\" is predicted but not read"
+    ):
         finetuning.opened(tmp_path / "refused", file, **values)

@@ -1,4 +1,4 @@
-"""The model of a task: losses, pooling, dropout, and that what an example is told depends on nothing beside it.
+"""The model of a task: losses, pooling, dropout, and that a prediction depends on its example alone.
 
 B batch, L length, E width, C classes.
 """
@@ -72,7 +72,7 @@ def training(*samples: int, step: int = 1) -> RngContext:
 
 
 def model_of(body: Backbone, outputs: int = 3, towers: bool = False, **head: Any) -> TaskModel:
-    """Whose head tells examples well apart."""
+    """A model whose head separates examples well."""
     model = TaskModel(body, outputs, HeadConfig(**head), towers, seed=1)
     with torch.no_grad():
         for parameter in model.head.parameters():
@@ -128,7 +128,7 @@ def test_the_tasks_part_has_its_weight() -> None:
     assert model(inputs, evaluation(0))[0].item() == pytest.approx(0.5 * (whole.item() - 0.25) + 0.25)
 
 
-def test_without_labels_there_is_only_what_is_told() -> None:
+def test_without_labels_there_is_only_predictions() -> None:
     model = model_of(Slow())
     labelled = collate([encoded(0, 5, 1), encoded(1, 9, 0)], 64)
     predicted = model(labelled, evaluation(0, 1))[1]["predicted"]

@@ -293,7 +293,7 @@ def test_a_smart_bird_sketch_reads_titles_and_learns(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_attention_that_does_not_fit_is_told(settings: dict[str, Any], message: str) -> None:
+def test_an_attention_that_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         NewsRecommender(our_body(), RecommendationConfig(**settings), HeadConfig(), 0)
 

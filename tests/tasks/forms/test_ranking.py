@@ -177,7 +177,7 @@ def test_the_fingerprint_tells_what_is_learned_from(changed: Example) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_made_up_batch_is_as_large_as_told(tmp_path: Path, batch: int) -> None:
+def test_a_dummy_batch_is_as_large_as_asked_for(tmp_path: Path, batch: int) -> None:
     made = form(tmp_path).dummy_batch(our_body(), batch, 16)
     assert made.news.tokens.shape == (batch * 43, 16) and made.clicked is not None
     assert made.history.shape == (batch, 3) and made.candidates.shape == made.clicked.shape == (batch, 40)

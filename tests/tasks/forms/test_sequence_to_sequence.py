@@ -88,7 +88,7 @@ def test_the_loss_is_the_cross_entropy_of_each_example_alone(name: str, blocks: 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("name", NAMES)
-def test_neither_padding_nor_the_rest_of_the_batch_changes_what_is_told(name: str, blocks: str) -> None:
+def test_neither_padding_nor_the_rest_of_the_batch_changes_a_prediction(name: str, blocks: str) -> None:
     model, examples = text_model(pair(name, blocks)), sentences(*LENGTHS)
     with torch.no_grad():
         together = model(batch(examples), evaluated(5, 6, 7, 8))[1]

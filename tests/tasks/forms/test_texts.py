@@ -40,7 +40,7 @@ def run_of(data: Path, tmp_path: Path, **changes: Any) -> TaskRun:
 
 
 def encoded(run: TaskRun, *pairs: tuple[str, str | None]) -> tuple[list[Any], list[str]]:
-    """As the run reads them, and what is told of them."""
+    """The examples as the run reads them, and the lines that it prints."""
     encoder = run.form.encoder(run.start)
     given = [
         Example((text,), answer, SourceLocation(Path("x.en"), n), str(n)) for n, (text, answer) in enumerate(pairs, 1)
@@ -215,7 +215,7 @@ def test_a_pretrained_encoder_decoder_is_what_a_run_starts_from(data: Path, tmp_
         assert torch.equal(dict(run.model.body.stack.named_parameters())[name], weight)
 
 
-def test_a_decoders_sketch_learns_the_tokens_that_are_told(data: Path, tmp_path: Path) -> None:
+def test_a_decoders_sketch_learns_the_predicted_tokens(data: Path, tmp_path: Path) -> None:
     """And not a class, which a text has none of."""
     run = run_of(data, tmp_path, model={"attention": {"pattern": ["smart_bird"], "smart_bird": {"keys": 3}}})
     objective, _ = run.model.train()(run.form.collate(run.train[:4]), RngContext(0, 1, torch.arange(4), training=True))

@@ -21,7 +21,7 @@ DRAWN = random.Random(2)
 EXAMPLES = [
     example([number, *[7] * DRAWN.randrange(12)], [number, *[8] * DRAWN.randrange(9)], number) for number in range(61)
 ]
-"""Whose first tokens tell their numbers."""
+"""Examples whose first tokens are their numbers."""
 MOST, GLOBAL = 48, 192
 SIZES = sizes_of(EXAMPLES, MOST)
 Seen = list[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""Dates of rows, and the features that a model is told of them."""
+"""Dates of rows, and their time features."""
 
 from datetime import datetime, timedelta
 from pathlib import Path

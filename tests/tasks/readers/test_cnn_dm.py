@@ -50,7 +50,7 @@ def corpus(folder, lists, stories=("cnn/stories", "dailymail/stories")):
         two = [next(numbers), next(numbers)]
         for n in two:
             name = hashlib.sha1(url(n).encode()).hexdigest()
-            (folder / stories[n % 2] / f"{name}.story").write_text(f"text {n}\n\n@highlight\n\ntold {n}\n")
+            (folder / stories[n % 2] / f"{name}.story").write_text(f"text {n}\n\n@highlight\n\nsummary {n}\n")
         (lists / f"all_{split}.txt").write_text("".join(f"{url(n)}\n" for n in reversed(two)))
 
 
@@ -82,9 +82,9 @@ def test_the_splits_are_those_of_the_lists(task, tmp_path, inner, stories):
         found[split] = [(example.inputs[0], example.label) for example in examples]
         assert all(example.location.file.stem == example.name for example in examples)
     assert found == {
-        "train": [("text 1", "told 1"), ("text 0", "told 0")],
-        "validation": [("text 3", "told 3"), ("text 2", "told 2")],
-        "test": [("text 5", "told 5"), ("text 4", "told 4")],
+        "train": [("text 1", "summary 1"), ("text 0", "summary 0")],
+        "validation": [("text 3", "summary 3"), ("text 2", "summary 2")],
+        "test": [("text 5", "summary 5"), ("text 4", "summary 4")],
     }
 
 
@@ -104,12 +104,12 @@ def test_a_story_that_is_no_utf_8_is_refused(task, tmp_path):
 def test_a_line_a_story(task, tmp_path):
     for name in ("train", "val", "test"):
         (tmp_path / f"{name}.source").write_text(f"{name} one .\n{name} two .\n")
-        (tmp_path / f"{name}.target").write_text("told one .\ntold two .\n")
+        (tmp_path / f"{name}.target").write_text("summary one .\nsummary two .\n")
     assert set(task.files(tmp_path)) == {"train", "validation", "test"}
     (file,) = split_files(task, tmp_path, "validation")
     found = [(example.inputs[0], example.label) for example in task.read(file)]
-    assert found == [("val one .", "told one ."), ("val two .", "told two .")]
-    (tmp_path / "val.target").write_text("told one .\n")
+    assert found == [("val one .", "summary one ."), ("val two .", "summary two .")]
+    (tmp_path / "val.target").write_text("summary one .\n")
     assert "2 lines, and" in refusal(lambda: task.read(file))
 
 

@@ -1,4 +1,4 @@
-"""GLUE's files, in small files of the official form: what is read is what the form says, and what is malformed is told
+"""GLUE's files, in small files of the official form: what is read is what the form says, and what is malformed is named
 by file and line.
 """
 
@@ -160,7 +160,7 @@ QQP = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
 WHOLE = "7\t1\t2\tWhy?\tHow come?\t1"
 
 
-def test_the_halves_in_the_official_qqp_files_are_left_out_and_told(tmp_path, capsys):
+def test_the_halves_in_the_official_qqp_files_are_left_out_and_named(tmp_path, capsys):
     """Those of three of Quora's eleven broken pairs: a line end in the first question, and in the second."""
     file = write(
         tmp_path,
@@ -175,8 +175,8 @@ def test_the_halves_in_the_official_qqp_files_are_left_out_and_told(tmp_path, ca
         '\\1. -5 [-7 0 0 5]; 2. 3 [6 4 5 -5 3 1]?"\t0',
     )
     assert [(each[1], each[2]) for each in found("qqp", file)] == [(1, "7"), (1, "8")]
-    predicted = capsys.readouterr().err
-    assert predicted.startswith(f"{file}: left out 5 lines") and predicted.endswith(": lines 2, 4, 5, 6, 8\n")
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"{file}: left out 5 lines") and printed.endswith(": lines 2, 4, 5, 6, 8\n")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_any_other_malformed_row_of_qqp_is_an_error(tmp_path, row, fields, capsy
     assert capsys.readouterr().err == ""
 
 
-def test_what_is_malformed_is_told_by_file_and_line(tmp_path):
+def test_what_is_malformed_is_named_by_file_and_line(tmp_path):
     file = write(tmp_path, "label.tsv", PAIR + "\tlabel", "0\tA\tB\tentailment", "1\tA\tB\tentails")
     assert f'{file}:3: "entails" is no label of rte. Did you mean "entailment"?' in problem("rte", file)
     file = write(tmp_path, "short.tsv", PAIR + "\tlabel", "0\tA\tB")

@@ -55,5 +55,7 @@ def test_another_rating_is_refused(task, tmp_path, rating):
 def test_a_row_of_another_form_is_refused(task, tmp_path, line):
     file = tmp_path / "a.ss"
     file.write_text(TEXT + line + "\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"a\.ss:3: [13] fields where there are 4 \(user, product, rating, text\)"):
+    with pytest.raises(
+        DataError, match=r"a\.ss:3: [13] fields where there are 4 columns \(user, product, rating, text\)"
+    ):
         list(task.read(file))

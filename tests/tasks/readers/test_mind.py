@@ -89,7 +89,7 @@ def test_the_large_release_comes_before_the_small_one_and_they_are_never_mixed(t
         ("2\tU1\tnow\tN1\tN1-0 N2-1\t\n", "6 fields where there are 5 columns"),
     ],
 )
-def test_a_bad_impression_is_told_by_file_and_line(tmp_path: Path, row: str, problem: str) -> None:
+def test_a_bad_impression_is_named_by_file_and_line(tmp_path: Path, row: str, problem: str) -> None:
     file = split_folder(tmp_path, NEWS, [behaviors_row("1", "N1", "N1-0 N2-1"), row])
     with pytest.raises(DataError, match=f"{file}:2: {problem}"):
         list(task().read(file))
@@ -104,7 +104,7 @@ def test_a_bad_impression_is_told_by_file_and_line(tmp_path: Path, row: str, pro
         ("N5\tnews\ta title\n", "3 fields where there are 8 columns"),
     ],
 )
-def test_a_bad_news_is_told_by_file_and_line(tmp_path: Path, row: str, problem: str) -> None:
+def test_a_bad_news_is_named_by_file_and_line(tmp_path: Path, row: str, problem: str) -> None:
     file = split_folder(tmp_path, [*NEWS, row], [behaviors_row("1", "N1", "N1-0 N2-1")])
     with pytest.raises(DataError, match=rf"{tmp_path}/news\.tsv:5: {problem}"):
         list(task().read(file))
@@ -116,13 +116,13 @@ def test_empty_titles_are_kept_where_that_is_asked_for(tmp_path: Path) -> None:
     assert found.inputs[0] == ("",)
 
 
-def test_a_missing_news_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_news_file_is_refused(tmp_path: Path) -> None:
     file = split_folder(tmp_path, NEWS, [behaviors_row("1", "N1", "N1-0 N2-1")])
     (tmp_path / "news.tsv").unlink()
     with pytest.raises(DataError, match=r"news\.tsv: cannot be read \(No such file"):
         list(task().read(file))
 
 
-def test_a_folder_without_the_files_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_the_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match='holds no "train" split of mind'):
         split_files(task(), tmp_path, "train")

@@ -100,7 +100,7 @@ def test_a_file_alone_has_no_labels(tmp_path, name):
 
 
 def test_empty_lines_stay_where_they_are(tmp_path):
-    """The form tells of them; a line left out here would move all that follow."""
+    """The form refuses them; a line left out here would move all that follow."""
     file = write(tmp_path / "a.en", ["one", "", "three"])
     write(tmp_path / "a.de", ["eins", "zwei", " "])
     assert [(each.inputs[0], each.label) for each in task_of().read(file)] == [

@@ -61,7 +61,7 @@ def test_one_level_is_asked_for(task: Task, level: Path) -> None:
 def test_arrays_are_not_read(task: Task, tmp_path: Path) -> None:
     path = tmp_path / "0.npy"
     np.save(path, np.array([["imgs/0", "sample_0.png"]], dtype=object), allow_pickle=True)
-    with pytest.raises(DataError, match=r"0\.npy: this is an array of numpy's, which can hold pickles.*text"):
+    with pytest.raises(DataError, match=r"0\.npy: this is a numpy array, which can hold pickles.*text"):
         list(task.read(path))
 
 

@@ -18,7 +18,7 @@ def file(tmp_path):
 
 
 def refusal(reader, file, *arguments):
-    """The one line that tells what is wrong."""
+    """The one-line error message."""
     with pytest.raises(DataError) as caught:
         list(reader(file, *arguments))
     assert "\n" not in str(caught.value)
@@ -167,7 +167,7 @@ def test_a_field_of_any_length_is_read(file):
         ('{"a": 1} {"a": 2}', "is no JSON ("),
         ("[1]", "is no JSON object"),
         ('"a"', "is no JSON object"),
-        ('{"a": NaN}', "is no JSON (NaN is no number of JSON's)"),
+        ('{"a": NaN}', "is no JSON (NaN is no JSON number)"),
         ('{"a": 1, "b": 2, "a": 3}', 'is no JSON (the key "a" is given twice)'),
         ("[" * 100_000, "is no JSON"),
         ('{"a": ' + "9" * 5000 + "}", "is no JSON"),

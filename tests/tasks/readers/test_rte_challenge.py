@@ -89,17 +89,17 @@ def test_entities_and_what_lies_outside_the_file_are_refused(tmp_path):
     secret.write_text("secret")
     pair = '<a><pair id="1" value="TRUE"><t>before &e; after</t><h>B</h></pair></a>'
     for declared in (f'<!ENTITY e SYSTEM "{secret}">', '<!ENTITY e "x">', "<!ELEMENT a ANY>"):
-        predicted = problem(tmp_path, f"<?xml version='1.0'?>\n<!DOCTYPE a [{declared}]>\n{pair}")
-        assert predicted.startswith(":2: declares a document type of its own")
+        message = problem(tmp_path, f"<?xml version='1.0'?>\n<!DOCTYPE a [{declared}]>\n{pair}")
+        assert message.startswith(":2: declares a document type of its own")
     outside = tmp_path / "outside.dtd"
     outside.write_text('<!ENTITY e "x">')
-    predicted = problem(tmp_path, f'<!DOCTYPE a SYSTEM "{outside}">\n{pair}')
-    assert predicted.startswith(":2: &e; is declared nowhere")
+    message = problem(tmp_path, f'<!DOCTYPE a SYSTEM "{outside}">\n{pair}')
+    assert message.startswith(":2: &e; is declared nowhere")
     assert problem(tmp_path, pair).startswith(":1: is no XML (undefined entity)")
 
 
 @pytest.mark.parametrize(
-    "old, new, predicted",
+    "old, new, message",
     [
         ('value="TRUE"', 'value="PERHAPS"', ':10: "PERHAPS" is no label of rte_challenge'),
         ('<pair id="12"', "<pair", ":10: a pair without an id"),
@@ -112,12 +112,12 @@ def test_entities_and_what_lies_outside_the_file_are_refused(tmp_path):
         ("pair", "couple", ": has no <pair>"),
     ],
 )
-def test_what_is_malformed_is_told_by_file_and_line(tmp_path, old, new, predicted):
+def test_what_is_malformed_is_named_by_file_and_line(tmp_path, old, new, message):
     assert old in FIRST
-    assert problem(tmp_path, FIRST.replace(old, new)).startswith(predicted)
+    assert problem(tmp_path, FIRST.replace(old, new)).startswith(message)
 
 
-def test_what_is_no_utf_8_is_told(tmp_path):
+def test_what_is_no_utf_8_is_refused(tmp_path):
     file = tmp_path / "rte1_dev.xml"
     file.write_bytes(FIRST.encode("latin-1"))
     with pytest.raises(DataError, match=r"rte1_dev.xml:11: is no XML \(not well-formed"):

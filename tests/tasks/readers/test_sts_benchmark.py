@@ -46,7 +46,7 @@ def test_splits_are_the_official_files(tmp_path, inner):
         ([*PLAIN[:4], "much", *PLAIN[5:]], '"much" is no similarity from 0 to 5'),
     ],
 )
-def test_what_is_malformed_is_told_by_file_and_line(tmp_path, row, problem):
+def test_what_is_malformed_is_named_by_file_and_line(tmp_path, row, problem):
     file = write(tmp_path / "sts-train.csv", PLAIN, row)
     with pytest.raises(DataError) as caught:
         list(task().read(file))

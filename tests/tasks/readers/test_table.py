@@ -33,7 +33,7 @@ def task_of(file, **settings):
 
 
 def refusal(make):
-    """The one line that tells what is wrong."""
+    """The one-line error message."""
     with pytest.raises((DataError, ConfigError)) as caught:
         found = make()
         if not isinstance(found, tuple):
@@ -198,7 +198,7 @@ def test_a_column_that_is_text_and_label_is_refused():
 def test_another_kind_of_file_is_refused(tmp_path):
     (tmp_path / "a.xlsx").write_bytes(b"PK")
     message = refusal(lambda: task_of(tmp_path / "a.xlsx"))
-    assert message.endswith("does not tell what kind of table it is. Give a file whose name ends in .csv, .tsv, .jsonl")
+    assert message.endswith("is no known kind of table. Give a file whose name ends in .csv, .tsv, .jsonl")
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):

@@ -73,7 +73,7 @@ def test_what_is_no_text_is_refused(tmp_path, row, problem):
 
 def test_another_kind_of_file_is_refused(tmp_path):
     (tmp_path / "a.xlsx").write_bytes(b"PK")
-    assert "does not tell what kind of table it is" in refusal(lambda: task_of().read(tmp_path / "a.xlsx"))
+    assert "is no known kind of table" in refusal(lambda: task_of().read(tmp_path / "a.xlsx"))
     assert "no such file" in refusal(lambda: split_files(task_of(), tmp_path, "train"))
 
 
@@ -93,7 +93,7 @@ def news(folder, form, lacking=()):
 
 
 @pytest.mark.parametrize("form", ["csv", "zip"])
-def test_of_ten_articles_eight_train_and_what_lacks_a_side_is_told(tmp_path, form, capsys):
+def test_of_ten_articles_eight_train_and_what_lacks_a_side_is_named(tmp_path, form, capsys):
     file = news(tmp_path, form, [(2, "title"), (3, "text"), (10, "title")])
     task = build_task(TaskConfig(name="headlines"))
     found = {}

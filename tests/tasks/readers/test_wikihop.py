@@ -1,4 +1,4 @@
-"""QAngaroo's files: read, refused, learned from, resumed, judged and answered."""
+"""QAngaroo's files: read, refused, learned from, resumed, evaluated and answered."""
 
 import json
 import random
@@ -76,7 +76,7 @@ def test_splits_are_the_official_files(inner: str, tmp_path: Path) -> None:
         ({"answer": 1}, "the answer 1 is not among the candidates"),
     ],
 )
-def test_a_malformed_example_is_told_by_file_number_and_id(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_malformed_example_is_named_by_file_number_and_id(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     file = written_rows(tmp_path / "dev.json", [ROWS[1], {**ROWS[0], **changes}])
     which = "" if isinstance(changes.get("id"), int) else f' ("{changes.get("id", "WH_dev_0")}")'
     with pytest.raises(DataError) as caught:
@@ -85,7 +85,7 @@ def test_a_malformed_example_is_told_by_file_number_and_id(changes: dict[str, An
 
 
 @pytest.mark.parametrize("key", ["id", "query", "candidates", "supports"])
-def test_a_missing_key_is_told(key: str, tmp_path: Path) -> None:
+def test_a_missing_key_is_refused(key: str, tmp_path: Path) -> None:
     row = {name: value for name, value in ROWS[0].items() if name != key}
     with pytest.raises(DataError, match=rf'dev\.json:1: example 1.*: has no "{key}"\. An example is '):
         read(written_rows(tmp_path / "dev.json", [row]))
@@ -108,7 +108,7 @@ def test_an_answer_that_is_null_is_none(tmp_path: Path) -> None:
     ],
     ids=["cut off", "empty", "deep", "latin", "object", "text", "same id"],
 )
-def test_a_malformed_file_is_told(data: bytes, said: str, tmp_path: Path) -> None:
+def test_a_malformed_file_is_refused(data: bytes, said: str, tmp_path: Path) -> None:
     file = tmp_path / "train.json"
     file.write_bytes(data)
     with pytest.raises(DataError) as caught:
@@ -116,7 +116,7 @@ def test_a_malformed_file_is_told(data: bytes, said: str, tmp_path: Path) -> Non
     assert str(caught.value).startswith(f"{file}{said}") and "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.json: cannot be read \(No such file"):
         read(tmp_path / "none.json")
 
@@ -163,7 +163,7 @@ def typed(launcher: Any, *arguments: Any) -> None:
         launcher.main()
 
 
-def test_it_learns_and_is_judged_and_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_learns_and_is_evaluated_and_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = folder / "run", folder / "out"
     lines = launch(run, folder, **sections(folder, 240))
     best = json.loads((run / "best.json").read_text())
