@@ -325,7 +325,7 @@ def _with_sketch_labels(attention: AttentionConfig, labels: int) -> AttentionCon
 
 
 def _fill(body: Any, read: Any, path: Path) -> None:
-    """Copy pretrained weights by their names. The weights of a sketch's objective, which is the task's, stay initial."""
+    """Copy pretrained weights by name. Those of a sketch's objective, which is the task's, stay initial."""
     for name, tensor in {**dict(body.stack.named_parameters()), **persistent_buffers(body.stack)}.items():
         if ".objective." in name:
             continue

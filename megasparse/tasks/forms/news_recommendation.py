@@ -166,7 +166,7 @@ class NewsRecommender(nn.Module):
         return users, users.new_zeros(()) if auxiliary is None else auxiliary
 
     def _popular(self, batch: Impressions, needed: Tensor) -> Tensor:
-        """(needed,) int64: 1 for news that some user of the batch clicked, now or before; a sketch learns this class."""
+        """(needed,) int64: 1 for news that some user of the batch clicked, now or before; a sketch learns it."""
         assert batch.clicked is not None
         popular = batch.numbers.new_zeros(len(batch.numbers))
         popular[batch.history[_first(batch.clicks, batch.history.shape[1])]] = 1
