@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megasparse.attention.block_sparse import FixedPatternAttention, block_attention, visible_blocks
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
+from megasparse.attention.costs import Passes
 from megasparse.config.attention import BigBirdAttentionConfig
 from megasparse.ops.random import derive, random_bits
 
@@ -25,6 +26,12 @@ class BigBirdAttention(FixedPatternAttention):
         blocks = torch.arange(-(-inputs.q.shape[2] // self.chunk), device=inputs.q.device)
         further = self._further(blocks, inputs.q.shape[1], inputs.causal, context)
         return block_attention(inputs, self.chunk, self._first(), further)
+
+    def flops(self, length: int) -> Passes:
+        """Longformer's count, in global blocks, and random blocks."""
+        work = self.workload(length)
+        blocks = self.config.random + self.config.globals * (1 if work.causal else 2)
+        return work.pairs(work.chunks(self.chunk) + blocks * self.chunk)
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         block = torch.tensor([position // self.chunk], device=device)

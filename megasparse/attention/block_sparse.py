@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput
 from megasparse.attention.each_document import attend_each
 from megasparse.attention.full import KeyValueCache
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
@@ -17,10 +17,6 @@ from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_atten
 
 class FixedPatternAttention(Attention):
     """Softmax attention to keys that depend on positions alone, counted from each document's first real token."""
-
-    def __init__(self, spec: MechanismSpec):
-        super().__init__()
-        self.spec = spec
 
     @abstractmethod
     def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:

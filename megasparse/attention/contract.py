@@ -1,4 +1,4 @@
-"""What an attention mechanism is. B batch, L length, H heads, D head dim, E width of the layer's input."""
+"""The contract of attention mechanisms. B batch, L length, H heads, D head dim, E width of the layer's input."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from megasparse.attention.costs import Passes, Traffic, Work, Workload
 from megasparse.attention.sequence_part import WHOLE, SequencePart
+from megasparse.errors import ConfigError
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.random import RngContext
 
@@ -42,7 +44,7 @@ class AttentionOutput(NamedTuple):
 
 
 class RecomputeCache:
-    """What a layer's forward decided and its recomputation must not decide again.
+    """Decisions of a layer's forward that its recomputation must not take again.
 
     A reversible backward rebuilds the layer's input only up to the last bits, so a hash of it can flip: the first pass
     records the codes, the recomputation replays them. It belongs to one forward pass (to its autograd context), never
@@ -62,14 +64,15 @@ class RecomputeCache:
         return self._kept[self._next - 1]
 
     def replay(self) -> None:
+        """From now on, `keep` returns the values kept so far, in their order."""
         self._next = 0
 
 
 class Targets(NamedTuple):
-    """What a training step asks the model to tell, for mechanisms that learn from it themselves (Smart Bird's sketch).
+    """What a model predicts in a training step, for mechanisms that learn from it themselves (Smart Bird's sketch).
 
     values: int64, (B, L) a token for each position, (B,) a label for each sequence, or, with `answer`, (B, T) the
-    tokens that another stack tells of each sequence. counted: bool, the values that count, or None for all.
+    tokens that another stack predicts from each sequence. counted: bool, the values that count, or None for all.
     """
 
     values: Tensor
@@ -79,10 +82,11 @@ class Targets(NamedTuple):
 
 @dataclass
 class AttentionContext:
-    """Where a call stands: the layer, the global number of its first head, and what its draws depend on.
+    """Circumstances of one call: the layer, the global number of its first head, and what its draws depend on.
 
-    targets: in training only, else None; of the tokens that are here. part: of the sequences, and of the mechanism's
-    heads, that are here. What the mechanism has a head, a parameter or a buffer, it takes by `part.own`.
+    recompute: the decisions of this forward pass. targets: of the tokens that are here, in training only. part: of the
+    sequences, and of the mechanism's heads, that are here; parameters and buffers that have a row a head are taken by
+    `part.own`.
     """
 
     layer: int
@@ -93,9 +97,17 @@ class AttentionContext:
     part: SequencePart = WHOLE
 
 
+class Buckets(NamedTuple):
+    """queries, keys: each one's bucket, (B, H, L); of R rounds (B, R·H, L). count: number of buckets."""
+
+    queries: Tensor
+    keys: Tensor
+    count: int
+
+
 @dataclass(frozen=True)
 class MechanismSpec:
-    """Where a mechanism stands in a model: what it is built for."""
+    """What a mechanism is built for: its part of a layer, and the model around it."""
 
     heads: int
     """Its own heads, which may be a part of the layer's; all of them, where ranks share them out."""
@@ -112,12 +124,13 @@ class MechanismSpec:
 class Attention(nn.Module, ABC):
     """One mechanism over some heads of a layer, built from its section of the configuration and its spec.
 
+    A mechanism states its own facts: what it costs, how it decodes, what it observes once a step. A new one needs
+    `forward` alone; what it lacks beyond that is refused by name where it is asked for.
+
     Strictly causal (`leak` is None): with inputs.causal, replacing tokens from t on changes no output before t.
     Parameters that decoding reads too live in submodules that are called (ZeRO 3 gathers weights at a module's call).
     """
 
-    causal: bool = True
-    """Whether decoders can have it."""
     shared_qk: bool = False
     """Whether its keys are q/|q|."""
     adds_positions: bool = False
@@ -126,6 +139,12 @@ class Attention(nn.Module, ABC):
     """Weight of the task's loss beside the auxiliary loss (LHA's convex combination)."""
     leak: str | None = None
     """Why a later token can move an earlier output, for a mechanism that keeps a paper's leaking window; else None."""
+    normalises: bool = False
+    """Whether each output is scaled to length 1, so that it is not linear in the values."""
+
+    def __init__(self, spec: MechanismSpec):
+        super().__init__()
+        self.spec = spec
 
     def __init_subclass__(cls, **settings: Any) -> None:
         """A mechanism chooses its precision by the dtype of its heads, under torch.autocast too."""
@@ -136,25 +155,80 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        """x: (B, L, E), the layer's input, which learned hashes and sketches read; where ranks share sequences that of
-        the tokens that are here.
+        """Attention of all tokens. x: (B, L, E), the layer's input, which learned hashes and sketches read; where ranks
+        share sequences that of the tokens that are here.
 
         The auxiliary loss comes already weighted, as the part of it that is added to the model's objective.
         """
 
+    def after_step(self, applied: bool, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Moves what the optimizer does not, once a step. applied: whether the step's gradients were finite.
+
+        sum_over_ranks: sums a tensor over the ranks; all of them call it, or none.
+        """
+
+    def start_from_pretrained(self) -> None:
+        """Sets parameters so that pretrained values pass unchanged, before fine-tuning in a pretrained model."""
+
+    # Decoding with a cache, of causal mechanisms
+
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> Any:
-        """An empty decoding cache for `batch` sequences, on the device and in the dtype of `like`; causal ones only.
+        """An empty decoding cache for `batch` sequences, on the device and in the dtype of `like`.
 
         Its `select(rows)` makes it that of the sequences `rows`, (n,) int64 indices into the batch, repeats allowed.
+        Raises ConfigError for a mechanism that cannot decode token by token.
         """
-        raise NotImplementedError
+        raise self._lacks("cannot decode token by token: it has no cache", "new_cache, fill_cache and decode")
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: Any, context: AttentionContext) -> None:
         """Takes a whole prompt into an empty cache; `forward` gave its outputs."""
-        raise NotImplementedError
+        raise self._lacks("cannot take a prompt into a cache", "fill_cache")
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: Any, position: int, context: AttentionContext
     ) -> Tensor:
         """The output (B, H, 1, D) of the one new token at `position`, which is taken into the cache. x: (B, 1, E)."""
-        raise NotImplementedError
+        raise self._lacks("cannot decode from a cache", "decode")
+
+    # Costs at a sequence length, a token, of these heads without their projections
+
+    def flops(self, length: int) -> Passes:
+        """FLOPs by formula, with every window full. Raises ConfigError for a mechanism whose FLOPs are not known."""
+        raise self._lacks("has no count of its FLOPs", "flops")
+
+    def kept_flops(self, length: int) -> Passes:
+        """The part of `flops` that finds codes, which reversible layers keep for the backward."""
+        return Passes()
+
+    def operators(self, length: int, size: int) -> dict[str, Work] | None:
+        """FLOPs and bytes moved by each kernel, or None for a mechanism without kernels. size: bytes of a number."""
+        return None
+
+    def one_kernel(self, length: int, size: int) -> dict[str, Work]:
+        """`operators` of a mechanism that one kernel computes, in the order that the tokens have."""
+        return {"attention": Work(self.flops(length), self.traffic(size).softmax(1, ordered=False))}
+
+    def workload(self, length: int) -> Workload:
+        return Workload(self.spec.heads, self.spec.head_dim, self.spec.causal, length)
+
+    def traffic(self, size: int) -> Traffic:
+        return Traffic(self.spec.heads, self.spec.head_dim, size)
+
+    # What evaluation compares
+
+    def without_additions(self) -> "Attention":
+        """The mechanism without what it adds to attention, such as a convolution of the values."""
+        return self
+
+    def exact(self) -> "Attention | None":
+        """The mechanism that this one approximates, or None for full attention of the same queries and keys."""
+        return None
+
+    def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets | None:
+        """The bucket of every query and key, or None for a mechanism that does not hash."""
+        return None
+
+    def _lacks(self, problem: str, methods: str) -> ConfigError:
+        name = type(self).__name__
+        hint = f"Choose another mechanism for this, or implement {name}.{methods}"
+        return ConfigError("model.attention.pattern", f"{name} {problem}", hint)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
+from megasparse.attention.costs import Passes, product
 from megasparse.attention.heads import head_dim, merge_heads, projection, split_heads
 from megasparse.config.buckets import lsh_buckets
 from megasparse.config.schema import ModelConfig
@@ -81,6 +82,21 @@ class CrossAttention(nn.Module):
         k, v = (split_heads(part(states), self.head_dim) for part in (self.key, self.value))
         codes = context.recompute.keep(lambda: self._codes(k, context)) if self.hashed else None
         return SourceKeys(k, v, source.key_mask, codes)
+
+    def flops(self, source: int, target: int) -> Passes:
+        """FLOPs of a whole sequence, projections included: queries and outputs of the target, keys and values of the
+        source, and the pairs of the two; hashed, as LSH with separate queries and keys in a two-sided window.
+        """
+        width = self.heads * self.head_dim
+        projections = product(4.0 * self.query.weight.shape[1] * width * (source + target))
+        if not self.hashed:
+            return projections + product(4.0 * width * source * target)
+        pairs = product(4.0 * min(2 * self.chunk, source) * target * self.lsh.rounds * width)
+        return projections + pairs + self.kept_flops(source, target)
+
+    def kept_flops(self, source: int, target: int) -> Passes:
+        """The part of `flops` that finds codes, which reversible layers keep for the backward."""
+        return Passes(float(self.lsh.rounds * self.heads * self.head_dim * sum(self.factors) * (source + target)))
 
     def _full(self, q: Tensor, keys: SourceKeys, context: AttentionContext, first_position: int) -> Tensor:
         if keys.key_mask is None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.costs import Passes, Work
 from megasparse.config.attention import FullAttentionConfig
 
 
@@ -40,9 +41,8 @@ class FullAttention(Attention):
     """
 
     def __init__(self, config: FullAttentionConfig, spec: MechanismSpec):
-        super().__init__()
+        super().__init__(spec)
         self.shared_qk = config.shared_qk
-        self.spec = spec
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         inputs = inputs.of_one_dtype()
@@ -64,6 +64,13 @@ class FullAttention(Attention):
         assert mask is not None
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
         return _without_padding(out, inputs.key_mask)
+
+    def flops(self, length: int) -> Passes:
+        work = self.workload(length)
+        return work.pairs(work.visible)
+
+    def operators(self, length: int, size: int) -> dict[str, Work]:
+        return self.one_kernel(length, size)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> KeyValueCache:
         return KeyValueCache.empty(batch, self.spec, self.spec.max_length, like)

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from megasparse.attention.band import BandCache, band_attention
 from megasparse.attention.clusters import Lists, clusters_by_document
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    Buckets,
+    MechanismSpec,
+)
+from megasparse.attention.costs import Passes, Work, product
 from megasparse.attention.documents import Document, documents
 from megasparse.attention.lha_hash import (
     Example,
@@ -56,8 +64,8 @@ class LHAAttention(Attention):
     """
 
     def __init__(self, config: LHAAttentionConfig, spec: MechanismSpec):
-        super().__init__()
-        self.config, self.spec = config, spec
+        super().__init__(spec)
+        self.config = config
         self.adds_positions = config.sinusoidal_positions
         self.window = Window("band", min(config.chunk, spec.max_length))
         self.buckets = -(-spec.max_length // config.chunk)
@@ -93,6 +101,10 @@ class LHAAttention(Attention):
             return Assignment(query_codes, key_codes, *clusters_by_document(inputs, choose))
 
         return self.hash(job, inputs.q, context)
+
+    def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
+        assigned = self.assign(inputs, context)
+        return Buckets(assigned.query_codes, assigned.key_codes, self.buckets)
 
     def _members(self, sides: Sides, document: Document) -> Tensor:
         inputs = tuple(document.take(x) for x in sides.inputs)
@@ -186,6 +198,46 @@ class LHAAttention(Attention):
         scaled = (x * x.shape[-1] ** -0.25 for x in (q, k))
         of_queries, of_keys = (Features(*positive_features(x, projection, per_row=True)) for x in scaled)
         return of_queries, of_keys
+
+    def flops(self, length: int) -> Passes:
+        return self.workload(length).pairs(self._window_keys(length)) + self._hashing_flops(length)
+
+    def _hashing_flops(self, length: int) -> Passes:
+        """Both hash functions (random ones forward only), and the utilities that they learn, forward only: the scores
+        of a sample of queries twice, with the sums over N buckets for the keys; or of all queries; or random features
+        of q and k and their products with the buckets' sums.
+        """
+        work, dim, buckets = self.workload(length), self.spec.head_dim, self.buckets
+        if self.config.hash == "random":
+            return Passes(work.heads * 2 * 2.0 * dim * buckets)
+        weights = dim * buckets + (dim * dim if self.config.hash == "mlp" else 0)
+        utility = {
+            "sampled": min(self.config.samples, length) * (4.0 * dim + 2.0 * buckets),
+            "exact": 4.0 * dim * work.visible,
+            "features": 4.0 * self.config.features * (dim + buckets),
+        }[self.config.utility]
+        return (product(2 * 2.0 * weights) + Passes(utility)) * work.heads
+
+    def operators(self, length: int, size: int) -> dict[str, Work]:
+        """LSH's operators in one round. The hash functions read q and k, and what they learn reads both again."""
+        work, traffic = self.workload(length), self.traffic(size)
+        learned = 1 if self.config.hash == "random" else 2
+        hashed = 1 if work.causal else 2
+        bucket = max(1.0, work.visible * self.config.chunk / self.spec.max_length)
+        keys = min(self._window_keys(length), bucket)
+        hashing = Passes(learned * 2 * traffic.row + hashed * traffic.code)
+        return {
+            "hashing": Work(self._hashing_flops(length), hashing),
+            "sort": traffic.sort(hashed),
+            "attention": Work(work.pairs(keys), traffic.softmax(1, ordered=True)),
+        }
+
+    def _window_keys(self, length: int) -> float:
+        """Keys of a query, where its bucket has as many."""
+        work = self.workload(length)
+        if self.config.window == "band":
+            return work.band(self.config.chunk, shared_codes=False)
+        return work.clusters(self.buckets, self.bucket_size)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
         return BandCache.empty(batch, self.spec, 1, self.buckets, self.window, like)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.costs import Passes, product
 from megasparse.attention.documents import begins_with_real_tokens, documents
 from megasparse.attention.each_document import alone, join
 from megasparse.config.attention import LinformerAttentionConfig
@@ -29,10 +30,8 @@ class LinformerAttention(Attention):
     token. Every projected key mixes all tokens, so there is no causal form.
     """
 
-    causal = False
-
     def __init__(self, config: LinformerAttentionConfig, spec: MechanismSpec):
-        super().__init__()
+        super().__init__(spec)
         self.keys = SequenceProjection(config.projected, spec.max_length)
         self.values = SequenceProjection(config.projected, spec.max_length)
 
@@ -46,6 +45,10 @@ class LinformerAttention(Attention):
         queries = (piece.q for piece in pieces)
         parts = [F.scaled_dot_product_attention(*part) for part in zip(queries, keys, values, strict=True)]
         return AttentionOutput(join(parts, each, inputs.q), None, {})
+
+    def flops(self, length: int) -> Passes:
+        """P projected keys, and the projections of keys and of values, 6·D each a projected one."""
+        return product(self.spec.heads * 8.0 * self.spec.head_dim * self.keys.weight.shape[0])
 
     def _whole(self, inputs: AttentionInputs) -> Tensor:
         q, k, v = inputs.q, inputs.k, inputs.v

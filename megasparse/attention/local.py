@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.costs import Passes, Work
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import LocalAttentionConfig
@@ -57,8 +58,7 @@ class LocalAttention(Attention):
     """
 
     def __init__(self, config: LocalAttentionConfig, spec: MechanismSpec):
-        super().__init__()
-        self.spec = spec
+        super().__init__(spec)
         self.chunk = min(config.chunk, spec.max_length)
         self.relative = RelativePositions(spec) if config.relative else None
 
@@ -74,6 +74,14 @@ class LocalAttention(Attention):
             plain = BucketedAttentionSpec(window, causal, scale, exclude_self=False)
             out, _ = bucketed_attention(q, k, v, None, plain, key_mask, segments)
         return AttentionOutput(out, None, {})
+
+    def flops(self, length: int) -> Passes:
+        """Relative positions have scores of their own: 6·D more a key."""
+        work = self.workload(length)
+        return work.pairs(work.chunks(self.chunk)) * (1.5 if self.relative else 1.0)
+
+    def operators(self, length: int, size: int) -> dict[str, Work]:
+        return self.one_kernel(length, size)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> LocalCache:
         # The chunk at hand and the one before it share two places by turns.

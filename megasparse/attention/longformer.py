@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megasparse.attention.block_sparse import FixedPatternAttention, block_attention, visible_blocks
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
+from megasparse.attention.costs import Passes
 from megasparse.config.attention import LongformerAttentionConfig
 
 
@@ -21,6 +22,11 @@ class LongformerAttention(FixedPatternAttention):
 
     def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
         return block_attention(inputs, self.chunk, self.first)
+
+    def flops(self, length: int) -> Passes:
+        """Neighbouring blocks and G global tokens; both ways G queries see all keys, G more a query on average."""
+        work = self.workload(length)
+        return work.pairs(work.chunks(self.chunk) + self.first * (1 if work.causal else 2))
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         return visible_blocks(position, self.chunk, self.first, None, device)

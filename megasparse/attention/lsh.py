@@ -9,7 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from megasparse.attention.band import BandCache, band_attention
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    Buckets,
+    MechanismSpec,
+)
+from megasparse.attention.costs import Passes, Work
 from megasparse.config.attention import LSHAttentionConfig
 from megasparse.config.buckets import lsh_buckets
 from megasparse.ops.bucketed_attention import Window
@@ -27,12 +35,11 @@ class LSHAttention(Attention):
     """
 
     def __init__(self, config: LSHAttentionConfig, spec: MechanismSpec):
-        super().__init__()
+        super().__init__(spec)
         self.config = config
         self.shared_qk = config.shared_qk
         self.factors = lsh_buckets(config, spec.max_length)
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
-        self.spec = spec
         if config.window == "chunk":
             self.leak = (
                 "the chunk window's borders depend on later tokens; attention.lsh.window = band is strictly causal"
@@ -48,10 +55,42 @@ class LSHAttention(Attention):
         queries = angular_hash(inputs.q.detach(), matrices, self.factors)
         return queries, None if self.shared_qk else angular_hash(inputs.k.detach(), matrices, self.factors)
 
+    def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
+        queries, keys = self.assign(inputs, context)
+        keys = queries if keys is None else keys
+        return Buckets(queries.flatten(1, 2), keys.flatten(1, 2), math.prod(self.factors))
+
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
         out, _ = band_attention(inputs, queries, keys, self.window, **self._rule)
         return AttentionOutput(out, None, {})
+
+    def flops(self, length: int) -> Passes:
+        keys = self._window_keys(length)
+        return self.workload(length).pairs(keys) * self.config.rounds + self.kept_flops(length)
+
+    def kept_flops(self, length: int) -> Passes:
+        """Forward only: in each round 2·D for each of half as many rotation vectors as there are buckets (the sum of
+        the factors), for each of queries and keys that has codes of its own.
+        """
+        hashed, buckets = 1 if self.shared_qk else 2, sum(self.factors)
+        return Passes(float(self.config.rounds * hashed * self.spec.heads * self.spec.head_dim * buckets))
+
+    def operators(self, length: int, size: int) -> dict[str, Work]:
+        """A query sees the keys of its window that are in its bucket, of buckets that are filled equally."""
+        work, traffic, rounds = self.workload(length), self.traffic(size), self.config.rounds
+        hashed = 1 if self.shared_qk else 2
+        keys = min(self._window_keys(length), max(1.0, work.visible / math.prod(self.factors)))
+        return {
+            "hashing": Work(self.kept_flops(length), Passes(hashed * (traffic.row + rounds * traffic.code))),
+            "sort": traffic.sort(hashed * rounds),
+            "attention": Work(work.pairs(keys) * rounds, traffic.softmax(rounds, ordered=True)),
+        }
+
+    def _window_keys(self, length: int) -> float:
+        """Keys of a query in a round, where its bucket has as many."""
+        work, chunk = self.workload(length), self.config.chunk
+        return work.band(chunk, self.shared_qk) if self.config.window == "band" else work.chunks(chunk)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
         rounds = rounds or self._evaluation_rounds

@@ -6,6 +6,7 @@ from functools import partial
 from torch import Tensor
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.costs import Passes, product
 from megasparse.attention.each_document import attend_each
 from megasparse.config.attention import PerformerAttentionConfig
 from megasparse.ops.linear_attention import State, causal_linear_attention, linear_attention
@@ -31,7 +32,7 @@ class PerformerAttention(Attention):
     """
 
     def __init__(self, config: PerformerAttentionConfig, spec: MechanismSpec):
-        super().__init__()
+        super().__init__(spec)
         self.config = config
         self.scale = spec.head_dim**-0.5
 
@@ -54,6 +55,14 @@ class PerformerAttention(Attention):
         return causal_linear_attention(
             inputs.q, inputs.k, inputs.v, projection, key_mask=inputs.key_mask, state=state, **rule
         )
+
+    def flops(self, length: int) -> Passes:
+        """Features of q and of k, 6·D each a feature, and 12·D a feature in place of a key; causal: pairs inside a
+        chunk, whose scores are products of features.
+        """
+        dim, features = self.spec.head_dim, self.config.features
+        inside = (min(self.config.chunk, length) + 1) / 2 if self.spec.causal else 0.0
+        return product(self.spec.heads * (8.0 * dim * features + 2.0 * (features + dim) * inside))
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> PerformerCache:
         return PerformerCache()

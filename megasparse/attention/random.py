@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megasparse.attention.band import BandCache, band_attention
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.costs import Passes
 from megasparse.config.attention import RandomAttentionConfig
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.random import random_bits
@@ -21,8 +22,7 @@ class RandomAttention(Attention):
     """
 
     def __init__(self, config: RandomAttentionConfig, spec: MechanismSpec):
-        super().__init__()
-        self.spec = spec
+        super().__init__(spec)
         self.window = Window("band", min(config.chunk, spec.max_length))
         self.buckets = -(-spec.max_length // config.chunk)
         self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
@@ -41,6 +41,10 @@ class RandomAttention(Attention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         codes = self.assign(inputs, 0, context)
         return AttentionOutput(band_attention(inputs, codes, None, self.window, **self.rule)[0], None, {})
+
+    def flops(self, length: int) -> Passes:
+        work = self.workload(length)
+        return work.pairs(work.band(self.window.chunk, shared_codes=True))
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
         return BandCache.empty(batch, self.spec, 1, self.buckets, self.window, like)

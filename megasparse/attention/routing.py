@@ -13,6 +13,7 @@ from torch import Tensor
 from megasparse.attention.band import BandCache, band_attention
 from megasparse.attention.clusters import Lists, clusters_by_document
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.costs import Passes
 from megasparse.attention.documents import Document
 from megasparse.attention.lha_hash import Sides, bucket_codes
 from megasparse.config.attention import RoutingAttentionConfig
@@ -42,8 +43,8 @@ class RoutingAttention(Attention):
     centroids: Tensor
 
     def __init__(self, config: RoutingAttentionConfig, spec: MechanismSpec):
-        super().__init__()
-        self.config, self.spec = config, spec
+        super().__init__(spec)
+        self.config = config
         self.window = Window("band", min(config.chunk, spec.max_length))
         self.buckets = -(-spec.max_length // config.chunk)
         self.shared_qk = spec.causal
@@ -146,6 +147,17 @@ class RoutingAttention(Attention):
         moved = self.config.decay * old + (1.0 - self.config.decay) * mean
         length = moved.norm(dim=-1, keepdim=True)
         self.centroids.copy_(torch.where((count > 0) & (length > 0), moved / length, old))
+
+    def flops(self, length: int) -> Passes:
+        work, chunk = self.workload(length), self.config.chunk
+        band = self.config.window == "band"
+        keys = work.band(chunk, shared_codes=False) if band else work.clusters(self.buckets, chunk)
+        return work.pairs(keys) + self.kept_flops(length)
+
+    def kept_flops(self, length: int) -> Passes:
+        """Products of q, and of a k of its own, with N centroids, forward only."""
+        sides = 1 if self.spec.causal else 2
+        return Passes(self.spec.heads * sides * 2.0 * self.spec.head_dim * self.buckets)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
         return BandCache.empty(batch, self.spec, 1, self.buckets, self.window, like)

@@ -17,6 +17,7 @@ from megasparse.attention.contract import (
     MechanismSpec,
     Targets,
 )
+from megasparse.attention.costs import Passes, Work, product
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import SmartBirdAttentionConfig
@@ -58,8 +59,8 @@ class SmartBirdAttention(Attention):
     """
 
     def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):
-        super().__init__()
-        self.config, self.spec = config, spec
+        super().__init__(spec)
+        self.config = config
         self.query, self.key, self.value = (Projection(spec.d_model, config.sketch_dim) for _ in range(3))
         self.objective: nn.Module
         if config.objective == "token":
@@ -93,6 +94,32 @@ class SmartBirdAttention(Attention):
             counted = None if targets.counted is None else part.gather(targets.counted, 1)
             targets = Targets(part.gather(targets.values, 1), counted)
         return self.objective(h, targets, inputs.key_mask)
+
+    def flops(self, length: int) -> Passes:
+        return self.workload(length).pairs(self.config.keys) + self._sketch_flops(length)
+
+    def _sketch_flops(self, length: int) -> Passes:
+        """The sketch, one of all heads: 12·d a key, 2·d more to choose by, its projections of an input without gradient
+        (4 a weight), and its objective's output over the vocabulary.
+        """
+        visible, weights = self.workload(length).visible, 3 * self.spec.d_model
+        outputs = self.spec.vocabulary if self.config.objective == "token" else 0
+        attended = product(4.0 * visible) + Passes(2.0 * visible)
+        return (attended + Passes(2.0 * weights, 2.0 * weights) + product(2.0 * outputs)) * self.config.sketch_dim
+
+    def operators(self, length: int, size: int) -> dict[str, Work]:
+        """The sketch reads the layer's input, in the backward again, and writes K numbers a query and head. K keys and
+        values are gathered, q read and out written; in the backward also q and dout of as many queries a key.
+        """
+        work, traffic = self.workload(length), self.traffic(size)
+        row, number = traffic.row, traffic.number
+        keys = min(self.config.keys, work.visible)
+        index, read = keys * number, (self.spec.d_model + 6.0 * self.config.sketch_dim) * size
+        gather = Passes(2 * keys * row + 2 * row + index + number, 4 * keys * row + 6 * row + 2 * index + number)
+        return {
+            "sketch": Work(self._sketch_flops(length), Passes(read + index, read)),
+            "gather": Work(work.pairs(self.config.keys), gather),
+        }
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> SketchCache:
         capacity = self.spec.max_length

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megasparse.attention.clusters import Lists, clusters_by_document
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.costs import Passes
 from megasparse.attention.documents import Document
 from megasparse.config.attention import SMYRFAttentionConfig
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
@@ -22,10 +23,8 @@ class SMYRFAttention(Attention):
     Real tokens of a document alone make its clusters: ⌈n/chunk⌉ a round, only the last one smaller than `chunk`.
     """
 
-    causal = False
-
     def __init__(self, config: SMYRFAttentionConfig, spec: MechanismSpec):
-        super().__init__()
+        super().__init__(spec)
         self.config = config
 
     @torch.no_grad()
@@ -50,6 +49,14 @@ class SMYRFAttention(Attention):
         spec = ClusterAttentionSpec(causal=False, scale=inputs.q.shape[-1] ** -0.5, count_clusters=False)
         out, _ = cluster_attention(inputs.q, inputs.k, inputs.v, queries, keys, spec)
         return AttentionOutput(out, None, {})
+
+    def flops(self, length: int) -> Passes:
+        """In each round one cluster, and the codes."""
+        return self.workload(length).pairs(self.config.chunk) * self.config.rounds + self.kept_flops(length)
+
+    def kept_flops(self, length: int) -> Passes:
+        """In each round a projection of q and of k, two numbers longer, to a line."""
+        return Passes(self.spec.heads * 2 * 2.0 * (self.spec.head_dim + 2)) * self.config.rounds
 
 
 def asymmetric(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megasparse.attention.block_sparse import FixedPatternAttention
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.costs import Passes
 from megasparse.config.attention import SparseTransformerAttentionConfig
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
@@ -52,6 +53,11 @@ class SparseTransformerAttention(FixedPatternAttention):
         token = token.masked_fill(token >= length, -1).view(rows, stride).T[None, None]  # (1, 1, S, L/S)
         spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, count_clusters=False)
         return cluster_attention(inputs.q, inputs.k, inputs.v, token, token, spec)
+
+    def flops(self, length: int) -> Passes:
+        """The last S positions (both ways S on either side) and every S-th one."""
+        work = self.workload(length)
+        return work.pairs(self.stride * (1 if work.causal else 2) + work.visible / self.stride)
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         near = torch.arange(max(0, position - self.stride + 1), position + 1, device=device)

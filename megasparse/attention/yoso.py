@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.costs import Passes, Work, product
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import YOSOAttentionConfig
@@ -56,9 +57,11 @@ class YOSOAttention(Attention):
     the very codes of its own forward.
     """
 
+    normalises = True
+
     def __init__(self, config: YOSOAttentionConfig, spec: MechanismSpec):
-        super().__init__()
-        self.config, self.spec = config, spec
+        super().__init__(spec)
+        self.config = config
         self.code_bits = config.code_bits or _code_bits(config.hashes, spec)
         self.convolution = None if config.convolution is None else _Convolution(spec.heads, config.convolution)
 
@@ -67,6 +70,20 @@ class YOSOAttention(Attention):
         """Whether a decoder's tables hold more numbers than a key-value cache of max_length tokens would."""
         hashes = self.config.evaluation_hashes or self.config.hashes
         return self.spec.causal and hashes << self.code_bits >= 2 * self.spec.max_length
+
+    def without_additions(self) -> "YOSOAttention":
+        return self._changed(self.config.expectation)
+
+    def exact(self) -> "YOSOAttention":
+        return self._changed(expectation=True)
+
+    def _changed(self, expectation: bool) -> "YOSOAttention":
+        changes = {"expectation": expectation, "convolution": None, "code_bits": self.code_bits}
+        return YOSOAttention(self.config.model_copy(update=changes), self.spec)
+
+    def start_from_pretrained(self) -> None:
+        if self.convolution is not None:
+            nn.init.zeros_(self.convolution.weight)
 
     def hashes(self, rng: RngContext) -> int:
         usual = self.config.hashes if rng.training else self.config.evaluation_hashes or self.config.hashes
@@ -92,6 +109,33 @@ class YOSOAttention(Attention):
             out = out + self.convolution(inputs.v, mask, inputs.segments, inputs.causal, context.part)
         real = mask.sum() if mask is not None else met[:, 0].numel()
         return AttentionOutput(out.to(inputs.q.dtype), None, {"collisions": met.sum() / (real * met.shape[1])})
+
+    def flops(self, length: int) -> Passes:
+        """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v; those of q
+        and k by tables, 4·D² each, or by the 1/2^τ of pairs that collide at random, 6·D each: the cheaper, or the one
+        configured.
+        """
+        yoso, work, dim = self.config, self.workload(length), self.spec.head_dim
+        if yoso.expectation:
+            return work.pairs(work.visible)
+        bit = 3.0 * math.log2(max(2, dim)) if yoso.projection == "hadamard" else 2.0 * dim
+        gradients = {"tables": 8.0 * dim * dim, "pairs": 6.0 * dim * work.visible / 2**self.code_bits}
+        gradient = gradients.get(yoso.backward, min(gradients.values()))
+        hashing = Passes(2 * self.code_bits * bit + 2.0 * dim, 2.0 * dim + gradient)
+        return (hashing * yoso.hashes + product(2.0 * dim * (yoso.convolution or 0))) * work.heads
+
+    def operators(self, length: int, size: int) -> dict[str, Work]:
+        """Codes of q and k, m of each. Then for each hash v, and in the backward q, k, v and dout, with both codes;
+        tables of 2^τ·D sums written once; out, and in the backward out, dq, dk and dv.
+        """
+        if self.config.expectation:
+            return self.one_kernel(length, size)
+        traffic, hashes = self.traffic(size), self.config.hashes
+        row, code = traffic.row, traffic.code
+        table = 2.0**self.code_bits * self.spec.head_dim * traffic.number / length
+        each = Passes(row + 2 * code + table, 4 * row + 2 * code + table) * hashes
+        codes = Passes(2 * row + 2 * hashes * code)
+        return {"attention": Work(self.flops(length), each + codes + Passes(row, 4 * row))}
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> YOSOCache:
         heads, width = self.spec.heads, self.spec.head_dim

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megasparse.attention.contract import AttentionContext, Targets
+from megasparse.attention.costs import Passes
 from megasparse.attention.heads import Padding, build_mechanism, head_dim, split_heads_by_mechanism
 from megasparse.config.attention import AttentionConfig, AttentionKind
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext
-from megasparse.planning.flops import Passes
 from megasparse.planning.measure import peak, reset_peak, time_passes
-from megasparse.planning.roofline import OPERATORS, layer_of, least_seconds, peaks_of
+from megasparse.planning.roofline import least_seconds, peaks_of
 
 Pass = Callable[[], Callable[[], None]]
 """A forward pass, which gives back its backward pass."""
@@ -100,10 +100,11 @@ def measure(case: Case) -> Measurement:
 def _least(case: Case, device: torch.device) -> Passes | None:
     peaks = peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     kind = MECHANISMS.get(case.implementation, "full" if case.implementation == "sdpa" else None)
-    if peaks is None or kind not in OPERATORS:
+    if peaks is None or kind is None:
         return None
-    layer = layer_of(kind, case.model, case.model.max_length)
-    return least_seconds(kind, layer, case.batch, DTYPES[case.dtype], peaks)
+    with torch.device("meta"):
+        mechanism = build_mechanism(kind, case.model, case.model.heads)
+    return least_seconds(mechanism, case.model.max_length, case.batch, DTYPES[case.dtype], peaks)
 
 
 def _build(case: Case, device: torch.device) -> tuple[Pass, str]:

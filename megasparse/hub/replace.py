@@ -28,8 +28,6 @@ from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfA
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, Targets
 from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
 from megasparse.attention.mechanisms import MECHANISMS
-from megasparse.attention.routing import RoutingAttention
-from megasparse.attention.yoso import YOSOAttention
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.messages import as_config_error, show
 from megasparse.config.model_checks import check_model
@@ -276,8 +274,7 @@ def _initialise(layers: list[Mechanisms], config: ModelConfig, seed: int) -> Non
     initialise(nn.ModuleList(layers), config, seed)
     for layer in layers:
         for mechanism in mechanisms(layer):
-            if isinstance(mechanism, YOSOAttention) and mechanism.convolution is not None:
-                nn.init.zeros_(mechanism.convolution.weight)
+            mechanism.start_from_pretrained()
 
 
 def _state(model: nn.Module) -> _State:
@@ -305,8 +302,7 @@ def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[A
     if model.training and given is None:
         state.step += 1
         for mechanism in mechanisms(model):
-            if isinstance(mechanism, RoutingAttention):  # moves by what the pass before has seen
-                mechanism.after_step(True, lambda sums: sums)
+            mechanism.after_step(True, lambda sums: sums)  # moves by what the pass before has seen
     return args, {**kwargs, "megasparse_pass": run}
 
 

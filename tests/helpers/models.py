@@ -73,9 +73,13 @@ def all_names() -> list[str]:
     return [*MECHANISMS, *(name for name, (kind, _) in VARIANTS.items() if kind in MECHANISMS)]
 
 
+def can_be_causal(kind: str) -> bool:
+    return getattr(AttentionConfig(), kind).bidirectional_only is None
+
+
 def causal_names() -> list[str]:
     """Those that decoders can have."""
-    return [name for name in all_names() if MECHANISMS[kind_of(name)].causal]
+    return [name for name in all_names() if can_be_causal(kind_of(name))]
 
 
 def strict_names() -> list[str]:

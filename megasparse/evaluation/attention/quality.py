@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megasparse.attention.observation import Call, attention_map, calls, weights_of
+from megasparse.attention.observation import Call, calls
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
@@ -17,6 +17,7 @@ from megasparse.evaluation.attention.metrics import (
     relative_error,
     upper_bound,
 )
+from megasparse.evaluation.attention.weights import attention_map, weights_of
 from megasparse.ops.random import RngContext
 from megasparse.training.engine import Engine
 
@@ -47,7 +48,7 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
         for call in record_calls(engine.module, tokens, config.run.seed):
             if call.kind == "full":
                 continue
-            exact, own = weights_of(call, call.exact()), weights_of(call, call.attention())
+            exact, own = weights_of(call, call.exact()), weights_of(call, call.mechanism.without_additions())
             for name, value in measure(call, exact, own).items():
                 found[f"quality/{call.kind}/{name}"].append(value)
             pictures.setdefault(f"quality/{call.kind}/maps", _picture(exact, own))
@@ -80,14 +81,14 @@ def measure(call: Call, exact: Tensor, own: Tensor) -> dict[str, float]:
     keys = visible.sum(-1)
     seen, allowed = keys.double(), (exact != 0).sum(-1).clamp_min(1)
     values = {
-        "output_error": relative_error(call.run(call.attention()), call.run(call.exact())),
+        "output_error": relative_error(call.run(call.mechanism.without_additions()), call.run(call.exact())),
         "recall_top": recall_of_top(exact, own, TOP),
         "utility": attention_utility(exact, visible),
         "utility_bound": upper_bound(exact, keys),
         "utility_floor": (seen / allowed).clamp_max(1.0),
     }
-    if (codes := call.codes()) is not None:
-        values |= {f"bucket_{name}": value for name, value in imbalance(*codes)._asdict().items()}
+    if (buckets := call.mechanism.buckets_of(call.inputs, call.context)) is not None:
+        values |= {f"bucket_{name}": value for name, value in imbalance(*buckets)._asdict().items()}
     return {name: float(value.double().mean()) for name, value in values.items()}
 
 

@@ -18,7 +18,7 @@ from megasparse.attention.contract import Attention
 from megasparse.attention.hash_training import hash_scores
 from megasparse.attention.lha import LHAAttention
 from megasparse.attention.lsh import LSHAttention
-from megasparse.attention.observation import Call, attention_map
+from megasparse.attention.observation import Call
 from megasparse.attention.yoso import YOSOAttention
 from megasparse.config.attention import AttentionConfig
 from megasparse.evaluation.attention.assignment import balanced, cut, lsh_scores, random_codes, smyrf_values
@@ -31,6 +31,7 @@ from megasparse.evaluation.attention.metrics import (
     same_bucket,
     upper_bound,
 )
+from megasparse.evaluation.attention.weights import attention_map
 from megasparse.ops.random import derive
 
 PAPER_IMBALANCE = {"ratio": 0.613, "size": 0.359}
@@ -165,7 +166,7 @@ def _output_errors(call: Call, attention: AttentionConfig) -> dict[str, float]:
     yoso = attention.yoso.model_copy(update={"convolution": None})
     kinds: dict[str, Attention] = {"lsh": LSHAttention(lsh, call.spec), "yoso": YOSOAttention(yoso, call.spec)}
     if call.kind != "full":
-        kinds[call.kind] = call.attention()
+        kinds[call.kind] = call.mechanism.without_additions()
     found = {}
     for kind, mechanism in kinds.items():
         placed = call.replaced(mechanism)

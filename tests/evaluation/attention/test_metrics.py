@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megasparse.attention.observation import attention_map, calls, weights_of
+from megasparse.attention.observation import calls
 from megasparse.attention.yoso import unit
 from megasparse.evaluation.attention.assignment import balanced, cut, lsh_scores, random_codes, smyrf_values
 from megasparse.evaluation.attention.metrics import (
@@ -17,6 +17,7 @@ from megasparse.evaluation.attention.metrics import (
     same_bucket,
     upper_bound,
 )
+from megasparse.evaluation.attention.weights import attention_map, weights_of
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.models import all_names, causal_names, named, random_tokens, small
@@ -149,7 +150,7 @@ def observed(name: str, causal: bool, length: int = 40):
 @pytest.mark.parametrize("name,causal", [(n, True) for n in causal_names()] + [(n, False) for n in all_names()])
 def test_the_matrix_of_every_mechanism_gives_its_output(name, causal):
     (call,) = observed(name, causal)
-    for mechanism in (call.attention(), call.exact()):
+    for mechanism in (call.mechanism.without_additions(), call.exact()):
         weights = weights_of(call, mechanism)
         out = weights @ call.inputs.v
         out = unit(out) if call.kind == "yoso" else out
@@ -198,10 +199,14 @@ def test_maps_show_what_is_seen():
 @pytest.mark.parametrize("causal", [True, False])
 def test_buckets_of_mechanisms_that_have_them(name, causal):
     call = observed(name, causal)[0]
-    queries, keys, buckets = call.codes()
+    queries, keys, buckets = call.mechanism.buckets_of(call.inputs, call.context)
     assert queries.shape[::2] == keys.shape[::2] == (2, 40) and max(queries.max(), keys.max()) < buckets
     shared = name == "lsh" or (name == "lha" and causal)
     assert queries.equal(keys) == shared
     if shared:
         assert (imbalance(queries, keys, buckets).ratio == 0).all()
-    assert observed("local", causal)[0].codes() is None
+
+
+def test_a_mechanism_that_does_not_hash_has_no_buckets():
+    call = observed("local", True)[0]
+    assert call.mechanism.buckets_of(call.inputs, call.context) is None

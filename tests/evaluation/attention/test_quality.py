@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasparse.attention.hash_training import hash_scores, train_hashes
-from megasparse.attention.observation import Call, weights_of
+from megasparse.attention.observation import Call
 from megasparse.evaluation.attention.metrics import attention_utility, attention_weights, same_bucket
 from megasparse.evaluation.attention.quality import measure, record_calls
 from megasparse.evaluation.attention.study import Interval
+from megasparse.evaluation.attention.weights import weights_of
 from megasparse.model.build import build_model
 from tests.helpers.models import random_tokens, small
 from tests.helpers.trained import prepared, trained

@@ -25,7 +25,7 @@ from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import TaskRun, read_split
 from megasparse.training.ranks import Ranks
 from tests.helpers import finetuning
-from tests.helpers.models import SMALL
+from tests.helpers.models import SMALL, can_be_causal
 from tests.helpers.series import COLUMNS, FORECASTER, TASK, numbers, write
 from tests.tasks.test_run import plain, weights
 
@@ -144,7 +144,7 @@ def test_every_mechanism_learns_on_both_sides(tmp_path: Path, file: Path, kind: 
     objective = {"objective": "answer"} if kind == "smart_bird" else {}
     attention = {"pattern": [kind], kind: small}
     changes: dict[str, Any] = {"source": {"attention": {"pattern": [kind], kind: small | objective}}}
-    if MECHANISMS[kind].causal:
+    if can_be_causal(kind):
         changes["attention"] = attention
     run = opened(
         tmp_path, file, blocks=blocks, activations="reversible" if blocks == "reversible" else "stored", **changes
