@@ -43,7 +43,7 @@ from megasparse.benchmarks.attention import DTYPES, MECHANISMS, NEEDS, PEERS, Ca
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.load import load_config
 from megasparse.config.parts import decoder_part
-from megasparse.config.pattern import WITHOUT_WEIGHTS, kinds
+from megasparse.config.pattern import kinds, replaceable_kinds
 from megasparse.config.rewrite import with_value
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.files import replacing
@@ -334,9 +334,9 @@ def write_crossover(args: argparse.Namespace) -> None:
             raise ConfigError(name, "comes from the configuration of --write-crossover", "Leave it out")
     config = load_config(path)
     model = config.model if config.model.source is None else decoder_part(config.model)
-    hashed = [kind for kind in WITHOUT_WEIGHTS if kind in kinds(model)]
+    hashed = [kind for kind in replaceable_kinds(model) if kind in kinds(model)]
     if not hashed:
-        hint = f"Full attention can take the place of {' and '.join(WITHOUT_WEIGHTS)}"
+        hint = f"Full attention can take the place of {' and '.join(replaceable_kinds(model))}"
         raise ConfigError(str(path), f"model.attention.pattern has {', '.join(kinds(model))}", hint)
     if args.lengths is None:
         args.lengths = ",".join(str(512 << i) for i in range(8))

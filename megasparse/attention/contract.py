@@ -98,11 +98,11 @@ class AttentionContext:
 
 
 class Buckets(NamedTuple):
-    """queries, keys: each one's bucket, (B, H, L); of R rounds (B, R·H, L). count: number of buckets."""
+    """queries, keys: each one's bucket, (B, H, L); of R rounds (B, R·H, L). number: how many buckets there are."""
 
     queries: Tensor
     keys: Tensor
-    count: int
+    number: int
 
 
 @dataclass(frozen=True)

@@ -121,10 +121,8 @@ class CrossAttention(nn.Module):
     @torch.no_grad()
     def _codes(self, x: Tensor, context: AttentionContext) -> Tensor:
         """The buckets of queries or keys (B, H, L, D) in every round: (B, H, R, L)."""
-        rng, configured = context.rng, self.lsh.rounds
-        if not rng.training:
-            configured = self.lsh.evaluation_rounds or configured
+        rng = context.rng
         key = rng.key(context.layer, "cross-attention rotation")
-        rounds = rng.rounds or configured
+        rounds = rng.rounds or (self.lsh.rounds if rng.training else self.lsh.rounds_in_evaluation)
         matrices = rotations(key, range(self.heads), rounds, self.head_dim, self.factors, x.device)
         return angular_hash(x, matrices, self.factors)

@@ -48,7 +48,7 @@ class LSHAttention(Attention):
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor | None]:
         """The buckets of queries and of keys in every round, (B, H, R, L) each; None for keys that are the queries."""
         rng = context.rng
-        rounds = self.config.rounds if rng.training else self._evaluation_rounds
+        rounds = self.config.rounds if rng.training else self.config.rounds_in_evaluation
         numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
         key = rng.key(context.layer, "lsh rotation")
         matrices = rotations(key, numbers, rng.rounds or rounds, inputs.q.shape[3], self.factors, inputs.q.device)
@@ -93,7 +93,7 @@ class LSHAttention(Attention):
         return work.band(chunk, self.shared_qk) if self.config.window == "band" else work.chunks(chunk)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
-        rounds = rounds or self._evaluation_rounds
+        rounds = rounds or self.config.rounds_in_evaluation
         return BandCache.empty(batch, self.spec, rounds, math.prod(self.factors), self.window, like)
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
@@ -105,10 +105,6 @@ class LSHAttention(Attention):
         if self.window.kind == "chunk":
             raise ValueError(f"LSH attention cannot decode token by token here: {self.leak}")
         return cache.decode(inputs, *self.assign(inputs, context), position, **self._rule)
-
-    @property
-    def _evaluation_rounds(self) -> int:
-        return self.config.evaluation_rounds or self.config.rounds
 
     @property
     def _rule(self) -> dict[str, Any]:

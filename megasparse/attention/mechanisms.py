@@ -1,7 +1,10 @@
 """Every attention mechanism by the name that a configuration gives it."""
 
+from collections.abc import Callable
+from typing import Any
+
 from megasparse.attention.bigbird import BigBirdAttention
-from megasparse.attention.contract import Attention
+from megasparse.attention.contract import Attention, MechanismSpec
 from megasparse.attention.full import FullAttention
 from megasparse.attention.lha import LHAAttention
 from megasparse.attention.linformer import LinformerAttention
@@ -16,7 +19,7 @@ from megasparse.attention.smyrf import SMYRFAttention
 from megasparse.attention.sparse_transformer import SparseTransformerAttention
 from megasparse.attention.yoso import YOSOAttention
 
-MECHANISMS: dict[str, type[Attention]] = {
+MECHANISMS: dict[str, Callable[[Any, MechanismSpec], Attention]] = {
     "full": FullAttention,
     "local": LocalAttention,
     "lsh": LSHAttention,
@@ -32,4 +35,4 @@ MECHANISMS: dict[str, type[Attention]] = {
     "performer": PerformerAttention,
     "linformer": LinformerAttention,
 }
-"""Each is built as Mechanism(its section of the configuration, Place)."""
+"""Each is built of its section of the configuration and its spec."""

@@ -30,9 +30,7 @@ class SMYRFAttention(Attention):
     @torch.no_grad()
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Lists:
         rng, device = context.rng, inputs.q.device
-        rounds = self.config.rounds
-        if not rng.training:
-            rounds = self.config.evaluation_rounds or rounds
+        rounds = self.config.rounds if rng.training else self.config.rounds_in_evaluation
         head = torch.arange(context.head_offset, context.head_offset + inputs.q.shape[1], device=device)
         rows = head[:, None] * (1 << 16) + torch.arange(rng.rounds or rounds, device=device)
         lines = normal(rng.key(context.layer, "smyrf projection"), rows, inputs.q.shape[3] + 2)  # (H, R, D + 2)

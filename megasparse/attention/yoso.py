@@ -68,7 +68,7 @@ class YOSOAttention(Attention):
     @property
     def tables_exceed_cache(self) -> bool:
         """Whether a decoder's tables hold more numbers than a key-value cache of max_length tokens would."""
-        hashes = self.config.evaluation_hashes or self.config.hashes
+        hashes = self.config.rounds_in_evaluation
         return self.spec.causal and hashes << self.code_bits >= 2 * self.spec.max_length
 
     def without_additions(self) -> "YOSOAttention":
@@ -86,7 +86,7 @@ class YOSOAttention(Attention):
             nn.init.zeros_(self.convolution.weight)
 
     def hashes(self, rng: RngContext) -> int:
-        usual = self.config.hashes if rng.training else self.config.evaluation_hashes or self.config.hashes
+        usual = self.config.hashes if rng.training else self.config.rounds_in_evaluation
         return rng.rounds or usual
 
     def codes(self, x: Tensor, hashes: int, context: AttentionContext) -> Tensor:
@@ -142,7 +142,7 @@ class YOSOAttention(Attention):
         recent = like.new_zeros(batch, heads, (self.config.convolution or 1) - 1, width)
         if self.config.expectation:
             return YOSOCache(None, KeyValueCache.empty(batch, self.spec, self.spec.max_length, like), recent)
-        hashes = rounds or self.config.evaluation_hashes or self.config.hashes
+        hashes = rounds or self.config.rounds_in_evaluation
         dtype = torch.promote_types(like.dtype, torch.float32)
         tables = torch.zeros(batch, heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
         return YOSOCache(tables, None, recent)

@@ -1,25 +1,57 @@
 """The schema of `model.attention`: a section for each mechanism, and which layer has which."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from megasparse.config.buckets import lsh_buckets
 from megasparse.config.section import Count, Positive, Rate, Section
+from megasparse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megasparse.config.schema import ModelConfig
 
 
-class FullAttentionConfig(Section):
+class MechanismSection(Section):
+    """Settings of one mechanism, and what the checks of a configuration have to know of it."""
+
+    bidirectional_only: ClassVar[str | None] = None
+    """Why decoders cannot have it, or None where they can."""
+    replaceable_by_full: ClassVar[bool] = False
+    """Whether `full_below` applies: softmax attention inside what hashing alone finds, so that full attention has the
+    very same weights. Of a mechanism that trains hashes or a sketch, full attention would leave those untrained."""
+
+    @property
+    def rounds_in_evaluation(self) -> int | None:
+        """Hash rounds (YOSO: hashes) in evaluation and generation, or None where there are none."""
+        return None
+
+    def check(self, key: str, model: "ModelConfig") -> None:
+        """Raises ConfigError for the first rule that these settings break, beyond the types. key: where they stand."""
+
+
+class FullAttentionConfig(MechanismSection):
     shared_qk: bool = False
     """Queries are the keys too (Reformer section 2): logits q·q/|q|, a token sees itself only as last resort."""
 
 
-class LocalAttentionConfig(Section):
+class LocalAttentionConfig(MechanismSection):
     chunk: Positive = 128
     """A token sees its own chunk of this many positions and the chunk before; an encoder's also the chunk after."""
     relative: bool = False
     """Relative positions as in Transformer-XL, in place of what `model.positions` gives."""
 
+    def check(self, key: str, model: "ModelConfig") -> None:
+        if self.relative and model.positions.kind == "rotary":
+            raise ConfigError(
+                f"{key}.relative",
+                'true adds distances in a layer whose queries and keys model.positions.kind = "rotary" has rotated by '
+                "them",
+                "Set it to false, or model.positions.kind to another",
+            )
 
-class LSHAttentionConfig(Section):
+
+class LSHAttentionConfig(MechanismSection):
     shared_qk: bool = True
     """The paper: keys are q/|q|. false: queries and keys of their own, hashed alike (the LSH baseline of LHA)."""
     rounds: Positive = 2
@@ -39,8 +71,53 @@ class LSHAttentionConfig(Section):
     count_rounds: bool = True
     """A pair seen in N rounds counts once (log N of appendix A). false: N times, as HuggingFace does it."""
 
+    replaceable_by_full = True
 
-class LHAAttentionConfig(Section):
+    @property
+    def rounds_in_evaluation(self) -> int:
+        return self.evaluation_rounds or self.rounds
+
+    def check(self, key: str, model: "ModelConfig") -> None:
+        if self.chunk > model.max_length:
+            raise ConfigError(
+                f"{key}.chunk",
+                f"{self.chunk} is longer than model.max_length = {model.max_length}",
+                f"Set it to {model.max_length} or less",
+            )
+        if self.window == "band" and not self.same_bucket:
+            raise ConfigError(
+                f"{key}.same_bucket",
+                'false with window = "band" is not causal: later tokens move the borders of what is seen',
+                'Set same_bucket to true, or window to "chunk"',
+            )
+        if self.window == "chunk" and not self.shared_qk:
+            raise ConfigError(
+                f"{key}.window",
+                '"chunk" is a window on tokens in one order, but with shared_qk = false queries and keys have buckets '
+                "of their own",
+                'Set window to "band", or shared_qk to true',
+            )
+        self._check_buckets(f"{key}.buckets", model.max_length)
+
+    def _check_buckets(self, key: str, max_length: int) -> None:
+        factors = self.buckets if isinstance(self.buckets, list) else [self.buckets] if self.buckets else []
+        if isinstance(self.buckets, list) and len(factors) not in (1, 2):
+            raise ConfigError(key, f"{factors} has {len(factors)} factors", "Give a number, or two factors")
+        odd = [factor for factor in factors if factor % 2]
+        if odd:
+            raise ConfigError(
+                key,
+                f"{odd[0]} is odd, but a rotation R gives the buckets [xR; -xR], an even number",
+                f"Write {odd[0] + 1} instead",
+            )
+        try:
+            lsh_buckets(self, max_length)
+        except ValueError as error:
+            problem = f"{error}, and as one rotation it would cost too much"
+            raise ConfigError(key, problem, "Take a multiple of 4") from None
+
+
+class LHAAttentionConfig(MechanismSection):
     hash: Literal["mlp", "linear", "random"] = "mlp"
     """H_Q and H_K: two-layer MLPs (the paper's best), linear, or a random projection that nothing trains."""
     chunk: Positive = 64
@@ -66,7 +143,7 @@ class LHAAttentionConfig(Section):
     """Sinusoidal positions added to the queries and keys of every such layer, as the paper does for WikiText-103."""
 
 
-class YOSOAttentionConfig(Section):
+class YOSOAttentionConfig(MechanismSection):
     hashes: Positive = 32
     """m, hashes while training."""
     evaluation_hashes: Positive | None = None
@@ -86,8 +163,23 @@ class YOSOAttentionConfig(Section):
     chunk: Positive = 128
     """Decoders on a CPU only: tables grow chunk by chunk; inside a chunk collisions are found pair by pair."""
 
+    @property
+    def rounds_in_evaluation(self) -> int:
+        return self.evaluation_hashes or self.hashes
 
-class SmartBirdAttentionConfig(Section):
+    def check(self, key: str, model: "ModelConfig") -> None:
+        if self.code_bits is not None and self.code_bits > 30:
+            problem = f"{self.code_bits} bits do not fit a 32-bit code"
+            raise ConfigError(f"{key}.code_bits", problem, "Set it to 30 or less, or to null")
+        if self.convolution is not None and self.convolution % 2 == 0:
+            raise ConfigError(
+                f"{key}.convolution",
+                f"{self.convolution} is even, so the kernel has no middle",
+                f"Write {self.convolution + 1} instead",
+            )
+
+
+class SmartBirdAttentionConfig(MechanismSection):
     keys: Positive = 20
     """K, keys a query attends to."""
     sketch_dim: Positive = 4
@@ -103,16 +195,29 @@ class SmartBirdAttentionConfig(Section):
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Weight of the sketch's objective. Nothing else trains the sketch, and it trains nothing else."""
 
+    def check(self, key: str, model: "ModelConfig") -> None:
+        if (self.objective == "pooled") != (self.labels is not None):
+            labels = "null" if self.labels is None else self.labels
+            problem = f'{labels} does not fit objective = "{self.objective}"'
+            raise ConfigError(f"{key}.labels", problem, 'Give the number of labels with "pooled", null with others')
 
-class SMYRFAttentionConfig(Section):
+
+class SMYRFAttentionConfig(MechanismSection):
     rounds: Positive = 2
     evaluation_rounds: Positive | None = None
     """Hash rounds in evaluation; null takes `rounds`."""
     chunk: Positive = 64
     """Queries, and keys, of a cluster."""
 
+    bidirectional_only = "its balanced clusters depend on all tokens"
+    replaceable_by_full = True
 
-class RoutingAttentionConfig(Section):
+    @property
+    def rounds_in_evaluation(self) -> int:
+        return self.evaluation_rounds or self.rounds
+
+
+class RoutingAttentionConfig(MechanismSection):
     chunk: Positive = 64
     """Tokens a cluster; max_length/chunk centroids, rounded up."""
     window: Literal["band", "top_k"] = "band"
@@ -122,24 +227,24 @@ class RoutingAttentionConfig(Section):
     """Of the centroids' moving average, a step."""
 
 
-class RandomAttentionConfig(Section):
+class RandomAttentionConfig(MechanismSection):
     chunk: Positive = 64
     """Tokens a bucket; max_length/chunk buckets, rounded up, drawn at random whatever the tokens are."""
 
 
-class SparseTransformerAttentionConfig(Section):
+class SparseTransformerAttentionConfig(MechanismSection):
     stride: Positive | None = None
     """A token sees the tokens of the last `stride` positions and every stride-th one; null takes √max_length."""
 
 
-class LongformerAttentionConfig(Section):
+class LongformerAttentionConfig(MechanismSection):
     chunk: Positive = 64
     """Block size: a token sees its own block and its neighbours."""
     globals: Count = 1
     """First tokens that every token sees, and that see every token."""
 
 
-class BigBirdAttentionConfig(Section):
+class BigBirdAttentionConfig(MechanismSection):
     chunk: Positive = 64
     """Block size: a token sees its own block and its neighbours."""
     globals: Count = 1
@@ -148,16 +253,18 @@ class BigBirdAttentionConfig(Section):
     """Blocks more that each block sees, drawn at random."""
 
 
-class PerformerAttentionConfig(Section):
+class PerformerAttentionConfig(MechanismSection):
     features: Positive = 256
     """Number of positive random features."""
     chunk: Positive = 128
     """Decoders only: pairs of tokens this near are scored one by one, farther ones meet in running sums."""
 
 
-class LinformerAttentionConfig(Section):
+class LinformerAttentionConfig(MechanismSection):
     projected: Positive = 256
     """k: keys and values are projected from max_length to this many."""
+
+    bidirectional_only = "it projects the whole sequence"
 
 
 AttentionKind = Literal[

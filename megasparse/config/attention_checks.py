@@ -1,36 +1,23 @@
-"""What must hold of the mechanisms of a stack, beyond the types."""
+"""Rules that the mechanisms of a stack keep together; each one's own are in its section."""
 
-from megasparse.config.attention import LSHAttentionConfig, SmartBirdAttentionConfig, YOSOAttentionConfig
-from megasparse.config.buckets import lsh_buckets
 from megasparse.config.messages import show
 from megasparse.config.parts import encoder_part
-from megasparse.config.pattern import WITHOUT_WEIGHTS, heads_of_layer, kinds
+from megasparse.config.pattern import heads_of_layer, kinds, replaceable_kinds, section
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError
 
 
 def check_attention(model: ModelConfig) -> None:
     """Raise ConfigError for the first rule that the attention of one stack breaks."""
-    if "lsh" in kinds(model):
-        check_lsh(model.attention.lsh, model)
-    if "local" in kinds(model):
-        _check_local(model)
-    if "yoso" in kinds(model):
-        _check_yoso(model.attention.yoso)
-    if "smart_bird" in kinds(model):
-        _check_smart_bird(model.attention.smart_bird)
-    if model.attention.full_below is not None and not set(WITHOUT_WEIGHTS) & set(kinds(model)):
+    for kind in kinds(model):
+        section(model, kind).check(f"model.attention.{kind}", model)
+    replaceable = replaceable_kinds(model)
+    if model.attention.full_below is not None and not set(replaceable) & set(kinds(model)):
         raise ConfigError(
             "model.attention.full_below",
-            f"{model.attention.full_below} is given, but no layer has {' or '.join(show(k) for k in WITHOUT_WEIGHTS)}",
+            f"{model.attention.full_below} is given, but no layer has {' or '.join(show(k) for k in replaceable)}",
             "Set it to null",
         )
-
-
-BIDIRECTIONAL_ONLY = {
-    "smyrf": "its balanced clusters depend on all tokens",
-    "linformer": "it projects the whole sequence",
-}
 
 
 def check_heads(model: ModelConfig) -> None:
@@ -44,69 +31,13 @@ def check_heads(model: ModelConfig) -> None:
                 f"Make the numbers sum to {model.heads}",
             )
         for kind in split:
-            if model.kind == "decoder" and kind in BIDIRECTIONAL_ONLY:
+            reason = section(model, kind).bidirectional_only
+            if model.kind == "decoder" and reason:
                 raise ConfigError(
                     key,
-                    f'"{kind}" cannot be causal: {BIDIRECTIONAL_ONLY[kind]}',
+                    f'"{kind}" cannot be causal: {reason}',
                     'Choose another mechanism, or set model.kind to "encoder"',
                 )
-
-
-def check_lsh(lsh: LSHAttentionConfig, model: ModelConfig) -> None:
-    key = "model.attention.lsh"
-    if lsh.chunk > model.max_length:
-        raise ConfigError(
-            f"{key}.chunk",
-            f"{lsh.chunk} is longer than model.max_length = {model.max_length}",
-            f"Set it to {model.max_length} or less",
-        )
-    if lsh.window == "band" and not lsh.same_bucket:
-        raise ConfigError(
-            f"{key}.same_bucket",
-            'false with window = "band" is not causal: later tokens move the borders of what is seen',
-            'Set same_bucket to true, or window to "chunk"',
-        )
-    if lsh.window == "chunk" and not lsh.shared_qk:
-        raise ConfigError(
-            f"{key}.window",
-            '"chunk" is a window on tokens in one order, but with shared_qk = false queries and keys have buckets of '
-            "their own",
-            'Set window to "band", or shared_qk to true',
-        )
-    factors = lsh.buckets if isinstance(lsh.buckets, list) else [lsh.buckets] if lsh.buckets else []
-    if isinstance(lsh.buckets, list) and len(factors) not in (1, 2):
-        raise ConfigError(f"{key}.buckets", f"{factors} has {len(factors)} factors", "Give a number, or two factors")
-    odd = [factor for factor in factors if factor % 2]
-    if odd:
-        raise ConfigError(
-            f"{key}.buckets",
-            f"{odd[0]} is odd, but a rotation R gives the buckets [xR; -xR], an even number",
-            f"Write {odd[0] + 1} instead",
-        )
-    try:
-        lsh_buckets(lsh, model.max_length)
-    except ValueError as error:
-        raise ConfigError(
-            f"{key}.buckets", f"{error}, and as one rotation it would cost too much", "Take a multiple of 4"
-        ) from None
-
-
-def _check_local(model: ModelConfig) -> None:
-    if model.attention.local.relative and model.positions.kind == "rotary":
-        raise ConfigError(
-            "model.attention.local.relative",
-            'true gives distances to a layer whose queries and keys model.positions.kind = "rotary" has turned by them',
-            "Set it to false, or model.positions.kind to another",
-        )
-
-
-def _check_smart_bird(bird: SmartBirdAttentionConfig) -> None:
-    if (bird.objective == "pooled") != (bird.labels is not None):
-        raise ConfigError(
-            "model.attention.smart_bird.labels",
-            f'{"null" if bird.labels is None else bird.labels} does not fit objective = "{bird.objective}"',
-            'Give the number of labels with "pooled", null with others',
-        )
 
 
 def check_sketches(model: ModelConfig) -> None:
@@ -121,17 +52,3 @@ def check_sketches(model: ModelConfig) -> None:
         if "smart_bird" in kinds(stack) and objective != wanted:
             problem = f"{show(objective)} is not what pretraining can tell here"
             raise ConfigError(f"{key}.smart_bird.objective", problem, f"Set it to {show(wanted)}")
-
-
-def _check_yoso(yoso: YOSOAttentionConfig) -> None:
-    key = "model.attention.yoso"
-    if yoso.code_bits is not None and yoso.code_bits > 30:
-        raise ConfigError(
-            f"{key}.code_bits", f"{yoso.code_bits} bits do not fit a 32-bit code", "Set it to 30 or less, or to null"
-        )
-    if yoso.convolution is not None and yoso.convolution % 2 == 0:
-        raise ConfigError(
-            f"{key}.convolution",
-            f"{yoso.convolution} is even, so the kernel has no middle",
-            f"Write {yoso.convolution + 1} instead",
-        )

@@ -1,14 +1,16 @@
 """How many LSH buckets, and in which factors (Reformer section 2; Kitaev, Kaiser and Levskaya 2020)."""
 
 import math
+from typing import TYPE_CHECKING
 
-from megasparse.config.attention import LSHAttentionConfig
+if TYPE_CHECKING:
+    from megasparse.config.attention import LSHAttentionConfig
 
 LARGEST_SINGLE = 128
 """Hashing into n buckets costs n/2 products a token: above this, two rotations of n1·n2 = n cost far less."""
 
 
-def lsh_buckets(lsh: LSHAttentionConfig, max_length: int) -> list[int]:
+def lsh_buckets(lsh: "LSHAttentionConfig", max_length: int) -> list[int]:
     """Buckets per round as one or two even factors, each hashed by a rotation of its own.
 
     null gives the paper's 2·max_length/chunk, rounded up to what has such factors. It depends on the longest length

@@ -2,7 +2,7 @@
 
 import math
 
-from megasparse.config.attention_checks import check_attention, check_heads, check_lsh
+from megasparse.config.attention_checks import check_attention, check_heads
 from megasparse.config.parts import decoder_part, encoder_part
 from megasparse.config.pattern import kinds
 from megasparse.config.schema import ModelConfig, PositionsConfig
@@ -20,7 +20,7 @@ def check_model(model: ModelConfig) -> None:
     _check_stack(decoder_part(model))
     if model.source.cross_attention == "lsh":
         longest = max(model.max_length, model.source.length)
-        check_lsh(model.attention.lsh, model.model_copy(update={"max_length": longest}))
+        model.attention.lsh.check("model.attention.lsh", model.model_copy(update={"max_length": longest}))
     try:
         _check_stack(encoder_part(model))
     except ConfigError as error:  # the encoder's keys are those of model.source

@@ -6,7 +6,6 @@ import torch
 from megasparse.attention.full import FullAttention, KeyValueCache
 from megasparse.attention.heads import build_mechanism
 from megasparse.config.load import build_config
-from megasparse.config.pattern import WITHOUT_WEIGHTS
 from megasparse.errors import ConfigError, HubError
 from megasparse.hub.reformer import ReformerFormat
 from megasparse.model.build import build_model
@@ -77,7 +76,6 @@ def test_the_cache_is_full_attentions():
 
 @pytest.mark.parametrize("kind", ["local", "lha", "yoso", "smart_bird", "routing"])
 def test_what_has_weights_of_its_own_is_never_replaced(kind):
-    assert kind not in WITHOUT_WEIGHTS
     below = attention("lsh", kind).model_copy(update={"full_below": LENGTH + 1})
     assert not isinstance(build_mechanism(kind, small(attention=below), heads=2), FullAttention)
 

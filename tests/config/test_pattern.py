@@ -1,9 +1,11 @@
 """The attention of each layer, and the message of a wrong pattern."""
 
+from typing import get_args
+
 import pytest
 
 from megasparse.attention.mechanisms import MECHANISMS
-from megasparse.config.attention_checks import BIDIRECTIONAL_ONLY
+from megasparse.config.attention import AttentionConfig, AttentionKind
 from megasparse.config.load import build_config
 from megasparse.config.pattern import heads_of_layer, kinds, layers_with
 from megasparse.errors import ConfigError
@@ -51,5 +53,6 @@ def test_a_wrong_pattern_names_the_key_and_the_hint(pattern, changes, said):
     assert all(part in str(error.value) for part in said), str(error.value)
 
 
-def test_the_configuration_knows_which_mechanisms_cannot_be_causal():
-    assert set(BIDIRECTIONAL_ONLY) == {kind for kind, mechanism in MECHANISMS.items() if not mechanism.causal}
+def test_every_mechanism_has_a_name_and_a_section():
+    sections = [name for name in AttentionConfig.model_fields if name not in ("pattern", "full_below")]
+    assert set(MECHANISMS) == set(sections) and list(get_args(AttentionKind)) == sections

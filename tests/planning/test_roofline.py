@@ -3,19 +3,28 @@
 import pytest
 import torch
 
+from megasparse.attention.contract import Attention
+from megasparse.attention.costs import Passes
+from megasparse.attention.heads import build_mechanism
+from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig
-from megasparse.planning.flops import ATTENTION, Passes
-from megasparse.planning.roofline import OPERATORS, PEAKS, Peaks, Work, layer_of, least_seconds, operators, peaks_of
+from megasparse.planning.roofline import PEAKS, Peaks, least_seconds, peaks_of
+from tests.helpers.models import can_be_causal
 
 LENGTH, HEADS, DIM, SIZE = 64, 2, 8, 2
 ROW, NUMBER, CODE = 2 * 8 * 2, 2 * 4, 2 * 2  # bytes of both heads: a vector in bf16, a 4-byte number, a bucket
+WITH_KERNELS = ["full", "local", "lsh", "lha", "yoso", "smart_bird"]
 
 
-def layer(kind, **settings):
+def built(kind, **settings) -> Attention:
     attention = AttentionConfig.model_validate({"pattern": [kind], kind: settings})
     model = ModelConfig(max_length=LENGTH, layers=1, d_model=16, d_ff=16, heads=HEADS, attention=attention)
-    return layer_of(kind, model, LENGTH)
+    return build_mechanism(kind, model, HEADS)
+
+
+def operators(kind, **settings):
+    return built(kind, **settings).operators(LENGTH, SIZE)
 
 
 def close(work, flops, moved):
@@ -26,31 +35,31 @@ def close(work, flops, moved):
 def test_full_attention():
     pairs = 4 * HEADS * DIM * 32.5  # 1 to 64 keys a query
     # q, k, v, out; then q, k, v, out, dout, dq, dk, dv; a log-sum-exp written and read.
-    close(operators("full", layer("full"), SIZE)["attention"], (pairs, 2 * pairs), (4 * ROW + NUMBER, 8 * ROW + NUMBER))
+    close(operators("full")["attention"], (pairs, 2 * pairs), (4 * ROW + NUMBER, 8 * ROW + NUMBER))
 
 
 def test_local_attention():
     pairs = 4 * HEADS * DIM * sum(q - max(0, q // 16 - 1) * 16 + 1 for q in range(LENGTH)) / LENGTH
-    found = operators("local", layer("local", chunk=16), SIZE)["attention"]
+    found = operators("local", chunk=16)["attention"]
     close(found, (pairs, 2 * pairs), (4 * ROW + NUMBER, 8 * ROW + NUMBER))
 
 
 def test_lsh_attention():
     """16 buckets of 4 tokens in each of 3 rounds: a query sees 32.5/16 keys on average, of a window of 8."""
-    found = operators("lsh", layer("lsh", chunk=8, rounds=3), SIZE)
+    found = operators("lsh", chunk=8, rounds=3)
     pairs = 3 * 4 * HEADS * DIM * 32.5 / 16
     moved = (3 * (3 * ROW + NUMBER) + ROW + NUMBER, 3 * (4 * ROW + NUMBER) + 4 * ROW + NUMBER)
     close(found["attention"], (pairs, 2 * pairs), moved)
     close(found["hashing"], (3 * HEADS * 2 * DIM * 8, 0), (ROW + 3 * CODE, 0))  # 8 rotation vectors a round
     close(found["sort"], (0, 0), (3 * (CODE + NUMBER), 0))
-    few = operators("lsh", layer("lsh", chunk=8, rounds=3, buckets=2), SIZE)["attention"]
+    few = operators("lsh", chunk=8, rounds=3, buckets=2)["attention"]
     assert few.flops.forward == pytest.approx(3 * 4 * HEADS * DIM * 8)  # no more than the window
-    separate = operators("lsh", layer("lsh", chunk=8, shared_qk=False, rounds=3), SIZE)
+    separate = operators("lsh", chunk=8, shared_qk=False, rounds=3)
     assert separate["hashing"].moved.forward == 2 * found["hashing"].moved.forward
 
 
 def test_lha():
-    found = operators("lha", layer("lha", chunk=16, samples=20), SIZE)  # 4 buckets, half of whose 16 are earlier
+    found = operators("lha", chunk=16, samples=20)  # 4 buckets, half of whose 16 are earlier
     pairs = 4 * HEADS * DIM * 32.5 / 4
     close(found["attention"], (pairs, 2 * pairs), (4 * ROW + 2 * NUMBER, 8 * ROW + 2 * NUMBER))
     weights = 8 * 8 + 8 * 4
@@ -59,7 +68,7 @@ def test_lha():
 
 
 def test_yoso():
-    found = operators("yoso", layer("yoso", hashes=3, code_bits=5, backward="tables"), SIZE)["attention"]
+    found = operators("yoso", hashes=3, code_bits=5, backward="tables")["attention"]
     table = 32 * DIM * 4 * HEADS / LENGTH
     moved = (
         2 * ROW + 2 * 3 * CODE + 3 * (ROW + 2 * CODE + table) + ROW,
@@ -70,7 +79,7 @@ def test_yoso():
 
 
 def test_smart_bird():
-    found = operators("smart_bird", layer("smart_bird", keys=5, sketch_dim=4), SIZE)
+    found = operators("smart_bird", keys=5, sketch_dim=4)
     pairs = 4 * HEADS * DIM * 5
     moved = (5 * (2 * ROW + NUMBER) + 2 * ROW + NUMBER, 5 * (4 * ROW + 2 * NUMBER) + 6 * ROW + NUMBER)
     close(found["gather"], (pairs, 2 * pairs), moved)
@@ -78,25 +87,34 @@ def test_smart_bird():
     assert found["sketch"].moved == Passes(read + 5 * NUMBER, read)
 
 
-@pytest.mark.parametrize("kind", OPERATORS)
-def test_no_more_flops_than_the_model_is_said_to_take(kind):
-    """The model's count takes windows as full; everything else is the same."""
-    made = layer(kind)
-    found = sum(work.flops.both for work in operators(kind, made, SIZE).values())
-    assert found <= ATTENTION[kind](made).both * (1 + 1e-9)
-    assert found == pytest.approx(ATTENTION[kind](made).both) or kind in ("lsh", "lha")
+@pytest.mark.parametrize("kind", WITH_KERNELS)
+def test_no_more_flops_than_the_mechanism_counts(kind):
+    """The mechanism's count takes windows as full; everything else is the same."""
+    counted = built(kind).flops(LENGTH).both
+    found = sum(work.flops.both for work in operators(kind).values())
+    assert found <= counted * (1 + 1e-9)
+    assert found == pytest.approx(counted) or kind in ("lsh", "lha")
+
+
+def test_other_mechanisms_have_no_kernels():
+    others = [kind for kind in MECHANISMS if kind not in WITH_KERNELS and can_be_causal(kind)]
+    assert others and all(operators(kind) is None for kind in others)
+    assert least_seconds(built("performer"), LENGTH, 1, torch.bfloat16, PEAKS["H200"]) is None
 
 
 def test_the_least_time_is_the_slower_of_arithmetic_and_memory():
-    made = layer("full")
-    work = operators("full", made, 4)["attention"]
-    assert isinstance(work, Work)
+    mechanism = built("full")
+    work = mechanism.operators(LENGTH, 4)["attention"]
     tokens = 3 * LENGTH
-    slow_memory = least_seconds("full", made, 3, torch.float32, Peaks(half=1.0, single=1e30, bandwidth=10.0))
+
+    def least(dtype, **peaks):
+        return least_seconds(mechanism, LENGTH, 3, dtype, Peaks(**peaks))
+
+    slow_memory = least(torch.float32, half=1.0, single=1e30, bandwidth=10.0)
     assert slow_memory.both == pytest.approx(tokens * work.moved.both / 10.0)
-    slow_arithmetic = least_seconds("full", made, 3, torch.float32, Peaks(half=1.0, single=5.0, bandwidth=1e30))
+    slow_arithmetic = least(torch.float32, half=1.0, single=5.0, bandwidth=1e30)
     assert slow_arithmetic.forward == pytest.approx(tokens * work.flops.forward / 5.0)
-    half = least_seconds("full", made, 3, torch.bfloat16, Peaks(half=7.0, single=5.0, bandwidth=1e30))
+    half = least(torch.bfloat16, half=7.0, single=5.0, bandwidth=1e30)
     assert half.backward == pytest.approx(tokens * work.flops.backward / 7.0)
 
 
@@ -104,7 +122,8 @@ def test_full_attention_of_an_h100_is_bound_by_arithmetic_and_lsh_by_memory():
     model = ModelConfig(max_length=65536, heads=8, d_model=512)
     peaks = peaks_of("NVIDIA H100 80GB HBM3")
     assert peaks is PEAKS["H100 80GB HBM3"] and peaks_of("some GPU") is None
-    full = least_seconds("full", layer_of("full", model, 65536), 1, torch.bfloat16, peaks)
+    full, lsh = (
+        least_seconds(build_mechanism(kind, model, 8), 65536, 1, torch.bfloat16, peaks) for kind in ("full", "lsh")
+    )
     assert full.both == pytest.approx(12 * 512 * 65536 * 32768.5 / 989e12)
-    lsh = least_seconds("lsh", layer_of("lsh", model, 65536), 1, torch.bfloat16, peaks)
     assert 0.2e-3 < lsh.both < 0.5e-3

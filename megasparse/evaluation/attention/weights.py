@@ -12,8 +12,8 @@ def weights_of(call: Call, mechanism: Attention) -> Tensor:
     """The attention matrix (B, H, L, L) of a mechanism on a call's input, in the dtype of its output.
 
     These are its outputs of one-hot values, some columns at a time, so it holds for whatever is linear in the values.
-    A mechanism that scales each output to length 1 gets one column more with the value 1 of every key, by which the others
-    are divided: its rows, too, sum to 1.
+    A mechanism that scales each output to length 1 gets one column more with the value 1 of every key, by which the
+    others are divided: its rows, too, sum to 1.
     """
     length, width = call.inputs.v.shape[2:]
     normalises = mechanism.normalises
