@@ -51,11 +51,7 @@ def _check_start(config: FinetuneConfig) -> None:
     if config.model is None:
         return
     check_model(config.model)
-    for key, value in (
-        ("attention", start.attention),
-        ("activations", start.activations),
-        ("sha256", start.sha256),
-    ):
+    for key, value in (("attention", start.attention), ("activations", start.activations), ("sha256", start.sha256)):
         if value is not None:
             raise ConfigError(
                 f"start.{key}", "given, but nothing to start from", "Set it to null, and in `model` what you need"

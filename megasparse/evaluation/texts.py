@@ -62,12 +62,7 @@ def read_sources(text: str | None, file: str | None) -> list[bytes]:
 
 
 def texts(
-    model: Any,
-    config: Config,
-    tokenizer: Tokenizer,
-    request: Request,
-    sources: Sequence[bytes],
-    device: torch.device,
+    model: Any, config: Config, tokenizer: Tokenizer, request: Request, sources: Sequence[bytes], device: torch.device
 ) -> Iterable[Iterator[str]]:
     """The text of each source, or a decoder's only one, piece by piece as it is written. A text ends where its document
     does, if the model knows documents.

@@ -6,10 +6,11 @@ import pytest
 
 from megasparse.config.extends import LONGEST_CHAIN, read_values
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import load_config, load_settings
+from megasparse.config.load import build_settings, load_config, load_settings
 from megasparse.config.schema import Config
 from megasparse.config.shipped import find_config, shipped_configs
 from megasparse.errors import ConfigError
+from megasparse.tasks import TASK_MODULES
 
 
 @pytest.fixture
@@ -66,6 +67,17 @@ def test_shipped_configurations_are_found_by_name(monkeypatch, tmp_path):
     (tmp_path / "quickstart").mkdir()
     assert find_config("quickstart") == shipped_configs()["quickstart"]
     assert find_config(rte) == rte
+
+
+def test_every_shipped_configuration_loads_and_survives_its_own_json():
+    others = ("comparisons/", "finetune/grids/")
+    runs = {name: path for name, path in shipped_configs().items() if not name.startswith(others)}
+    assert len(runs) > 50
+    for name, path in runs.items():
+        kind = FinetuneConfig if name.startswith("finetune/") else Config
+        config = load_settings(path, [], kind)
+        assert build_settings(json.loads(config.model_dump_json()), [], kind) == config
+        assert kind is Config or config.task.name in TASK_MODULES
 
 
 @pytest.mark.parametrize(("name", "near"), [("reformer_64", "reformer_64k"), ("glue_ret", "finetune/glue_rte")])

@@ -1,20 +1,15 @@
 """The configuration of a fine-tuning run: shipped files, defaults, and what is refused."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megasparse.config.command_line import config_from, config_parser
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import build_settings, load_settings
+from megasparse.config.load import build_settings
 from megasparse.errors import ConfigError
 from megasparse.tasks import TASK_MODULES
 from megasparse.tasks.task import Task
 
-ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "configs" / "finetune").glob("*.json"))
 BERT = {"start": {"huggingface": "models/bert"}}
 MODEL = {"model": {"kind": "encoder", "vocabulary": 264}}
 
@@ -24,17 +19,6 @@ def refusal(values: dict[str, Any], *overrides: str) -> str:
         build_settings(values, overrides, FinetuneConfig)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_shipped_configuration_loads_and_survives_its_own_json(file: Path) -> None:
-    config = load_settings(file, [], FinetuneConfig)
-    assert build_settings(json.loads(config.model_dump_json()), [], FinetuneConfig) == config
-    assert config.task.name in TASK_MODULES
-
-
-def test_there_are_some() -> None:
-    assert "quick.json" in [file.name for file in FILES] and len(FILES) > 10
 
 
 @pytest.mark.parametrize("name", TASK_MODULES)
@@ -103,13 +87,3 @@ def test_an_encoder_decoder_reads_as_much_as_its_encoder_does() -> None:
     values = {"model": {"kind": "encoder_decoder", "max_length": 2048, "source": {"length": 64}}}
     assert refusal(values).startswith("task.max_length: 512 tokens are more than model.source.length = 64. Lower it")
     assert build_settings(values, ["task.max_length=64"], FinetuneConfig).task.max_length == 64
-
-
-def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(ROOT / "configs" / "finetune" / "quick.json")
-    arguments = config_parser("x").parse_args(["--config", file, "--set", "run.seed=5", "--print-config"])
-    with pytest.raises(SystemExit) as caught:
-        config_from(arguments, FinetuneConfig)
-    printed = json.loads(capsys.readouterr().out)
-    assert caught.value.code == 0 and printed["run"]["seed"] == 5
-    assert build_settings(printed, [], FinetuneConfig) == load_settings(file, ["run.seed=5"], FinetuneConfig)

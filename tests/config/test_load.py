@@ -1,6 +1,5 @@
 """Files and overrides: what loads, and the one line that says what is wrong with what does not."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -39,23 +38,11 @@ def test_an_empty_file_is_all_defaults(write):
     assert load_config(write("{}")) == Config()
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.json")))
-def test_every_shipped_configuration_loads_and_survives_its_own_json(name):
-    config = load_config(ROOT / "configs" / name)
-    assert build_config(json.loads(config.model_dump_json())) == config
-    assert build_config(config.model_dump(mode="json")) == config
-
-
 def test_reformer_64k_is_the_papers():
     config = load_config(ROOT / "configs" / "reformer_64k.json")
     model = config.model
-    assert (config.data.sequence_length, model.d_model, model.d_ff, model.heads, model.layers) == (
-        65536,
-        1024,
-        4096,
-        8,
-        12,
-    )
+    assert (config.data.sequence_length, model.d_model, model.d_ff) == (65536, 1024, 4096)
+    assert (model.heads, model.layers) == (8, 12)
     assert model.attention.pattern == ["local", "local", "lsh", "local"]
     assert config.training.global_batch == 8
     zero = config.deepspeed["zero_optimization"]

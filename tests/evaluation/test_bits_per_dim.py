@@ -8,28 +8,15 @@ import torch
 
 from megasparse.errors import ConfigError, UserError
 from megasparse.evaluation import bits_per_dim
-from megasparse.evaluation.bits_per_dim import (
-    Score,
-    of_engine,
-    of_model,
-    refuse_leaks,
-    score,
-    windows,
-)
+from megasparse.evaluation.bits_per_dim import Score, of_engine, of_model, refuse_leaks, score, windows
 from megasparse.model.stack import TokenScores
 from megasparse.ops.random import RngContext
+from tests.helpers.scoring import Stream
 
 
-class Tokens:
-    """A split of random bytes, as data.reader.EvaluationStream gives it."""
-
-    def __init__(self, count: int):
-        self.tokens = count
-        self.values = torch.randint(256, (count,), generator=torch.Generator().manual_seed(3))
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        assert 0 <= start <= stop <= self.tokens
-        return self.values[start:stop]
+def random_bytes(count: int) -> Stream:
+    """A split of random bytes."""
+    return Stream(torch.randint(256, (count,), generator=torch.Generator().manual_seed(3)))
 
 
 class Model:
@@ -59,7 +46,7 @@ def constant(nats: float) -> Any:
     return Constant()
 
 
-def expected(stream: Tokens, scored: list[tuple[int, int, int]]) -> Score:
+def expected(stream: Stream, scored: list[tuple[int, int, int]]) -> Score:
     """Sums over (start, stop, first) windows, token by token in plain Python."""
     total, correct, count = 0.0, 0, 0
     for start, stop, first in scored:
@@ -73,7 +60,7 @@ def expected(stream: Tokens, scored: list[tuple[int, int, int]]) -> Score:
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_non_overlapping_windows_score_every_token_once(batch):
-    stream = Tokens(1003)  # 62 windows of 16 and a ragged one of 11
+    stream = random_bytes(1003)  # 62 windows of 16 and a ragged one of 11
     want = expected(stream, [(a, min(a + 16, 1003), a) for a in range(0, 1003, 16)])
     found = score(of_model(Model()), stream, 16, seed=0, batch=batch)
     assert want.dims == 1003 == found.dims
@@ -85,7 +72,7 @@ def test_non_overlapping_windows_score_every_token_once(batch):
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_stride_scores_only_what_is_new(batch):
-    stream = Tokens(50)
+    stream = random_bytes(50)
     scored = [(0, 16, 0), (6, 22, 16), (12, 28, 22), (18, 34, 28), (24, 40, 34), (30, 46, 40), (36, 50, 46)]
     assert [(w.start, w.stop, w.first) for w in windows(50, 16, 6)] == scored
     want = expected(stream, scored)
@@ -109,22 +96,22 @@ def test_tokens_before_score_from_are_left_out_of_each_window():
     found = [(w.start, w.stop, w.first) for w in windows(37, 16, None, score_from=8)]
     assert found == [(0, 16, 8), (16, 32, 24)]  # the last window is too short to have a scored token
     with pytest.raises(ConfigError, match=r"model\.score_from"):
-        score(of_model(Model()), Tokens(5), 16, seed=0, score_from=8)
+        score(of_model(Model()), random_bytes(5), 16, seed=0, score_from=8)
 
 
 def test_a_uniform_model_needs_eight_bits():
-    found = score(of_model(constant(math.log(256))), Tokens(333), 64, seed=0)
+    found = score(of_model(constant(math.log(256))), random_bytes(333), 64, seed=0)
     assert found.bits_per_dim == pytest.approx(8.0, rel=1e-7)
 
 
 def test_sums_are_float64():
     # 1 + 2^-20 in every token: float32 sums of 200,000 such numbers lose the fraction
-    found = score(of_model(constant(1.0 + 2.0**-20)), Tokens(200_000), 20_000, seed=0)
+    found = score(of_model(constant(1.0 + 2.0**-20)), random_bytes(200_000), 20_000, seed=0)
     assert found.nats == pytest.approx(200_000 * (1 + 2.0**-20), rel=1e-12)
 
 
 def test_an_engine_gives_the_same_number():
-    model, stream = Model(), Tokens(100)
+    model, stream = Model(), random_bytes(100)
 
     def engine_evaluate(tokens, rng):
         nats, correct, _ = model.token_scores(tokens, rng)
@@ -138,20 +125,20 @@ def test_an_engine_gives_the_same_number():
 
 def test_draws_are_of_evaluation_with_the_rounds_asked_for():
     model = Model()
-    score(of_model(model), Tokens(20), 16, seed=7, rounds=4)
+    score(of_model(model), random_bytes(20), 16, seed=7, rounds=4)
     assert all((d.seed, d.rounds, d.training) == (7, 4, False) for d in model.rng)
     assert len({d.step for d in model.rng}) == 1
     assert [d.samples.tolist() for d in model.rng] == [[0], [16]]  # each window's own, whatever batch it stands in
 
 
 def test_limit_scores_the_first_windows():
-    want = expected(Tokens(1003), [(0, 16, 0), (16, 32, 16), (32, 48, 32)])
-    found = score(of_model(Model()), Tokens(1003), 16, seed=0, batch=2, limit=3)
+    want = expected(random_bytes(1003), [(0, 16, 0), (16, 32, 16), (32, 48, 32)])
+    found = score(of_model(Model()), random_bytes(1003), 16, seed=0, batch=2, limit=3)
     assert found == Score(pytest.approx(want.nats, rel=1e-9), want.correct, 48)
 
 
 def test_several_ranks_give_the_same_sums_in_equally_many_calls(monkeypatch):
-    stream, whole, calls = Tokens(1003), score(of_model(Model()), Tokens(1003), 16, seed=0, batch=4), []
+    stream, whole, calls = random_bytes(1003), score(of_model(Model()), random_bytes(1003), 16, seed=0, batch=4), []
     totals = torch.zeros(3, dtype=torch.float64)
     monkeypatch.setattr(bits_per_dim.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(bits_per_dim.dist, "get_world_size", lambda: 3)
@@ -167,15 +154,15 @@ def test_several_ranks_give_the_same_sums_in_equally_many_calls(monkeypatch):
 
 def test_nats_that_are_not_finite_are_an_error():
     with pytest.raises(UserError, match="not finite"):
-        score(of_model(constant(float("nan"))), Tokens(20), 16, seed=0)
+        score(of_model(constant(float("nan"))), random_bytes(20), 16, seed=0)
 
 
 @pytest.mark.parametrize("stride", [0, 17, -1])
 def test_a_stride_that_cannot_cover_is_refused(stride):
     with pytest.raises(ConfigError, match=f"--stride: {stride} "):
-        score(of_model(Model()), Tokens(20), 16, seed=0, stride=stride)
+        score(of_model(Model()), random_bytes(20), 16, seed=0, stride=stride)
     with pytest.raises(ConfigError, match="--limit: 0 "):
-        score(of_model(Model()), Tokens(20), 16, seed=0, limit=0)
+        score(of_model(Model()), random_bytes(20), 16, seed=0, limit=0)
 
 
 def test_a_leaking_model_is_refused():

@@ -6,42 +6,22 @@ import pytest
 import torch
 
 from megasparse.evaluation import masked_tokens
-from megasparse.evaluation.protocol import Protocol
 from megasparse.ops.random import RngContext
+from tests.helpers.scoring import Stream, protocol_with
 from tests.model.test_masking import pairs
 from tests.model.test_sentence_order import BERT, encoder
 
 LENGTH = 30
 
 
-class Stream:
-    def __init__(self, records):
-        self.records, self.tokens = records, records.numel()
-
-    def read(self, start, stop):
-        return self.records.flatten()[start:stop]
-
-
-def protocol(**changes):
+def protocol(seeds: list[int]):
     """A protocol whose windows are records."""
-    values = dict.fromkeys(field.name for field in dataclasses.fields(Protocol))
-    return Protocol(
-        **{
-            **values,
-            "split": "test",
-            "sequence_length": LENGTH,
-            "stride": LENGTH,
-            "score_from": 0,
-            "seeds": [0],
-            "checkpoint_step": 7,
-            **changes,
-        }
-    )
+    return protocol_with("bytes", sequence_length=LENGTH, stride=LENGTH, seeds=seeds)
 
 
 def test_sentence_order_is_reported_with_its_loss_accuracy_and_pairs():
     model, records = encoder(layers=1, **BERT), pairs(7, LENGTH)
-    result = masked_tokens.evaluate(model, Stream(records), protocol(seeds=[0, 1]), 3, None, "cpu")
+    result = masked_tokens.evaluate(model, Stream(records), protocol([0, 1]), 3, None, "cpu")
     nats, correct = [], []
     for seed in (0, 1):
         rng = dataclasses.replace(RngContext.evaluation(seed, 7), samples=torch.arange(7) * LENGTH)
@@ -56,5 +36,5 @@ def test_sentence_order_is_reported_with_its_loss_accuracy_and_pairs():
 
 def test_without_it_nothing_is_said_of_it():
     model = encoder(layers=1, sentence_order=None, **BERT)
-    result = masked_tokens.evaluate(model, Stream(pairs(4, LENGTH)), protocol(), 2, None, "cpu")
+    result = masked_tokens.evaluate(model, Stream(pairs(4, LENGTH)), protocol([0]), 2, None, "cpu")
     assert "sentence_order" not in result and "sentence order" not in masked_tokens.summary(result)

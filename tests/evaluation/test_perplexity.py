@@ -19,7 +19,6 @@ from megasparse.data.prepare import prepare
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.words import vocabulary_file
 from megasparse.errors import ConfigError
-from megasparse.evaluation import bits_per_dim
 from megasparse.evaluation.code_length import evaluate, summary
 from megasparse.evaluation.compress import png_bits_per_dim
 from megasparse.evaluation.protocol import Protocol, protocol_of
@@ -28,19 +27,12 @@ from megasparse.model.build import build_model
 from megasparse.model.stack import TokenScores
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from tests.helpers.models import small
+from tests.helpers.scoring import Stream, protocol_with
 
 TEXT = b"the cat saw the dog and the dog saw the cat . the end\n" * 3 + b"a bird\n"
 WORDS = TEXT.split()
 BYTES_A_WORD = len(TEXT) / len(WORDS)
 VOCABULARY = sorted(set(WORDS))
-
-
-class Stream:
-    def __init__(self, tokens: list[int]):
-        self.values, self.tokens = torch.tensor(tokens), len(tokens)
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.values[start:stop]
 
 
 class Model:
@@ -57,11 +49,8 @@ class Model:
 
 
 def protocol(tokenizer: str = "words", **changed) -> Protocol:
-    values = {"split": "test", "sequence_length": 16, "stride": 16, "score_from": 0, "rounds": 2, "seeds": [0]}
-    values |= {"configured_rounds": {}, "checkpoint_step": 5, "record": None, "lossless": True, "data_settings": {}}
-    values |= {"tokenizer": {"name": tokenizer, "sha256": "x"}, "split_bytes": len(TEXT), "split_words": len(WORDS)}
-    names = ("precision", "checkpoint", "data_fingerprint", "trained_on_fingerprint")
-    return Protocol(**{**values, **dict.fromkeys(names, "x"), **changed})
+    """The protocol of TEXT."""
+    return protocol_with(tokenizer, **{"split_bytes": len(TEXT), "split_words": len(WORDS), **changed})
 
 
 def of_words(nats: list[float], batch: int = 1, limit: int | None = None, **changed) -> dict:
@@ -111,21 +100,13 @@ def test_one_code_length_is_one_number_whatever_the_tokens():
 
 
 @pytest.mark.parametrize("stride", [16, 5])
-def test_neither_batches_nor_ranks_change_a_number(monkeypatch, stride):
+def test_batches_change_no_number(stride):
     nats = [0.1 + 0.7 * i for i in range(len(VOCABULARY))]
     one = of_words(nats, stride=stride)
     assert one["protocol"]["coverage"] == 1.0
-    found = [of_words(nats, batch=8, stride=stride)]
-    totals = torch.zeros(3, dtype=torch.float64)
-    monkeypatch.setattr(bits_per_dim.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(bits_per_dim.dist, "get_world_size", lambda: 2)
-    for rank in range(2):  # one rank after the other; each adds its part of the sums to those before
-        monkeypatch.setattr(bits_per_dim.dist, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(bits_per_dim.dist, "all_reduce", lambda sums: sums.copy_(totals.add_(sums)))
-        together = of_words(nats, stride=stride)
-    for other in (*found, together):
-        for name in ("bits_per_token", "bits_per_byte", "token_perplexity", "word_perplexity", "nats", "accuracy"):
-            assert other[name] == pytest.approx(one[name], rel=1e-9)
+    other = of_words(nats, batch=8, stride=stride)
+    for name in ("bits_per_token", "bits_per_byte", "token_perplexity", "word_perplexity", "nats", "accuracy"):
+        assert other[name] == pytest.approx(one[name], rel=1e-9)
 
 
 def test_a_part_of_a_split_has_bytes_and_words_only_where_tokens_are_bytes():

@@ -14,8 +14,8 @@ from megasparse.evaluation.target_tokens import evaluate, summary
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from tests.evaluation.test_perplexity import Stream, protocol
 from tests.helpers.models import small
+from tests.helpers.scoring import Stream, protocol_with
 from tools.prepare_data import main as prepare_data
 
 PADDING, SOURCE, TARGET = 256, 6, 8
@@ -51,7 +51,7 @@ def records(count: int) -> list[list[int]]:
 def test_targets_are_scored_and_neither_sources_nor_padding(model):
     data = records(7)
     stream = Stream([token for record in data for token in record])
-    settings = protocol(sequence_length=14, stride=14, record=14, rounds=None, seeds=[3, 4])
+    settings = protocol_with("bytes", sequence_length=14, stride=14, record=14, rounds=None, seeds=[3, 4])
     found = evaluate(model, stream, settings, batch=3, limit=None, device="cpu")
     count, sums, correct = sum(token != PADDING for record in data for token in record[SOURCE:]), [], 0
     for seed in (3, 4):
@@ -71,7 +71,7 @@ def test_targets_are_scored_and_neither_sources_nor_padding(model):
     assert found["standard_deviation"] == pytest.approx(abs(sums[0] - sums[1]) / count / math.sqrt(2), rel=1e-3)
     assert found["protocol"]["source_length"] == SOURCE and found["protocol"]["leaks"] == []
     assert summary(found).startswith(f"{found['loss']:.4f} nats a target token, perplexity {found['perplexity']:.3f}, ")
-    one = evaluate(model, stream, protocol(sequence_length=14, stride=14, seeds=[3]), 1, 2, "cpu")
+    one = evaluate(model, stream, protocol_with("bytes", sequence_length=14, stride=14, seeds=[3]), 1, 2, "cpu")
     assert one["standard_deviation"] is None
     assert one["dims"] == sum(token != PADDING for record in data[:2] for token in record[SOURCE:])
 
