@@ -106,7 +106,7 @@ def cluster_attention(dtype: torch.dtype, head_dim: int) -> None:
 
 @case
 def dropout(dtype: torch.dtype, head_dim: int) -> None:
-    """Of layers `head_dim` wide, and 1,536."""
+    """Layers `head_dim` wide, and 1,536."""
     from megasparse.ops.random_kernels import drop
 
     for width in (head_dim, 1536):
@@ -132,7 +132,7 @@ def bucketed_attention(dtype: torch.dtype, head_dim: int) -> None:
 
 @case
 def sketch(dtype: torch.dtype, head_dim: int) -> None:
-    """Of width 4 and the largest: a decoder, then an encoder with padding, each with draws and without."""
+    """Width 4 and the largest one: a decoder, then an encoder with padding, each with draws and without."""
     from megasparse.ops.sketch import KeyChoiceSpec, Noise
     from megasparse.ops.sketch.gpu import chosen_keys, sketched_attention
     from megasparse.ops.sketch.operator import WIDEST

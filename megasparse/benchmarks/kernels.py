@@ -77,8 +77,8 @@ def compile_ahead(launch: Launch, capability: int) -> Resources:
 
 
 def _source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
-    """As the launch would be specialised: pointers and numbers that 16 divides say so, and a number 1 is constant; not
-    those that the kernel has declared the same for all launches.
+    """A launch's source as Triton would specialise it: pointers and numbers that 16 divides are marked, and a number 1
+    is constant, but for arguments that the kernel excludes.
     """
     general = {p.name for p in launch.kernel.params if p.do_not_specialize}
     parameters = {p.name: p.is_constexpr for p in launch.kernel.params}

@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs: its definition, blockwise torch, or Triton kernels."""
+"""Choice of an operator's implementation: its definition, blockwise torch, or Triton kernels."""
 
 import importlib.util
 import os

@@ -67,12 +67,12 @@ def whole_vectors(x: Tensor) -> Tensor:
 
 
 def strides(*xs: Tensor) -> list[int]:
-    """Of batch, head and token of each."""
+    """The strides of batch, head and token of each tensor (B, H, L, D)."""
     return [stride for x in xs for stride in x.stride()[:3]]
 
 
 def precision() -> str:
-    """How products of fp32 factors are computed: exactly, or in TF32 where torch was told that it may."""
+    """How products of fp32 factors are computed: exactly, or in TF32 where torch allows it."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 

@@ -63,11 +63,11 @@ def exact_keys(
     """
     rows = torch.arange(q.shape[2], device=q.device) if sample is None else sample
     parts = tiles(rows.expand(*q.shape[:2], -1), k.shape[2])
-    z = [_query_scores(q, k, rows[part], scale, visible).logsumexp(-1) for part in parts]
-    level = torch.cat(z, dim=-1).unsqueeze(-2)  # (B, H, 1, S)
+    pieces = [_query_scores(q, k, rows[part], scale, visible).logsumexp(-1) for part in parts]
+    lse = torch.cat(pieces, dim=-1).unsqueeze(-2)  # (B, H, 1, S)
     member = None if sample is None else _membership(query_members, sample, q.shape[2])
     for tokens in tiles(k, max(len(rows), query_members[0, 0].numel() if member is None else query_members.shape[2])):
-        logarithm = _products(k[:, :, tokens], q[:, :, rows], scale) - level  # ln A, (B, H, T, S)
+        logarithm = _products(k[:, :, tokens], q[:, :, rows], scale) - lse  # ln A, (B, H, T, S)
         if visible:
             key = torch.arange(tokens.start, tokens.stop, device=k.device)
             logarithm = logarithm.masked_fill(rows < key[:, None], -torch.inf)

@@ -1,9 +1,9 @@
 """Bucketed attention in blocks of windows: linear memory, forward and backward, deterministic.
 
 A pair seen in N rounds counts in the first of them and in no other: a sum of N Nths with fewer passes over the scores.
-The forward keeps q, k, v, the layout, the output and its log-sum-exp z over all rounds, in units of log2 e too: of
-scores of 1e10 a rescaled z would be off by thousands. The backward recomputes scores block by block: exp(score − z) is
-a pair's final weight, whatever its round, so rounds need no statistics of their own.
+The forward keeps q, k, v, the layout, the output and its log-sum-exp over all rounds, in base e (lse) and in base 2
+(lse2): for scores of 1e10 a rescaled one would be off by thousands. The backward recomputes scores block by block:
+exp2(score − lse2) is a pair's final weight, whatever its round, so rounds need no statistics of their own.
 
 B batch, H heads, R rounds, L length, D head dim, G rows at a time, W tiles in a block, T queries and S·T keys a tile.
 """
@@ -33,12 +33,12 @@ def bucketed_attention(
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `operator.bucketed_attention`. A score is to be less than 2^90 in size."""
+    """Computes `operator.bucketed_attention`. A score is to be less than 2^90 in size."""
     if key_codes is not None:
         assert codes is not None
         return attention_by_key_rank(q, k, v, codes, key_codes, spec, key_mask, segments)
-    out, z = _BucketedAttention.apply(q, k, v, codes, spec, key_mask, segments)
-    return out, z
+    out, lse = _BucketedAttention.apply(q, k, v, codes, spec, key_mask, segments)
+    return out, lse
 
 
 class _BucketedAttention(Function):
@@ -55,50 +55,50 @@ class _BucketedAttention(Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-        level = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+        lse2 = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
         order, slot = lay_out_rows(q, codes, key_mask, segments, spec.window)
         for rows in row_groups(q, k, v, order, slot, Tiling(spec)):
-            _forward_rows(rows, out.flatten(0, 1)[rows.place], level.flatten(0, 1)[rows.place])
-        blind = level < 0.5 * LOWEST
-        z = (level / _LOG2_E).masked_fill_(blind, -torch.inf)
+            _forward_rows(rows, out.flatten(0, 1)[rows.place], lse2.flatten(0, 1)[rows.place])
+        blind = lse2 < 0.5 * LOWEST
+        lse = (lse2 / _LOG2_E).masked_fill_(blind, -torch.inf)
         alone = None
         if spec.exclude_self:  # who sees no other token has its own value, with its own score
             alone = blind.nonzero(as_tuple=True)
             out[alone] = v[alone].to(dtype)
-            z[alone] = (q[alone].to(dtype) * k[alone]).sum(-1) * spec.scale
+            lse[alone] = (q[alone].to(dtype) * k[alone]).sum(-1) * spec.scale
         if key_mask is not None:
             out.masked_fill_(~key_mask[:, None, :, None], 0.0)
-            z.masked_fill_(~key_mask[:, None], -torch.inf)
+            lse.masked_fill_(~key_mask[:, None], -torch.inf)
             blind |= ~key_mask[:, None]
-        level.masked_fill_(blind, torch.inf)  # exp2(score − ∞) = 0: no tile gives these queries a gradient
+        lse2.masked_fill_(blind, torch.inf)  # exp2(score − ∞) = 0: no tile gives these queries a gradient
         out = out.to(q.dtype)
         ctx.spec, ctx.alone = spec, alone
-        ctx.save_for_backward(q, k, v, order, slot, key_mask, out, z, level)
-        return out, z
+        ctx.save_for_backward(q, k, v, order, slot, key_mask, out, lse, lse2)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_out, grad_z = grads
-        q, k, v, order, slot, key_mask, out, z, level = ctx.saved_tensors
+        grad_out, grad_lse = grads
+        q, k, v, order, slot, key_mask, out, lse, lse2 = ctx.saved_tensors
         spec: BucketedAttentionSpec = ctx.spec
-        grad_z = grad_z.masked_fill(z == -torch.inf, 0.0)
+        grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0.0)
         if key_mask is not None:
             grad_out = grad_out.masked_fill(~key_mask[:, None, :, None], 0.0)
-        dq, dk, dv = (torch.zeros_like(q, dtype=z.dtype, memory_format=torch.contiguous_format) for _ in range(3))
+        dq, dk, dv = (torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format) for _ in range(3))
         for rows in row_groups(q, k, v, order, slot, Tiling(spec)):
-            sources = [take_rows(x, rows.place) for x in (grad_out, out, grad_z, level)]
+            sources = [take_rows(x, rows.place) for x in (grad_out, out, grad_lse, lse2)]
             _backward_rows(rows, *sources, *(x.flatten(0, 1)[rows.place] for x in (dq, dk, dv)))
-        if ctx.alone is not None:  # out = v and z = scale·q·k there
+        if ctx.alone is not None:  # out = v and lse = scale·q·k there
             alone = ctx.alone
-            own = grad_z[alone].unsqueeze(-1) * spec.scale
+            own = grad_lse[alone].unsqueeze(-1) * spec.scale
             dq[alone] += own * k[alone]
             dk[alone] += own * q[alone]
             dv[alone] += grad_out[alone]
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _forward_rows(rows: Rows, out: Tensor, level: Tensor) -> None:
-    """Fills out (G, L, D) and level (G, L): z in units of log2 e, near LOWEST where nothing is visible.
+def _forward_rows(rows: Rows, out: Tensor, lse2: Tensor) -> None:
+    """Fills out (G, L, D) and lse2 (G, L): the log-sum-exp in base 2, near LOWEST where nothing is visible.
 
     Rounds are merged by log-sum-exp.
     """
@@ -107,32 +107,32 @@ def _forward_rows(rows: Rows, out: Tensor, level: Tensor) -> None:
         score = block.scores(q, block.keys(rows.k))
         highest = score.amax(-1, keepdim=True).clamp_min_(LOWEST)
         weight = score.sub_(highest).exp2_()
-        total = weight.sum(-1, keepdim=True).clamp_min_(torch.finfo(level.dtype).tiny)
+        total = weight.sum(-1, keepdim=True).clamp_min_(torch.finfo(lse2.dtype).tiny)
         part = torch.bmm(weight, block.keys(rows.v)).div_(total)
         this = merged = highest.add_(total.log2_()).squeeze(-1)
         if not block.first_round:
-            merged = torch.logaddexp2(block.queries(level), this)
+            merged = torch.logaddexp2(block.queries(lse2), this)
             part = torch.lerp(block.queries(out), part, (this - merged).exp2_().unsqueeze(-1))
         block.put_queries(out, part)
-        block.put_queries(level, merged)
+        block.put_queries(lse2, merged)
 
 
 def _backward_rows(
     rows: Rows,
     grad_out: Tensor,
     out: Tensor,
-    grad_z: Tensor,
-    level: Tensor,
+    grad_lse: Tensor,
+    lse2: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
     """Adds the windows' gradients to dq, dk, dv (G, L, D)."""
-    delta = (grad_out.to(rows.dtype) * out).sum(-1).sub_(grad_z)  # (G, L)
+    delta = (grad_out.to(rows.dtype) * out).sum(-1).sub_(grad_lse)  # (G, L)
     for block in rows.blocks():
         q, grad = block.queries(rows.q).mul_(rows.tiling.spec.scale * _LOG2_E), block.queries(grad_out)
         k, v = block.keys(rows.k), block.keys(rows.v)
-        weight = block.scores(q, k).sub_(block.queries(level).unsqueeze(-1)).exp2_()
+        weight = block.scores(q, k).sub_(block.queries(lse2).unsqueeze(-1)).exp2_()
         block.add_to_keys(dv, weight, grad)
         score_grad = torch.bmm(grad, v.transpose(1, 2)).sub_(block.queries(delta).unsqueeze(-1)).mul_(weight)
         block.add_to_queries(dq, torch.bmm(score_grad, k))

@@ -134,7 +134,7 @@ class Round:
         return keys, self._tiles(low)[1], self._tiles(high)[1]
 
     def _tiles(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of x (G, P) each tile's keys, (G, n, 1, S·T), and queries, (G, n, T, 1); views."""
+        """Each tile's keys (G, n, 1, S·T) and queries (G, n, T, 1) of x (G, P), as views."""
         tile, lead = self.tiling.tile, self.tiling.lead
         queries = x[:, lead : lead + self.tiles * tile].unflatten(1, (self.tiles, tile))
         return x.unfold(1, self.tiling.span * tile, tile).unsqueeze(2), queries.unsqueeze(3)
@@ -160,11 +160,11 @@ class Block:
         return self.round.number == 0
 
     def queries(self, x: Tensor) -> Tensor:
-        """Of x (G, L, ...) each tile's queries, (G·W, T, ...)."""
+        """Each tile's queries of x (G, L, ...): (G·W, T, ...)."""
         return self._take(x, self.query_tokens).view(-1, self.tiling.tile, *x.shape[2:])
 
     def keys(self, x: Tensor) -> Tensor:
-        """Of x (G, L, D) each tile's keys, (G·W, S·T, D); of a single row they are overlapping views."""
+        """Each tile's keys of x (G, L, D): (G·W, S·T, D), overlapping views where there is a single row."""
         taken = self._take(x, self.key_tokens).view(*self.key_tokens.shape, -1)
         return taken.unfold(1, self.tiling.span * self.tiling.tile, self.tiling.tile).transpose(2, 3).flatten(0, 1)
 

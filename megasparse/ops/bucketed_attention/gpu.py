@@ -36,7 +36,7 @@ def bucketed_attention(
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `operator.bucketed_attention`."""
+    """Computes `operator.bucketed_attention` by kernels."""
     with torch.no_grad():
         if key_codes is None:
             intervals = shared_intervals(codes, q, spec, key_mask, segments)
@@ -45,8 +45,8 @@ def bucketed_attention(
             intervals = separate_intervals(codes, key_codes, spec, key_mask, segments)
     separate = key_codes is not None
     k, v = k.to(q.dtype), v.to(q.dtype)
-    out, z = _BucketedAttention.apply(q, k, v, key_mask, spec, separate, *intervals.tensors())
-    return out, z
+    out, lse = _BucketedAttention.apply(q, k, v, key_mask, spec, separate, *intervals.tensors())
+    return out, lse
 
 
 def _order_rule(spec: BucketedAttentionSpec, separate: bool) -> str:
@@ -109,46 +109,46 @@ class _BucketedAttention(Function):
         key_mask = None if key_mask is None else key_mask.contiguous()
         call = _Call(q, spec, separate, Intervals(*layout))  # type: ignore[arg-type]
         out = _like(q)
-        z, level = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+        lse, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
         partial = call.partial(out)
         steps = strides(q, k, v, out)
         tile = call.tiles.forward
         for round_ in range(call.rounds):
             launch(
-                kernels.forward, call.grid(tile.queries), q, k, v, partial, out, level, z, *call.layout(round_),
+                kernels.forward, call.grid(tile.queries), q, k, v, partial, out, lse2, lse, *call.layout(round_),
                 *steps, *call.sizes, round_, spec.scale, **call.settings, **tile.settings(),
             )  # fmt: skip
         if call.self_at_last:
             launch(
-                kernels.see_self, call.grid(_TOKENS), q, k, v, level, key_mask, out, z, *steps, call.heads,
+                kernels.see_self, call.grid(_TOKENS), q, k, v, lse2, key_mask, out, lse, *steps, call.heads,
                 call.length, spec.scale, **call.dims, TOKENS=_TOKENS,
             )  # fmt: skip
         ctx.spec, ctx.separate = spec, separate
-        ctx.save_for_backward(q, k, v, key_mask, out, level, *layout)
-        return out, z
+        ctx.save_for_backward(q, k, v, key_mask, out, lse2, *layout)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, key_mask, out, level, *layout = ctx.saved_tensors
-        grad, grad_z = whole_vectors(grads[0].to(q.dtype)), grads[1].contiguous()
+        q, k, v, key_mask, out, lse2, *layout = ctx.saved_tensors
+        grad, grad_lse = whole_vectors(grads[0].to(q.dtype)), grads[1].contiguous()
         spec: BucketedAttentionSpec = ctx.spec
         call = _Call(q, spec, ctx.separate, Intervals(*layout))
-        delta = torch.empty_like(level)
+        delta = torch.empty_like(lse2)
         launch(
-            kernels.products, call.grid(_TOKENS), out, grad, grad_z, level, delta, *strides(out, grad), call.heads,
+            kernels.products, call.grid(_TOKENS), out, grad, grad_lse, lse2, delta, *strides(out, grad), call.heads,
             call.length, **call.dims, TOKENS=_TOKENS,
         )  # fmt: skip
         dq, dk, dv = _like(q), _like(k), _like(k)
         partial_q, partial_k, partial_v = (call.partial(x) for x in (dq, dk, dv))
         identity = call.intervals.query_order is None
-        to_sort = (None, None) if identity else (torch.empty_like(level), torch.empty_like(delta))
-        sorted_ = (level, delta) if identity else to_sort
+        to_sort = (None, None) if identity else (torch.empty_like(lse2), torch.empty_like(delta))
+        sorted_ = (lse2, delta) if identity else to_sort
         around_queries, around_keys = call.tiles.queries, call.tiles.keys
         meeting = call.intervals.meeting(around_keys.keys)
         for round_ in range(call.rounds):
             order = call.layout(round_)
             launch(
-                kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, level, delta, *to_sort,
+                kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, lse2, delta, *to_sort,
                 partial_q, dq, *order, *strides(q, k, v, grad, dq), *call.sizes, round_, spec.scale, **call.settings,
                 **around_queries.settings(),
             )  # fmt: skip
@@ -159,7 +159,7 @@ class _BucketedAttention(Function):
             )  # fmt: skip
         if call.self_at_last:
             launch(
-                kernels.see_self_gradient, call.grid(_TOKENS), q, k, grad, grad_z, level, key_mask, dq, dk, dv,
+                kernels.see_self_gradient, call.grid(_TOKENS), q, k, grad, grad_lse, lse2, key_mask, dq, dk, dv,
                 *strides(q, k, grad, dq, dk), call.heads, call.length, spec.scale, **call.dims, TOKENS=_TOKENS,
             )  # fmt: skip
         return dq, dk, dv, None, None, None, *[None] * len(layout)

@@ -57,10 +57,10 @@ def shared_intervals(
     key_mask: Tensor | None,
     segments: Tensor | None,
 ) -> Intervals:
-    """Of codes (B, H, R, L) that queries and keys share; None: one bucket and one round. like: (B, H, L, D).
+    """Intervals for codes (B, H, R, L) that queries and keys share; None is one bucket and one round. like: (B, H, L, D).
 
-    Where a bucket's tokens stand in order of position and attention is causal, the bounds say all about order and self;
-    elsewhere whoever reads them compares tokens.
+    Where a bucket's tokens stand in order of position and attention is causal, the bounds alone decide what is visible;
+    elsewhere the kernels also compare positions.
     """
     batch, _, length, _ = like.shape
     if codes is None and key_mask is None and segments is None:
@@ -91,7 +91,7 @@ def separate_intervals(
     key_mask: Tensor | None,
     segments: Tensor | None,
 ) -> Intervals:
-    """Of codes (B, H, R, L) that queries and keys have of their own: the windows of `windows_by_key_rank`."""
+    """Intervals for separate codes (B, H, R, L) of queries and keys: the windows of `windows_by_key_rank`."""
     rounds = [
         key_range(query_codes[:, :, r], key_codes[:, :, r], spec.window.chunk, spec.causal, key_mask, segments)
         for r in range(query_codes.shape[2])

@@ -4,7 +4,7 @@ A program owns a block of sorted queries, or of sorted keys, of one row in one r
 these tokens: each token stands once in a round, so nothing is added by two programs. A round goes on where the one
 before stopped: its softmax starts from that one's output and log-sum-exp.
 
-Logarithms are in base 2. `level` is log2 Σ exp(score) of a query over all rounds so far, −∞ where it has seen nothing.
+Logarithms are in base 2. `lse2` is log2 Σ exp(score) of a query over all rounds so far, −∞ where it has seen nothing.
 
 B batch, H heads, R rounds, L length, D head dim, m queries and n keys of a tile.
 """
@@ -75,7 +75,7 @@ def within(low, high, place, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def visible(low, high, place, query, key, RULE: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """As `within`; RULE says what else must hold between the tokens."""
+    """Whether a query sees a key: it is `within` its window, and their positions compare as RULE demands."""
     seen = within(low, high, place, KEYS_FIRST)
     if KEYS_FIRST:
         query, key = query[None, :], key[:, None]
@@ -165,13 +165,13 @@ def after(start, low, high):
 
 @triton.jit(do_not_specialize=["round_"])
 def forward(
-    q, k, v, partial, out, level, z, query_order, key_order, lows, highs, other_low, other_high, other_place, q_batch,
+    q, k, v, partial, out, lse2, lse, query_order, key_order, lows, highs, other_low, other_high, other_place, q_batch,
     q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, out_batch, out_head, out_stride, heads,
     sharing, length, round_, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out, level and (after the last round) z of a block of queries.
+    """out, lse2 and (after the last round) lse of a block of queries.
 
     partial: out in fp32 between rounds, None if there is one round. sharing: rows that share a layout. JUMP: windows of
     neighbours may lie far apart.
@@ -197,7 +197,7 @@ def forward(
     if ROUNDS > 1:
         partial = row_of(partial, row, heads, out_batch, out_head)
         if round_ > 0:
-            top = tl.load(level + statistic, mask=inside, other=-float("inf"))
+            top = tl.load(lse2 + statistic, mask=inside, other=-float("inf"))
             result = gather(partial, query, out_stride, inside, HEAD_DIM, BLOCK_D)
     total = tl.where(top != -float("inf"), 1.0, 0.0)
     if JUMP:
@@ -222,21 +222,19 @@ def forward(
     total = tl.where(found, total, 1.0)
     result = result / total[:, None]
     end = tl.where(found, top + tl.log2(total), -float("inf"))
-    tl.store(level + statistic, end, mask=inside)
-    tl.store(z + statistic, end * LN2, mask=inside & (round_ == ROUNDS - 1))
+    tl.store(lse2 + statistic, end, mask=inside)
+    tl.store(lse + statistic, end * LN2, mask=inside & (round_ == ROUNDS - 1))
     out_row = row_of(out, row, heads, out_batch, out_head)
     keep(result, partial, out_row, query, out_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
-def lonely_tokens(level, key_mask, row, heads, length, TOKENS: tl.constexpr):
-    """Of a program's block of tokens: which they are, where their statistics stand, and who of them saw nothing and is
-    no padding.
-    """
+def lonely_tokens(lse2, key_mask, row, heads, length, TOKENS: tl.constexpr):
+    """A program's block of tokens, the places of their statistics, and which of them are real and saw nothing."""
     token = tl.program_id(0) % tl.cdiv(length, TOKENS) * TOKENS + tl.arange(0, TOKENS)
     inside = token < length
     statistic = row.to(tl.int64) * length + token
-    lonely = tl.load(level + statistic, mask=inside, other=0.0) == -float("inf")
+    lonely = tl.load(lse2 + statistic, mask=inside, other=0.0) == -float("inf")
     if key_mask is not None:
         real = tl.load(key_mask + (row // heads).to(tl.int64) * length + token, mask=inside, other=0)
         lonely &= real != 0
@@ -245,31 +243,31 @@ def lonely_tokens(level, key_mask, row, heads, length, TOKENS: tl.constexpr):
 
 @triton.jit
 def see_self(
-    q, k, v, level, key_mask, out, z, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
+    q, k, v, lse2, key_mask, out, lse, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     out_batch, out_head, out_stride, heads, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Whoever saw nothing gets its own value, and its own score as z."""
+    """Whoever saw nothing gets its own value, and its own score as lse."""
     row = tl.program_id(0) // tl.cdiv(length, TOKENS)
-    token, statistic, lonely = lonely_tokens(level, key_mask, row, heads, length, TOKENS)
+    token, statistic, lonely = lonely_tokens(lse2, key_mask, row, heads, length, TOKENS)
     own_q = gather(row_of(q, row, heads, q_batch, q_head), token, q_stride, lonely, HEAD_DIM, BLOCK_D)
     own_k = gather(row_of(k, row, heads, k_batch, k_head), token, k_stride, lonely, HEAD_DIM, BLOCK_D)
     own_v = gather(row_of(v, row, heads, v_batch, v_head), token, v_stride, lonely, HEAD_DIM, BLOCK_D)
-    tl.store(z + statistic, tl.sum(own_q.to(tl.float32) * own_k.to(tl.float32), 1) * scale, mask=lonely)
+    tl.store(lse + statistic, tl.sum(own_q.to(tl.float32) * own_k.to(tl.float32), 1) * scale, mask=lonely)
     offset, cell = cells(token, out_stride, lonely, HEAD_DIM, BLOCK_D)
     tl.store(row_of(out, row, heads, out_batch, out_head) + offset, own_v, mask=cell)
 
 
 @triton.jit
 def see_self_gradient(
-    q, k, grad, grad_z, level, key_mask, dq, dk, dv, q_batch, q_head, q_stride, k_batch, k_head, k_stride, grad_batch,
+    q, k, grad, grad_lse, lse2, key_mask, dq, dk, dv, q_batch, q_head, q_stride, k_batch, k_head, k_stride, grad_batch,
     grad_head, grad_stride, dq_batch, dq_head, dq_stride, dk_batch, dk_head, dk_stride, heads, length, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """What `see_self` adds to the gradients."""
     row = tl.program_id(0) // tl.cdiv(length, TOKENS)
-    token, statistic, lonely = lonely_tokens(level, key_mask, row, heads, length, TOKENS)
-    slope = (tl.load(grad_z + statistic, mask=lonely, other=0.0) * scale)[:, None]
+    token, statistic, lonely = lonely_tokens(lse2, key_mask, row, heads, length, TOKENS)
+    slope = (tl.load(grad_lse + statistic, mask=lonely, other=0.0) * scale)[:, None]
     own_q = gather(row_of(q, row, heads, q_batch, q_head), token, q_stride, lonely, HEAD_DIM, BLOCK_D)
     own_k = gather(row_of(k, row, heads, k_batch, k_head), token, k_stride, lonely, HEAD_DIM, BLOCK_D)
     own_grad = gather(row_of(grad, row, heads, grad_batch, grad_head), token, grad_stride, lonely, HEAD_DIM, BLOCK_D)
@@ -288,31 +286,31 @@ def add(cells_, x, mask):
 
 @triton.jit
 def products(
-    out, grad, grad_z, level, delta, out_batch, out_head, out_stride, grad_batch, grad_head, grad_stride, heads, length,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
+    out, grad, grad_lse, lse2, delta, out_batch, out_head, out_stride, grad_batch, grad_head, grad_stride, heads,
+    length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """delta = Σ out·grad − grad_z, what the gradient of every score of a query has in common; 0 for padding."""
+    """delta = Σ out·grad − grad_lse, what the gradient of every score of a query has in common; 0 for padding."""
     blocks = tl.cdiv(length, TOKENS)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     token = block * TOKENS + tl.arange(0, TOKENS)
     inside = token < length
     statistic = row.to(tl.int64) * length + token
-    seeing = tl.load(level + statistic, mask=inside, other=-float("inf")) != -float("inf")
+    seeing = tl.load(lse2 + statistic, mask=inside, other=-float("inf")) != -float("inf")
     out_row, grad_row = row_of(out, row, heads, out_batch, out_head), row_of(grad, row, heads, grad_batch, grad_head)
     product = gather(out_row, token, out_stride, seeing, HEAD_DIM, BLOCK_D).to(tl.float32)
     product *= gather(grad_row, token, grad_stride, seeing, HEAD_DIM, BLOCK_D).to(tl.float32)
-    result = tl.sum(product, 1) - tl.load(grad_z + statistic, mask=seeing, other=0.0)
+    result = tl.sum(product, 1) - tl.load(grad_lse + statistic, mask=seeing, other=0.0)
     tl.store(delta + statistic, result, mask=inside)
 
 
 @triton.jit
 def score_gradient(
-    a, b, c, d, level, delta, seen, part, scale, COUNT: tl.constexpr, PRECISION: tl.constexpr,
+    a, b, c, d, lse2, delta, seen, part, scale, COUNT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The weights of pairs and the gradients of their scores: scores are scale·a·bᵀ, gradients of weights c·dᵀ."""
     score = dot(a, tl.trans(b), PRECISION) * (scale * LOG2E)
     # Nothing weighs more than 1: were it not for this, scores of 1e8, known to 8, could give exp(8).
-    weight = tl.where(seen, tl.exp2(tl.minimum(score - level, 0.0)), 0.0)
+    weight = tl.where(seen, tl.exp2(tl.minimum(score - lse2, 0.0)), 0.0)
     if COUNT:
         weight *= part
     return weight, weight * (dot(c, tl.trans(d), PRECISION) - delta)
@@ -320,7 +318,7 @@ def score_gradient(
 
 @triton.jit
 def query_step(
-    dq, q, grad, level, delta, start, low, high, query_place, query, k, v, key_order, other_low, other_high,
+    dq, q, grad, lse2, delta, start, low, high, query_place, query, k, v, key_order, other_low, other_high,
     other_place, here, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -335,21 +333,21 @@ def query_step(
     if COUNT:
         part = share(other_low, other_high, other_place, query_place, place, length, ROUNDS, False)
     _, slope = score_gradient(
-        q, k_tile, grad, v_tile, level[:, None], delta[:, None], seen, part, scale, COUNT, PRECISION,
+        q, k_tile, grad, v_tile, lse2[:, None], delta[:, None], seen, part, scale, COUNT, PRECISION,
     )  # fmt: skip
     return dq + dot(slope.to(k_tile.dtype), k_tile, PRECISION)
 
 
 @triton.jit(do_not_specialize=["round_"])
 def query_gradient(
-    q, k, v, grad, level, delta, sorted_level, sorted_delta, partial, dq, query_order, key_order, lows, highs,
+    q, k, v, grad, lse2, delta, sorted_level, sorted_delta, partial, dq, query_order, key_order, lows, highs,
     other_low, other_high, other_place, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     grad_batch, grad_head, grad_stride, dq_batch, dq_head, dq_stride, heads, sharing, length, round_, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ROUNDS: tl.constexpr,
     COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries. Arguments as in `forward`; partial: dq in fp32 between rounds. sorted_level and
-    sorted_delta: level and delta in this round's order, for `key_gradient`; None where that is the tokens' order.
+    sorted_delta: lse2 and delta in this round's order, for `key_gradient`; None where that is the tokens' order.
     """
     blocks = tl.cdiv(length, QUERIES)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -365,7 +363,7 @@ def query_gradient(
     q_tile = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, real, HEAD_DIM, BLOCK_D)
     grad_tile = gather(row_of(grad, row, heads, grad_batch, grad_head), query, grad_stride, real, HEAD_DIM, BLOCK_D)
     statistic = row.to(tl.int64) * length + query
-    end = tl.load(level + statistic, mask=real, other=0.0)
+    end = tl.load(lse2 + statistic, mask=real, other=0.0)
     common = tl.load(delta + statistic, mask=real, other=0.0)
     if sorted_level is not None:
         tl.store(sorted_level + row.to(tl.int64) * length + place, end, mask=inside)
@@ -402,7 +400,7 @@ def query_gradient(
 
 @triton.jit
 def key_step(
-    dk, dv, k, v, key_place, key, start, q, grad, level, delta, query_order, lows, highs, other_low, other_high,
+    dk, dv, k, v, key_place, key, start, q, grad, lse2, delta, query_order, lows, highs, other_low, other_high,
     other_place, here, q_stride, grad_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -415,7 +413,7 @@ def key_step(
     high = tl.load(highs + here + place, mask=real, other=0)
     q_tile = gather(q, query, q_stride, real, HEAD_DIM, BLOCK_D)
     grad_tile = gather(grad, query, grad_stride, real, HEAD_DIM, BLOCK_D)
-    end = tl.load(level + place, mask=real, other=0.0)
+    end = tl.load(lse2 + place, mask=real, other=0.0)
     common = tl.load(delta + place, mask=real, other=0.0)
     seen = visible(low, high, key_place, query, key, RULE, True)
     part = 1.0
@@ -430,13 +428,13 @@ def key_step(
 
 @triton.jit(do_not_specialize=["round_"])
 def key_gradient(
-    q, k, v, grad, level, delta, partial_k, partial_v, dk, dv, query_order, key_order, lows, highs, other_low,
+    q, k, v, grad, lse2, delta, partial_k, partial_v, dk, dv, query_order, key_order, lows, highs, other_low,
     other_high, other_place, first_query, end_query, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch,
     v_head, v_stride, grad_batch, grad_head, grad_stride, dk_batch, dk_head, dk_stride, heads, sharing, length, round_,
     scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, which lie alike. Arguments as in `forward`; level, delta: in this round's order.
+    """dk and dv of a block of keys, which lie alike. Arguments as in `forward`; lse2, delta: in this round's order.
     partial_k, partial_v: dk and dv in fp32 between rounds. first_query, end_query: see `Intervals.meeting`.
     """
     blocks = tl.cdiv(length, KEYS)
@@ -459,7 +457,7 @@ def key_gradient(
     to_v = tl.zeros([KEYS, BLOCK_D], tl.float32)
     for start in range(tl.load(first_query + meeting), tl.load(end_query + meeting), QUERIES):
         to_k, to_v = key_step(
-            to_k, to_v, k_tile, v_tile, place, key, start, q_row, grad_row, level + statistics, delta + statistics,
+            to_k, to_v, k_tile, v_tile, place, key, start, q_row, grad_row, lse2 + statistics, delta + statistics,
             query_order, lows, highs, other_low, other_high, other_place, here, q_stride, grad_stride, length, scale,
             HEAD_DIM, BLOCK_D, QUERIES, ROUNDS, COUNT, RULE, PRECISION,
         )  # fmt: skip

@@ -133,5 +133,5 @@ def key_range(
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:
-    """Of each row of x (B, H, L) the elements at index (B, H, l, W)."""
+    """The elements of each row of x (B, H, L) at index (B, H, l, W)."""
     return x.gather(-1, index.flatten(2)).view_as(index)

@@ -50,7 +50,7 @@ def visible(
 
 
 def _visible_by_key_rank(codes: Tensor, key_codes: Tensor, chunk: int, causal: bool, together: Tensor) -> Tensor:
-    """Of the keys in the query's bucket the last M at or before it, and where not causal the M after it."""
+    """Pairs of a query with the last M keys of its bucket at or before it and, where not causal, the M after it."""
     position = torch.arange(codes.shape[-1], device=codes.device)
     between = (position[:, None] < position[None, :])[None]  # [j, j']: j before j'
     same = (codes[..., :, None] == key_codes[..., None, :]) & together
@@ -76,13 +76,11 @@ def bucketed_attention(
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_r Σ_j exp(q_i·k_j·scale − log N_ij − z_i) v_j over the keys j visible in round r (Reformer Eq. 2–6,
+    """out_i = Σ_r Σ_j exp(q_i·k_j·scale − log N_ij − lse_i) v_j over the keys j visible in round r (Reformer Eq. 2–6,
     appendix A).
 
-    codes None: one bucket and one round. key_codes: the keys' own, codes are then the queries'. N_ij: the number of
-    rounds in which j is visible to i (1 if not count_rounds). z_i: the log of the sum. With exclude_self or key_codes a
-    token that sees nothing gets its own value, with z its own score. Returns out (B, H, L, D) and z (B, H, L); padding
-    gets 0 and −∞.
+    Arguments and result are those of `operator.bucketed_attention`. With exclude_self or key_codes a token that sees
+    nothing gets its own value, and its own score as lse.
     """
     length = q.shape[2]
     if codes is None:
@@ -101,5 +99,5 @@ def bucketed_attention(
         logits = torch.where(own, score, logits)
     blind = (logits == -torch.inf).all(-1)  # padding: kept out of the softmax, whose gradient would be NaN
     probability = torch.softmax(logits.masked_fill(blind[..., None], 0.0), dim=-1)
-    z = torch.logsumexp(logits.masked_fill(blind[..., None], 0.0), dim=-1)
-    return (probability @ v).masked_fill(blind[..., None], 0.0), z.masked_fill(blind, -torch.inf)
+    lse = torch.logsumexp(logits.masked_fill(blind[..., None], 0.0), dim=-1)
+    return (probability @ v).masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)

@@ -1,8 +1,8 @@
 """Cluster attention in blocks: linear memory, forward and backward.
 
 A block is some clusters, or some queries of one cluster, with all keys of theirs. A query of several clusters is merged
-block by block by log-sum-exp. The backward recomputes scores: exp(score − log N − z) is a pair's final weight, whatever
-its cluster.
+block by block by log-sum-exp. The backward recomputes scores: exp(score − log N − lse) is a pair's final weight,
+whatever its cluster.
 
 B batch, H heads, L length, D head dim, W clusters of B·H rows each, M places of a cluster, n clusters in a block.
 """
@@ -33,9 +33,9 @@ def cluster_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `operator.cluster_attention`."""
-    out, z = _ClusterAttention.apply(q, k, v, query_index, key_index, spec, key_mask, segments)
-    return out, z
+    """Computes `operator.cluster_attention` in blocks."""
+    out, lse = _ClusterAttention.apply(q, k, v, query_index, key_index, spec, key_mask, segments)
+    return out, lse
 
 
 class _ClusterAttention(Function):
@@ -53,32 +53,32 @@ class _ClusterAttention(Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-        z = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
         for block in _blocks(q, k, v, query_index, key_index, spec, key_mask, segments):
             score = block.scores()
             highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
             weight = score.sub_(highest).exp_()
             total = weight.sum(-1, keepdim=True)
             part = torch.bmm(weight, block.v).mul_(torch.where(total > 0, 1.0 / total, 0.0))
-            _merge(out.flatten(0, 2), z.flatten(), block.query, part, (highest + total.log()).squeeze(-1))
+            _merge(out.flatten(0, 2), lse.flatten(), block.query, part, (highest + total.log()).squeeze(-1))
         out = out.to(q.dtype)
         ctx.spec = spec
-        ctx.save_for_backward(q, k, v, query_index, key_index, key_mask, segments, out, z)
-        return out, z
+        ctx.save_for_backward(q, k, v, query_index, key_index, key_mask, segments, out, lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, query_index, key_index, key_mask, segments, out, z = ctx.saved_tensors
-        blind = z == -torch.inf
-        grad_out, grad_z = grads[0].to(z.dtype), torch.where(blind, 0.0, grads[1])
-        delta = ((grad_out * out).sum(-1) - grad_z).flatten()
-        level = z.masked_fill(blind, torch.inf).flatten()  # exp(score − ∞) = 0: no gradient from what sees nothing
+        q, k, v, query_index, key_index, key_mask, segments, out, lse = ctx.saved_tensors
+        blind = lse == -torch.inf
+        grad_out, grad_lse = grads[0].to(lse.dtype), torch.where(blind, 0.0, grads[1])
+        delta = ((grad_out * out).sum(-1) - grad_lse).flatten()
+        flat_lse = lse.masked_fill(blind, torch.inf).flatten()  # exp(score − ∞) = 0: no gradient from what sees nothing
         grad_out = grad_out.flatten(0, 2)
         dq, dk, dv = (
-            torch.zeros_like(x, dtype=z.dtype, memory_format=torch.contiguous_format).flatten(0, 2) for x in (q, k, v)
+            torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format).flatten(0, 2) for x in (q, k, v)
         )
         for block in _blocks(q, k, v, query_index, key_index, ctx.spec, key_mask, segments):
-            weight = block.scores().sub_(level[block.query].unsqueeze(-1)).exp_()
+            weight = block.scores().sub_(flat_lse[block.query].unsqueeze(-1)).exp_()
             grad = grad_out[block.query]
             _add(dv, block.key, torch.bmm(weight.transpose(1, 2), grad))
             score_grad = torch.bmm(grad, block.v.transpose(1, 2))
@@ -191,17 +191,17 @@ def _take(index: Tensor, b: Tensor, h: Tensor, cluster: Tensor) -> tuple[Tensor,
     return index[b, h, cluster].to(torch.int64), b * heads + h
 
 
-def _merge(out: Tensor, z: Tensor, rows: Tensor, part: Tensor, part_z: Tensor) -> None:
-    """Takes a block's outputs (n, m, D) and log-sums (n, m) into out (rows, D) and z (rows); a row may come twice."""
+def _merge(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Takes a block's outputs (n, m, D) and log-sums (n, m) into out (rows, D) and lse (rows); a row may come twice."""
     rows, place = rows.flatten().unique(return_inverse=True)
-    part, part_z, old = part.flatten(0, 1), part_z.flatten(), z[rows]
-    level = old.scatter_reduce(0, place, part_z, "amax").clamp_min_(torch.finfo(z.dtype).min)
-    total = (old - level).exp().index_add_(0, place, (part_z - level[place]).exp_())
-    merged = level + total.log_()
-    level = merged.masked_fill(merged == -torch.inf, 0.0)
-    sums = out[rows] * (old - level).exp().unsqueeze(-1)
-    out[rows] = sums.index_add_(0, place, part * (part_z - level[place]).exp_().unsqueeze(-1))
-    z[rows] = merged
+    part, part_lse, old = part.flatten(0, 1), part_lse.flatten(), lse[rows]
+    highest = old.scatter_reduce(0, place, part_lse, "amax").clamp_min_(torch.finfo(lse.dtype).min)
+    total = (old - highest).exp().index_add_(0, place, (part_lse - highest[place]).exp_())
+    merged = highest + total.log_()
+    finite = merged.masked_fill(merged == -torch.inf, 0.0)
+    sums = out[rows] * (old - finite).exp().unsqueeze(-1)
+    out[rows] = sums.index_add_(0, place, part * (part_lse - finite[place]).exp_().unsqueeze(-1))
+    lse[rows] = merged
 
 
 def _add(out: Tensor, rows: Tensor, x: Tensor) -> None:

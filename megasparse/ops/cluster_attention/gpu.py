@@ -38,9 +38,9 @@ def cluster_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `operator.cluster_attention`. Heads may be views; a copy is made where the head dim is not contiguous."""
-    out, z = _ClusterAttention.apply(q, k, v, query_index, key_index, spec, key_mask, segments)
-    return out, z
+    """Computes `operator.cluster_attention` by kernels. A tensor is copied only where its head dim is not contiguous."""
+    out, lse = _ClusterAttention.apply(q, k, v, query_index, key_index, spec, key_mask, segments)
+    return out, lse
 
 
 class _Lists(NamedTuple):
@@ -66,7 +66,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(head_dim: int, dtype: torch.dtype, backward: bool) -> _Tiles:
-    """As large as registers allow; the backward has more sums and products at once."""
+    """Tiles as large as registers allow; the backward has more sums and products at once."""
     width = block(head_dim)
     if dtype == torch.float32:  # products without tensor cores keep whole rows in registers
         if width > 64:
@@ -100,26 +100,26 @@ class _ClusterAttention(Function):
         met = _meetings(queries, keys) if spec.count_clusters and query_index.shape[2] > 1 else None
         (batch, heads, _, head_dim), (clusters, places) = q.shape, queries.tokens.shape[2:]
         parts = torch.empty(batch, heads, queries.entries, head_dim, dtype=torch.float32, device=q.device)
-        levels = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
         lists = (queries.tokens, keys.tokens, met, key_mask, segments)
         tiles = _tiles(head_dim, q.dtype, backward=False)
         blocks = -(-places // tiles.own)
         numbers = (*_numbers(q, queries, keys, met, blocks), *strides(q, k, v))
         grid = (batch * heads * clusters * blocks,)
         fixed = _fixed(q, tiles.own, tiles.others, tiles, spec)
-        launch(kernels.attend, grid, q, k, v, *lists, parts, levels, spec.scale, *numbers, **fixed)
+        launch(kernels.attend, grid, q, k, v, *lists, parts, part_lse, spec.scale, *numbers, **fixed)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        z = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         grid, sizes, fixed = _by_token(q, queries)
-        launch(kernels.merge, grid, parts, levels, queries.order, queries.starts, out, z, *sizes, **fixed)
+        launch(kernels.merge, grid, parts, part_lse, queries.order, queries.starts, out, lse, *sizes, **fixed)
         ctx.set_materialize_grads(False)
         ctx.spec = spec
-        ctx.save_for_backward(q, k, v, *lists, queries.order, queries.starts, keys.order, keys.starts, out, z)
-        return out, z
+        ctx.save_for_backward(q, k, v, *lists, queries.order, queries.starts, keys.order, keys.starts, out, lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, *lists, query_order, query_starts, key_order, key_starts, out, z = ctx.saved_tensors
+        q, k, v, *lists, query_order, query_starts, key_order, key_starts, out, lse = ctx.saved_tensors
         queries = _Lists(lists[0], query_order, query_starts, q.shape[2])
         keys = _Lists(lists[1], key_order, key_starts, k.shape[2])
         grad = torch.zeros_like(q) if grads[0] is None else whole_vectors(grads[0])
@@ -134,14 +134,14 @@ class _ClusterAttention(Function):
         blocks = -(-queries.tokens.shape[3] // tiles.own)
         numbers = (ctx.spec.scale, *_numbers(q, queries, keys, lists[2], blocks), *steps)
         grid, query_parts = (batch * heads * clusters * blocks,), parts(queries)
-        arguments = (q, k, v, *lists, grad, z, delta, query_parts, *numbers)
+        arguments = (q, k, v, *lists, grad, lse, delta, query_parts, *numbers)
         launch(kernels.query_gradients, grid, *arguments, **_fixed(q, tiles.own, tiles.others, tiles, ctx.spec))
         dq = _added_up(query_parts, queries, q, ctx.spec.scale)
         del query_parts  # before those of the keys
         blocks = -(-keys.tokens.shape[3] // tiles.own)
         numbers = (ctx.spec.scale, *_numbers(q, queries, keys, lists[2], blocks), *steps)
         grid, key_parts, value_parts = (batch * heads * clusters * blocks,), parts(keys), parts(keys)
-        arguments = (q, k, v, *lists, grad, z, delta, key_parts, value_parts, *numbers)
+        arguments = (q, k, v, *lists, grad, lse, delta, key_parts, value_parts, *numbers)
         launch(kernels.key_gradients, grid, *arguments, **_fixed(q, tiles.others, tiles.own, tiles, ctx.spec))
         dk, dv = _added_up(key_parts, keys, k, ctx.spec.scale), _added_up(value_parts, keys, v, 1.0)
         return dq, dk, dv, None, None, None, None, None
@@ -189,12 +189,12 @@ def _meetings(queries: _Lists, keys: _Lists) -> Tensor:
     return out
 
 
-def _output_products(out: Tensor, grad: Tensor, grad_z: Tensor | None) -> Tensor:
+def _output_products(out: Tensor, grad: Tensor, grad_lse: Tensor | None) -> Tensor:
     delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
     (batch, heads, length, head_dim), width = out.shape, block(out.shape[3])
     count = _TOKEN_NUMBERS // width
     blocks = -(-length // count)
-    arguments = (out, grad, None if grad_z is None else grad_z.contiguous(), delta, heads, length, blocks)
+    arguments = (out, grad, None if grad_lse is None else grad_lse.contiguous(), delta, heads, length, blocks)
     fixed = {"D": head_dim, "TOKENS": count, "WIDTH": width, "num_warps": 1}
     launch(kernels.output_products, (batch * heads * blocks,), *arguments, *strides(grad), **fixed)
     return delta

@@ -139,7 +139,7 @@ def meetings(
 
 @triton.jit
 def attend(
-    q, k, v, query_lists, key_lists, met, key_mask, segments, parts, levels, scale,
+    q, k, v, query_lists, key_lists, met, key_mask, segments, parts, part_lse, scale,
     heads, clusters, query_places, key_places, query_length, key_length, met_words, blocks,
     q_lists_batch, q_lists_head, k_lists_batch, k_lists_head, met_batch, met_head,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
@@ -184,15 +184,15 @@ def attend(
     inside = place < query_places
     entry = (row * clusters + cluster) * query_places + place
     store_rows(parts, entry, sums / divisor[:, None], inside, D, D, WIDTH)
-    tl.store(levels + entry, tl.where(total > 0, highest + tl.log(divisor), float("-inf")), mask=inside)
+    tl.store(part_lse + entry, tl.where(total > 0, highest + tl.log(divisor), float("-inf")), mask=inside)
 
 
 @triton.jit
 def merge(
-    parts, levels, order, starts, out, z, heads, entries, length, blocks, lists_batch, lists_head,
+    parts, part_lse, order, starts, out, lse, heads, entries, length, blocks, lists_batch, lists_head,
     D: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out and z of TOKENS queries from those of their entries, in the order of the clusters."""
+    """out and lse of TOKENS queries from those of their entries, in the order of the clusters."""
     program = tl.program_id(0).to(tl.int64)
     row, block = program // blocks, (program % blocks).to(tl.int32)
     lists = row // heads * lists_batch + row % heads * lists_head
@@ -205,15 +205,15 @@ def merge(
     for step in range(0, _most_entries(starts, token, real)):
         entry, has = _own_entries(order, starts, token, real, step)
         place = row * entries + entry
-        level = tl.load(levels + place, mask=has, other=float("-inf"))
-        higher = tl.maximum(highest, level)
-        shrink, weight = tl.exp(highest - higher), tl.exp(level - higher)
+        own_lse = tl.load(part_lse + place, mask=has, other=float("-inf"))
+        higher = tl.maximum(highest, own_lse)
+        shrink, weight = tl.exp(highest - higher), tl.exp(own_lse - higher)
         total = total * shrink + weight
         sums = sums * shrink[:, None] + weight[:, None] * load_rows(parts, place, has, D, D, WIDTH)
         highest = higher
     divisor = tl.where(total > 0, total, 1.0)
     store_rows(out, row * length + token, sums / divisor[:, None], real, D, D, WIDTH)
-    tl.store(z + row * length + token, tl.where(total > 0, highest + tl.log(divisor), float("-inf")), mask=real)
+    tl.store(lse + row * length + token, tl.where(total > 0, highest + tl.log(divisor), float("-inf")), mask=real)
 
 
 @triton.jit
@@ -237,10 +237,10 @@ def add_up(
 
 @triton.jit
 def output_products(
-    out, grad, grad_z, delta, heads, length, blocks, grad_batch, grad_head, grad_token,
+    out, grad, grad_lse, delta, heads, length, blocks, grad_batch, grad_head, grad_token,
     D: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """delta of TOKENS queries: their outputs' products with their gradients, less the gradient of z."""
+    """delta of TOKENS queries: their outputs' products with their gradients, less the gradient of lse."""
     program = tl.program_id(0).to(tl.int64)
     row, block = program // blocks, (program % blocks).to(tl.int32)
     token = block * TOKENS + tl.arange(0, TOKENS)
@@ -248,22 +248,22 @@ def output_products(
     grad += row // heads * grad_batch + row % heads * grad_head
     grads = load_rows(grad, token, real, grad_token, D, WIDTH).to(tl.float32)
     found = tl.sum(grads * load_rows(out, row * length + token, real, D, D, WIDTH).to(tl.float32), 1)
-    if grad_z is not None:
-        found -= tl.load(grad_z + row * length + token, mask=real, other=0.0)
+    if grad_lse is not None:
+        found -= tl.load(grad_lse + row * length + token, mask=real, other=0.0)
     tl.store(delta + row * length + token, found, mask=real)
 
 
 @triton.jit
-def _weights(score, level, seen):
-    """exp(score − level), 0 where not seen. No score is above its query's log-sum; but a huge one, added up in another
+def _weights(score, lse, seen):
+    """exp(score − lse), 0 where not seen. No score is above its query's log-sum; but a huge one, added up in another
     order than in the forward, may be by rounding, and exp of that would be ∞.
     """
-    return tl.exp(tl.where(seen, tl.minimum(score - level, 0.0), float("-inf")))
+    return tl.exp(tl.where(seen, tl.minimum(score - lse, 0.0), float("-inf")))
 
 
 @triton.jit
 def query_gradients(
-    q, k, v, query_lists, key_lists, met, key_mask, segments, grad, z, delta, parts, scale,
+    q, k, v, query_lists, key_lists, met, key_mask, segments, grad, lse, delta, parts, scale,
     heads, clusters, query_places, key_places, query_length, key_length, met_words, blocks,
     q_lists_batch, q_lists_head, k_lists_batch, k_lists_head, met_batch, met_head,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
@@ -288,7 +288,7 @@ def query_gradients(
     query_rows = load_rows(q, query, query >= 0, q_token, D, WIDTH)
     grads = load_rows(grad + batch * grad_batch + head * grad_head, query, query >= 0, grad_token, D, WIDTH)
     number = row * query_length + query
-    level = tl.load(z + number, mask=query >= 0, other=0.0)
+    own_lse = tl.load(lse + number, mask=query >= 0, other=0.0)
     product = tl.load(delta + number, mask=query >= 0, other=0.0)
     sums = tl.zeros([QUERIES, WIDTH], tl.float32)
     for first in range(0, key_places, KEYS):
@@ -298,7 +298,7 @@ def query_gradients(
         score = dot(query_rows, tl.trans(key_rows), PRECISION) * scale
         lanes = tl.arange(0, KEYS)[None, :]
         seen = _seen(query[:, None], key[None, :], key_mask, segments, met, first, lanes, KEYS, CAUSAL)
-        weight = _weights(score, level[:, None], seen)
+        weight = _weights(score, own_lse[:, None], seen)
         score_grad = weight * (dot(grads, tl.trans(value_rows), PRECISION) - product[:, None])
         sums += dot(tl.where(seen, score_grad, 0.0).to(key_rows.dtype), key_rows, PRECISION)
     place = block * QUERIES + tl.arange(0, QUERIES)
@@ -308,7 +308,7 @@ def query_gradients(
 
 @triton.jit
 def key_gradients(
-    q, k, v, query_lists, key_lists, met, key_mask, segments, grad, z, delta, key_parts, value_parts,
+    q, k, v, query_lists, key_lists, met, key_mask, segments, grad, lse, delta, key_parts, value_parts,
     scale, heads, clusters, query_places, key_places, query_length, key_length, met_words, blocks,
     q_lists_batch, q_lists_head, k_lists_batch, k_lists_head, met_batch, met_head,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
@@ -339,7 +339,7 @@ def key_gradients(
     for first in range(0, query_places, QUERIES):
         query = _tokens(query_lists, first, query_places, QUERIES)
         number = row * query_length + query
-        level = tl.load(z + number, mask=query >= 0, other=0.0)
+        own_lse = tl.load(lse + number, mask=query >= 0, other=0.0)
         product = tl.load(delta + number, mask=query >= 0, other=0.0)
         query_rows = load_rows(q, query, query >= 0, q_token, D, WIDTH)
         grads = load_rows(grad, query, query >= 0, grad_token, D, WIDTH)
@@ -349,7 +349,7 @@ def key_gradients(
             own_met = met + _met_place(met_words, first, query_places, QUERIES)[None, :]
         lanes = tl.arange(0, KEYS)[:, None]
         seen = _seen(query[None, :], key[:, None], key_mask, segments, own_met, block * KEYS, lanes, KEYS, CAUSAL)
-        weight = _weights(score, level[None, :], seen)
+        weight = _weights(score, own_lse[None, :], seen)
         value_sums += dot(weight.to(grads.dtype), grads, PRECISION)
         score_grad = weight * (dot(value_rows, tl.trans(grads), PRECISION) - product[None, :])
         key_sums += dot(tl.where(seen, score_grad, 0.0).to(query_rows.dtype), query_rows, PRECISION)

@@ -1,4 +1,4 @@
-"""Attention inside clusters that are given as lists: the implementation that runs."""
+"""Attention inside clusters given as lists, by the implementation that suits the device."""
 
 from torch import Tensor
 
@@ -19,15 +19,15 @@ def cluster_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_w Σ_j exp(scale·q_i·k_j − log N_ij − z_i) v_j over the clusters w that hold query i, and their keys j.
+    """out_i = Σ_w Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the clusters w that hold query i and their keys j.
 
     q: (B, H, Lq, D). k, v: (B, H, Lk, D). query_index (B or 1, H or 1, W, Mq), key_index (B or 1, H or 1, W, Mk): token
     numbers, −1 for an empty place; a token at most once in a list. N_ij: the number of clusters that hold query i and
     key j (1 without spec.count_clusters). key_mask: (B, Lk) bool,
     keys that may be seen; queries of padding see what their lists give them. segments: (B, L) with Lq = Lk: documents
     never see each other.
-    Returns out (B, H, Lq, D) in q's dtype and z (B, H, Lq), the log of the sum, in fp32 at least; a query that is in no
-    cluster or sees nothing gets 0 and −∞. Scores, softmax statistics and gradients are computed in fp32 at least.
+    Returns out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 at least; a query that is in
+    no cluster or sees nothing gets 0 and −∞. Scores, softmax statistics and gradients are computed in fp32 at least.
     Memory is linear in the lists; counting takes time of W more a pair, and on a GPU a bit a pair.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32

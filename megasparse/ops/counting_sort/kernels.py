@@ -32,7 +32,7 @@ def count(keys, order, counts, length, tiles, shift, DIGITS: tl.constexpr, TILE:
 
 @triton.jit
 def add_up(counts, totals, tiles, DIGITS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr):
-    """Of WIDE digits of a row: the sums over its earlier tiles, in place, TILES tiles at a time."""
+    """Sums the counts of WIDE digits of a row over its earlier tiles, in place, TILES tiles at a time."""
     row = tl.program_id(0).to(tl.int64)
     digits = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     counts += row * tiles * DIGITS

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, with what a head tells of every token."""
+"""Cross-entropy of logits, and whether the target is the likeliest id."""
 
 from megasparse.ops.cross_entropy.operator import token_scores
 

@@ -9,7 +9,7 @@ from megasparse.ops.autocast import without_autocast
 
 @without_autocast
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """As `ops.cross_entropy.token_scores`."""
+    """Computes `operator.token_scores`."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nats = F.cross_entropy(logits, targets, reduction="none")
     columns = [nats, (logits.argmax(-1) == targets).to(nats.dtype)]

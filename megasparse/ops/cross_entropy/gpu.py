@@ -20,7 +20,7 @@ _PER_WARP = 512
 
 
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """As `ops.cross_entropy.token_scores`; fp32, bf16 or fp16."""
+    """Computes `operator.token_scores` by kernels, for logits in fp32, bf16 or fp16."""
     return _TokenScores.apply(logits, targets, smoothing)
 
 
@@ -35,21 +35,21 @@ class _TokenScores(Function):
         logits, targets = whole_vectors(logits), targets.contiguous()
         count, width = logits.shape
         settings = _settings(width, smoothing)
-        z = logits.new_empty(count, dtype=torch.float32)
-        scores = z.new_empty(count, settings["COLUMNS"])
-        launch(scores_forward, (count,), logits, targets, z, scores, logits.stride(0), width, smoothing, **settings)
-        ctx.save_for_backward(logits, targets, z)
+        lse = logits.new_empty(count, dtype=torch.float32)
+        scores = lse.new_empty(count, settings["COLUMNS"])
+        launch(scores_forward, (count,), logits, targets, lse, scores, logits.stride(0), width, smoothing, **settings)
+        ctx.save_for_backward(logits, targets, lse)
         ctx.smoothing = smoothing
         return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, z = ctx.saved_tensors
+        logits, targets, lse = ctx.saved_tensors
         count, width = logits.shape
         settings, slopes = _settings(width, ctx.smoothing), logits.new_empty(count, width)
         launch(
-            scores_backward, (count, triton.cdiv(width, settings["BLOCK"])), logits, targets, z, grad.contiguous(),
+            scores_backward, (count, triton.cdiv(width, settings["BLOCK"])), logits, targets, lse, grad.contiguous(),
             slopes, logits.stride(0), width, ctx.smoothing, **settings,
         )  # fmt: skip
         return slopes, None, None

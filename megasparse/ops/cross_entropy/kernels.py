@@ -9,9 +9,9 @@ LOWEST = tl.constexpr(-1.0e38)  # a running maximum that is finite, so that diff
 
 @triton.jit
 def scores_forward(
-    logits, targets, z, scores, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, lse, scores, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """scores (N, COLUMNS), and z (N,), the logarithm of the sum of exponentials."""
+    """scores (N, COLUMNS), and lse (N,), the logarithm of the sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     highest, total, sums = tl.full((), LOWEST, tl.float32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
@@ -30,7 +30,7 @@ def scores_forward(
     chosen, rest = tl.load(logits + target).to(tl.float32), tl.log(total)
     nats = (highest - chosen) + rest
     scores += row * COLUMNS
-    tl.store(z + row, highest + rest)
+    tl.store(lse + row, highest + rest)
     tl.store(scores, nats)
     tl.store(scores + 1, tl.where(target == likeliest, 1.0, 0.0))
     if COLUMNS == 3:
@@ -39,7 +39,7 @@ def scores_forward(
 
 @triton.jit
 def scores_backward(
-    logits, targets, z, grad, slopes, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, lse, grad, slopes, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """slopes (N, V), the gradient of the logits. grad: (N, COLUMNS). Program 1 has one block of the vocabulary."""
     row, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -51,5 +51,5 @@ def scores_backward(
         every += smooth
         own += smooth * (1.0 - smoothing)
         each = smooth * smoothing / width
-    slope = every * tl.exp2((x - tl.load(z + row)) * LOG2E) - tl.where(ids == tl.load(targets + row), own, 0.0) - each
+    slope = every * tl.exp2((x - tl.load(lse + row)) * LOG2E) - tl.where(ids == tl.load(targets + row), own, 0.0) - each
     tl.store(slopes + row * width + ids, slope.to(slopes.dtype.element_ty), mask=ids < width)

@@ -9,9 +9,9 @@ from megasparse.ops.cross_entropy import blockwise, reference
 
 @without_autocast
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Of every token, in columns: −ln p of its target under softmax(logits); 1 where the target is the likeliest id
-    (the first of equals), else 0; and with smoothing ε a third, (1 − ε) times the first plus ε times the mean of −ln p
-    over all ids.
+    """Scores of every token, a column each: −ln p of its target under softmax(logits); 1 where the target is the
+    likeliest id (the first of equals), else 0; and with smoothing ε a third, (1 − ε) times the first plus ε times the
+    mean of −ln p over all ids.
 
     logits: (N, V). targets: (N,) int64 ids. Returns (N, 2) or (N, 3) in fp32 at least; all but the second have
     gradients.

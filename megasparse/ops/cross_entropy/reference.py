@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """As `ops.cross_entropy.token_scores`: the cost is the cross-entropy with (1 − smoothing)·onehot + smoothing/V."""
+    """Computes `operator.token_scores`; its cost is the cross-entropy with (1 − smoothing)·onehot + smoothing/V."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     cost = -torch.log_softmax(logits, dim=-1)  # of every id
     vocabulary = torch.arange(cost.shape[-1], device=cost.device)

@@ -1,7 +1,7 @@
 """Gathered attention in blocks of queries: linear memory, forward and backward, deterministic on a CPU.
 
 All queries of all heads stand in one line; a block of them gathers its keys and values. The backward gathers them
-again: exp(score − z) is a pair's weight.
+again: exp(score − lse) is a pair's weight.
 
 B batch, H heads, Lq queries, Lk keys, D head dim, K index places, n queries in a block.
 """
@@ -20,9 +20,9 @@ _GATHERED_ELEMENTS = 1 << 18  # numbers in a block's gathered keys: 1 MB of fp32
 
 @without_autocast
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """See `operator.gathered_attention`."""
-    out, z = _GatheredAttention.apply(q, k, v, index, scale)
-    return out, z
+    """Computes `operator.gathered_attention` in blocks of queries."""
+    out, lse = _GatheredAttention.apply(q, k, v, index, scale)
+    return out, lse
 
 
 class _GatheredAttention(Function):
@@ -30,8 +30,8 @@ class _GatheredAttention(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        z = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
-        outs, levels = out.flatten(0, 2), z.flatten()
+        lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+        outs, flat_lse = out.flatten(0, 2), lse.flatten()
         for block in _blocks(q, k, v, index, dtype):
             score = block.scores(scale)
             highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
@@ -39,24 +39,24 @@ class _GatheredAttention(Function):
             total = weight.sum(-1, keepdim=True)
             weight *= torch.where(total > 0, 1.0 / total, 0.0)
             outs[block.place] = torch.bmm(weight[:, None], block.v).squeeze(1).to(q.dtype)
-            levels[block.place] = (highest + total.log()).squeeze(-1)
+            flat_lse[block.place] = (highest + total.log()).squeeze(-1)
         ctx.scale = scale
-        ctx.save_for_backward(q, k, v, index, out, z)
-        return out, z
+        ctx.save_for_backward(q, k, v, index, out, lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_out, grad_z = grads
-        q, k, v, index, out, z = ctx.saved_tensors
-        dtype = z.dtype
-        blind = z == -torch.inf
-        delta = ((grad_out.to(dtype) * out).sum(-1) - grad_z.masked_fill(blind, 0.0)).flatten()
-        level = z.masked_fill(blind, torch.inf).flatten()  # exp(score − ∞) = 0: no gradient from these queries
+        grad_out, grad_lse = grads
+        q, k, v, index, out, lse = ctx.saved_tensors
+        dtype = lse.dtype
+        blind = lse == -torch.inf
+        delta = ((grad_out.to(dtype) * out).sum(-1) - grad_lse.masked_fill(blind, 0.0)).flatten()
+        flat_lse = lse.masked_fill(blind, torch.inf).flatten()  # exp(score − ∞) = 0: no gradient from these queries
         grad_out = grad_out.flatten(0, 2)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
         to_q, to_k, to_v = (x.flatten(0, 2) for x in (dq, dk, dv))
         for block in _blocks(q, k, v, index, dtype):
-            weight = block.scores(ctx.scale).sub_(level[block.place, None]).exp_()
+            weight = block.scores(ctx.scale).sub_(flat_lse[block.place, None]).exp_()
             grad = grad_out[block.place, None].to(dtype)  # (n, 1, D)
             to_v.index_add_(0, block.keys, (weight[..., None] * grad).flatten(0, 1))
             score_grad = torch.bmm(grad, block.v.transpose(1, 2)).squeeze(1)

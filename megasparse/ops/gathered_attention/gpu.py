@@ -27,9 +27,9 @@ _GATHERED = 1024  # numbers of k, and of v, that a warp gathers at a time: 32 a 
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """See `operator.gathered_attention`. Heads may be views; a copy is made where the head dim is not contiguous."""
-    out, z = _GatheredAttention.apply(q, k, v, index, scale)
-    return out, z
+    """Computes `operator.gathered_attention` by kernels. A tensor is copied only where its head dim is not contiguous."""
+    out, lse = _GatheredAttention.apply(q, k, v, index, scale)
+    return out, lse
 
 
 class _Sizes(NamedTuple):
@@ -55,25 +55,25 @@ class _GatheredAttention(Function):
         q, k, v = (whole_vectors(x) for x in (q, k, v))
         index = index.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        z = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         grid, numbers, fixed = _by_query(q, index)
         steps = (*_steps(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
-        launch(kernels.attend, grid, q, k, v, index, out, z, scale, *numbers, *steps, **fixed)
+        launch(kernels.attend, grid, q, k, v, index, out, lse, scale, *numbers, *steps, **fixed)
         ctx.set_materialize_grads(False)
         ctx.scale = scale
-        ctx.save_for_backward(q, k, v, index, out, z)
-        return out, z
+        ctx.save_for_backward(q, k, v, index, out, lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, index, out, z = ctx.saved_tensors
+        q, k, v, index, out, lse = ctx.saved_tensors
         grad = torch.zeros_like(q) if grads[0] is None else whole_vectors(grads[0])
-        grad_z = None if grads[1] is None else grads[1].contiguous()
+        grad_lse = None if grads[1] is None else grads[1].contiguous()
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pairs = torch.empty(*q.shape[:3], index.shape[3], 2, dtype=q.dtype, device=q.device)
         grid, numbers, fixed = _by_query(q, index)
         steps = (*_steps(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
-        arguments = (q, k, v, index, out, z, grad, grad_z, dq, pairs, ctx.scale, *numbers, *steps, *strides(grad))
+        arguments = (q, k, v, index, out, lse, grad, grad_lse, dq, pairs, ctx.scale, *numbers, *steps, *strides(grad))
         launch(kernels.query_gradients, grid, *arguments, **fixed)
         dk, dv = _key_gradients(q, k, index, grad, pairs, ctx.scale)
         return dq, dk, dv, None, None

@@ -21,7 +21,7 @@ def _gathered(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k, v, index, out, z, scale, heads, queries, places, blocks, index_batch, index_head,
+    q, k, v, index, out, lse, scale, heads, queries, places, blocks, index_batch, index_head,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -55,16 +55,16 @@ def attend(
         highest = higher
     divisor = tl.where(total > 0, total, 1.0)
     mean = tl.sum(sums, 1) / divisor[:, None]
-    level = tl.where(total > 0, highest + tl.log(divisor), float("-inf"))
+    own_lse = tl.where(total > 0, highest + tl.log(divisor), float("-inf"))
     number = row * queries + query
     d = tl.arange(0, WIDTH)[None, :]
     tl.store(out + number[:, None] * D + d, mean.to(out.dtype.element_ty), mask=real[:, None] & (d < D))
-    tl.store(z + number, level, mask=real)
+    tl.store(lse + number, own_lse, mask=real)
 
 
 @triton.jit
 def query_gradients(
-    q, k, v, index, out, z, grad, grad_z, dq, pairs, scale, heads, queries, places, blocks, index_batch, index_head,
+    q, k, v, index, out, lse, grad, grad_lse, dq, pairs, scale, heads, queries, places, blocks, index_batch, index_head,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -83,9 +83,9 @@ def query_gradients(
     own = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
     own_grad = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH).to(tl.float32)
     delta = tl.sum(own_grad * load_rows(out, number, real, D, D, WIDTH).to(tl.float32), 1)
-    if grad_z is not None:
-        delta -= tl.load(grad_z + number, mask=real, other=0.0)
-    level = tl.load(z + number, mask=real, other=0.0)
+    if grad_lse is not None:
+        delta -= tl.load(grad_lse + number, mask=real, other=0.0)
+    own_lse = tl.load(lse + number, mask=real, other=0.0)
     sums = tl.zeros([QUERIES, PLACES, WIDTH], tl.float32)
     for first in range(0, places, PLACES):
         place = first + tl.arange(0, PLACES)[None, :]
@@ -96,7 +96,7 @@ def query_gradients(
         value_rows = _gathered(v, key, seen, v_token, D, WIDTH)
         score = tl.sum(key_rows * own[:, None, :], 2) * scale
         # No score is above the log-sum, but a huge one may be by rounding, and exp of that would be ∞.
-        weight = tl.exp(tl.where(seen, tl.minimum(score - level[:, None], 0.0), float("-inf")))
+        weight = tl.exp(tl.where(seen, tl.minimum(score - own_lse[:, None], 0.0), float("-inf")))
         # A query that sees nothing may have any gradient: its delta reaches no entry.
         score_grad = tl.where(seen, weight * (tl.sum(value_rows * own_grad[:, None, :], 2) - delta[:, None]), 0.0)
         sums += score_grad[:, :, None] * key_rows

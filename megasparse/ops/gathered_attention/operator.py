@@ -9,12 +9,12 @@ from megasparse.ops.gathered_attention import blockwise, reference
 
 @without_autocast
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_j exp(scale·q_i·k_j − z_i) v_j over the keys j that row i of the index names.
+    """out_i = Σ_j exp(scale·q_i·k_j − lse_i) v_j over the keys j that row i of the index names.
 
     q: (B, H, Lq, D). k, v: (B, H, Lk, D). index: (B|1, H|1, Lq, K) int32 or int64 key numbers, −1 for an empty place;
     a key named twice counts twice.
-    Returns out (B, H, Lq, D) in q's dtype and z (B, H, Lq), the log of the sum, in fp32 at least; a query whose places
-    are all empty gets 0 and −∞. Scores, softmax statistics and gradients are computed in fp32 at least.
+    Returns out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 at least; a query whose
+    places are all empty gets 0 and −∞. Scores, softmax statistics and gradients are computed in fp32 at least.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
     chosen = implementation(q)

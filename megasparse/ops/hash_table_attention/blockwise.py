@@ -43,7 +43,7 @@ def hash_table_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `operator.hash_table_attention`."""
+    """Computes `operator.hash_table_attention` in blocks of rows."""
     group = groups(q, k, query_mask, key_mask, segments)
     return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)
 

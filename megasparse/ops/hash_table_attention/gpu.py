@@ -78,7 +78,7 @@ class _Sorted(NamedTuple):
 
 
 class _Windows(NamedTuple):
-    """Of each target: the sorted sources [first, end). (G, m, targets) int32."""
+    """Ranges [first, end) of sorted sources that each target may see, (G, m, targets) int32."""
 
     first: Tensor
     end: Tensor
@@ -95,8 +95,8 @@ def hash_table_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `operator.hash_table_attention`. Products are computed in v's dtype, their sums in fp32. Strided tensors are
-    copied once.
+    """Computes `operator.hash_table_attention` by kernels. Products are computed in v's dtype, their sums in
+    fp32. Strided tensors are copied once.
     """
     group = groups(q[:, :1], k[:, :1], query_mask, key_mask, segments)
     return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)

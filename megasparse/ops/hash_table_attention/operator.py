@@ -1,4 +1,4 @@
-"""Attention by Bernoulli sampling over hash codes (YOSO): the implementation that runs."""
+"""Attention by Bernoulli sampling over hash codes (YOSO), by the implementation that suits the device."""
 
 from torch import Tensor
 

@@ -66,6 +66,6 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
 
 
 def _tile(columns: int) -> dict[str, int]:
-    """Of products with `columns` columns: 16 numbers a thread, whose factors fit its registers."""
+    """Tiles of products with `columns` columns: 16 numbers a thread, whose factors fit its registers."""
     tokens, block_columns = (128, 16) if columns <= 16 else (64, 32)
     return {"TOKENS": tokens, "COLUMNS": block_columns, "DEPTH": _DEPTH, "num_warps": _WARPS}

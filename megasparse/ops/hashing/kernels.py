@@ -51,8 +51,8 @@ def angular(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Of TOKENS tokens of a row in a round: for each factor, the first of the largest of [xR; −xR]. rotations (H, R, D,
-    `columns`). The rounds of the same tokens are neighbours, so that they find x in the cache.
+    """Codes of TOKENS tokens of a row in a round: for each factor, the first of the largest of [xR; −xR]. rotations:
+    (H, R, D, `columns`). The rounds of the same tokens are neighbours, so that they find x in the cache.
     """
     program, tiles = tl.program_id(0), tl.cdiv(length, TOKENS)
     round_, tile, row = program % rounds, program // rounds % tiles, (program // rounds // tiles).to(tl.int64)
@@ -99,7 +99,7 @@ def sides(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Of TOKENS tokens of a row in COLUMNS hashes: bit t is [r·x >= 0], normals r (H, τ, D, m)."""
+    """Codes of TOKENS tokens of a row in COLUMNS hashes: bit t is [r·x >= 0], normals r (H, τ, D, m)."""
     program, tiles, groups = tl.program_id(0), tl.cdiv(length, TOKENS), tl.cdiv(hashes, COLUMNS)
     group, tile, row = program % groups, program // groups % tiles, (program // groups // tiles).to(tl.int64)
     x = _vectors(x, row, heads, batch_stride, head_stride)
@@ -162,8 +162,8 @@ def transformed_sides(
     FIRST: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Of TOKENS tokens of a row in one part of a group's P = 2^LEVELS hashes: bit t is the sign of a coordinate of
-    HD₃HD₂HD₁x, diagonals (H, groups, τ, 3, P) of ±1. `again` is 0: x's address then depends on the bit, so that x is
+    """Codes of TOKENS tokens of a row in one part of a group's P = 2^LEVELS hashes: bit t is the sign of a coordinate
+    of HD₃HD₂HD₁x, diagonals (H, groups, τ, 3, P) of ±1. `again` is 0: x's address then depends on the bit, so that x is
     read again (from the cache) for each instead of taking D registers all along.
     """
     P: tl.constexpr = 1 << LEVELS

@@ -34,7 +34,7 @@ class State(NamedTuple):
 
     @staticmethod
     def empty(batch: int, projection: Tensor, dtype: torch.dtype) -> "State":
-        """Of no key yet. projection: (H, F, D)."""
+        """The state before any key. projection: (H, F, D)."""
         heads, features, head_dim = projection.shape
         like = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=projection.device)
         level = like.new_full((batch, heads, 1, features), torch.finfo(like.dtype).min)

@@ -38,7 +38,7 @@ def relative_local_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """As `ops.local_attention.relative_local_attention`. Computed in fp32 at least."""
+    """Computes `operator.relative_local_attention` in tiles of chunks, in fp32 at least."""
     batch, heads, length, _ = q.shape
     document = q.new_zeros(batch, length, dtype=torch.int64) if segments is None else segments.to(torch.int64)
     order = None

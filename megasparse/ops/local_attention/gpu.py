@@ -48,7 +48,7 @@ def relative_local_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """As `ops.local_attention.relative_local_attention`; fp32, bf16 or fp16. r enters products in q's dtype."""
+    """Computes `operator.relative_local_attention` by kernels in fp32, bf16 or fp16; r enters products in q's dtype."""
     order, document = _sorted(q, key_mask, segments)
     return _RelativeLocalAttention.apply(q, k, v, r, u, w, order, document, spec)
 
@@ -131,36 +131,50 @@ class _RelativeLocalAttention(Function):
         order, document = _whole(order, padded), _whole(document, padded)
         blocks = shape.pad(r.to(q.dtype)).contiguous()
         r_bias = (blocks.float() * w.float()[:, None]).sum(-1)
-        keys_bias, z = (q.new_empty(batch * heads, padded, dtype=torch.float32) for _ in range(2))
+        keys_bias, lse2 = (q.new_empty(batch * heads, padded, dtype=torch.float32) for _ in range(2))
         out, u, w = _token_major(q), u.contiguous(), w.contiguous()
         grid, wide = (shape.tiles, batch * heads), dict(D=width, BD=block(width), T=shape.tile, num_warps=shape.warps)
         launch(local_keys_bias, grid, k, u, order, keys_bias, *strides(k), heads, length, **wide)
         launch(
-            local_forward, grid, q, k, v, blocks, keys_bias, r_bias, order, document, out, z,
+            local_forward, grid, q, k, v, blocks, keys_bias, r_bias, order, document, out, lse2,
             *strides(q, k, v), heads, length, spec.chunk, shape.reach, shape.blocks, spec.scale,
             CAUSAL=spec.causal, PRECISION=precision(), num_stages=_STAGES, **wide,
         )  # fmt: skip
-        ctx.save_for_backward(q, k, v, blocks, u, w, order, document, out, z, keys_bias, r_bias)
+        ctx.save_for_backward(q, k, v, blocks, u, w, order, document, out, lse2, keys_bias, r_bias)
         ctx.spec, ctx.like = spec, (r.new_empty(0), r.shape[1])
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, r, u, w, order, document, out, z, keys_bias, r_bias = ctx.saved_tensors
+        q, k, v, r, u, w, order, document, out, lse2, keys_bias, r_bias = ctx.saved_tensors
         spec, (of_r, count) = ctx.spec, ctx.like
         grad, shape = whole_vectors(grad), _Shape.of(q, spec)
         batch, heads, length, width = q.shape
         dq, dk, dv = (_token_major(x) for x in (q, k, v))
-        delta, every = torch.empty_like(z), shape.tiles * batch
-        du = z.new_empty(shape.tiles, batch, heads, width)
+        delta, every = torch.empty_like(lse2), shape.tiles * batch
+        du = lse2.new_empty(shape.tiles, batch, heads, width)
         grid, given = (shape.tiles, batch * heads), (keys_bias, r_bias, order, document, grad)
         steps = strides(q, k, v, grad)
         sizes = (heads, length, spec.chunk, shape.reach, shape.blocks)
         settings = dict(CAUSAL=spec.causal, D=width, BD=block(width), T=shape.tile, PRECISION=precision())
         settings |= dict(num_warps=shape.warps, num_stages=_STAGES)
         launch(
-            local_backward_queries, grid, q, k, v, r, *given, out, z, delta, dq, *steps, *sizes, spec.scale, **settings
+            local_backward_queries,
+            grid,
+            q,
+            k,
+            v,
+            r,
+            *given,
+            out,
+            lse2,
+            delta,
+            dq,
+            *steps,
+            *sizes,
+            spec.scale,
+            **settings,
         )
         launch(
             local_backward_keys,
@@ -171,7 +185,7 @@ class _RelativeLocalAttention(Function):
             r,
             u,
             *given,
-            z,
+            lse2,
             delta,
             dk,
             dv,
@@ -184,10 +198,10 @@ class _RelativeLocalAttention(Function):
         differences = shape.blocks - 1
         each = -(-every // max(1, at_most(_PARTS) // (heads * differences)))
         groups = -(-every // each)
-        dr = z.new_empty(groups, heads, differences, 2, shape.tile, width)
-        dw = z.new_empty(groups, heads, differences, width)
+        dr = lse2.new_empty(groups, heads, differences, 2, shape.tile, width)
+        dw = lse2.new_empty(groups, heads, differences, width)
         launch(
-            local_backward_distances, (differences, heads, groups), q, k, v, r, w, *given, z, delta, dr, dw,
+            local_backward_distances, (differences, heads, groups), q, k, v, r, w, *given, lse2, delta, dr, dw,
             *steps, *sizes, shape.tiles, every, each, spec.scale, **settings, maxnreg=_REGISTERS,
         )  # fmt: skip
         relative = shape.join(dr.sum(0), count).to(of_r.dtype), du.sum((0, 1)).to(u.dtype), dw.sum((0, 2)).to(w.dtype)

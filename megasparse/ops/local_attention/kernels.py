@@ -6,8 +6,8 @@ Query place i = t·T + a and key place j = n·T + b meet at row 2C − 1 − (i 
 before it. So products with whole blocks of r, joined along the diagonal and rotated by a, are the relative term, and
 the gradient of the term, rotated back, gives those of q and r. Kernels that sum over queries hold all this transposed.
 
-What goes by place (documents, order, u·k, z, delta) is padded to whole tiles, and r to whole blocks, so that loads of
-it need no mask and share an address. A tile has at most `reach` tiles of its keys on a side.
+What goes by place (documents, order, u·k, lse2, delta) is padded to whole tiles, and r to whole blocks, so that loads
+of it need no mask and share an address. A tile has at most `reach` tiles of its keys on a side.
 
 L length, D head dim, BD its block, C chunk, T tile.
 """
@@ -111,12 +111,12 @@ def local_keys_bias(
 
 @triton.jit
 def local_forward(
-    q, k, v, r, keys_bias, r_bias, order, document, out, z,
+    q, k, v, r, keys_bias, r_bias, order, document, out, lse2,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     heads, length, chunk, reach, blocks, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out of a tile of queries, and z, the base-2 logarithm of its sums of exponentials, by place.
+    """out of a tile of queries, and lse2, the log-sum-exp in base 2, by place.
 
     keys_bias: u·k by place. r: (H, blocks, T, D), the first being block −reach − 1. r_bias: (H, blocks, T), w·r. So
     that q needs neither u nor w added and rounded.
@@ -157,12 +157,12 @@ def local_forward(
     total = tl.where(blind, 1.0, total)
     of_head = out + (batch * length * heads + head) * D
     store_rows(of_head, row, sums / total[:, None], inside, heads * D, D, BD)
-    tl.store(z + line + tile * T + tl.arange(0, T), tl.where(blind, 0.0, highest + tl.log2(total)))
+    tl.store(lse2 + line + tile * T + tl.arange(0, T), tl.where(blind, 0.0, highest + tl.log2(total)))
 
 
 @triton.jit
 def local_backward_queries(
-    q, k, v, r, keys_bias, r_bias, order, document, grad, out, z, delta, dq,
+    q, k, v, r, keys_bias, r_bias, order, document, grad, out, lse2, delta, dq,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
     heads, length, chunk, reach, blocks, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
@@ -184,7 +184,7 @@ def local_backward_queries(
     of_query = tl.sum(toward.to(tl.float32) * result.to(tl.float32), 1)
     place = line + tile * T + tl.arange(0, T)
     tl.store(delta + place, of_query)
-    total = tl.load(z + place)
+    total = tl.load(lse2 + place)
     a, b = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
 
     start, end = _first_tile(tile, chunk, T), (tile if CAUSAL else _last_tile(tile, length, chunk, T)) + 1
@@ -215,7 +215,7 @@ def local_backward_queries(
 
 @triton.jit
 def _transposed(
-    keys, values, queries, toward, here, before, keys_bias, here_bias, before_bias, z, delta, seen, scale,
+    keys, values, queries, toward, here, before, keys_bias, here_bias, before_bias, lse2, delta, seen, scale,
     T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Weights and the gradient of the scores, (T keys, T queries) both."""
@@ -225,13 +225,13 @@ def _transposed(
     far = dot(before, across, PRECISION) + before_bias[:, None]
     relative = tl.gather(tl.where(a + b < T, near, far), (b - a) & (T - 1), 0)
     score = (dot(keys, across, PRECISION) + keys_bias[:, None] + relative) * (scale * LOG2E)
-    weight = tl.where(seen, tl.exp2(tl.minimum(score - z[None, :], 0.0)), 0.0)
+    weight = tl.where(seen, tl.exp2(tl.minimum(score - lse2[None, :], 0.0)), 0.0)
     return weight, weight * (dot(values, tl.trans(toward), PRECISION) - delta[None, :]) * scale
 
 
 @triton.jit
 def local_backward_keys(
-    q, k, v, r, u, keys_bias, r_bias, order, document, grad, z, delta, dk, dv, du,
+    q, k, v, r, u, keys_bias, r_bias, order, document, grad, lse2, delta, dk, dv, du,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
     heads, length, chunk, reach, blocks, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
@@ -263,7 +263,7 @@ def local_backward_keys(
         bias, of_queries = r_bias + (tile - t) * T + places, line + t * T + places
         weight, slope = _transposed(
             keys, values, queries, toward, _block(r, tile - t, D, BD, T), _block(r, tile - t - 1, D, BD, T),
-            of_keys, tl.load(bias), tl.load(bias - T), tl.load(z + of_queries), tl.load(delta + of_queries),
+            of_keys, tl.load(bias), tl.load(bias - T), tl.load(lse2 + of_queries), tl.load(delta + of_queries),
             _seen(first, last, doc, t, document, T), scale, T, PRECISION,
         )  # fmt: skip
         value_sums += dot(weight.to(toward.dtype), toward, PRECISION)
@@ -279,7 +279,7 @@ def local_backward_keys(
 
 @triton.jit
 def local_backward_distances(
-    q, k, v, r, w, keys_bias, r_bias, order, document, grad, z, delta, dr, dw,
+    q, k, v, r, w, keys_bias, r_bias, order, document, grad, lse2, delta, dr, dw,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
     heads, length, chunk, reach, blocks, tiles, every, each, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
@@ -313,7 +313,7 @@ def local_backward_distances(
                 load_rows(v + batch * v_batch + head * v_head, key_row, there, v_token, D, BD),
                 queries, load_rows(grad + batch * grad_batch + head * grad_head, row, inside, grad_token, D, BD),
                 here, before, tl.load(keys_bias + line + n * T + places), here_bias, before_bias,
-                tl.load(z + of_queries), tl.load(delta + of_queries),
+                tl.load(lse2 + of_queries), tl.load(delta + of_queries),
                 _seen(first, last, doc, t, documents, T), scale, T, PRECISION,
             )  # fmt: skip
             turned = tl.gather(slope, (b + a) & (T - 1), 0)

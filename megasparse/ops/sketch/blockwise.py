@@ -23,7 +23,7 @@ _LOW = (1 << 32) - 1
 
 
 class _Sight(NamedTuple):
-    """Who may be seen: see operator.py."""
+    """Which keys a query may see: see operator.py."""
 
     causal: bool
     key_mask: Tensor | None
@@ -45,7 +45,7 @@ class _Sight(NamedTuple):
 def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See operator.py."""
+    """Computes `operator.sketched_attention`."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     sight = _Sight(causal, key_mask, segments)
     batch, length, width = q.shape
@@ -56,9 +56,9 @@ def sketched_attention(
         seen = sight.pairs(position[0], keys)
         blind = ~seen.any(-1, keepdim=True)  # kept out of the softmax, whose gradient would be NaN
         score = score.masked_fill(~seen, -torch.inf).masked_fill(blind, 0.0)
-        z = torch.logsumexp(score, dim=-1, keepdim=True)
-        h = torch.exp(score - z) @ v
-        return torch.cat([h.masked_fill(blind, 0.0), z.masked_fill(blind, -torch.inf)], dim=-1)
+        lse = torch.logsumexp(score, dim=-1, keepdim=True)
+        h = torch.exp(score - lse) @ v
+        return torch.cat([h.masked_fill(blind, 0.0), lse.masked_fill(blind, -torch.inf)], dim=-1)
 
     tiles = -(-batch * length * length // at_most(_SCORE_ELEMENTS))
     result = tiled(attend, (q.to(dtype), keys.expand(batch, -1)), (k.to(dtype), v.to(dtype)), tiles)
@@ -77,7 +77,7 @@ def chosen_keys(
     segments: Tensor | None = None,
     first_query: int = 0,
 ) -> Tensor:
-    """See operator.py. s is computed in float64 but for the logarithms, and ranked in fp32."""
+    """Computes `operator.chosen_keys`. s is computed in float64 but for the logarithms, and ranked in fp32."""
     sight, count = _Sight(spec.causal, key_mask, segments), spec.count
     batch, queries, _ = q.shape
     heads = 1 if noise is None else len(noise.heads)

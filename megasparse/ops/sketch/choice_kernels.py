@@ -26,14 +26,14 @@ def rounded(score):
 
 
 @triton.jit
-def likelihood(score, level, SAMPLING: tl.constexpr):
+def likelihood(score, lse, SAMPLING: tl.constexpr):
     """p, or of "raw" its logarithm, which has a greater range."""
     if SAMPLING == "raw":
         p = score
     elif SAMPLING == "random":
         p = tl.full(score.shape, 1.0, tl.float32)
     else:
-        root = tl.rsqrt(tl.maximum(level - score, 0.0))  # below 0 only by rounding; by roots for want of a fast 1/x
+        root = tl.rsqrt(tl.maximum(lse - score, 0.0))  # below 0 only by rounding; by roots for want of a fast 1/x
         p = root * root
         if SAMPLING == "inverse_log_squared":
             p = p * p
@@ -96,7 +96,7 @@ def write(out, rows, queries, best, index, COUNT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["queries", "first_query"])  # decoding changes them at every token
 def choose(
-    q, k, level, documents, numbers, seeds, out, queries, length, first_query,
+    q, k, lse, documents, numbers, seeds, out, queries, length, first_query,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr, SAMPLING: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
@@ -113,10 +113,10 @@ def choose(
     query = vectors(q + batch * WIDTH * queries, rows, queries, WIDTH)
     last, document = sight(rows + first_query, documents, length, CAUSAL)
     last = tl.where(inside, last, -1)
-    if level is not None:
-        z = tl.load(level + batch * queries + rows, mask=inside, other=0.0)
+    if lse is not None:
+        own_lse = tl.load(lse + batch * queries + rows, mask=inside, other=0.0)
     else:
-        z = tl.zeros((ROWS,), tl.float32)
+        own_lse = tl.zeros((ROWS,), tl.float32)
     SIGNED: tl.constexpr = seeds is None or SAMPLING == "raw"
     worst = ranked(tl.full((ROWS,), -float("inf"), tl.float32), SIGNED)
     # Empty places count down from −1, so that each is another; those beyond K are never the worst.
@@ -131,7 +131,7 @@ def choose(
         for start in range(tile * TILE, tl.minimum(end, tile * TILE + TILE), COLUMNS):
             keys = start + columns
             score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
-            score = rounded(score) if seeds is None else likelihood(score, z[:, None], SAMPLING)
+            score = rounded(score) if seeds is None else likelihood(score, own_lse[:, None], SAMPLING)
             seen = keys[None, :] <= here[:, None]
             seen &= document[:, None] == document_of(keys, documents, length)[None, :]
             score = tl.where(seen, score, -float("inf"))

@@ -31,12 +31,12 @@ _CHOOSING = 4  # rows of a program that chooses
 def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See operator.py. Takes any strides."""
+    """Computes `operator.sketched_attention`. Takes any strides."""
     return _Attention.apply(q, k, v, causal, _documents(key_mask, segments))
 
 
 class _Attention(Function):
-    """Keeps q, k, v, h and z; the backward computes α again, ∂q by queries, ∂k and ∂v by keys: no sum is shared."""
+    """Keeps q, k, v, h and lse; the backward computes α again, ∂q by queries, ∂k and ∂v by keys: no sum is shared."""
 
     @staticmethod
     def forward(
@@ -45,17 +45,17 @@ class _Attention(Function):
         batch, length, width = q.shape
         ctx.dtypes, ctx.causal = [x.dtype for x in (q, k, v)], causal
         q, k, v = _coordinates(q, width**-0.5), _coordinates(k), _coordinates(v)
-        h, z = q.new_empty(batch, length, width), q.new_empty(batch, length)
-        _launch(kernels.attend, 8, q, k, v, documents, h, z, CAUSAL=causal)
-        ctx.save_for_backward(q, k, v, documents, h, z)
-        return h, z
+        h, lse = q.new_empty(batch, length, width), q.new_empty(batch, length)
+        _launch(kernels.attend, 8, q, k, v, documents, h, lse, CAUSAL=causal)
+        ctx.save_for_backward(q, k, v, documents, h, lse)
+        return h, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, documents, h, z = ctx.saved_tensors
-        grad_h, grad_z = grads
-        shift = (h * grad_h).sum(-1) - grad_z
-        shared = (q, k, v, documents, z, _coordinates(grad_h), shift)
+        q, k, v, documents, h, lse = ctx.saved_tensors
+        grad_h, grad_lse = grads
+        shift = (h * grad_h).sum(-1) - grad_lse
+        shared = (q, k, v, documents, lse, _coordinates(grad_h), shift)
         grad_q, grad_k, grad_v = (torch.empty_like(h) for _ in range(3))
         _launch(kernels.grad_queries, 4, *shared, grad_q, q.shape[1] ** -0.5, CAUSAL=ctx.causal)
         _launch(kernels.grad_keys, 4, *shared, grad_k, grad_v, CAUSAL=ctx.causal)
@@ -83,7 +83,7 @@ def chosen_keys(
     segments: Tensor | None = None,
     first_query: int = 0,
 ) -> Tensor:
-    """See operator.py. Takes any strides.
+    """Computes `operator.chosen_keys`. Takes any strides.
 
     s is computed in fp32, for each pair by the same operations in the same order, so that equal keys tie in whatever
     tile they stand, and a row by itself chooses what it does among others.

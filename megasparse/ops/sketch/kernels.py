@@ -43,7 +43,7 @@ def document_of(places, documents, length):
 
 @triton.jit
 def sight(places, documents, length, CAUSAL: tl.constexpr):
-    """Of queries: the last key that each may see, −1 where none, and its document."""
+    """The last key that each query may see, −1 where there is none, and the query's document."""
     last = tl.where(places < length, places if CAUSAL else length - 1, -1)
     document = document_of(places, documents, length)
     return tl.where(document == PADDING, -1, last), document
@@ -75,10 +75,10 @@ def store(x, places, length, sums, factor, WIDTH: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k, v, documents, h, z, length,
+    q, k, v, documents, h, lse, length,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """h (B, L, d) and z (B, L) of a program's queries, in two passes: the largest score, then the sums. (A running
+    """h (B, L, d) and lse (B, L) of a program's queries, in two passes: the largest score, then the sums. (A running
     largest would cost a second exponential a pair, more than computing the scores again.)"""
     batch = tl.program_id(1).to(tl.int64)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows that see most start first
@@ -109,23 +109,23 @@ def attend(
         sums = add(sums, weight, vectors(v, keys, length, WIDTH), WIDTH)
     norm = tl.sum(total, 1)  # 0 where nothing is seen, else at least 1
     store(h + batch * length * WIDTH, queries, length, sums, 1.0 / tl.maximum(norm, 1.0), WIDTH)
-    level = tl.where(norm > 0.0, top + tl.log(tl.maximum(norm, 1.0)), -float("inf"))
-    tl.store(z + batch * length + queries, level, mask=queries < length)
+    own_lse = tl.where(norm > 0.0, top + tl.log(tl.maximum(norm, 1.0)), -float("inf"))
+    tl.store(lse + batch * length + queries, own_lse, mask=queries < length)
 
 
 @triton.jit
-def slopes(score, seen, z, grad_weight, shift):
+def slopes(score, seen, lse, grad_weight, shift):
     """α and the gradient of the score, α(∂α − shift), of a tile."""
-    weight = tl.where(seen, tl.exp(score - z), 0.0)
+    weight = tl.where(seen, tl.exp(score - lse), 0.0)
     return weight, weight * (grad_weight - shift)
 
 
 @triton.jit
 def grad_queries(
-    q, k, v, documents, z, grad_h, shift, grad_q, scale, length,
+    q, k, v, documents, lse, grad_h, shift, grad_q, scale, length,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """∂q (B, L, d) of a program's queries. grad_h: (B, d, L). shift: h·∂h − ∂z, (B, L)."""
+    """∂q (B, L, d) of a program's queries. grad_h: (B, d, L). shift: h·∂h − ∂lse, (B, L)."""
     batch = tl.program_id(1).to(tl.int64)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     queries, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -134,7 +134,7 @@ def grad_queries(
         documents += batch * length
     query = vectors(q + batch * WIDTH * length, queries, length, WIDTH)
     grad = vectors(grad_h + batch * WIDTH * length, queries, length, WIDTH)
-    level = tl.load(z + batch * length + queries, mask=queries < length, other=0.0)
+    own_lse = tl.load(lse + batch * length + queries, mask=queries < length, other=0.0)
     offset = tl.load(shift + batch * length + queries, mask=queries < length, other=0.0)
     last, document = sight(queries, documents, length, CAUSAL)
     end = tl.minimum(first + ROWS, length) if CAUSAL else length
@@ -145,14 +145,14 @@ def grad_queries(
         seen = keys[None, :] <= last[:, None]
         seen &= document[:, None] == document_of(keys, documents, length)[None, :]
         grad_weight = product(grad, vectors(v, keys, length, WIDTH), WIDTH)
-        _, slope = slopes(product(query, key, WIDTH), seen, level[:, None], grad_weight, offset[:, None])
+        _, slope = slopes(product(query, key, WIDTH), seen, own_lse[:, None], grad_weight, offset[:, None])
         sums = add(sums, slope, key, WIDTH)
     store(grad_q + batch * length * WIDTH, queries, length, sums, scale, WIDTH)
 
 
 @triton.jit
 def grad_keys(
-    q, k, v, documents, z, grad_h, shift, grad_k, grad_v, length,
+    q, k, v, documents, lse, grad_h, shift, grad_k, grad_v, length,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """∂k and ∂v (B, L, d) of a program's keys; see `grad_queries`."""
@@ -169,12 +169,12 @@ def grad_keys(
     for start in range(first if CAUSAL else 0, length, COLUMNS):
         queries = start + columns
         query, grad = vectors(q, queries, length, WIDTH), vectors(grad_h, queries, length, WIDTH)
-        level = tl.load(z + batch * length + queries, mask=queries < length, other=0.0)
+        own_lse = tl.load(lse + batch * length + queries, mask=queries < length, other=0.0)
         offset = tl.load(shift + batch * length + queries, mask=queries < length, other=0.0)
         last, document = sight(queries, documents, length, CAUSAL)
         seen = (keys[:, None] <= last[None, :]) & (key_document[:, None] == document[None, :])
         grad_weight = product(value, grad, WIDTH)
-        weight, slope = slopes(product(key, query, WIDTH), seen, level[None, :], grad_weight, offset[None, :])
+        weight, slope = slopes(product(key, query, WIDTH), seen, own_lse[None, :], grad_weight, offset[None, :])
         key_sums, value_sums = add(key_sums, slope, query, WIDTH), add(value_sums, weight, grad, WIDTH)
     store(grad_k + batch * length * WIDTH, keys, length, key_sums, 1.0, WIDTH)
     store(grad_v + batch * length * WIDTH, keys, length, value_sums, 1.0, WIDTH)

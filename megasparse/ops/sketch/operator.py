@@ -1,4 +1,4 @@
-"""What the sketch computes, by whichever implementation runs.
+"""The sketch and the keys chosen from it, by the implementation that suits the device.
 
 B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query chooses.
 """
@@ -22,10 +22,10 @@ WIDEST = 16
 def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − z_i), one head (Smart Bird Eq. 1).
+    """h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − lse_i), one head (Smart Bird Eq. 1).
 
     q, k, v: (B, L, d). key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
-    Returns h (B, L, d) and z (B, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.
+    Returns h (B, L, d) and lse (B, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.
     """
     h, lse = _module(q).sketched_attention(q, k, v, causal=causal, key_mask=key_mask, segments=segments)
     return h, lse
@@ -54,7 +54,7 @@ def chosen_keys(
     α = 1 is p = ∞: that key is chosen whatever u is, the limit of α → 1. Of equal scores the smaller position wins.
     Returns (B, H, Lq, K) int32, H = 1 without noise; −1 where fewer than K keys are visible.
     """
-    # The kernels take q and k in float64, too.
+    # The kernels take q and k in float64 too.
     module = _module(q.float())
     index: Tensor = module.chosen_keys(q, k, spec, noise, lse, key_mask, segments, first_query)
     return index

@@ -15,13 +15,13 @@ from megasparse.ops.sketch.specification import KeyChoiceSpec
 def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See operator.py."""
+    """Computes `operator.sketched_attention`."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     alpha, seen = sketched_weights(q, k, causal=causal, key_mask=key_mask, segments=segments)
     score = (q @ k.transpose(-1, -2)) / q.shape[2] ** 0.5
-    z = score.masked_fill(~seen, -1e300 if dtype == torch.float64 else -1e38).logsumexp(-1)
-    return alpha @ v, z.masked_fill(~seen.any(-1), -torch.inf)
+    lse = score.masked_fill(~seen, -1e300 if dtype == torch.float64 else -1e38).logsumexp(-1)
+    return alpha @ v, lse.masked_fill(~seen.any(-1), -torch.inf)
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def chosen_keys(
     segments: Tensor | None = None,
     first_query: int = 0,
 ) -> Tensor:
-    """See operator.py. lse is not read: α is at hand."""
+    """Computes `operator.chosen_keys`. lse is not read: α is at hand."""
     who = key_mask, segments
     alpha, seen = sketched_weights(q.double(), k.double(), spec.causal, *who, noise is None, first_query)
     drawn = None if noise is None else uniform(noise, k.shape[1])
