@@ -9,7 +9,7 @@ import torch
 
 Case = Callable[[torch.dtype, int], None]
 CASES: dict[str, Case] = {}
-"""By operator."""
+"""The case of each operator."""
 HEAD_DIMS = (16, 32, 64, 128, 256)
 ONE_WIDTH = {"counting_sort", "sketch", "cross_entropy"}
 """Operators in which a layer's head dim has no part: the case has all their widths, and one head dim stands for all."""

@@ -1,4 +1,4 @@
-"""What a Triton kernel takes of a GPU, read from its binary: registers, spills, shared memory, tensor cores.
+"""Resources that a Triton kernel takes of a GPU, read from its binary: registers, spills, shared memory, tensor cores.
 
 It is compiled ahead of time, which needs no GPU.
 """
@@ -49,7 +49,7 @@ class Resources:
 
 
 def distinct(launches: Iterable[Launch]) -> list[Launch]:
-    """Without those that run the same binary as an earlier one."""
+    """The launches but those that run the same binary as an earlier one."""
     found: dict[str, Launch] = {}
     for launch in launches:
         source, options = _source(launch)

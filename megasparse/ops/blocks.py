@@ -1,7 +1,7 @@
-"""How large blocks of blockwise code are: each op says how many numbers one holds at most, planning makes all smaller.
+"""Sizes of the blocks of blockwise operators.
 
-A pass over a part of a sequence with blocks of the same part takes that part of the whole pass's memory, whether or not
-the whole pass fills its blocks: planning/pass_memory.py.
+Each operator has a limit of the numbers that a block holds. Planning makes all limits smaller: a pass over 1/n of a
+sequence with 1/n of the limits takes 1/n of the whole pass's memory, so it measures that memory cheaply.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ _part = 1.0
 
 
 def at_most(numbers: int) -> int:
-    """What an op's limit is now: the limit itself, or inside `smaller_blocks` a part of it, at least 1."""
+    """The limit to obey now: `numbers` itself, or inside `smaller_blocks` a part of it, at least 1."""
     return max(1, round(numbers * _part))
 
 
 @contextmanager
 def smaller_blocks(part: float) -> Iterator[None]:
-    """Every limit is this part of what it is elsewhere, in all threads: autograd has its own."""
+    """Multiplies every limit by `part` inside the context, in all threads: autograd has threads of its own."""
     global _part
     before, _part = _part, part
     try:

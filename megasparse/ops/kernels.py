@@ -1,4 +1,4 @@
-"""What the Triton kernels of all operators share: products, random bits, and how a kernel is started.
+"""Products, random bits and the launch of kernels, shared by the Triton kernels of all operators.
 
 Kernels are started by `launch` alone, so that `recorded` sees every one of them with the very settings it runs with:
 ahead-of-time compilation needs no list of its own.
@@ -72,7 +72,7 @@ def strides(*xs: Tensor) -> list[int]:
 
 
 def precision() -> str:
-    """How products of fp32 factors are computed: exactly, or in TF32 where torch allows it."""
+    """The precision of products of fp32 factors: exactly, or in TF32 where torch allows it."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
@@ -109,7 +109,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any)
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Within it kernels are not started, but listed."""
+    """Lists kernels inside the context instead of starting them."""
     global _recording
     before, _recording = _recording, []
     try:

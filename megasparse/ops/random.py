@@ -35,7 +35,7 @@ def derive(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class RngContext:
-    """What the random draws of one forward pass depend on.
+    """Everything that the random draws of one forward pass depend on.
 
     seed: of the run. step: optimizer step. samples: (B,) int64, global number of each sequence. training: dropout is
     on. rounds: hash rounds in place of the configured ones, or None. first: position of the first token that is here,
@@ -104,7 +104,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def _drop(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
-    """In blocks that stay in a CPU's cache: drawn whole, the bits of a wide layer cost more than its matrix product."""
+    """Drops numbers in blocks that stay in a CPU's cache: drawn whole, bits cost more than a wide product."""
     threshold = round(rate * 2**32) - 2**31
     if implementation(x, largest_width=None) == "triton":
         from megasparse.ops.random_kernels import drop

@@ -18,7 +18,7 @@ from megasparse.benchmarks.kernels import SHARED_MEMORY
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "docs" / "kernels.json"
 SUPPORTED = ("3.6.0", "3.7.1")
-"""What PyPI's CUDA builds of torch 2.13 require (3.7.1), and the Triton before it."""
+"""Triton 3.7.1, which PyPI's CUDA builds of torch 2.13 require, and the one before it."""
 
 
 def compiled(tmp_path, *options):

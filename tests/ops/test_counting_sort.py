@@ -11,11 +11,6 @@ def keys(rows, length, bits, dtype=torch.int16):
     return torch.randint(0, 1 << bits, (rows, length), generator=generator).to(DEVICE, dtype)
 
 
-@pytest.fixture(params=["blockwise", "triton"])
-def implementation(request, monkeypatch):
-    monkeypatch.setenv("MEGASPARSE_OPS", request.param)
-
-
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize(
     "rows,length,bits,dtype",

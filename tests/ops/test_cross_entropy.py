@@ -27,11 +27,10 @@ def results(score, logits, targets, smoothing):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("name", ["blockwise", "triton"])
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("count,width", [(1, 2), (5, 258), (3, 9000)])
 @pytest.mark.parametrize("dtype", list(BARS))
-def test_scores_and_gradient_are_those_of_the_definition(count, width, dtype, name, smoothing, monkeypatch):
-    monkeypatch.setenv("MEGASPARSE_OPS", name)
+def test_scores_and_gradient_are_those_of_the_definition(count, width, dtype, smoothing):
     logits, targets = random_logits(count, width, dtype)
     out, slope = results(token_scores, logits, targets, smoothing)
     exact, exact_slope = results(defined, logits.double(), targets, smoothing)
@@ -41,9 +40,8 @@ def test_scores_and_gradient_are_those_of_the_definition(count, width, dtype, na
     assert (slope - exact_slope).norm() <= BARS[dtype] * exact_slope.norm()
 
 
-@pytest.mark.parametrize("name", ["blockwise", "triton"])
-def test_of_equal_logits_the_first_is_the_likeliest(name, monkeypatch):
-    monkeypatch.setenv("MEGASPARSE_OPS", name)
+@pytest.mark.usefixtures("implementation")
+def test_of_equal_logits_the_first_is_the_likeliest():
     scores = token_scores(torch.zeros(3, 5000, device=DEVICE), torch.tensor([0, 1, 4999], device=DEVICE))
     assert scores[:, 1].tolist() == [1.0, 0.0, 0.0]
 

@@ -3,33 +3,32 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import megasparse.ops.hash_table_attention as operator
 import megasparse.ops.hash_table_attention.blockwise as blockwise
 import megasparse.ops.hash_table_attention.expected as expected
 import megasparse.ops.hash_table_attention.pairs as pairs
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hash_table_attention import reference as defined
 from megasparse.ops.hashing import sign_codes
+from tests.helpers import operators
+from tests.helpers.kernels import DEVICE
+from tests.helpers.operators import random_masks
 
 PROCEDURES = pytest.mark.parametrize("backward", ["tables", "pairs"])
 
 
-def random_heads(length, keys=None, batch=2, heads=2, dim=5, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    sizes = (length, keys or length, keys or length)
-    q, k, v = (torch.randn(batch, heads, n, dim, generator=generator, dtype=torch.float64) for n in sizes)
-    return [
-        x.to(dtype) for x in (torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1), v)
-    ]
+def random_heads(length, keys=None, batch=2, heads=2, dim=5, dtype=torch.float64, device="cpu"):
+    """q and k are of length 1."""
+    q, k, v = operators.random_heads(length, keys, (batch, heads), dim)
+    return [x.to(device, dtype) for x in (F.normalize(q, dim=-1), F.normalize(k, dim=-1), v)]
 
 
-def random_codes(heads, hashes, code_bits, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (*heads[0].shape[:2], hashes)
-    return [
-        torch.randint(0, 1 << code_bits, (*shape, x.shape[2]), generator=generator, dtype=torch.int16)
-        for x in heads[:2]
-    ]
+def random_codes(heads, hashes, code_bits, dtype=torch.int16):
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(*x.shape[:2], hashes, x.shape[2]) for x in heads[:2]]
+    return [torch.randint(1 << code_bits, n, generator=generator).to(heads[0].device, dtype) for n in shapes]
 
 
 def call(attention, heads, *codes, query_mask=None, key_mask=None, segments=None, **rule):
@@ -43,10 +42,13 @@ def gradients(attention, heads, *codes, **rule):
     return out.detach(), total.detach(), *torch.autograd.grad(out, [q, k, v], grad)
 
 
-def random_masks(length, seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(2, length, generator=generator) > 0.3
-    return mask, torch.randint(0, 3, (2, length), generator=generator).sort(-1).values
+def assert_equal_to_the_definition(attention, heads, codes, backward="auto", chunk=128, **rule):
+    """attention: the name of an operator."""
+    ours = gradients(getattr(operator, attention), heads, *codes, **rule, chunk=chunk, backward=backward)
+    exact = gradients(getattr(defined, attention), heads, *codes, **rule)
+    for mine, dense in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine, dense, rtol=1e-9, atol=1e-10)
+    return ours
 
 
 def small_blocks(monkeypatch):
@@ -66,9 +68,7 @@ def test_N5_sampled_forward_and_gradients_are_those_of_the_definition(length, ba
     for causal, padding, segments, code_bits, hashes in flags:
         codes = random_codes(heads, hashes, code_bits)
         rule = dict(code_bits=code_bits, causal=causal, query_mask=padding, key_mask=padding, segments=segments)
-        ours = gradients(hash_table_attention, heads, *codes, **rule, chunk=4, backward=backward)
-        for mine, dense in zip(ours, gradients(defined.hash_table_attention, heads, *codes, **rule), strict=True):
-            torch.testing.assert_close(mine, dense, rtol=1e-9, atol=1e-10)
+        assert_equal_to_the_definition("hash_table_attention", heads, codes, backward, 4, **rule)
 
 
 @pytest.mark.parametrize("length", [1, 5, 29])
@@ -77,9 +77,7 @@ def test_N5_expected_forward_and_gradients_are_those_of_the_definition(length, m
     heads, (mask, documents) = random_heads(length), random_masks(length)
     for causal, padding, segments in itertools.product([True, False], [None, mask], [None, documents]):
         rule = dict(code_bits=6, causal=causal, query_mask=padding, key_mask=padding, segments=segments)
-        ours = gradients(expected_attention, heads, **rule)
-        for mine, dense in zip(ours, gradients(defined.expected_attention, heads, **rule), strict=True):
-            torch.testing.assert_close(mine, dense, rtol=1e-9, atol=1e-10)
+        assert_equal_to_the_definition("expected_attention", heads, [], **rule)
 
 
 @PROCEDURES
@@ -87,12 +85,8 @@ def test_other_lengths_of_keys_and_their_padding(backward):
     heads = random_heads(7, keys=19)
     codes, mask = random_codes(heads, 3, 2), random_masks(19)[0]
     rule = dict(code_bits=2, causal=False, key_mask=mask)
-    ours = gradients(hash_table_attention, heads, *codes, **rule, backward=backward)
-    for mine, dense in zip(ours, gradients(defined.hash_table_attention, heads, *codes, **rule), strict=True):
-        torch.testing.assert_close(mine, dense, rtol=1e-9, atol=1e-10)
-    ours = gradients(expected_attention, heads, **rule)
-    for mine, dense in zip(ours, gradients(defined.expected_attention, heads, **rule), strict=True):
-        torch.testing.assert_close(mine, dense, rtol=1e-9, atol=1e-10)
+    assert_equal_to_the_definition("hash_table_attention", heads, codes, backward, **rule)
+    assert_equal_to_the_definition("expected_attention", heads, [], **rule)
 
 
 @PROCEDURES
@@ -119,7 +113,7 @@ def test_the_bound_is_below_the_true_derivative_and_finite_where_that_is_not():
     (true,) = torch.autograd.grad(weight.sum(), x)
     inside = slice(1, -1)
     assert (4 * weight.detach()[inside] <= true[inside] + 1e-12).all() and not torch.isfinite(true[-1])
-    q = torch.nn.functional.normalize(torch.randn(1, 1, 50, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
+    q = F.normalize(torch.randn(1, 1, 50, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
     out, total, *grads = gradients(expected_attention, [q, q, q], code_bits=8, causal=False)
     assert all(torch.isfinite(x).all() for x in (out, total, *grads))
 
@@ -145,21 +139,18 @@ def test_all_tokens_in_one_bucket_is_the_sum_of_all_values(causal, backward, mon
     heads = random_heads(13)
     codes = [torch.zeros_like(c) for c in random_codes(heads, 5, 4)]
     rule = dict(code_bits=4, causal=causal)
-    ours = gradients(hash_table_attention, heads, *codes, **rule, chunk=4, backward=backward)
+    ours = assert_equal_to_the_definition("hash_table_attention", heads, codes, backward, 4, **rule)
     expected_sum = heads[2].cumsum(2) if causal else heads[2].sum(2, keepdim=True).expand_as(heads[2])
     torch.testing.assert_close(ours[0], expected_sum)
-    for mine, dense in zip(ours, gradients(defined.hash_table_attention, heads, *codes, **rule), strict=True):
-        torch.testing.assert_close(mine, dense, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.usefixtures("implementation")
 @PROCEDURES
 def test_more_buckets_than_tokens_and_no_collision(backward):
-    heads = random_heads(6)
-    number = torch.arange(6).expand(2, 2, 3, -1)
-    out, total, *grads = gradients(
-        hash_table_attention, heads, number, number + 6, code_bits=20, causal=False, backward=backward
-    )
-    assert all((x == 0).all() for x in (out, total, *grads))
+    heads = random_heads(6, dtype=torch.float32, device=DEVICE)
+    number = torch.arange(6, device=DEVICE).expand(2, 2, 3, -1)
+    rule = dict(code_bits=20, causal=False, backward=backward)
+    assert all((x == 0).all() for x in gradients(hash_table_attention, heads, number, number + 6, **rule))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -209,12 +200,9 @@ def test_auto_takes_the_procedure_with_less_to_do(code_bits, chosen, monkeypatch
     assert set(used) == {chosen}
 
 
-def test_two_runs_are_bit_identical():
-    heads = random_heads(150, dim=8, dtype=torch.float32)
-    codes = random_codes(heads, 8, 3)
-    for backward in ("tables", "pairs"):
-        runs = [
-            gradients(hash_table_attention, heads, *codes, code_bits=3, causal=True, backward=backward)
-            for _ in range(2)
-        ]
-        assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+@pytest.mark.usefixtures("implementation")
+@PROCEDURES
+def test_two_runs_are_bit_identical(backward):
+    heads = random_heads(40, dim=8, dtype=torch.float32, device=DEVICE)
+    codes, rule = random_codes(heads, 2, 3), dict(code_bits=3, causal=True, backward=backward)
+    operators.assert_same_bits(*(gradients(hash_table_attention, heads, *codes, **rule) for _ in range(2)))

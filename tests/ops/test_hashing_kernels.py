@@ -1,5 +1,5 @@
 """The hashing kernels, in Triton's interpreter: a code may differ from another only where two scores are equal up to
-rounding, which float64 tells.
+rounding, by float64.
 """
 
 import pytest

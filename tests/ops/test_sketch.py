@@ -7,6 +7,7 @@ import megasparse.ops.sketch.blockwise as blockwise
 from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, draws, sketched_attention
 from megasparse.ops.sketch.reference import best_keys as defined
 from megasparse.ops.sketch.reference import sketched_weights, uniform
+from tests.helpers.kernels import DEVICE
 from tests.helpers.peak_memory import PeakMemory
 
 KINDS = ["inverse_log_squared", "inverse_log", "raw", "top_k", "random"]
@@ -44,13 +45,13 @@ def test_the_attention_and_its_gradients_are_those_of_the_definition(length, cau
     generator = torch.Generator().manual_seed(1)
     for mask in masks(length):
         q, k, v = (x.requires_grad_() for x in random_sketch(length))
-        h, z = sketched_attention(q, k, v, causal=causal, **mask)
+        h, lse = sketched_attention(q, k, v, causal=causal, **mask)
         alpha, seen = sketched_weights(q, k, causal=causal, **mask)
         expected = alpha @ v
         torch.testing.assert_close(h, expected, rtol=1e-10, atol=1e-10)
         logits = (q @ k.transpose(1, 2) / 2).masked_fill(~seen, -torch.inf)
-        torch.testing.assert_close(z, logits.logsumexp(-1), rtol=1e-10, atol=1e-10)
-        assert not seen.any(-1).all() or (z > -torch.inf).all()
+        torch.testing.assert_close(lse, logits.logsumexp(-1), rtol=1e-10, atol=1e-10)
+        assert not seen.any(-1).all() or (lse > -torch.inf).all()
         grad = torch.randn(h.shape, generator=generator, dtype=h.dtype)
         for a, b in zip(
             torch.autograd.grad(h, [q, k, v], grad), torch.autograd.grad(expected, [q, k, v], grad), strict=True
@@ -92,25 +93,28 @@ def test_tiles_and_the_number_of_queries_at_a_time_change_nothing(monkeypatch):
     assert torch.equal(choose(q, k, 6, noise=None, **rule), shared)
 
 
-def test_equal_scores_go_to_the_smaller_position(small_tiles):
-    q, k, _ = random_sketch(20, dtype=torch.float32)
-    nearly = k[:, :1] * (1 + 1e-7 * torch.arange(20)[:, None])  # as if computed in another order
+@pytest.mark.usefixtures("implementation", "small_tiles")
+def test_equal_scores_go_to_the_smaller_position():
+    q, k, _ = (x[:1].to(DEVICE) for x in random_sketch(70, dtype=torch.float32))
+    nearly = k[:, :1] * (1 + 1e-7 * torch.arange(70, device=DEVICE)[:, None])  # as if computed in another order
     for keys in (k * 0, k[:, :1].expand_as(k), k.abs() * -0.0, nearly):
-        index = choose(q, keys, 4, causal=False, sampling="top_k", noise=None)
-        assert torch.equal(index, torch.arange(4, dtype=torch.int32).expand(2, 1, 20, 4))
+        index = choose(q[:, :4], keys, 4, causal=False, sampling="top_k", noise=None)
+        assert torch.equal(index, torch.arange(4, dtype=torch.int32, device=DEVICE).expand(1, 1, 4, 4))
 
 
+@pytest.mark.usefixtures("implementation")
 def test_a_weight_of_one_is_always_chosen_and_a_large_sketch_stays_in_order():
     """α = 1 is p = ∞."""
-    q, k, v = random_sketch(30, dtype=torch.float32)
-    k[:, 11] = q[:, 0] = torch.tensor([200.0, 0, 0, 0])
-    noise = some_noise(30)
+    q, k, v = (x[:1].to(DEVICE) for x in random_sketch(30, dtype=torch.float32))
+    k[:, 11] = q[:, 0] = torch.tensor([200.0, 0, 0, 0], device=DEVICE)
+    noise = some_noise(30, batch=1, heads=range(2))
+    rule = dict(causal=False, noise=noise._replace(rows=noise.rows[:, :4].to(DEVICE)))
     _, lse = sketched_attention(q, k, v, causal=False)
     for sampling in ("inverse_log_squared", "inverse_log"):
-        index = choose(q, k, 3, causal=False, sampling=sampling, noise=noise, lse=lse)
+        index = choose(q[:, :4], k, 3, sampling=sampling, lse=lse[:, :4], **rule)
         assert (index[:, :, 0, 0] == 11).all() and (index[:, :, 0, 1:] != 11).all() and (index >= 0).all()
     _, lse = sketched_attention(q * 1e4, k * 1e4, v, causal=False)
-    index = choose(q * 1e4, k * 1e4, 3, causal=False, sampling="inverse_log_squared", noise=noise, lse=lse)
+    index = choose(q[:, :4] * 1e4, k * 1e4, 3, sampling="inverse_log_squared", lse=lse[:, :4], **rule)
     assert (index >= 0).all() and (index < 30).all()
 
 
@@ -133,8 +137,8 @@ def test_how_often_a_key_is_the_first_is_its_probability(sampling):
     torch.testing.assert_close(exact.sum().item(), 1.0, rtol=1e-3, atol=1e-3)
     for head in heads:
         count = torch.bincount(first[:, head].long(), minlength=8)
-        z = (count - samples * exact) / (samples * exact * (1 - exact)).sqrt().clamp_min(1)
-        assert z.abs().max() < 4
+        lse = (count - samples * exact) / (samples * exact * (1 - exact)).sqrt().clamp_min(1)
+        assert lse.abs().max() < 4
     # Heads draw by themselves: they agree as often as independent ones.
     agree, chance = (first[:, 0] == first[:, 1]).double().sum(), (exact**2).sum()
     assert abs(agree - samples * chance) / math.sqrt(samples * chance * (1 - chance)) < 4

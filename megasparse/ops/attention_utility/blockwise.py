@@ -191,7 +191,7 @@ def _visible_queries(q: Features, k: Features, members: Tensor) -> Iterator[Tile
 
 @torch.no_grad()
 def _visible_keys(q: Features, k: Features, members: Tensor) -> Iterator[Tile]:
-    """From the last tile to the first: sums over the tiles after, at the level `after`, and pairs inside the tile."""
+    """ψ′ from the last tile to the first: sums over later tiles, at the level `after`, and pairs inside the tile."""
     level = _levels(k)
     weights = _visible_weights(q, k, level, members.shape[2])
     after = level[:, :, -1:]

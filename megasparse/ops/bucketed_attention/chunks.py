@@ -196,7 +196,7 @@ class Block:
         return hidden.baddbmm_(q, k.transpose(1, 2), beta=-_HIDDEN)
 
     def _hidden(self) -> Tensor:
-        """How many reasons hide a key from a query, (G, W, T, S·T). A pair counts in the first round that shows it."""
+        """The number of reasons that hide a key from a query, (G, W, T, S·T); an earlier round that shows it is one."""
         tiling, round_ = self.tiling, self.round
         slot, low, high = self._of(round_.own)
         hidden, above, below = (slot.new_empty(*low.shape[:3], slot.shape[3]) for _ in range(3))

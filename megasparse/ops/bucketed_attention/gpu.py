@@ -170,7 +170,7 @@ _ORDERED_TOKENS = 1024
 
 
 class _Call:
-    """What all launches of one call have in common."""
+    """Sizes, settings and layouts that all launches of one call share."""
 
     def __init__(self, q: Tensor, spec: BucketedAttentionSpec, separate: bool, intervals: Intervals):
         batch, self.heads, self.length, head_dim = q.shape

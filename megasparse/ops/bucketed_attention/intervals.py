@@ -1,4 +1,4 @@
-"""Who sees whom, for kernels that gather: in sorted order every window is an interval.
+"""Visibility for kernels that gather: in sorted order every window is an interval of places.
 
 In each round queries and keys are sorted by (segment, bucket, position), padding last. Query i sees the sorted key
 places [low_i, high_i), and neither bound falls along the sorted queries: a block of queries meets a run of keys, and a
@@ -20,7 +20,7 @@ NOWHERE = 1 << 30
 
 @dataclass(frozen=True)
 class Intervals:
-    """All (G, R, L) int32, G = B·H, B or 1: rows of q share a layout where their codes are the same.
+    """Orders and bounds, (G, R, L) int32 each, G = B·H, B or 1: rows of q with the same codes share them.
 
     query_order, key_order: the token at each sorted place; None: sorted order is that of positions. low, high: bounds
     of the query at each sorted place. token_low, token_high, token_place: the bounds of a query and the place of a key
@@ -57,7 +57,7 @@ def shared_intervals(
     key_mask: Tensor | None,
     segments: Tensor | None,
 ) -> Intervals:
-    """Intervals for codes (B, H, R, L) that queries and keys share; None is one bucket and one round. like: (B, H, L, D).
+    """Intervals for codes (B, H, R, L) that queries and keys share; None: one bucket and round. like: (B, H, L, D).
 
     Where a bucket's tokens stand in order of position and attention is causal, the bounds alone decide what is visible;
     elsewhere the kernels also compare positions.

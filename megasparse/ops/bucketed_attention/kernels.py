@@ -1,10 +1,10 @@
-"""Exact attention inside intervals of sorted keys, gathered by index. See `intervals` for who sees whom.
+"""Exact attention inside intervals of sorted keys, gathered by index; see `intervals` for the visibility.
 
 A program owns a block of sorted queries, or of sorted keys, of one row in one round, and reads and writes the rows of
 these tokens: each token stands once in a round, so nothing is added by two programs. A round goes on where the one
 before stopped: its softmax starts from that one's output and log-sum-exp.
 
-Logarithms are in base 2. `lse2` is log2 Σ exp(score) of a query over all rounds so far, −∞ where it has seen nothing.
+Logarithms are in base 2. lse2 is log2 Σ exp(score) of a query over all rounds so far, −∞ where it has seen nothing.
 
 B batch, H heads, R rounds, L length, D head dim, m queries and n keys of a tile.
 """
@@ -21,7 +21,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def row_of(x, row, heads, batch_stride, head_stride):
-    """Where row `row` of B·H begins in x (B, H, L, D)."""
+    """The address at which row `row` of B·H begins in x (B, H, L, D)."""
     return x + (row // heads).to(tl.int64) * batch_stride + (row % heads).to(tl.int64) * head_stride
 
 
@@ -247,7 +247,7 @@ def see_self(
     out_batch, out_head, out_stride, heads, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Whoever saw nothing gets its own value, and its own score as lse."""
+    """Gives a token that saw nothing its own value, and its own score as lse."""
     row = tl.program_id(0) // tl.cdiv(length, TOKENS)
     token, statistic, lonely = lonely_tokens(lse2, key_mask, row, heads, length, TOKENS)
     own_q = gather(row_of(q, row, heads, q_batch, q_head), token, q_stride, lonely, HEAD_DIM, BLOCK_D)
@@ -264,7 +264,7 @@ def see_self_gradient(
     grad_head, grad_stride, dq_batch, dq_head, dq_stride, dk_batch, dk_head, dk_stride, heads, length, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """What `see_self` adds to the gradients."""
+    """Adds the gradients of `see_self`."""
     row = tl.program_id(0) // tl.cdiv(length, TOKENS)
     token, statistic, lonely = lonely_tokens(lse2, key_mask, row, heads, length, TOKENS)
     slope = (tl.load(grad_lse + statistic, mask=lonely, other=0.0) * scale)[:, None]

@@ -1,4 +1,4 @@
-"""Who sees whom: tokens in order of (segment, bucket, position), and a window on that order.
+"""Visibility of tokens: their order by (segment, bucket, position), and a window on that order.
 
 Visibility in a round is one integer comparison. Every token gets a `slot`, and j is visible to i iff 0 <= slot_i −
 slot_j < width, or where the window is two-sided |slot_i − slot_j| < width:

@@ -113,7 +113,7 @@ class _Block:
 
 
 class _Memberships:
-    """In which clusters each token stands: the lists, sorted by token. Nothing of L·W numbers is kept."""
+    """The clusters of each token: the lists, sorted by token. Nothing of L·W numbers is kept."""
 
     def __init__(self, index: Tensor, length: int):
         rows, self.clusters = index.shape[0] * index.shape[1], index.shape[2]

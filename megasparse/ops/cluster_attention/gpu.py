@@ -38,7 +38,7 @@ def cluster_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `operator.cluster_attention` by kernels. A tensor is copied only where its head dim is not contiguous."""
+    """Computes `operator.cluster_attention` by kernels. Tensors are copied only where the head dim is strided."""
     out, lse = _ClusterAttention.apply(q, k, v, query_index, key_index, spec, key_mask, segments)
     return out, lse
 
@@ -174,7 +174,7 @@ def _membership(lists: _Lists) -> Tensor:
 
 
 def _meetings(queries: _Lists, keys: _Lists) -> Tensor:
-    """Which pairs of a cluster meet in an earlier one, as bits: (B|1, H|1, W, Mq, Mk/32), a multiple of 4 words."""
+    """Pairs of a cluster that meet in an earlier one, as bits: (B|1, H|1, W, Mq, Mk/32), a multiple of 4 words."""
     batch, heads = (max(sizes) for sizes in zip(queries.tokens.shape[:2], keys.tokens.shape[:2], strict=True))
     (clusters, places), key_places = queries.tokens.shape[2:], keys.tokens.shape[3]
     held = _membership(queries), _membership(keys)
@@ -225,9 +225,7 @@ def _numbers(q: Tensor, queries: _Lists, keys: _Lists, met: Tensor | None, block
 
 
 def _steps(x: Tensor) -> tuple[int, int]:
-    """How many rows of x (B|1, H|1, ...) to go on from one sequence, and from one head, to the next: 0 where they share
-    it.
-    """
+    """Rows of x (B|1, H|1, ...) from one sequence, and from one head, to the next; 0 where they share one."""
     batch, heads = x.shape[:2]
     return heads if batch > 1 else 0, 1 if heads > 1 else 0
 

@@ -29,13 +29,13 @@ def _tokens(lists, first, places, COUNT: tl.constexpr):
 
 @triton.jit
 def _met_place(met_words, first, places, COUNT: tl.constexpr):
-    """Where the words of COUNT queries of a cluster begin; past the list's end, those of its last one."""
+    """Offsets of the words of COUNT queries of a cluster; past the list's end, those of its last one."""
     return tl.minimum(first + tl.arange(0, COUNT), places - 1).to(tl.int64) * met_words
 
 
 @triton.jit
 def _seen(query, key, key_mask, segments, met, first, lanes, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
-    """Which pairs of tokens, (n, 1) and (1, m) or the other way round, count in this cluster: those that may see each
+    """Pairs of tokens, (n, 1) and (1, m) or the other way round, that count in this cluster: those that may see each
     other and do not meet in an earlier one. met: where the queries' words of `meetings` begin, or None; the keys are
     those of `lanes` (0 to KEYS) from place `first` on.
     """
@@ -270,7 +270,7 @@ def query_gradients(
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What QUERIES places of a cluster add to dq, without the scale: parts (B·H, W·Mq, D)."""
+    """Gradients that QUERIES places of a cluster add to dq, without the scale: parts (B·H, W·Mq, D)."""
     row, batch, head, cluster, block = _where(heads, clusters, blocks)
     q_list, k_list = batch * q_lists_batch + head * q_lists_head, batch * k_lists_batch + head * k_lists_head
     q += batch * q_batch + head * q_head
@@ -315,7 +315,7 @@ def key_gradients(
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What KEYS places of a cluster add to dk, without the scale, and to dv: (B·H, W·Mk, D) each. Scores stand with
+    """Gradients that KEYS places of a cluster add to dk, without the scale, and dv: (B·H, W·Mk, D) each. Scores have
     keys in rows, as the products that add up over queries take them.
     """
     row, batch, head, cluster, block = _where(heads, clusters, blocks)

@@ -5,5 +5,5 @@ from torch import Tensor
 
 
 def counting_sort(keys: Tensor, bits: int) -> Tensor:
-    """See `operator.counting_sort`."""
+    """Computes `operator.counting_sort`."""
     return torch.sort(keys, dim=-1, stable=True).indices.to(torch.int32)

@@ -17,7 +17,7 @@ _WIDE = 8  # digits of one program: 32 B, the least that a GPU reads
 
 
 def counting_sort(keys: Tensor, bits: int) -> Tensor:
-    """See `operator.counting_sort`. Strided keys are copied once.
+    """Computes `operator.counting_sort` by kernels. Strided keys are copied once.
 
     Cost: ⌈bits/8⌉ passes. A pass moves rows·L·(2·key bytes + 4), and 8 more a token where it is not the first, besides
     16·rows·T·N of counts; its 64·rows·L comparisons are less than that on any GPU. No floating-point products.

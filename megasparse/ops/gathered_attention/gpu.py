@@ -27,7 +27,7 @@ _GATHERED = 1024  # numbers of k, and of v, that a warp gathers at a time: 32 a 
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Computes `operator.gathered_attention` by kernels. A tensor is copied only where its head dim is not contiguous."""
+    """Computes `operator.gathered_attention` by kernels. Tensors are copied only where the head dim is strided."""
     out, lse = _GatheredAttention.apply(q, k, v, index, scale)
     return out, lse
 
@@ -111,6 +111,6 @@ def _key_gradients(
 
 
 def _steps(index: Tensor, row: int) -> tuple[int, int]:
-    """How far lists of `row` numbers go on from one sequence, and from one head, to the next: 0 where they share it."""
+    """Strides of lists of `row` numbers from one sequence, and from one head, to the next; 0 where they share one."""
     batch, heads = index.shape[:2]
     return heads * row if batch > 1 else 0, row if heads > 1 else 0

@@ -1,4 +1,4 @@
-"""Who can meet whom: groups of tokens, buckets of a hash, and how many rows (a batch element's head) at a time.
+"""Pairs that can meet: groups of tokens, buckets of a hash, and slices of rows (a batch element's head).
 
 G rows at a time, L length, m hashes, τ code bits, T buckets.
 """
@@ -33,7 +33,7 @@ def groups(
 
 
 def row_slices(rows: int, elements: int, each: int) -> Iterator[slice]:
-    """All rows, as many at a time as keep `each` elements a row within `elements`."""
+    """Slices of all rows, as many at a time as keep `each` elements a row within `elements`."""
     step = max(1, at_most(elements) // max(1, each))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

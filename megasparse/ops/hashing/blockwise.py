@@ -17,7 +17,7 @@ _BLOCK_ELEMENTS = 1 << 21  # rotated numbers at a time: 8 MB of fp32
 @without_autocast
 @torch.no_grad()
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
-    """See `operator.angular_hash`."""
+    """Computes `operator.angular_hash` in blocks."""
     batch, heads, length, head_dim = x.shape
     rounds, width = rotations.shape[1], rotations.shape[3]
     dtype = torch.promote_types(x.dtype, torch.float32)

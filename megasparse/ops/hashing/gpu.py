@@ -20,7 +20,7 @@ _HASHES = 64  # whose codes one program keeps
 
 
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
-    """See `operator.angular_hash`.
+    """Computes `operator.angular_hash` by kernels.
 
     Cost: 2·B·H·R·L·D·S operations in fp32, outside the tensor cores. Moves x once (the rounds and factors read it again
     from the cache), the rotations, and 2 or 4 bytes a code: B·H·L·(D·bytes + 2·R).
@@ -37,7 +37,7 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
 
 
 def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
-    """See `operator.sign_codes`.
+    """Computes `operator.sign_codes` by kernels.
 
     Cost: gaussian 2·B·H·L·D·m·τ operations in fp32; hadamard 3·B·H·L·τ·P·(1 + log₂ P) for each P hashes. Moves x once
     and 2 or 4 bytes a code: B·H·L·(D·bytes + 2·m).

@@ -12,7 +12,7 @@ from megasparse.ops.kernels import dot
 
 @triton.jit
 def _vectors(x, row, heads, batch_stride, head_stride):
-    """Where the vectors of batch and head number `row` begin."""
+    """The address at which the vectors of batch and head number `row` begin."""
     return x + (row // heads) * batch_stride + (row % heads) * head_stride
 
 

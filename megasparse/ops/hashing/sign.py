@@ -18,7 +18,7 @@ Kind = Literal["hadamard", "gaussian"]
 
 
 def code_dtype(count: int) -> torch.dtype:
-    """What holds codes below `count`."""
+    """The smallest integer type that holds codes below `count`."""
     return torch.int16 if count <= 1 << 15 else torch.int32
 
 
@@ -44,7 +44,7 @@ def _rows(heads: range, count: int, device: torch.device) -> Tensor:
 @without_autocast
 @torch.no_grad()
 def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
-    """See `operator.sign_codes`."""
+    """Computes `operator.sign_codes` in blocks."""
     batch, _, length, width = x.shape
     dtype = torch.promote_types(x.dtype, torch.float32)
     power = 1 << (width - 1).bit_length()

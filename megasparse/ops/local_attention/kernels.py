@@ -74,7 +74,7 @@ def _queries_of(tile, document, length, chunk, CAUSAL: tl.constexpr, T: tl.const
 
 @triton.jit
 def _seen(first, last, doc, tile, document, T: tl.constexpr):
-    """Which places of a tile (columns) lie in the windows of others (rows)."""
+    """Whether places of a tile (columns) lie in the windows of others (rows)."""
     other = tl.arange(0, T)[None, :]
     seen = (other >= (first - tile * T)[:, None]) & (other <= (last - tile * T)[:, None])
     if document is not None:

@@ -20,7 +20,7 @@ _TAKEN = tl.constexpr(-(1 << 31))  # below every rank
 
 @triton.jit
 def rounded(score):
-    """To the nearest multiple of 1/256, halves to even ones; from 2^14 on fp32 is as coarse by itself."""
+    """The nearest multiple of 1/256, halves to even ones; from 2^14 on fp32 is as coarse by itself."""
     steps = score * _STEPS
     return tl.where(tl.abs(steps) < 4194304.0, (steps + _HALVES) - _HALVES, steps)
 

@@ -1,4 +1,4 @@
-"""What the draws of the choice depend on."""
+"""Inputs of the random draws of the choice."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ KEYS = 1 << 11
 
 
 class Noise(NamedTuple):
-    """What u_ij depends on. key: of the layer. heads: their global numbers. rows: (B, Lq), see `Draws.rows`."""
+    """Inputs of u_ij. key: the layer's. heads: their global numbers. rows: (B, Lq), see `RngContext.rows`."""
 
     key: int
     heads: range
