@@ -24,7 +24,7 @@ from megasparse.evaluation.protocol import protocol_of
 from megasparse.evaluation.restore import restore, trained_tokenizer
 from megasparse.model.decoder import Causal
 from megasparse.model.encoder import Encoder
-from megasparse.training.batches import open_folder
+from megasparse.runs.data import open_folder
 
 MEASURES: dict[str, Any] = {"decoder": code_length, "encoder": masked_tokens, "encoder_decoder": target_tokens}
 

@@ -32,7 +32,7 @@ from megasparse.evaluation.attention.quality import record_calls
 from megasparse.evaluation.attention.study import Protocol, maps, study, summary
 from megasparse.evaluation.restore import restore
 from megasparse.model.encoder import Encoder
-from megasparse.training.batches import open_folder
+from megasparse.runs.data import open_folder
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:

@@ -27,7 +27,8 @@ from megasparse.errors import ConfigError, report_user_errors
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import dummy_records
-from megasparse.training.engine import Engine, build_engine
+from megasparse.training.engines.build import build_engine
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
 
 WARM_UP = 2

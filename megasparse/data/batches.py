@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megasparse.callbacks import Progress, never, silent
 from megasparse.data.index import Index
 from megasparse.data.mixture import Mixture
-from megasparse.data.remote import silent
 from megasparse.data.sequences import Sequences
 from megasparse.errors import ConfigError
 
@@ -28,10 +28,6 @@ CLOSE_SECONDS = 1.0
 
 class WaitingStopped(Exception):
     """`stop_waiting` ended the wait for data that is slow to come. Nothing is lost: `next` may be called again."""
-
-
-def never() -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,28 @@ def check_shares(global_batch: int, micro_batch: int, ranks: int, sharing: int =
     raise ConfigError("training.global_batch", problem, hint)
 
 
-class TrainingBatches(Iterator[Step]):
+Damage = dict[str, dict[str, int]]
+"""Damaged samples by shard and reason."""
+
+
+class Steps(Iterator[Step]):
+    """What one rank trains on: an endless iterator of `Step`s, and a context manager that closes it."""
+
+    def damage(self) -> Damage:
+        """Damaged samples that this rank has found so far."""
+        return {}
+
+    def close(self) -> None:
+        """End background threads and close files. May be called twice."""
+
+    def __enter__(self) -> "Steps":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class TrainingBatches(Steps):
     """Endless iterator of `Step`s over folders of shards, each with its weight among the sequences.
 
     Of each folder epochs follow each other, in each every sequence comes exactly once.
@@ -112,7 +129,7 @@ class TrainingBatches(Iterator[Step]):
         max_damaged: float = 0.0,
         stop_waiting: Callable[[], bool] = never,
         part: tuple[int, int] = (0, 1),
-        alive: Callable[[str], None] = silent,
+        alive: Progress = silent,
     ):
         assert 0 <= rank < world_size and start >= 0
         check_shares(global_batch, micro_batch, world_size * part[1], part[1])
@@ -155,7 +172,7 @@ class TrainingBatches(Iterator[Step]):
         """Tokens at the ends of the shards that no sequence has."""
         return sum(corpus.order.unused_tokens for corpus in self.corpora)
 
-    def damage(self) -> dict[str, dict[str, int]]:
+    def damage(self) -> Damage:
         """Damaged samples so far, by shard and reason; of several folders each shard is named with its folder."""
         if len(self.corpora) == 1:
             return self.corpora[0].damage.summary()
@@ -255,9 +272,3 @@ class TrainingBatches(Iterator[Step]):
             self._thread = None
         for corpus in self.corpora:
             corpus.close()
-
-    def __enter__(self) -> "TrainingBatches":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -9,6 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TypeVar
 
+from megasparse.callbacks import Progress
 from megasparse.data.files import file_sha256
 from megasparse.data.index_file import INDEX_FILE, Shard, one_line
 from megasparse.data.urls import OutOfRange, Refused, open_url
@@ -22,9 +23,6 @@ PATIENCE_SECONDS = 600.0
 SLOWEST = 100_000  # bytes a second
 """All attempts together may take PATIENCE_SECONDS, and as long as the file takes at SLOWEST."""
 POLL_SECONDS = 0.1
-
-Progress = Callable[[str], None]
-"""Told what is being waited for, as often as something happens. An exception of its own ends the fetching."""
 
 T = TypeVar("T")
 

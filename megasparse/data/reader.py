@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megasparse.callbacks import Progress, silent
 from megasparse.data.damage import Damage, DamagedSample
-from megasparse.data.fetching import Progress
 from megasparse.data.index import Index
 from megasparse.data.index_file import AGAIN, Shard
 from megasparse.data.members import (
@@ -28,7 +28,6 @@ from megasparse.data.members import (
     unreadable,
     verify_shard,
 )
-from megasparse.data.remote import silent
 from megasparse.errors import DataError
 
 Signature = tuple[int, ...]

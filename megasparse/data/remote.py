@@ -6,15 +6,12 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from megasparse.data.fetching import ATTEMPTS, Progress, fetch_bytes, fetch_shard
+from megasparse.callbacks import Progress, silent
+from megasparse.data.fetching import ATTEMPTS, fetch_bytes, fetch_shard
 from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, Shard
 from megasparse.data.shard_cache import Fill, ShardCache
 from megasparse.data.urls import check_url
 from megasparse.errors import UserError
-
-
-def silent(doing: str) -> None:
-    pass
 
 
 class RemoteFolder(os.PathLike[str]):

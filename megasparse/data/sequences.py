@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
+from megasparse.callbacks import Progress, silent
 from megasparse.data.damage import Damage, DamagedSample
-from megasparse.data.fetching import Progress
 from megasparse.data.index import Index
 from megasparse.data.index_file import AGAIN
 from megasparse.data.order import Order
 from megasparse.data.reader import ShardReader
-from megasparse.data.remote import FetchAhead, silent
+from megasparse.data.remote import FetchAhead
 from megasparse.errors import ConfigError, DataError
 
 

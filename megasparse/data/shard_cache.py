@@ -18,7 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megasparse.data.fetching import PATIENCE_SECONDS, POLL_SECONDS, FetchError, Progress
+from megasparse.callbacks import Progress
+from megasparse.data.fetching import PATIENCE_SECONDS, POLL_SECONDS, FetchError
 from megasparse.data.files import file_sha256, sync_folder
 from megasparse.data.index_file import Shard
 from megasparse.errors import ConfigError, DataError

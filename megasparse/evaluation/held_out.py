@@ -18,7 +18,7 @@ from megasparse.evaluation.bits_per_dim import of_engine, score
 from megasparse.evaluation.generate import generate
 from megasparse.evaluation.pictures import image_shape, picture_of
 from megasparse.model.padding import cut
-from megasparse.training.engine import Engine
+from megasparse.training.engines.contract import Engine
 from megasparse.training.stopping.hooks import RunHooks, check_stop
 
 Found = dict[str, float | str | Tensor]

@@ -13,7 +13,8 @@ from megasparse.model.encoder import Encoder
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
 from megasparse.planning.measure import peak, reset_peak
-from megasparse.training.engine import Engine, build_engine
+from megasparse.training.engines.build import build_engine
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
 
 

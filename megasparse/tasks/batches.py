@@ -1,7 +1,7 @@
 """Encoded examples to micro-batches. B batch, L length."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.data.batches import Batch, Step
+from megasparse.data.batches import Batch, Step, Steps
 from megasparse.data.order import permutation
 from megasparse.tasks.encoding import Encoded
 from megasparse.training.ranks import Ranks
@@ -90,7 +90,7 @@ def _padded(sequences: Sequence[Any], limit: int) -> Padded:
     return Padded(torch.from_numpy(tokens), torch.from_numpy(types), torch.tensor(lengths))
 
 
-class ExampleBatches(Iterator[Step]):
+class ExampleBatches(Steps):
     """Endless iterator of `Step`s over examples in memory: epochs follow each other, in each every example comes once.
 
     Which one comes i-th is a pure function of (seed, i); the ranks share each global batch out among them whatever

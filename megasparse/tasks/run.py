@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.data.batches import Step, check_shares
+from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.tasks import build_task
@@ -46,7 +46,7 @@ class TaskRun:
         """The sha256 of the training examples."""
         return fingerprint(self.train)
 
-    def batches(self, ranks: Ranks, position: int) -> Iterator[Step]:
+    def batches(self, ranks: Ranks, position: int) -> Steps:
         """This rank's steps from the global sample number `position` on. Raises ConfigError naming
         training.global_batch where the ranks cannot share it out.
         """

@@ -13,9 +13,9 @@ from megasparse.tasks.encoding import Encoded
 from megasparse.tasks.form import Form
 from megasparse.tasks.metrics import LOWER_IS_BETTER
 from megasparse.tasks.run import TaskRun
-from megasparse.training.engine import Engine
-from megasparse.training.loop import Evaluate
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks
+from megasparse.training.run import Evaluate
 from megasparse.training.selection import Selection
 from megasparse.training.stopping.hooks import RunHooks, check_stop
 

@@ -1,4 +1,4 @@
-"""Loss spikes: a loss far above those of the last steps, judged before the update (OLMo 2's rule, arXiv:2501.00656)."""
+"""Loss spikes: a loss far above those of the last steps, found before the update (OLMo 2's rule, arXiv:2501.00656)."""
 
 import math
 from collections import deque
@@ -10,13 +10,13 @@ FEWEST = 32
 """With fewer of them nothing is a spike."""
 DEVIATIONS = 6.0
 SMALLEST_DEVIATION = 1e-3
-"""Of the mean: a loss that stood still has a deviation of rounding noise, against which everything is a spike."""
+"""Part of the mean that counts at least: a constant loss deviates by rounding noise, and all else would be a spike."""
 
 
 class LossGuard:
-    """Judges each step's loss by the last applied ones. The same on every rank, and after a resume.
+    """Compares each step's loss with the last applied ones. Decides the same on every rank, and after a resume.
 
-    skip: whether a spike is not to be applied, or only told.
+    skip: whether a spike is left out, or only reported.
     """
 
     def __init__(self, skip: bool):
@@ -35,15 +35,17 @@ class LossGuard:
         deviation = math.hypot(*(x - mean for x in self._losses)) / math.sqrt(len(self._losses))
         return loss > mean + DEVIATIONS * max(deviation, SMALLEST_DEVIATION * abs(mean))
 
-    def note(self, loss: float, applied: bool) -> None:
-        """Count a step that was judged, and keep its loss if it was applied."""
-        self.spikes += self.is_spike(loss)
+    def note(self, loss: float, applied: bool) -> bool:
+        """Count a step, and keep its loss if it was applied. Returns whether the loss is a spike."""
+        spike = self.is_spike(loss)
+        self.spikes += spike
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if applied and math.isfinite(loss):
             self._losses.append(loss)
+        return spike
 
     def state(self) -> dict[str, Any]:
-        """For JSON, which keeps every bit of a finite float."""
+        """The state as JSON, which keeps every bit of a finite float."""
         return {
             "losses": list(self._losses),
             "skipped_in_a_row": self.skipped_in_a_row,

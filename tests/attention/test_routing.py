@@ -12,10 +12,10 @@ from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, persistent_buffers
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import build_engine
+from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks
 from tests.helpers.models import Single, random_tokens, small, training_draws
-from tests.helpers.tiny import MadeUpBatches, tiny_config
+from tests.helpers.tiny import DummyBatches, identity_of, tiny_config
 
 
 def similarities(single, q, k):
@@ -193,7 +193,7 @@ def run(config, ranks, last, checkpoint=None, save=None):
     opened = Checkpoint.open(checkpoint) if checkpoint else None
     engine = build_engine(build_model(config.model, 0), config, rng, ranks, opened)
     start, losses = (opened.step, opened.sequences) if opened else (0, 0), []
-    for step, data in zip(range(start[0] + 1, last + 1), MadeUpBatches(config, ranks, start[1]), strict=False):
+    for step, data in zip(range(start[0] + 1, last + 1), DummyBatches(config, ranks, start[1]), strict=False):
         losses.append(engine.train_step(data.micro_batches, step, 0.01).loss)
     if save is not None:
         save.save(engine, last, last * config.training.global_batch, {})
@@ -204,7 +204,7 @@ def run(config, ranks, last, checkpoint=None, save=None):
 def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(tmp_path, precision):
     config = tiny_config(tmp_path, model=MODEL, training={"precision": precision})
     straight, losses = run(config, Ranks(), 5)
-    saver = Saver(config, Ranks(), "data", {})
+    saver = Saver(identity_of(config), Ranks())
     _, before = run(config, Ranks(), 2, save=saver)
     resumed, after = run(config, Ranks(), 5, checkpoint=tmp_path / "checkpoints" / "00000002")
     assert before + after == losses
@@ -234,7 +234,7 @@ def test_a_step_that_is_not_finite_leaves_the_centroids(tmp_path):
     before = {name: buffer.clone() for name, buffer in persistent_buffers(engine.module).items()}
     weight = next(engine.module.parameters())
     kept = weight.detach().clone()
-    data = next(iter(MadeUpBatches(config, Ranks(), 0)))
+    data = next(iter(DummyBatches(config, Ranks(), 0)))
     with torch.no_grad():
         weight.fill_(math.nan)
     assert not engine.train_step(data.micro_batches, 1, 0.01).applied

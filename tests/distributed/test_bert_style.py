@@ -16,10 +16,10 @@ from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import build_engine
+from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.tiny import MadeUpBatches, tiny_config
+from tests.helpers.tiny import DummyBatches, identity_of, tiny_config
 
 STAGES = (1, 2, 3)
 STEPS = 6
@@ -51,7 +51,7 @@ MODEL: dict[str, Any] = {
 REVERSIBLE = {"style": "reformer", "token_types": 0, "blocks": "reversible", "activations": "reversible"}
 
 
-class Pairs(MadeUpBatches):
+class Pairs(DummyBatches):
     """Records of two segments, of unlike lengths."""
 
     def __iter__(self) -> Iterator[Step]:
@@ -97,7 +97,7 @@ def on_two_ranks(folder: str) -> dict[str, list[float]]:
         config = config_of(place, "deepspeed", deepspeed={"zero_optimization": {"stage": stage}})
         ranks = start_ranks(config.run)
         found[f"{stage}"] = losses(config, ranks)
-        save = Saver(config, ranks, "data", {})
+        save = Saver(identity_of(config), ranks)
         found[f"{stage} resumed"] = losses(config, ranks, 1, 3, save) + losses(config, ranks, 4, STEPS, save)
     reversible = config_of(place / "reversible", "deepspeed", REVERSIBLE, deepspeed=config.deepspeed)
     found["reversible"] = losses(reversible, ranks, last=3)

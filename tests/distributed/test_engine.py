@@ -28,13 +28,14 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import Engine, build_engine
+from megasparse.training.engines.build import build_engine
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
 from megasparse.training.reporting.rank_table import StepTimes
 from megasparse.training.schedule import learning_rate
 from megasparse.training.stopping.hooks import RunHooks, StopWanted, check_stop, sync_step
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config
 
 CPU = {"device": "cpu"}
 ZERO: dict[str, dict[str, Any]] = {
@@ -93,7 +94,7 @@ def run(
     opened = Checkpoint.open(checkpoint) if checkpoint else None
     engine = build_engine(build_model(config.model, 0), config, rng, ranks, opened)
     losses, position = [], opened.sequences if opened else 0
-    for step, data in zip(range(first, last + 1), MadeUpBatches(config, ranks, position), strict=False):
+    for step, data in zip(range(first, last + 1), DummyBatches(config, ranks, position), strict=False):
         result = engine.train_step(data.micro_batches, step, learning_rate(step, 20, config.optimizer))
         losses += [result.loss.hex(), result.grad_norm.hex()]
         position = data.position
@@ -121,7 +122,7 @@ def resumes_exactly(
     straight, engine = run(config, ranks, 1, steps, written=written)
     at_end = weights(engine, ranks)
     engine.close()
-    save = Saver(config, ranks, "data", {"name": ByteTokenizer.name, "sha256": ByteTokenizer.sha256})
+    save = Saver(identity_of(config, tokenizer={"name": ByteTokenizer.name, "sha256": ByteTokenizer.sha256}), ranks)
     before, engine = run(config, ranks, 1, steps // 2, save=save)
     engine.close()
     newest = find_newest(save.directory)
@@ -159,9 +160,9 @@ def skips(folder: Path, name: str, ranks: Ranks, precision: str) -> dict[str, An
     model = TinyModel()
     model.poisoned = {10: math.nan, 18: math.inf}  # of steps 2 and 3; both in micro-batches of rank 1
     model.poisoned_gradient = {26}  # of step 4
-    engine = build_engine(model, config, make_draws, ranks)
+    engine = build_engine(model, config, make_rng, ranks)
     applied, unchanged = [], []
-    for step, data in zip(range(1, 8), MadeUpBatches(config, ranks), strict=False):
+    for step, data in zip(range(1, 8), DummyBatches(config, ranks), strict=False):
         before = weights(engine, ranks)
         result = engine.train_step(data.micro_batches, step, 0.01, accept=lambda loss, step=step: step != 5)  # type: ignore
         applied.append(result.applied)
@@ -174,7 +175,7 @@ def skips(folder: Path, name: str, ranks: Ranks, precision: str) -> dict[str, An
 def fails_to_save(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Rank 1's write raises in the second save."""
     config = decoder_config(folder / "abort", "deepspeed", deepspeed={"zero_optimization": ZERO["zero-2"]})
-    save = Saver(config, ranks, "data", {})
+    save = Saver(identity_of(config), ranks)
     _, engine = run(config, ranks, 1, 2, save=save)
     if ranks.rank == 1:
         engine.fragments = lambda: (_ for _ in ()).throw(OSError(28, "No space left on device", "disk"))  # type: ignore
@@ -197,7 +198,7 @@ def strangers(folder: Path, ranks: Ranks) -> str:
     """The ranks are given different seeds."""
     config = tiny_config(folder / "strangers", "deepspeed", run={"seed": ranks.rank})
     try:
-        find_start("auto", Saver(config, ranks, "data", {}))
+        find_start(identity_of(config), ranks)
     except ConfigError as error:
         return str(error)
     return ""
@@ -227,7 +228,7 @@ def across(folder: Path, ranks: Ranks, checkpoints: dict[str, str]) -> dict[str,
         losses[f"{then} to {now}"], engine = run(config, ranks, 11, 15, checkpoint=Path(checkpoints[then]))
         engine.close()
     alone = decoder_config(folder / f"alone-{ranks.rank}")  # each rank does this for itself
-    save = Saver(alone, Ranks(), "data", {})
+    save = Saver(identity_of(alone), Ranks())
     middle, _ = run(alone, Ranks(), 11, 13, checkpoint=Path(checkpoints["zero-3"]), save=save)
     config = decoder_config(folder / "again", "deepspeed", deepspeed={"zero_optimization": ZERO["zero-3"]})
     end, engine = run(config, ranks, 14, 15, checkpoint=find_newest(save.directory))

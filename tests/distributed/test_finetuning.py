@@ -13,7 +13,7 @@ import torch
 from megasparse.ops.random import RngContext
 from megasparse.tasks.run import open_run
 from megasparse.tasks.scoring import predict_examples, validation
-from megasparse.training.engine import build_engine
+from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from megasparse.training.schedule import learning_rate
 from megasparse.training.stopping.hooks import RunHooks

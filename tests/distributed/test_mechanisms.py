@@ -14,7 +14,7 @@ from megasparse.config.schema import Config
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import SMALL
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.tiny import made_up_steps, tiny_config
+from tests.helpers.tiny import dummy_steps, tiny_config
 
 STAGES = {"decoder": (2, 3), "encoder": (2, 3), "encoder_decoder": (0, 2, 3)}
 CASES = [(kind, stage) for kind, stages in STAGES.items() for stage in stages]
@@ -54,7 +54,7 @@ def config_of(folder: Path, engine: str, kind: str, **sections: dict[str, Any]) 
 
 
 def losses(config: Config, ranks: Ranks) -> list[float]:
-    found = made_up_steps(config, ranks, STEPS)
+    found = dummy_steps(config, ranks, STEPS)
     return [value for result in found for value in (result.loss, result.grad_norm)]
 
 

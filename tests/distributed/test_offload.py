@@ -13,10 +13,11 @@ import pytest
 from megasparse.training.checkpoints.checkpoint import Checkpoint, loaded
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import Engine, build_engine
+from megasparse.training.engines.build import build_engine
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config
 
 pytestmark = pytest.mark.soak
 
@@ -50,7 +51,7 @@ def config_of(folder: str, case: str) -> Any:
 def losses(engine: Engine, config: Any, first: int, last: int) -> list[str]:
     """Exactly, of the steps after `first` to `last`; nothing is learnt from step 2."""
     found = []
-    for step, data in zip(range(first + 1, last + 1), MadeUpBatches(config, engine.ranks, 8 * first), strict=False):
+    for step, data in zip(range(first + 1, last + 1), DummyBatches(config, engine.ranks, 8 * first), strict=False):
         result = engine.train_step(data.micro_batches, step, 1e-4)
         assert result.applied == (step != 2)
         found.append(result.loss.hex() if result.applied else "skipped")
@@ -81,7 +82,7 @@ def model(seed: int) -> TinyModel:
 
 def goes_on(folder: str, case: str, checkpoint: Path, ranks: Ranks) -> tuple[list[str], dict[str, float]]:
     config = config_of(folder, case)
-    engine = build_engine(model(2), config, make_draws, ranks, Checkpoint.open(checkpoint))
+    engine = build_engine(model(2), config, make_rng, ranks, Checkpoint.open(checkpoint))
     found = losses(engine, config, 3, 6), state(engine, ranks)
     engine.close()
     return found
@@ -92,10 +93,10 @@ def two_ranks(folder: str) -> dict[str, Any]:
     ranks = start_ranks(config_of(folder, "memory").run)
     for case in CASES:
         config = config_of(folder, case)
-        engine = build_engine(model(1), config, make_draws, ranks)
+        engine = build_engine(model(1), config, make_rng, ranks)
         whole = losses(engine, config, 0, 3)
         files = on_disk(folder, ranks)
-        path = Saver(config, ranks, "data", {}).save(engine, 3, 24, {})
+        path = Saver(identity_of(config), ranks).save(engine, 3, 24, {})
         assert path is not None
         whole += losses(engine, config, 3, 6)
         at_end = state(engine, ranks)

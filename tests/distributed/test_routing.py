@@ -11,10 +11,11 @@ from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, persistent_buffers
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import Engine, build_engine
+from megasparse.training.engines.build import build_engine
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.tiny import MadeUpBatches, tiny_config
+from tests.helpers.tiny import DummyBatches, identity_of, tiny_config
 
 STAGES = (0, 2, 3)
 
@@ -37,7 +38,7 @@ def after_a_step(config: Config, ranks: Ranks) -> Engine:
         return RngContext(0, step, samples, training=True)
 
     engine = build_engine(build_model(config.model, 0), config, rng, ranks)
-    assert engine.train_step(next(iter(MadeUpBatches(config, ranks))).micro_batches, 1, 0.01).applied
+    assert engine.train_step(next(iter(DummyBatches(config, ranks))).micro_batches, 1, 0.01).applied
     return engine
 
 
@@ -47,7 +48,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
         config = config_of(Path(folder) / str(stage), "deepspeed", deepspeed={"zero_optimization": {"stage": stage}})
         ranks = start_ranks(config.run)
         engine = after_a_step(config, ranks)
-        Saver(config, ranks, "data", {}).save(engine, 1, 8, {})
+        Saver(identity_of(config), ranks).save(engine, 1, 8, {})
         buffers = persistent_buffers(engine.module)
         found[str(stage)] = {name: [str(buffer.dtype), buffer.tolist()] for name, buffer in buffers.items()}
         engine.close()

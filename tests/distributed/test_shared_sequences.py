@@ -25,7 +25,7 @@ from megasparse.training.ranks import Ranks, start_ranks
 from tests.data.folders import batches
 from tests.helpers.models import SMALL
 from tests.helpers.run_ranks import ROOT, run_ranks
-from tests.helpers.tiny import made_up_steps, tiny_config
+from tests.helpers.tiny import dummy_steps, tiny_config
 from tests.helpers.trained import prepared
 
 STAGES = (0, 1, 2, 3)
@@ -46,7 +46,7 @@ def config_of(folder: Path, engine: str, **sections: dict[str, Any]) -> Config:
 
 
 def losses(config: Config, ranks: Ranks) -> list[float]:
-    found = made_up_steps(config, ranks, STEPS)
+    found = dummy_steps(config, ranks, STEPS)
     return [v for r in found for v in (r.loss, r.grad_norm, r.statistics["accuracy"], float(r.tokens))]
 
 

@@ -11,7 +11,7 @@ from megasparse.ops.random import RngContext
 from megasparse.tasks.memory_check import predict
 from megasparse.tasks.run import open_run
 from megasparse.tasks.scoring import predict_examples
-from megasparse.training.engine import build_engine
+from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import start_ranks
 
 

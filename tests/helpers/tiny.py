@@ -1,19 +1,25 @@
-"""A tiny language model and made-up data, for tests of training that need no real model."""
+"""A tiny language model and dummy data, for tests of training that need no real model."""
 
-import dataclasses
+import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megasparse.config.schema import Config
-from megasparse.data.batches import Batch, Step
+from megasparse.config.schema import Config, RunSettings
+from megasparse.data.batches import Batch, Step, Steps
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from megasparse.training.engine import StepResult, build_engine
+from megasparse.training.checkpoints.identity import RunIdentity
+from megasparse.training.engines.build import build_engine
+from megasparse.training.engines.contract import MakeRng, StepResult
 from megasparse.training.ranks import Ranks
+from megasparse.training.run import Evaluate, Recipe, TrainingRun, open_training
+from megasparse.training.stopping.hooks import RunHooks
 
 
 class TinyModel(nn.Module):
@@ -28,7 +34,7 @@ class TinyModel(nn.Module):
         self.hidden = nn.Linear(width, 3 * width)
         self.out = nn.Linear(3 * width, 256)
         self.poisoned: dict[int, float] = {}
-        """Global sample number -> what is added to the loss when it comes; `nan` and `inf` spoil the step."""
+        """Global sample number -> what is added to the loss when it comes; `nan` and `inf` poison the step."""
         self.poisoned_gradient: set[int] = set()
         """Global sample numbers whose loss is finite and whose gradient is not."""
         generator = torch.Generator().manual_seed(seed)
@@ -49,7 +55,7 @@ class TinyModel(nn.Module):
         return objective, {"nats": nats.detach(), "tokens": count, "width": torch.tensor(13.0)}
 
 
-def make_draws(step: int, samples: Tensor) -> tuple[int, Tensor]:
+def make_rng(step: int, samples: Tensor) -> tuple[int, Tensor]:
     return step, samples
 
 
@@ -66,45 +72,68 @@ def tiny_config(directory: str | Path, engine: str = "torch", **sections: dict[s
     return Config.model_validate(values)
 
 
-def made_up_sample(number: int, length: int = 24) -> Tensor:
+def dummy_sample(number: int, length: int = 24) -> Tensor:
     """Tokens of a global sample number: a random walk, so that there is something to learn."""
     steps = torch.randint(0, 4, (length,), generator=torch.Generator().manual_seed(number))
     return (steps.cumsum(0) + 97 * number) % 256
 
 
-@dataclasses.dataclass
-class MadeUpBatches:
-    """As TrainingBatches: this rank's share of every global batch, or its part of that, from global sample number
-    `start`.
-    """
+class DummyBatches(Steps):
+    """This rank's share of every global batch, or its part of that, from global sample number `start` on."""
 
-    config: Config
-    ranks: Ranks
-    start: int = 0
+    def __init__(self, config: Config, ranks: Ranks, start: int = 0):
+        self.config, self.ranks, self.position = config, ranks, start
 
-    def __iter__(self) -> Iterator[Step]:
+    def __next__(self) -> Step:
         whole, micro = self.config.training.global_batch, self.config.training.micro_batch
-        position, ranks = self.start, self.ranks
-        while True:
-            batches = []
-            for number in range(whole // (micro * ranks.data_ranks)):
-                first = position + (number * ranks.data_ranks + ranks.data_rank) * micro
-                samples = torch.arange(first, first + micro)
-                tokens = torch.stack([made_up_sample(int(sample)) for sample in samples])
-                own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.place]
-                batches.append(Batch(own, samples, position + whole))
-            position += whole
-            yield Step(batches, position, 0.0)
+        ranks, batches = self.ranks, []
+        for number in range(whole // (micro * ranks.data_ranks)):
+            first = self.position + (number * ranks.data_ranks + ranks.data_rank) * micro
+            samples = torch.arange(first, first + micro)
+            tokens = torch.stack([dummy_sample(int(sample)) for sample in samples])
+            own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.place]
+            batches.append(Batch(own, samples, self.position + whole))
+        self.position += whole
+        return Step(batches, self.position, 0.0)
 
 
-def made_up_steps(config: Config, ranks: Ranks, steps: int) -> list[StepResult]:
-    """Of the configured model on made-up data, from its initial weights; each was applied."""
+def identity_of(config: RunSettings, data: str = "data", tokenizer: dict[str, str] | None = None) -> RunIdentity:
+    return RunIdentity(config, data, tokenizer or {})
 
-    def rng(step: int, samples: Tensor) -> RngContext:
-        return RngContext(0, step, samples, training=True)
 
-    engine = build_engine(build_model(config.model, 0), config, rng, ranks)
-    batches = zip(range(1, steps + 1), MadeUpBatches(config, ranks), strict=False)
+@contextmanager
+def tiny_run(
+    config: Config,
+    model: nn.Module | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008
+    evaluate: Evaluate | None = None,
+    hooks: RunHooks | None = None,
+    draws: MakeRng = make_rng,
+    **options: Any,
+) -> Iterator[TrainingRun]:
+    """A run on dummy data, wired as every run is. options: those of `open_training`."""
+    recipe = Recipe(
+        identity_of(config),
+        draws,
+        lambda: model or TinyModel(),
+        lambda position, _: DummyBatches(config, ranks, position),
+        lambda engine, _: evaluate,
+        flops_per_token=(1e6, 2e6),
+    )
+    with open_training(recipe, ranks, **options) as run:
+        run.hooks = hooks or run.hooks
+        yield run
+
+
+def metrics(config: RunSettings) -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(config.run.directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+def dummy_steps(config: Config, ranks: Ranks, steps: int) -> list[StepResult]:
+    """Train the configured model on dummy data, from its initial weights; each step is applied."""
+    engine = build_engine(build_model(config.model, 0), config, partial(RngContext, 0, training=True), ranks)
+    batches = zip(range(1, steps + 1), DummyBatches(config, ranks), strict=False)
     found = [engine.train_step(data.micro_batches, step, 0.003) for step, data in batches]
     engine.close()
     assert all(result.applied for result in found)

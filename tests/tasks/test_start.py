@@ -33,6 +33,7 @@ from megasparse.tasks.backbones import Backbone, HuggingFaceBody, MegasparseBody
 from megasparse.tasks.batches import Padded, collate
 from megasparse.tasks.start import Start, rebuild
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
+from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import (
@@ -113,7 +114,8 @@ def built_again(start: Start, config: FinetuneConfig, run: Path, origin: Path | 
         for parameter in start.body.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     start.write(run)
-    saver = Saver(config, Ranks(), "0" * 64, {"name": start.tokenizer.name, "sha256": start.tokenizer.sha256})
+    tokenizer = {"name": start.tokenizer.name, "sha256": start.tokenizer.sha256}
+    saver = Saver(RunIdentity(config, "0" * 64, tokenizer), Ranks())
     saver.save(Held(Module(start.body)), 1, 8, {})  # type: ignore[arg-type]
     path = saver.finish() or run / "checkpoints" / "00000001"
     if origin is not None:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -13,16 +14,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasparse.config.schema import Config
 from megasparse.data.batches import Step
 from megasparse.errors import DataError, StorageError, TrainingError
-from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_folder import list_checkpoints
-from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import build_engine
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.monitor import Monitor
 from megasparse.training.schedule import learning_rate
 from megasparse.training.stopping.hooks import RunHooks, StopWanted
-from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import TinyModel, metrics, tiny_config, tiny_run
 
 
 class Interrupted(Exception):
@@ -34,9 +32,9 @@ def launch(
     model: TinyModel | None = None,
     interrupt_after: int | None = None,
     stop_at: int | None = None,
-    hooks: RunHooks = RunHooks(),  # noqa: B008
+    hooks: RunHooks | None = None,
 ) -> list[int]:
-    """As launch/pretrain.py; returns the steps at which it evaluated."""
+    """Start the run, or go on with it. Returns the steps at which it evaluated."""
     evaluated = []
 
     def evaluate(step: int) -> dict[str, float | str]:
@@ -46,41 +44,34 @@ def launch(
         evaluated.append(step)
         return {"evaluation/bits_per_dim": 8.0 / step, "evaluation/sample": "text"}
 
-    start = find_start("auto", Saver(config, Ranks(), "data", {}))
-    engine = build_engine(model or TinyModel(), config, make_draws, Ranks(), start)
-    batches = iter(MadeUpBatches(config, Ranks(), start.sequences if start else 0))
-    first = start.step if start else 0
-    if interrupt_after is not None:
-        batches = interrupted(batches, interrupt_after - first)
-    with Monitor(config, Ranks(), first, flops_per_token=1e6) as monitor:
-        train(engine, config, batches, Saver(config, Ranks(), "data", {}), monitor, start, evaluate, stop_at, hooks)
+    with tiny_run(config, model, evaluate=evaluate, hooks=hooks, stop_at=stop_at) as run:
+        if interrupt_after is not None:
+            done = run.start.step if run.start else 0
+            run.batches = interrupted(run.batches, interrupt_after - done, Interrupted())
+        train(run)
     return evaluated
 
 
-def interrupted(batches: Iterator[Step], count: int) -> Iterator[Step]:
+def interrupted(batches: Iterator[Step], count: int, error: Exception) -> Any:
     yield from itertools.islice(batches, count)
-    raise Interrupted
-
-
-def lines(config: Config) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (Path(config.run.directory) / "metrics.jsonl").read_text().splitlines()]
+    raise error
 
 
 def test_a_run_stopped_at_a_step_goes_on_as_if_it_had_run_through(tmp_path: Path) -> None:
     """With a cosine schedule, which ends at training.steps whether the run stops before or not."""
     stopped, straight = tiny_config(tmp_path / "stopped"), tiny_config(tmp_path / "straight")
     launch(stopped, stop_at=7)
-    assert [line["step"] for line in lines(stopped)] == list(range(1, 8))
+    assert [line["step"] for line in metrics(stopped)] == list(range(1, 8))
     launch(stopped)
     launch(straight)
     for name in ("train/loss", "optimizer/gradient_norm", "optimizer/learning_rate"):
-        assert [line[name] for line in lines(stopped)] == [line[name] for line in lines(straight)]
+        assert [line[name] for line in metrics(stopped)] == [line[name] for line in metrics(straight)]
 
 
 def test_every_step_has_one_line_with_every_scalar(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, evaluation={"every": 6}, logging={"peak_tflops": 0.5})
     assert launch(config) == [6, 12, 18]
-    written = lines(config)
+    written = metrics(config)
     assert [line["step"] for line in written] == list(range(1, 21))
     for line in written:
         assert line["train/bits_per_dim"] == pytest.approx(line["train/loss"] / math.log(2), rel=1e-12)
@@ -110,13 +101,13 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> Non
     launch(straight)
     with pytest.raises(Interrupted):
         launch(broken, interrupt_after=14)  # steps 11 to 14 are written, and lost with the process
-    assert [line["step"] for line in lines(broken)] == list(range(1, 15))
+    assert [line["step"] for line in metrics(broken)] == list(range(1, 15))
     with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 15, "train/lo')
     launch(broken)
     keys = ("step", "train/loss", "optimizer/gradient_norm", "optimizer/learning_rate")
-    assert [[line[key] for key in keys] for line in lines(broken)] == [
-        [line[key] for key in keys] for line in lines(straight)
+    assert [[line[key] for key in keys] for line in metrics(broken)] == [
+        [line[key] for key in keys] for line in metrics(straight)
     ]
 
 
@@ -133,7 +124,7 @@ def test_a_skipped_step_is_told_and_counted(tmp_path: Path, capsys: pytest.Captu
     config, model = tiny_config(tmp_path), TinyModel()
     model.poisoned = {17: math.nan, 90: math.inf}  # of steps 3 and 12
     launch(config, model)
-    assert [line["train/skipped_steps"] for line in lines(config)] == [0, 0, *[1] * 9, *[2] * 9]
+    assert [line["train/skipped_steps"] for line in metrics(config)] == [0, 0, *[1] * 9, *[2] * 9]
     said = capsys.readouterr().err
     assert "STEP 3 SKIPPED" in said and "STEP 12 SKIPPED" in said and "STEP 4 SKIPPED" not in said
     assert (tmp_path / "metrics.jsonl").read_text().count("null") == 2, "what is not finite is null: NaN is no JSON"
@@ -144,7 +135,7 @@ def test_N1_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None
     model.poisoned = {sample: math.nan for sample in (8, 16, *range(88, 200))}  # steps 2 and 3; from step 12 on all
     with pytest.raises(TrainingError, match=r"step 14: 3 steps in a row were not applied.*optimizer.learning_rate"):
         launch(config, model)
-    assert len(lines(config)) == 14
+    assert len(metrics(config)) == 14
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000010"]
 
 
@@ -167,11 +158,11 @@ def test_S1_a_wanted_stop_saves_before_the_next_step_and_the_run_goes_on_exactly
     launch(straight)
     reported: list[str] = []
     launch(stopped, hooks=RunHooks(stop_wanted=lambda: "step 14, micro-batch 1" in reported, progress=reported.append))
-    assert [line["step"] for line in lines(stopped)] == list(range(1, 15))
+    assert [line["step"] for line in metrics(stopped)] == list(range(1, 15))
     assert [path.name for path in list_checkpoints(tmp_path / "stopped" / "checkpoints")] == ["00000010", "00000014"]
     launch(stopped, hooks=RunHooks(stop_wanted=lambda: True))  # nothing is done and nothing is saved twice
     launch(stopped)
-    assert [line["train/loss"] for line in lines(stopped)] == [line["train/loss"] for line in lines(straight)]
+    assert [line["train/loss"] for line in metrics(stopped)] == [line["train/loss"] for line in metrics(straight)]
 
 
 def test_S1_a_stop_breaks_an_evaluation_off(tmp_path: Path) -> None:
@@ -183,25 +174,19 @@ def test_S1_a_stop_breaks_an_evaluation_off(tmp_path: Path) -> None:
         wanted.append(step)
         raise StopWanted
 
-    with Monitor(config, Ranks(), 0) as monitor:
-        engine = build_engine(TinyModel(), config, make_draws, Ranks())
-        data, saver = MadeUpBatches(config, Ranks()), Saver(config, Ranks(), "data", {})
-        train(engine, config, data, saver, monitor, None, evaluate, hooks=RunHooks(lambda: bool(wanted)))
-    assert wanted == [6] and [line["step"] for line in lines(config)] == list(range(1, 7))
-    assert not any(name.startswith("evaluation") for line in lines(config) for name in line)
+    with tiny_run(config, evaluate=evaluate, hooks=RunHooks(lambda: bool(wanted))) as run:
+        train(run)
+    assert wanted == [6] and [line["step"] for line in metrics(config)] == list(range(1, 7))
+    assert not any(name.startswith("evaluation") for line in metrics(config) for name in line)
 
 
 def test_data_that_cannot_be_read_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
-
-    def damaged() -> Iterator[Step]:
-        yield from itertools.islice(MadeUpBatches(config, Ranks()), 3)
-        raise DataError("train-000003.tar", "damaged", "Prepare it again")
-
-    with Monitor(config, Ranks(), 0) as monitor, pytest.raises(DataError, match=r"train-000003\.tar"):
-        engine = build_engine(TinyModel(), config, make_draws, Ranks())
-        train(engine, config, damaged(), Saver(config, Ranks(), "data", {}), monitor)
-    assert len(lines(config)) == 3
+    error = DataError("train-000003.tar", "damaged", "Prepare it again")
+    with tiny_run(config) as run, pytest.raises(DataError, match=r"train-000003\.tar"):
+        run.batches = interrupted(run.batches, 3, error)
+        train(run)
+    assert len(metrics(config)) == 3
 
 
 def test_C8_an_asynchronous_run_is_the_same(tmp_path: Path) -> None:
@@ -210,7 +195,7 @@ def test_C8_an_asynchronous_run_is_the_same(tmp_path: Path) -> None:
     )
     launch(one)
     launch(other)
-    assert [line["train/loss"] for line in lines(one)] == [line["train/loss"] for line in lines(other)]
+    assert [line["train/loss"] for line in metrics(one)] == [line["train/loss"] for line in metrics(other)]
     found = [list_checkpoints(Path(config.run.directory) / "checkpoints") for config in (one, other)]
     assert [[int(path.name) for path in paths] for paths in found] == [[3, 6, 9, 12, 15, 18, 20]] * 2
     for path, same in zip(*found, strict=True):
@@ -218,9 +203,9 @@ def test_C8_an_asynchronous_run_is_the_same(tmp_path: Path) -> None:
         assert (path / name).read_bytes() == (same / name).read_bytes()
 
 
-def strange(config: Config, step: int) -> Iterator[Step]:
-    """At `step` the text is noise, such as the model has never seen."""
-    for number, data in enumerate(MadeUpBatches(config, Ranks()), start=1):
+def strange(batches: Iterator[Step], step: int) -> Any:
+    """The batches, but at `step` the text is noise, such as the model has never seen."""
+    for number, data in enumerate(batches, start=1):
         if number == step:
             noise = [dataclasses.replace(b, tokens=(97 * b.tokens**2) % 256) for b in data.micro_batches]
             data = dataclasses.replace(data, micro_batches=noise)
@@ -230,11 +215,11 @@ def strange(config: Config, step: int) -> Iterator[Step]:
 @pytest.mark.parametrize("skip", [False, True])
 def test_N3_a_loss_spike_is_told_and_left_out_if_asked_for(tmp_path: Path, skip: bool) -> None:
     config = tiny_config(tmp_path, training={"steps": 160, "skip_loss_spikes": skip})
-    with Monitor(config, Ranks(), 0) as monitor:
-        engine = build_engine(TinyModel(), config, make_draws, Ranks())
-        train(engine, config, strange(config, 150), Saver(config, Ranks(), "data", {}), monitor)
-    assert [line["train/loss_spikes"] for line in lines(config)] == [0] * 149 + [1] * 11
-    assert [line["train/skipped_steps"] for line in lines(config)] == [0] * 149 + [int(skip)] * 11
+    with tiny_run(config) as run:
+        run.batches = strange(run.batches, 150)
+        train(run)
+    assert [line["train/loss_spikes"] for line in metrics(config)] == [0] * 149 + [1] * 11
+    assert [line["train/skipped_steps"] for line in metrics(config)] == [0] * 149 + [int(skip)] * 11
     (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert event["step"] == 150 and ("SKIPPED" in event["message"]) == skip and "loss spike" in event["message"]
 
@@ -246,4 +231,4 @@ def test_C5_a_run_whose_last_checkpoint_fails_does_not_end_well(
     monkeypatch.setattr("megasparse.training.checkpoints.saving.free_bytes", lambda folder: 5)
     with pytest.raises(StorageError, match="step 20, the last, is not saved"):
         launch(config)
-    assert len(lines(config)) == 20
+    assert len(metrics(config)) == 20

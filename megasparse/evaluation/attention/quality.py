@@ -19,7 +19,7 @@ from megasparse.evaluation.attention.metrics import (
 )
 from megasparse.evaluation.attention.weights import attention_map, weights_of
 from megasparse.ops.random import RngContext
-from megasparse.training.engine import Engine
+from megasparse.training.engines.contract import Engine
 
 WINDOW = 1024
 """Tokens at most: the L² weights of each head are held."""

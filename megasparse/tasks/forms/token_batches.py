@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from megasparse.data.batches import Batch, Step
+from megasparse.data.batches import Batch, Step, Steps
 from megasparse.data.order import permutation
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.batches import Collate
@@ -55,7 +55,7 @@ def packed(sizes: np.ndarray, most: int, seed: int, epoch: int) -> list[np.ndarr
     return [packs[i] for i in permutation(len(packs), seed, epoch, PACKS)]
 
 
-class TokenBatches(Iterator[Step]):
+class TokenBatches(Steps):
     """Endless iterator of `Step`s over examples in memory: the packs of one epoch follow those of another.
 
     A step takes the next global_batch/micro_batch packs whatever the number of ranks, of which rank r has every

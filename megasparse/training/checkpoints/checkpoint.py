@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from megasparse.callbacks import Progress, silent
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.model_checks import check_model
 from megasparse.config.schema import Config, ModelConfig, RunSettings
@@ -32,10 +33,6 @@ from megasparse.training.checkpoints.run_folder import find_newest
 
 FORGED = "Do not trust it"
 """The hint where no checkpoint of ours is like this one."""
-
-
-def silent(doing: str) -> None:
-    """Takes what is being done now, and tells nobody."""
 
 
 class Storage:
@@ -112,7 +109,7 @@ class Checkpoint:
         path: str | Path,
         rank: int = 0,
         world_size: int = 1,
-        progress: Callable[[str], None] = silent,
+        progress: Progress = silent,
         build: Callable[[ModelConfig], nn.Module] | None = None,
     ) -> "Checkpoint":
         """Verify and open: the manifest's own digest, then all sizes and headers, the configuration, then digests.

@@ -1,4 +1,4 @@
-"""What must be the same on every rank, and how to say where it is not."""
+"""What tells one run from another, what must be the same on every rank, and how to name the differences."""
 
 import functools
 import hashlib
@@ -7,11 +7,30 @@ import json
 import platform
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasparse.config.schema import RunSettings
+
 LONGEST = 80
 """Characters of a value in a message."""
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What tells one run from another: a checkpoint belongs to the run whose identity it has."""
+
+    config: RunSettings
+    data_fingerprint: str
+    """Digest of what the run is trained on."""
+    tokenizer: dict[str, str]
+    """`name` and `sha256`."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return Path(self.config.run.directory) / "checkpoints"
 
 
 @functools.cache  # the code that runs is the code that was there at the start

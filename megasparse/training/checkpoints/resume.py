@@ -6,18 +6,19 @@ with a configuration or data that would make it another run.
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megasparse.callbacks import Progress
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.identity import differences, flatten, versions
+from megasparse.training.checkpoints.identity import RunIdentity, differences, flatten, versions
 from megasparse.training.checkpoints.manifest import NO_DATA
 from megasparse.training.checkpoints.run_folder import find_newest, list_checkpoints
-from megasparse.training.checkpoints.saving import Saver, remove_leftovers
+from megasparse.training.checkpoints.saving import remove_leftovers
 from megasparse.training.ranks import Ranks
+from megasparse.training.stopping.hooks import RunHooks
 
 FREE_TO_CHANGE = (
     "run.directory",
@@ -52,43 +53,49 @@ FREE_TO_CHANGE = (
 steps and samples that are bad."""
 
 
-def find_start(choice: str, saver: Saver, allow_changed_config: bool = False) -> Checkpoint | None:
-    """The checkpoint to go on from, opened and verified by all ranks; None starts at step 0.
+def find_start(
+    run: RunIdentity,
+    ranks: Ranks,
+    hooks: RunHooks = RunHooks(),  # noqa: B008  (frozen)
+    *,
+    resume: str = "auto",
+    allow_changed_config: bool = False,
+) -> Checkpoint | None:
+    """Open the checkpoint to go on from, verified by all ranks together; None starts at step 0.
 
-    choice: "auto" (the newest one, if there is any), "never", or the path of a checkpoint. saver: of the run to start.
+    resume: "auto" (the newest one, if there is any), "never", or the path of a checkpoint.
     Raises CheckpointError, on every rank, where going on would lose or mix up something; ConfigError where the ranks
     were not given the same run or do not run the same code.
     """
-    directory, ranks = saver.directory, saver.ranks
-    _check_same_on_all(
-        saver, {"resume": choice, "allow_changed_config": allow_changed_config}
-    )  # and nobody cleans up before everybody has come
+    command = {"resume": resume, "allow_changed_config": allow_changed_config}
+    _check_same_on_all(run, ranks, command)  # and nobody cleans up before everybody has come
+    directory = run.checkpoints
     if ranks.rank == 0:
         remove_leftovers(directory)
     newest = _newest_of_all(directory, ranks)
-    if choice == "never" and newest is not None:
+    if resume == "never" and newest is not None:
         hint = "Choose another run.directory, or leave --resume out to go on"
         raise CheckpointError(newest, "a new run here would overwrite this one", hint)
-    path = newest if choice in ("auto", "never") else Path(choice)
+    path = newest if resume in ("auto", "never") else Path(resume)
     if path is None:
         return None
     if newest is not None and path.resolve().parent != directory.resolve():
         problem = f"this run has checkpoints of its own, such as {newest}, and was asked to go on from {path}"
         raise CheckpointError(directory, problem, "Choose another run.directory")
-    checkpoint = _open(path, saver, None if path != newest else directory)
-    _check_data(checkpoint, saver)
-    _check_config(checkpoint, saver.config, allow_changed_config, ranks)
+    checkpoint = _open(path, ranks, hooks, None if path != newest else directory)
+    _check_data(checkpoint, run)
+    _check_config(checkpoint, run.config, allow_changed_config, ranks)
     trouble = _set_aside_later(directory, checkpoint) if ranks.rank == 0 else None
     if (trouble := ranks.gather(trouble)[0]) is not None:
         raise CheckpointError(directory, trouble, "Let this run write there, or choose another run.directory")
     return checkpoint
 
 
-def _check_same_on_all(saver: Saver, command: dict[str, Any]) -> None:
-    config = json.loads(saver.config.model_dump_json())
-    data = {"data": saver.data_fingerprint, "tokenizer": saver.tokenizer}
+def _check_same_on_all(run: RunIdentity, ranks: Ranks, command: dict[str, Any]) -> None:
+    config = json.loads(run.config.model_dump_json())
+    data = {"data": run.data_fingerprint, "tokenizer": run.tokenizer}
     own = {"config": config, **data, "code": versions(), "command": command}
-    if unlike := differences(saver.ranks.gather(own)):
+    if unlike := differences(ranks.gather(own)):
         problem = f"the ranks were given different configurations, data or code: {unlike}"
         raise ConfigError("--config", problem, "Give all machines the same files and the same versions")
 
@@ -101,28 +108,27 @@ def _newest_of_all(directory: Path, ranks: Ranks) -> Path | None:
     return newest
 
 
-def _open(path: Path, saver: Saver, directory: Path | None) -> Checkpoint:
+def _open(path: Path, ranks: Ranks, hooks: RunHooks, directory: Path | None) -> Checkpoint:
     """Open on all ranks or on none. `directory`: where to look for an older complete one to recommend."""
     problem = checkpoint = None
-    ranks = saver.ranks
     try:
-        checkpoint = Checkpoint.open(path, ranks.rank, ranks.world_size, saver.hooks.alive)
+        checkpoint = Checkpoint.open(path, ranks.rank, ranks.world_size, hooks.alive)
     except CheckpointError as error:
         problem = str(error)
-    saver.hooks.progress("checkpoint verified, waiting for the other ranks")
+    hooks.progress("checkpoint verified, waiting for the other ranks")
     problems = [problem for problem in ranks.gather(problem) if problem is not None]
     if problems:
         hint = "There is no older complete checkpoint"
         if directory is None:
             hint = "Choose another checkpoint"
-        elif (older := _newest_complete(list_checkpoints(directory)[:-1], saver.hooks.alive)) is not None:
+        elif (older := _newest_complete(list_checkpoints(directory)[:-1], hooks.alive)) is not None:
             hint = f"To go on from the newest complete one: --resume {older}"
         raise CheckpointError(path, f"this checkpoint is damaged: {problems[0]}", hint)
     assert checkpoint is not None
     return checkpoint
 
 
-def _newest_complete(paths: list[Path], progress: Callable[[str], None]) -> Path | None:
+def _newest_complete(paths: list[Path], progress: Progress) -> Path | None:
     for path in reversed(paths):
         try:
             Checkpoint.open(path, progress=progress)
@@ -132,16 +138,16 @@ def _newest_complete(paths: list[Path], progress: Callable[[str], None]) -> Path
     return None
 
 
-def _check_data(checkpoint: Checkpoint, saver: Saver) -> None:
+def _check_data(checkpoint: Checkpoint, run: RunIdentity) -> None:
     manifest = checkpoint.manifest
     then = flatten({"data": manifest["data_fingerprint"], "tokenizer": manifest["tokenizer"]})
-    now = flatten({"data": saver.data_fingerprint, "tokenizer": saver.tokenizer})
+    now = flatten({"data": run.data_fingerprint, "tokenizer": run.tokenizer})
     if changed := [key for key in _changed(then, now) if key != "data" or then["data"] != NO_DATA]:
         problem = f"it was trained on other data: {_listed(then, now, changed)}"
-        mixed_then, mixed_now = ({"data.mixture": _mixture(each)} for each in (checkpoint.settings, saver.config))
+        mixed_then, mixed_now = ({"data.mixture": _mixture(each)} for each in (checkpoint.settings, run.config))
         if mixed_then != mixed_now:
             problem += f"; {_listed(mixed_then, mixed_now, ['data.mixture'])}"
-        keys = "data.path or data.mixture" if isinstance(saver.config, Config) else "task.source"
+        keys = "data.path or data.mixture" if isinstance(run.config, Config) else "task.source"
         hint = f"Point {keys} at the data it was trained on, or choose another run.directory"
         raise CheckpointError(checkpoint.path, problem, hint)
 

@@ -19,38 +19,43 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megasparse.config.schema import RunSettings
 from megasparse.data.files import sync_folder
 from megasparse.errors import CheckpointError, StorageError, TrainingError, UserError
-from megasparse.training.checkpoints.identity import differences, versions
+from megasparse.training.checkpoints.checkpoint import Fragment
+from megasparse.training.checkpoints.identity import RunIdentity, differences, versions
 from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, gap, seal
 from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
 from megasparse.training.checkpoints.run_folder import TEMPORARY, list_checkpoints
-from megasparse.training.engine import Engine
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
 
 UNTOUCHED = "Older checkpoints are untouched"
 
 
+class Saved(Protocol):
+    """What a checkpoint is made from: an engine, as far as saving knows it."""
+
+    def fragments(self) -> list[Fragment]:
+        """The pieces of weights and optimizer state that this rank saves: over all ranks, each number exactly once."""
+
+    def steps_done(self) -> int:
+        """Optimizer updates applied so far."""
+
+
 @dataclass(eq=False)
 class Saver:
-    """Saves a run's checkpoints, and keeps the newest `config.checkpoint.keep` of them and the best; knows what tells
-    runs apart.
+    """Saves a run's checkpoints, and keeps the newest `checkpoint.keep` of them and the best one.
 
-    watch: told of every block that is written or verified, and when this rank's part is written.
+    hooks: called with every block that is written or verified, and when this rank's part is written.
     """
 
-    config: RunSettings
+    run: RunIdentity
     ranks: Ranks
-    data_fingerprint: str
-    tokenizer: dict[str, str]
-    """`name` and `sha256`."""
     hooks: RunHooks = field(default_factory=RunHooks)
     best: int | None = field(default=None, init=False)
     """Step of the checkpoint that is kept whatever its age."""
@@ -58,12 +63,10 @@ class Saver:
     _copy: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
     """This rank's numbers as an asynchronous save found them; the memory is kept for the next."""
 
-    @property
-    def directory(self) -> Path:
-        """Where the run's checkpoints lie."""
-        return Path(self.config.run.directory) / "checkpoints"
+    def __post_init__(self) -> None:
+        self.config, self.directory = self.run.config, self.run.checkpoints
 
-    def save(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
+    def save(self, engine: Saved, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
         """Write the checkpoint of `step`; all ranks call it. Returns its path on all of them.
 
         sequences: the data's position. state: JSON, the same on every rank, given back as `Checkpoint.state`.
@@ -114,7 +117,7 @@ class Saver:
             return None
         return save.final
 
-    def _agree(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
+    def _agree(self, engine: Saved, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
         """Begin a save on all ranks or on none: the same of the same, and with room for it."""
         save = _Save(self.directory, self.ranks.rank, step, sequences, state)
         file = save.attempt(lambda: self._prepare(save, engine))
@@ -134,7 +137,7 @@ class Saver:
         assert file is not None
         return save, file
 
-    def _prepare(self, save: "_Save", engine: Engine) -> RankFile:
+    def _prepare(self, save: "_Save", engine: Saved) -> RankFile:
         if os.path.lexists(save.final):
             raise CheckpointError(save.final, "exists already", "Choose another run.directory, or move it elsewhere")
         file = RankFile(engine.fragments())
@@ -218,8 +221,8 @@ class Saver:
             "optimizer_steps": save.optimizer_steps,
             "world_size": self.ranks.world_size,
             "config": json.loads(self.config.model_dump_json()),
-            "data_fingerprint": self.data_fingerprint,
-            "tokenizer": self.tokenizer,
+            "data_fingerprint": self.run.data_fingerprint,
+            "tokenizer": self.run.tokenizer,
             "versions": versions(),
             "files": {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts},
             "tensors": tensors,

@@ -1,56 +1,28 @@
-"""What training asks and tells of the world outside it: whether to stop, and that it is alive."""
+"""Hooks between a run and the world outside it: whether to stop, and signs of progress. How ranks agree on a stop."""
 
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from megasparse.config.schema import RunConfig
-from megasparse.data.batches import never
-from megasparse.training.checkpoints.checkpoint import silent
-from megasparse.training.checkpoints.run_lock import run_lock
+from megasparse.callbacks import Progress, never, silent
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.rank_table import StepTimes
-from megasparse.training.stopping.signals import StopSignals
-from megasparse.training.stopping.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
 class RunHooks:
-    """The default is a run that nobody stops or watches."""
+    """Callbacks of a run. With the defaults nobody stops or watches it."""
 
     stop_wanted: Callable[[], bool] = never
     """Whether this rank knows that the run should save and end. Ranks may learn of it at different steps."""
-    progress: Callable[[str], None] = silent
-    """Told what is done next, alike on all ranks: who hangs stands still, and has been told less than the others."""
-    alive: Callable[[str], None] = silent
-    """Told the same in work of which ranks may have different parts, such as files."""
+    progress: Progress = silent
+    """Called with what is done next, equally often on all ranks: a rank that hangs has called it less often."""
+    alive: Progress = silent
+    """Called with what is being done in work of which ranks may have different parts, such as files."""
     trace_wanted: Callable[[], bool] = never
     """Whether this rank was asked, since the last call, for a trace of its next steps."""
-
-
-@contextmanager
-def monitored(run: RunConfig, ranks: Ranks, signals: StopSignals) -> Iterator[RunHooks]:
-    """The watch of a real run: a signal to any rank stops all, and a rank that hangs ends the run. Meanwhile
-    `run.directory` is locked.
-
-    Raises UserError, the same on every rank, where another run holds that folder.
-    """
-
-    def signalled() -> bool:
-        return signals.wanted is not None
-
-    launch = ranks.gather(uuid.uuid4().hex)[0]
-    directory = Path(run.directory)
-    beats = directory / "heartbeats"
-    watchdog = Watchdog(beats, launch, ranks.rank, ranks.world_size, run.hang_timeout, signalled)
-    with run_lock(directory, ranks), watchdog:
-        stop_wanted = lambda: signalled() or watchdog.stop_elsewhere()  # noqa: E731
-        yield RunHooks(stop_wanted, watchdog.progress, watchdog.alive, signals.trace_wanted)
 
 
 class StopWanted(Exception):

@@ -18,13 +18,14 @@ from megasparse.training.checkpoints.rank_file import RankFile
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import Engine, build_engine
+from megasparse.training.engines.build import build_engine
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
 from tests.conftest import Report
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
-from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config
 from tests.training.checkpoints.test_saving import names, prepare
 
 FILE = "rank-00000.safetensors"
@@ -45,7 +46,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def train(engine: Engine, saver: Saver, first: int, last: int) -> None:
-    batches = iter(MadeUpBatches(saver.config, saver.ranks, (first - 1) * 8))
+    batches = iter(DummyBatches(saver.config, saver.ranks, (first - 1) * 8))
     for step in range(first, last + 1):
         engine.train_step(next(batches).micro_batches, step, 0.01)
 
@@ -138,8 +139,8 @@ def test_C8_on_two_ranks_of_which_one_is_slower(tmp_path: Path, monkeypatch: pyt
     config = tiny_config(tmp_path, checkpoint={"asynchronous": True})
 
     def work(ranks: Ranks) -> list[Any]:
-        engine = build_engine(TinyModel(), config, make_draws, ranks)
-        saver = Saver(config, ranks, "data", {})
+        engine = build_engine(TinyModel(), config, make_rng, ranks)
+        saver = Saver(identity_of(config), ranks)
         assert saver.save(engine, 1, 8, {}) is None
         while ranks.rank == 0 and saver.pending():
             time.sleep(0.01)
@@ -178,7 +179,7 @@ def test_C8_the_process_ends_while_its_thread_writes(tmp_path: Path, how: str) -
     assert time.monotonic() - began < 50, "a process that ends waits for no writer"
     saver, engine = prepare(tmp_path)
     assert list(saver.directory.glob(".tmp-00000003-*/rank-00000.safetensors")), "it was to die in the middle"
-    start = find_start("auto", saver)
+    start = find_start(saver.run, saver.ranks)
     assert start is not None and start.step == 2
     assert names(saver.directory) == ["00000001", "00000002", "latest"]
     assert saver.save(engine, 3, 24, {}) is not None
@@ -192,7 +193,7 @@ SAVES = """if True:
     from megasparse.training.checkpoints.resume import find_start
     from megasparse.training.checkpoints.saving import Saver
     saver, engine = prepare(Path(sys.argv[1]), asynchronous=sys.argv[2] == "True", keep=2)
-    start = find_start("auto", Saver(saver.config, saver.ranks, "data", {}))
+    start = find_start(saver.run, saver.ranks)
     step = start.step if start else 0
     print("ready", flush=True)
     while True:

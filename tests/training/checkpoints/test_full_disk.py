@@ -18,12 +18,12 @@ from megasparse.training.checkpoints import rank_file
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import build_engine
+from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
-from tests.helpers.tiny import TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import TinyModel, identity_of, make_rng, tiny_config
 from tests.training.checkpoints.test_saving import names, prepare
 
 ROOM = r"\([\d,]+ bytes needed, [\d,]+ bytes free\)"
@@ -175,8 +175,8 @@ def test_C5_training_goes_on_to_the_next_interval_if_told_so(
     monkeypatch.setattr(rank_file.RankFile, "write", fails_once)
 
     def work(ranks: Ranks) -> list[bool]:
-        engine = build_engine(TinyModel(), config, make_draws, ranks)
-        saver = Saver(config, ranks, "data", {})
+        engine = build_engine(TinyModel(), config, make_rng, ranks)
+        saver = Saver(identity_of(config), ranks)
         saved = []
         for step in (1, 2, 3):
             path = saver.save(engine, step, step * 8, {})

@@ -21,9 +21,8 @@ from megasparse.evaluation.restore import restore
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from megasparse.training.checkpoints.resume import find_start
-from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
-from tests.helpers.tiny import tiny_config
+from tests.helpers.tiny import identity_of, tiny_config
 from tests.training.checkpoints.test_saving import prepare
 
 FILE = "rank-00000.safetensors"
@@ -89,8 +88,8 @@ def refused(path: Path, marker: Path, match: str) -> None:
     for opens in (
         lambda: Checkpoint.open(path),
         lambda: restore(path),
-        lambda: find_start("auto", Saver(config, Ranks(), "data", {})),
-        lambda: find_start(str(path), Saver(config, Ranks(), "data", {})),
+        lambda: find_start(identity_of(config), Ranks()),
+        lambda: find_start(identity_of(config), Ranks(), resume=str(path)),
     ):
         with pytest.raises(CheckpointError, match=match):
             opens()

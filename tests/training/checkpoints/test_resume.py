@@ -12,10 +12,10 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import build_engine
+from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
-from tests.helpers.tiny import TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import TinyModel, identity_of, make_rng, tiny_config
 
 BYTES = {"name": "bytes", "sha256": "b"}
 
@@ -24,14 +24,15 @@ BYTES = {"name": "bytes", "sha256": "b"}
 def run(tmp_path: Path) -> Config:
     """A run with checkpoints of steps 1, 2 and 3."""
     config = tiny_config(tmp_path / "run", checkpoint={"keep": 3})
-    engine = build_engine(TinyModel(), config, make_draws, Ranks())
+    engine = build_engine(TinyModel(), config, make_rng, Ranks())
     for step in (1, 2, 3):
-        Saver(config, Ranks(), "data", BYTES).save(engine, step, step * 8, {})
+        Saver(identity_of(config, tokenizer=BYTES), Ranks()).save(engine, step, step * 8, {})
     return config
 
 
 def start(config: Config, choice: str = "auto", data: str = "data", **more: Any) -> Checkpoint | None:
-    return find_start(choice, Saver(config, Ranks(), data, more.pop("tokenizer", BYTES)), **more)
+    identity = identity_of(config, data, more.pop("tokenizer", BYTES))
+    return find_start(identity, Ranks(), resume=choice, **more)
 
 
 def checkpoints(config: Config) -> Path:
@@ -138,8 +139,8 @@ def test_another_runs_checkpoint_starts_a_new_directory_only(run: Config, tmp_pa
     found = start(tiny_config(tmp_path / "new"), newest)
     assert found is not None and found.step == 3
     own = tiny_config(tmp_path / "own")
-    engine = build_engine(TinyModel(), own, make_draws, Ranks())
-    Saver(own, Ranks(), "data", BYTES).save(engine, 7, 56, {})
+    engine = build_engine(TinyModel(), own, make_rng, Ranks())
+    Saver(identity_of(own, tokenizer=BYTES), Ranks()).save(engine, 7, 56, {})
     with pytest.raises(CheckpointError, match=r"checkpoints of its own.*Choose another run.directory"):
         start(own, newest)
 
@@ -206,5 +207,6 @@ def test_what_cannot_be_set_aside_is_told(run: Config, monkeypatch: pytest.Monke
 
 def test_opening_says_that_it_gets_on(run: Config) -> None:
     reported: list[str] = []
-    assert find_start("auto", Saver(run, Ranks(), "data", BYTES, RunHooks(alive=reported.append))) is not None
+    hooks = RunHooks(alive=reported.append)
+    assert find_start(identity_of(run, tokenizer=BYTES), Ranks(), hooks) is not None
     assert reported == [f"verifying {checkpoints(run) / '00000003'}"]

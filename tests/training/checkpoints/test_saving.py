@@ -20,10 +20,11 @@ from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_folder import find_newest, list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import Engine, build_engine
+from megasparse.training.engines.build import build_engine
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
-from tests.helpers.tiny import TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import TinyModel, identity_of, make_rng, tiny_config
 
 
 class Killed(BaseException):
@@ -42,7 +43,7 @@ class AtOnce(threading.Thread):
 
 def prepare(folder: Path, **checkpoint: Any) -> tuple[Saver, Engine]:
     config = tiny_config(folder, checkpoint={"keep": 2, **checkpoint})
-    return Saver(config, Ranks(), "data", {}), build_engine(TinyModel(), config, make_draws, Ranks())
+    return Saver(identity_of(config), Ranks()), build_engine(TinyModel(), config, make_rng, Ranks())
 
 
 def names(folder: Path) -> list[str]:
@@ -90,7 +91,7 @@ def test_C2_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path, a
         complete = [Checkpoint.open(path).step for path in list_checkpoints(saver.directory)]
         assert complete in ([1, 2], [1, 2, 3], [2, 3])
         outcomes.append(complete)
-        start = find_start("auto", Saver(saver.config, Ranks(), "data", {}))
+        start = find_start(saver.run, Ranks())
         assert start is not None and start.step == complete[-1]
         assert not list(saver.directory.glob(".tmp-*")), "the next start cleans up"
         moment += 1

@@ -9,12 +9,13 @@ import pytest
 from megasparse.errors import CheckpointError, ConfigError, StorageError, TrainingError, UserError
 from megasparse.training.checkpoints import identity, rank_file, saving
 from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import build_engine
+from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks
 from tests.helpers.ranks_in_threads import run_in_threads
-from tests.helpers.tiny import TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import TinyModel, identity_of, make_rng, tiny_config
 from tests.training.checkpoints.test_saving import names
 
 SAME: dict[str, Any] = {"step": 2, "sequences": 16, "state": {"losses": [0.1, 0.2], "skipped": 0}}
@@ -25,8 +26,8 @@ def save_twice(folder: Path, world_size: int = 2, unlike: dict[int, dict[str, An
     config = tiny_config(folder, checkpoint=checkpoint)
 
     def work(ranks: Ranks) -> Any:
-        engine = build_engine(TinyModel(), config, make_draws, ranks)
-        saver = Saver(config, ranks, "data", {})
+        engine = build_engine(TinyModel(), config, make_rng, ranks)
+        saver = Saver(identity_of(config), ranks)
         for what in ({"step": 1, "sequences": 8, "state": {}}, {**SAME, **(unlike or {}).get(ranks.rank, {})}):
             saver.save(engine, **what)
             saver.finish()
@@ -121,7 +122,7 @@ def start(folder: Path, **unlike: Any) -> list[Any]:
         own = {"config": {}, "data": "data", "tokenizer": {"name": "bytes"}, "resume": "auto"}
         own |= unlike if ranks.rank == 1 else {}
         config = tiny_config(folder, **own["config"])
-        return find_start(own["resume"], Saver(config, ranks, own["data"], own["tokenizer"]))
+        return find_start(RunIdentity(config, own["data"], own["tokenizer"]), ranks, resume=own["resume"])
 
     return run_in_threads(work, 3)
 
@@ -152,7 +153,7 @@ def test_F2_ranks_that_run_different_code_do_not_start(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Ranks, "gather", other)
     with pytest.raises(ConfigError) as caught:
-        find_start("auto", Saver(tiny_config(tmp_path), Ranks(), "data", {}))
+        find_start(identity_of(tiny_config(tmp_path)), Ranks())
     versions = identity.versions()
     assert f'code.torch: "{versions["torch"]}" on rank 0, "1.0" on rank 1' in str(caught.value)
     assert f'code.source: "{versions["source"]}" on rank 0, "{"0" * 64}" on rank 1' in str(caught.value)
@@ -177,4 +178,4 @@ def test_ranks_that_see_different_folders_do_not_start(tmp_path: Path, monkeypat
     monkeypatch.setattr(Ranks, "gather", lambda _, value: [value, None if value == "00000001" else value])
     (tmp_path / "checkpoints" / "00000001").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r'newest: "00000001" on rank 0, null on rank 1'):
-        find_start("auto", Saver(tiny_config(tmp_path), Ranks(), "data", {}))
+        find_start(identity_of(tiny_config(tmp_path)), Ranks())

@@ -18,7 +18,7 @@ from megasparse.training.checkpoints.checkpoint import Fragment, Storage, loaded
 from megasparse.training.checkpoints.rank_file import RankFile
 from megasparse.training.checkpoints.swap_folder import SwapFolder, verify
 from megasparse.training.checkpoints.swapping import Swap
-from megasparse.training.deepspeed_engine import DeepSpeedEngine
+from megasparse.training.engines.deepspeed import DeepSpeedEngine
 from megasparse.training.ranks import Ranks
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.tiny import TinyModel

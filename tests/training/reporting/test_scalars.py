@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,14 @@ from megasparse.config.schema import Config
 from megasparse.model.build import build_model
 from megasparse.model.stack import of_layers
 from megasparse.ops.random import RngContext
-from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import build_engine
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
 from megasparse.training.reporting.exposed import ExposedCommunication
 from megasparse.training.reporting.memory import bytes_of, memory_scalars
-from megasparse.training.reporting.monitor import Monitor
 from megasparse.training.reporting.rank_table import RankTable, StepTimes
 from tests.data.damages import flip
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import TinyModel, make_rng, metrics, tiny_config, tiny_run
 from tests.helpers.trained import prepared, trained
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "monitoring.md"
@@ -113,18 +111,11 @@ def test_every_scalar_of_an_encoder_decoder_is_in_the_table(tmp_path: Path) -> N
 
 
 def run(model: Any, config: Config, ranks: Ranks) -> list[dict[str, float]]:
-    """Trains on made-up sequences of 24 tokens; what metrics.jsonl has of it."""
-    draw = (
-        make_draws
-        if isinstance(model, TinyModel)
-        else lambda step, samples: RngContext(0, step, samples, training=True)
-    )
-    engine = build_engine(model, config, draw, ranks)
-    with Monitor(config, ranks, 0) as monitor:
-        train(engine, config, MadeUpBatches(config, ranks), Saver(config, ranks, "data", {}), monitor)
-    engine.close()
-    lines = (Path(config.run.directory) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines] if ranks.rank == 0 else []
+    """Train on dummy sequences of 24 tokens. Returns the lines of metrics.jsonl."""
+    draws = make_rng if isinstance(model, TinyModel) else partial(RngContext, 0, training=True)
+    with tiny_run(config, model, ranks, draws=draws) as training:
+        train(training)
+    return metrics(config) if ranks.rank == 0 else []
 
 
 def on_two_ranks(folder: str) -> list[list[dict[str, float]]]:

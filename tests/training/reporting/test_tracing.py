@@ -16,28 +16,18 @@ import pytest
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
-from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import build_engine
 from megasparse.training.loop import train
-from megasparse.training.ranks import Ranks
-from megasparse.training.reporting.monitor import Monitor
 from megasparse.training.reporting.tracing import STEPS
 from megasparse.training.stopping.hooks import RunHooks
-from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import metrics, tiny_config, tiny_run
 
 ROOT = Path(__file__).parents[3]
 
 RUN = """
 import sys, time
-from pathlib import Path
-from megasparse.training.engine import build_engine
 from megasparse.training.loop import train
-from megasparse.training.reporting.monitor import Monitor
-from megasparse.training.ranks import Ranks
-from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.stopping.signals import StopSignals
-from megasparse.training.stopping.hooks import watching
-from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import TinyModel, tiny_config, tiny_run
 
 class Slow(TinyModel):
     def forward(self, *given):
@@ -46,19 +36,15 @@ class Slow(TinyModel):
 
 signals = StopSignals()
 config = tiny_config(sys.argv[1], training={"steps": 100000})
-with watching(config.run, Ranks(), signals) as watch, Monitor(config, Ranks(), 0) as monitor:
-    engine = build_engine(Slow(), config, make_draws, Ranks())
-    train(engine, config, MadeUpBatches(config, Ranks()), Saver(config, Ranks(), "data", {}), monitor, watch=watch)
+with tiny_run(config, Slow(), signals=signals) as run:
+    train(run)
 """
 
 
-def losses(config: Config, hooks: RunHooks = RunHooks()) -> list[float]:  # noqa: B008
-    engine = build_engine(TinyModel(), config, make_draws, Ranks())
-    saver = Saver(config, Ranks(), "data", {})
-    with Monitor(config, Ranks(), 0) as monitor:
-        train(engine, config, MadeUpBatches(config, Ranks()), saver, monitor, hooks=hooks)
-    lines = (Path(config.run.directory) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["train/loss"] for line in lines]
+def losses(config: Config, hooks: RunHooks | None = None) -> list[float]:
+    with tiny_run(config, hooks=hooks) as run:
+        train(run)
+    return [line["train/loss"] for line in metrics(config)]
 
 
 def updates(path: Path) -> int:

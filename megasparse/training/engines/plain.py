@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megasparse.config.schema import RunSettings
 from megasparse.training.checkpoints.checkpoint import Fragment
-from megasparse.training.engine import Engine, MakeDraws, whole_fragments
+from megasparse.training.engines.contract import Engine, MakeRng, whole_fragments
 from megasparse.training.optimizer import build_optimizer
 from megasparse.training.ranks import Ranks
 
@@ -17,8 +17,8 @@ from megasparse.training.ranks import Ranks
 class TorchEngine(Engine):
     """Plain torch in one process. In bf16 the model is a rounded copy of fp32 weights, as under DeepSpeed."""
 
-    def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
-        super().__init__(model, config, make_draws, ranks)
+    def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
+        super().__init__(model, config, make_rng, ranks)
         self._masters: dict[str, Tensor] = dict(self._trained)
         self._rounded = config.training.precision == "bf16"
         if self._rounded:

@@ -8,10 +8,10 @@ import pytest
 from megasparse.errors import CheckpointError
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import build_engine
+from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config
 
 FROZEN = {"embedding.weight", "hidden.weight", "hidden.bias"}
 OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -31,7 +31,7 @@ def frozen_model():
 
 def losses(engine, config, first, last):
     """Of the steps after `first` to `last`."""
-    batches = iter(MadeUpBatches(config, engine.ranks, first * config.training.global_batch))
+    batches = iter(DummyBatches(config, engine.ranks, first * config.training.global_batch))
     return [
         engine.train_step(data.micro_batches, step, 0.01).loss
         for step, data in zip(range(first + 1, last + 1), itertools.islice(batches, last - first), strict=True)
@@ -40,13 +40,13 @@ def losses(engine, config, first, last):
 
 def went_on(config, ranks):
     """The losses of 6 steps, those of a run that was saved after 3 of them and started again, and the checkpoint."""
-    engine = build_engine(frozen_model(), config, make_draws, ranks)
+    engine = build_engine(frozen_model(), config, make_rng, ranks)
     whole = losses(engine, config, 0, 3)
-    Saver(config, ranks, "data", {}).save(engine, 3, 24, {})
+    Saver(identity_of(config), ranks).save(engine, 3, 24, {})
     whole += losses(engine, config, 3, 6)
     engine.close()
     checkpoint = Checkpoint.open(find_checkpoint(Path(config.run.directory)))
-    engine = build_engine(frozen_model(), config, make_draws, ranks, checkpoint)
+    engine = build_engine(frozen_model(), config, make_rng, ranks, checkpoint)
     again = losses(engine, config, 3, 6)
     engine.close()
     return whole, again, checkpoint
@@ -64,7 +64,7 @@ def test_a_run_with_frozen_weights_goes_on_exactly(tmp_path, precision):
 
 def test_frozen_weights_do_not_change(tmp_path):
     config, model = tiny_config(tmp_path, optimizer={"weight_decay": 0.5}), frozen_model()
-    losses(build_engine(model, config, make_draws, Ranks()), config, 0, 3)
+    losses(build_engine(model, config, make_rng, Ranks()), config, 0, 3)
     for (name, weight), before in zip(model.named_parameters(), frozen_model().parameters(), strict=True):
         assert weight.equal(before) == (name in FROZEN)
 

@@ -14,14 +14,15 @@ from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engine import Engine, build_engine
+from megasparse.training.engines.build import build_engine
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import small
-from tests.helpers.tiny import MadeUpBatches, TinyModel, make_draws, tiny_config
+from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config
 
 
 def train(engine: Engine, config: Config, first: int, last: int) -> list[float]:
-    batches = MadeUpBatches(config, Ranks(), start=(first - 1) * config.training.global_batch)
+    batches = DummyBatches(config, Ranks(), start=(first - 1) * config.training.global_batch)
     steps = zip(range(first, last + 1), batches, strict=False)
     return [engine.train_step(data.micro_batches, step, 0.01).loss for step, data in steps]
 
@@ -30,8 +31,8 @@ def train(engine: Engine, config: Config, first: int, last: int) -> list[float]:
 def test_accumulation_does_not_change_the_run(tmp_path: Path, micro_batch: int) -> None:
     whole = tiny_config(tmp_path, training={"micro_batch": 8})
     cut = tiny_config(tmp_path, training={"micro_batch": micro_batch})
-    expected = train(build_engine(TinyModel(), whole, make_draws, Ranks()), whole, 1, 10)
-    assert train(build_engine(TinyModel(), cut, make_draws, Ranks()), cut, 1, 10) == pytest.approx(expected, rel=1e-6)
+    expected = train(build_engine(TinyModel(), whole, make_rng, Ranks()), whole, 1, 10)
+    assert train(build_engine(TinyModel(), cut, make_rng, Ranks()), cut, 1, 10) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("ids", [{}, {"document_separator": 101}, {"padding_token": 101}], ids=str)
@@ -65,15 +66,15 @@ def test_micro_batches_without_a_token_to_tell_do_not_shrink_the_loss(tmp_path: 
 def test_a_step_against_its_definition(tmp_path: Path) -> None:
     """Loss, statistics, gradient norm and clipping of the first step, from the model alone."""
     config = tiny_config(tmp_path, training={"gradient_clipping": 0.25}, optimizer={"weight_decay": 0.0, "eps": 1.0})
-    data = next(iter(MadeUpBatches(config, Ranks())))
+    data = next(iter(DummyBatches(config, Ranks())))
     model = TinyModel()
-    losses = [model(batch.tokens, make_draws(1, batch.samples))[0] for batch in data.micro_batches]
+    losses = [model(batch.tokens, make_rng(1, batch.samples))[0] for batch in data.micro_batches]
     loss = torch.stack(losses).mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
     assert norm > 0.25
 
-    engine = build_engine(TinyModel(), config, make_draws, Ranks())
+    engine = build_engine(TinyModel(), config, make_rng, Ranks())
     result = engine.train_step(data.micro_batches, 1, 0.01)
     assert result.loss == pytest.approx(loss.item(), rel=1e-6)
     assert result.statistics == {"width": 13.0, "objective": pytest.approx(loss.item(), rel=1e-6)}
@@ -90,16 +91,16 @@ def test_a_loss_that_is_not_finite_changes_nothing(tmp_path: Path, poison: float
     config = tiny_config(tmp_path, training={"precision": precision})
     model = TinyModel()
     model.poisoned = {3: poison}
-    engine = build_engine(model, config, make_draws, Ranks())
+    engine = build_engine(model, config, make_rng, Ranks())
     before = [fragment.read().clone() for fragment in engine.fragments()]
-    result = engine.train_step(next(iter(MadeUpBatches(config, Ranks()))).micro_batches, 1, 0.01)
+    result = engine.train_step(next(iter(DummyBatches(config, Ranks()))).micro_batches, 1, 0.01)
     assert not result.applied and engine.steps_done() == 0
     assert all(torch.equal(a, b.read()) for a, b in zip(before, engine.fragments(), strict=True))
 
 
 def test_bf16_keeps_fp32_weights(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, training={"precision": "bf16"})
-    engine = build_engine(TinyModel(), config, make_draws, Ranks())
+    engine = build_engine(TinyModel(), config, make_rng, Ranks())
     losses = train(engine, config, 1, 20)
     masters = {fragment.name: fragment.read() for fragment in engine.fragments() if fragment.kind == "weight"}
     for name, parameter in engine.module.named_parameters():
@@ -107,35 +108,35 @@ def test_bf16_keeps_fp32_weights(tmp_path: Path) -> None:
         assert torch.equal(parameter.detach().view(-1), masters[name].bfloat16())
         assert not torch.equal(parameter.detach().view(-1).float(), masters[name])
     exact = tiny_config(tmp_path)
-    assert losses == pytest.approx(train(build_engine(TinyModel(), exact, make_draws, Ranks()), exact, 1, 20), rel=1e-2)
+    assert losses == pytest.approx(train(build_engine(TinyModel(), exact, make_rng, Ranks()), exact, 1, 20), rel=1e-2)
 
 
 @pytest.mark.parametrize("sections", [{}, {"training": {"precision": "bf16"}}, {"optimizer": {"name": "adafactor"}}])
 def test_resume_is_bit_identical(tmp_path: Path, sections: dict[str, Any]) -> None:
     config = tiny_config(tmp_path, **sections)
-    straight = train(build_engine(TinyModel(), config, make_draws, Ranks()), config, 1, 20)
-    engine = build_engine(TinyModel(), config, make_draws, Ranks())
+    straight = train(build_engine(TinyModel(), config, make_rng, Ranks()), config, 1, 20)
+    engine = build_engine(TinyModel(), config, make_rng, Ranks())
     before = train(engine, config, 1, 10)
-    saved = Checkpoint.open(Saver(config, Ranks(), "data", {}).save(engine, 10, 80, {}))
+    saved = Checkpoint.open(Saver(identity_of(config), Ranks()).save(engine, 10, 80, {}))
     assert (saved.step, saved.sequences, saved.optimizer_steps, saved.config) == (10, 80, 10, config)
-    resumed = build_engine(TinyModel(seed=1), config, make_draws, Ranks(), saved)
+    resumed = build_engine(TinyModel(seed=1), config, make_rng, Ranks(), saved)
     assert before + train(resumed, config, 11, 20) == straight
 
 
 def test_a_checkpoint_before_the_first_update(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
-    engine = build_engine(TinyModel(), config, make_draws, Ranks())
-    saved = Checkpoint.open(Saver(config, Ranks(), "data", {}).save(engine, 1, 8, {}))
-    resumed = build_engine(TinyModel(seed=1), config, make_draws, Ranks(), saved)
+    engine = build_engine(TinyModel(), config, make_rng, Ranks())
+    saved = Checkpoint.open(Saver(identity_of(config), Ranks()).save(engine, 1, 8, {}))
+    resumed = build_engine(TinyModel(seed=1), config, make_rng, Ranks(), saved)
     assert train(resumed, config, 1, 3) == train(engine, config, 1, 3)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
-    engine = build_engine(TinyModel(), config, make_draws, Ranks())
-    saved = Checkpoint.open(Saver(config, Ranks(), "data", {}).save(engine, 1, 8, {}))
+    engine = build_engine(TinyModel(), config, make_rng, Ranks())
+    saved = Checkpoint.open(Saver(identity_of(config), Ranks()).save(engine, 1, 8, {}))
     with pytest.raises(CheckpointError, match=r"embedding.weight has shape \[256, 13\], in the model \[256, 7\]"):
-        build_engine(TinyModel(width=7), config, make_draws, Ranks(), saved)
+        build_engine(TinyModel(width=7), config, make_rng, Ranks(), saved)
 
 
 @pytest.mark.parametrize("sections", [{"deepspeed": {"zero_optimization": {"stage": 1}}}, {"precision": "bf16"}])
@@ -143,7 +144,7 @@ def test_adafactor_under_zero_is_refused(tmp_path: Path, sections: dict[str, Any
     training = {"precision": sections.pop("precision", "fp32")}
     config = tiny_config(tmp_path, "deepspeed", optimizer={"name": "adafactor"}, training=training, **sections)
     with pytest.raises(ConfigError, match=r"optimizer.name.*adamw"):
-        build_engine(TinyModel(), config, make_draws, Ranks())
+        build_engine(TinyModel(), config, make_rng, Ranks())
 
 
 def test_plain_torch_on_two_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""Forward, backward and optimizer step: what both engines share.
+"""The contract of an engine: forward and backward passes, the optimizer step, and the state that a checkpoint keeps.
 
-On DeepSpeed's ZeRO over any number of ranks (deepspeed_engine.py), or on plain torch in one process (torch_engine.py):
-with the same losses.
+deepspeed.py trains with DeepSpeed's ZeRO on any number of ranks, plain.py with plain PyTorch in one process. Both give
+the same losses. build.py chooses.
 """
 
 import itertools
@@ -15,24 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megasparse.callbacks import Progress, silent
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Batch
-from megasparse.training.checkpoints.checkpoint import (
-    Checkpoint,
-    Fragment,
-    load_weights,
-    loaded,
-    persistent_buffers,
-    silent,
-)
+from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, loaded, persistent_buffers
 from megasparse.training.optimizer import create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.exposed import ExposedCommunication
 from megasparse.training.reporting.memory import bytes_of
 from megasparse.training.reporting.stopwatch import Stopwatch
 
-MakeDraws = Callable[[int, Tensor], Any]
-"""(optimizer step, global sample numbers (B,)) -> what the model's random draws depend on."""
+MakeRng = Callable[[int, Tensor], Any]
+"""Maps (optimizer step, global sample numbers (B,)) to what the model's random draws depend on."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +64,14 @@ class Engine(ABC):
     replicated = True
     """Every rank holds all of the state, so the ranks share out the parameters among them when they save."""
 
-    def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
-        self.module, self.ranks, self._make_draws = model, ranks, make_draws
+    def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
+        self.module, self.ranks, self._make_rng = model, ranks, make_rng
         self._forward_time = Stopwatch(ranks.device)
         self._exposed: ExposedCommunication | None = None
         self._clipping = config.training.gradient_clipping
         self._shared: dict[str, Any] = {} if ranks.sequence is None else {"sequence": ranks.sequence}
         """What the model must be told where ranks share sequences."""
-        self._uneven = bool(self._shared) or getattr(model, "uneven", False)
+        self._counting = bool(self._shared) or getattr(model, "varying_token_counts", False)
         """Whether micro-batches, or the ranks' parts of them, can have unequally many tokens to tell."""
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """What the optimizer updates and a checkpoint keeps; frozen weights are neither."""
@@ -90,7 +84,7 @@ class Engine(ABC):
         step: int,
         learning_rate: float,
         accept: Callable[[float], bool] = _always,
-        progress: Callable[[str], None] = silent,
+        progress: Progress = silent,
     ) -> StepResult:
         """One optimizer step on this rank's micro-batches, or its parts of those that it shares; all of them, on all
         ranks, have equally many tokens.
@@ -105,11 +99,11 @@ class Engine(ABC):
             group["lr"] = learning_rate
         sums: dict[str, Tensor] = {}
         with self._meeting():
-            divisor = self._mean_scored(micro_batches) if self._uneven else None
+            divisor = self._mean_scored(micro_batches) if self._counting else None
         for number, batch in enumerate(micro_batches, start=1):
             progress(f"step {step}, micro-batch {number}")
             last = number == len(micro_batches)
-            rng = self._make_draws(step, batch.samples.to(self.ranks.device))
+            rng = self._make_rng(step, batch.samples.to(self.ranks.device))
             with self._forward_time.running():
                 objective, statistics = self._forward(batch.tokens.to(self.ranks.device), rng, divisor)
             progress(f"step {step}, micro-batch {number}, backward")  # which waits for the others
@@ -239,33 +233,6 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027  (plain torch holds nothing)
         """Let go of what the engine holds outside the model."""
-
-
-def build_engine(
-    model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks, checkpoint: Checkpoint | None = None
-) -> Engine:
-    """The engine that `config.run.engine` names, with `model`'s weights or with those of `checkpoint`.
-
-    Raises ConfigError where the settings do not go together, CheckpointError where the checkpoint is of another model.
-    """
-    model.to(ranks.device)
-    if checkpoint is not None:
-        load_weights(model, checkpoint)  # before the engine makes its low-precision and partitioned copies
-    engine = _kind(config)(model, config, make_draws, ranks)
-    if checkpoint is not None:
-        engine.load(checkpoint)
-    return engine
-
-
-def _kind(config: RunSettings) -> type[Engine]:
-    """Imported here: both build on this module, and DeepSpeed's takes seconds."""
-    if config.run.engine == "torch":
-        from megasparse.training.torch_engine import TorchEngine
-
-        return TorchEngine
-    from megasparse.training.deepspeed_engine import DeepSpeedEngine
-
-    return DeepSpeedEngine
 
 
 def whole_fragments(masters: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Fragment]:

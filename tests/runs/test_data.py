@@ -11,7 +11,7 @@ from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.tokenizers.byte import ByteTokenizer, PixelTokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.training.batches import open_data, open_folder, training_batches
+from megasparse.runs.data import open_data, open_folder, training_batches
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
 from tests.data.damages import edit

@@ -15,7 +15,7 @@ from megasparse.data.batches import check_shares
 from megasparse.errors import ConfigError
 from megasparse.training.checkpoints.checkpoint import MEMORY, Fragment, Storage
 from megasparse.training.checkpoints.swapping import SubGroup, Swap, swapped_sections
-from megasparse.training.engine import Engine, MakeDraws, whole_fragments
+from megasparse.training.engines.contract import Engine, MakeRng, whole_fragments
 from megasparse.training.optimizer import build_optimizer, state_tensors
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.exposed import ExposedCommunication
@@ -24,8 +24,8 @@ from megasparse.training.reporting.exposed import ExposedCommunication
 class DeepSpeedEngine(Engine):
     """ZeRO stage 0 to 3 on any number of ranks, optimizer and weights on the device, in CPU memory or on a disk."""
 
-    def __init__(self, model: nn.Module, config: RunSettings, make_draws: MakeDraws, ranks: Ranks):
-        super().__init__(model, config, make_draws, ranks)
+    def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
+        super().__init__(model, config, make_rng, ranks)
         zero = config.deepspeed.get("zero_optimization", {})
         self._stage = int(zero.get("stage", 0))
         self._rounded = config.training.precision == "bf16"

@@ -1,0 +1,1 @@
+"""Whole runs: what pretraining and fine-tuning are made of, from the configuration to the last checkpoint."""

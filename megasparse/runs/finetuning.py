@@ -1,0 +1,67 @@
+"""A fine-tuning run, top to bottom: task, pretrained model, memory check, engine, validation, loop."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.ops.random import RngContext
+from megasparse.tasks.memory_check import predict, require_fit
+from megasparse.tasks.run import open_run
+from megasparse.tasks.scoring import selection_of, validation
+from megasparse.training.checkpoints.identity import RunIdentity
+from megasparse.training.loop import train
+from megasparse.training.ranks import Ranks, start_ranks
+from megasparse.training.run import Recipe, RunResult, open_training
+from megasparse.training.stopping.signals import StopSignals
+
+
+def finetune(
+    config: FinetuneConfig,
+    *,
+    resume: str = "auto",
+    allow_changed_config: bool = False,
+    stop_at: int | None = None,
+    signals: StopSignals | None = None,
+) -> RunResult:
+    """Fine-tune the pretrained model of `config` on its task, into `config.run.directory`.
+
+    The arguments, and what is raised, are those of `pretrain`. A run that is complete leaves `best.json`, which names
+    the checkpoint that validated best, in its folder.
+    """
+    ranks = start_ranks(config.run)
+    say = _reporter(ranks)
+    task = open_run(config, say)
+    require_fit(task, ranks, say)
+    config = task.config  # with the numbers that depend on the data filled in
+    selection = selection_of(config)
+
+    tokenizer = {"name": task.start.tokenizer.name, "sha256": task.start.tokenizer.sha256}
+    recipe = Recipe(
+        RunIdentity(config, task.fingerprint, tokenizer),
+        make_rng=partial(RngContext, config.run.seed, training=True),
+        build_model=lambda: task.model,
+        open_data=lambda position, hooks: task.batches(ranks, position),
+        build_evaluation=lambda engine, hooks: validation(task, engine, hooks),
+        selection=selection,
+    )
+    with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:
+        if ranks.rank == 0:
+            task.start.write(Path(config.run.directory))
+        result = train(run)
+        if result.complete and ranks.rank == 0:
+            selection.write(result.directory / "best.json")
+    ranks.stop()
+    return result
+
+
+def finetune_dry_run(config: FinetuneConfig) -> str:
+    """Predict the memory that `finetune` takes at its peak, and report it. Writes nothing."""
+    ranks = start_ranks(config.run)
+    return predict(open_run(config, _reporter(ranks)), ranks).lines()
+
+
+def _reporter(ranks: Ranks) -> Callable[[str], None]:
+    """What prints a line to stderr, on rank 0 only."""
+    return lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None

@@ -1,0 +1,63 @@
+"""A pretraining run, top to bottom: shards, model, engine, evaluation, loop."""
+
+from functools import partial
+from typing import Any
+
+from megasparse.config.schema import Config
+from megasparse.evaluation.held_out import held_out
+from megasparse.model.build import build_model
+from megasparse.ops.random import RngContext
+from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
+from megasparse.planning.report import dry_run_report
+from megasparse.runs.data import open_data, training_batches
+from megasparse.training.checkpoints.identity import RunIdentity
+from megasparse.training.loop import train
+from megasparse.training.ranks import start_ranks
+from megasparse.training.run import Recipe, RunResult, open_training
+from megasparse.training.stopping.signals import StopSignals
+
+
+def pretrain(
+    config: Config,
+    *,
+    resume: str = "auto",
+    allow_changed_config: bool = False,
+    stop_at: int | None = None,
+    signals: StopSignals | None = None,
+) -> RunResult:
+    """Pretrain the model of `config` on its data, into `config.run.directory`. Every rank of a run calls it.
+
+    resume: "auto" goes on from the newest checkpoint of that folder, "never" begins anew and refuses a folder that has
+        checkpoints, a path names the checkpoint to go on from.
+    allow_changed_config: go on although the configuration would make it another run.
+    stop_at: save and end after this step.
+    signals: stop when they arrive. None, as in a notebook, leaves the process's signals alone.
+    Raises a UserError that names the key or file to correct, and what ended the run otherwise.
+    """
+    data = open_data(config)
+    ranks = start_ranks(config.run, config.parallel.sequence)
+
+    def model() -> Any:
+        built: Any = build_model(config.model, config.run.seed)
+        if config.model.masking.whole_words:
+            built.set_word_starts(data.tokenizer.word_starts())
+        return built
+
+    length = config.data.sequence_length
+    recipe = Recipe(
+        RunIdentity(config, data.fingerprint, data.evaluation.tokenizer.model_dump()),
+        make_rng=partial(RngContext, config.run.seed, training=True),
+        build_model=model,
+        open_data=lambda position, hooks: training_batches(config, data, ranks, position, hooks),
+        build_evaluation=lambda engine, hooks: held_out(engine, data.evaluation, config, hooks),
+        flops_per_token=(model_flops_per_token(config.model, length), hardware_flops_per_token(config.model, length)),
+    )
+    with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:
+        result = train(run)
+    ranks.stop()
+    return result
+
+
+def pretrain_dry_run(config: Config) -> str:
+    """Take one step on dummy data in this process, which writes nothing, and report it beside the memory plan."""
+    return dry_run_report(config)

@@ -1,0 +1,141 @@
+"""A training run, wired once for pretraining and fine-tuning alike.
+
+`open_training` locks the run's folder, watches its ranks, finds the checkpoint to start from, and opens model, data,
+engine, evaluation and monitor, in this order; when it ends, it closes them in reverse. `loop.train` does the rest.
+"""
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from megasparse.callbacks import never
+from megasparse.config.schema import RunConfig, RunSettings
+from megasparse.data.batches import Steps
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.identity import RunIdentity
+from megasparse.training.checkpoints.resume import find_start
+from megasparse.training.checkpoints.run_lock import run_lock
+from megasparse.training.checkpoints.saving import Saver
+from megasparse.training.engines.build import build_engine
+from megasparse.training.engines.contract import Engine, MakeRng
+from megasparse.training.ranks import Ranks
+from megasparse.training.reporting.monitor import Monitor
+from megasparse.training.selection import Selection
+from megasparse.training.stopping.hooks import RunHooks
+from megasparse.training.stopping.signals import StopSignals
+from megasparse.training.stopping.watchdog import Watchdog
+
+Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
+"""Maps a step to scalars, and to texts and pictures for TensorBoard, by name; to nothing where no evaluation is due.
+Called after every step on every rank, where it may raise StopWanted, on all of them together."""
+
+
+def no_evaluation(engine: Engine, hooks: RunHooks) -> Evaluate | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What pretraining, fine-tuning and tests differ in. Its callables are called in the order of the fields."""
+
+    identity: RunIdentity
+    make_rng: MakeRng
+    build_model: Callable[[], nn.Module]
+    open_data: Callable[[int, RunHooks], Steps]
+    """Opens this rank's steps from a global sample number on."""
+    build_evaluation: Callable[[Engine, RunHooks], Evaluate | None] = no_evaluation
+    flops_per_token: tuple[float, float] | tuple[()] = ()
+    """FLOPs that the model needs for a token, and those that its devices do; empty where they are not known."""
+    selection: Selection | None = None
+
+
+@dataclass
+class TrainingRun:
+    """All that `loop.train` works with."""
+
+    engine: Engine
+    batches: Steps
+    saver: Saver
+    monitor: Monitor
+    start: Checkpoint | None = None
+    """The checkpoint to go on from; None begins at step 0."""
+    evaluate: Evaluate | None = None
+    selection: Selection | None = None
+    """Keeps the best checkpoint, and ends training when it is exhausted."""
+    stop_at: int | None = None
+    """The step after which to save and end. Schedules still end at `training.steps`: the run can go on exactly."""
+    hooks: RunHooks = field(default_factory=RunHooks)
+
+    @property
+    def config(self) -> RunSettings:
+        return self.saver.config
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.engine.ranks
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How far a run has come."""
+
+    directory: Path
+    """The run's folder."""
+    step: int
+    """The last step done, which is saved."""
+    complete: bool
+    """Whether all steps are done, or early stopping has ended the run."""
+
+
+@contextmanager
+def open_training(
+    recipe: Recipe,
+    ranks: Ranks,
+    resume: str = "auto",
+    allow_changed_config: bool = False,
+    stop_at: int | None = None,
+    signals: StopSignals | None = None,
+) -> Iterator[TrainingRun]:
+    """Wire a run. All ranks call it together.
+
+    resume, allow_changed_config: see `find_start`. stop_at: see `TrainingRun`. signals: see `monitored`.
+    Raises what `run_lock`, `find_start` and `build_engine` raise.
+    """
+    config = recipe.identity.config
+    with monitored(config.run, ranks, signals) as hooks, ExitStack() as opened:
+        start = find_start(recipe.identity, ranks, hooks, resume=resume, allow_changed_config=allow_changed_config)
+        step, position = (start.step, start.sequences) if start else (0, 0)
+        model = recipe.build_model()
+        batches = opened.enter_context(recipe.open_data(position, hooks))
+        engine = opened.enter_context(closing(build_engine(model, config, recipe.make_rng, ranks, start)))
+        evaluate = recipe.build_evaluation(engine, hooks)
+        monitor = opened.enter_context(Monitor(config, ranks, step, *recipe.flops_per_token))
+        saver = Saver(recipe.identity, ranks, hooks)
+        yield TrainingRun(engine, batches, saver, monitor, start, evaluate, recipe.selection, stop_at, hooks)
+
+
+@contextmanager
+def monitored(run: RunConfig, ranks: Ranks, signals: StopSignals | None) -> Iterator[RunHooks]:
+    """Lock `run.directory` and watch the ranks: a signal to any of them stops all, and one that hangs ends the run.
+
+    signals: those of a process that belongs to the run. Without them, as in a notebook, no signal stops the run, and a
+    single process is not watched, because the watchdog could only end it.
+
+    Raises UserError, the same on every rank, where another run holds the folder.
+    """
+    directory = Path(run.directory)
+    launch = ranks.gather(uuid.uuid4().hex)[0]
+    with run_lock(directory, ranks):
+        if signals is None and ranks.world_size == 1:
+            yield RunHooks()
+            return
+        signalled = (lambda: signals.wanted is not None) if signals else never
+        beats = directory / "heartbeats"
+        with Watchdog(beats, launch, ranks.rank, ranks.world_size, run.hang_timeout, signalled) as watchdog:
+            stop_wanted = lambda: signalled() or watchdog.stop_elsewhere()  # noqa: E731
+            trace_wanted = signals.trace_wanted if signals else never
+            yield RunHooks(stop_wanted, watchdog.progress, watchdog.alive, trace_wanted)
