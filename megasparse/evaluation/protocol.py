@@ -60,7 +60,7 @@ def protocol_of(
 ) -> Protocol:
     """The protocol of scoring a checkpoint on a split. stride: None takes the windows' whole length.
 
-    index, tokenizer: those of the configuration, as training.batches.open_folder and restore.trained_tokenizer have
+    index, tokenizer: those of the configuration, as runs.data.open_folder and restore.trained_tokenizer have
     checked. Raises ConfigError where windows would begin inside records; DataError where there is no such split.
     """
     length, chosen = config.data.sequence_length, index.split(split)

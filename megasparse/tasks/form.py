@@ -62,19 +62,11 @@ class Form(ABC):
         """The model of the task around a pretrained body, its attribute `body`. Called with a batch and a RngContext,
         it returns the objective and statistics:
 
-<<<<<<< HEAD
         nats, tokens: the sums of the costs and of the weights of the batch's examples, whose quotient is the loss.
         Out of training also `predicted`: a tensor for each of the B examples, which `answer` reads; and where the
         examples have labels `costs` and `weights`, (B,) each. All others are means to log.
         Its attribute `varying_token_counts` says whether the weights of batches vary; then it has
         `count_scored(batch)`, the sum of the weights, and takes `divisor` in its place, as pretrained models do.
-=======
-        nats, tokens: the sum of the costs and of the weights of the batch's examples, whose quotient is the loss.
-        Out of training also `told`: of each of the B examples a tensor, that `answer` reads; and where the examples
-        have labels `costs` and `weights`, (B,) each. All others are means to log.
-        An attribute `varying_token_counts` says whether batches weigh differently; then it has `count_scored(batch)`, the sum of
-        its weights, and takes `divisor` in place of it, as pretrained models do.
->>>>>>> ba3792c (One composition root: a Recipe is wired once into a TrainingRun; engines in a folder without a circle)
         """
 
     @abstractmethod
