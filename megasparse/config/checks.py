@@ -1,4 +1,4 @@
-"""What must hold between keys. Each rule raises a ConfigError that names the key, its value and a hint."""
+"""Rules between the keys of a run. Each raises a ConfigError that names the key, its value and a hint."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """`"extends": "NAME"`: a configuration file that holds only what differs from another one.
 
 NAME is a file beside the one that extends it, or a shipped configuration (shipped.py). Objects are merged key by key;
-anything else takes the place of what was there, and null removes it.
+any other value replaces the base's, and null removes it.
 """
 
 from dataclasses import dataclass

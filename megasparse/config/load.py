@@ -69,12 +69,13 @@ def _keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def build_config(values: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """A pretraining run's from values already parsed; see `build_settings`."""
+    """Check a pretraining run's configuration from values already parsed; see `build_settings`."""
     return build_settings(values, overrides, Config)
 
 
 def build_settings(values: dict[str, Any], overrides: Sequence[str], kind: type[Settings]) -> Settings:
-    """The same from values already parsed (a checkpoint's manifest, a test); `values` itself is not changed."""
+    """Override and check a configuration from values already parsed, such as a checkpoint's manifest, which are not
+    changed; see `load_settings` for the errors."""
     values = json.loads(json.dumps(values))
     for override in overrides:
         _set(values, override)

@@ -1,4 +1,4 @@
-"""What must hold between the keys of a model. Each rule raises a ConfigError with the key, its value and a hint."""
+"""Rules between the keys of a model. Each raises a ConfigError that names the key, its value and a hint."""
 
 import math
 
@@ -10,7 +10,7 @@ from megasparse.errors import ConfigError
 
 
 def check_model(model: ModelConfig) -> None:
-    """The rules that concern the model alone, whatever it reads."""
+    """Raise ConfigError for the first rule that a model breaks, whatever it reads."""
     _check_tokens(model)
     _check_sentence_order(model)
     _check_source(model)

@@ -1,4 +1,4 @@
-"""What must hold where several ranks share a sequence."""
+"""Rules for runs whose ranks share a sequence."""
 
 from megasparse.config.messages import show
 from megasparse.config.pattern import heads_of_layer
@@ -14,12 +14,12 @@ def check_parallel(config: Config) -> None:
     if config.run.engine == "torch":
         problem = f'{size} ranks are to share a sequence, but run.engine = "torch" runs in one process'
         raise ConfigError("parallel.sequence", problem, 'Set run.engine to "deepspeed", or parallel.sequence to 1')
-    for key, reported in (
+    for key, given in (
         ("model.kind", show(model.kind) if model.source else None),
         ("model.sentence_order", "given" if model.sentence_order else None),
     ):
-        if reported is not None:
-            problem = f"{reported}, but parallel.sequence = {size}: such sequences cannot be shared"
+        if given is not None:
+            problem = f"{given}, but parallel.sequence = {size}: such sequences cannot be shared"
             raise ConfigError(key, problem, "Set parallel.sequence to 1")
     if length % size:
         nearest = max(1, round(length / size)) * size

@@ -120,9 +120,9 @@ def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> lis
     """The 2·K likeliest continuations by one token, likeliest first: number in `live`, token, log-probability in all.
     So many, because K of them may end.
     """
-    predicted = torch.log_softmax(restricted(logits, settings.vocabulary, settings.end).double(), dim=-1)
-    totals = predicted + torch.tensor(
-        [[x.log_probability] for x in live], dtype=predicted.dtype, device=predicted.device
+    log_probabilities = torch.log_softmax(restricted(logits, settings.vocabulary, settings.end).double(), dim=-1)
+    totals = log_probabilities + torch.tensor(
+        [[x.log_probability] for x in live], dtype=log_probabilities.dtype, device=log_probabilities.device
     )
     best, place = (x[: 2 * settings.beams].tolist() for x in totals.flatten().sort(descending=True, stable=True))
     width = totals.shape[1]

@@ -78,11 +78,11 @@ def summary(result: Mapping[str, Any]) -> str:
     if not protocol["lossless"]:  # cheap where words are predicted as unknown ones: not to be compared with compressors
         found.pop("bits_per_byte", None)
     primary, *others = found
-    predicted = [f"{found[primary]:.4f} {UNITS[primary]}", f"accuracy {100 * result['accuracy']:.2f} %"]
-    predicted += [f"{UNITS[name]} {found[name]:.4f}" for name in others if found[name] != found[primary]]
+    parts = [f"{found[primary]:.4f} {UNITS[primary]}", f"accuracy {100 * result['accuracy']:.2f} %"]
+    parts += [f"{UNITS[name]} {found[name]:.4f}" for name in others if found[name] != found[primary]]
     covered = f"{result['dims']:,} of {protocol['split_dims']:,} symbols of {protocol['split']}"
     windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
-    return f"{', '.join(predicted)} ({covered}; {windows}; step {protocol['checkpoint_step']})"
+    return f"{', '.join(parts)} ({covered}; {windows}; step {protocol['checkpoint_step']})"
 
 
 def _reason(name: str, counts: Counts) -> str:

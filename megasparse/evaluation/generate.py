@@ -59,10 +59,10 @@ def generate(
 ) -> Iterator[int]:
     """Yield `tokens` token ids that continue `prompt` (n,) int64, or those before `end`. See `continuations`."""
     sampling = Sampling(temperature, top_p, seed)
-    predicted = continuations(
+    continuation = continuations(
         model, prompt[None], tokens, hash_seed=hash_seed, sampling=sampling, vocabulary=vocabulary, end=end
     )
-    for (token,) in predicted:
+    for (token,) in continuation:
         if token == end:
             return
         yield token

@@ -123,7 +123,7 @@ def sampler(
     tokenizer, tokens = build_tokenizer(config.data.tokenizer), config.evaluation.sample_tokens
     shape = image_shape(config.data.sequence_length) if tokenizer.name == "pixels" else None
 
-    def predicted(count: int) -> Iterator[int]:
+    def draw(count: int) -> Iterator[int]:
         found = generate(
             decoder,
             torch.empty(0, dtype=torch.long, device=device),
@@ -139,8 +139,8 @@ def sampler(
 
     def sample() -> str | Tensor:
         if shape is None:
-            return "".join(tokenizer.text(predicted(tokens)))
-        picture = picture_of(list(predicted(min(tokens, shape.tokens))), shape)
+            return "".join(tokenizer.text(draw(tokens)))
+        picture = picture_of(list(draw(min(tokens, shape.tokens))), shape)
         return torch.from_numpy(np.array(picture))
 
     return sample

@@ -87,7 +87,7 @@ def _drawn(decoder: Any, given: Tensor, shape: Shape, hash_seed: int, sampling: 
     for first in range(0, len(given), AT_ONCE):
         prompts = given[first : first + AT_ONCE]
         missing = shape.tokens - given.shape[1]
-        predicted = continuations(
+        steps = continuations(
             decoder,
             prompts.to(device),
             missing,
@@ -98,6 +98,6 @@ def _drawn(decoder: Any, given: Tensor, shape: Shape, hash_seed: int, sampling: 
         )
         what = f"images {first + 1}-{first + len(prompts)} of {len(given)}"
         found = [
-            torch.tensor(tokens) for tokens in tqdm(predicted, desc=what, total=missing, unit="sub-pixel", disable=None)
+            torch.tensor(tokens) for tokens in tqdm(steps, desc=what, total=missing, unit="sub-pixel", disable=None)
         ]
         yield from torch.cat([prompts, torch.stack(found, dim=1)], dim=1)

@@ -103,8 +103,8 @@ class _Writer:
         """The text of the prompt and what continues it."""
         if self.request.beams is None:
             options: dict[str, Any] = {"hash_seed": self.hash_seed, "vocabulary": self.tokenizer.vocabulary}
-            predicted = generate(decoder, prompt, self.tokens, end=self.end, **options, **asdict(self.request.sampling))
-            return self.tokenizer.text(itertools.chain(prompt.tolist(), predicted))
+            tokens = generate(decoder, prompt, self.tokens, end=self.end, **options, **asdict(self.request.sampling))
+            return self.tokenizer.text(itertools.chain(prompt.tolist(), tokens))
         (text,) = self._searched(decoder, prompt[None])
         return text
 
@@ -118,17 +118,15 @@ class _Writer:
             return
         for first in range(0, len(sources), AT_ONCE):
             group = pad_sequence(list(sources[first : first + AT_ONCE]), batch_first=True, padding_value=padding)
-            predicted = EncodedSource(model, group.to(prompt.device), self.hash_seed)
-            yield from self._searched(predicted, prompt.expand(len(group), -1))
+            decoder = EncodedSource(model, group.to(prompt.device), self.hash_seed)
+            yield from self._searched(decoder, prompt.expand(len(group), -1))
 
     def _searched(self, decoder: Any, prompts: Tensor) -> list[Iterator[str]]:
         assert self.request.beams is not None
         width, alpha = self.tokenizer.vocabulary, self.request.length_penalty
         settings = BeamSettings(self.request.beams, self.tokens, self.end, alpha, width)
         best = [found[0].tokens for found in search(decoder, prompts, self.hash_seed, settings)]
-        return [
-            self.tokenizer.text([*prompt, *predicted]) for prompt, predicted in zip(prompts.tolist(), best, strict=True)
-        ]
+        return [self.tokenizer.text([*prompt, *tokens]) for prompt, tokens in zip(prompts.tolist(), best, strict=True)]
 
 
 def _length(asked: int | None, prompt: int, config: Config) -> int:

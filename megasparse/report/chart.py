@@ -35,7 +35,7 @@ class Mark(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """Numbers to a stretch of pixels; `pixels[0]` is that of `low`."""
+    """A map from numbers to pixels; `pixels[0]` is the pixel of `low`."""
 
     low: float
     high: float
@@ -92,7 +92,7 @@ def chart(
 
 
 def number_text(value: float) -> str:
-    """Four digits; from 10,000 on with k, M, G or T."""
+    """A number in four digits, from 10,000 on with k, M, G or T."""
     if not math.isfinite(value):
         return "not finite"
     if abs(value) < 1e4:
@@ -102,7 +102,8 @@ def number_text(value: float) -> str:
 
 
 def _axis(values: np.ndarray, pixels: tuple[float, float], may_log: bool, margin: float) -> Axis:
-    """margin: at either end of a linear axis, as a part of the values' range; not below 0 where no value is."""
+    """The axis of some values. margin: room at either end of a linear axis, as a part of the values' range; the axis
+    does not go below 0 where no value does."""
     low, high = float(values.min()), float(values.max())
     if high == low:
         room = abs(high) * 0.05 or 1.0
@@ -130,7 +131,7 @@ def _grid(x: Axis, y: Axis) -> str:
 
 
 def _marks(marks: Sequence[Mark], x: Axis) -> list[str]:
-    """One a kind and pixel."""
+    """At most one mark of a kind at each pixel."""
     seen: dict[tuple[str, int], str] = {}
     for mark in marks:
         if x.low <= mark.step <= x.high:
@@ -152,8 +153,9 @@ def _curve(line: Line, colour: int, x: Axis, y: Axis, points: int) -> list[str]:
 
 
 def _polyline(series: Series, kind: str, x: Axis, y: Axis, label: str | None) -> str:
-    """Broken where a value is not finite, or not positive on a logarithmic axis. A curve with a label shows its values
-    under the pointer."""
+    """An SVG path, broken where a value is not finite, or not positive on a logarithmic axis. A curve with a label
+    shows its values under the pointer.
+    """
     drawable = np.isfinite(series.values) & ((series.values > 0) | (not y.log))
     places = zip(
         x.place(series.steps.astype(float)), y.place(np.where(drawable, series.values, y.low)), drawable, strict=True

@@ -63,14 +63,14 @@ def _speed(run: Run) -> list[Tile]:
     each = run.last("speed/tokens_per_second_per_device")
     more = f"{number_text(each)} a device in the last step" if each is not None else "median"
     found.append(("tokens/s, median", number_text(float(np.median(rate))), more))
-    reported = [
+    utilisations = [
         (name, float(np.median(run.series[key].finite)))
         for name, key in (("MFU", "speed/model_flops_utilisation"), ("HFU", "speed/hardware_flops_utilisation"))
         if key in run.series and len(run.series[key].finite)
     ]
-    if reported:
-        text = " / ".join(f"{value:.1%}" for _, value in reported)
-        found.append((" / ".join(name for name, _ in reported), text, "of the devices' peak, median"))
+    if utilisations:
+        text = " / ".join(f"{value:.1%}" for _, value in utilisations)
+        found.append((" / ".join(name for name, _ in utilisations), text, "of the devices' peak, median"))
     total = float(seconds.sum())
     tokens = float((rate * seconds).sum()) if len(rate) == len(seconds) else 0.0
     found.append(("time in steps", _clock(total), f"{number_text(tokens)} tokens read"))
@@ -90,10 +90,8 @@ def _trouble(run: Run) -> list[Tile]:
     kinds = [kind_of(event) for event in run.events]
     skipped = int(run.last("train/skipped_steps") or 0)
     others = {"restart": "restarts", "straggler": "stragglers", "spike": "loss spikes", "damaged": "damaged data"}
-    reported = ", ".join(f"{kinds.count(kind)} {label}" for kind, label in others.items() if kinds.count(kind))
-    return [
-        ("skipped steps", f"{skipped:,}", reported or "no incidents" if not kinds or reported else "see the incidents")
-    ]
+    counts = ", ".join(f"{kinds.count(kind)} {label}" for kind, label in others.items() if kinds.count(kind))
+    return [("skipped steps", f"{skipped:,}", counts or "no incidents" if not kinds or counts else "see the incidents")]
 
 
 def tiles(found: Iterable[Tile]) -> str:
@@ -118,7 +116,7 @@ def _cells(values: dict[str, Any], keys: Sequence[str]) -> list[str]:
 
 
 def ranks(run: Run) -> str:
-    """A table of the seconds of each rank's step, the slowest first, with where it runs and what it last reported."""
+    """A table of the seconds of each rank's step, the slowest first, with where it runs and what it last seconds_of."""
     beats = {beat["rank"]: beat for beat in run.heartbeats if isinstance(beat.get("rank"), int)}
     known = run.ranks.get("ranks")
     spent = [row for row in known if isinstance(row, dict)] if isinstance(known, list) else []
@@ -130,9 +128,9 @@ def ranks(run: Run) -> str:
     cells = []
     for row, seconds, other in sorted(zip(rows, own, usual(own), strict=True), key=lambda one: -one[1])[:MOST_ROWS]:
         beat = beats[row["rank"]] if _numeric(row, ("rank",)) and row["rank"] in beats else {}
-        reported = [f"{row[key]:.3g}" if _numeric(row, (key,)) else "" for key in numbers]
+        seconds_of = [f"{row[key]:.3g}" if _numeric(row, (key,)) else "" for key in numbers]
         ratio = f"{seconds / other:.2f}" if seconds else ""
-        cells.append([escape(str(row.get("rank"))), *reported, ratio, *_cells(beat, ("host", "pid", "doing"))])
+        cells.append([escape(str(row.get("rank"))), *seconds_of, ratio, *_cells(beat, ("host", "pid", "doing"))])
     heads = ("rank", "data, s", "forward, s", "exposed communication, s", "own part", "host", "process", "last report")
     note = (
         f"Medians of the {run.ranks.get('steps')} steps up to {run.ranks.get('step')}, the slowest first; own part: "
@@ -163,11 +161,11 @@ def configuration(run: Run) -> str:
     if not run.config:
         return '<p class="dim">config.json is missing or broken.</p>'
     changed = [key for key, value in run.config.items() if run.defaults.get(key) != value or key not in run.defaults]
-    reported = [[_code(key), _code(_value(run.config[key])), _code(_default(run, key))] for key in changed]
+    differing = [[_code(key), _code(_value(run.config[key])), _code(_default(run, key))] for key in changed]
     whole = [[_code(key), _code(_value(value))] for key, value in run.config.items()]
     marks = [key in changed for key in run.config]
     return (
-        f"<p>{len(changed)} settings differ from the defaults:</p>{table(('key', 'value', 'default'), reported)}"
+        f"<p>{len(changed)} settings differ from the defaults:</p>{table(('key', 'value', 'default'), differing)}"
         f"<details><summary>All {len(whole)} settings</summary>{table(('key', 'value'), whole, marks=marks)}</details>"
     )
 
@@ -187,7 +185,7 @@ def _code(text: str) -> str:
 def table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[int] = (), marks: Sequence[bool] = ()
 ) -> str:
-    """Cells are HTML already. marks: rows to highlight."""
+    """An HTML table, whose cells are HTML already. marks: rows to highlight."""
     kind = [' class="n"' if column in numeric else "" for column in range(len(heads))]
     top = "".join(f"<th{kind[column]}>{escape(head)}</th>" for column, head in enumerate(heads))
     body = []

@@ -9,13 +9,13 @@ LAYER = re.compile(r"(.*)/layer_(\d+)")
 
 
 class Plan(NamedTuple):
-    """A chart: scalars and what each is called in it."""
+    """A chart: its scalars with their labels."""
 
     title: str
     unit: str
     names: dict[str, str]
     linear: bool = False
-    """Never on a logarithmic axis."""
+    """Whether the axis is never logarithmic."""
 
 
 PLANNED = {

@@ -109,8 +109,8 @@ def curves(runs: Sequence[Run]) -> list[str]:
 def _meaning(marks: Sequence[Mark]) -> str:
     """What the marks in the charts stand for."""
     kinds = sorted({mark.kind for mark in marks})
-    reported = "".join(f'<span class="dot {kind}"></span>{kind} &ensp;' for kind in kinds)
-    return f'<p class="dim">Marked in the charts: {reported}</p>' if reported else ""
+    legend = "".join(f'<span class="dot {kind}"></span>{kind} &ensp;' for kind in kinds)
+    return f'<p class="dim">Marked in the charts: {legend}</p>' if legend else ""
 
 
 def _finite(runs: Iterable[Run], name: str) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Texts and pictures out of TensorBoard's files, past the scalars, of which there may be millions."""
+"""Texts and pictures from TensorBoard's files, read without decoding the scalars, of which there may be millions."""
 
 import mmap
 import struct

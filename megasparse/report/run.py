@@ -33,7 +33,7 @@ class Run:
     config: dict[str, Any]
     """Flat: dotted key -> value."""
     defaults: dict[str, Any]
-    """The same of a run whose file is empty."""
+    """The defaults, in the same form."""
     series: dict[str, Series]
     events: list[dict[str, Any]]
     heartbeats: list[dict[str, Any]]

@@ -65,7 +65,7 @@ def _ascending(steps: np.ndarray, values: np.ndarray) -> Series:
 
 
 def decimated(series: Series, points: int) -> Series:
-    """At most `points` of a series: of each of so many stretches of it its least and its greatest value."""
+    """At most `points` points of a series: the smallest and the largest value of each of equally long stretches."""
     count = len(series.steps)
     if count <= points:
         return series

@@ -166,16 +166,16 @@ def test_training_reports_how_well_targets_are_predicted(translator):
     assert "evaluation/bits_per_dim" not in line
     stream = EvaluationStream(Index.load(translator.parent / "data"), "validation")
     model, *_ = restore(translator)
-    nats, correct, predicted = torch.tensor(0.0, dtype=torch.float64), 0, 0
+    nats, correct, scored = torch.tensor(0.0, dtype=torch.float64), 0, 0
     for start in (0, 40):
         record = stream.read(start, start + 40)
         scores = model.token_scores(record[None], RngContext.evaluation(0, 1))
         assert scores.scored[0].tolist() == [False] * 16 + (record[16:] != 257).tolist()
-        predicted += int(scores.scored.sum())
+        scored += int(scores.scored.sum())
         nats += scores.nats[scores.scored].double().sum()
         correct += int((scores.correct & scores.scored).sum())
-    assert line["evaluation/loss"] == pytest.approx(float(nats) / predicted, rel=1e-5)
-    assert line["evaluation/accuracy"] == pytest.approx(correct / predicted)
+    assert line["evaluation/loss"] == pytest.approx(float(nats) / scored, rel=1e-5)
+    assert line["evaluation/accuracy"] == pytest.approx(correct / scored)
 
 
 def test_mistakes_are_one_line(pixels, translator, tmp_path, capsys):

@@ -114,8 +114,8 @@ def test_a_part_of_a_split_has_bytes_and_words_only_where_tokens_are_bytes():
     assert (words["dims"], words["bytes"], words["words"]) == (16, None, None)
     assert words["bits_per_token"] == pytest.approx(1 / math.log(2)) and words["token_perplexity"] == math.e
     assert words["bits_per_byte"] is words["word_perplexity"] is None
-    predicted = f"known only of the whole split, of which 16 of {len(WORDS)} tokens were scored"
-    assert words["protocol"]["left_out"] == dict.fromkeys(["bits_per_byte", "word_perplexity"], predicted)
+    reason = f"known only of the whole split, of which 16 of {len(WORDS)} tokens were scored"
+    assert words["protocol"]["left_out"] == dict.fromkeys(["bits_per_byte", "word_perplexity"], reason)
     assert words["protocol"]["coverage"] == 16 / len(WORDS)
     assert (text["bytes"], text["words"], text["word_perplexity"]) == (16, None, None)
     assert text["bits_per_byte"] == text["bits_per_dim"] == pytest.approx(1 / math.log(2))

@@ -59,9 +59,9 @@ def test_targets_are_scored_and_neither_sources_nor_padding(model):
         for start, record in zip(range(0, 98, 14), data, strict=True):
             rng = RngContext(seed, EVALUATION_STEP, torch.tensor([start]), training=False)
             scores = model.token_scores(torch.tensor([record]), rng)
-            predicted = [place for place in range(SOURCE, 14) if record[place] != PADDING]
-            total += math.fsum(float(scores.nats[0, place]) for place in predicted)
-            correct += sum(bool(scores.correct[0, place]) for place in predicted)
+            scored = [place for place in range(SOURCE, 14) if record[place] != PADDING]
+            total += math.fsum(float(scores.nats[0, place]) for place in scored)
+            correct += sum(bool(scores.correct[0, place]) for place in scored)
         sums.append(total)
     assert found["dims"] == count and sums[0] != sums[1]
     assert found["nats"] == pytest.approx(sum(sums) / 2, rel=1e-6)

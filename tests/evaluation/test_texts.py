@@ -61,38 +61,38 @@ def request(prompt: bytes = b"", tokens: int | None = None, beams: int | None = 
     return Request(prompt, tokens, Sampling(temperature=0.0), beams, 0.0)
 
 
-def predicted(model, settings, asked, sources=()) -> list[str]:
+def written(model, settings, asked, sources=()) -> list[str]:
     return ["".join(pieces) for pieces in texts(model, settings, ByteTokenizer(), asked, sources, CPU)]
 
 
 @pytest.mark.parametrize("beams", [None, 1, 3])
 def test_a_prompt_is_continued_as_far_as_there_is_room(beams):
-    assert predicted(Counter(), config(), request("é".encode() + b"xy", 3, beams)) == ["éxyz{|"]
-    assert predicted(Counter(), config(), request(b"p", None, beams)) == ["pqrstuvwxyz{|}~\x7f"]
+    assert written(Counter(), config(), request("é".encode() + b"xy", 3, beams)) == ["éxyz{|"]
+    assert written(Counter(), config(), request(b"p", None, beams)) == ["pqrstuvwxyz{|}~\x7f"]
 
 
 @pytest.mark.parametrize("beams", [None, 1, 3])
 def test_a_text_ends_with_its_document(beams):
-    assert predicted(Counter(0), config(document_separator=0), request(b"b", 9, beams)) == ["bcd"]
-    assert predicted(Counter(0), config(), request(b"b", 4, beams)) == ["bcd\0\1"]
+    assert written(Counter(0), config(document_separator=0), request(b"b", 9, beams)) == ["bcd"]
+    assert written(Counter(0), config(), request(b"b", 4, beams)) == ["bcd\0\1"]
 
 
 def test_many_sources_are_answered_in_their_order():
     model, sources = FromSource(), [b"abcd"[i % 4 : i % 4 + 1] for i in range(19)]
-    assert predicted(model, pair(), request(beams=2), sources) == ["abcd"[i % 4 :] for i in range(19)]
+    assert written(model, pair(), request(beams=2), sources) == ["abcd"[i % 4 :] for i in range(19)]
     assert [len(group) for group, _ in model.read] == [8, 8, 3]
 
 
 @pytest.mark.parametrize("beams", [None, 1, 3])
 def test_each_source_is_read_and_answered(beams):
     model, without_padding = FromSource(), config("encoder_decoder", source={"length": 6})
-    assert predicted(model, pair(), request(beams=beams), [b"zzb", b"c"]) == ["bcd", "cd"]
+    assert written(model, pair(), request(beams=beams), [b"zzb", b"c"]) == ["bcd", "cd"]
     alone = [([[*b"zzb", SEPARATOR]], 8), ([[ord("c"), SEPARATOR]], 8)]
     assert model.read == (alone if beams is None else [([[*b"zzb", SEPARATOR], [ord("c"), SEPARATOR, 257, 257]], 8)])
     model.read.clear()
-    assert predicted(model, without_padding, request(beams=beams), [b"zzb", b"c"]) == ["bcd", "cd"]
+    assert written(model, without_padding, request(beams=beams), [b"zzb", b"c"]) == ["bcd", "cd"]
     assert model.read == alone
-    assert predicted(model, pair(), request(b"a", 1, beams), [b"c"]) == ["ab"]
+    assert written(model, pair(), request(b"a", 1, beams), [b"c"]) == ["ab"]
 
 
 def test_texts_come_piece_by_piece():
