@@ -95,8 +95,8 @@ class BandCache:
         exclude_self: bool,
         count_rounds: bool,
     ) -> Tensor:
-        """What causal `band_attention` gives the one new token at `position`, which is taken into the cache: (B, H, 1,
-        D). query_code, key_code: (B, H, R, 1).
+        """Causal `band_attention` of the one new token at `position`, which is taken into the cache: (B, H, 1, D).
+        query_code, key_code: (B, H, R, 1).
         """
         code = query_code.to(torch.int64)
         self._append(inputs, code if key_code is None else key_code.to(torch.int64), position)

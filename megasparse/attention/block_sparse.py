@@ -1,4 +1,4 @@
-"""What the mechanisms with a fixed pattern share: lists of visible blocks, and decoding.
+"""Parts that mechanisms with a fixed pattern share: lists of visible blocks, and decoding.
 
 B batch, H heads, L length, D head dim, C tokens in a block, W blocks, M keys of a block.
 """

@@ -1,4 +1,4 @@
-"""Cross-attention: what a decoder's tokens see of the source that an encoder has read.
+"""Cross-attention: a decoder's tokens read the source that an encoder has encoded.
 
 B batch, H heads, R rounds, S source length, T target length, D head dim, E width.
 """
@@ -22,7 +22,7 @@ from megasparse.ops.random import rotations
 
 
 class Source(NamedTuple):
-    """What the encoder made of the sources. states: (B, S, E). key_mask: (B, S) bool, true for real tokens, or None."""
+    """The encoder's output. states: (B, S, E). key_mask: (B, S) bool, true for real tokens, or None."""
 
     states: Tensor
     key_mask: Tensor | None

@@ -51,8 +51,8 @@ def head_dim(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Padding:
-    """Which tokens of a batch's sequences are real, and which document each belongs to: (B, L) each, or None for all
-    and one. Where ranks share the sequences: of whole ones, and which part of them is here.
+    """Real tokens of a batch's sequences, and the document of each: (B, L) each, or None where all are real, and where
+    each sequence is one document. Where ranks share the sequences: of whole ones, and which part of them is here.
     """
 
     key_mask: Tensor | None = None

@@ -133,7 +133,7 @@ class LHAAttention(Attention):
         return out, {"queries_in_no_bucket": alone.sum() / _real(inputs)}
 
     def learn(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """What a training pass adds to the objective, and its statistics, without attending."""
+        """The auxiliary loss of a training pass, and its statistics, without attention itself."""
         return self._learn(inputs, self.assign(inputs, context), context)
 
     def _learn(
@@ -191,7 +191,8 @@ class LHAAttention(Attention):
         return bits.argsort(stable=True)[: self.config.samples]
 
     def _features(self, q: Tensor, k: Tensor, context: AttentionContext) -> tuple[Features, Features]:
-        """Of exp(q·k/√D). Each row has a shift of its own, that no other token's size makes it underflow."""
+        """Random features of exp(q·k/√D). Each row has a shift of its own, so no other token's size makes it underflow.
+        """
         numbers = range(context.head_offset, context.head_offset + q.shape[1])
         key = context.rng.key(context.layer, "lha features")
         projection = orthogonal_projections(key, numbers, self.config.features, q.shape[3], q.device)
@@ -256,7 +257,8 @@ class LHAAttention(Attention):
 
 
 def _sides(inputs: AttentionInputs, query: Weights, key: Weights) -> tuple[Sides, Sides]:
-    """What assigns queries and what assigns keys; causal: both by the joint hash H_Q(q_i) + H_K(k_i)."""
+    """The inputs that assign queries, and those that assign keys; causal: both by the joint hash H_Q(q_i) + H_K(k_i).
+    """
     q, k = inputs.q.detach(), inputs.k.detach()
     if inputs.causal:
         joint = Sides((q, k), (query, key))
@@ -271,8 +273,8 @@ def _real(inputs: AttentionInputs) -> Tensor | int:
 
 
 def _balance(inputs: AttentionInputs, codes: Assignment, buckets: int) -> dict[str, Tensor]:
-    """Of the buckets of every document and head that hold anything, the share with more than twice as many queries as
-    keys, or the reverse (section 3.2); and the share of queries whose bucket holds no key, which see themselves alone.
+    """The share of non-empty buckets, of every document and head, with more than twice as many queries as keys or the
+    reverse (section 3.2); and the share of queries whose bucket holds no key, which see themselves alone.
     """
     queries, keys = codes.query_codes.long(), codes.key_codes.long()
     if inputs.segments is not None:
@@ -283,9 +285,9 @@ def _balance(inputs: AttentionInputs, codes: Assignment, buckets: int) -> dict[s
         torch.zeros(*x.shape[:2], buckets, dtype=torch.int64, device=x.device).scatter_add_(-1, x, real.expand_as(x))
         for x in (queries, keys)
     ]
-    uneven = (counts[0] > 2 * counts[1]) | (counts[1] > 2 * counts[0])
+    imbalanced = (counts[0] > 2 * counts[1]) | (counts[1] > 2 * counts[0])
     held = (counts[0] + counts[1] > 0).sum()
     return {
-        "bucket_imbalance": uneven.sum() / held.clamp_min(1),
+        "bucket_imbalance": imbalanced.sum() / held.clamp_min(1),
         "queries_in_no_bucket": counts[0].masked_fill(counts[1] > 0, 0).sum() / _real(inputs),
     }

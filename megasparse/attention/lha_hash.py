@@ -18,11 +18,14 @@ from megasparse.ops.random import derive, rotations
 
 T = TypeVar("T")
 Weights = tuple[Tensor, ...]
-"""Of one hash function: (H, D, N), for the two-layer network (H, D, D), its bias (H·D), (H, D, N), its bias (H·N)."""
+"""Weights of one hash function: (H, D, N); for the two-layer network (H, D, D), its bias (H·D), (H, D, N), its bias
+(H·N).
+"""
 
 
 class Sides(NamedTuple):
-    """What is hashed, with its hash function: queries, or keys, or both with their scores added (the joint hash)."""
+    """Inputs of a hash, with their hash function: queries, or keys, or both with their scores added (the joint hash).
+    """
 
     inputs: tuple[Tensor, ...]
     """(B, H, L, D) each."""
@@ -50,7 +53,7 @@ class HashFunctions(nn.Module):
                 self.register_parameter(names[-1], nn.Parameter(torch.zeros(shape)))
 
     def forward(self, job: Callable[[Weights, Weights], T], q: Tensor, context: AttentionContext) -> T:
-        """What `job` makes of the weights of H_Q and of H_K, which under ZeRO 3 are here only during a call."""
+        """`job` of the weights of H_Q and of H_K, which under ZeRO 3 are gathered only during a call."""
         if self.kind == "random":
             key = derive(context.rng.seed, context.layer, "lha random hash")
             heads = range(context.head_offset, context.head_offset + q.shape[1])
@@ -87,8 +90,8 @@ def bucket_members(sides: Sides, buckets: int, size: int) -> Tensor:
 
 
 class Example(NamedTuple):
-    """A tile of tokens, as in `Sides.inputs`, the utilities (B, H, T, N) that their hash is to tell, their buckets (B,
-    H, T), and how many tokens each of them stands for.
+    """A tile of tokens, as in `Sides.inputs`, the utilities (B, H, T, N) that their hash has to predict, their buckets
+    (B, H, T), and how many tokens each of them stands for.
     """
 
     inputs: tuple[Tensor, ...]

@@ -18,8 +18,8 @@ from megasparse.ops.positions import sinusoids
 
 
 class RelativePositions(nn.Module):
-    """What Transformer-XL (Dai et al. 2019, section 3.3) knows of distances: r_{i−j} = R_{i−j}·W_r, R sinusoids, and
-    the biases u and w that stand for queries; each head has its own.
+    """Relative positions of Transformer-XL (Dai et al. 2019, section 3.3): r_{i−j} = R_{i−j}·W_r, R sinusoids, and the
+    biases u and w that stand for queries; each head has its own.
     """
 
     def __init__(self, spec: MechanismSpec):

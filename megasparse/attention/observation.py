@@ -1,4 +1,4 @@
-"""What a model's mechanisms are called with, recorded from outside. B batch, H heads, L length, D head dim."""
+"""Calls of a model's mechanisms, recorded from outside. B batch, H heads, L length, D head dim."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class Call:
 
     @property
     def scale(self) -> float:
-        """What q·k is multiplied by before the softmax."""
+        """Factor of q·k before the softmax."""
         return 1.0 if self.mechanism.shared_qk else self.inputs.q.shape[-1] ** -0.5
 
     @property
@@ -49,7 +49,9 @@ class Call:
         return dataclasses.replace(self, mechanism=mechanism)
 
     def exact(self) -> Attention:
-        """What the mechanism approximates: full attention of the same queries and keys, or what it names itself."""
+        """The mechanism that this one approximates: full attention of the same queries and keys, or what it names
+        itself.
+        """
         full = FullAttentionConfig(shared_qk=self.mechanism.shared_qk)
         return self.mechanism.exact() or FullAttention(full, self.spec)
 

@@ -97,7 +97,7 @@ class RoutingAttention(Attention):
         return Routes(*clusters_by_document(inputs, choose))
 
     def _sides(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Sides, Sides]:
-        """What the centroids are compared with: unit queries and unit keys, in a decoder one and the same."""
+        """Vectors that are compared with the centroids: unit queries and unit keys, in a decoder one and the same."""
         q, k = (F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in (inputs.q, inputs.k))
         weights = (context.part.own(self.centroids, 0).transpose(1, 2),)  # (H, D, N)
         if inputs.causal:

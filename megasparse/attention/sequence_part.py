@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequencePart:
-    """What this rank has of every sequence: the tokens [rank·L/S, (rank + 1)·L/S) of all heads; inside attention the
+    """This rank's part of every sequence: the tokens [rank·L/S, (rank + 1)·L/S) of all heads; inside attention the
     same S-th of each mechanism's heads, with all tokens. S = 1: everything, and nothing is exchanged.
 
     What is exchanged has its exact adjoint as gradient: where each rank's objective is such that their mean is the

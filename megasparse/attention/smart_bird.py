@@ -28,7 +28,7 @@ from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, sketched_at
 from megasparse.ops.tiled import tiled
 
 ASKED = {"token": "a token a position", "pooled": "a label a sequence", "answer": "the tokens of an answer"}
-"""What each of a sketch's objectives tells."""
+"""What a sketch predicts, by its objective."""
 
 _LOGIT_ELEMENTS = 1 << 22  # logits of the token objective that exist at a time
 _PROJECTED = 1 << 12  # tokens projected at a time in float64
@@ -80,7 +80,7 @@ class SmartBirdAttention(Attention):
         return AttentionOutput(out, loss, statistics)
 
     def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
-        """Where ranks share sequences, each of them has the whole loss, of the projections that all have made."""
+        """The sketch's own loss. Where ranks share sequences, each has the whole loss, from the projections of all."""
         wanted = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
         if wanted != self.config.objective:
             raise ConfigError(

@@ -129,7 +129,7 @@ class LHAAttentionConfig(MechanismSection):
     count_buckets: bool = True
     """top_k only: a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1 does it."""
     utility: Literal["sampled", "features", "exact"] = "sampled"
-    """What the hash learns, ψ and ψ′. `sampled`: exactly, from some queries a step. `features`: by positive random
+    """Target of the hash, ψ and ψ′. `sampled`: exactly, from some queries a step. `features`: by positive random
     features (Eq. 16 and 17), the paper's; long queries and keys drown in their noise. `exact`: in O(L²) time."""
     samples: Positive = 256
     """sampled only: queries of each document that the hash learns from in a step."""
@@ -185,11 +185,12 @@ class SmartBirdAttentionConfig(MechanismSection):
     sketch_dim: Positive = 4
     """d, width of the single-head sketch."""
     sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
-    """What makes a sampling score of a sketched weight (the paper's Figure 4)."""
+    """How a sketched weight becomes a sampling score (the paper's Figure 4)."""
     objective: Literal["token", "pooled", "answer"] = "token"
-    """What the sketch itself learns: `token`, each position's target (language modelling, masked tokens); `pooled`, the
-    sequence's label, from an attention-pooled vector (the paper); `answer`, in the encoder of an encoder–decoder, which
-    tokens the target has, from the same vector."""
+    """Objective of the sketch itself: `token`, each position's target (language modelling, masked tokens); `pooled`,
+    the sequence's label, from an attention-pooled vector (the paper); `answer`, in the encoder of an encoder–decoder,
+    which tokens the target has, from the same vector.
+    """
     labels: Positive | None = None
     """pooled only: number of labels."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
@@ -224,7 +225,7 @@ class RoutingAttentionConfig(MechanismSection):
     """`band`: the last `chunk` tokens of one's own cluster, strictly causal. `top_k`: the paper's nearest tokens of
     each centroid; later tokens decide who is among them: not strictly causal."""
     decay: Rate = 0.999
-    """Of the centroids' moving average, a step."""
+    """Decay of the centroids' moving average, a step."""
 
 
 class RandomAttentionConfig(MechanismSection):

@@ -41,8 +41,8 @@ def check_heads(model: ModelConfig) -> None:
 
 
 def check_sketches(model: ModelConfig) -> None:
-    """What Smart Bird's sketches learn in pretraining: a token a position, in the encoder of an encoder–decoder those
-    of the answer. Fine-tuning sets it by the task.
+    """Objectives of Smart Bird's sketches in pretraining: a token a position, in the encoder of an encoder–decoder
+    those of the answer. Fine-tuning sets it by the task.
     """
     stacks = [("model.attention", model, "token")]
     if model.source is not None:
@@ -50,5 +50,5 @@ def check_sketches(model: ModelConfig) -> None:
     for key, stack, wanted in stacks:
         objective = stack.attention.smart_bird.objective
         if "smart_bird" in kinds(stack) and objective != wanted:
-            problem = f"{show(objective)} is not what pretraining can tell here"
+            problem = f"{show(objective)} is not what pretraining predicts here"
             raise ConfigError(f"{key}.smart_bird.objective", problem, f"Set it to {show(wanted)}")

@@ -23,13 +23,13 @@ Streams = tuple[Tensor, ...]
 """The residual streams, (B, L, E) fp32 each: two in a reversible stack, one in an ordinary one."""
 
 Compute = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-"""What a branch adds to a stream (B, L, E), and its auxiliary loss or None, of the stream that it reads."""
+"""A branch: from the stream that it reads, what it adds to a stream (B, L, E), and its auxiliary loss or None."""
 
 
 @dataclass
 class Pass:
-    """One forward pass: what its draws depend on, its padding, in training what the model is to tell, which tokens of
-    the source are real, and what its branches decided (a RecomputeCache each, by purpose and layer).
+    """One forward pass: what its draws depend on, its padding, the targets in training, which tokens of the source
+    are real, and what its branches decided (a RecomputeCache each, by purpose and layer).
     """
 
     rng: RngContext
@@ -37,7 +37,7 @@ class Pass:
     targets: Targets | None = None
     source_mask: Tensor | None = None
     statistics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """By name, of each layer that has it."""
+    """Statistics by name, and by the layers that have them."""
     recompute: defaultdict[tuple[str, int], RecomputeCache] = field(default_factory=lambda: defaultdict(RecomputeCache))
 
     def replay(self) -> "Pass":
@@ -50,8 +50,8 @@ class Pass:
 
 
 class Branch(nn.Module):
-    """What is added to a stream, and its norm: of what the branch reads (pre-norm), or with `style` bert of the sum
-    (post-norm).
+    """A part of a layer that adds to a stream, and its norm: of what it reads (pre-norm), or with `style` bert of the
+    sum (post-norm).
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -60,7 +60,7 @@ class Branch(nn.Module):
         self.norm = Norm(config)
 
     def read(self, stream: Tensor) -> Tensor:
-        """What the branch reads of a stream, in the dtype of its weights."""
+        """The branch's input from a stream, in the dtype of its weights."""
         return (stream if self.post_norm else self.norm(stream)).to(self.norm.weight.dtype)
 
     def add(self, streams: Streams, out: Tensor) -> Streams:

@@ -1,4 +1,4 @@
-"""Causal models, which tell every token from those before it: whole sequences or one cached token at a time.
+"""Causal models, which predict every token from those before it: whole sequences or one cached token at a time.
 
 B batch, L length, V vocabulary.
 """
@@ -18,9 +18,7 @@ from megasparse.ops.random import RngContext
 
 @dataclass
 class DecodingCache:
-    """What cached decoding keeps: each layer's cache, how many positions were taken in, and what its draws depend
-    on.
-    """
+    """State of cached decoding: each layer's cache, the number of positions in it, and what its draws depend on."""
 
     layers: list[Any]
     position: int
@@ -39,8 +37,8 @@ class DecodingCache:
 
 
 class Causal(Transformer):
-    """Tells every token from those before it, the first one from a learned start vector. All are scored but padding and
-    those before `score_from`.
+    """Predicts every token from those before it, the first one from a learned start vector. All are scored but padding
+    and those before `score_from`.
     """
 
     @property
@@ -48,7 +46,7 @@ class Causal(Transformer):
         """The layers in which a later token can move an earlier output, and why; empty for a strictly causal model."""
         return [f"layer {layer}: {mechanism.leak}" for layer, mechanism in self.mechanisms() if mechanism.leak]
 
-    def task(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
+    def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
         part, scored = padding.part, torch.ones_like(tokens, dtype=torch.bool)
         if padding.key_mask is not None:
             scored = part.own(padding.key_mask, 1).clone()

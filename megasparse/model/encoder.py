@@ -19,15 +19,16 @@ from megasparse.model.stack import TokenScores, Transformer
 from megasparse.ops.random import RngContext, random_bits
 
 MASKED, REPLACED = 0.8, 0.1
-"""Of the tokens to tell, the parts that become the mask token and a random token; the rest stay as they are."""
+"""Shares of the tokens to predict that become the mask token and a random token; the rest stay as they are."""
 
 
 class Encoder(Transformer):
-    """Every token sees both sides. A part of the real tokens, most of them hidden behind a mask token, is to be told.
+    """Every token sees both sides. It predicts a part of the real tokens, most of them hidden behind a
+    mask token.
 
-    Which ones is a function of (seed, step, global sample, position); evaluation fixes the step, so it asks the same
-    tokens each time. With model.sentence_order half the sequences have their two segments swapped, and which ones is
-    to be told too.
+    Which ones is a function of (seed, step, global sample, position); evaluation fixes the step, so it predicts the
+    same tokens each time. With model.sentence_order half the sequences have their two segments swapped, and the model
+    predicts which ones.
     """
 
     def __init__(self, config: ModelConfig):
@@ -45,8 +46,8 @@ class Encoder(Transformer):
         own[:count] = starts[:count]
         self.word_starts = own.to(self.embedding.weight.device)
 
-    def task(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
-        """The tokens with some of them hidden, and which ones the model has to tell.
+    def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
+        """The tokens with some of them hidden, and which ones the model has to predict.
 
         Exactly masking.rate of each sequence's tokens, rounded, and at least one: so every sequence weighs the same in
         the loss, however they are shared out among micro-batches and ranks. Padding and separators, and what stands
@@ -74,11 +75,12 @@ class Encoder(Transformer):
 
     @torch.no_grad()
     def sentence_order_scores(self, tokens: Tensor, rng: RngContext, padding: Padding | None = None) -> OrderScores:
-        """How well the model tells the order of each pair: tokens (B, L), in order, some of which are swapped here."""
-        assert self.sentence_order is not None, "only a model with model.sentence_order tells it"
+        """How well the model predicts the order of each pair: tokens (B, L), in order, some of which are swapped here.
+        """
+        assert self.sentence_order is not None, "only a model with model.sentence_order predicts it"
         padding = padding or padding_of(tokens, self.config)
         tokens = self.sentence_order.arrange(tokens, rng)
-        streams, _, _ = self.streams(self.task(tokens, rng, padding)[0], rng, padding)
+        streams, _, _ = self.streams(self.prepare_inputs(tokens, rng, padding)[0], rng, padding)
         return self.sentence_order(streams, tokens, rng)
 
     def _scores(
@@ -88,9 +90,11 @@ class Encoder(Transformer):
             tokens = self.sentence_order.arrange(tokens, rng)
         return super()._scores(tokens, rng, padding)
 
-    def _further(self, streams: Streams, tokens: Tensor, rng: RngContext) -> tuple[Tensor | float, dict[str, Tensor]]:
+    def _extra_loss(
+        self, streams: Streams, tokens: Tensor, rng: RngContext
+    ) -> tuple[Tensor | float, dict[str, Tensor]]:
         if self.sentence_order is None:
-            return super()._further(streams, tokens, rng)
+            return super()._extra_loss(streams, tokens, rng)
         loss, statistics = self.sentence_order.loss(self.sentence_order(streams, tokens, rng))
         return self.task_weight * loss, statistics
 
@@ -106,7 +110,7 @@ class Encoder(Transformer):
         return maskable
 
     def _count(self, maskable: Tensor) -> Tensor:
-        """Tokens to tell in each sequence, (B, 1)."""
+        """Number of tokens to predict in each sequence, (B, 1)."""
         most = maskable.sum(-1, keepdim=True)
         return (self.config.masking.rate * most).round().long().clamp_min(1).minimum(most)
 

@@ -1,4 +1,4 @@
-"""The encoder–decoder: one stack reads the source, another tells the target and sees the source (Vaswani et al. 2017).
+"""The encoder–decoder: one stack reads the source, another predicts the target from it (Vaswani et al. 2017).
 
 B batch, S source length, T target length, E d_model, V vocabulary.
 """
@@ -41,7 +41,7 @@ class SourceEncoder(Stack):
 
 
 class EncoderDecoder(Causal):
-    """Sequences are (B, S + T): `source.length` tokens that the encoder reads, and those that the decoder tells, the
+    """Sequences are (B, S + T): `source.length` tokens that the encoder reads, and those that the decoder predicts, the
     first from a learned start vector.
 
     The modules of the decoder are those of a Decoder, whose blocks have a cross-attention too.
@@ -76,7 +76,7 @@ class EncoderDecoder(Causal):
 
     @torch.no_grad()
     def cache_beside(self, memory: Source, rng: RngContext) -> DecodingCache:
-        """The same for what was read with these draws, of evaluation."""
+        """`new_cache` with the draws of evaluation that the source was read with."""
         cache = self._empty_cache(rng)
         for block, layer in zip(self.layers, cache.layers, strict=True):
             assert block.cross_attention is not None
@@ -86,21 +86,23 @@ class EncoderDecoder(Causal):
     def score_targets(
         self, tokens: Tensor, rng: RngContext, key_mask: Tensor | None, memory: Source
     ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
-        """Targets (B, t) beside what the encoder has read: the scores, what each token adds to the objective (B, t),
-        the sum of the decoder's auxiliary losses, and its layers' statistics. key_mask: of the targets.
+        """Scores of targets (B, t), given what the encoder has read: the scores, what each token adds to the objective
+        (B, t), the sum of the decoder's auxiliary losses, and its layers' statistics. key_mask: of the targets.
         """
         return self._score_targets(tokens, rng, Padding(key_mask), memory)
 
     def _scores(
         self, tokens: Tensor, rng: RngContext, padding: Padding
     ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
-        """As of any model of (B, S + T) tokens, of which those of the source are not scored."""
+        """Scores of (B, S + T) tokens; those of the source are not scored."""
         assert padding.segments is None, "a sequence is one source and its target"
         split = [self.source_length, tokens.shape[1] - self.source_length]
         source, target = tokens.split(split, dim=1)
-        real, predicted = (None, None) if padding.key_mask is None else padding.key_mask.split(split, dim=1)
-        states, source_loss, of_encoder = self.encoder(source, rng, real, Targets(target, predicted, answer=True))
-        scores, cost, loss, statistics = self.score_targets(target, rng, predicted, Source(states, real))
+        source_mask, target_mask = (None, None) if padding.key_mask is None else padding.key_mask.split(split, dim=1)
+        states, source_loss, of_encoder = self.encoder(
+            source, rng, source_mask, Targets(target, target_mask, answer=True)
+        )
+        scores, cost, loss, statistics = self.score_targets(target, rng, target_mask, Source(states, source_mask))
         whole = TokenScores(*(F.pad(x, (self.source_length, 0)) for x in scores))
         of_both = statistics | {f"encoder/{name}": value for name, value in of_encoder.items()}
         return whole, F.pad(cost, (self.source_length, 0)), source_loss + loss, of_both

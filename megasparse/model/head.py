@@ -62,7 +62,7 @@ class OutputHead(nn.Module):
         return nats, correct.bool(), cost[0] if cost else nats
 
     def _scores(self, hidden: Tensor, targets: Tensor, weights: Mapping[str, Tensor], training: bool) -> Tensor:
-        """What `forward` returns, in columns; (N, 2) where the objective is that of the nats. hidden: (N, E)."""
+        """The outputs of `forward` in columns; (N, 2) where the objective is the nats. hidden: (N, E)."""
         if self.cutoffs:
             nats, correct = adaptive_scores(hidden, targets, weights["weight"], weights["clusters"], self.cutoffs)
             return torch.stack([nats, correct.to(nats.dtype)], dim=-1)
@@ -82,7 +82,7 @@ class OutputHead(nn.Module):
         return hidden.to(weights["weight"].dtype)
 
     def _logits(self, hidden: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """Of every id; of an adaptive softmax ln p, whose softmax is that p."""
+        """Logits of every id; of an adaptive softmax ln p, whose softmax is that p."""
         if self.cutoffs:
             return adaptive_log_probabilities(hidden, weights["weight"], weights["clusters"], self.cutoffs)
         return F.linear(hidden, weights["weight"], weights.get("bias"))

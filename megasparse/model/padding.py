@@ -1,6 +1,4 @@
-"""Which tokens are real, and which document each belongs to, told by the tokens themselves. B batch, L length, S ranks
-that share a sequence.
-"""
+"""Padding and documents, read from the tokens themselves. B batch, L length, S ranks that share a sequence."""
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +24,7 @@ def padding_of(tokens: Tensor, config: ModelConfig, part: SequencePart = WHOLE) 
 
 def cut(tokens: Tensor, config: ModelConfig, group: torch.distributed.ProcessGroup | None) -> tuple[Tensor, Padding]:
     """This rank's part of sequences (B, L) of any length that all ranks of a group have whole, and their padding: where
-    S does not divide L, some at the end that nothing tells of.
+    S does not divide L, masked tokens are added at the end.
     """
     part, padding = SequencePart.of(group), padding_of(tokens, config)
     key_mask, missing = padding.key_mask, -tokens.shape[1] % part.size

@@ -55,9 +55,9 @@ class _Reversible(Function):
 
 
 def _again(compute: Compute, x: Tensor, *grads: Tensor) -> tuple[Tensor, Tensor]:
-    """What a branch computes of x, and the gradient of x; the gradients of its weights and of the source go to those.
+    """A branch's output for x, and the gradient of x; weights and source accumulate theirs.
 
-    grads: of what it adds to the stream, and of its auxiliary loss.
+    grads: gradients of what the branch adds to the stream, and of its auxiliary loss.
     """
     x = x.detach().requires_grad_()
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Telling whether two segments stand in the order of their document (ALBERT, Lan et al. 2020). B batch, L length, E
+"""Predicting whether two segments stand in the order of their document (ALBERT, Lan et al. 2020). B batch, L length, E
 d_model.
 """
 
@@ -15,7 +15,7 @@ from megasparse.ops.random import RngContext, random_bits
 
 
 class OrderScores(NamedTuple):
-    """How well a model tells the order of each pair of a batch: (B,) each."""
+    """How well a model predicts the order of each pair of a batch: (B,) each."""
 
     nats: Tensor
     """−ln p(what was done), fp32."""
@@ -29,9 +29,9 @@ class SentenceOrder(nn.Module):
     """Sequences are [begin] A [separator] B [separator] and padding, of which half become [begin] B [separator] A
     [separator]: which ones is a function of (seed, step, global sample).
 
-    They are told from the first position of the last layer's streams, of whose mean BERT's pooler is taken: tanh(D·x +
-    d), then two logits. What is not of style bert is normalised before. A sequence without two separators stays as it
-    is and is not scored.
+    They are predicted from the first position of the last layer's streams: their mean goes through BERT's pooler,
+    tanh(D·x + d), to two logits. A model that is not of style bert normalises it before. A sequence without two
+    separators stays as it is and is not scored.
     """
 
     def __init__(self, config: ModelConfig):
@@ -67,8 +67,8 @@ class SentenceOrder(nn.Module):
         return OrderScores(nats, logits.argmax(-1) == wanted, self._is_pair(tokens))
 
     def loss(self, scores: OrderScores) -> tuple[Tensor, dict[str, Tensor]]:
-        """What is added to the objective: mean nats a sequence of the batch, weighted; and statistics to log, means
-        over the pairs among them.
+        """The weighted mean nats a sequence of the batch, to add to the objective, and statistics to log, means over
+        the pairs among them.
         """
         total, count = torch.where(scores.scored, scores.nats, 0.0).sum(), scores.scored.sum().clamp_min(1)
         return self.weight_of_loss * total / len(scores.nats), {
@@ -77,7 +77,7 @@ class SentenceOrder(nn.Module):
         }
 
     def _swapped(self, tokens: Tensor, rng: RngContext) -> Tensor:
-        """Which sequences are in the other order than their document's, (B,) bool."""
+        """Whether each sequence is in the other order than its document's, (B,) bool."""
         bits = random_bits(rng.key(-1, "sentence order"), rng.samples.to(tokens.device), 1)
         return (bits[:, 0] < 0) & self._is_pair(tokens)
 

@@ -1,4 +1,4 @@
-"""What all models share: embedding, a stack of blocks, a tiled output projection, and the objective.
+"""Parts that all models share: embedding, a stack of blocks, a tiled output projection, and the objective.
 
 B batch, L length, E d_model, V vocabulary.
 """
@@ -27,14 +27,14 @@ from megasparse.ops.random import RngContext, dropout
 
 
 class TokenScores(NamedTuple):
-    """How well a model tells each token of a batch: (B, L) each."""
+    """How well a model predicts each token of a batch: (B, L) each."""
 
     nats: Tensor
     """−ln p(token), fp32."""
     correct: Tensor
     """Whether the token was the likeliest one."""
     scored: Tensor
-    """Whether the token counts: the model was to tell it."""
+    """Whether the token counts: the model has to predict it."""
 
 
 def mean_cost(
@@ -55,8 +55,8 @@ def mean_cost(
     }
 
 
-def of_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: int) -> dict[str, Tensor]:
-    """The mean over the layers that have it of each statistic, and, where several have it, as NAME/layers those of all
+def average_over_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: int) -> dict[str, Tensor]:
+    """Each statistic's mean over the layers that have it; where several do, also NAME/layers, the values of all
     `layers`, NaN where one has none.
     """
     found: dict[str, Tensor] = {}
@@ -93,18 +93,20 @@ class Stack(nn.Module):
         caches: Sequence[Any] | None = None,
         source: Source | None = None,
     ) -> tuple[Streams, Tensor, dict[str, Tensor]]:
-        """What the head reads, for what the embedding reads from position draws.first on; the sum of auxiliary losses,
-        and the layers' statistics, see `of_layers`. targets: for the mechanisms, in training. Empty caches, one a
-        layer, take in the whole sequence. source: what an encoder–decoder's blocks see beside it; caches have it
-        already.
+        """The streams that the head reads, the sum of auxiliary losses, and the layers' statistics, see
+        `average_over_layers`.
+
+        read: what the embedding reads, from position rng.first on. targets: for the mechanisms, in training. caches:
+        empty ones, one a layer, which take in the whole sequence. source: what an encoder–decoder's cross-attention
+        reads; caches have it already.
         """
         run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask)
         states = None if source is None else source.states
         streams, auxiliary = self._stack(self._enter(read, rng.first, rng), states, run, caches)
-        return streams, auxiliary, of_layers(run.statistics, self.config.layers)
+        return streams, auxiliary, average_over_layers(run.statistics, self.config.layers)
 
     def mechanisms(self) -> Iterator[tuple[int, Attention]]:
-        """Of self-attention, each with its layer."""
+        """The mechanisms of self-attention, each with its layer."""
         for layer, block in enumerate(self.layers):
             for kind in block.attention.attention.split:
                 yield layer, block.attention.attention.mechanism(kind)
@@ -129,34 +131,35 @@ class Stack(nn.Module):
 
 
 class Transformer(Stack, ABC):
-    """A stack of blocks that tells tokens; which ones, and from what, is its kind's."""
+    """A stack of blocks that predicts tokens; each kind of model defines which ones, and from what."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.head = OutputHead(config, self.embedding.weight)
         self.task_weight = min(mechanism.task_weight for _, mechanism in self.mechanisms())
-        # What is no text is not told, so that micro-batches can have unequally many tokens to tell.
+        # Padding and separators are not predicted, so micro-batches can differ in how many tokens count.
         self.varying_token_counts = any(
             token is not None for token in (config.padding_token, config.document_separator)
         )
         self.is_autoregressive = config.kind == "decoder"  # an encoder sees both sides of a token
 
     @abstractmethod
-    def task(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
-        """What the embedding reads, and which tokens the model is to tell: (B, L) bool. tokens: (B, L) int64, those
-        that are here.
+    def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
+        """The tokens that the embedding reads, and which ones the model has to predict, (B, L) bool.
+
+        tokens: (B, L) int64, those that are on this rank.
         """
 
     @abstractmethod
     def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
-        """How many tokens of a batch (B, L) the model is to tell: a whole number, whatever the draws. sequence: the
-        ranks that share the sequences, over which these numbers are to be summed.
+        """Number of tokens of a batch (B, L) that the model has to predict, which no draw changes. sequence: the ranks
+        that share the sequences, over which these numbers are summed.
         """
 
     def forward(
         self,
         tokens: Tensor,
-        rng: RngContext,
+        rng: RngContext | None = None,
         padding: Padding | None = None,
         divisor: float | None = None,
         sequence: ProcessGroup | None = None,
@@ -164,15 +167,16 @@ class Transformer(Stack, ABC):
         """tokens: (B, L) int64. Returns the objective, mean nats a scored token (in training with label smoothing) plus
         auxiliary losses (LHA's is a convex combination of the two), and statistics.
 
-        padding: by default what the tokens themselves tell. divisor: of the sum of nats in place of the batch's own
-        number of scored tokens, where batches that are averaged have not equally many. sequence: the ranks that share
-        the sequences, of which each gives its part of the tokens; with `padding`, that says so.
+        rng: what random draws depend on; by default those of evaluation with seed 0, the same in each call, without
+        dropout. padding: by default read from the tokens, see `padding_of`. divisor: of the sum of nats in place of the
+        batch's own number of scored tokens, where batches that are averaged have not equally many. sequence: the ranks
+        that share the sequences, of which each gives its part of the tokens; with `padding`, that says so.
         statistics: `nats` the sum over scored tokens and `tokens` their number; any others are means to log, among them
         `accuracy`, the share of scored tokens that were the likeliest, scalars all but NAME/layers, (layers,). Where
         nothing is scored, loss and accuracy are 0.
         """
         padding = padding or padding_of(tokens, self.config, SequencePart.of(sequence))
-        rng = replace(rng, first=padding.part.rank * tokens.shape[1])
+        rng = replace(rng or RngContext.evaluation(0, len(tokens)), first=padding.part.rank * tokens.shape[1])
         scores, cost, auxiliary, statistics = self._scores(tokens, rng, padding)
         loss, found = mean_cost(scores, cost, divisor, padding.part)
         return self.task_weight * loss + auxiliary, statistics | found
@@ -192,18 +196,20 @@ class Transformer(Stack, ABC):
     def _score_targets(
         self, tokens: Tensor, rng: RngContext, padding: Padding, source: Source | None = None
     ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
-        """As `_scores`, of tokens that are told beside a source."""
-        read, scored = self.task(tokens, rng, padding)
+        """`_scores` of tokens that a decoder predicts from a source."""
+        read, scored = self.prepare_inputs(tokens, rng, padding)
         streams, auxiliary, statistics = self.streams(read, rng, padding, Targets(tokens, scored), source=source)
         nats, correct, cost = self.head(streams, tokens, rng.training)
-        further, predicted = self._further(streams, tokens, rng)
-        return TokenScores(nats, correct, scored), cost, auxiliary + further, statistics | predicted
+        further, more = self._extra_loss(streams, tokens, rng)
+        return TokenScores(nats, correct, scored), cost, auxiliary + further, statistics | more
 
-    def _further(self, streams: Streams, tokens: Tensor, rng: RngContext) -> tuple[Tensor | float, dict[str, Tensor]]:
-        """What else the model tells of a batch, beside its tokens: a loss to add to the objective, and statistics."""
+    def _extra_loss(
+        self, streams: Streams, tokens: Tensor, rng: RngContext
+    ) -> tuple[Tensor | float, dict[str, Tensor]]:
+        """A loss to add to the objective for what the model predicts beside tokens, and its statistics."""
         return 0.0, {}
 
     def logits(self, streams: Streams) -> Tensor:
-        """Of every position, (B, L, V) fp32: the head gives those of a sequence's last one, here of its only one."""
+        """Logits of every position, (B, L, V) fp32. The head computes those of a last position, so each is made one."""
         batch, length = streams[0].shape[:2]
         return self.head([x.reshape(batch * length, 1, -1) for x in streams], None).view(batch, length, -1)

@@ -17,7 +17,7 @@ LENGTH = 37
 
 
 def results(single, masks):
-    """What a training pass gives, and the gradients of all that it reads and of the mechanism's own weights."""
+    """The results of a training pass, and the gradients of all its inputs and of the mechanism's own weights."""
     inputs = [x.to(DEVICE).requires_grad_() for x in single.inputs(LENGTH)]
     output = single(*inputs, training=True, **masks)
     weights = dict(single.mechanism.named_parameters())

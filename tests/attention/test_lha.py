@@ -245,20 +245,20 @@ def test_the_band_of_an_encoder_has_separate_buckets_and_reports_their_balance()
     result = single(*inputs, **masks)
     _, q, k, v = inputs
     queries, keys = (s.argmax(-1) for s in both_scores(single.mechanism, q, k, False))
-    uneven, held, lonely, count = 0, 0, 0, 0
+    imbalanced, held, lonely, count = 0, 0, 0, 0
     for row, tokens in groups(MASK, SEGMENTS):
         for head in range(2):
             for bucket in range(16):
                 n, m = ((c[row, head, tokens] == bucket).sum().item() for c in (queries, keys))
                 held += n + m > 0
-                uneven += n > 2 * m or m > 2 * n
+                imbalanced += n > 2 * m or m > 2 * n
                 lonely += n if m == 0 else 0
                 count += n
                 if m == 0:
                     alone = tokens[queries[row, head, tokens] == bucket]
                     assert torch.equal(result.out[row, head, alone], v[row, head, alone])
     assert lonely > 0
-    assert result.statistics["bucket_imbalance"].item() == pytest.approx(uneven / held)
+    assert result.statistics["bucket_imbalance"].item() == pytest.approx(imbalanced / held)
     assert result.statistics["queries_in_no_bucket"].item() == pytest.approx(lonely / count)
 
 
@@ -334,7 +334,7 @@ def test_buckets_are_decided_once():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["lha", "lha top_k", "lha exact, visible"])
 def test_lower_precision_is_within_its_bar(name, dtype):
-    """Of the same inputs and weights in float64; buckets taken from there."""
+    """The reference has the same inputs and weights in float64, and gives the buckets."""
     for causal in (True, False):
         single = Single(name, causal)
         single.mechanism.to(dtype)

@@ -29,7 +29,7 @@ def same_layers(causal, rounds, monkeypatch):
 
 
 def inputs(length=LENGTH):
-    # Four times wider than a normal layer's: then logits tell tokens apart.
+    # Four times wider than a normal layer's: then logits distinguish tokens.
     return torch.empty(2, length, WIDTH, dtype=torch.float64).normal_(generator=torch.Generator().manual_seed(1)) * 4
 
 

@@ -75,7 +75,7 @@ def test_the_bias_of_the_fast_projection_is_small():
 
 
 def test_expectation_gives_the_outputs_of_huggingface():
-    """Where it is right: no padding. Its attention_mask is 0 for real tokens."""
+    """HuggingFace's is right without padding. Its attention_mask is 0 for real tokens."""
     config = YosoConfig(hidden_size=32, num_attention_heads=2, use_expectation=True, hash_code_len=9, conv_window=None,
                         attention_probs_dropout_prob=0.0)  # fmt: skip
     torch.manual_seed(0)
@@ -218,7 +218,7 @@ def test_decoding_keeps_a_state_of_constant_size():
 
 
 def test_codes_recomputed_from_rounded_vectors_hardly_flip():
-    """What a reversible backward does to q and k: a relative error of about 1e-7."""
+    """A reversible backward perturbs q and k: a relative error of about 1e-7."""
     x = unit(torch.randn(1, 2, 4000, 64, generator=torch.Generator().manual_seed(0)))
     noise = unit(torch.randn(1, 2, 4000, 64, generator=torch.Generator().manual_seed(1)))
     rates = {}

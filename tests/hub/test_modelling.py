@@ -49,7 +49,7 @@ def test_an_encoders_logits_tell_the_token_at_each_position(name):
     config = encoder(name)
     ours, hf = made(config), wrapped(MegasparseForMaskedLM, config)
     tokens, rng = random_tokens(2, LENGTH), RngContext.evaluation(SEED, 2)
-    hidden, scored = ours.task(tokens, rng, Padding())
+    hidden, scored = ours.prepare_inputs(tokens, rng, Padding())
     with torch.no_grad():
         labels = tokens.masked_fill(~scored, -100)
         out = hf(hidden, labels=labels)

@@ -83,7 +83,7 @@ def test_scores_and_gradients_are_those_of_huggingface(changes):
     ours, theirs = with_theirs(bert(**changes))
     tokens, rng = random_tokens(3, 50, seed=4), RngContext.evaluation(0, 3)
     real = torch.arange(50) < torch.tensor([[50], [33], [1]])
-    read, scored = ours.task(tokens, rng, Padding(real))
+    read, scored = ours.prepare_inputs(tokens, rng, Padding(real))
     result = theirs(read, attention_mask=real.long(), labels=torch.where(scored, tokens, -100))
     nats = F.cross_entropy(result.logits.transpose(1, 2), tokens, reduction="none")
     scores = ours.token_scores(tokens, rng, Padding(real))

@@ -7,7 +7,7 @@ from megasparse.config.schema import PositionsConfig
 from megasparse.model.build import build_model
 from megasparse.model.embedding import Positions
 from megasparse.ops.random import RngContext
-from tests.helpers.models import AXIAL, attention, random_tokens, small, training_draws
+from tests.helpers.models import AXIAL, attention, random_tokens, small, small_pair, training_draws
 
 
 def test_weights_are_a_function_of_seed_and_name():
@@ -95,3 +95,13 @@ def test_positions_tell_order(kind):
     swapped[:, [3, 20]] = tokens[:, [20, 3]]
     last = [model.token_scores(x, RngContext.evaluation(0, 1)).nats[0, -1] for x in (tokens, swapped)]
     assert abs(last[0] - last[1]) > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder_decoder"])
+def test_a_model_takes_tokens_alone(kind):
+    """The draws of evaluation with seed 0: the same in each call, and without dropout."""
+    config = small_pair(dropout=0.5) if kind == "encoder_decoder" else small(kind=kind, vocabulary=257, dropout=0.5)
+    model, tokens = build_model(config, seed=3).train(), random_tokens(2, 100)
+    loss, statistics = model(tokens)
+    wanted, _ = model(tokens, RngContext.evaluation(0, 2))
+    assert loss == wanted == model(tokens)[0] and statistics["tokens"] > 0

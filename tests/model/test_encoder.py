@@ -20,7 +20,7 @@ def encoder(pattern=("local", "lsh", "full"), **changes):
 
 
 def asked(model, tokens, rng, key_mask=None):
-    return model.task(tokens, rng, Padding(key_mask))
+    return model.prepare_inputs(tokens, rng, Padding(key_mask))
 
 
 def test_rates_of_masking_are_those_of_bert():
@@ -88,7 +88,7 @@ def test_only_masked_tokens_are_scored():
 
 
 def test_scores_are_of_the_hidden_tokens_themselves():
-    """What is told at t is token t, whose embedding the model does not read where it is masked."""
+    """The prediction at t is of token t, whose embedding the model does not read where it is masked."""
     model, tokens, rng = encoder(), random_tokens(1, 60), RngContext.evaluation(0, 1)
     read, scored = asked(model, tokens, rng)
     nats = model.token_scores(tokens, rng).nats

@@ -117,7 +117,7 @@ def test_both_stacks_add_their_auxiliary_losses_and_statistics():
 
 
 def test_a_sketch_of_the_encoder_learns_the_tokens_of_the_target():
-    """What is told moves its loss; padding of the target, and the source's own tokens as targets, do not."""
+    """Predicted tokens move their loss; padding of the target, and the source's own tokens as targets, do not."""
     bird = attention("smart_bird", smart_bird={"keys": 5, "objective": "answer"})
     model = build_model(small_pair(("full",), source={"attention": bird}), 0)
     tokens = padded_pairs(2, 50)

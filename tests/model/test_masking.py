@@ -1,5 +1,5 @@
-"""What an encoder may mask: never padding, separators or the beginning of a pair; whole words; always as many as it
-counts.
+"""Tokens that an encoder may mask: never padding, separators or the beginning of a pair; whole words; always as many as
+it counts.
 """
 
 import pytest
@@ -20,7 +20,7 @@ def encoder(**changes):
 
 
 def asked(model, tokens, rng):
-    return model.task(tokens, rng, padding_of(tokens, model.config))
+    return model.prepare_inputs(tokens, rng, padding_of(tokens, model.config))
 
 
 def text(batch, length, seed=0):
@@ -105,7 +105,7 @@ def test_whole_words_are_masked_but_for_the_one_that_is_cut():
 
 
 def test_a_word_begins_behind_a_separator():
-    """Of two words one is masked, either of them."""
+    """One of two words is masked, either of them."""
     model = encoder(masking=MaskingConfig(rate=0.5, token=MASK, whole_words=True), document_separator=SEPARATOR)
     model.set_word_starts(torch.zeros(VOCABULARY, dtype=torch.bool))
     tokens = torch.tensor([[*b"abc", SEPARATOR, *b"def", SEPARATOR]]).expand(40, -1)

@@ -12,7 +12,7 @@ import torch
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.schema import Config
 from megasparse.model.build import build_model
-from megasparse.model.stack import of_layers
+from megasparse.model.stack import average_over_layers
 from megasparse.ops.random import RngContext
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
@@ -213,7 +213,7 @@ def test_on_a_gpu_memory_has_more_kinds_and_they_are_in_the_table(monkeypatch: p
 
 def test_layers_are_vectors_with_nan_for_those_without() -> None:
     one, two, three = (torch.tensor(x) for x in (1.0, 2.0, 3.0))
-    found = of_layers({"a": {0: one, 3: three}, "b": {1: two}}, 4)
+    found = average_over_layers({"a": {0: one, 3: three}, "b": {1: two}}, 4)
     assert {name: value.tolist() for name, value in found.items() if value.dim() == 0} == {"a": 2.0, "b": 2.0}
     assert found.keys() == {"a", "b", "a/layers"}
     assert torch.equal(found["a/layers"].isnan(), torch.tensor([False, True, True, False]))
