@@ -1,4 +1,4 @@
-"""The data of a run: opened and checked against its configuration, and dealt out to one of its ranks."""
+"""The data of a pretraining run, opened and checked against its configuration."""
 
 import hashlib
 import json
@@ -27,9 +27,8 @@ class RunData:
 
     @property
     def fingerprint(self) -> str:
-        """Decides, with the configuration, which tokens the run is trained on: a folder's own, or that of the mixture.
-
-        Of a mixture a sha256 over the fingerprints of its folders, in order, and their weights.
+        """The digest that decides, with the configuration, which tokens the run is trained on: that of the folder, or
+        for a mixture a sha256 over the fingerprints of its folders, in order, and their weights.
         """
         if len(self.mixture) == 1:
             return self.mixture[0][0].fingerprint
@@ -53,7 +52,7 @@ def open_data(config: Config) -> RunData:
 
 
 def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer, tolerant: bool = False) -> Index:
-    """The index of a folder of shards, for the model and sequence length of a configuration.
+    """Open the index of a folder of shards, for the model and sequence length of a configuration.
 
     Raises DataError as `Index.load` does; ConfigError naming data.tokenizer, data.sequence_length, model.source.length,
     model.vocabulary, model.padding_token, model.masking.token or model.sentence_order where they do not fit the folder.
@@ -68,7 +67,7 @@ def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer, tolerant
 
 
 def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError where an encoder's ids are not the tokenizer's, or there are no pairs to order or to tell."""
+    """Raise ConfigError where an encoder's ids are not the tokenizer's, or the folder has no pairs of texts."""
     special, mask, order = tokenizer.special, model.masking.token, model.sentence_order
     if model.source is not None and index.record is None:
         problem = f'"{model.kind}", but {index.directory} holds running text'
@@ -87,7 +86,7 @@ def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) ->
 def training_batches(
     config: Config, run_data: RunData, ranks: Ranks, position: int, hooks: RunHooks
 ) -> TrainingBatches:
-    """This rank's steps from the global sample number `position` on; see data/batches.py for the errors."""
+    """Read this rank's steps from the global sample number `position` on. Raises what TrainingBatches does."""
     data, training = config.data, config.training
     return TrainingBatches(
         run_data.mixture,

@@ -1,6 +1,6 @@
 """The processes of a run: which one this is, on which device, and how they agree with each other.
 
-What ranks tell each other travels as JSON, never as pickle.
+Messages between ranks are JSON, never pickle.
 """
 
 import json
@@ -21,7 +21,7 @@ from megasparse.config.schema import RunConfig
 from megasparse.errors import HANG, ConfigError, leave
 from megasparse.training.stopping.watchdog import START
 
-MEETING_TOLD = 30.0
+MEETING_REPORT = 30.0
 """Seconds that the ranks may need to meet before each says that it waits."""
 
 
@@ -47,11 +47,12 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Which sequences this rank has, alone or with others: one of the numbers below `data_ranks`."""
+        """Number of this rank among those that read different sequences, below `data_ranks`."""
         return self.rank // self.sequence_size
 
     @property
     def data_ranks(self) -> int:
+        """Ranks, or groups of ranks, that read different sequences."""
         return self.world_size // self.sequence_size
 
     def gather(self, value: Any) -> list[Any]:
@@ -78,14 +79,15 @@ class Ranks:
         return bool(self.sum(torch.tensor(float(here), device=self.device)))
 
     def stop(self) -> None:
-        """Take leave of the other ranks."""
+        """Leave the process group."""
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
 def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
-    """Join the other processes that the launcher started; without a launcher, be the only one. sequence: how many
-    neighbouring ranks share a sequence.
+    """Join the other processes that the launcher started; without a launcher, be the only one.
+
+    sequence: how many neighbouring ranks share a sequence.
 
     Raises ConfigError where the device does not exist, where `run.engine=torch` meets several processes, where
     `sequence` does not divide their number, and where the address at which they meet is taken or out of reach.
@@ -121,7 +123,7 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
 
 
 def _sequence_groups(run: RunConfig, size: int, world_size: int) -> list[torch.distributed.ProcessGroup | None]:
-    """Of ranks [g·size, (g + 1)·size) for every g; None for single ones. All ranks make all of them, in this order."""
+    """Make the groups of ranks [g·size, (g + 1)·size); None for single ranks. All ranks make all of them, in order."""
     if size == 1:
         return [None] * world_size
     starts, limit = range(0, world_size, size), _time_limit(run)
@@ -129,13 +131,13 @@ def _sequence_groups(run: RunConfig, size: int, world_size: int) -> list[torch.d
 
 
 def _time_limit(run: RunConfig) -> timedelta:
-    """Of a collective operation, far behind the watchdog's."""
+    """Time limit of a collective operation, far behind the watchdog's."""
     return timedelta(seconds=max(3600.0, 20 * run.hang_timeout))
 
 
 def _meet(run: RunConfig, device: torch.device) -> None:
-    """Start the process group. What hangs is found by the watchdog, which knows a slow save from a dead rank; the
-    group's own time limit is the second line, far behind it, and then NCCL writes down what it was doing.
+    """Start the process group. The watchdog finds hangs, and knows a slow save from a dead rank; the group's own time
+    limit is the second line, far behind it, where NCCL writes down what it was doing.
     """
     recorder = os.path.join(run.directory, "flight-recorder-rank-")
     for name, value in (
@@ -157,10 +159,10 @@ def _meet(run: RunConfig, device: torch.device) -> None:
 
 @contextmanager
 def _patience(place: str, limit: float) -> Iterator[None]:
-    """While the ranks meet, where no watchdog looks yet: say after half a minute that this one waits, and end it with
-    errors.HANG after `limit` seconds (0: never).
+    """Guard the meeting of the ranks, before the watchdog starts: report after half a minute that this one waits, and
+    end it with errors.HANG after `limit` seconds (0: never).
     """
-    met, reported = threading.Event(), min(MEETING_TOLD, limit or MEETING_TOLD)
+    met, reported = threading.Event(), min(MEETING_REPORT, limit or MEETING_REPORT)
     name = f"rank {os.environ['RANK']} on {socket.gethostname()}"
     whom = f"for the {os.environ['WORLD_SIZE']} ranks to meet at {place}"
     hint = (

@@ -1,4 +1,4 @@
-"""Which step was best by a held-out scalar, and whether it is worth going on."""
+"""The best step by a held-out scalar, and early stopping."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from megasparse.data.files import replacing
 
 KEPT = ("step", "value", "scalars", "without_better")
-"""What of a Selection is part of a checkpoint."""
+"""Attributes of a Selection that a checkpoint keeps."""
 
 
 class Selection:
@@ -21,16 +21,16 @@ class Selection:
     def __init__(self, scalar: str, patience: int = 0, lower: bool = False):
         self.scalar, self.patience, self.sign = scalar, patience, -1 if lower else 1
         self.step: int | None = None
-        """Of the best value."""
+        """Step of the best value."""
         self.value: float | None = None
         self.scalars: dict[str, float] = {}
-        """All that was evaluated at that step."""
+        """All scalars of the evaluation at that step."""
         self.without_better = 0
-        """Evaluations since."""
+        """Evaluations since then."""
 
     def note(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Take in a step's scalars, which have ours where it was evaluated. Returns whether it is the best so far;
-        of equal ones the first is. NaN is worse than anything.
+        """Take in a step's scalars, which include ours where the step was evaluated. Returns whether it is the best so
+        far; of equal values the first counts. NaN is worse than anything.
         """
         if (value := scalars.get(self.scalar)) is None:
             return False
@@ -43,22 +43,24 @@ class Selection:
 
     @property
     def exhausted(self) -> bool:
+        """Whether `patience` evaluations in a row were no better."""
         return 0 < self.patience <= self.without_better
 
     def verdict(self) -> str:
-        """What ended training, for people."""
+        """Why training ended, for people."""
         return f"{self.scalar} has not been better than at step {self.step} for {self.without_better} evaluations"
 
     def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
         return {"metric": self.scalar, **{name: getattr(self, name) for name in KEPT}}
 
     def write(self, file: Path) -> None:
-        """The same for people and programs."""
+        """Write the state to a JSON file."""
         with replacing(file) as out:
             out.write(json.dumps(self.state(), indent=2).encode() + b"\n")
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave; nothing where it is empty, or of another scalar, whose values are no measure."""
+        """Take over what `state` gave, unless it is empty, or of another scalar, whose values cannot be compared."""
         if state.get("metric") == self.scalar:
             for name in KEPT:
                 setattr(self, name, state[name])

@@ -2,7 +2,7 @@
 exact resume.
 """
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,13 @@ REVERSIBLE = {"style": "reformer", "token_types": 0, "blocks": "reversible", "ac
 class Pairs(DummyBatches):
     """Records of two segments, of unlike lengths."""
 
-    def __iter__(self) -> Iterator[Step]:
-        for step in super().__iter__():
-            for batch in step.micro_batches:
-                for row, sample in zip(batch.tokens, batch.samples.tolist(), strict=True):
-                    end = 11 + sample % 12
-                    row[0], row[5], row[end], row[end + 1 :] = BEGIN, SEPARATOR, SEPARATOR, PADDING
-            yield step
+    def __next__(self) -> Step:
+        step = super().__next__()
+        for batch in step.micro_batches:
+            for row, sample in zip(batch.tokens, batch.samples.tolist(), strict=True):
+                end = 11 + sample % 12
+                row[0], row[5], row[end], row[end + 1 :] = BEGIN, SEPARATOR, SEPARATOR, PADDING
+        return step
 
 
 def config_of(folder: Path, engine: str = "torch", changes: dict[str, Any] = {}, **sections: dict[str, Any]) -> Config:  # noqa: B006
@@ -68,16 +68,12 @@ def config_of(folder: Path, engine: str = "torch", changes: dict[str, Any] = {},
 
 
 def losses(config: Config, ranks: Ranks, first: int = 1, last: int = STEPS, save: Saver | None = None) -> list[float]:
-    """Of steps first..last; with `save`, from its newest checkpoint, if any, to a new one."""
-
-    def rng(step: int, samples: torch.Tensor) -> RngContext:
-        return RngContext(0, step, samples, training=True)
-
+    """Losses of steps first..last; with `save`, from its newest checkpoint, if any, to a new one."""
     newest = find_newest(save.directory) if save else None
     opened = Checkpoint.open(newest) if newest else None
     model: Any = build_model(config.model, 0)
     model.set_word_starts(torch.arange(260) % 3 == 0)
-    engine = build_engine(model, config, rng, ranks, opened)
+    engine = build_engine(model, config, partial(RngContext, 0, training=True), ranks, opened)
     found, position = [], opened.sequences if opened else 0
     for step, data in zip(range(first, last + 1), Pairs(config, ranks, position), strict=False):
         result = engine.train_step(data.micro_batches, step, 0.003)
@@ -107,7 +103,7 @@ def on_two_ranks(folder: str) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
-    return run_ranks(on_two_ranks, timeout=240, folder=str(tmp_path_factory.mktemp("two")))
+    return run_ranks(on_two_ranks, timeout=900, folder=str(tmp_path_factory.mktemp("two")))
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -9,12 +9,12 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers.byte import ByteTokenizer
@@ -74,10 +74,6 @@ def decoder_config(directory: Path, engine: str = "torch", **sections: dict[str,
     return tiny_config(directory, engine, **{"model": DECODER, **sections})
 
 
-def rng(step: int, samples: Tensor) -> RngContext:
-    return RngContext(0, step, samples, training=True)
-
-
 def run(
     config: Config,
     ranks: Ranks,
@@ -92,7 +88,7 @@ def run(
     written: takes the tokens that the model writes after step 5 by cached decoding, beyond several windows.
     """
     opened = Checkpoint.open(checkpoint) if checkpoint else None
-    engine = build_engine(build_model(config.model, 0), config, rng, ranks, opened)
+    engine = build_engine(build_model(config.model, 0), config, partial(RngContext, 0, training=True), ranks, opened)
     losses, position = [], opened.sequences if opened else 0
     for step, data in zip(range(first, last + 1), DummyBatches(config, ranks, position), strict=False):
         result = engine.train_step(data.micro_batches, step, learning_rate(step, 20, config.optimizer))
@@ -263,7 +259,7 @@ def everything(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    first, second = run_ranks(everything, timeout=240, folder=str(tmp_path_factory.mktemp("ranks")))
+    first, second = run_ranks(everything, timeout=900, folder=str(tmp_path_factory.mktemp("ranks")))
     for case in ("fp32", "bf16", "adafactor", "tied", "checkpointed", "across", "skips", "rolls"):
         assert first[case] == second[case], "the ranks disagree"
     return first

@@ -60,7 +60,7 @@ def finetune(folder: Path, name: str, ranks: Ranks, engine: str) -> dict[str, An
         rate = learning_rate(step, 2 * STEPS, run.config.optimizer)
         result = built.train_step(data.micro_batches, step, rate)
         losses.append([result.loss, result.grad_norm, result.statistics["accuracy"]])
-    found = {"losses": losses, "before": before, "told": reported, "after": validate(STEPS)}
+    found = {"losses": losses, "before": before, "reported": reported, "after": validate(STEPS)}
     built.close()
     return found
 
@@ -80,7 +80,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     reviews(folder / "reviews.csv", 44)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONSAFEPATH", "1")  # beside run_ranks.py is a tokenizers.py, which is not HuggingFace's
-        first, second = run_ranks(on_ranks, 2, timeout=300.0, folder=str(folder))
+        first, second = run_ranks(on_ranks, 2, timeout=900, folder=str(folder))
     alone = {name: finetune(folder, name, Ranks(), "torch") for name in cases(folder)}
     assert json.dumps(first) == json.dumps(second)
     return {"ranks": first, "alone": alone}
@@ -98,6 +98,6 @@ def test_two_ranks_have_the_losses_of_one(report: dict[str, Any], name: str) -> 
 def test_a_validation_on_two_ranks_is_that_of_one(report: dict[str, Any], name: str) -> None:
     """The same bits before training, where the weights are the same."""
     mine, theirs = report["ranks"][name], report["alone"][name]
-    assert mine["told"] == theirs["told"] and len(mine["told"]) == 11
+    assert mine["reported"] == theirs["reported"] and len(mine["reported"]) == 11
     assert mine["before"] == theirs["before"]
     assert mine["after"] == pytest.approx(theirs["after"], abs=1e-5)

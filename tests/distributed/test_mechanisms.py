@@ -71,7 +71,7 @@ def on_two_ranks(folder: str) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
-    return run_ranks(on_two_ranks, timeout=240, folder=str(tmp_path_factory.mktemp("two")))
+    return run_ranks(on_two_ranks, timeout=900, folder=str(tmp_path_factory.mktemp("two")))
 
 
 def test_every_mechanism_is_there() -> None:

@@ -168,7 +168,7 @@ def test_nothing_is_left(report: dict[str, Any]) -> None:
 
 
 def test_one_rank_goes_on_from_two(report: dict[str, Any], folder: str) -> None:
-    (alone,) = run_ranks(one_rank, world_size=1, timeout=600, folder=folder)
+    (alone,) = run_ranks(one_rank, world_size=1, timeout=900, folder=folder)
     for case, found in alone.items():
         expected = report[case]["losses"][3:]
         tolerance = 1e-2 if case.endswith("bf16") else 1e-5

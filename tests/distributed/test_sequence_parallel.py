@@ -118,7 +118,7 @@ def compare(ranks: Ranks, kind: str, name: str, padded: bool) -> dict[str, float
 
 
 def ragged(ranks: Ranks, kind: str, padded: bool) -> dict[str, float]:
-    """Of an evaluation window that does not divide among the ranks."""
+    """Loss of an evaluation window that does not divide among the ranks."""
     model, tokens = model_of(kind, "split", padded), batch_of(padded)[:, :-1]
     rng = RngContext.evaluation(0, len(tokens))
     with torch.no_grad():
@@ -165,7 +165,7 @@ def on_two_ranks() -> dict[str, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, float]]:
-    return run_ranks(on_two_ranks, timeout=400)[0]
+    return run_ranks(on_two_ranks, timeout=900)[0]
 
 
 def test_every_mechanism_is_there() -> None:

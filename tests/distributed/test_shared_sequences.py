@@ -110,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, list[float]]]:
-    return run_ranks(on_two_ranks, timeout=240, folder=str(folder))
+    return run_ranks(on_two_ranks, timeout=900, folder=str(folder))
 
 
 @cache
@@ -126,7 +126,7 @@ def test_two_ranks_are_one(found: list[dict[str, list[float]]], stage: int) -> N
 
 @pytest.mark.soak
 def test_two_pairs_are_one(tmp_path: Path) -> None:
-    for rank in run_ranks(on_four_ranks, 4, timeout=240, folder=str(tmp_path)):
+    for rank in run_ranks(on_four_ranks, 4, timeout=900, folder=str(tmp_path)):
         assert rank == pytest.approx(alone(), rel=1e-5)
 
 
@@ -135,7 +135,7 @@ def test_a_launched_run_goes_on_alone(folder: Path) -> None:
     pretrained(write_run(folder / "alone", folder / "data"))
     shared, zero = folder / "shared", {"zero_optimization": {"stage": 2}}
     run = write_run(shared, folder / "data", engine="deepspeed", deepspeed=zero, **SHARED)
-    run_ranks(launched, timeout=240, run=str(run))
+    run_ranks(launched, timeout=900, run=str(run))
     assert [line["step"] for line in metrics(shared)] == [1, 2, 3, 4]
     pretrained(write_run(shared, folder / "data"))
     expected, reported = metrics(folder / "alone"), metrics(shared)

@@ -200,7 +200,7 @@ class Run:
             self.process.wait()
 
     def processes(self) -> list[int]:
-        """Of the launcher, the ranks, and whatever they have started."""
+        """Process ids of the launcher, the ranks, and whatever they have started."""
         mark = json.dumps({"folder": str(self.folder)})[:-1].encode()
         found = []
         for entry in Path("/proc").iterdir():

@@ -59,7 +59,7 @@ def bert(folder: Path, **changes: Any) -> Path:
 
 
 def write_tokenizer(folder: Path, values: dict[str, Any]) -> None:
-    """As AutoTokenizer reads it."""
+    """Write a tokenizer that AutoTokenizer reads."""
     written(folder, values)
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "mask_token": "[MASK]"}
@@ -96,8 +96,8 @@ def our_body(**changes: Any) -> MegasparseBody:
 
 
 def settings(run: Path, source: Path, /, **sections: Any) -> dict[str, Any]:
-    """Of a run of 6 steps of 8 examples, 4 at once, that validates on a quarter of the table after every second one;
-    sections: changes.
+    """Settings of a run of 6 steps of 8 examples, 4 at once, that validates on a quarter of the table every second
+    step; sections: changes.
     """
     values: dict[str, Any] = {
         "run": {"directory": str(run), "engine": "torch", "device": "cpu"},
@@ -117,7 +117,7 @@ def configured(run: Path, source: Path, /, **sections: Any) -> FinetuneConfig:
 
 
 def form_for(config: FinetuneConfig) -> Form:
-    """Of its task."""
+    """The form of the configuration's task."""
     return form_of(build_task(config.task), config)
 
 

@@ -40,7 +40,7 @@ def write(file: Path, values: list[list[Any]], start: datetime = START, step: ti
 
 
 def series(file: Path, **changes: Any) -> Series:
-    """The task of a training file: 12 rows are read, 4 rows of all columns told. changes: of `forecast`, or of
+    """The task of a training file: 12 rows are read, 4 rows of all columns forecast. changes: of `forecast`, or of
     max_length.
     """
     settings = {"horizon": 4, "overlap": 6, **changes}

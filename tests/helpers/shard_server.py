@@ -1,4 +1,4 @@
-"""A web server for a folder, on 127.0.0.1, that fails as it is told: request by request, file by file.
+"""A web server for a folder, on 127.0.0.1, that fails on demand: request by request, file by file.
 
 It answers HEAD and GET with ranges, as a web server does and as S3 does for an object of a bucket.
 """

@@ -16,7 +16,7 @@ from megasparse.training.ranks import start_ranks
 
 
 def all_predicted_and_measured(runs: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Of each run, one after the other."""
+    """Bytes predicted and measured for each run, one after the other."""
     torch.set_num_threads(1)
     return [predicted_and_measured(values) for values in runs]
 

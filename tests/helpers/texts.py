@@ -40,7 +40,7 @@ def parallel(folder: Path, number: int = 40, validation: int = 8, seed: int = 0)
 
 
 def sections(**changes: Any) -> dict[str, Any]:
-    """Of a run of tests/helpers/finetuning.py on such a folder."""
+    """Settings of a run of tests/helpers/finetuning.py on such a folder."""
     task = {
         "name": "parallel_text", "max_length": 40, "text": ["en"], "label": "de",
         "generation": {"target_length": 24, "beams": 2},

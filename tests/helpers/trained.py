@@ -1,15 +1,15 @@
-"""A few steps of training on made-up data, through the commands that a user types."""
+"""A few steps of training on synthetic data."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from launch import pretrain
+from megasparse.config.load import build_config
 from megasparse.data.corpora.source import Source
 from megasparse.data.prepare import prepare
+from megasparse.errors import report_user_errors
+from megasparse.runs.pretraining import pretrain
+from tests.helpers.tiny import metrics
 
 
 def prepared(folder: Path, size: int = 4000) -> Path:
@@ -24,8 +24,8 @@ def prepared(folder: Path, size: int = 4000) -> Path:
 def trained(
     data: Path, run: Path, pattern: list[Any], steps: int, /, **sections: dict[str, Any]
 ) -> list[dict[str, float]]:
-    """Trains a model of 64 positions, 4 heads and a layer for each entry of the pattern into the folder `run`. Returns
-    the lines of its metrics.jsonl.
+    """Train a model of 64 positions, 4 heads and a layer for each entry of the pattern into the folder `run`, and
+    end as the command does. Returns the lines of its metrics.jsonl.
     """
     attention = {"pattern": pattern, "local": {"chunk": 8}, "lsh": {"chunk": 8}}
     size = {"max_length": 64, "layers": len(pattern), "d_model": 32, "d_ff": 64, "heads": 4}
@@ -36,9 +36,6 @@ def trained(
         "training": {"steps": steps, "global_batch": 2, "micro_batch": 2},
         **sections,
     }
-    path = run.with_suffix(".json")
-    path.write_text(json.dumps(config))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["launcher", "--config", str(path)])
-        pretrain.main()
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    built = build_config(config, [])
+    report_user_errors(pretrain)(built)
+    return metrics(built)

@@ -1,4 +1,4 @@
-"""The loop: one line a step whatever happens, saves on time, skipped steps told, and stops when it should."""
+"""The loop: one line a step whatever happens, saves on time, skipped steps reported, and stops when it should."""
 
 import dataclasses
 import itertools
@@ -120,7 +120,7 @@ def test_a_run_that_is_done_says_so(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_skipped_step_is_told_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_step_is_reported_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, model = tiny_config(tmp_path), TinyModel()
     model.poisoned = {17: math.nan, 90: math.inf}  # of steps 3 and 12
     launch(config, model)
@@ -213,7 +213,7 @@ def strange(batches: Iterator[Step], step: int) -> Any:
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_N3_a_loss_spike_is_told_and_left_out_if_asked_for(tmp_path: Path, skip: bool) -> None:
+def test_N3_a_loss_spike_is_reported_and_left_out_if_asked_for(tmp_path: Path, skip: bool) -> None:
     config = tiny_config(tmp_path, training={"steps": 160, "skip_loss_spikes": skip})
     with tiny_run(config) as run:
         run.batches = strange(run.batches, 150)

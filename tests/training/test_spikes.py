@@ -1,4 +1,4 @@
-"""Loss spikes: what is one, what is none, and the same judgement after a resume."""
+"""Loss spikes: what is one, what is none, and the same decisions after a resume."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def test_N3_the_rule_is_the_definition():
 
 def test_N3_no_step_of_a_noisy_falling_loss_is_taken_for_a_spike(figures: Callable[..., None]):
     flagged = sum(after(curve(10_000, seed)).spikes for seed in range(5))
-    figures(losses_judged=50_000, false_spikes=flagged)
+    figures(losses_spikes=50_000, false_spikes=flagged)
     assert flagged == 0
 
 
@@ -83,26 +83,26 @@ def test_N1_steps_skipped_in_a_row_are_counted_until_one_is_applied():
     assert guard.state()["losses"] == [1.0, 2.0]
 
 
-def test_N3_R1_after_a_resume_every_judgement_is_the_same():
+def test_N3_R1_after_a_resume_every_decision_is_the_same():
     losses = [10 * loss if step % 50 == 49 else loss for step, loss in enumerate(curve(600, 3))]
 
-    def judge(guard: LossGuard, part: list[float]) -> list[bool]:
-        judged = []
+    def spikes_of(guard: LossGuard, part: list[float]) -> list[bool]:
+        spikes = []
         for loss in part:
             spike = guard.is_spike(loss)
-            judged.append(spike)
+            spikes.append(spike)
             guard.note(loss, applied=not (spike and guard.skip))
-        return judged
+        return spikes
 
     straight = LossGuard(skip=True)
-    expected = judge(straight, losses)
+    expected = spikes_of(straight, losses)
     assert sum(expected) == 12 == straight.spikes
     for stop in (1, 31, 49, 50, 128, 333):
         first, second = LossGuard(skip=True), LossGuard(skip=True)
-        before = judge(first, losses[:stop])
+        before = spikes_of(first, losses[:stop])
         second.restore(json.loads(json.dumps(first.state())))
         assert second.state() == first.state()
-        assert before + judge(second, losses[stop:]) == expected
+        assert before + spikes_of(second, losses[stop:]) == expected
         assert second.state() == straight.state()
 
 

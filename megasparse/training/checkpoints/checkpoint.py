@@ -36,11 +36,11 @@ FORGED = "Do not trust it"
 
 
 class Storage:
-    """Where numbers live: in memory, unless a subclass says otherwise."""
+    """A place where numbers live: memory, unless a subclass says otherwise."""
 
     @contextmanager
     def loaded(self, changing: bool = False) -> Iterator[None]:
-        """Have them in memory. changing: keep what becomes of them."""
+        """Load the numbers into memory. changing: write them back afterwards."""
         yield
 
 
@@ -54,9 +54,9 @@ class Fragment:
     kind: str
     """`weight`, or the name of an optimizer state (`exp_avg`, ...)."""
     name: str
-    """Of the parameter or the buffer."""
+    """Name of the parameter or the buffer."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: int
     """First element of the piece in the flattened tensor."""
     numel: int
@@ -65,7 +65,7 @@ class Fragment:
     offset: int = 0
     """First element of the piece in `holder`."""
     home: Storage = MEMORY
-    """Of `holder`, which is empty while it is not in memory: see `present`."""
+    """Where `holder` lives; `holder` is empty while it is not in memory, see `loaded`."""
 
     @staticmethod
     def of(kind: str, name: str, shape: tuple[int, ...], start: int, memory: Tensor) -> "Fragment":
@@ -88,9 +88,9 @@ class Fragment:
 
 
 def loaded(fragments: Iterable[Fragment], changing: bool = False) -> Generator[Fragment, None, None]:
-    """The fragments in turn, each while it is in memory. Those of one home that follow each other are there together.
+    """Yield the fragments in turn, each while it is in memory; neighbours with the same home are loaded together.
 
-    changing: whether they are written.
+    changing: whether the caller writes them.
     """
     for home, together in itertools.groupby(fragments, key=lambda fragment: fragment.home):
         with home.loaded(changing):
@@ -156,7 +156,7 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the loop gave to be kept; empty where an older version wrote the checkpoint."""
+        """The training loop's own state; empty where an older version wrote the checkpoint."""
         return dict(self.manifest.get("state", {}))
 
     @property
@@ -253,7 +253,7 @@ def find_checkpoint(directory: Path) -> Path:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """What a module has learned beside its parameters, such as moving averages, by name."""
+    """Persistent buffers by name: what a module has learned beside its parameters, such as moving averages."""
     names = module.state_dict(keep_vars=True).keys() - dict(module.named_parameters(remove_duplicate=False)).keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in names}
 
@@ -269,7 +269,7 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.Module]) -> nn.Module:
-    """What `build` makes of a configuration that came with a checkpoint, on the meta device: shapes without memory.
+    """Build the model of a configuration that came with a checkpoint on the meta device: shapes without memory.
 
     Every layer has weights of its own: a configuration of more layers than the checkpoint has weights is refused
     before one is built. Raises CheckpointError for it, and for a configuration that no model can have.
@@ -290,7 +290,7 @@ def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.M
 
 
 def _valid(model: ModelConfig) -> ModelConfig:
-    """The configuration itself. Raises ConfigError where it breaks a rule of pretrained models."""
+    """Return the configuration. Raises ConfigError where it breaks a rule of pretrained models."""
     check_model(model)
     return model
 

@@ -1,4 +1,4 @@
-"""What tells one run from another, what must be the same on every rank, and how to name the differences."""
+"""The identity of a run, what must be the same on every rank, and how to name the differences."""
 
 import functools
 import hashlib
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megasparse
 from megasparse.config.schema import RunSettings
 
 LONGEST = 80
@@ -19,7 +20,7 @@ LONGEST = 80
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What tells one run from another: a checkpoint belongs to the run whose identity it has."""
+    """What makes a run the same run: one goes on only from checkpoints of its own identity."""
 
     config: RunSettings
     data_fingerprint: str
@@ -36,7 +37,7 @@ class RunIdentity:
 @functools.cache  # the code that runs is the code that was there at the start
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that compute; `source` is the SHA-256 of megasparse's own *.py files."""
-    found = {"python": platform.python_version(), "source": _source_digest(Path(__file__).parents[1])}
+    found = {"python": platform.python_version(), "source": _source_digest(Path(megasparse.__file__).parent)}
     for package in ("megasparse", "torch", "deepspeed", "safetensors"):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
@@ -44,7 +45,7 @@ def versions() -> dict[str, str]:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> what is no dictionary, or an empty one."""
+    """Map dotted keys to the values of a nested dictionary."""
     if not (isinstance(value, dict) and value):
         return {prefix: value}
     flat: dict[str, Any] = {}
@@ -54,7 +55,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(of_each_rank: Sequence[dict[str, Any]]) -> str:
-    """Where the ranks' JSON values differ: `run.seed: 0 on rank 0, 1 on ranks 1, 2`; nothing where they do not."""
+    """Name where the ranks' JSON values differ: `run.seed: 0 on rank 0, 1 on ranks 1, 2`; "" where they do not."""
     flat = [flatten(value) for value in of_each_rank]
     reported = []
     for key in dict.fromkeys(key for one in flat for key in one):

@@ -75,7 +75,7 @@ class Saver:
         is still under way is finished first.
 
         Raises, the same on every rank, and nothing is left of the attempt: StorageError where any rank could not write
-        (with `checkpoint.on_failure` "continue" this is told on stderr, and None returned); TrainingError where a
+        (with `checkpoint.on_failure` "continue" stderr says so, and None is returned); TrainingError where a
         number is not finite; CheckpointError where the ranks are not saving the same.
         """
         self.finish()
@@ -118,7 +118,7 @@ class Saver:
         return save.final
 
     def _agree(self, engine: Saved, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
-        """Begin a save on all ranks or on none: the same of the same, and with room for it."""
+        """Begin a save on all ranks or on none, where they save the same and there is room for it."""
         save = _Save(self.directory, self.ranks.rank, step, sequences, state)
         file = save.attempt(lambda: self._prepare(save, engine))
         own = {"step": step, "sequences": sequences, "state": state}
@@ -161,7 +161,7 @@ class Saver:
         self._tidy(save.final)
 
     def _tidy(self, newest: Path) -> None:
-        """Point `latest` at the newest checkpoint and delete the oldest. Saving is done: trouble here is only told."""
+        """Point `latest` at the newest checkpoint and delete the oldest. Saving is done: failures here only warn."""
         hint, text = self.directory / f"{TEMPORARY}latest-{uuid.uuid4().hex}", f"{newest.name}\n".encode()
         try:
             try:
@@ -180,7 +180,7 @@ class Saver:
             print(f"warning: {newest} is saved, but older ones could not be deleted: {error}", file=sys.stderr)
 
     def _refuse(self, save: "_Save", problems: list[dict[str, str] | None]) -> None:
-        """If any rank has a problem, clean up and raise it on all."""
+        """Clean up and raise, on all ranks, if any rank has a problem."""
         reported = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
         if not reported:
             return
@@ -198,7 +198,7 @@ class Saver:
         raise CheckpointError(self.directory, text, UNTOUCHED)
 
     def _go_on_without(self, error: StorageError) -> None:
-        """Do with a checkpoint that could not be written as `checkpoint.on_failure` says."""
+        """Raise `error`, or warn and go on, as `checkpoint.on_failure` says."""
         if self.config.checkpoint.on_failure == "stop":
             raise error
         if self.ranks.rank == 0:
@@ -247,7 +247,7 @@ class _Save:
         self._blocks = 0
 
     def attempt(self, work: Callable[[], Any]) -> Any:
-        """Do `work`. An exception becomes this rank's problem, to be told to the other ranks, who would otherwise wait
+        """Do `work`. An exception becomes this rank's problem, which the other ranks hear of: else they would wait
         for this one for ever.
         """
         try:
@@ -277,8 +277,8 @@ class _Save:
         self.attempt(work)
 
     def write_in_thread(self, file: RankFile) -> None:
-        """The same, while training goes on. The thread does not say that it makes progress: that would hide it if
-        training made none.
+        """Write this rank's file in a thread, while training goes on. The thread reports no progress: that would hide
+        a training that makes none.
         """
 
         def count() -> None:
@@ -291,7 +291,7 @@ class _Save:
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, progress: Callable[[str], None]) -> None:
-        """Wait for the thread, and say as it gets on."""
+        """Wait for the thread, reporting its progress."""
         reported = -1
         while self._thread is not None and self._thread.is_alive():
             if reported != self._blocks:
@@ -315,7 +315,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what an interrupted save or deletion left in `directory`. Trouble is only told: it is in nobody's way."""
+    """Delete what an interrupted save or deletion left in `directory`. Failures only warn: leftovers do no harm."""
     try:
         for path in directory.iterdir() if directory.is_dir() else ():
             if path.name.startswith(TEMPORARY):

@@ -36,8 +36,8 @@ class StepResult:
     loss: float
     """Mean nats per scored token over the global batch."""
     statistics: dict[str, float]
-    """The model's other scalars, mean over micro-batches and ranks; of NAME/layers, a value a layer, those of NAME as
-    NAME/layer_0 and so on of the layers that have it."""
+    """The model's other scalars, mean over micro-batches and ranks. A vector NAME/layers, with a value a layer, becomes
+    NAME/layer_0 and so on for the layers that have it."""
     tokens: int
     """Tokens read, over all ranks."""
     grad_norm: float
@@ -49,7 +49,7 @@ class StepResult:
     """This rank's own time in the model's forward passes, which wait for no other rank (but under ZeRO 3, and for those
     that share its sequences)."""
     communication_seconds: float
-    """This rank's time on, or waiting for, the others that no computation hides, see `Exposed`."""
+    """This rank's time on, or waiting for, the others that no computation hides, see ExposedCommunication."""
     held: dict[str, tuple[int, int]]
     """Bytes of this rank's weights, gradients and optimizer state, on its device and elsewhere."""
 
@@ -70,9 +70,9 @@ class Engine(ABC):
         self._exposed: ExposedCommunication | None = None
         self._clipping = config.training.gradient_clipping
         self._shared: dict[str, Any] = {} if ranks.sequence is None else {"sequence": ranks.sequence}
-        """What the model must be told where ranks share sequences."""
+        """Arguments of the model's forward where ranks share sequences."""
         self._counting = bool(self._shared) or getattr(model, "varying_token_counts", False)
-        """Whether micro-batches, or the ranks' parts of them, can have unequally many tokens to tell."""
+        """Whether micro-batches, or the ranks' parts of them, can have different numbers of scored tokens."""
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """What the optimizer updates and a checkpoint keeps; frozen weights are neither."""
         self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
@@ -92,8 +92,8 @@ class Engine(ABC):
         Every scored token of the global batch weighs the same. Without padding and separators all micro-batches have
         equally many; with them, or where ranks share sequences, they are counted first.
 
-        accept: whether to apply a step of this loss (nats a token, the same on all ranks). progress: told of each
-        micro-batch's two passes.
+        accept: whether to apply a step of this loss (nats a token, the same on all ranks). progress: called before each
+        of a micro-batch's two passes.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -109,7 +109,7 @@ class Engine(ABC):
             progress(f"step {step}, micro-batch {number}, backward")  # which waits for the others
             for name, value in {**statistics, "objective": objective}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
-            if last:  # known before the last backward, which can still spoil the gradient of a step not to be applied
+            if last:  # known before the last backward, which can still poison the gradient of a step not to be applied
                 with self._meeting():
                     total = self._total(sums)
                 loss = total.pop("nats") / total.pop("tokens")
@@ -128,7 +128,7 @@ class Engine(ABC):
         return StepResult(loss, means, read, grad_norm, applied, self._forward_time.seconds(), waited, held)
 
     def _meeting(self) -> AbstractContextManager[None]:
-        """Around what waits for all ranks."""
+        """Time what waits for all ranks."""
         return self._exposed.meeting.running() if self._exposed else nullcontext()
 
     def _gradients(self) -> Iterable[Tensor]:
@@ -152,7 +152,7 @@ class Engine(ABC):
         return {"weights": bytes_of(weights, device), "optimizer": bytes_of([*moments, *rounded], device)}
 
     def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Of all ranks, in one all-reduce. What a vector has of each layer gets a name of its own."""
+        """Sum over all ranks in one all-reduce. Each entry of a vector over layers gets a name of its own."""
         names = sorted(sums)
         values = self.ranks.sum(torch.cat([sums[name].reshape(-1).to(self.ranks.device) for name in names])).tolist()
         total: dict[str, float] = {}
@@ -175,24 +175,29 @@ class Engine(ABC):
         return total / (len(micro_batches) * self.ranks.world_size) or 1.0
 
     def _given(self, divisor: float | None) -> dict[str, Any]:
-        """What the model's forward is given beside a micro-batch and its draws."""
+        """Arguments of the model's forward beside a micro-batch and its rng."""
         return self._shared | ({} if divisor is None else {"divisor": divisor})
 
     @abstractmethod
     def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The model's objective and statistics without gradients. Every rank calls it equally often.
+        """Compute the model's objective and statistics without gradients. Every rank calls it equally often.
 
         padding: for the model, where it says more than the tokens, such as that they are a part of shared sequences.
         """
 
     @abstractmethod
     def _forward(self, tokens: Tensor, rng: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """A micro-batch's objective and statistics. divisor: of its sum of nats, or None for its own scored tokens."""
+        """Compute a micro-batch's objective and statistics.
+
+        divisor: what the sum of nats is divided by; None for the micro-batch's own scored tokens.
+        """
 
     @abstractmethod
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
-        """Add the gradient of one of `micro_batches`, which are averaged. `spoilt`: make the step's gradient not
-        finite, if that is what it takes to have the step not applied."""
+        """Add the gradient of one of `micro_batches`, which are averaged.
+
+        poison_gradient: make the step's gradient not finite, if that is what it takes to have the step not applied.
+        """
 
     @abstractmethod
     def _update(self, wanted: bool) -> tuple[float, bool]:
@@ -200,14 +205,14 @@ class Engine(ABC):
 
     @abstractmethod
     def _state(self) -> Iterator[Fragment]:
-        """What this rank holds: pieces of fp32 weights and of the optimizer's state, those of one home together."""
+        """Yield the pieces of weights (fp32) and optimizer state that this rank holds, those with one home together."""
 
     @abstractmethod
     def _state_owners(self) -> Iterator[Tensor]:
-        """The tensors that the optimizer updates, each while it is in memory."""
+        """Yield the tensors that the optimizer updates, each while it is in memory."""
 
     def fragments(self) -> list[Fragment]:
-        """What this rank must save: over all ranks, every number exactly once."""
+        """List what this rank must save: over all ranks, every number exactly once."""
         buffers = [
             Fragment.of("weight", name, tuple(buffer.shape), 0, buffer.view(-1))
             for name, buffer in persistent_buffers(self.module).items()
@@ -236,7 +241,7 @@ class Engine(ABC):
 
 
 def whole_fragments(masters: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Fragment]:
-    """Fragments of weights that are not cut: name -> fp32 weight that the optimizer updates."""
+    """Yield the fragments of weights that are not cut; `masters` maps names to the fp32 weights that are updated."""
     for name, weight in masters.items():
         for kind, tensor in {"weight": weight, **state_tensors(optimizer.state.get(weight, {}))}.items():
             yield Fragment.of(kind, name, tuple(tensor.shape), 0, tensor.detach().view(-1))

@@ -1,4 +1,4 @@
-"""Training on DeepSpeed's ZeRO: of all of megasparse, this file and config/deepspeed_section.py know DeepSpeed."""
+"""Training on DeepSpeed's ZeRO: of all of megasparse, only this file and config/deepspeed_section.py know DeepSpeed."""
 
 import itertools
 import math
@@ -108,12 +108,12 @@ class DeepSpeedEngine(Engine):
                 yield flat
 
     def _home(self, number: int) -> Storage:
-        """Of the vector that ZeRO 3 makes of sub-group `number`."""
+        """Where the vector of ZeRO 3's sub-group `number` lives."""
         zero = self._engine.optimizer
         return SubGroup(zero, number) if zero._swappable_optimizer_subgroup(number) else MEMORY
 
     def _masters(self) -> dict[str, Tensor]:
-        """ZeRO 0: parameter name -> fp32 weight."""
+        """Map parameter names to fp32 weights under ZeRO 0."""
         if not self._rounded:
             return dict(self._trained)
         wrapper = self._engine.optimizer
@@ -121,7 +121,7 @@ class DeepSpeedEngine(Engine):
         return {self._names[id(p)]: master for pair in groups for p, master in zip(*pair, strict=True)}
 
     def _flattened(self) -> Iterator[Fragment]:
-        """ZeRO 1 and 2: a parameter group is one vector, of which each rank updates a slice."""
+        """Yield the pieces under ZeRO 1 and 2: a parameter group is one vector, of which each rank updates a slice."""
         p: Any
         for p in self._trained.values():
             mapping = p._hp_mapping
@@ -134,8 +134,8 @@ class DeepSpeedEngine(Engine):
                 yield Fragment.of(kind, name, self._shapes[name], mapping.lp_fragment_address.start, piece)
 
     def _partitioned(self) -> Iterator[Fragment]:
-        """ZeRO 3: each parameter is cut evenly among the ranks, the last piece padded. The pieces of a sub-group are
-        one vector."""
+        """Yield the pieces under ZeRO 3: each parameter is cut evenly among the ranks, the last piece padded, and the
+        pieces of a sub-group are one vector."""
         zero = self._engine.optimizer
         p: Any
         for number, group in enumerate(zero.fp16_groups):
@@ -172,7 +172,7 @@ def _import_deepspeed(ranks: Ranks) -> Any:
 
 
 def _check_async_io(key: str) -> None:
-    """What swaps to a disk is compiled where it is first used: say before that what is missing."""
+    """Raise ConfigError where DeepSpeed could not compile its disk swapping, which it does at first use."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if shutil.which("c++") is None:
@@ -184,7 +184,7 @@ def _check_async_io(key: str) -> None:
 
 
 def _deepspeed_config(config: RunSettings, section: dict[str, Any], stage: int, ranks: Ranks) -> dict[str, Any]:
-    """DeepSpeed's configuration: the user's `section`, and what our own sections decide."""
+    """Join the user's `section` with what our own sections decide into DeepSpeed's configuration."""
     training = config.training
     share = training.micro_batch * ranks.data_ranks
     check_shares(training.global_batch, training.micro_batch, ranks.world_size, ranks.sequence_size)

@@ -131,7 +131,7 @@ def test_R1_stopped_at_every_step(data: Path, tmp_path: Path, straight: tuple[An
 
 
 def test_R1_killed_in_the_middle_of_an_accumulation(data: Path, tmp_path: Path, straight: tuple[Any, Any, Any]) -> None:
-    """Of step 8's two micro-batches the first is done; the checkpoint is of step 6."""
+    """The first of step 8's two micro-batches is done; the checkpoint is of step 6."""
     attentions = attention("lsh", "lha").model_dump(mode="json")
     config = configuration(data, tmp_path / "run", attentions, checkpoint={"every": 3})
     read = launch(config, fail_at=15)

@@ -71,7 +71,7 @@ def claim(**values: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def source(forged: dict[str, Any]) -> None:
-    """As many layers in an encoder."""
+    """The same forged number of layers, in an encoder."""
     own = {"length": 32, "layers": HUGE}
     forged["config"]["model"].update(kind="encoder_decoder", source=own)
 

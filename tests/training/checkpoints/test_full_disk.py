@@ -1,4 +1,4 @@
-"""Storage that refuses: the message says what to mend, nothing is left of the attempt, and older checkpoints open."""
+"""Storage that refuses: the message says what to do, nothing is left of the attempt, and older checkpoints open."""
 
 import errno
 import io
@@ -83,7 +83,7 @@ def test_C5_whatever_fails_is_named_and_a_later_save_works(
 def test_C5_a_disk_that_refuses_at_any_fsync_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    """Of a rank's file, the manifest, the new directory, the directory above, and of `latest`."""
+    """Syncs of a rank's file, the manifest, the new directory, the directory above, and `latest`."""
     saver, engine = prepare(tmp_path)
     saver.save(engine, 1, 8, {})
     calls, fsync = 0, os.fsync
@@ -96,7 +96,7 @@ def test_C5_a_disk_that_refuses_at_any_fsync_leaves_no_trace(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    if call == 4:  # the new checkpoint is complete: only told
+    if call == 4:  # the new checkpoint is complete: only a warning
         assert saver.save(engine, 2, 16, {}) is not None
         assert names(saver.directory) == ["00000001", "00000002", "latest"]
         return

@@ -163,7 +163,7 @@ def offsets(begin: int, end: int) -> Callable[[dict[str, Any]], Any]:
 
 
 def another_dtype(header: dict[str, Any]) -> None:
-    """As many bytes, read as half as many numbers."""
+    """The same bytes, read as half as many numbers."""
     header["1"].update(dtype="F64", shape=[header["1"]["shape"][0] // 2])
 
 

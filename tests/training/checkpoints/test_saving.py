@@ -28,7 +28,7 @@ from tests.helpers.tiny import TinyModel, identity_of, make_rng, tiny_config
 
 
 class Killed(BaseException):
-    """As SIGKILL: nothing of ours may catch it and clean up."""
+    """Acts like SIGKILL: nothing of ours may catch it and clean up."""
 
 
 class AtOnce(threading.Thread):

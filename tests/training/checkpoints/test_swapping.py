@@ -102,8 +102,8 @@ def test_a_file_system_without_direct_writes_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("written", "kept"), [([(0, 8192)], True), ([(0, 4096)], False), ([(65536, 4096)], False), ([], False)]
 )
-def test_a_file_that_is_short_or_has_a_hole_is_told(tmp_path, written, kept):
-    """As a full disk leaves it, where DeepSpeed asks nobody whether a write went well. written: (offset, bytes)."""
+def test_a_file_that_is_short_or_has_a_hole_is_reported(tmp_path, written, kept):
+    """Files such as a full disk leaves, where DeepSpeed checks no write. written: (offset, bytes)."""
     path = tmp_path / "numbers"
     with open(path, "wb") as file:
         for offset, size in written:

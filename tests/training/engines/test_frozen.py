@@ -30,7 +30,7 @@ def frozen_model():
 
 
 def losses(engine, config, first, last):
-    """Of the steps after `first` to `last`."""
+    """Losses of the steps after `first` to `last`."""
     batches = iter(DummyBatches(config, engine.ranks, first * config.training.global_batch))
     return [
         engine.train_step(data.micro_batches, step, 0.01).loss
