@@ -1,5 +1,6 @@
 """Routing attention on two ranks: the centroids of one process at every ZeRO stage, in fp32, and saved once."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,8 @@ def config_of(folder: Path, engine: str, **sections: dict[str, Any]) -> Config:
 
 
 def after_a_step(config: Config, ranks: Ranks) -> Engine:
-    def rng(step: int, samples: torch.Tensor) -> RngContext:
-        return RngContext(0, step, samples, training=True)
-
-    engine = build_engine(build_model(config.model, 0), config, rng, ranks)
-    assert engine.train_step(next(iter(DummyBatches(config, ranks))).micro_batches, 1, 0.01).applied
+    engine = build_engine(build_model(config.model, 0), config, partial(RngContext, 0, training=True), ranks)
+    assert engine.train_step(next(DummyBatches(config, ranks)).micro_batches, 1, 0.01).applied
     return engine
 
 

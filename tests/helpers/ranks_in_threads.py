@@ -10,7 +10,7 @@ import torch
 
 from megasparse.training.ranks import Ranks
 
-LIMIT = 20.0
+LIMIT = 600.0
 """Seconds that a rank waits for the others."""
 
 

@@ -14,9 +14,10 @@ from megasparse.config.schema import Config, RunSettings
 from megasparse.data.batches import Batch, Step, Steps
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
+from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.engines.build import build_engine
-from megasparse.training.engines.contract import MakeRng, StepResult
+from megasparse.training.engines.contract import Engine, MakeRng, StepResult
 from megasparse.training.ranks import Ranks
 from megasparse.training.run import Evaluate, Recipe, TrainingRun, open_training
 from megasparse.training.stopping.hooks import RunHooks
@@ -81,7 +82,7 @@ def dummy_sample(number: int, length: int = 24) -> Tensor:
 class DummyBatches(Steps):
     """This rank's share of every global batch, or its part of that, from global sample number `start` on."""
 
-    def __init__(self, config: Config, ranks: Ranks, start: int = 0):
+    def __init__(self, config: RunSettings, ranks: Ranks, start: int = 0):
         self.config, self.ranks, self.position = config, ranks, start
 
     def __next__(self) -> Step:
@@ -95,6 +96,23 @@ class DummyBatches(Steps):
             batches.append(Batch(own, samples, self.position + whole))
         self.position += whole
         return Step(batches, self.position, 0.0)
+
+
+def tiny_engine(
+    config: Config,
+    ranks: Ranks = Ranks(),  # noqa: B008
+    model: nn.Module | None = None,
+    start: Checkpoint | None = None,
+) -> Engine:
+    """An engine around a model, a TinyModel if none is given, with its weights or those of `start`."""
+    return build_engine(model or TinyModel(), config, make_rng, ranks, start)
+
+
+def train_steps(engine: Engine, config: RunSettings, first: int, last: int, rate: float = 0.01) -> list[float]:
+    """Losses of steps first..last on dummy data."""
+    batches = DummyBatches(config, engine.ranks, (first - 1) * config.training.global_batch)
+    steps = zip(range(first, last + 1), batches, strict=False)
+    return [engine.train_step(data.micro_batches, step, rate).loss for step, data in steps]
 
 
 def identity_of(config: RunSettings, data: str = "data", tokenizer: dict[str, str] | None = None) -> RunIdentity:

@@ -23,14 +23,7 @@ def test_pretraining_goes_on_where_it_stopped(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = {
         "run": {"directory": str(run), "engine": "torch", "device": "cpu"},
-        "model": {
-            "max_length": 64,
-            "layers": 1,
-            "d_model": 16,
-            "d_ff": 32,
-            "heads": 2,
-            "attention": {"pattern": ["full"]},
-        },
+        "model": {"max_length": 64, "layers": 1, "d_model": 16, "d_ff": 32, "heads": 2, "attention": FULL},
         "data": {"path": str(prepared(tmp_path)), "sequence_length": 64},
         "training": {"steps": 3, "global_batch": 2, "micro_batch": 2},
     }

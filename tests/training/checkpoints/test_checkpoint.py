@@ -14,11 +14,10 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights
 from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks
 from tests.conftest import Report
 from tests.helpers.ranks_in_threads import run_in_threads
-from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config
+from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, tiny_config, tiny_engine
 
 FILES = (MANIFEST, "rank-00000.safetensors", "rank-00001.safetensors")
 
@@ -29,7 +28,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config(tmp_path_factory.mktemp("run"))
 
     def work(ranks: Ranks) -> Path | None:
-        engine = build_engine(TinyModel(), config, make_rng, ranks)
+        engine = tiny_engine(config, ranks)
         for step, data in zip((1, 2), DummyBatches(config, Ranks()), strict=False):
             engine.train_step(data.micro_batches, step, 0.01)
         return Saver(identity_of(config), ranks).save(engine, 2, 16, {})

@@ -18,12 +18,11 @@ from megasparse.training.checkpoints import rank_file
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
-from tests.helpers.tiny import TinyModel, identity_of, make_rng, tiny_config
+from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
 from tests.training.checkpoints.test_saving import names, prepare
 
 ROOM = r"\([\d,]+ bytes needed, [\d,]+ bytes free\)"
@@ -159,7 +158,7 @@ def test_C5_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_C5_training_goes_on_to_the_next_interval_if_told_so(
+def test_C5_training_goes_on_to_the_next_interval_if_configured_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asynchronous: bool
 ) -> None:
     """On two ranks, of which the second cannot write: both go on without, and both have the next checkpoint."""
@@ -175,7 +174,7 @@ def test_C5_training_goes_on_to_the_next_interval_if_told_so(
     monkeypatch.setattr(rank_file.RankFile, "write", fails_once)
 
     def work(ranks: Ranks) -> list[bool]:
-        engine = build_engine(TinyModel(), config, make_rng, ranks)
+        engine = tiny_engine(config, ranks)
         saver = Saver(identity_of(config), ranks)
         saved = []
         for step in (1, 2, 3):

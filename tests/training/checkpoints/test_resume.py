@@ -12,10 +12,9 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
-from tests.helpers.tiny import TinyModel, identity_of, make_rng, tiny_config
+from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
 
 BYTES = {"name": "bytes", "sha256": "b"}
 
@@ -24,7 +23,7 @@ BYTES = {"name": "bytes", "sha256": "b"}
 def run(tmp_path: Path) -> Config:
     """A run with checkpoints of steps 1, 2 and 3."""
     config = tiny_config(tmp_path / "run", checkpoint={"keep": 3})
-    engine = build_engine(TinyModel(), config, make_rng, Ranks())
+    engine = tiny_engine(config)
     for step in (1, 2, 3):
         Saver(identity_of(config, tokenizer=BYTES), Ranks()).save(engine, step, step * 8, {})
     return config
@@ -139,7 +138,7 @@ def test_another_runs_checkpoint_starts_a_new_directory_only(run: Config, tmp_pa
     found = start(tiny_config(tmp_path / "new"), newest)
     assert found is not None and found.step == 3
     own = tiny_config(tmp_path / "own")
-    engine = build_engine(TinyModel(), own, make_rng, Ranks())
+    engine = tiny_engine(own)
     Saver(identity_of(own, tokenizer=BYTES), Ranks()).save(engine, 7, 56, {})
     with pytest.raises(CheckpointError, match=r"checkpoints of its own.*Choose another run.directory"):
         start(own, newest)

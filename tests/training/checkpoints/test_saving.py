@@ -20,11 +20,10 @@ from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_folder import find_newest, list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engines.build import build_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
-from tests.helpers.tiny import TinyModel, identity_of, make_rng, tiny_config
+from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
 
 
 class Killed(BaseException):
@@ -43,7 +42,7 @@ class AtOnce(threading.Thread):
 
 def prepare(folder: Path, **checkpoint: Any) -> tuple[Saver, Engine]:
     config = tiny_config(folder, checkpoint={"keep": 2, **checkpoint})
-    return Saver(identity_of(config), Ranks()), build_engine(TinyModel(), config, make_rng, Ranks())
+    return Saver(identity_of(config), Ranks()), tiny_engine(config)
 
 
 def names(folder: Path) -> list[str]:
@@ -182,7 +181,7 @@ def test_files_are_ordinary_safetensors(tmp_path: Path) -> None:
         assert weights[name]["shape"] == list(parameter.shape)
 
 
-def test_large_tensors_are_written_in_blocks_and_each_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_written_and_reported_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver, engine = prepare(tmp_path)
     whole = saver.save(engine, 1, 8, {})
     assert whole is not None

@@ -12,10 +12,9 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks
 from tests.helpers.ranks_in_threads import run_in_threads
-from tests.helpers.tiny import TinyModel, identity_of, make_rng, tiny_config
+from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
 from tests.training.checkpoints.test_saving import names
 
 SAME: dict[str, Any] = {"step": 2, "sequences": 16, "state": {"losses": [0.1, 0.2], "skipped": 0}}
@@ -26,7 +25,7 @@ def save_twice(folder: Path, world_size: int = 2, unlike: dict[int, dict[str, An
     config = tiny_config(folder, checkpoint=checkpoint)
 
     def work(ranks: Ranks) -> Any:
-        engine = build_engine(TinyModel(), config, make_rng, ranks)
+        engine = tiny_engine(config, ranks)
         saver = Saver(identity_of(config), ranks)
         for what in ({"step": 1, "sequences": 8, "state": {}}, {**SAME, **(unlike or {}).get(ranks.rank, {})}):
             saver.save(engine, **what)

@@ -1,13 +1,13 @@
 """The engine on one process; tests/distributed has it on two."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.model.build import build_model
@@ -15,24 +15,17 @@ from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.build import build_engine
-from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import small
-from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config
-
-
-def train(engine: Engine, config: Config, first: int, last: int) -> list[float]:
-    batches = DummyBatches(config, Ranks(), start=(first - 1) * config.training.global_batch)
-    steps = zip(range(first, last + 1), batches, strict=False)
-    return [engine.train_step(data.micro_batches, step, 0.01).loss for step, data in steps]
+from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config, tiny_engine, train_steps
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 8])
 def test_accumulation_does_not_change_the_run(tmp_path: Path, micro_batch: int) -> None:
     whole = tiny_config(tmp_path, training={"micro_batch": 8})
     cut = tiny_config(tmp_path, training={"micro_batch": micro_batch})
-    expected = train(build_engine(TinyModel(), whole, make_rng, Ranks()), whole, 1, 10)
-    assert train(build_engine(TinyModel(), cut, make_rng, Ranks()), cut, 1, 10) == pytest.approx(expected, rel=1e-6)
+    expected = train_steps(tiny_engine(whole), whole, 1, 10)
+    assert train_steps(tiny_engine(cut), cut, 1, 10) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("ids", [{}, {"document_separator": 101}, {"padding_token": 101}], ids=str)
@@ -42,12 +35,12 @@ def test_accumulation_does_not_change_an_encoders_run(tmp_path: Path, ids: dict[
     for micro_batch in (8, 1):
         config = tiny_config(tmp_path, training={"micro_batch": micro_batch}, model=ids)
         model = build_model(small(kind="encoder", vocabulary=257, dropout=0.1, **ids), seed=0)
-        engine = build_engine(model, config, lambda step, samples: RngContext(0, step, samples, True), Ranks())
-        losses.append(train(engine, config, 1, 3))
+        engine = build_engine(model, config, partial(RngContext, 0, training=True), Ranks())
+        losses.append(train_steps(engine, config, 1, 3))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_micro_batches_without_a_token_to_tell_do_not_shrink_the_loss(tmp_path: Path) -> None:
+def test_micro_batches_without_a_scored_token_do_not_shrink_the_loss(tmp_path: Path) -> None:
     """One masked token in four micro-batches: the mean is of that one, as in a single micro-batch of them all."""
     ids, objectives = {"padding_token": 101}, []
     tokens = torch.full((4, 32), 101)
@@ -56,7 +49,7 @@ def test_micro_batches_without_a_token_to_tell_do_not_shrink_the_loss(tmp_path: 
         model = build_model(small(kind="encoder", vocabulary=257, **ids), seed=0)
         assert model.count_scored(tokens) == 1
         config = tiny_config(tmp_path, training={"global_batch": 4, "micro_batch": size})
-        engine = build_engine(model, config, lambda step, samples: RngContext(0, step, samples, True), Ranks())
+        engine = build_engine(model, config, partial(RngContext, 0, training=True), Ranks())
         parts = [Batch(*part, 4) for part in zip(tokens.split(size), torch.arange(4).split(size), strict=True)]
         result = engine.train_step(parts, 1, 0.01)
         objectives.append((result.statistics["objective"], result.grad_norm))
@@ -66,7 +59,7 @@ def test_micro_batches_without_a_token_to_tell_do_not_shrink_the_loss(tmp_path: 
 def test_a_step_against_its_definition(tmp_path: Path) -> None:
     """Loss, statistics, gradient norm and clipping of the first step, from the model alone."""
     config = tiny_config(tmp_path, training={"gradient_clipping": 0.25}, optimizer={"weight_decay": 0.0, "eps": 1.0})
-    data = next(iter(DummyBatches(config, Ranks())))
+    data = next(DummyBatches(config, Ranks()))
     model = TinyModel()
     losses = [model(batch.tokens, make_rng(1, batch.samples))[0] for batch in data.micro_batches]
     loss = torch.stack(losses).mean()
@@ -74,7 +67,7 @@ def test_a_step_against_its_definition(tmp_path: Path) -> None:
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
     assert norm > 0.25
 
-    engine = build_engine(TinyModel(), config, make_rng, Ranks())
+    engine = tiny_engine(config)
     result = engine.train_step(data.micro_batches, 1, 0.01)
     assert result.loss == pytest.approx(loss.item(), rel=1e-6)
     assert result.statistics == {"width": 13.0, "objective": pytest.approx(loss.item(), rel=1e-6)}
@@ -91,52 +84,46 @@ def test_a_loss_that_is_not_finite_changes_nothing(tmp_path: Path, poison: float
     config = tiny_config(tmp_path, training={"precision": precision})
     model = TinyModel()
     model.poisoned = {3: poison}
-    engine = build_engine(model, config, make_rng, Ranks())
+    engine = tiny_engine(config, model=model)
     before = [fragment.read().clone() for fragment in engine.fragments()]
-    result = engine.train_step(next(iter(DummyBatches(config, Ranks()))).micro_batches, 1, 0.01)
+    result = engine.train_step(next(DummyBatches(config, Ranks())).micro_batches, 1, 0.01)
     assert not result.applied and engine.steps_done() == 0
     assert all(torch.equal(a, b.read()) for a, b in zip(before, engine.fragments(), strict=True))
 
 
 def test_bf16_keeps_fp32_weights(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, training={"precision": "bf16"})
-    engine = build_engine(TinyModel(), config, make_rng, Ranks())
-    losses = train(engine, config, 1, 20)
+    engine = tiny_engine(config)
+    losses = train_steps(engine, config, 1, 20)
     masters = {fragment.name: fragment.read() for fragment in engine.fragments() if fragment.kind == "weight"}
     for name, parameter in engine.module.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter.detach().view(-1), masters[name].bfloat16())
         assert not torch.equal(parameter.detach().view(-1).float(), masters[name])
     exact = tiny_config(tmp_path)
-    assert losses == pytest.approx(train(build_engine(TinyModel(), exact, make_rng, Ranks()), exact, 1, 20), rel=1e-2)
+    assert losses == pytest.approx(train_steps(tiny_engine(exact), exact, 1, 20), rel=1e-2)
 
 
 @pytest.mark.parametrize("sections", [{}, {"training": {"precision": "bf16"}}, {"optimizer": {"name": "adafactor"}}])
 def test_resume_is_bit_identical(tmp_path: Path, sections: dict[str, Any]) -> None:
     config = tiny_config(tmp_path, **sections)
-    straight = train(build_engine(TinyModel(), config, make_rng, Ranks()), config, 1, 20)
-    engine = build_engine(TinyModel(), config, make_rng, Ranks())
-    before = train(engine, config, 1, 10)
+    straight = train_steps(tiny_engine(config), config, 1, 20)
+    engine = tiny_engine(config)
+    before = train_steps(engine, config, 1, 10)
     saved = Checkpoint.open(Saver(identity_of(config), Ranks()).save(engine, 10, 80, {}))
     assert (saved.step, saved.sequences, saved.optimizer_steps, saved.config) == (10, 80, 10, config)
-    resumed = build_engine(TinyModel(seed=1), config, make_rng, Ranks(), saved)
-    assert before + train(resumed, config, 11, 20) == straight
+    resumed = tiny_engine(config, model=TinyModel(seed=1), start=saved)
+    assert before + train_steps(resumed, config, 11, 20) == straight
 
 
-def test_a_checkpoint_before_the_first_update(tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_first_update_serves_its_own_model_only(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
-    engine = build_engine(TinyModel(), config, make_rng, Ranks())
+    engine = tiny_engine(config)
     saved = Checkpoint.open(Saver(identity_of(config), Ranks()).save(engine, 1, 8, {}))
-    resumed = build_engine(TinyModel(seed=1), config, make_rng, Ranks(), saved)
-    assert train(resumed, config, 1, 3) == train(engine, config, 1, 3)
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
-    engine = build_engine(TinyModel(), config, make_rng, Ranks())
-    saved = Checkpoint.open(Saver(identity_of(config), Ranks()).save(engine, 1, 8, {}))
+    resumed = tiny_engine(config, model=TinyModel(seed=1), start=saved)
+    assert train_steps(resumed, config, 1, 3) == train_steps(engine, config, 1, 3)
     with pytest.raises(CheckpointError, match=r"embedding.weight has shape \[256, 13\], in the model \[256, 7\]"):
-        build_engine(TinyModel(width=7), config, make_rng, Ranks(), saved)
+        tiny_engine(config, model=TinyModel(width=7), start=saved)
 
 
 @pytest.mark.parametrize("sections", [{"deepspeed": {"zero_optimization": {"stage": 1}}}, {"precision": "bf16"}])
@@ -144,7 +131,7 @@ def test_adafactor_under_zero_is_refused(tmp_path: Path, sections: dict[str, Any
     training = {"precision": sections.pop("precision", "fp32")}
     config = tiny_config(tmp_path, "deepspeed", optimizer={"name": "adafactor"}, training=training, **sections)
     with pytest.raises(ConfigError, match=r"optimizer.name.*adamw"):
-        build_engine(TinyModel(), config, make_rng, Ranks())
+        tiny_engine(config)
 
 
 def test_plain_torch_on_two_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
