@@ -1,4 +1,4 @@
-"""The way of the data, from files on disk to batches of tokens.
+"""The data pipeline, from files on disk to batches of tokens.
 
 tools/prepare_data.py turns a corpus into a folder that training reads: `corpora/` reads the source and says where its
 splits and documents begin and end, an encoder makes tokens of them (those of text are in `tokenizers/`), and
@@ -21,8 +21,8 @@ A run then goes through five stages, each in one file:
 Each corpus of a mixture has epochs of its own: a small one of a great weight begins its second while a large one is
 still in its first, and in none of them a sequence is lost or comes twice.
 
-Damage is never silent, and never makes an epoch shorter. With data.max_damaged = 0 it is an error that names the
-shard, and the member and byte offset where the index tells. Above 0 only the samples whose own crc32 does not fit are
+Damage is never silent, and never makes an epoch shorter. With data.max_damaged = 0 it is an error that names the shard,
+and the member and byte offset where the index has a crc32. Above 0 only the samples whose own crc32 does not fit are
 lost, up to that part of each corpus' split: `damage.py` counts each of them by shard and reason and names it once, and
 a sequence that needs one is replaced by another of its corpus, chosen by the content alone. Evaluation tolerates no
 damage.

@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank trains on in one optimizer step."""
+    """The micro-batches that one rank trains on in one optimizer step."""
 
     micro_batches: list[Batch]
     position: int
@@ -52,7 +52,7 @@ class Step:
     wait_seconds: float
     """Time the training loop stood still for this step's data."""
     skipped: int = 0
-    """Sequences of this rank's that were damaged and replaced, told by the first of those that share them."""
+    """Damaged sequences of this rank that were replaced; of ranks that share sequences, only the first counts them."""
 
 
 def check_shares(global_batch: int, micro_batch: int, ranks: int, sharing: int = 1) -> None:
@@ -102,8 +102,8 @@ class TrainingBatches(Steps):
     `start` is the first global sample number, 0 or a checkpoint's position. `prefetch` is the number of steps read
     ahead; with 0 they are read when asked for. An error of the background thread is raised by `next`. While `next`
     waits for that thread, or itself for shards that come from a URL, it asks `stop_waiting` every 0.1 s, and raises
-    WaitingStopped when that says so. `close` ends the thread; use it, or a `with` statement. `alive` is told, by the
-    thread that calls `next`, while that waits for shards that come from a URL.
+    WaitingStopped when that returns True. `close` ends the thread; use it, or a `with` statement. `alive` is called
+    with what happens, by the thread that calls `next`, while that waits for shards that come from a URL.
 
     `max_damaged`: part of each folder's samples that may be damaged; with 0 the first one is an error.
     `part` (p, S): S ranks share each sequence, and this one reads the p-th of S parts. `rank` and `world_size` count
@@ -164,7 +164,7 @@ class TrainingBatches(Steps):
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Of all folders together."""
+        """Sequences in an epoch of each folder, summed."""
         return sum(corpus.order.sequences_per_epoch for corpus in self.corpora)
 
     @property
@@ -197,7 +197,7 @@ class TrainingBatches(Steps):
     def _try_next(self) -> Step | BaseException:
         try:
             return next(self._steps)
-        except BaseException as error:  # whatever it is, the loop must hear of it instead of waiting for ever
+        except BaseException as error:  # whatever it is, the loop must get it instead of waiting for ever
             return error
 
     def _next_read_ahead(self, steps: "queue.Queue[Step | BaseException]") -> Step | BaseException:
@@ -216,7 +216,7 @@ class TrainingBatches(Steps):
                     raise WaitingStopped from None
 
     def _fetching(self, doing: str) -> None:
-        """Told by whoever reads, as a shard comes from a URL."""
+        """Report progress of a shard that comes from a URL; called by the thread that reads."""
         if self._closing.is_set() or (self._queue is None and self._stop_waiting()):
             raise WaitingStopped
         if self._queue is None:

@@ -1,4 +1,4 @@
-"""The damaged samples that a tolerant run passes over: each is counted once and named once, and there is a limit."""
+"""Damaged samples that a tolerant run passes over: each is counted once and named once, and there is a limit."""
 
 import sys
 import threading
@@ -20,7 +20,7 @@ class DamagedSample(Exception):
 
 
 class Damage:
-    """What of one split was found damaged so far. May be used from any thread.
+    """Samples of one split that were found damaged so far. May be used from any thread.
 
     A sample once found damaged is never used again by this process. `limit`: part of the split's samples.
     """

@@ -1,4 +1,4 @@
-"""What stands between a corpus' pieces and the tokens in its shards."""
+"""Encoders, which make the tokens in shards of a corpus' pieces."""
 
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -12,7 +12,7 @@ class Encoded(NamedTuple):
     tokens: np.ndarray
     """(length,) uint8, uint16 or uint32, of the encoder's width."""
     raw_bytes: int
-    """Of the text, or of the pixels."""
+    """Bytes of the text, or of the pixels."""
     words: int
     """Reference words, by which a word perplexity is counted; 0 where the corpus has none."""
 

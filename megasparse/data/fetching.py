@@ -18,7 +18,7 @@ from megasparse.errors import DataError
 PIECE = 1 << 20
 ATTEMPTS = 8
 LONGEST_PAUSE = 30.0
-"""Between two attempts: 1, 2, 4, ... seconds, and no more than this."""
+"""Longest pause between two attempts, which is 1, 2, 4, ... seconds."""
 PATIENCE_SECONDS = 600.0
 SLOWEST = 100_000  # bytes a second
 """All attempts together may take PATIENCE_SECONDS, and as long as the file takes at SLOWEST."""
@@ -30,12 +30,12 @@ T = TypeVar("T")
 class FetchError(DataError):
     """A file could not be fetched: no damage of the data, but a fault of the way to it, which may pass."""
 
-    def __init__(self, url: str, problem: str, hint: str = "Mend that, and start again: it goes on from here"):
+    def __init__(self, url: str, problem: str, hint: str = "Fix that, and start again: it goes on from here"):
         super().__init__(url, f"this cannot be fetched: {problem}", hint)
 
 
 class WrongContent(Exception):
-    """What the server has is not what the index says."""
+    """The server's content is not what the index says."""
 
 
 def fetch_bytes(url: str, most: int, progress: Progress) -> bytes:
@@ -112,7 +112,7 @@ def _go_on(doing: str, until: float, progress: Progress) -> None:
 
 
 def _retry(url: str, attempt: Callable[[float], T], size: int, attempts: int, progress: Progress) -> T:
-    """What `attempt` returns, which is given the time.monotonic() when it must be over."""
+    """The result of `attempt`, which gets the time.monotonic() by which it must end, repeated where that may help."""
     until = time.monotonic() + PATIENCE_SECONDS + size / SLOWEST
     number = wrong = 0
     while True:
@@ -130,8 +130,8 @@ def _retry(url: str, attempt: Callable[[float], T], size: int, attempts: int, pr
         reason, pause = one_line(reason), min(LONGEST_PAUSE, 2.0 ** (number - 1))
         if number >= attempts or wrong == 2 or time.monotonic() + pause > until:
             raise FetchError(url, f"{reason}, at attempt {number}")
-        reported = f"fetching {url}: attempt {number} of {attempts} failed ({reason}); again in {pause:g} s"
-        print(reported, file=sys.stderr, flush=True)
+        message = f"fetching {url}: attempt {number} of {attempts} failed ({reason}); again in {pause:g} s"
+        print(message, file=sys.stderr, flush=True)
         _pause(pause, f"waiting to fetch {url} again", progress)
 
 

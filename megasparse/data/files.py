@@ -28,7 +28,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def partial_name(path: Path) -> Path:
-    """What a file is called while it is being written."""
+    """The name of a file while it is being written."""
     return path.with_name(f".{path.name}.partial")
 
 

@@ -17,7 +17,7 @@ from megasparse.data.urls import is_url
 from megasparse.errors import ConfigError, DataError, did_you_mean
 
 NAMED_AFTER = ("bookcorpus", "pg19", "wikitext103", "imagenet64", "cifar10", "pairs")
-"""Corpora that a folder's name tells, for a message."""
+"""Corpora that are recognised in a folder's name, for a message."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Index:
         return self.directory if isinstance(self.directory, RemoteFolder) else None
 
     def path(self, shard: Shard) -> Path:
-        """Where a shard is read: of a remote folder, once it was fetched."""
+        """The path at which a shard is read: of a remote folder, once it was fetched."""
         return self.directory.path(shard) if isinstance(self.directory, RemoteFolder) else self.directory / shard.file
 
     @property

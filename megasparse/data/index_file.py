@@ -38,7 +38,7 @@ class Shard(Entry):
     bytes: Count
     """Size of the tar file."""
     sha256: Sha256
-    """Of the tar file."""
+    """sha256 of the tar file."""
     crc32: Annotated[str, Field(pattern=r"^[0-9a-f]+$")] | None = None
     """zlib.crc32 of each sample, 8 digits each, in order. Folders prepared by earlier versions have none."""
 
@@ -61,7 +61,7 @@ class Split(Entry):
 
 
 class TokenizerEntry(Entry):
-    """Which tokenizer the tokens were made with."""
+    """The tokenizer that made the tokens."""
 
     name: Annotated[str, Field(pattern=r"^[ -~]{1,80}$")]
     sha256: Sha256
@@ -76,9 +76,9 @@ class IndexFile(Entry):
     command: str
     """The command that made the folder."""
     source: dict[str, Any]
-    """Where the corpus came from: as the user named it, with the size and sha256 of its text."""
+    """Origin of the corpus: as the user named it, with the size and sha256 of its text."""
     settings: dict[str, Any]
-    """How it was cut."""
+    """Settings by which it was cut."""
     splits: Annotated[dict[str, Split], Field(min_length=1)]
 
 
@@ -148,7 +148,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def one_line(text: str) -> str:
-    """What a file or a server made us say, on one line."""
+    """Text that comes from a file or a server, on one line."""
     return text if len(text) <= 200 and text.isprintable() else ascii(text[:200])
 
 

@@ -1,7 +1,7 @@
-"""The members of a shard: where each sample lies in the tar file, and which of them are damaged. All is in bytes here.
+"""Members of a shard: where each sample lies in the tar file, and which of them are damaged. All is in bytes here.
 
 An intact shard is walked header by header (`list_members`). Of a damaged one the headers are not believed: its samples
-are looked for where tools/prepare_data.py put them, and each is judged by its own crc32 (`find_damage`), so that a
+are looked for where tools/prepare_data.py put them, and each is checked by its own crc32 (`find_damage`), so that a
 broken header loses nothing, and one lost sample not the others.
 """
 
@@ -23,7 +23,7 @@ from megasparse.errors import DataError
 BLOCK = tarfile.BLOCKSIZE
 MEMBER_NAME = re.compile(r"\A[0-9]+\.bin\Z")
 PIECE = 1 << 20
-NO_CHECKSUMS = "the shard is damaged, and the index does not tell which of its samples"
+NO_CHECKSUMS = "the shard is damaged, and the index does not say which of its samples"
 
 
 class Places(NamedTuple):
@@ -65,7 +65,7 @@ def open_shard(path: Path) -> int:
 
 
 def list_members(descriptor: int, shard: Shard) -> Places:
-    """Where the samples of an intact shard are, by its headers, as `walk` finds them. Raises BadMember."""
+    """Places of the samples of an intact shard, by its headers, as `walk` finds them. Raises BadMember."""
     places, end = walk(descriptor, shard.bytes, shard.width)
     samples, size = len(places.sizes), int(places.sizes.sum())
     if (samples, size) != (shard.samples, shard.data_bytes):
@@ -76,7 +76,7 @@ def list_members(descriptor: int, shard: Shard) -> Places:
 
 
 def walk(descriptor: int, total: int, width: int) -> tuple[Places, int]:
-    """Where the samples of a tar file of `total` bytes are, by its headers, and the offset of its end mark.
+    """Places of the samples of a tar file of `total` bytes, by its headers, and the offset of its end mark.
 
     Only plain regular members named by digits are taken: no links, devices, extended or sparse headers. Each header
     moves us forward by a whole block at least, so that no file can hold us up. Raises BadMember.
@@ -113,7 +113,7 @@ def _header(descriptor: int, position: int, member: int) -> tarfile.TarInfo | No
 
 
 def expected_places(shard: Shard, sample_bytes: int | None) -> Places | None:
-    """Where prepare.py puts the samples: all of `sample_bytes` but the last. None where the index does not fit that."""
+    """Places of samples as prepare.py writes them: all of `sample_bytes` but the last. None where the index differs."""
     total = shard.data_bytes
     if sample_bytes is None or not (shard.samples - 1) * sample_bytes < total <= shard.samples * sample_bytes:
         return None
@@ -167,7 +167,7 @@ def check_size(path: Path, shard: Shard, file: Path | int, sample_bytes: int | N
     """Raises DataError unless `file` (the shard at `path`, or its descriptor) has the size the index states, and room
     for its tokens.
 
-    It names the shard and, where that can be told, the first damaged member and its byte offset.
+    It names the shard and, where that can be found, the first damaged member and its byte offset.
     """
     try:
         size = os.stat(file).st_size
@@ -198,7 +198,7 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 
 def _first_damage(shard: Shard, file: Path | int, sample_bytes: int | None) -> str:
-    """The first damaged member by crc32 or structure, to end a message with; empty where neither tells."""
+    """The first damaged member by crc32 or structure, to end a message with; empty where neither finds one."""
     descriptor = file if isinstance(file, int) else open_shard(file)
     found: list[tuple[int, str]] = []
     try:

@@ -1,4 +1,4 @@
-"""Which of several corpora the i-th sequence is from, and which sequence of it: a pure function of (weights, seed, i).
+"""The corpus that the i-th sequence is from, and its number there: a pure function of (weights, seed, i).
 
 The global sample numbers are cut into blocks. After each whole block every one of K corpora has had its weight's part
 of all numbers so far, to within (K − 1) / 2 of them; inside a block, which number is whose is permuted.

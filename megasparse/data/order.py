@@ -1,4 +1,4 @@
-"""Which sequence comes i-th: a pure function of (seed, epoch, index), computed when it is asked for.
+"""The order of sequences: a pure function of (seed, epoch, index), computed when it is asked for.
 
 A sequence is a window of T tokens inside one shard; what is left at the end of a shard is shorter than T and never
 trained on (`unused_tokens`). In each epoch the shards are permuted, taken in groups, and the sequences of each group
@@ -96,7 +96,7 @@ class Order:
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """Where each of consecutive runs of these lengths begins: the exclusive cumulative sum."""
+    """First places of consecutive runs of these lengths: the exclusive cumulative sum."""
     return np.cumsum(counts) - counts
 
 

@@ -39,7 +39,7 @@ class Progress(IndexFile):
 
     splits: dict[str, Split] = Field(default={})
     ends: dict[str, StreamPosition] = Field(default={})
-    """Of shards, by file name: where the next one begins."""
+    """Position behind each shard, by file name: where the next one begins."""
 
 
 def prepare(
@@ -71,13 +71,13 @@ def prepare(
             return _write(plan, streams, encoder, pool, output)
     except OSError as error:
         problem = f"cannot be written: {error.strerror or error}"
-        raise DataError(output, problem, "Mend that and run the command again: finished shards are kept") from None
+        raise DataError(output, problem, "Fix that and run the command again: finished shards are kept") from None
 
 
 def _plan(
     corpus: str, source: Source, about: dict[str, Any], encoder: Encoder, settings: dict[str, Any], command: str
 ) -> Progress:
-    """What index.json will say, but for the splits. Options that were left alone stay unsaid, as in old folders."""
+    """Content of index.json, but for the splits. Options that were left alone are left out, as in old folders."""
     unit = encoder.width * (encoder.record or 1)
     size = max(1, settings["sample_bytes"] // unit) * unit
     stated = {key: value for key, value in settings.items() if not (value is None or value is False)}
@@ -161,7 +161,7 @@ def _counted(documents: Iterable[Document], bar: "tqdm[NoReturn]") -> Iterator[D
 def _shards(
     name: str, number: int, stream: TokenStream, plan: Progress, finished: Mapping[str, Shard], output: Path
 ) -> Iterator[Shard]:
-    """What is left of a split from shard `number` on: those that are missing or damaged are written."""
+    """The shards of a split from `number` on: those that are missing or damaged are written."""
     sample_bytes, shard_bytes = plan.settings["sample_bytes"], plan.settings["shard_bytes"]
     size = max(1, min(shard_bytes // sample_bytes, MOST_SAMPLES))
     while first := stream.read(sample_bytes):

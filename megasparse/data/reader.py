@@ -89,7 +89,7 @@ class ShardFile:
         self._seen = signature
 
     def _examine(self, signature: Signature) -> tuple[Places, list[Run]]:
-        """Where the samples are, and which are damaged. Raises DataError in place of the latter without `damage`."""
+        """Places of the samples, and runs of damaged ones. Raises DataError in place of the latter without `damage`."""
         key = (str(self.path), self.shard.sha256)
         seen, runs = _examined.get(key, (None, None))
         if seen != signature or (runs is not None and self._damage is None):
@@ -171,7 +171,7 @@ class ShardFile:
 class ShardReader:
     """Any range of tokens of any shard of a split; keeps the `open_files` shards last used open.
 
-    `progress` is told while a shard is fetched from a URL.
+    `progress` is called while a shard is fetched from a URL.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class ShardReader:
 class EvaluationStream:
     """A split as one stream of tokens, contiguous across its shards, for evaluation: any damage is an error.
 
-    `tokens`: its length. `progress` is told while a shard is fetched from a URL.
+    `tokens`: its length. `progress` is called while a shard is fetched from a URL.
     """
 
     def __init__(self, index: Index, split: str, progress: Progress = silent):

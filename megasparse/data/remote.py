@@ -15,7 +15,7 @@ from megasparse.errors import UserError
 
 
 class RemoteFolder(os.PathLike[str]):
-    """What a Path is to a local folder: `/` names a file in it, and messages show its URL."""
+    """Folder at a URL, used as a Path is: `/` names a file in it, and messages show its URL."""
 
     def __init__(self, url: str, cache: ShardCache):
         self.url = check_url(url)
@@ -35,7 +35,7 @@ class RemoteFolder(os.PathLike[str]):
         return fetch_bytes(self / INDEX_FILE, MOST_BYTES, silent)
 
     def path(self, shard: Shard) -> Path:
-        """Where a shard is on this machine once it was fetched."""
+        """The path of a shard on this machine once it was fetched."""
         return self.cache.path(shard)
 
     def open(self, shard: Shard, progress: Progress = silent) -> int:
@@ -83,9 +83,9 @@ class FetchAhead:
                 with suppress(UserError, _Closed):
                     if self._closing.is_set() or not self._wanted.empty():
                         break
-                    if not self._folder.fetch_ahead(shard, shards, self._heed):
+                    if not self._folder.fetch_ahead(shard, shards, self._check_closing):
                         break
 
-    def _heed(self, doing: str) -> None:
+    def _check_closing(self, doing: str) -> None:
         if self._closing.is_set():
             raise _Closed

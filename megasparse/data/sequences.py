@@ -17,7 +17,7 @@ class Sequences:
 
     `max_damaged`: part of the split's samples that may be damaged; with 0 the first one is an error. `damage` counts
     them. `open_files`: shards kept open. `part` (p, S): of each sequence read the p-th of S equal parts. Of a remote
-    folder the next shards of the order are fetched ahead, and `progress` is told while one must be waited for.
+    folder the next shards of the order are fetched ahead, and `progress` is called while one must be waited for.
 
     Raises ConfigError naming data.sequence_length when no shard has one.
     """

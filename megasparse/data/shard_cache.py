@@ -34,7 +34,7 @@ Fill = Callable[[Path, int], None]
 class Entry(NamedTuple):
     path: Path
     bytes: int
-    """Of a partial those that it will have."""
+    """Size in bytes; that of a partial is the one that it will have."""
     used: int
     """Time of the last use, ns."""
 
@@ -56,7 +56,7 @@ class ShardCache:
         self._verified: set[tuple[int, int, int]] = set()  # device, inode and mtime of those whose content was verified
 
     def path(self, shard: Shard) -> Path:
-        """Where a shard is once it was fetched."""
+        """The path of a shard once it was fetched."""
         return self.folder / f"{shard.sha256}.tar"
 
     def open(self, shard: Shard, url: str, fill: Fill, progress: Progress) -> int:

@@ -24,7 +24,7 @@ class StreamPosition(Entry):
     token: Number = 0
     """Tokens of that one before it."""
     raw_bytes: Number = 0
-    """Of the items before."""
+    """Bytes of text of the items before."""
     words: Number = 0
 
 
@@ -53,7 +53,7 @@ class TokenStream:
 
     @property
     def place(self) -> StreamPosition:
-        """Of the next token."""
+        """The position of the next token."""
         if self._offset == len(self._bytes):
             return self._behind()
         return self._before.model_copy(update={"token": self._offset // self.width})

@@ -1,6 +1,6 @@
 """Bytes of a URL from some offset on: http(s) by the standard library, S3 by fsspec. What comes is not believed here.
 
-http(s) has no need of the extra libraries; both kinds give one `Body`, and tell in the same exceptions whether asking
+http(s) has no need of the extra libraries; both kinds give one `Body`, and show by the same exceptions whether asking
 again may help.
 """
 
@@ -30,7 +30,7 @@ class Refused(Exception):
 
 
 class OutOfRange(Exception):
-    """What is there is no longer than what was asked to be left out."""
+    """The file is no longer than the part that was asked to be left out."""
 
 
 class Stream(Protocol):
@@ -40,7 +40,7 @@ class Stream(Protocol):
 
 
 class ResponseBody(NamedTuple):
-    """What a URL has from byte `start` on: 0, or what was asked for. `size` is that of the whole, where it is told."""
+    """Content of a URL from byte `start` on: 0, or what was asked for. `size` is that of the whole, where known."""
 
     start: int
     size: int | None
@@ -175,12 +175,12 @@ def _s3() -> Any:
         raise DataError("s3://", "s3fs is not installed", "Run: pip install 'megasparse[remote]'") from None
     waits = {"connect_timeout": STALL_SECONDS, "read_timeout": STALL_SECONDS, "retries": {"total_max_attempts": 1}}
     system = s3fs.S3FileSystem(config_kwargs=waits, use_listings_cache=False)
-    system.retries = 1  # asking again is done, and told, in one place
+    system.retries = 1  # asking again is done, and reported, in one place
     return system
 
 
 def _asked(call: Callable[[], T]) -> T:
-    """What fsspec gives. Its backends raise exceptions of many libraries; here they are of two kinds."""
+    """Stream of fsspec's. Its backends raise exceptions of many libraries; here they are of two kinds."""
     try:
         return call()
     except (FileNotFoundError, PermissionError) as error:

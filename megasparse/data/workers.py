@@ -102,7 +102,7 @@ def _killed() -> ConfigError:
 
 
 def _start(encoder: Encoder) -> None:
-    """In a worker: keep the encoder, and end when the preparation does, however that ends."""
+    """Initialise a worker: keep the encoder, and end when the preparation does, however that ends."""
     global _encoder
     _encoder = encoder
     parent = multiprocessing.parent_process()

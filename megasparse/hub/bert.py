@@ -36,9 +36,9 @@ class Weight:
     ours: str
     theirs: str
     shape: tuple[int, ...]
-    """There; ours may lack rows of a table that nothing reads, and sides of length 1."""
+    """Shape in HuggingFace's model; ours may lack rows of a table that nothing reads, and sides of length 1."""
     our_shape: tuple[int, ...] | None = None
-    """Where it differs by sides of length 1."""
+    """Shape in our model, where it differs by sides of length 1."""
 
 
 class BERTFormat:
@@ -64,7 +64,7 @@ class BERTFormat:
         "is_decoder": False,
         "position_embedding_type": "absolute",
     }
-    """What config.json must say."""
+    """Values that config.json must have."""
     ignored: tuple[str, ...] = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
     """How names of tensors begin that may be there and are not read."""
 
@@ -99,7 +99,7 @@ class BERTFormat:
 
     @torch.no_grad()
     def outputs(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """See formats.Format. Of a branch, what is added to the stream."""
+        """See formats.Format. The output of a branch is what is added to the stream."""
         found: list[tuple[str, Tensor]] = []
 
         def keep(name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -131,7 +131,7 @@ class BERTFormat:
         return {"attention_probs_dropout_prob": 0.0}
 
     def attention_weights(self, model: ModelConfig, ours: str, theirs: str) -> Iterator[Weight]:
-        """Beside the projections; ours, theirs: how the names of a layer's attention begin."""
+        """Weights beside the projections; ours, theirs: how the names of a layer's attention begin."""
         return iter(())
 
     def must_be(self, key: str, value: Any, *only: Any) -> None:
@@ -275,7 +275,7 @@ FORMAT = BERTFormat()
 
 
 def not_ours(path: Path, key: str, value: Any, only: str) -> HubError:
-    """That config.json says what ours cannot express."""
+    """The error that config.json has a value that ours cannot express."""
     return HubError(path, f"{key} is {value!r}, and ours has only {only} there", "Such a model cannot be imported")
 
 

@@ -30,7 +30,7 @@ inputs = tokenizer("The ", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
 
-{tokens} Logits at position t tell token t + 1; an empty input gives those of the first token.
+{tokens} Logits at position t predict token t + 1; an empty input gives those of the first token.
 An input has at most {longest:,} tokens."""
 _ENCODER = """\
 ```python
@@ -74,10 +74,10 @@ _FILE_TOKENS = {
 }
 _TASK = {"decoder": "text-generation", "encoder": "fill-mask", "encoder_decoder": "translation"}
 _USAGE = {"decoder": _DECODER, "encoder": _ENCODER, "encoder_decoder": _ENCODER_DECODER}
-_TOLD = {
+_DESCRIPTION = {
     "decoder": "a causal language model",
     "encoder": "a bidirectional encoder of masked tokens",
-    "encoder_decoder": "an encoder that reads a source and a decoder that tells its target",
+    "encoder_decoder": "an encoder that reads a source and a decoder that predicts its target",
 }
 
 
@@ -148,7 +148,7 @@ def _summary(checkpoint: Checkpoint, config: Config) -> list[str]:
         depth = f"{model.source.layers or model.layers} and {model.layers}"
     name = model.kind.replace("_", "-")
     lines = ["", f"# megasparse {name} over {build_tokenizer(config.data.tokenizer).name}", ""]
-    lines += [f"A transformer of {weights:,} weights, {_TOLD[model.kind]}, for up to {read}: {depth} "]
+    lines += [f"A transformer of {weights:,} weights, {_DESCRIPTION[model.kind]}, for up to {read}: {depth} "]
     lines[-1] += f"layers of width {model.d_model}, attention {', '.join(_mechanisms(model))}."
     lines[-1] += f" Written by megasparse {__version__}."
     if isinstance(built, Causal):
@@ -174,24 +174,24 @@ def _usage(config: Config, exported: Exported, to: str) -> list[str]:
 
 
 def _mechanisms(model: ModelConfig) -> list[str]:
-    """Of all self-attention, the encoder's of an encoder–decoder first."""
+    """Kinds of all self-attention, the encoder's of an encoder–decoder first."""
     stacks = [model] if model.source is None else [encoder_part(model), model]
     return list(dict.fromkeys(kind for stack in stacks for kind in kinds(stack)))
 
 
 def _tokens(exported: Exported) -> str:
-    """What a token of an exported model is."""
+    """A sentence on what a token of an exported model is."""
     name = str(exported.config["tokenizer"])
     if name in _NAMED_TOKENS:
         return _NAMED_TOKENS[name]
-    predicted = (
+    sentence = (
         _FILE_TOKENS[Path(name).suffix] if name != TRAINED else f"Its tokenizer is that of the training, `{name}`."
     )
     if FILE not in exported.files:
-        predicted += (
+        sentence += (
             f" No tokenizer.json can be exactly it, so AutoTokenizer does not load it; `{name}` is read by megasparse."
         )
-    return predicted
+    return sentence
 
 
 def _training(checkpoint: Checkpoint, config: Config) -> list[str]:

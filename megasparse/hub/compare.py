@@ -52,11 +52,11 @@ def padded(tokens: Tensor, config: ModelConfig) -> Tensor:
 
 @torch.no_grad()
 def our_outputs(model: Model, tokens: Tensor, seed: int) -> Outputs:
-    """In evaluation, with the draws of a run's seed: "embedding" (B, L, E); "layer 0 attention" and "layer 0
+    """Outputs in evaluation, with the draws of a run's seed: "embedding" (B, L, E); "layer 0 attention" and "layer 0
     feed-forward", what each adds to its stream, (B, L, E); ...; "logits" (B, L, V). All fp32. Of an encoder–decoder
-    what its encoder gives comes first, behind "source"; each layer of its decoder has a "cross-attention", too.
+    the encoder's output comes first, behind "source"; each layer of its decoder has a "cross-attention", too.
 
-    tokens: (B, L); a decoder's logits at t tell token t from those before it, an encoder reads the tokens as they are.
+    tokens: (B, L); a decoder's logits at t predict token t from those before it, an encoder reads them as they are.
     """
     rng, padding, source = RngContext.evaluation(seed, len(tokens)), Padding(), None
     with observed(model) as outputs:

@@ -127,8 +127,8 @@ def check(opened: Checkpoint, config: Config, exported: Exported, format: Format
 
 
 def load_exported(exported: Exported, folder: Path) -> "PreTrainedModel":
-    """What transformers makes of a folder, in fp32. Raises HubError where it does not find a value for each of its
-    parameters, or finds more.
+    """The model that transformers loads from a folder, in fp32. Raises HubError where it does not find a value for each
+    of its parameters, or finds more.
     """
     import transformers
 

@@ -8,18 +8,18 @@ from megasparse.data.tokenizers.sentence_piece import GRID
 from megasparse.data.tokenizers.words import END, UNKNOWN
 
 NEVER = -1e9
-"""Score of a piece that no text becomes: all can be told in bytes, and so better."""
+"""Score of a piece that no text becomes: all can be encoded in bytes, and so better."""
 UNKNOWN_PENALTY = 10.0
-"""By which an unknown character scores below every piece in sentencepiece."""
+"""Difference by which an unknown character scores below every piece in sentencepiece."""
 
 _ALPHABET = alphabet()
 _ACROSS = re.compile("\n.|[^ ] ", re.DOTALL)
-"""In a piece: what goes over the end of a line, or over the beginning of a word."""
+"""Part of a piece that goes over the end of a line, or over the beginning of a word."""
 
 
 def of_bytes(special: dict[str, int]) -> dict[str, Any]:
-    """Of ByteTokenizer. special: the id of each special token; ids between that none has get a name, since added tokens
-    are numbered one after another.
+    """Content for ByteTokenizer. special: the id of each special token; ids between that none has get a name, since
+    added tokens are numbered one after another.
     """
     names = {token: name for name, token in special.items()}
     special = {names.get(token, f"[unused{token}]"): token for token in range(256, max(names, default=255) + 1)}
@@ -31,7 +31,7 @@ def of_bytes(special: dict[str, int]) -> dict[str, Any]:
 
 
 def of_words(words: list[str]) -> dict[str, Any]:
-    """Of WordTokenizer."""
+    """Content for WordTokenizer."""
     model = {"type": "WordLevel", "vocab": {word: token for token, word in enumerate(words)}, "unk_token": UNKNOWN}
     replaced = {"\n": f" {END} ", **{chr(code): " " for code in range(0x1C, 0x20)}}  # white space to Python alone
     parts = [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in replaced.items()]
@@ -40,7 +40,7 @@ def of_words(words: list[str]) -> dict[str, Any]:
 
 
 def of_unigram(model: bytes) -> dict[str, Any] | None:
-    """Of SentencePieceTokenizer, where the model is a unigram of scores on the GRID; None of others, that no
+    """Content for SentencePieceTokenizer, where the model is a unigram of scores on the GRID; None of others, that no
     tokenizer.json is exactly: bpe, or scores that are rounded otherwise there.
 
     Pieces are written as their bytes, so that a U+2581 of a text is no space, and a name like `<0x0A>` no byte. Only a
@@ -113,7 +113,7 @@ def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:
 
 
 def name_of(values: dict[str, Any], token: int) -> str | None:
-    """What a tokenizer.json calls a token."""
+    """The name of a token in a tokenizer.json."""
     pieces = values["model"]["vocab"]
     listed = pieces.items() if isinstance(pieces, dict) else ((name, i) for i, (name, *_) in enumerate(pieces))
     names = {number: name for name, number in listed}

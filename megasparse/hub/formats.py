@@ -53,7 +53,7 @@ class Format(Protocol):
         """Raises HubError for what ours cannot express, and for missing, unexpected and wrong-shaped tensors."""
 
     def outputs(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """What HuggingFace's model computes, layer by layer, by the names of `compare.our_outputs` and in its order.
+        """Outputs of HuggingFace's model, layer by layer, by the names of `compare.our_outputs` and in its order.
 
         tokens: (B, L). seed: of the run that trained the model, on which random hashes depend.
         """

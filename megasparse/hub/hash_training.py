@@ -17,7 +17,7 @@ from megasparse.errors import HubError
 from megasparse.hub.replace import NAME, Mechanisms, mechanisms
 
 Batch = Mapping[str, Tensor]
-"""What a tokenizer gives: input_ids and attention_mask, (B, L) each, and whatever else the model takes."""
+"""Output of a tokenizer: input_ids and attention_mask, (B, L) each, and whatever else the model takes."""
 
 
 def train_hashes(model: PreTrainedModel, batches: Iterable[Batch], seed: int = 0) -> Iterator[float]:
@@ -46,7 +46,7 @@ def _learners(model: PreTrainedModel) -> list[LHAAttention]:
 
 @torch.no_grad()
 def _calls(model: PreTrainedModel, batch: Batch) -> list[Call]:
-    """What each of the learners would be called with, had every layer before it full attention."""
+    """The call of each learner as it would be, had every layer before it full attention."""
     layers = [module for module in model.modules() if isinstance(module, Mechanisms)]
     learners = _learners(model)
     with full_attention(model), calls(model) as found:

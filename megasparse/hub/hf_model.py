@@ -35,7 +35,7 @@ class HFModel:
     folder: Path
     format: Format
     config: Config
-    """Of our model, which is in no run yet."""
+    """Configuration of our model, which is in no run yet."""
     tensors: dict[str, Callable[[], Tensor]]
     """Our name of every weight, and its value, read when called."""
 
@@ -65,7 +65,7 @@ class HFModel:
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """In its folder; None where its tokenizer needs none."""
+        """Path of the tokenizer's file in the folder; None where the tokenizer needs none."""
         return build_tokenizer(self.config.data.tokenizer).file
 
     def build(self, config: Config | None = None) -> Model:
@@ -98,7 +98,7 @@ class HFModel:
             raise HubError(self.folder, problem, "Give a model that it loads") from None
 
     def compare(self) -> int:
-        """Run both models on the same made-up tokens; returns the number of them. Raises HubError naming the first
+        """Run both models on the same random tokens; returns the number of them. Raises HubError naming the first
         layer in which they differ.
         """
         ours, theirs = self.build(comparable(self.format, self.config)), self.load_original()

@@ -24,7 +24,7 @@ VOCABULARY = ("embedding.weight", "head.weight", "head.bias")
 """Weights that have a row for each token."""
 
 FIRST = Path("checkpoints", "00000000")
-"""Of a checkpoint in a run's folder: no step was done yet."""
+"""Path of a checkpoint in a run's folder before the first step."""
 
 
 def write_checkpoint(
@@ -89,7 +89,7 @@ def turned(tensors: Mapping[str, Callable[[], Tensor]], first: int) -> dict[str,
 
 
 class _Unread:
-    """What `RankFile` needs of a Fragment, whose memory exists only while it is written."""
+    """The part of a Fragment that `RankFile` needs, whose memory exists only while it is written."""
 
     kind, start, home = "weight", 0, MEMORY
 
@@ -108,7 +108,7 @@ class _Unread:
 
 
 def _fragments(config: Config, tensors: Mapping[str, Callable[[], Tensor]]) -> list[_Unread]:
-    """One a parameter and persistent buffer of the model, in its order."""
+    """A fragment for each parameter and persistent buffer of the model, in its order."""
     with torch.device("meta"):
         model = empty_model(config.model)
     expected = {**dict(model.named_parameters()), **persistent_buffers(model)}

@@ -27,7 +27,7 @@ def positions(model: PreTrainedModel) -> int:
 
 @torch.no_grad()
 def extend_positions(model: PreTrainedModel, length: int, tokenizer: Any = None) -> None:
-    """Lets a pretrained encoder take `length` tokens, in place: position i gets the embedding of position i mod P.
+    """Let a pretrained encoder take `length` tokens, in place: position i gets the embedding of position i mod P.
 
     The configuration, the buffers that hold positions, and the tokenizer where one is given, follow. Raises HubError
     where the model has more positions already.

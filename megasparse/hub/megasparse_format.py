@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFIX = "model."
-"""Before our names of the parameters."""
+"""Prefix of our names of the parameters."""
 
 
 class MegasparseFormat:
@@ -102,8 +102,8 @@ def auto_map(kind: str) -> dict[str, str]:
 
 
 def special_tokens(config: Config) -> dict[str, int]:
-    """Of an encoder–decoder: its padding, which stands where the decoder's start vector is, too, and the separator that
-    ends a source and a target, where its tokenizer has one that the model knows.
+    """Special tokens of an encoder–decoder: its padding, which stands where the decoder's start vector is, too, and the
+    separator that ends a source and a target, where its tokenizer has one that the model knows.
     """
     model = config.model
     if model.source is None:
@@ -122,7 +122,7 @@ def generation(config: Config) -> dict[str, Any]:
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of every parameter and learned buffer of a model, by our name."""
+    """Shapes of every parameter and learned buffer of a model, by our name."""
     model = unfilled(config)
     return {name: tuple(x.shape) for name, x in {**dict(model.named_parameters()), **persistent_buffers(model)}.items()}
 

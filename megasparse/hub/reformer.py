@@ -28,10 +28,10 @@ AXIS = "reformer.embeddings.position_embeddings.weights."
 TABLE = "reformer.embeddings.position_embeddings.embedding.weight"
 HEAD, HEAD_BIAS = "lm_head.decoder.weight", "lm_head.bias"
 OLD_HEAD_BIAS = "lm_head.decoder.bias"
-"""Where transformers before 5 has written the bias a second time."""
+"""Name under which transformers before 5 has written the bias a second time."""
 
 NEVER = -1e4
-"""Bias of a token that is never told, which half precision can hold."""
+"""Bias of a token that is never predicted, which half precision can hold."""
 
 CONSTANT_TABLES: dict[str, Callable[[int, int], Tensor]] = {
     "sinusoidal": lambda length, width: sinusoids(0, length, width),
@@ -43,11 +43,11 @@ CONSTANT_TABLES: dict[str, Callable[[int, int], Tensor]] = {
 class ReformerFormat:
     """Every parameter of either model is one of the other's, bit for bit, but for what follows.
 
-    Start: our decoder tells token t from the tokens before it, the first one from a start vector. HuggingFace's tells
-    the token after each of its inputs. So its input is [BOS, token 0, token 1, ...], its logits at t are ours of token
-    t, and the embedding of BOS is our start vector. Where the start vector is one of the token embeddings, that token
-    is BOS. Else BOS is one token more, with id V: its row of the LM head is 0 and its bias `NEVER`, by which it is
-    known again; its logit means nothing (`suppress_tokens` keeps generation from it). A model of HuggingFace's
+    Start: our decoder predicts token t from the tokens before it, the first one from a start vector. HuggingFace's
+    predicts the token after each of its inputs. So its input is [BOS, token 0, token 1, ...], its logits at t are ours
+    of token t, and the embedding of BOS is our start vector. Where the start vector is one of the token embeddings,
+    that token is BOS. Else BOS is one token more, with id V: its row of the LM head is 0 and its bias `NEVER`, by which
+    it is known again; its logit means nothing (`suppress_tokens` keeps generation from it). A model of HuggingFace's
     without a `bos_token_id` starts at its `pad_token_id`, as the published ones were trained.
 
     Bias of the LM head: `model.output_bias`; one of zeros is left out. transformers 5 keeps it and does not add it to
@@ -69,14 +69,14 @@ class ReformerFormat:
 
     name = "reformer"
     note = (
-        "An input begins with BOS (its tokenizer sets it), and the logits at a position tell the token after it; the "
+        "An input begins with BOS (its tokenizer sets it), and the logits at a position predict the next token; the "
         "logit of BOS itself means nothing. Attention inside hash buckets is random here: HuggingFace's Reformer draws "
         "new rotations at each call (hash_seed null), and lets the first chunk of a hash round see the last chunk of "
         "the round before, as the model it was written from does not. So single logits differ from that model's, as "
         "between two draws of its own rotations. A sequence that does not fill its last chunk is filled up, and must "
         "fit max_position_embeddings so."
     )
-    """For the model card."""
+    """Note for the model card."""
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         """See formats.Format."""

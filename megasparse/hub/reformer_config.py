@@ -137,8 +137,8 @@ def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
 
 
 def other_files(config: Config, bos: int) -> Files:
-    """Of an exported decoder: how it generates, and, where BOS is no token of a text, a tokenizer that sets BOS before
-    every text.
+    """Files of an exported decoder: how it generates, and, where BOS is no token of a text, a tokenizer that sets BOS
+    before every text.
     """
     model = config.model
     generation: dict[str, Any] = {
@@ -147,7 +147,7 @@ def other_files(config: Config, bos: int) -> Files:
         "eos_token_id": None,
         "max_length": model.max_length,
     }
-    if bos == model.vocabulary:  # added, and never told
+    if bos == model.vocabulary:  # added, and never predicted
         generation["suppress_tokens"] = [bos]
     files: Files = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
     if bos < build_tokenizer(config.data.tokenizer).vocabulary:

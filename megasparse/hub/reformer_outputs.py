@@ -1,4 +1,4 @@
-"""What HuggingFace's Reformer computes, layer by layer, made comparable with ours. B batch, L length, H heads, R
+"""Outputs of HuggingFace's Reformer, layer by layer, made comparable with ours. B batch, L length, H heads, R
 rounds, D head dim, V vocabulary.
 """
 

@@ -42,9 +42,9 @@ NAME = "megasparse"
 ENTRY = "megasparse_attention"
 """Key of config.json that says what replaced the attention: {"attention", "max_length", "seed"}."""
 DRAWS, TARGETS = "megasparse_draws", "megasparse_targets"
-"""Arguments of a replaced model's forward by which a training loop gives the Draws of a pass, instead of the model's
-seed and number of passes, and the labels (B,) that mechanisms may learn from where the model has no head. Who gives the
-first one moves what moves once a step (`after_step`) itself.
+"""Arguments of a replaced model's forward by which a training loop gives the RngContext of a pass, instead of the
+model's seed and number of passes, and the labels (B,) that mechanisms may learn from where the model has no head. Who
+gives the first one moves what moves once a step (`after_step`) itself.
 """
 SELF_ATTENTION: dict[str, type[nn.Module]] = {
     "bert": BertSelfAttention,
@@ -102,7 +102,7 @@ def replace_attention(
 
 
 def auxiliary_loss(model: PreTrainedModel) -> Tensor:
-    """What the mechanisms learn from in the last training pass, to be added to an objective of one's own: scalar.
+    """Loss that the mechanisms learn from in the last training pass, to be added to an objective of one's own: scalar.
 
     0 where it is in `outputs.loss` already, as with labels, and where nothing is to be learned.
     """
@@ -143,7 +143,7 @@ class Mechanisms(nn.ModuleDict):
 
 @dataclass
 class _State:
-    """Of one replaced model. step: training passes so far. pending: see `auxiliary_loss`."""
+    """State of one replaced model. step: training passes so far. pending: see `auxiliary_loss`."""
 
     seed: int
     step: int = 0
@@ -162,7 +162,7 @@ class _Pass:
     step: int
     targets: Targets | None
     given: RngContext | None = None
-    """In place of those of the model's own seed and passes."""
+    """Draws to use in place of those of the model's own seed and passes."""
     losses: list[Tensor] = field(default_factory=list)
 
     def rng(self, batch: int, training: bool) -> RngContext:
@@ -185,7 +185,7 @@ def attend(
     output_attentions: bool = False,
     **given: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for a layer's attention. query, key, value: (B, H, L, D). Returns (B, L, H, D).
+    """Attention of a layer, as transformers calls it. query, key, value: (B, H, L, D). Returns (B, L, H, D).
 
     attention_mask: (B, L) bool or None, as `key_mask` made it. Raises HubError for what no mechanism can do.
     """
@@ -215,7 +215,7 @@ def attend(
 
 
 def key_mask(*, attention_mask: Tensor | None = None, **given: Any) -> Tensor | None:
-    """What transformers calls for a model's mask: (B, L) bool, true for real tokens, or None where all are."""
+    """Mask of a model, as transformers calls it: (B, L) bool, true for real tokens, or None where all are."""
     return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
 
 
@@ -270,7 +270,7 @@ def _sections(attention: dict[str, Any] | AttentionConfig) -> dict[str, Any]:
 
 
 def _initialise(layers: list[Mechanisms], config: ModelConfig, seed: int) -> None:
-    """As a model of ours begins, but YOSO's convolution at 0: the pretrained values go on as they are."""
+    """Initialise as a model of ours, but YOSO's convolution at 0: the pretrained values stay as they are."""
     initialise(nn.ModuleList(layers), config, seed)
     for layer in layers:
         for mechanism in mechanisms(layer):
@@ -285,13 +285,13 @@ def _state(model: nn.Module) -> _State:
 
 
 def _hand_over_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Before a self-attention."""
+    """Pass its input on to a self-attention; a hook before its forward."""
     x = args[0] if args else kwargs["hidden_states"]
     return args, {**kwargs, "megasparse_input": x}
 
 
 def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Before a forward of the model; its base model's is a part of it."""
+    """Begin a pass; a hook before a forward of the model, of which its base model's is a part."""
     if "megasparse_pass" in kwargs:
         return None
     state = _state(model)

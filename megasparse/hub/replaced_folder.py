@@ -17,7 +17,7 @@ from megasparse.hub.tensor_file import TensorFile
 
 
 def save_replaced(model: PreTrainedModel, directory: str | Path, tokenizer: Any = None) -> None:
-    """What `model.save_pretrained` writes, whole or not at all. Raises HubError where the folder exists."""
+    """Write what `model.save_pretrained` does, whole or not at all. Raises HubError where the folder exists."""
     with appearing(Path(directory)) as folder:
         model.save_pretrained(folder)
         if tokenizer is not None:

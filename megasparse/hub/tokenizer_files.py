@@ -77,7 +77,7 @@ def files_with_start(files: Files, token: int, name: str) -> Files:
 
 
 def own_name(tokenizer: Tokenizer, kind: str) -> str:
-    """What a tokenizer's own file is called in the exported folder of a kind of model; the name of one that needs none.
+    """Name of a tokenizer's own file in the exported folder of a kind of model; of one that needs none, its own name.
 
     An encoder–decoder's tokenizer.json is not the file of the training, for it has the separator behind every text.
     """
@@ -88,7 +88,7 @@ def own_name(tokenizer: Tokenizer, kind: str) -> str:
 
 
 def separator(tokenizer: Tokenizer, model: ModelConfig) -> int | None:
-    """What ends sources and targets; None where the tokenizer has no special tokens, or the model does not know it."""
+    """Token that ends sources and targets; None where the tokenizer, or the model, has none."""
     if tokenizer.special is None or tokenizer.special.separator >= model.vocabulary:
         return None
     return tokenizer.special.separator
@@ -111,7 +111,7 @@ def found_tokenizer(folder: Path, named: str | None) -> str:
     try:
         of_text = file.is_file() and not is_of_bytes(json.loads(file.read_bytes()))
     except (ValueError, RecursionError):
-        of_text = True  # it is damaged, which is told where it is opened
+        of_text = True  # it is damaged, which is reported where it is opened
     return str(file) if of_text else "bytes"
 
 
@@ -124,7 +124,7 @@ def _as_fast(tokenizer: Tokenizer, own: bytes) -> dict[str, Any] | None:
 
 
 def _ended(values: dict[str, Any], longest: int, end: int) -> Files:
-    """Of a tokenizer.json whose texts `end` follows."""
+    """Files of a tokenizer.json with `end` behind every text."""
     values = with_end(values, end)
     names = {**_names(values), "eos_token": str(name_of(values, end))}
     settings = {**_settings(longest, decoder=True, names=names), "padding_side": "right"}
@@ -140,7 +140,7 @@ def _names(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _settings(longest: int, decoder: bool, names: dict[str, str]) -> dict[str, Any]:
-    """Of tokenizer_config.json. decoder: it takes the names of special tokens for text."""
+    """Content of tokenizer_config.json. decoder: it takes the names of special tokens for text."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": longest,

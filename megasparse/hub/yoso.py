@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class YOSOFormat(BERTFormat):
-    """As BERTFormat, with YOSO's attention. What is to know of HuggingFace's:
+    """BERTFormat with YOSO's attention. What is to know of HuggingFace's:
 
     Hashing (`use_expectation` false) runs in a CUDA kernel that transformers fetches as it is needed; without it there
     is nothing to run. And its hashes are others than ours, drawn anew at each call. So `outputs` of such a model are
@@ -77,7 +77,7 @@ class YOSOFormat(BERTFormat):
             yield Weight(name, f"{theirs}.self.conv.weight", (model.heads, 1, size, 1), (model.heads, size))
 
     def outputs(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """As in BERTFormat, of the expectation."""
+        """Outputs as in BERTFormat, of the expectation."""
         parts: list[Any] = [module for module in model.modules() if hasattr(module, "use_expectation")]
         before = [part.use_expectation for part in parts]
         try:

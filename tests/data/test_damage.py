@@ -172,7 +172,7 @@ def test_D1_evaluation_tolerates_nothing_even_after_training_did(make_index: Mak
 def test_D3_more_than_max_damaged_is_an_error_with_the_counts(
     make_index: Make, corpus: bytes, limit: float, harmed: int
 ) -> None:
-    """Of 71 samples a tenth is 7.1."""
+    """A tenth of 71 samples is 7.1."""
     index = make_index(corpus)
     for shard in range(8):
         path = index.directory / f"train-{shard:06d}.tar"

@@ -209,7 +209,7 @@ def test_R6_the_first_batch_reads_as_much_late_as_early(tmp_path: Path, monkeypa
         assert 1 <= len(verified) <= 2 * 2 * 2, "two groups of each corpus, where one ends in the step"
 
 
-def spoil(path: Path, member: int) -> None:
+def corrupt(path: Path, member: int) -> None:
     raw = bytearray(path.read_bytes())
     raw[member * 1024 + 512 + 20] ^= 1
     path.write_bytes(raw)
@@ -217,9 +217,9 @@ def spoil(path: Path, member: int) -> None:
 
 def test_damage_is_counted_and_replaced_in_its_own_corpus(folders: list[Path]) -> None:
     want = rows(take(batches(opened(folders)), 30))
-    spoil(folders[0] / "train-000000.tar", 1)
-    spoil(folders[1] / "train-000000.tar", 4)
-    spoil(folders[1] / "train-000000.tar", 5)
+    corrupt(folders[0] / "train-000000.tar", 1)
+    corrupt(folders[1] / "train-000000.tar", 4)
+    corrupt(folders[1] / "train-000000.tar", 5)
     data = batches(opened(folders, tolerant=True), max_damaged=0.5)
     steps = take(data, 30)
     got = rows(steps)
@@ -238,7 +238,7 @@ def test_damage_is_counted_and_replaced_in_its_own_corpus(folders: list[Path]) -
 
 def test_the_limit_of_damage_is_of_each_corpus(folders: list[Path]) -> None:
     """One of 7 samples is too much for 0.1, though it is one of 27 altogether."""
-    spoil(folders[0] / "train-000000.tar", 1)
+    corrupt(folders[0] / "train-000000.tar", 1)
     with pytest.raises(DataError, match=r"1 of the 7 samples of .train. are damaged .*max_damaged = 0\.1") as reported:
         take(batches(opened(folders, tolerant=True), max_damaged=0.1), 30)
     assert reported.value.path == str(folders[0])

@@ -31,7 +31,7 @@ FIRST = "train-000000.tar"
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Where a server is to stall that is noticed soon, elsewhere a busy machine is no stall."""
+    """Short limits where a server is to stall, long ones elsewhere: a busy machine is no stall."""
     faults = getattr(request.node, "callspec", None) and request.node.callspec.params.get("faults", ())
     monkeypatch.setattr(urls, "STALL_SECONDS", 0.3 if "stall" in (faults or ()) else 20.0)
     monkeypatch.setattr(fetching, "LONGEST_PAUSE", 0.01)
@@ -357,7 +357,7 @@ def test_stopping_ends_a_fetch_that_is_under_way(server: ShardServer, cache: Sha
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_waiting_for_a_slow_server_is_told_by_the_thread_that_waits(
+def test_waiting_for_a_slow_server_is_reported_by_the_thread_that_waits(
     server: ShardServer, cache: ShardCache, prefetch: int
 ) -> None:
     index = Index.load(server.url, cache=cache)

@@ -1,4 +1,4 @@
-"""Folders of shards in a bucket, by s3fs: on an endpoint that fails as it is told, and on moto's."""
+"""Folders of shards in a bucket, by s3fs: on an endpoint that fails on request, and on moto's."""
 
 import sys
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def environment(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """As a user sets it, and none of this machine's."""
+    """Credentials as a user sets them, and none of this machine's."""
     names = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
     for name, value in {**names, "AWS_ENDPOINT_URL": endpoint, "AWS_EC2_METADATA_DISABLED": "true"}.items():
         monkeypatch.setenv(name, value)
@@ -35,7 +35,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where a server is to stall that is noticed soon, elsewhere a busy machine is no stall."""
+    """Short limits where a server is to stall, long ones elsewhere: a busy machine is no stall."""
     faults = getattr(request.node, "callspec", None) and request.node.callspec.params.get("faults", ())
     monkeypatch.setattr(urls, "STALL_SECONDS", 0.5 if "stall" in (faults or ()) else 20.0)
     monkeypatch.setattr(fetching, "LONGEST_PAUSE", 0.01)
@@ -45,7 +45,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 
 @pytest.fixture
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
-    """What an S3-compatible server answers to HEAD and GET of an object, and nothing more of S3."""
+    """Answers of an S3-compatible server to HEAD and GET of an object, and nothing more of S3."""
     s3fs.S3FileSystem.clear_instance_cache()
     with serving(folder) as server:
         environment(monkeypatch, server.url.removesuffix("/data"))

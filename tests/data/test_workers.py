@@ -54,12 +54,12 @@ import multiprocessing, threading, time
 from megasparse.data.workers import Workers
 from tests.helpers.encoders import Doubling
 if __name__ == "__main__":
-    def tell():
+    def release():
         while len(multiprocessing.active_children()) < 2:
             time.sleep(0.05)
         time.sleep(1)
         print(*(child.pid for child in multiprocessing.active_children()), flush=True)
-    threading.Thread(target=tell, daemon=True).start()
+    threading.Thread(target=release, daemon=True).start()
     def pieces():
         yield from [b"x" * 1_000_000] * 4
         time.sleep(60)

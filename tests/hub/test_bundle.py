@@ -34,7 +34,7 @@ from tests.helpers.hub import SEED, checkpoint, decoder, encoder
 from tests.helpers.models import random_tokens, small_pair
 
 PADDING = 258
-"""Of an encoder–decoder, and its start."""
+"""Padding token of an encoder–decoder, and its start."""
 
 SCRIPT = """
 import json, sys
@@ -64,7 +64,7 @@ for (kind, auto), folder in zip(autos.items(), sys.argv[2:]):
         found[kind] = model(tokens, labels=tokens).logits.tolist()
     if kind == "encoder_decoder":
         ids = model.generate(**tokenizer("ab", return_tensors="pt"), max_new_tokens=4, num_beams=2)
-        found["told"] = ids[0].tolist()
+        found["generated"] = ids[0].tolist()
     if kind == "decoder":
         ids = model.generate(**tokenizer("ab", return_tensors="pt"), max_new_tokens=4)
         found["text"] = tokenizer.decode(ids[0])
@@ -89,7 +89,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def own_modules_cache(tmp_path_factory):
-    """Where transformers copies code to."""
+    """A folder that transformers copies code to."""
     cache = str(tmp_path_factory.mktemp("modules"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
@@ -117,7 +117,7 @@ def check_alone(python, folders, cache):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["text"].startswith("ab")
-    assert found["told"][0] == PADDING and 1 < len(found["told"]) <= 5
+    assert found["generated"][0] == PADDING and 1 < len(found["generated"]) <= 5
     for kind, (model, _) in folders.items():
         with torch.no_grad():
             logits = expected_logits(model, tokens)

@@ -21,7 +21,7 @@ MODEL = {
     "max_length": 64, "layers": 2, "d_model": 16, "d_ff": 32, "heads": 2,
     "attention": {"pattern": ["routing", "local"], "routing": {"chunk": 8}, "local": {"chunk": 8}},
 }  # fmt: skip
-"""With weights that are no parameters: the centroids of routing attention."""
+"""Model with weights that are no parameters: the centroids of routing attention."""
 
 
 def made_up(**changes):
@@ -111,7 +111,7 @@ def test_a_full_disk_and_a_folder_that_exists_leave_everything_as_it_was(tmp_pat
 
 
 def start(monkeypatch, tmp_path, config, *arguments, **sections):
-    """launch/pretrain.py on made-up data, 2 steps that are too small to move a weight."""
+    """launch/pretrain.py on synthetic data, 2 steps that are too small to move a weight."""
     if not (tmp_path / "data").exists():
         prepared(tmp_path)
     values = config.model_dump(mode="json")

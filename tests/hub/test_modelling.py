@@ -231,7 +231,9 @@ def test_training_minimises_our_own_objective(name):
     config = decoder(name, dropout=0.1, score_from=1)
     ours, hf = made(config).train(), wrapped(MegasparseForCausalLM, config).train()
     tokens = random_tokens(2, LENGTH)
-    padded = torch.cat([tokens, random_tokens(2, 1)], dim=1)  # n inputs are n + 1 positions, the last one told by none
+    padded = torch.cat(
+        [tokens, random_tokens(2, 1)], dim=1
+    )  # n inputs are n + 1 positions, the last one predicted by none
     mask = torch.ones_like(padded, dtype=torch.bool)
     mask[:, -1] = False
     objective, _ = ours(padded, RngContext(SEED, 0, torch.arange(2), training=True), Padding(mask))

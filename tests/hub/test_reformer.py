@@ -193,7 +193,7 @@ def test_the_published_configurations_go_both_ways(settings, tmp_path):
 
 
 def test_its_own_rotations_change_the_logits_as_another_seed_of_ours_does(tmp_path):
-    """What `outputs` takes away: HuggingFace's forward, with new rotations at each call and the look over the ends."""
+    """HuggingFace's forward draws new rotations at each call, and looks over the ends: `outputs` takes both away."""
     model = theirs(attn_layers=["lsh", "local", "lsh"], num_hashes=4)
     _, mine = imported(model, tmp_path / "there")
     tokens = random_tokens(4, 128)
@@ -241,8 +241,8 @@ def write(folder, weights):
     save_file({name: weight.contiguous().clone() for name, weight in weights.items()}, folder / "model.safetensors")
 
 
-def test_an_added_bos_is_told_from_a_token(tmp_path):
-    """By its row of the LM head and its bias: trained further in HuggingFace's, it is a token like any other."""
+def test_an_added_bos_is_recognised(tmp_path):
+    """It is known by its row and bias in the LM head; trained further, it is a token like any other."""
     config, mine = ours()
     _, model = exported(config, mine, tmp_path / "out")
     assert model.lm_head.bias[256] == NEVER and not model.lm_head.decoder.weight[256].any()
@@ -252,7 +252,7 @@ def test_an_added_bos_is_told_from_a_token(tmp_path):
 
 
 def test_huggingface_generates_what_we_do(tmp_path):
-    """From a text by its own tokenizer, cached, with local layers."""
+    """Generation from a text by its own tokenizer, cached, with local layers."""
     from transformers import AutoTokenizer
 
     from megasparse.evaluation.generate import generate

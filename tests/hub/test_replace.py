@@ -391,7 +391,7 @@ def test_hashes_are_trained_on_full_attention_and_nothing_else_moves():
 
 
 def peak(attention, length, longest):
-    """Of a model that takes `longest` tokens, forward and backward on two sequences, one of them padded."""
+    """Peak memory of a model that takes `longest` tokens, forward and backward on two sequences, one of them padded."""
     config = BertConfig(vocab_size=60, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     torch.manual_seed(0)
     model = transformers.BertForSequenceClassification(config).train()

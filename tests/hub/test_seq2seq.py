@@ -105,7 +105,7 @@ def test_cached_greedy_text_is_the_uncached_and_our_own(name):
     mask = (batch != PADDING).long()
     cached = hf.generate(batch, attention_mask=mask, max_new_tokens=8)
     assert torch.equal(cached, hf.generate(batch, attention_mask=mask, max_new_tokens=8, use_cache=False))
-    assert torch.equal(cached, hf.generate(batch, max_new_tokens=8))  # the padding token tells the mask
+    assert torch.equal(cached, hf.generate(batch, max_new_tokens=8))  # the padding token gives the mask
     assert cached[:, 0].tolist() == [PADDING] * 3
     for source, row in zip(each, cached[:, 1:].tolist(), strict=True):
         own = generate(EncodedSource(ours, source, SEED), source[0, :0], 8, hash_seed=SEED, temperature=0.0)

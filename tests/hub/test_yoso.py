@@ -120,7 +120,7 @@ def test_outputs_leave_the_model_as_it_was():
 
 
 def test_its_attention_sees_padding_and_ours_does_not(tmp_path):
-    """What YOSOFormat says of padding; where this fails, transformers has mended it."""
+    """Padding is as YOSOFormat says; where this fails, transformers has fixed it."""
     model, form = theirs("yoso")
     mine = ours(load(form, saved(model, tmp_path)))
     tokens, rng = random_tokens(2, 41, vocabulary=301), RngContext.evaluation(0, 2)

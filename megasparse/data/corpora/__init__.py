@@ -9,11 +9,11 @@ A corpus module has
         used up in turn before the next is asked for; nothing is held in memory but the piece at hand. They are a pure
         function of the source's content and the settings, so that an interrupted preparation can go on by counting.
         settings: `sample_bytes`, `shard_bytes` and the corpus' own options (`tokenizer` among them).
-    encoder(settings): what makes tokens of a piece, in several processes at once (data/encoding.py)
+    encoder(settings): the encoder that makes tokens of a piece, in several processes at once (data/encoding.py)
 and may have
     about(source, settings): what index.json says of the source besides its size and sha256. It is called before
         anything is written: the place to refuse a source that is damaged or unfit
-    FILES = True: the source is taken file by file, those in zip archives among them, and their names tell something.
+    FILES = True: the source is taken file by file, those in zip archives among them, and their names mean something.
         Without it, it is one stream of bytes
     RAW = True: files are taken as they are, neither decompressed nor opened as archives
 Adding a corpus is writing that file and naming it here.

@@ -37,7 +37,7 @@ VALIDATION_EVERY = 10  # where it is images in files
 BATCHES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
 PICKLED = re.compile(r"\A(data_batch_[1-5]|test_batch)\Z")
 MD5 = {"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"}
-"""As published with it."""
+"""Published checksums."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,11 +58,11 @@ def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, I
     """Train 45,000, validation 5,000 and test 10,000 images.
 
     Raises DataError for a pickled batch, for one that is missing or has another size, and for images whose folders do
-    not tell train or test.
+    not say train or test.
     """
     there = {name for name, _ in _batches(source)}
     if not there:
-        return images.labelled(source, images.hold_out(images.reported(source), VALIDATION_EVERY))
+        return images.labelled(source, images.hold_out(images.splits_by_folder(source), VALIDATION_EVERY))
     for name in BATCHES:
         if name not in there:
             raise DataError(source.name, f"{name} is not here", "Give all six batches of the binary version")

@@ -98,7 +98,7 @@ def _fetch(url: str, partial: Path, validator: Path) -> None:
 
 
 def _remember(validator: Path, response: HTTPResponse) -> None:
-    """Keep what lets the server tell next time whether its file is still the same; without it we start over."""
+    """Keep the validator by which the server knows next time whether its file has changed; without it we start over."""
     tag = response.headers.get("ETag", "")
     tag = response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
     if tag:

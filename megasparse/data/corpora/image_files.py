@@ -1,7 +1,7 @@
 """The image files of folders and tar archives, one at a time. Nothing is extracted, no archive is held in memory.
 
-Files are told by the suffix of their name; what has another is no image and is left out, as are hidden files. Names in
-archives only tell the split and what to say of a file: they are never paths to us.
+Image files are recognised by the suffix of their name; others are left out, as are hidden files. Names in archives only
+give the split and stand in messages: they are never used as paths.
 """
 
 import os
@@ -26,7 +26,7 @@ class ImageFile(NamedTuple):
     name: str
     """The file's path; in an archive, the archive's path, a colon and the member's name."""
     folders: tuple[str, ...]
-    """Where it lies: what `folders` says of the file or archive, after the folders in the archive."""
+    """The folders that it lies in: those in the archive, then what `folders` returns for the file or archive."""
     read: Callable[[], bytes]
     """The file's content; of an archive's member only until the next file is asked for."""
 

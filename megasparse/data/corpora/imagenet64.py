@@ -3,8 +3,8 @@
     box       Chrabaszcz, Loshchilov and Hutter 2017: Imagenet64_*_npz.zip, or the npz batches in them
     pixelrnn  van den Oord, Kalchbrenner and Kavukcuoglu 2016: train_64x64.tar, valid_64x64.tar (older papers)
 
-As in the papers, figures are told on the official validation set: it is the split `test`. Of the training set, which
-is in no known order, every 128th image is the split `validation`.
+As in the papers, figures are reported on the official validation set: it is the split `test`. Of the training set,
+which is in no known order, every 128th image is the split `validation`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SHA256 = {
     "train_64x64.tar": "e2a2c1947a748d0d256e98e6d82800d855441dc9e4de2e71a773f1324c4524d7",
     "valid_64x64.tar": "eeac03ec4f585baf871d2b4cb9c974bfe345e74878a74e5820fe6eb1041629cd",
 }
-"""Of the official archives, as TensorFlow Datasets publishes them."""
+"""Checksums of the official archives, as TensorFlow Datasets publishes them."""
 
 
 class Batch(NamedTuple):
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--downsampling",
         choices=("box", "pixelrnn"),
-        help="how the images were made small, where the official files do not tell it",
+        help="how the images were made small, where the files are not the official ones",
     )
 
 
@@ -62,7 +62,7 @@ def encoder(settings: Mapping[str, Any]) -> PixelEncoder:
 def about(source: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
     """{"downsampling", "verified"}: which of the two versions, and which archives have the published sha256.
 
-    Raises DataError for an official archive that has not, ConfigError where the version is not told, or told wrong.
+    Raises DataError for an official archive that has not, ConfigError where the version is missing or wrong.
     """
     verified = verify_official(source, SHA256)
     found = "box" if _batches(source) else "pixelrnn" if _is_pixelrnn(source) else None
@@ -71,7 +71,7 @@ def about(source: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
         problem = f'"{given}" is not how these official files were made'
         raise ConfigError("--downsampling", problem, f"Leave it out: they are {found}")
     if not found and not given:
-        problem = "the source does not tell how its images were made small, and figures cannot be compared across that"
+        problem = "the source does not say how its images were made small, and figures cannot be compared across that"
         raise ConfigError("--downsampling", problem, "Give box (box filter, as the npz batches) or pixelrnn")
     return {"downsampling": found or given, "verified": verified}
 
@@ -79,11 +79,11 @@ def about(source: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
 def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Document]]]:
     """Train, every 128th of it as validation, and the official validation set as test.
 
-    Images that no folder tells the split of are shared out by --split, as those of the corpus `images` are.
+    Images whose folders name no split are shared out by --split, as those of the corpus `images` are.
     """
     found = _batches(source)
     if not found:
-        return images.labelled(source, images.shared_out(source, settings) or _told(source))
+        return images.labelled(source, images.shared_out(source, settings) or _by_folder(source))
     if settings["split"] is not None:
         raise ConfigError("--split", "the official batches are split already", "Leave it out")
     train, test = ([batch for batch in found if batch.train is which] for which in (True, False))
@@ -99,9 +99,9 @@ def _is_pixelrnn(source: Source) -> bool:
     return all(any(PIXELRNN.search(name) for name in folders(source, part)) for part in source.parts)
 
 
-def _told(source: Source) -> list[str]:
-    """As folders tell; but where there is no test set, the validation set is the official one."""
-    labels = images.reported(source)
+def _by_folder(source: Source) -> list[str]:
+    """The split of each image by its folders; where there is no test set, the validation set is the official one."""
+    labels = images.splits_by_folder(source)
     if "test" in labels:
         return labels
     return images.hold_out(["test" if name == "validation" else name for name in labels], VALIDATION_EVERY)

@@ -1,7 +1,7 @@
 """Images of one's own, all of one size, in folders and tar archives.
 
-The split of each is told by a folder that it lies in (train, validation or valid, test, also with numbers behind it:
-valid_64x64), or by an archive named so (train-01.tar); where nothing tells, a permutation drawn from --seed shares out.
+The split of each is named by a folder that it lies in (train, validation or valid, test, also with numbers behind it:
+valid_64x64), or by an archive named so (train-01.tar); otherwise a permutation drawn from --seed shares them out.
 """
 
 import argparse
@@ -33,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_image_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of a source of images whose size is known."""
+    """Add the options of a source of images whose size is known."""
     add_source_arguments(parser)
     parser.add_argument(
         "--split",
         metavar="TRAIN,VALIDATION,TEST",
-        help=f"percent of the images for each split, at random (default: as folders tell, else {DEFAULT_SPLIT})",
+        help=f"percent of the images for each split, at random (default: as folders name it, else {DEFAULT_SPLIT})",
     )
     parser.add_argument("--seed", type=int, default=0, help="of that permutation (default: %(default)s)")
 
@@ -50,18 +50,18 @@ def encoder(settings: Mapping[str, Any]) -> PixelEncoder:
 def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Document]]]:
     """The splits that have images; a piece is an image's file.
 
-    Raises ConfigError for a bad --split, DataError when there is no image, or the splits of some are not told.
+    Raises ConfigError for a bad --split, DataError when there is no image, or the splits of some are not named.
     """
-    return labelled(source, shared_out(source, settings) or reported(source))
+    return labelled(source, shared_out(source, settings) or splits_by_folder(source))
 
 
-def reported(source: Source) -> list[str]:
-    """The split of each image of a source, by its folders. Raises DataError for one whose folders tell none."""
+def splits_by_folder(source: Source) -> list[str]:
+    """The split of each image of a source, by its folders. Raises DataError for one whose folders name none."""
     labels = []
     for image in image_files(source):
-        name = told_split(image.folders)
+        name = split_named(image.folders)
         if name is None:
-            problem = "no folder tells the split of this image"
+            problem = "no folder names the split of this image"
             raise DataError(ascii(image.name)[1:-1], problem, "Move it below train, validation or test")
         labels.append(name)
     if not labels:
@@ -70,8 +70,8 @@ def reported(source: Source) -> list[str]:
     return labels
 
 
-def told_split(folders: Sequence[str]) -> str | None:
-    """The split that the names of folders tell, the first that does."""
+def split_named(folders: Sequence[str]) -> str | None:
+    """The split that the first of the folders named like one stands for."""
     for folder in folders:
         if match := SPLIT_NAME.match(folder):
             return "validation" if match[1].lower().startswith("val") else match[1].lower()
@@ -79,16 +79,16 @@ def told_split(folders: Sequence[str]) -> str | None:
 
 
 def shared_out(source: Source, settings: Mapping[str, Any]) -> list[str]:
-    """The split of each image by --split, or, where the folders of none tell it, by percent all the same; else [].
+    """The split of each image by --split, or, where no folder names one, by the default percentages; else [].
 
-    By raw Philox words: numpy promises those to stay the same in every version.
+    The permutation is made of raw Philox words: numpy promises those to stay the same in every version.
     """
     split, seed = settings["split"], settings["seed"]
     if seed < 0:
         raise ConfigError("--seed", f"{seed} is negative", "Give 0 or more")
     count = 0
     for image in image_files(source):
-        if split is None and told_split(image.folders):
+        if split is None and split_named(image.folders):
             return []
         count += 1
     order = np.argsort(np.random.Philox(np.random.SeedSequence(seed)).random_raw(count), kind="stable")

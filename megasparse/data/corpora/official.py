@@ -11,7 +11,7 @@ from megasparse.errors import DataError
 def verify_official(source: Source, known: Mapping[str, str]) -> list[str]:
     """Names of a source's files that are the official ones. Raises DataError for one that only has the name.
 
-    known: md5 (32 digits) or sha256 by the name of the file, which is told in folders and behind URLs alike.
+    known: md5 (32 digits) or sha256 by the name of the file, which files in folders and behind URLs alike have.
     """
     verified = []
     for part in source.parts:

@@ -1,4 +1,4 @@
-"""What encoders of padded records of text share."""
+"""The common part of encoders of padded records of text."""
 
 from collections.abc import Sequence
 

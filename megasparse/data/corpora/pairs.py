@@ -1,11 +1,11 @@
-"""Pairs of consecutive segments of text, for encoders that tell masked tokens and the order of sentences (ALBERT).
+"""Pairs of consecutive segments of text, for encoders that predict masked tokens and sentence order (ALBERT).
 
 A record of L tokens is [begin] A [separator] B [separator] and padding; A and B are runs of whole sentences that follow
 each other in one document, in order, with a border of sentences, at random, between them. Every tenth record is made
 for a random shorter length. How many sentences a record has depends on none of their places: where records are filled
-until the next sentence does not fit, or segments are cut to the record's length as ALBERT's are, lengths and cuts tell
-which segment came first, and order can be told without reading (62 % of movie reviews' pairs of 128 tokens by sentence
-lengths alone).
+until the next sentence does not fit, or segments are cut to the record's length as ALBERT's are, lengths and cuts give
+away which segment came first, and order can be predicted without reading (62 % of movie reviews' pairs of 128 tokens by
+sentence lengths alone).
 """
 
 import argparse
@@ -94,7 +94,7 @@ class PairEncoder(PaddedEncoder):
         return PairEncoder, self.rebuilt
 
     def encode(self, piece: bytes) -> Encoded:
-        """Documents as sentences.py tells them apart, each cut by draws of (seed, its text)."""
+        """Encode documents as sentences.py separates them, each cut by draws of (seed, its text)."""
         begin, separator, _, _ = self.special
         records = []
         for document in documents(piece):

@@ -118,7 +118,7 @@ class ParallelEncoder(PaddedEncoder):
         return ParallelEncoder, self.rebuilt
 
     def encode(self, piece: bytes) -> Encoded:
-        """raw_bytes and words are those of the targets: what the decoder tells."""
+        """raw_bytes and words are those of the targets, which the decoder predicts."""
         lines = piece.decode().split("\n")
         records, raw_bytes, words = [], 0, 0
         for pair in zip(lines[:-1:2], lines[1::2], strict=True):

@@ -1,7 +1,7 @@
 """PG-19 (Rae et al. 2020): books of Project Gutenberg from before 1919, in folders train/, validation/ and test/.
 
 Each file NNN.txt is a book, NNN its number there, and a document. metadata.csv (number, title, date, link), where it is
-beside them, tells index.json the title and date of each book, in the order of the shards. No checksums are published:
+beside them, gives index.json the title and date of each book, in the order of the shards. No checksums are published:
 `official` says that the numbers of books are the published ones. Reference words: what stands between white space, to
 be compared with the published 1,973,136,207, 3,007,061 and 6,966,499.
 """
@@ -38,7 +38,7 @@ def encoder(settings: Mapping[str, Any]) -> TextEncoder:
 
 def about(source: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers of books, and titles and dates. Raises DataError for what is not UTF-8, folders that are not PG-19's, a
-    book that is there twice, and metadata that cannot be read or tells of none of the books.
+    book that is there twice, and metadata that cannot be read or has none of the books.
     """
     source.require_text(zeros=settings.get("tokenizer", "bytes") != "bytes")
     books = _books(source)
@@ -48,7 +48,7 @@ def about(source: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
         rows = _metadata(metadata)
         known = sum(number in rows for found in books.values() for number in found)
         if not known:
-            raise DataError(str(metadata), "it tells of none of the books", "Give the one that belongs to them")
+            raise DataError(str(metadata), "it has none of the books", "Give the one that belongs to them")
         facts["with_metadata"] = known
         facts["titles"] = {
             name: [[number, *rows.get(number, (None, None))] for number in found] for name, found in books.items()

@@ -19,10 +19,10 @@ from megasparse.data.tokenizers.byte import PixelTokenizer
 from megasparse.errors import DataError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")
-"""What Pillow may take a file for: none of these runs another program or reads another file."""
+"""Formats that Pillow may read: none of them runs another program or reads another file."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm")
 CONVERTED = ("RGB", "L", "P", "1")
-"""Modes whose colours are told by three numbers of a byte each: RGB, grey, palette, black and white."""
+"""Modes whose colours are three numbers of a byte each: RGB, grey, palette, black and white."""
 MOST_BYTES = 1 << 24  # of an encoded file: 64 × 64 pixels take 12,288 unencoded
 DEEP = "more than 8 bits a colour"
 
@@ -76,7 +76,7 @@ def decode(name: str, content: bytes, side: int) -> bytes:
         raise DataError(shown, f"{len(content):,} bytes are too many for an image of {side}×{side}", "Leave it out")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a bomb is told by its size, whatever else Pillow says of it
+            warnings.simplefilter("ignore")  # a bomb is recognised by its size, whatever Pillow warns of
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 _check(shown, image, content, side)
                 image.load()
@@ -86,7 +86,7 @@ def decode(name: str, content: bytes, side: int) -> bytes:
     except Exception as error:  # on a damaged file Pillow's readers raise whatever they stumble over
         unknown = isinstance(error, Image.UnidentifiedImageError)
         reason = "no image of a known kind" if unknown else " ".join(str(error).split())[:200] or type(error).__name__
-        hint = f"Mend it or leave it out ({', '.join(FORMATS)} are read)"
+        hint = f"Repair it or leave it out ({', '.join(FORMATS)} are read)"
         raise DataError(shown, f"cannot be decoded: {reason}", hint) from None
 
 

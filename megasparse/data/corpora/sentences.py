@@ -11,7 +11,7 @@ from megasparse.data.corpora.cutting import PIECE, text_pieces
 from megasparse.data.corpora.source import Part, Source
 
 ENDS = ("empty-lines", "files", "doc-tags")
-"""What ends a document besides its file: an empty line (a sentence a line, as BookCorpus comes); nothing (empty lines
+"""Ways to end a document besides its file: an empty line (a sentence a line, as BookCorpus comes); nothing (empty lines
 are paragraphs'); or the lines <doc ...> and </doc> of WikiExtractor."""
 _TAG = re.compile(rb"</?doc\b[^>]*>\s*\Z")
 _END = re.compile(r"""([.!?…]+)["'”’»)\]]*\s+(?=["'“‘«(\[]*(\w))""")
@@ -36,7 +36,7 @@ def text_documents(source: Source, ends: str) -> Iterator[DocumentSpan]:
 
 
 def packed(documents: Iterable[DocumentSpan]) -> Iterator[bytes]:
-    """As many documents to a piece as fit 1 MiB."""
+    """Join as many documents to a piece as fit 1 MiB."""
     held: list[bytes] = []
     size = 0
     for document in documents:
@@ -50,7 +50,7 @@ def packed(documents: Iterable[DocumentSpan]) -> Iterator[bytes]:
 
 
 def _documents(part: Part, position: int, ends: str) -> Iterator[DocumentSpan]:
-    """Of one file, whose first byte is at `position` of the source."""
+    """The documents of one file, whose first byte is at `position` of the source."""
     lines: list[bytes] = []
     size, start = 0, -1
     for line in _lines(part):

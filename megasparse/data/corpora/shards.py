@@ -28,11 +28,11 @@ from megasparse.errors import ConfigError, DataError
 HELP = "tar shards that exist already: checks them and writes their index"
 EXAMPLE = "--source data/shards --tokenizer tokenizers/books.model --width 2"
 SHARD_NAME = re.compile(r"\A(train|validation|test)-[A-Za-z0-9_-]+\.tar\Z")
-MEND = "Mend or remove it, then run the command again"
+HINT = "Repair or remove it, then run the command again"
 
 
 class Format(NamedTuple):
-    """What every sample has to be."""
+    """Requirements that every sample meets."""
 
     width: Literal[1, 2, 4]
     ids: int
@@ -44,7 +44,7 @@ class Format(NamedTuple):
 class Found(NamedTuple):
     shard: Shard
     sample_bytes: int | None
-    """Of every sample but the last, which may have less; None where they differ."""
+    """Bytes of every sample but the last, which may have less; None where they differ."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def write(given: argparse.Namespace, command: str) -> Path:
         problem = f"{form.width} byte cannot hold the ids of {encoder.name}, up to {ids - 1}"
         raise ConfigError("--width", problem, f"Give {width_for(ids - 1)}, or the tokenizer that the shards have")
     if given.record is None and encoder.name == "pixels":
-        raise ConfigError("--record", "it is not told how many tokens an image has", "Give it, 12288 for 64×64 RGB")
+        raise ConfigError("--record", "the number of tokens of an image is not given", "Give it, 12288 for 64×64 RGB")
     names = _names(directory)
     splits: dict[str, Split] = {}
     with (
@@ -114,7 +114,7 @@ def _names(directory: Path) -> list[str]:
     names = sorted((path.name for path in directory.glob("*.tar") if not path.name.startswith(".")), key=natural)
     for name in names:
         if not SHARD_NAME.match(name):
-            problem = "its name does not tell its split"
+            problem = "its name does not name its split"
             raise DataError(ascii(os.fspath(directory / name))[1:-1], problem, "Call it train-NAME.tar, say")
     if not names:
         raise DataError(directory, "there is no shard here", "Give the folder that has files train-NAME.tar")
@@ -132,13 +132,13 @@ def _examine(path: Path, form: Format) -> Found:
     try:
         descriptor = open_shard(path)
     except OSError as error:
-        raise DataError(path, f"cannot be read: {error.strerror}", MEND) from None
+        raise DataError(path, f"cannot be read: {error.strerror}", HINT) from None
     try:
         total = os.fstat(descriptor).st_size
         places, _ = walk(descriptor, total, form.width)
         sizes = places.sizes.tolist()
         if not 1 <= len(sizes) <= MOST_SAMPLES:
-            raise DataError(path, f"it has {len(sizes):,} samples, 1 to {MOST_SAMPLES:,} are expected", MEND)
+            raise DataError(path, f"it has {len(sizes):,} samples, 1 to {MOST_SAMPLES:,} are expected", HINT)
         crc32 = [
             _checksum(descriptor, path, member, offset, size, form)
             for member, (offset, size) in enumerate(zip(places.offsets.tolist(), sizes, strict=True))
@@ -155,9 +155,9 @@ def _examine(path: Path, form: Format) -> Found:
         )
         return Found(shard, sizes[0] if even else None)
     except BadMember as error:
-        raise DataError(path, str(error), MEND) from None
+        raise DataError(path, str(error), HINT) from None
     except OSError as error:
-        raise DataError(path, f"cannot be read: {error.strerror}", MEND) from None
+        raise DataError(path, f"cannot be read: {error.strerror}", HINT) from None
     finally:
         os.close(descriptor)
 
@@ -167,7 +167,7 @@ def _checksum(descriptor: int, path: Path, member: int, offset: int, size: int, 
     where = f"member {member} at byte {offset - BLOCK}"
     if size // form.width % form.record:
         problem = f"{where} has {size // form.width} tokens, no whole number of records of {form.record}"
-        raise DataError(path, problem, MEND)
+        raise DataError(path, problem, HINT)
     crc32 = 0
     for start in range(0, size, PIECE):
         piece = os.pread(descriptor, min(PIECE, size - start), offset + start)

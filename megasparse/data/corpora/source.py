@@ -25,13 +25,13 @@ from megasparse.errors import ConfigError, DataError, did_you_mean
 
 PIECE = 1 << 20
 BOMB_BYTES, BOMB_RATIO = 1 << 30, 200
-"""What unfolds to more than both, in bytes and in times its size on disk, is no text: that compresses 3 to 20 times."""
+"""Unpacked to more bytes, and more times its size on disk, than this, a file is no text (that packs 3 to 20 times)."""
 Document = Iterable[bytes]
 Kind = Literal["stream", "files", "raw"]
 Opener = Callable[[IO[bytes]], IO[bytes]]
 DECOMPRESS = cast(dict[str, Opener], {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open})
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
-"""What the standard library raises for a file that is missing, damaged, encrypted, or compressed in an unknown way."""
+"""Exceptions for a file that is missing, damaged, encrypted, or compressed in an unknown way."""
 INTACT = "Check that it is complete and of the kind its name says"
 
 
@@ -69,14 +69,14 @@ class Part:
     """One file of a source, or one member of a zip archive, as `Source.open` found it."""
 
     path: Path
-    """On disk: of the file, or of the archive."""
+    """Path on disk of the file, or of the archive."""
     member: str | None
     name: str
-    """Below its location, with slashes: `train/1.txt`. A file that was named itself has its own name."""
+    """Path below its location, with slashes: `train/1.txt`. A file that was named itself has its own name."""
     raw: bool
     """Read as it is: neither decompressed nor opened as an archive."""
     size: int = 0
-    """Of its content, as `pieces` gives it."""
+    """Bytes of its content, as `pieces` yields it."""
     crc32: int = 0
     not_utf8: int | None = None
     """Offset of the first byte that is no UTF-8; None where all are, and where `raw`."""
@@ -98,23 +98,23 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a corpus, and what identifies them. A corpus that is made up has none."""
+    """The files of a corpus, and what identifies them. A synthetic corpus has none."""
 
     locations: tuple[str, ...]
-    """As the user named them."""
+    """Paths and URLs as the user named them."""
     member: str | None
     files: tuple[Path, ...]
-    """On disk, those of a folder in the order of their paths; what was downloaded is among them."""
+    """Paths on disk, those of a folder in the order of their paths; downloaded ones are among them."""
     parts: tuple[Part, ...]
-    """Those that are not empty."""
+    """Files, or members, that are not empty."""
     empty: tuple[str, ...]
-    """Names of those that are, and were left out."""
+    """Names of those that are empty, and were left out."""
     total_bytes: int
     sha256: str
-    """Of all content, one file after another."""
+    """Digest of all content, one file after another."""
     md5: str
     layout: str | None
-    """sha256 over names and sizes of the parts, where files are told apart."""
+    """sha256 over names and sizes of the parts, where files are kept apart."""
 
     @classmethod
     def open(
@@ -126,7 +126,7 @@ class Source:
     ) -> "Source":
         """Find (or download into `downloads`) every file, and read all of it once to know its size and digests.
 
-        kind: "stream", one stream of bytes, archives of several files are refused without `member`; "files", told
+        kind: "stream", one stream of bytes, archives of several files are refused without `member`; "files", kept
         apart, all members of archives among them; "raw", files as they are. Raises DataError naming the file that
         cannot be read, or the source that is empty.
         """
@@ -239,7 +239,7 @@ def _opened(file: Path, size: int, modified: int) -> zipfile.ZipFile:
 
 
 def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
-    """The part with what its content tells; `see` is called with each piece of that."""
+    """The part with size, digest and offsets of its content; `see` is called with each piece of that."""
     size, crc32, not_utf8, zero = 0, 0, None, None
     decoder = codecs.getincrementaldecoder("utf-8")()
     for piece in chain(_read(part), [b""]):

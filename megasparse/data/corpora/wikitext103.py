@@ -47,7 +47,7 @@ def encoder(settings: Mapping[str, Any]) -> TextEncoder:
 
 
 def about(source: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Which files these are, and whether the official ones: all three. Parts of them are taken, and called that.
+    """The kind of the files, and whether they are all three official ones. Other files are taken, and called that.
 
     Raises DataError for what is not UTF-8, where no file is WikiText's, and for a file with as many lines as the
     official one but another checksum: it is damaged.

@@ -14,14 +14,14 @@ from megasparse.data.tokenizers.words import WordTokenizer
 from megasparse.errors import ConfigError, did_you_mean
 
 NAMED: dict[str, type[Tokenizer]] = {"bytes": ByteTokenizer, "pixels": PixelTokenizer}
-"""Those that need no file."""
+"""Tokenizers that need no file."""
 
 OF_FILES: dict[str, Callable[[Path], Tokenizer]] = {
     ".model": SentencePieceTokenizer,
     ".json": HuggingFaceTokenizer,
     ".txt": WordTokenizer,
 }
-"""Those that a file of a suffix holds."""
+"""Tokenizers by the suffix of their file."""
 
 
 def build_tokenizer(name: str) -> Tokenizer:

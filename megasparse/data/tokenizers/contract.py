@@ -1,4 +1,4 @@
-"""What a tokenizer is."""
+"""The interface of tokenizers."""
 
 import codecs
 from abc import ABC, abstractmethod
@@ -37,7 +37,7 @@ class Tokenizer(ABC):
     """Id of the token after each document of a corpus of documents; None where there is none."""
     special: SpecialTokens | None = None
     file: Path | None = None
-    """What it was read from."""
+    """The file that it was read from."""
 
     @abstractmethod
     def encode(self, text: str | bytes) -> Tensor:

@@ -29,7 +29,7 @@ def identity(kind: str, data: bytes) -> str:
 
 
 def damaged(path: Path, problem: str, hint: str) -> ConfigError:
-    """That a tokenizer's file cannot be used."""
+    """The error that a tokenizer's file cannot be used."""
     return ConfigError("data.tokenizer", f"{path}: {' '.join(problem.split())}", hint)
 
 

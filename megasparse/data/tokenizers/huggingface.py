@@ -29,7 +29,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """Tokens of a text alone: nothing is put before or after it, nothing is cut off, and no text becomes a special
     token, though it be its name.
 
-    Byte-level ones give back any bytes (`lossless`): what is no UTF-8, or would come back otherwise, is told byte by
+    Byte-level ones give back any bytes (`lossless`): what is no UTF-8, or would come back otherwise, is encoded byte by
     byte. Others do not; BERT's leaves out case, accents and white space, and unknown words. Special tokens, the
     unknown one among them, are no text.
     """
@@ -89,8 +89,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return (self._table[self._known(token)] for token in tokens)
 
     def word_starts(self) -> Tensor:
-        """By what joins the tokens to words: pieces that go on begin with BERT's ##; those that begin one with the
-        white space before it. Where there is neither, each token is a word.
+        """Word starts by what joins the tokens to words: pieces that go on begin with BERT's ##; those that begin one
+        with the white space before it. Where there is neither, each token is a word.
         """
         parts = [*_parts(self._values.get("decoder"), "decoders")]
         prefix = next((part.get("prefix", "##") for part in parts if part["type"] == "WordPiece"), None)
@@ -127,7 +127,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return token
 
     def _lossy_pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
-        """What each token adds to the text of those before it, of which the last ones that added something decide; a
+        """Text that each token adds to that of those before it, of which the last ones that added something decide; a
         character that several tokens make comes with the last of them.
         """
         special = set(self._special_ids.values())
@@ -185,7 +185,7 @@ def _hidden(name: str) -> str:
 
 def _disguise(values: dict[str, Any]) -> tuple[dict[str, int], int | None]:
     """Take from a tokenizer.json what is added to texts or cut off from them, and give its special tokens names that
-    no text matches: told not to read them as special, `tokenizers` still finds them among a unigram model's pieces.
+    no text matches: asked not to read them as special, `tokenizers` still finds them among a unigram model's pieces.
 
     Returns the id of each special token by its own name, and that of the unknown one.
     """

@@ -14,7 +14,7 @@ from megasparse.data.tokenizers.files import damaged, identity, read, special_to
 from megasparse.errors import ConfigError
 
 SPACE = "\u2581"
-"""What stands for a space in a piece."""
+"""Character that stands for a space in a piece."""
 LONGEST = 4096
 """Characters that sentencepiece gets at once: it adds up scores in single precision."""
 
@@ -24,14 +24,14 @@ precision as in double, and two splittings that are equally good are so to every
 """
 
 _PARTS = re.compile("([\u2581\udc80-\udcff]+)")
-"""What sentencepiece would change (a real U+2581, and bytes that are no UTF-8), as groups that `split` keeps."""
+"""Text that sentencepiece would change (a real U+2581, and bytes that are no UTF-8), as groups that `split` keeps."""
 _LINES = re.compile("[^\n]*\n|[^\n]+")
 
 
 class SentencePieceTokenizer(Tokenizer):
     """Pieces of text, and one of each byte: any bytes go in, and come out again unchanged.
 
-    What sentencepiece itself could not give back is told by its bytes (`<0xNN>`). Lines are read one by one.
+    What sentencepiece itself could not give back is encoded by its bytes (`<0xNN>`). Lines are read one by one.
     """
 
     name = "sentencepiece"
@@ -48,7 +48,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str | bytes) -> Tensor:
         known: list[str] = []
         parts: list[bytes | None] = []
-        """Of each part its bytes, or None where it is the next one of `known`."""
+        """Bytes of each part, or None where it is the next one of `known`."""
         for number, part in enumerate(_PARTS.split(utf8(text).decode("utf-8", "surrogateescape"))):
             if number % 2:
                 parts.append(part.encode("utf-8", "surrogateescape"))
@@ -130,13 +130,13 @@ def _load(file: Path, data: bytes) -> tuple[Any, list[bytes]]:
 def _require_lossless(file: Path, model: Any) -> None:
     """model: a ModelProto. Raises ConfigError."""
     spec, kinds = model.normalizer_spec, type(model).SentencePiece
-    reported = {piece.piece for piece in model.pieces if piece.type == kinds.BYTE}
+    single = {piece.piece for piece in model.pieces if piece.type == kinds.BYTE}
     for wrong, problem in (
         (bool(spec.precompiled_charsmap), f"it normalises text (normalization_rule_name {spec.name!r})"),
         (spec.remove_extra_whitespaces, "it removes white space (remove_extra_whitespaces)"),
         (spec.add_dummy_prefix, "it puts a space before a text (add_dummy_prefix)"),
         (not spec.escape_whitespaces, "it does not escape white space (escape_whitespaces)"),
-        (reported != {f"<0x{byte:02X}>" for byte in range(256)}, "it has no pieces for single bytes (byte_fallback)"),
+        (single != {f"<0x{byte:02X}>" for byte in range(256)}, "it has no pieces for single bytes (byte_fallback)"),
     ):
         if wrong:
             hint = "Train one with tools/train_tokenizer.py sentencepiece"

@@ -1,4 +1,4 @@
-"""What a tokenizer learns from: a sample of a source's lines; and sentencepiece's training on it."""
+"""Samples of a source's lines, which a tokenizer learns from; and sentencepiece's training on them."""
 
 import io
 import re
@@ -18,7 +18,7 @@ CONTROL = ["[CLS]", "[SEP]", "[PAD]", "[MASK]"]
 
 
 class Sample:
-    """At most `size` bytes of a source of UTF-8, as whole lines spread evenly over it: a pure function of its content.
+    """Sample of at most `size` bytes of a source of UTF-8, as whole lines spread evenly over it; a pure function of it.
 
     Every hundredth line is not among them but held out, up to `HELD_OUT_BYTES`; a source of fewer lines holds nothing
     out. Memory: a piece of up to 1 MiB, and what is held out. Raises DataError for what is not UTF-8.
@@ -28,7 +28,7 @@ class Sample:
         source.require_text()
         self._source, self._size = source, size
         self.held_out = b""
-        """Known once `lines` or `all` is through."""
+        """Bytes of the lines held out; known once `lines` or `all` is through."""
         self.is_held_out = False
 
     def lines(self) -> Iterator[str]:
@@ -75,8 +75,8 @@ def train_sentencepiece(sample: Sample, vocabulary: int, model_type: str, charac
     """The file of a lossless model of sentencepiece's: a pure function of what is given.
 
     model_type: "unigram" or "bpe". character_coverage: part of the characters, as often as they stand in the text, that
-    get a piece each; others are told by their bytes. Raises ConfigError for a vocabulary that is too small or too large
-    for the text.
+    get a piece each; others are encoded by their bytes. Raises ConfigError for a vocabulary that is too small or too
+    large for the text.
     """
     from sentencepiece import SentencePieceTrainer
 
@@ -111,7 +111,7 @@ def train_sentencepiece(sample: Sample, vocabulary: int, model_type: str, charac
             minloglevel=1,
         )
     except RuntimeError as error:
-        raise _told(vocabulary, str(error)) from None
+        raise _as_config_error(vocabulary, str(error)) from None
     return _rounded(written.getvalue()) if model_type == "unigram" else written.getvalue()
 
 
@@ -127,8 +127,8 @@ def _rounded(model: bytes) -> bytes:
     return data
 
 
-def _told(vocabulary: int, problem: str) -> ConfigError:
-    """What sentencepiece says of a vocabulary that does not fit the text, in our words."""
+def _as_config_error(vocabulary: int, problem: str) -> ConfigError:
+    """The error for what sentencepiece says of a vocabulary that does not fit the text."""
     if found := re.search(r"too high.*<= (\d+)", problem):
         hint = f"Give at most {found[1]}, or more text"
         return ConfigError("--vocabulary", f"{vocabulary} pieces are not in so little text", hint)

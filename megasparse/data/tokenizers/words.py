@@ -12,7 +12,7 @@ from megasparse.data.tokenizers.contract import Tokenizer, utf8
 from megasparse.data.tokenizers.files import damaged, identity, read
 
 UNKNOWN, END = "<unk>", "<eos>"
-MEND = "Make it anew with tools/train_tokenizer.py words"
+HINT = "Make it again with tools/train_tokenizer.py words"
 
 
 class WordTokenizer(Tokenizer):
@@ -93,16 +93,16 @@ def _parse(file: Path, data: bytes) -> list[str]:
         words = data.decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise damaged(file, f"line {line} is not UTF-8", MEND) from None
+        raise damaged(file, f"line {line} is not UTF-8", HINT) from None
     first: dict[str, int] = {}
     for number, word in enumerate(words, 1):
         if not word:
-            raise damaged(file, f"line {number} is empty", MEND)
+            raise damaged(file, f"line {number} is empty", HINT)
         if word.split() != [word]:
-            raise damaged(file, f"line {number}, {word[:40]!r}, has white space in it", MEND)
+            raise damaged(file, f"line {number}, {word[:40]!r}, has white space in it", HINT)
         if (before := first.setdefault(word, number)) != number:
-            raise damaged(file, f"line {number}, {word[:40]!r}, is line {before} too", MEND)
+            raise damaged(file, f"line {number}, {word[:40]!r}, is line {before} too", HINT)
     for word in (UNKNOWN, END):
         if word not in first:
-            raise damaged(file, f"has no word {word}", MEND)
+            raise damaged(file, f"has no word {word}", HINT)
     return words

@@ -48,6 +48,6 @@ class MegasparseConfig(PretrainedConfig):
     @property
     def max_position_embeddings(self) -> int:
         """Longest input; of an encoder–decoder what its decoder reads, the start token among it. In a decoder one place
-        is the start's, from which the first token is told.
+        is the start's, from which the first token is predicted.
         """
         return int(self.model["max_length"]) - self.is_decoder

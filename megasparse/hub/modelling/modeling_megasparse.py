@@ -2,10 +2,10 @@
 
 B batch, n length of the input, S length of a source, E width, V vocabulary.
 
-HuggingFace's logits at position t tell token t + 1; a megasparse decoder's output at position t tells token t, the
-first one from a learned start vector. So an input of n tokens is n + 1 positions, of which the last n are given back.
-An empty input (B, 0) gives (B, 1, V), the first token's logits, so that text can be generated from nothing. What an
-encoder–decoder tells begins with a start token, as HuggingFace has it: the start vector stands in its place.
+HuggingFace's logits at position t predict token t + 1; a megasparse decoder's output at position t predicts token t,
+the first one from a learned start vector. So an input of n tokens is n + 1 positions, of which the last n are given
+back. An empty input (B, 0) gives (B, 1, V), the first token's logits, so that text can be generated from nothing. What
+an encoder–decoder predicts begins with a start token, as HuggingFace has it: the start vector stands in its place.
 
 Padding may stand left or right (attention_mask): a sequence is computed as if it stood alone, from position 0 on.
 In evaluation random hashes depend on the run's seed alone; in training they are drawn anew every forward pass.
@@ -57,7 +57,7 @@ class MegasparseModel(MegasparsePreTrainedModel):
 
 
 class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
-    """A decoder: logits at position t tell token t + 1."""
+    """A decoder: logits at position t predict token t + 1."""
 
     _is_stateful = True  # a cache cannot be taken back by some tokens
 
@@ -106,7 +106,7 @@ class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=self.objective(loss, auxiliary), logits=logits)
 
     def _targets(self, rows: Rows, labels: Tensor) -> Targets:
-        """Of the n + 1 positions: the first tells the first token, the last what comes after the input."""
+        """Streams of the n + 1 positions: the first predicts the first token, the last what comes after the input."""
         values = F.pad(rows.align(labels), (0, 1), value=IGNORED)
         values = values.index_fill(1, torch.zeros(1, dtype=torch.long, device=values.device), IGNORED)
         counted = values != IGNORED
@@ -155,7 +155,7 @@ class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
 
 @dataclass
 class SourceOutput(BaseModelOutput):
-    """What the encoder made of sources: last_hidden_state (B, S, E)."""
+    """Output of the encoder: last_hidden_state (B, S, E)."""
 
     attention_mask: Tensor | None = None
     """(B, S), 0 for padding; None where there is none."""
@@ -173,8 +173,8 @@ class SourceReader(nn.Module):
 
 
 class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
-    """An encoder–decoder: logits at position t tell the target's token t. decoder_input_ids are the start token and the
-    target's tokens before the last one.
+    """An encoder–decoder: logits at position t predict the target's token t. decoder_input_ids are the start token and
+    the target's tokens before the last one.
 
     Beams are HuggingFace's: they are compared by log-probability / length**length_penalty, and what max_length cuts off
     counts as ended. megasparse's own divide by ((5 + length)/6)**penalty and keep what is cut off only where nothing
@@ -192,7 +192,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         return SourceReader(self)
 
     def read(self, input_ids: Tensor, attention_mask: Tensor | None) -> SourceOutput:
-        """Of sources (B, S). Without a mask, all is real but the model's padding token."""
+        """Encode sources (B, S). Without a mask, all is real but the model's padding token."""
         return self._encoded(input_ids, attention_mask, self.rng(len(input_ids)))[0]
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         if use_cache and labels is None and not self.training:
             found = self._into_cache(decoder_input_ids, source, logits_to_keep)
             return Seq2SeqLMOutput(**found, encoder_last_hidden_state=encoder_outputs[0])
-        padding = Padding(self._told(decoder_attention_mask, targets))
+        padding = Padding(self._real_targets(decoder_attention_mask, targets))
         streams, own, _ = self.model.streams(decoder_input_ids[:, 1:], rng, padding, targets, source=source)
         logits = self.model.logits(tuple(x[:, -logits_to_keep:] for x in streams))
         loss = None
@@ -262,7 +262,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
     def _encoded(
         self, tokens: Tensor, mask: Tensor | None, rng: RngContext, targets: Targets | None = None
     ) -> tuple[SourceOutput, Tensor]:
-        """What the encoder makes of sources, in the order of the input, and its auxiliary losses."""
+        """The encoder's output for sources, in the order of the input, and its auxiliary losses."""
         longest = self.settings.source.length
         if tokens.shape[1] > longest:
             raise ValueError(f"{tokens.shape[1]} tokens are more than the {longest} that the encoder reads")
@@ -273,7 +273,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         return SourceOutput(rows.restore(states), attention_mask=mask if rows.padded else None), auxiliary
 
     def _source(self, encoder_outputs: Any, mask: Tensor | None) -> Source:
-        """As our decoder sees it: the real tokens first."""
+        """The order that our decoder sees: the real tokens first."""
         states = encoder_outputs[0]
         mask = getattr(encoder_outputs, "attention_mask", None) if mask is None else mask
         rows = Rows(torch.zeros(states.shape[:2], dtype=torch.long, device=states.device), mask)
@@ -285,7 +285,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
             raise ValueError(f"decoder_input_ids must begin with the start token {start}")
         self.check_length(decoder_input_ids.shape[1])
 
-    def _told(self, mask: Tensor | None, targets: Targets | None) -> Tensor | None:
+    def _real_targets(self, mask: Tensor | None, targets: Targets | None) -> Tensor | None:
         """The real positions (B, n) of the target: by its mask, else those up to the last label that counts, the first
         always; None where that is all.
         """
@@ -336,7 +336,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
 
 
 class MegasparseForMaskedLM(MegasparsePreTrainedModel):
-    """An encoder: logits at position t tell the token that the mask hides there."""
+    """An encoder: logits at position t predict the token that the mask hides there."""
 
     kinds = ("encoder",)
 

@@ -1,5 +1,5 @@
-"""What all classes share: the model of ours inside, its draws, its weights, and its cache. B batch, n length of the
-input, E width, V vocabulary.
+"""The common part of all classes: the model of ours inside, its draws, its weights, and its cache. B batch, n length of
+the input, E width, V vocabulary.
 """
 
 from typing import Any, ClassVar
@@ -22,11 +22,11 @@ AUTO = {
     "encoder": "AutoModelForMaskedLM",
     "encoder_decoder": "AutoModelForSeq2SeqLM",
 }
-"""transformers' class of each kind of model that tells tokens."""
+"""transformers' class of each kind of model that predicts tokens."""
 
 
 class MegasparseCache:
-    """What generation keeps of a batch: a decoding cache for the rows of each length, since a decoding cache has one
+    """Cache of generation for a batch: a decoding cache for the rows of each length, since a decoding cache has one
     position for all of its rows.
     """
 
@@ -58,7 +58,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     input_modalities = "text"
     supports_gradient_checkpointing = False
     kinds: ClassVar[tuple[str, ...]] = ("decoder", "encoder")
-    """Of the models that a class is for."""
+    """Kind of the models that a class is for."""
 
     def __init__(self, config: MegasparseConfig):
         super().__init__(config)
@@ -108,7 +108,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
             raise ValueError(f"{length} tokens are more than the {longest} that this model takes")
 
     def objective(self, loss: Tensor, auxiliary: Tensor) -> Tensor:
-        """What training minimises: in evaluation the task's loss alone."""
+        """The loss that training minimises: in evaluation the task's alone."""
         return self.model.task_weight * loss + auxiliary if self.training else loss
 
     def refuse_leaks(self) -> None:

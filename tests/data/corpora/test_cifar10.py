@@ -93,7 +93,7 @@ def test_batches_that_are_missing_or_short_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "image", "problem"),
-    [("a.png", IMAGES[0], "no folder tells the split"), ("train/a.png", draw(1, 64)[0], "64×64 pixels, 32×32 are")],
+    [("a.png", IMAGES[0], "no folder names the split"), ("train/a.png", draw(1, 64)[0], "64×64 pixels, 32×32 are")],
 )
 def test_images_that_are_not_of_the_data_set(tmp_path: Path, name: str, image: np.ndarray, problem: str) -> None:
     with pytest.raises(DataError, match=problem):

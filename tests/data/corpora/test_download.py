@@ -18,7 +18,7 @@ BODY = bytes(range(256)) * 12_000
 
 
 class Server(HTTPServer):
-    """Serves BODY with Range and ETag; its attributes tell it how to misbehave."""
+    """Serves BODY with Range and ETag; its attributes say how it misbehaves."""
 
     body = BODY
     cut: int | None = None  # bytes after which the connection ends

@@ -79,7 +79,7 @@ def test_images_of_ones_own_are_shared_out_and_must_say_how_they_were_made(tmp_p
     found = read_corpus("imagenet64", place, downsampling="box")
     assert {name: len(images) for name, images in found.items()} == {"train": 18, "validation": 1, "test": 1}
     assert about(place, downsampling="pixelrnn")["downsampling"] == "pixelrnn"
-    with pytest.raises(ConfigError, match=r"--downsampling: the source does not tell .* Give box .* or pixelrnn"):
+    with pytest.raises(ConfigError, match=r"--downsampling: the source does not say .* Give box .* or pixelrnn"):
         about(place)
 
 

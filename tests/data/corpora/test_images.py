@@ -25,7 +25,7 @@ def under(*folders: str) -> dict[str, bytes]:
 
 
 def numbers(found: np.ndarray) -> list[int]:
-    """Which of ALL these are."""
+    """The names in ALL of these images."""
     return [next(i for i, image in enumerate(ALL) if (image == one).all()) for one in found]
 
 
@@ -59,7 +59,7 @@ def test_several_archives_and_folders_named_for_their_split(tmp_path: Path) -> N
     ],
 )
 def test_the_first_folder_that_tells_the_split(folders: tuple[str, ...], split: str | None) -> None:
-    assert images.told_split(folders) == split
+    assert images.split_named(folders) == split
 
 
 def test_a_permutation_shares_out_what_nothing_tells(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_a_permutation_shares_out_what_nothing_tells(tmp_path: Path) -> None:
     assert other != found
     default = {name: len(each) for name, each in read_corpus("images", place).items()}
     assert default == {"train": 18, "validation": 1, "test": 1}
-    reported = write_files(tmp_path / "told", under("train", "test"))
-    assert {n: len(f) for n, f in read_corpus("images", reported, split="50,50,0").items()} == {
+    named = write_files(tmp_path / "named", under("train", "test"))
+    assert {n: len(f) for n, f in read_corpus("images", named, split="50,50,0").items()} == {
         "train": 10,
         "validation": 10,
     }
@@ -154,7 +154,7 @@ def test_torn_compression_is_refused(tmp_path: Path, suffix: str) -> None:
     ("files", "problem"),
     [
         ({"a.txt": b"x"}, "there is no image here. Give folders or tar archives of files named .png"),
-        ({"train/a.png": FILES["00.png"], "b.png": FILES["01.png"]}, r"b\.png: no folder tells the split"),
+        ({"train/a.png": FILES["00.png"], "b.png": FILES["01.png"]}, r"b\.png: no folder names the split"),
         ({"train/a.png": FILES["00.png"], "train/b.png": b""}, r"b\.png: this file is empty"),
         ({"train/a.png": FILES["00.png"], "train/b.png": b"x"}, r"train/b\.png: cannot be decoded"),
         ({"train/a.png": png(draw(1, 9)[0])}, r"train/a\.png: this image has 9×9 pixels, 8×8 are expected"),

@@ -116,7 +116,7 @@ def test_segments_are_of_whole_sentences_and_fit() -> None:
 
 
 def test_lengths_of_sentences_do_not_tell_the_order() -> None:
-    """Of exchangeable sentences the two outermost ones of a record are alike; filled up to the brim they are not."""
+    """The two outermost of exchangeable sentences of a record are alike; filled up to the brim they are not."""
     rng = np.random.default_rng(1)
     outer = []
     for case in range(1500):

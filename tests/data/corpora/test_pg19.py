@@ -79,7 +79,7 @@ def test_folders_named_apart_and_archives_are_read_alike(tmp_path: Path, monkeyp
         ({"train/one.txt": "x"}, r"train/one\.txt: this is not a book of PG-19"),
         ({"test/10.txt": "x"}, r"the book 10 is in .* as well \(.*10\.txt\)"),
         ({"train/10.txt.gz": "x"}, r"10\.txt\.gz: cannot be read"),
-        ({"metadata.csv": "99,A,1,\n"}, r"metadata\.csv: it tells of none of the books"),
+        ({"metadata.csv": "99,A,1,\n"}, r"metadata\.csv: it has none of the books"),
         ({"metadata.csv": "10,A,1\nx,B\n"}, r"metadata\.csv: row 2 is not a book's number, title and date"),
         ({"metadata.csv": '10,A,1\n9,"B" x,1'}, r"metadata\.csv: it is not CSV"),
         ({"train/latin/8.txt": "é"}, r"8\.txt: byte 0 is not UTF-8"),

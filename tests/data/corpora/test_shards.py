@@ -52,7 +52,7 @@ def test_a_lost_index_is_written_again(tmp_path: Path, width: int) -> None:
 
 
 def test_shards_made_elsewhere(tmp_path: Path) -> None:
-    """Names tell the splits; samples of one's own sizes; the last shard by number is the last of its split."""
+    """Names give the splits; samples of one's own sizes; the last shard by number is the last of its split."""
     write_tar(tmp_path / "train-10.tar", shard(b"ef"))
     write_tar(tmp_path / "train-9.tar", shard(b"abc", b"d"))
     write_tar(tmp_path / "test-a_b.tar", shard(b"x", b"yz"))
@@ -74,7 +74,7 @@ def test_a_size_of_samples_is_stated_only_where_all_have_it(tmp_path: Path) -> N
 
 def test_records_are_stated_and_checked(tmp_path: Path) -> None:
     write_tar(tmp_path / "train-0.tar", shard(bytes(24), bytes(12)))
-    with pytest.raises(ConfigError, match="--record: it is not told how many tokens an image has"):
+    with pytest.raises(ConfigError, match="--record: the number of tokens of an image is not given"):
         index(tmp_path, "--tokenizer", "pixels")
     with pytest.raises(DataError, match=r"train-0\.tar: member 1 at byte 1024 has 12 tokens, no whole number of .* 24"):
         index(tmp_path, "--record", "24")
@@ -136,8 +136,8 @@ def test_an_odd_number_of_bytes_is_no_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "problem"),
     [
-        (["train-0.tar", "shard.tar"], r"shard\.tar: its name does not tell its split"),
-        (["train-0.tar", "train-a b.tar"], r"its name does not tell its split"),
+        (["train-0.tar", "shard.tar"], r"shard\.tar: its name does not name its split"),
+        (["train-0.tar", "train-a b.tar"], r"its name does not name its split"),
         (["train-0.tar", "index.json"], "these shards have an index already"),
         (["a.txt"], "there is no shard here"),
     ],

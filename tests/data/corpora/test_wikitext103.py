@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def archive(folder: Path) -> Path:
-    """As the official one: the files in a folder, which is an entry of its own."""
+    """Archive as the official one: the files in a folder, which is an entry of its own."""
     path = folder.parent / "wikitext-103-v1.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.write(folder, "wikitext-103/")

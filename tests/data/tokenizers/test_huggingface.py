@@ -100,7 +100,7 @@ def test_byte_level_ones_give_back_random_bytes_long_lines_and_every_code_point(
 
 
 def test_added_words_and_lossy_parts_do_not_cost_bytes(tmp_path: Path) -> None:
-    """A token that eats the white space around it: its line is told in bytes, the others as before."""
+    """A token that eats the white space around it: its line is encoded in bytes, the others as before."""
     values = byte_level()
     number = len(values["model"]["vocab"])
     added = {**values["added_tokens"][-1], "id": number, "content": "W\u00d6RD", "special": False, "rstrip": True}

@@ -11,7 +11,7 @@ from megasparse.errors import ConfigError
 from tests.helpers.tokenizers import PROSE
 
 SAMPLE = " = Robert <unk> = \n \n He was a <unk> \u00a0 of the\u3000the @-@ stage .\n"
-"""As the official files are: a space at both ends of a line."""
+"""Text as in the official files: a space at both ends of a line."""
 
 
 def tokenizer(folder: Path, *words: str) -> WordTokenizer:

@@ -1,1 +1,1 @@
-"""What exported folders have in place of packages that they do without."""
+"""Modules that exported folders have in place of packages that they do without."""

@@ -1,4 +1,4 @@
-"""In exported code operators run in blockwise torch: kernels stay in megasparse."""
+"""Backend of exported code: operators run in blockwise torch, and kernels stay in megasparse."""
 
 from typing import Any, Literal
 
@@ -10,5 +10,5 @@ def implementation(x: Tensor, *accepted: Any, **limits: Any) -> Literal["blockwi
 
 
 def drop(*arguments: Any) -> Tensor:
-    """What nobody calls, as `implementation` never says so."""
+    """Placeholder that is never called, since `implementation` never returns it."""
     raise NotImplementedError("dropout as a kernel")
