@@ -134,7 +134,7 @@ VALID = (
 ).replace("SHA256", "0" * 64)
 
 
-def test_D4_the_valid_index_that_the_next_test_spoils(tmp_path: Path) -> None:
+def test_D4_the_valid_index_that_the_next_test_corrupts(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(VALID)
     assert Index.load(tmp_path, tolerant=True).split("train").tokens == 5
 

@@ -93,7 +93,7 @@ def test_an_object_that_is_missing_is_not_asked_for_again(folder: Path, server: 
         ShardReader(index, "train").read(1, 0, 10)
 
 
-def test_missing_credentials_are_told(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     with pytest.raises(DataError, match=r"^s3://bucket/data/index.json: .*S3 wants credentials, in the environment"):

@@ -106,7 +106,7 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "spoiled, layer",
+    "corrupted, layer",
     [
         ("model.blocks.1.attention.attention.output.weight", "layer 1 attention"),
         ("model.head.weight", "logits"),
@@ -115,13 +115,13 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
         ("model.blocks.1.cross_attention.attention.value.weight", "layer 1 cross-attention"),
     ],
 )
-def test_what_does_not_agree_is_not_written(tmp_path, monkeypatch, spoiled, layer):
-    cross = "encoder" in spoiled or "cross" in spoiled
+def test_what_does_not_agree_is_not_written(tmp_path, monkeypatch, corrupted, layer):
+    cross = "encoder" in corrupted or "cross" in corrupted
     _, path = checkpoint(small_pair() if cross else decoder("local"), tmp_path / "run")
     write = export.write_tensors
 
     def write_wrongly(tensors, folder):
-        write(((name, 1.01 * value if name == spoiled else value) for name, value in tensors), folder)
+        write(((name, 1.01 * value if name == corrupted else value) for name, value in tensors), folder)
 
     monkeypatch.setattr(export, "write_tensors", write_wrongly)
     with pytest.raises(HubError, match=f"not written: HuggingFace's model differs from ours by .* at {layer}"):
@@ -145,7 +145,7 @@ def test_a_weight_that_is_missing_or_too_much_is_noticed(tmp_path, monkeypatch, 
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
-def test_the_card_tells_where_the_model_comes_from(tmp_path):
+def test_the_card_shows_where_the_model_comes_from(tmp_path):
     data = prepared(tmp_path)
     trained(data, tmp_path / "run", ["local", "lsh"], 2)
     newest = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000002")
@@ -267,7 +267,7 @@ def test_other_architectures_are_written_and_compared(tmp_path, monkeypatch):
         assert architecture.__name__ in (folder / "README.md").read_text()
         monkeypatch.setattr(export, "load_weights", lambda model, opened: None)
         with pytest.raises(HubError, match="not written"):
-            to_hf(path, tmp_path / "spoiled", to)
+            to_hf(path, tmp_path / "corrupted", to)
         monkeypatch.undo()
 
 

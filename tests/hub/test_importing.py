@@ -24,7 +24,7 @@ MODEL = {
 """Model with weights that are no parameters: the centroids of routing attention."""
 
 
-def made_up(**changes):
+def configured(**changes):
     """A configuration, and the weights of its model."""
     sections = {"model": {**MODEL, **changes}, "data": {"sequence_length": 64}}
     config = build_config({**sections, "run": {"engine": "torch", "device": "cpu"}})
@@ -37,7 +37,7 @@ def readers(weights):
 
 
 def test_it_is_a_checkpoint_of_step_0_with_every_weight_bit_for_bit(tmp_path):
-    config, weights = made_up()
+    config, weights = configured()
     path = write_checkpoint(config, readers(weights), tmp_path / "new" / "run")
     assert path == tmp_path / "new" / "run" / "checkpoints" / "00000000"
     opened = Checkpoint.open(path)
@@ -52,7 +52,7 @@ def test_it_is_a_checkpoint_of_step_0_with_every_weight_bit_for_bit(tmp_path):
 
 
 def test_one_weight_is_in_memory_at_a_time(tmp_path):
-    config, weights = made_up()
+    config, weights = configured()
     alive, most = weakref.WeakSet(), []
 
     def reader(value):
@@ -84,7 +84,7 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path):
     ],
 )
 def test_weights_of_another_model_leave_nothing(damage, message, tmp_path):
-    config, weights = made_up()
+    config, weights = configured()
     found = readers(weights)
     damage(found)
     with pytest.raises(HubError) as error:
@@ -94,7 +94,7 @@ def test_weights_of_another_model_leave_nothing(damage, message, tmp_path):
 
 
 def test_a_full_disk_and_a_folder_that_exists_leave_everything_as_it_was(tmp_path, monkeypatch):
-    config, weights = made_up()
+    config, weights = configured()
     (tmp_path / "run").mkdir()
     with pytest.raises(HubError, match="exists already"):
         write_checkpoint(config, readers(weights), tmp_path / "run")
@@ -131,7 +131,7 @@ def start(monkeypatch, tmp_path, config, *arguments, **sections):
 
 def test_a_run_starts_from_it_on_any_data_and_goes_on(tmp_path, monkeypatch, capsys):
     """Step 1 is the first, with new data, another optimizer and another batch; later it goes on from its own."""
-    config, weights = made_up()
+    config, weights = configured()
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
     start(monkeypatch, tmp_path, config, "--resume", path)
     assert "changed" not in capsys.readouterr().err
@@ -147,7 +147,7 @@ def test_a_run_starts_from_it_on_any_data_and_goes_on(tmp_path, monkeypatch, cap
 
 
 def test_its_own_folder_is_a_run_to_go_on_with(tmp_path, monkeypatch):
-    config, weights = made_up()
+    config, weights = configured()
     write_checkpoint(config, readers(weights), tmp_path / "imported")
     start(monkeypatch, tmp_path, config, run={"directory": str(tmp_path / "imported")})
     names = {path.name for path in (tmp_path / "imported" / "checkpoints").iterdir()}
@@ -159,7 +159,7 @@ def test_its_own_folder_is_a_run_to_go_on_with(tmp_path, monkeypatch):
     [({"model": {"d_ff": 64}}, "model.d_ff: 32 -> 64"), ({"model": {"heads": 4}}, "model.heads: 2 -> 4")],
 )
 def test_a_run_of_another_model_is_refused(sections, message, tmp_path, monkeypatch, capsys):
-    config, weights = made_up()
+    config, weights = configured()
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
     with pytest.raises(SystemExit) as stop:
         start(monkeypatch, tmp_path, config, "--resume", path, **sections)
@@ -167,17 +167,17 @@ def test_a_run_of_another_model_is_refused(sections, message, tmp_path, monkeypa
 
 
 def test_a_run_of_another_tokenizer_is_refused(tmp_path, monkeypatch, capsys):
-    config, weights = made_up()
+    config, weights = configured()
     monkeypatch.setattr(importing, "_identity", lambda config: {"name": "words", "sha256": "0"})
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
     with pytest.raises(SystemExit) as stop:
         start(monkeypatch, tmp_path, config, "--resume", path)
-    predicted = capsys.readouterr().err
-    assert stop.value.code == 2 and 'tokenizer.name: "words" -> "bytes"' in predicted and '"none"' not in predicted
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and 'tokenizer.name: "words" -> "bytes"' in message and '"none"' not in message
 
 
 def test_a_changed_file_is_found(tmp_path):
-    config, weights = made_up()
+    config, weights = configured()
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
     file = path / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())

@@ -32,7 +32,7 @@ def wrapped(kind, config, model=None, **settings):
 
 
 @pytest.mark.parametrize("name", causal_names())
-def test_a_decoders_logits_tell_the_token_after_each_position(name):
+def test_a_decoders_logits_predict_the_token_after_each_position(name):
     config = decoder(name)
     ours, hf = made(config), wrapped(MegasparseForCausalLM, config)
     tokens = random_tokens(2, LENGTH)
@@ -45,7 +45,7 @@ def test_a_decoders_logits_tell_the_token_after_each_position(name):
 
 
 @pytest.mark.parametrize("name", all_names())
-def test_an_encoders_logits_tell_the_token_at_each_position(name):
+def test_an_encoders_logits_predict_the_token_at_each_position(name):
     config = encoder(name)
     ours, hf = made(config), wrapped(MegasparseForMaskedLM, config)
     tokens, rng = random_tokens(2, LENGTH), RngContext.evaluation(SEED, 2)
@@ -231,9 +231,7 @@ def test_training_minimises_our_own_objective(name):
     config = decoder(name, dropout=0.1, score_from=1)
     ours, hf = made(config).train(), wrapped(MegasparseForCausalLM, config).train()
     tokens = random_tokens(2, LENGTH)
-    padded = torch.cat(
-        [tokens, random_tokens(2, 1)], dim=1
-    )  # n inputs are n + 1 positions, the last one predicted by none
+    padded = torch.cat([tokens, random_tokens(2, 1)], dim=1)  # n inputs are n + 1 positions, the last predicts nothing
     mask = torch.ones_like(padded, dtype=torch.bool)
     mask[:, -1] = False
     objective, _ = ours(padded, RngContext(SEED, 0, torch.arange(2), training=True), Padding(mask))

@@ -79,7 +79,7 @@ def test_the_shards_hold_the_lines_and_a_separator_after_each_book(tmp_path: Pat
         ({"x.txt": b"a\n\0"}, "100,0,0", r"x\.txt: byte 2 is 0"),
     ],
 )
-def test_what_does_not_fit_is_told_before_anything_is_written(
+def test_what_does_not_fit_is_refused_before_anything_is_written(
     tmp_path: Path, files: dict[str, bytes], split: str, message: str
 ) -> None:
     with pytest.raises(DataError, match=message):

@@ -59,7 +59,7 @@ def test_batches_in_files_and_zips_are_their_images_in_order(tmp_path: Path) -> 
         assert about(*places) == {"downsampling": "box", "verified": []}
 
 
-def test_the_older_version_is_told_by_its_names(tmp_path: Path) -> None:
+def test_the_older_version_is_recognised_by_its_names(tmp_path: Path) -> None:
     train = {f"train_64x64/{i:04d}.png": png(image) for i, image in enumerate(TRAIN[:130])}
     valid = {f"valid_64x64/{i:04d}.png": png(image) for i, image in enumerate(VALID)}
     archives = [
@@ -133,7 +133,7 @@ def test_what_is_not_the_data_set_is_refused(tmp_path: Path, files: dict[str, ob
         ({"downsampling": "pixelrnn"}, "Leave it out: .* box"),
     ],
 )
-def test_what_the_official_files_tell_is_not_asked(tmp_path: Path, options: dict[str, str], problem: str) -> None:
+def test_options_that_official_files_decide_are_refused(tmp_path: Path, options: dict[str, str], problem: str) -> None:
     write_files(tmp_path, {"val_data.npz": batch(VALID)})
     with pytest.raises(ConfigError, match=problem):
         read_corpus("imagenet64", tmp_path, **options)

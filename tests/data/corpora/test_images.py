@@ -30,7 +30,7 @@ def numbers(found: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
-def test_folders_and_archives_tell_the_split(tmp_path: Path, mode: str) -> None:
+def test_folders_and_archives_name_the_split(tmp_path: Path, mode: str) -> None:
     files = under("train", "deep/validation/cats", "test")
     want = {"train": list(range(0, 20, 3)), "validation": list(range(1, 20, 3)), "test": list(range(2, 20, 3))}
     write_files(tmp_path / "folder", {**files, "train/labels.csv": b"x", ".hidden/x.png": b"x", "train/.x.png": b"x"})
@@ -58,11 +58,11 @@ def test_several_archives_and_folders_named_for_their_split(tmp_path: Path) -> N
         ((), None),
     ],
 )
-def test_the_first_folder_that_tells_the_split(folders: tuple[str, ...], split: str | None) -> None:
+def test_the_first_folder_that_names_a_split(folders: tuple[str, ...], split: str | None) -> None:
     assert images.split_named(folders) == split
 
 
-def test_a_permutation_shares_out_what_nothing_tells(tmp_path: Path) -> None:
+def test_a_permutation_shares_out_images_of_no_named_split(tmp_path: Path) -> None:
     place = write_files(tmp_path / "photos", FILES)
     found = {name: numbers(found) for name, found in read_corpus("images", place, split="50,25,25").items()}
     assert {name: len(each) for name, each in found.items()} == {"train": 10, "validation": 5, "test": 5}

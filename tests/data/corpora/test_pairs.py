@@ -115,7 +115,7 @@ def test_segments_are_of_whole_sentences_and_fit() -> None:
     assert {len(next(iter(segments(five, 10, Words(0, str(i)))))[0]) for i in range(60)} == {2, 4, 6, 8}
 
 
-def test_lengths_of_sentences_do_not_tell_the_order() -> None:
+def test_lengths_of_sentences_do_not_predict_the_order() -> None:
     """The two outermost of exchangeable sentences of a record are alike; filled up to the brim they are not."""
     rng = np.random.default_rng(1)
     outer = []

@@ -112,7 +112,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     assert peak < 10_000_000
 
 
-def test_files_are_told_apart_and_empty_ones_left_out(tmp_path: Path) -> None:
+def test_files_are_kept_apart_and_empty_ones_left_out(tmp_path: Path) -> None:
     (tmp_path / "in" / "b").mkdir(parents=True)
     (tmp_path / "in" / "b" / "x.txt").write_text("one")
     (tmp_path / "in" / "a.txt.gz").write_bytes(gzip.compress(b"two"))
@@ -163,7 +163,7 @@ def test_the_first_byte_that_is_not_utf8(tmp_path: Path, content: bytes, offset:
             source.require_text()
 
 
-def test_zeros_are_told(tmp_path: Path) -> None:
+def test_zeros_are_reported(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x" * (1 << 20) + b"ab\0\0")
     source = open_source(tmp_path / "x")
     source.require_text()
