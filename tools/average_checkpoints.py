@@ -19,8 +19,7 @@ from torch import Tensor
 
 from megasparse.errors import CheckpointError, report_user_errors
 from megasparse.evaluation.arguments import positive
-from megasparse.hub.importing import refuse_existing
-from megasparse.hub.output_folder import appearing
+from megasparse.hub.output_folder import appearing, refuse_existing
 from megasparse.tasks.start import FOLDER
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment
 from megasparse.training.checkpoints.identity import versions

@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = build_parser().parse_args(arguments)
     require_transformers()
     from megasparse.hub.hf_model import HFModel
-    from megasparse.hub.importing import refuse_existing, turned, write_checkpoint
+    from megasparse.hub.importing import turned, write_checkpoint
+    from megasparse.hub.output_folder import refuse_existing
 
     refuse_existing(given.output)
     foreign = HFModel.open(given.model)

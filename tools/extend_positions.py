@@ -21,7 +21,8 @@ from megasparse.config.command_line import checkpoint_parser
 from megasparse.config.load import build_config
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, report_user_errors
-from megasparse.hub.importing import refuse_existing, write_checkpoint
+from megasparse.hub.importing import write_checkpoint
+from megasparse.hub.output_folder import refuse_existing
 from megasparse.model.build import empty_model
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 

@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
+from megasparse.data.corpora.cutting import grouped
 from megasparse.data.encoding import Encoded, Encoder
 from megasparse.errors import ConfigError, UserError
 
@@ -40,7 +41,7 @@ class Workers:
             yield from map(self._encoder.encode, pieces)
             return
         waiting: deque[Future[list[Encoded] | Refused]] = deque()
-        for batch in _batches(pieces):
+        for batch in grouped(pieces, BATCH_BYTES, BATCH_PIECES):
             waiting.append(self._submit(batch))
             if len(waiting) == 2 * self._count:
                 yield from _result(waiting.popleft())
@@ -68,19 +69,6 @@ class Refused(NamedTuple):
     kind: type[UserError]
     message: str
     entries: dict[str, Any]
-
-
-def _batches(pieces: Iterable[bytes]) -> Iterator[list[bytes]]:
-    batch: list[bytes] = []
-    size = 0
-    for piece in pieces:
-        if batch and (size + len(piece) > BATCH_BYTES or len(batch) == BATCH_PIECES):
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        size += len(piece)
-    if batch:
-        yield batch
 
 
 def _result(task: "Future[list[Encoded] | Refused]") -> list[Encoded]:

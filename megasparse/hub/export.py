@@ -16,9 +16,8 @@ from megasparse.errors import HubError
 from megasparse.hub.card import card
 from megasparse.hub.compare import TOLERANCE, compared_length, first_difference, our_outputs, padded
 from megasparse.hub.formats import Exported, Format, comparable, format_named
-from megasparse.hub.importing import refuse_existing
 from megasparse.hub.megasparse_format import exported_class
-from megasparse.hub.output_folder import appearing
+from megasparse.hub.output_folder import appearing, refuse_existing
 from megasparse.hub.tensor_file import INDEX, WEIGHTS
 from megasparse.hub.tokenizer_files import Files
 from megasparse.model.build import build_model, empty_model

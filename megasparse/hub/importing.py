@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
@@ -125,9 +124,3 @@ def _fragments(config: Config, tensors: Mapping[str, Callable[[], Tensor]]) -> l
 def _identity(name: str) -> dict[str, str]:
     tokenizer = build_tokenizer(name)
     return {"name": tokenizer.name, "sha256": tokenizer.sha256}
-
-
-def refuse_existing(output: Path) -> None:
-    """Raise HubError where there is something of this name."""
-    if os.path.lexists(output):
-        raise HubError(output, "exists already", "Give the name of a new folder")

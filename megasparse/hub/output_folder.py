@@ -11,14 +11,19 @@ from megasparse.data.files import sync_folder
 from megasparse.errors import HubError
 
 
+def refuse_existing(output: Path) -> None:
+    """Raise HubError where there is something of this name."""
+    if os.path.lexists(output):
+        raise HubError(output, "exists already", "Give the name of a new folder")
+
+
 @contextmanager
 def appearing(output: Path) -> Iterator[Path]:
     """A folder to fill, which gets the name `output` when the block ends, on disk by then, and vanishes when it fails.
 
     Raises HubError where `output` exists or cannot be written.
     """
-    if os.path.lexists(output):
-        raise HubError(output, "exists already", "Give the name of a new folder")
+    refuse_existing(output)
     temporary = output.with_name(f".{output.name}-{uuid.uuid4().hex}")
     try:
         temporary.mkdir(parents=True)

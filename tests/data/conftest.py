@@ -1,22 +1,24 @@
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from megasparse.data import fetching, urls
 from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
 from megasparse.data.prepare import prepare
+from megasparse.data.shard_cache import ShardCache
+from tests.data.folders import ramp, write_folder
+from tests.helpers.shard_server import serving
 
 
 @pytest.fixture
-def corpus() -> bytes:
+def corpus():
     """7,013 bytes, every byte value among them, no two stretches alike."""
     return random.Random(0).randbytes(7013)
 
 
 @pytest.fixture
-def make_index(tmp_path: Path) -> Callable[..., Index]:
+def make_index(tmp_path):
     """Prepares bytes as the corpus `text`, all in one split unless asked otherwise, in TMP/data."""
 
     def make(text: bytes, sample_bytes: int = 100, shard_bytes: int = 1000, split: str = "100,0,0") -> Index:
@@ -34,3 +36,30 @@ def make_index(tmp_path: Path) -> Callable[..., Index]:
         return Index.load(output)
 
     return make
+
+
+@pytest.fixture
+def impatient(monkeypatch, request):
+    """Short limits where a server is to stall, long ones elsewhere: a busy machine is no stall."""
+    faults = getattr(request.node, "callspec", None) and request.node.callspec.params.get("faults", ())
+    monkeypatch.setattr(urls, "STALL_SECONDS", 0.4 if "stall" in (faults or ()) else 20.0)
+    monkeypatch.setattr(fetching, "LONGEST_PAUSE", 0.01)
+    yield
+    urls._s3.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Six shards of about 9,000 bytes, no two alike."""
+    return write_folder(tmp_path / "data", [ramp(3000 + 90 * k, 7 * k, 11 + k) % 256 for k in range(6)])
+
+
+@pytest.fixture
+def server(folder):
+    with serving(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return ShardCache(tmp_path / "cache")

@@ -4,15 +4,19 @@ import hashlib
 import io
 import json
 import tarfile
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from megasparse.data.batches import TrainingBatches
+from megasparse.data.batches import Step, TrainingBatches
 from megasparse.data.index import Index
+from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers.byte import ByteTokenizer
 
 
@@ -85,3 +89,21 @@ def batches(folders: Sequence[tuple[Index, float]], **changes: Any) -> TrainingB
         "prefetch": 0,
     }
     return TrainingBatches(folders, "train", **{**settings, **changes})
+
+
+def take(data: TrainingBatches, steps: int) -> list[Step]:
+    with data:
+        return [next(data) for _ in range(steps)]
+
+
+def everything(index: Index) -> torch.Tensor:
+    """All tokens of the split `train`."""
+    with closing(EvaluationStream(index, "train")) as stream:
+        return stream.read(0, stream.tokens)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -3,7 +3,6 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,21 +14,15 @@ from megasparse.data.index_file import IndexFile, Shard, Split, TokenizerEntry
 from megasparse.data.order import Order
 from megasparse.data.reader import ShardReader
 from megasparse.errors import ConfigError, DataError
-from tests.conftest import Report
 from tests.data.damages import HARMS
 from tests.data.folders import batches as mixed
+from tests.data.folders import take, wait_until
 
-Make = Callable[..., Index]
 T = 30  # 33 sequences in each of seven shards of 1,000 tokens, none in the last of 13: 231 an epoch
 
 
 def batches(index: Index, **changes: Any) -> TrainingBatches:
     return mixed([(index, 1.0)], **changes)
-
-
-def take(data: TrainingBatches, steps: int) -> list[Step]:
-    with data:
-        return [next(data) for _ in range(steps)]
 
 
 def content(steps: list[Step]) -> list[tuple[int, list[list[int]], list[list[int]]]]:
@@ -41,7 +34,7 @@ def content(steps: list[Step]) -> list[tuple[int, list[list[int]], list[list[int
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro_batch", [1, 3])
-def test_D8_ranks_share_the_global_batch(make_index: Make, corpus: bytes, world_size: int, micro_batch: int) -> None:
+def test_D8_ranks_share_the_global_batch(make_index, corpus, world_size, micro_batch):
     index = make_index(corpus)
     order = Order([shard.tokens for shard in index.split("train").shards], T, 3, 2)
     ranks = [
@@ -66,7 +59,7 @@ def test_D8_ranks_share_the_global_batch(make_index: Make, corpus: bytes, world_
         assert sorted(seen) == list(range(s * 36, s * 36 + 36))
 
 
-def test_D8_an_epoch_has_each_sequence_once_and_the_next_follows_inside_a_step(make_index: Make, corpus: bytes) -> None:
+def test_D8_an_epoch_has_each_sequence_once_and_the_next_follows_inside_a_step(make_index, corpus):
     data = batches(make_index(corpus), global_batch=10)
     assert (data.sequences_per_epoch, data.unused_tokens) == (231, 7013 - 231 * T)
     rows = [bytes(b.tokens.flatten().tolist()) for step in take(data, 47) for b in step.micro_batches]
@@ -76,9 +69,7 @@ def test_D8_an_epoch_has_each_sequence_once_and_the_next_follows_inside_a_step(m
 
 
 @pytest.mark.parametrize("micro_batches", [(1, 1, 1), (1, 3, 7), (7, 2, 3)])
-def test_R3_from_two_ranks_to_one_and_back_inside_an_epoch(
-    make_index: Make, corpus: bytes, micro_batches: tuple[int, ...]
-) -> None:
+def test_R3_from_two_ranks_to_one_and_back_inside_an_epoch(make_index, corpus, micro_batches):
     """231 sequences in 5.5 steps of 42: the epoch ends inside a step."""
     index, order = make_index(corpus), Order([1000] * 7 + [13], T, 3, 2)
     position, global_batches, consumed = 0, [], []
@@ -105,30 +96,13 @@ def test_R3_from_two_ranks_to_one_and_back_inside_an_epoch(
     ]
 
 
-def test_R3_another_number_of_ranks_in_mid_epoch_goes_on_where_the_last_stopped(
-    make_index: Make, corpus: bytes
-) -> None:
-    index = make_index(corpus)
-    position, rows = 0, {}
-    for world_size, steps in [(2, 3), (1, 2), (4, 5), (3, 12)]:
-        ranks = [take(batches(index, rank=r, world_size=world_size, start=position), steps) for r in range(world_size)]
-        for step in (step for steps_of_rank in ranks for step in steps_of_rank):
-            for batch in step.micro_batches:
-                assert int(batch.samples) not in rows
-                rows[int(batch.samples)] = batch.tokens
-        position = ranks[0][-1].position
-    whole = [b.tokens for step in take(batches(index), 22) for b in step.micro_batches]
-    assert sorted(rows) == list(range(22 * 12))
-    assert all(torch.equal(rows[i], whole[i]) for i in rows)
-
-
 @pytest.mark.parametrize("prefetch", [1, 2, 7])
-def test_R4_prefetch_changes_nothing(make_index: Make, corpus: bytes, prefetch: int) -> None:
+def test_R4_prefetch_changes_nothing(make_index, corpus, prefetch):
     index = make_index(corpus)
     assert content(take(batches(index, prefetch=prefetch), 30)) == content(take(batches(index), 30))
 
 
-def test_R4_prefetch_may_change_at_each_resume(make_index: Make, corpus: bytes) -> None:
+def test_R4_prefetch_may_change_at_each_resume(make_index, corpus):
     index = make_index(corpus)
     steps: list[Step] = []
     for prefetch in (0, 1, 2, 7, 0, 2):
@@ -137,23 +111,14 @@ def test_R4_prefetch_may_change_at_each_resume(make_index: Make, corpus: bytes) 
     assert content(steps) == content(take(batches(index), 30))
 
 
-def test_prefetch_hides_the_reading(make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    index, read = make_index(corpus), ShardReader.read
-
-    def slow(*arguments: Any) -> torch.Tensor:
-        time.sleep(0.01)
-        return read(*arguments)
-
-    monkeypatch.setattr(ShardReader, "read", slow)
-    assert all(step.wait_seconds >= 0.12 for step in take(batches(index), 3))
-    with batches(index, prefetch=2) as data:
-        assert next(data).wait_seconds >= 0.12
-        time.sleep(0.4)
-        assert next(data).wait_seconds < 0.06
+def test_steps_are_read_ahead_while_the_loop_computes(make_index, corpus):
+    with batches(make_index(corpus), prefetch=2) as data:
+        next(data)
+        wait_until(data._queue.full)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_D7_a_read_error_reaches_the_loop_each_time_it_asks(make_index: Make, corpus: bytes, prefetch: int) -> None:
+def test_D7_a_read_error_reaches_the_loop_each_time_it_asks(make_index, corpus, prefetch):
     index = make_index(corpus)
     path = index.directory / "train-000002.tar"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
@@ -166,23 +131,24 @@ def test_D7_a_read_error_reaches_the_loop_each_time_it_asks(make_index: Make, co
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
-@pytest.mark.parametrize("pause", [0.0, 0.3], ids=["while it reads", "while it waits for room"])
-def test_close_ends_the_thread(make_index: Make, corpus: bytes, taken: int, pause: float) -> None:
+@pytest.mark.parametrize("full", [False, True], ids=["while it reads", "while it waits for room"])
+def test_close_ends_the_thread(make_index, corpus, taken, full):
     before = threading.active_count()
     data = batches(make_index(corpus), prefetch=2)
     for _ in range(taken):
         next(data)
-    time.sleep(pause)
+    if full and taken:
+        wait_until(data._queue.full)
     closing = threading.Thread(target=data.close, daemon=True)
     closing.start()
-    closing.join(5)
+    closing.join(60)
     assert threading.active_count() == before
     data.close()
     with pytest.raises(StopIteration):
         next(data)
 
 
-def test_a_global_batch_that_does_not_divide_names_the_key_and_a_value(make_index: Make, corpus: bytes) -> None:
+def test_a_global_batch_that_does_not_divide_names_the_key_and_a_value(make_index, corpus):
     refused = r"training\.global_batch: 12 is not a multiple of .*2 × 4. Set it to (8|16), .* of ranks: 1, 2, 3, 6$"
     with pytest.raises(ConfigError, match=refused):
         batches(make_index(corpus), micro_batch=2, world_size=4)
@@ -193,14 +159,14 @@ def test_a_global_batch_that_does_not_divide_names_the_key_and_a_value(make_inde
         batches(make_index(corpus), micro_batch=2, world_size=8, part=(0, 2))
 
 
-def test_a_sequence_longer_than_every_shard_names_the_key(make_index: Make, corpus: bytes) -> None:
+def test_a_sequence_longer_than_every_shard_names_the_key(make_index, corpus):
     index = make_index(corpus)
     with pytest.raises(ConfigError, match=r"data\.sequence_length: 1001 tokens, .*\"train\".* at most 1000"):
         batches(index, sequence_length=1001)
     assert batches(index, sequence_length=1000).sequences_per_epoch == 7
 
 
-def test_D8_fewer_shards_than_ranks(make_index: Make, corpus: bytes) -> None:
+def test_D8_fewer_shards_than_ranks(make_index, corpus):
     """One shard of 7 sequences, 12 a step on 4 ranks: every rank has its share, each epoch every sequence once."""
     index = make_index(corpus[:215], sample_bytes=10)
     assert len(index.split("train").shards) == 1
@@ -217,7 +183,7 @@ def test_D8_fewer_shards_than_ranks(make_index: Make, corpus: bytes) -> None:
         assert sorted(rows[i] for i in range(epoch * 7, epoch * 7 + 7)) == sorted(windows)
 
 
-def test_D8_an_epoch_of_one_sequence(make_index: Make, corpus: bytes) -> None:
+def test_D8_an_epoch_of_one_sequence(make_index, corpus):
     data = batches(make_index(corpus[:T]), global_batch=4)
     assert {bytes(b.tokens[0].tolist()) for step in take(data, 3) for b in step.micro_batches} == {corpus[:T]}
 
@@ -243,7 +209,7 @@ def is_damaged(shard: int, sequence: int) -> bool:
     return shard == 1 or (shard == 4 and sequence * T + T > 500)
 
 
-def test_D7_damaged_sequences_are_replaced_and_the_ranks_keep_their_steps(make_index: Make, corpus: bytes) -> None:
+def test_D7_damaged_sequences_are_replaced_and_the_ranks_keep_their_steps(make_index, corpus):
     index, order = harm(make_index(corpus)), Order([1000] * 7 + [13], T, 3, 2)
     windows = {corpus[s * 1000 + i * T :][:T]: (s, i) for s in range(7) for i in range(33)}
     for world_size in (1, 2, 4):
@@ -267,7 +233,7 @@ def test_D7_damaged_sequences_are_replaced_and_the_ranks_keep_their_steps(make_i
             assert counts == found and rank.corpora[0].damage.samples == 16
 
 
-def test_D7_ranks_that_share_a_sequence_replace_it_together(make_index: Make, corpus: bytes) -> None:
+def test_D7_ranks_that_share_a_sequence_replace_it_together(make_index, corpus):
     """Each has damage of its own part to see, and takes the same other sequence as all; the first one counts it."""
     index = harm(make_index(corpus))
     whole, *parts = (take(batches(index, max_damaged=0.3, part=part), 40) for part in ((0, 1), (0, 3), (1, 3), (2, 3)))
@@ -278,7 +244,7 @@ def test_D7_ranks_that_share_a_sequence_replace_it_together(make_index: Make, co
             assert torch.equal(torch.cat([piece.tokens for piece in pieces], dim=1), batch.tokens)
 
 
-def test_R3_R4_substitutes_do_not_depend_on_ranks_prefetch_or_history(make_index: Make, corpus: bytes) -> None:
+def test_R3_R4_substitutes_do_not_depend_on_ranks_prefetch_or_history(make_index, corpus):
     index = harm(make_index(corpus))
 
     def rows(**options: Any) -> dict[int, list[int]]:
@@ -296,7 +262,7 @@ def test_R3_R4_substitutes_do_not_depend_on_ranks_prefetch_or_history(make_index
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_D3_too_much_damage_ends_the_run_with_the_counts(make_index: Make, corpus: bytes, prefetch: int) -> None:
+def test_D3_too_much_damage_ends_the_run_with_the_counts(make_index, corpus, prefetch):
     index = harm(make_index(corpus))
     with batches(index, max_damaged=0.2, prefetch=prefetch) as data:
         for _ in range(2):
@@ -304,28 +270,13 @@ def test_D3_too_much_damage_ends_the_run_with_the_counts(make_index: Make, corpu
                 take(data, 40)
 
 
-def test_D1_without_a_limit_the_first_damage_is_an_error(make_index: Make, corpus: bytes) -> None:
-    with batches(harm(make_index(corpus))) as data:
-        with pytest.raises(DataError, match=r"train-00000[1245]\.tar: this shard"):
-            take(data, 40)
-        assert data.damage() == {}
-
-
-def test_D7_nothing_left_is_an_error_not_a_hang(make_index: Make, corpus: bytes) -> None:
+def test_D7_nothing_left_is_an_error_not_a_hang(make_index, corpus):
     index = make_index(corpus)
     for shard in index.split("train").shards:
         index.path(shard).unlink()
     data = batches(Index.load(index.directory, tolerant=True), max_damaged=1.0, prefetch=1)
     with data, pytest.raises(DataError, match='no sequence of "train" is undamaged'):
         next(data)
-
-
-def test_D7_a_replaced_index_has_another_fingerprint(make_index: Make, corpus: bytes) -> None:
-    before = make_index(corpus)
-    for path in before.directory.iterdir():
-        path.unlink()
-    after = make_index(corpus[:-1] + b"!")
-    assert Index.load(after.directory, tolerant=True).fingerprint != before.fingerprint
 
 
 # Reads that take their time
@@ -338,62 +289,39 @@ class Slow:
         monkeypatch.setattr(os, "preadv", lambda *arguments: self.go.wait(60) and preadv(*arguments))
 
 
-def test_D7_waiting_for_slow_data_can_be_stopped_and_nothing_is_lost(
-    make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_D7_waiting_for_slow_data_can_be_stopped_and_nothing_is_lost(make_index, corpus, monkeypatch):
     index = make_index(corpus)
     want = content(take(batches(index), 5))
     slow, asked = Slow(monkeypatch), threading.Event()
     with batches(index, prefetch=1, stop_waiting=asked.is_set) as data:
         threading.Timer(0.3, asked.set).start()
-        began = time.perf_counter()
         for _ in range(3):
             with pytest.raises(WaitingStopped):
                 next(data)
-        assert 0.3 <= time.perf_counter() - began < 1.5
+            assert asked.is_set()
         slow.go.set()
-        time.sleep(0.3)
+        wait_until(data._queue.full)
         assert content([next(data)]) == want[:1]  # what is there is given, whatever is asked
         asked.clear()
         assert content([next(data) for _ in range(4)]) == want[1:]
 
 
-def test_D7_close_does_not_wait_for_a_read_that_never_returns(
-    make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_D7_close_does_not_wait_for_a_read_that_never_returns(make_index, corpus, monkeypatch):
     index = make_index(corpus)
     slow = Slow(monkeypatch)
     data = batches(index, prefetch=1, stop_waiting=lambda: True)
     with pytest.raises(WaitingStopped):
         next(data)
-    began = time.perf_counter()
     data.close()
-    assert time.perf_counter() - began < 2
-    assert data.corpora[0]._reader._open  # the thread may still use its files
+    assert not slow.go.is_set() and data.corpora[0]._reader._open  # the thread may still use its files
     slow.go.set()
-    time.sleep(0.3)
+    data._thread.join(60)
     data.close()
     assert not data.corpora[0]._reader._open
 
 
-def test_D7_a_dripping_disk_gives_the_same(make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each read takes 5 ms: slower steps, and nothing else."""
-    index = make_index(corpus)
-    want = content(take(batches(index), 3))
-    preadv = os.preadv
-
-    def drip(*arguments: Any) -> int:
-        time.sleep(0.005)
-        return preadv(*arguments)
-
-    monkeypatch.setattr(os, "preadv", drip)
-    assert content(take(batches(index, prefetch=2, max_damaged=0.5), 3)) == want
-
-
 @pytest.mark.soak
-def test_R6_the_first_batch_comes_as_soon_late_in_an_epoch_as_early(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, figures: Report
-) -> None:
+def test_R6_the_first_batch_comes_as_soon_late_in_an_epoch_as_early(monkeypatch, tmp_path, figures):
     """2,000 shards of 2,048 samples, 268 GB of text: the positions are computed, the reading itself is left out."""
     shard = Shard(file="x.tar", samples=2048, tokens=2048 * 65_536, bytes=1 << 28, sha256="0" * 64)
     shards = tuple(shard.model_copy(update={"file": f"x{i}.tar"}) for i in range(2000))

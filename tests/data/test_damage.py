@@ -16,10 +16,8 @@ from megasparse.data.index import Index
 from megasparse.data.members import NO_CHECKSUMS, Run
 from megasparse.data.reader import EvaluationStream, ShardReader
 from megasparse.errors import DataError
-from tests.conftest import Report
 from tests.data.damages import HARMS, HOSTILE, STRUCTURE, edit, without_crc32
 
-Make = Callable[..., Index]
 THIRD = "train-000003.tar"
 
 
@@ -68,9 +66,7 @@ def vouch(index: Index, file: str) -> None:
     [*((harm, False) for harm in HARMS), *((harm, True) for harm in STRUCTURE)],
     ids=lambda value: {True: "vouched for", False: ""}.get(value, value),
 )
-def test_D1_each_sample_is_used_or_counted(
-    make_index: Make, corpus: bytes, harm: str, vouched: bool, figures: Report
-) -> None:
+def test_D1_each_sample_is_used_or_counted(make_index, corpus, harm, vouched, figures):
     """Also where the sha256 of the index is that of the damaged shard."""
     index = make_index(corpus)
     path = index.directory / THIRD
@@ -87,9 +83,7 @@ def test_D1_each_sample_is_used_or_counted(
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_D1_without_crc32_a_damaged_shard_is_passed_over_whole(
-    make_index: Make, corpus: bytes, harm: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_D1_without_crc32_a_damaged_shard_is_passed_over_whole(make_index, corpus, harm, capfd):
     index = without_crc32(make_index(corpus))
     path = index.directory / THIRD
     path.write_bytes(HARMS[harm][0](path.read_bytes()))
@@ -101,19 +95,17 @@ def test_D1_without_crc32_a_damaged_shard_is_passed_over_whole(
     ]
 
 
-def test_D1_what_is_no_layout_of_ours_is_passed_over_whole(make_index: Make, corpus: bytes) -> None:
+def test_D1_what_is_no_layout_of_ours_is_passed_over_whole(make_index, corpus):
     index = make_index(corpus)
     (index.directory / THIRD).write_bytes(b"damaged")
     for sample_bytes in (None, "100", 99, 112, True, -1, 10**30, 1.5):
-        edit(index, lambda content, size=sample_bytes: content["settings"].update(sample_bytes=size))  # type: ignore[misc]
+        edit(index, lambda content, size=sample_bytes: content["settings"].update(sample_bytes=size))
         reader = tolerant(index)
         read_all(reader, corpus)
         assert reader.damage is not None and list(reader.damage.summary()) == [THIRD]
 
 
-def test_D1_damage_is_named_once_for_each_run_of_members(
-    make_index: Make, corpus: bytes, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_D1_damage_is_named_once_for_each_run_of_members(make_index, corpus, capfd):
     index = make_index(corpus)
     path = index.directory / THIRD
     tar = bytearray(path.read_bytes())
@@ -134,7 +126,7 @@ def test_D1_damage_is_named_once_for_each_run_of_members(
     ]
 
 
-def test_D1_at_most_twenty_lines(make_index: Make, corpus: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+def test_D1_at_most_twenty_lines(make_index, corpus, capfd):
     index = make_index(corpus, shard_bytes=10_000)
     damage, shard = Damage(index, "train", 1.0), index.split("train").shards[0]
     damage.add(shard, [Run(i, i + 1, i, "x") for i in range(0, 30, 2)])
@@ -146,7 +138,7 @@ def test_D1_at_most_twenty_lines(make_index: Make, corpus: bytes, capfd: pytest.
     assert capfd.readouterr().err == "" and damage.samples == 31
 
 
-def test_D1_each_sample_is_counted_once_by_many_threads(make_index: Make, corpus: bytes) -> None:
+def test_D1_each_sample_is_counted_once_by_many_threads(make_index, corpus):
     index = make_index(corpus, shard_bytes=10_000)
     damage, shard = Damage(index, "train", 1.0), index.split("train").shards[0]
     runs = [Run(i, i + 3, i, "x") for i in range(60)]
@@ -158,7 +150,7 @@ def test_D1_each_sample_is_counted_once_by_many_threads(make_index: Make, corpus
     assert damage.samples == 62 and damage.overlaps(shard, 61, 62) and not damage.overlaps(shard, 62, 71)
 
 
-def test_D1_evaluation_tolerates_nothing_even_after_training_did(make_index: Make, corpus: bytes) -> None:
+def test_D1_evaluation_tolerates_nothing_even_after_training_did(make_index, corpus):
     index = make_index(corpus)
     path = index.directory / THIRD
     path.write_bytes(HARMS["bit flipped in the text"][0](path.read_bytes()))
@@ -169,9 +161,7 @@ def test_D1_evaluation_tolerates_nothing_even_after_training_did(make_index: Mak
 
 
 @pytest.mark.parametrize(("limit", "harmed"), [(0.1, 7), (0.1, 8), (0.001, 1), (1.0, 71)])
-def test_D3_more_than_max_damaged_is_an_error_with_the_counts(
-    make_index: Make, corpus: bytes, limit: float, harmed: int
-) -> None:
+def test_D3_more_than_max_damaged_is_an_error_with_the_counts(make_index, corpus, limit, harmed):
     """A tenth of 71 samples is 7.1."""
     index = make_index(corpus)
     for shard in range(8):
@@ -194,9 +184,7 @@ def test_D3_more_than_max_damaged_is_an_error_with_the_counts(
         read_all(reader, corpus)
 
 
-def test_D3_ten_thousand_bad_samples_are_passed_over_fast(
-    make_index: Make, figures: Report, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_D3_ten_thousand_bad_samples_are_passed_over_fast(make_index, figures, monkeypatch):
     text = random.Random(2).randbytes(1_000_100)
     index = make_index(text, shard_bytes=1_000_000)
     path = index.directory / "train-000000.tar"
@@ -223,7 +211,7 @@ def test_D3_ten_thousand_bad_samples_are_passed_over_fast(
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_D5_D6_hostile_members_are_passed_over_and_never_written(make_index: Make, corpus: bytes, name: str) -> None:
+def test_D5_D6_hostile_members_are_passed_over_and_never_written(make_index, corpus, name):
     index = make_index(corpus)
     path = index.directory / THIRD
     tar, hostile = path.read_bytes(), HOSTILE[name]
@@ -238,9 +226,7 @@ def test_D5_D6_hostile_members_are_passed_over_and_never_written(make_index: Mak
         assert sorted(str(p) for p in index.directory.parent.rglob("*")) == before
 
 
-def test_D7_a_shard_that_is_missing_or_unreadable_is_lost_whole(
-    make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_D7_a_shard_that_is_missing_or_unreadable_is_lost_whole(make_index, corpus, monkeypatch):
     index, opened = make_index(corpus), os.open
     (index.directory / "train-000001.tar").unlink()
     (index.directory / "train-000002.tar").unlink()
@@ -266,9 +252,7 @@ def test_D7_a_shard_that_is_missing_or_unreadable_is_lost_whole(
 
 
 @pytest.mark.parametrize("event", ["deleted", "cut", "overwritten", "replaced", "broken disk"])
-def test_D7_what_happens_to_a_shard_in_use_is_counted(
-    make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch, event: str
-) -> None:
+def test_D7_what_happens_to_a_shard_in_use_is_counted(make_index, corpus, monkeypatch, event):
     reader = tolerant(make_index(corpus), open_files=1)
     path = reader.index.directory / THIRD
     assert bytes(reader.read(3, 0, 10).tolist()) == corpus[3000:3010]
@@ -300,9 +284,7 @@ def broken_from(byte: int, preadv: Callable[..., int]) -> Callable[..., int]:
     return read
 
 
-def test_D7_the_disk_breaks_while_a_shard_is_verified(
-    make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_D7_the_disk_breaks_while_a_shard_is_verified(make_index, corpus, monkeypatch):
     index, pread = make_index(corpus), os.pread
     path = index.directory / THIRD
     path.write_bytes(HARMS["bit flipped in the text"][0](path.read_bytes()))
@@ -319,7 +301,7 @@ def test_D7_the_disk_breaks_while_a_shard_is_verified(
     assert reader.damage.summary() == {THIRD: {"its crc32 differs": 1, "cannot be read: Input/output error": 2}}
 
 
-def test_D7_a_sample_once_found_damaged_stays_out(make_index: Make, corpus: bytes) -> None:
+def test_D7_a_sample_once_found_damaged_stays_out(make_index, corpus):
     reader = tolerant(make_index(corpus))
     path = reader.index.directory / THIRD
     whole = path.read_bytes()
@@ -381,17 +363,13 @@ def mutations(index: Index, corpus: bytes, cases: int, monkeypatch: pytest.Monke
     return uncounted, good
 
 
-def test_D10_no_mutation_crashes_or_loses_a_sample(
-    make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_D10_no_mutation_crashes_or_loses_a_sample(make_index, corpus, monkeypatch):
     uncounted, good = mutations(make_index(corpus[:1000]), corpus[:1000], 400, monkeypatch)
     assert uncounted == 0 and 400 < good < 3600
 
 
 @pytest.mark.soak
-def test_D10_ten_thousand_mutations(
-    make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch, figures: Report
-) -> None:
+def test_D10_ten_thousand_mutations(make_index, corpus, monkeypatch, figures):
     uncounted, good = mutations(make_index(corpus[:1000]), corpus[:1000], 10_000, monkeypatch)
     figures(shard_mutations=10_000, crashes=0, uncounted_samples=uncounted)
     assert uncounted == 0 and 10_000 < good < 90_000

@@ -2,9 +2,6 @@ import os
 import random
 import tracemalloc
 import zlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,10 +10,8 @@ from megasparse.data.tokenizers.byte import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
 from tests.data.damages import edit, without_crc32
 
-Make = Callable[..., Index]
 
-
-def test_counts_are_those_of_the_text(make_index: Make, corpus: bytes) -> None:
+def test_counts_are_those_of_the_text(make_index, corpus):
     index = make_index(corpus, split="80,10,10")
     assert [index.split(name).tokens for name in ("train", "validation", "test")] == [5610, 701, 702]
     train = index.split("train")
@@ -26,14 +21,14 @@ def test_counts_are_those_of_the_text(make_index: Make, corpus: bytes) -> None:
     index.verify()
 
 
-def test_no_data_says_how_to_prepare_it(tmp_path: Path) -> None:
+def test_no_data_says_how_to_prepare_it(tmp_path):
     with pytest.raises(DataError, match=r"python tools/prepare_data.py enwik8 --source https\S+ --output \S*/enwik8$"):
         Index.load(tmp_path / "enwik8")
     with pytest.raises(DataError, match=r"python tools/prepare_data.py text --source \S+ --output '.*my book'$"):
         Index.load(tmp_path / "my book")
 
 
-def test_an_unknown_split_names_the_known_ones(make_index: Make, corpus: bytes) -> None:
+def test_an_unknown_split_names_the_known_ones(make_index, corpus):
     with pytest.raises(DataError, match=r'index\.json: there is no split "trian" .*Did you mean "train"'):
         make_index(corpus).split("trian")
 
@@ -59,9 +54,7 @@ def test_an_unknown_split_names_the_known_ones(make_index: Make, corpus: bytes) 
         (lambda c: c["splits"].update(test=c["splits"]["train"]), r"train-000000\.tar is listed more than once"),
     ],
 )
-def test_a_wrong_entry_is_named(
-    make_index: Make, corpus: bytes, change: Callable[[dict[str, Any]], None], named: str
-) -> None:
+def test_a_wrong_entry_is_named(make_index, corpus, change, named):
     path = edit(make_index(corpus), change)
     with pytest.raises(DataError, match=named) as caught:
         Index.load(path.parent)
@@ -69,13 +62,13 @@ def test_a_wrong_entry_is_named(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
-def test_an_index_that_is_no_index(tmp_path: Path, content: bytes) -> None:
+def test_an_index_that_is_no_index(tmp_path, content):
     (tmp_path / "index.json").write_bytes(content)
     with pytest.raises(DataError, match=r"index\.json"):
         Index.load(tmp_path)
 
 
-def test_fingerprint_is_of_the_tokens_alone(make_index: Make, corpus: bytes) -> None:
+def test_fingerprint_is_of_the_tokens_alone(make_index, corpus):
     index = make_index(corpus)
     before = index.fingerprint
     edit(index, lambda c: c.update(command="another"))
@@ -87,7 +80,7 @@ def test_fingerprint_is_of_the_tokens_alone(make_index: Make, corpus: bytes) -> 
     assert Index.load(index.directory).fingerprint != before
 
 
-def test_another_tokenizer_is_refused_naming_both(make_index: Make, corpus: bytes) -> None:
+def test_another_tokenizer_is_refused_naming_both(make_index, corpus):
     index = make_index(corpus)
     index.require_tokenizer(ByteTokenizer())
     edit(index, lambda c: c["tokenizer"].update(name="words"))
@@ -95,7 +88,7 @@ def test_another_tokenizer_is_refused_naming_both(make_index: Make, corpus: byte
         Index.load(index.directory).require_tokenizer(ByteTokenizer())
 
 
-def test_crc32_is_of_each_sample(make_index: Make, corpus: bytes) -> None:
+def test_crc32_is_of_each_sample(make_index, corpus):
     shard = make_index(corpus).split("train").shards[3]
     assert shard.crc32 is not None
     assert [shard.crc32[i * 8 : i * 8 + 8] for i in range(10)] == [
@@ -103,7 +96,7 @@ def test_crc32_is_of_each_sample(make_index: Make, corpus: bytes) -> None:
     ]
 
 
-def test_an_index_of_an_earlier_version_has_no_crc32(make_index: Make, corpus: bytes) -> None:
+def test_an_index_of_an_earlier_version_has_no_crc32(make_index, corpus):
     index = make_index(corpus)
     earlier = without_crc32(index)
     assert earlier.fingerprint == index.fingerprint
@@ -112,13 +105,13 @@ def test_an_index_of_an_earlier_version_has_no_crc32(make_index: Make, corpus: b
 
 
 @pytest.mark.parametrize("crc32", ["0" * 79, "0" * 88, "g" * 80, ""])
-def test_crc32_of_another_length_or_alphabet_is_refused(make_index: Make, corpus: bytes, crc32: str) -> None:
+def test_crc32_of_another_length_or_alphabet_is_refused(make_index, corpus, crc32):
     path = edit(make_index(corpus), lambda c: c["splits"]["train"]["shards"][0].update(crc32=crc32))
     with pytest.raises(DataError, match=r"index\.json: .*crc32"):
         Index.load(path.parent)
 
 
-def test_a_tolerant_load_leaves_missing_and_resized_shards_to_the_reader(make_index: Make, corpus: bytes) -> None:
+def test_a_tolerant_load_leaves_missing_and_resized_shards_to_the_reader(make_index, corpus):
     index = make_index(corpus)
     (index.directory / "train-000001.tar").unlink()
     (index.directory / "train-000002.tar").write_bytes(b"")
@@ -134,7 +127,7 @@ VALID = (
 ).replace("SHA256", "0" * 64)
 
 
-def test_D4_the_valid_index_that_the_next_test_corrupts(tmp_path: Path) -> None:
+def test_D4_the_valid_index_that_the_next_test_corrupts(tmp_path):
     (tmp_path / "index.json").write_text(VALID)
     assert Index.load(tmp_path, tolerant=True).split("train").tokens == 5
 
@@ -179,7 +172,7 @@ def test_D4_the_valid_index_that_the_next_test_corrupts(tmp_path: Path) -> None:
     }.values(),
     ids=lambda value: None if isinstance(value, bytes) else value,
 )
-def test_D4_a_hostile_index_is_one_line_in_bounded_memory(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_D4_a_hostile_index_is_one_line_in_bounded_memory(tmp_path, content, problem):
     path = tmp_path / "index.json"
     path.write_bytes(content)
     size = len(content)
@@ -195,7 +188,7 @@ def test_D4_a_hostile_index_is_one_line_in_bounded_memory(tmp_path: Path, conten
 
 
 @pytest.mark.parametrize("kind", ["huge", "fifo", "folder", "device"])
-def test_D4_what_cannot_be_an_index_is_not_even_read(tmp_path: Path, kind: str) -> None:
+def test_D4_what_cannot_be_an_index_is_not_even_read(tmp_path, kind):
     path = tmp_path / "index.json"
     if kind == "huge":
         path.touch()
@@ -216,7 +209,7 @@ def test_D4_what_cannot_be_an_index_is_not_even_read(tmp_path: Path, kind: str) 
     tracemalloc.stop()
 
 
-def test_D4_no_mutation_of_an_index_crashes(make_index: Make, corpus: bytes) -> None:
+def test_D4_no_mutation_of_an_index_crashes(make_index, corpus):
     path = make_index(corpus, shard_bytes=3000).directory / "index.json"
     valid = path.read_bytes()
     draw = random.Random(0)
@@ -249,7 +242,7 @@ def test_D4_no_mutation_of_an_index_crashes(make_index: Make, corpus: bytes) -> 
     assert refused > 500
 
 
-def test_D6_a_pipe_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_D6_a_pipe_is_no_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="there is no data here"):
         Index.load("pipe:touch marker")

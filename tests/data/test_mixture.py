@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from megasparse.data import reader
-from megasparse.data.batches import Step, TrainingBatches
+from megasparse.data.batches import Step
 from megasparse.data.index import Index
 from megasparse.data.mixture import BLOCK, Mixture
 from megasparse.data.order import SHARDS, permutation
 from megasparse.errors import ConfigError, DataError
-from tests.data.folders import batches, ramp, read_folder, write_folder
+from tests.data.folders import batches, ramp, read_folder, take, write_folder
 
 T = 30
 WEIGHTS = [
@@ -32,7 +32,7 @@ WEIGHTS = [
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_after_each_block_every_corpus_has_had_its_part(weights: list[float]) -> None:
+def test_after_each_block_every_corpus_has_had_its_part(weights):
     mixture, total = Mixture(weights, 0), sum(map(Fraction, weights))
     before = [0] * len(weights)
     for blocks in [*range(300), 10**6, 10**6 + 1, 10**15]:
@@ -45,7 +45,7 @@ def test_after_each_block_every_corpus_has_had_its_part(weights: list[float]) ->
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_each_corpus_gets_numbers_of_its_own_each_once_and_in_order(weights: list[float]) -> None:
+def test_each_corpus_gets_numbers_of_its_own_each_once_and_in_order(weights):
     mixture = Mixture(weights, 5)
     places = [mixture.locate(sample) for sample in range(10 * BLOCK)]
     for block in range(10):
@@ -59,7 +59,7 @@ def test_each_corpus_gets_numbers_of_its_own_each_once_and_in_order(weights: lis
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_any_prefix_is_near_its_part(weights: list[float]) -> None:
+def test_any_prefix_is_near_its_part(weights):
     mixture, total = Mixture(weights, 1), sum(weights)
     counts: Counter[int] = Counter()
     for sample in range(5 * BLOCK):
@@ -70,7 +70,7 @@ def test_any_prefix_is_near_its_part(weights: list[float]) -> None:
             assert abs(counts[corpus] - part * (sample + 1)) <= len(weights) / 2 + 3 * deviation
 
 
-def test_a_place_needs_no_history() -> None:
+def test_a_place_needs_no_history():
     weights = [0.5, 0.2, 0.3]
     straight = Mixture(weights, 2)
     want = [straight.locate(sample) for sample in range(4 * BLOCK)]
@@ -80,7 +80,7 @@ def test_a_place_needs_no_history() -> None:
         assert Mixture(weights, 2).locate(sample) == jumping.locate(sample) == want[sample]
 
 
-def test_the_permutation_is_another_for_each_seed_and_block_and_the_orders_are_not_its() -> None:
+def test_the_permutation_is_another_for_each_seed_and_block_and_the_orders_are_not_its():
     def block(seed: int, number: int) -> tuple[int, ...]:
         mixture = Mixture([1, 1], seed)
         return tuple(mixture.locate(number * BLOCK + place)[0] for place in range(BLOCK))
@@ -94,7 +94,7 @@ def test_the_permutation_is_another_for_each_seed_and_block_and_the_orders_are_n
     assert block(0, 0) != tuple(shards.astype(int).tolist())
 
 
-def test_a_far_place_takes_one_permutation_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_far_place_takes_one_permutation_of_a_block(monkeypatch):
     from megasparse.data import mixture as module
 
     sizes: list[int] = []
@@ -114,7 +114,7 @@ def test_a_far_place_takes_one_permutation_of_a_block(monkeypatch: pytest.Monkey
 
 # Two folders: of the first an epoch has 23 sequences, of the second 66. No token is in both.
 @pytest.fixture
-def folders(tmp_path: Path) -> list[Path]:
+def folders(tmp_path):
     small = [ramp(300, 0), ramp(399, 300)]
     large = [ramp(1000, 10_000), ramp(1000, 20_000)]
     return [write_folder(tmp_path / "small", small, width=2), write_folder(tmp_path / "large", large, width=2)]
@@ -133,12 +133,7 @@ def rows(steps: list[Step]) -> dict[int, list[int]]:
     }
 
 
-def take(data: TrainingBatches, steps: int) -> list[Step]:
-    with data:
-        return [next(data) for _ in range(steps)]
-
-
-def test_each_corpus_has_epochs_of_its_own_and_in_each_every_sequence_once(folders: list[Path]) -> None:
+def test_each_corpus_has_epochs_of_its_own_and_in_each_every_sequence_once(folders):
     """Twice as many of the smaller one: nine of its epochs in three of the larger."""
     data = batches(opened(folders))
     assert (data.sequences_per_epoch, data.unused_tokens) == (23 + 66, 9 + 20)
@@ -158,7 +153,7 @@ def test_each_corpus_has_epochs_of_its_own_and_in_each_every_sequence_once(folde
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "each epoch has another order"
 
 
-def test_each_corpus_goes_as_if_it_were_alone(folders: list[Path]) -> None:
+def test_each_corpus_goes_as_if_it_were_alone(folders):
     mixed = rows(take(batches(opened(folders)), 30))
     for (index, _), large in zip(opened(folders), (False, True), strict=True):
         alone = list(rows(take(batches([(index, 1.0)]), 30)).values())
@@ -167,9 +162,7 @@ def test_each_corpus_goes_as_if_it_were_alone(folders: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_R3_any_position_and_number_of_ranks_give_what_one_rank_gives_straight_through(
-    folders: list[Path], world_size: int
-) -> None:
+def test_R3_any_position_and_number_of_ranks_give_what_one_rank_gives_straight_through(folders, world_size):
     want = rows(take(batches(opened(folders)), 200))
     draw = random.Random(world_size)
     for position in [0, 1020, 1032, *(12 * draw.randrange(195) for _ in range(6))]:
@@ -180,7 +173,7 @@ def test_R3_any_position_and_number_of_ranks_give_what_one_rank_gives_straight_t
         assert got == {number: want[number] for number in range(position, position + 36)}
 
 
-def test_R6_the_first_batch_reads_as_much_late_as_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_R6_the_first_batch_reads_as_much_late_as_early(tmp_path, monkeypatch):
     """Twice 40 shards, mixed two at a time: what is read is a step's tokens, after the shards that they are in."""
     folders = [
         write_folder(tmp_path / str(k), [ramp(300, 20_000 * k + 300 * i) for i in range(40)], width=2) for k in (0, 1)
@@ -215,7 +208,7 @@ def corrupt(path: Path, member: int) -> None:
     path.write_bytes(raw)
 
 
-def test_damage_is_counted_and_replaced_in_its_own_corpus(folders: list[Path]) -> None:
+def test_damage_is_counted_and_replaced_in_its_own_corpus(folders):
     want = rows(take(batches(opened(folders)), 30))
     corrupt(folders[0] / "train-000000.tar", 1)
     corrupt(folders[1] / "train-000000.tar", 4)
@@ -236,7 +229,7 @@ def test_damage_is_counted_and_replaced_in_its_own_corpus(folders: list[Path]) -
     }
 
 
-def test_the_limit_of_damage_is_of_each_corpus(folders: list[Path]) -> None:
+def test_the_limit_of_damage_is_of_each_corpus(folders):
     """One of 7 samples is too much for 0.1, though it is one of 27 altogether."""
     corrupt(folders[0] / "train-000000.tar", 1)
     with pytest.raises(DataError, match=r"1 of the 7 samples of .train. are damaged .*max_damaged = 0\.1") as reported:
@@ -247,12 +240,12 @@ def test_the_limit_of_damage_is_of_each_corpus(folders: list[Path]) -> None:
     assert reported.value.path == str(folders[0] / "train-000000.tar")
 
 
-def test_a_corpus_without_one_sequence_is_named(folders: list[Path]) -> None:
+def test_a_corpus_without_one_sequence_is_named(folders):
     with pytest.raises(ConfigError, match=r"data\.sequence_length: 400 tokens, .* in .*small has 399"):
         batches(opened(folders), sequence_length=400)
 
 
-def test_all_files_are_closed_and_few_are_open(folders: list[Path]) -> None:
+def test_all_files_are_closed_and_few_are_open(folders):
     before = len(os.listdir("/proc/self/fd"))
     data = batches(opened(folders), shuffle_shards=1)
     for _ in range(10):

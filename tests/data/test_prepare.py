@@ -1,7 +1,6 @@
 import fcntl
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,13 @@ from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.errors import DataError
 
-Make = Callable[..., Index]
-
 
 def files(folder: Path) -> dict[str, bytes]:
     """Content of every file but the lock."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
 
 
-def test_plain_webdataset_reads_the_shards(make_index: Make, corpus: bytes) -> None:
+def test_plain_webdataset_reads_the_shards(make_index, corpus):
     index = make_index(corpus, split="80,10,10")
     for split, text in (("train", corpus[:5610]), ("validation", corpus[5610:6311]), ("test", corpus[6311:])):
         urls = [str(index.path(shard)) for shard in index.split(split).shards]
@@ -31,14 +28,14 @@ def test_plain_webdataset_reads_the_shards(make_index: Make, corpus: bytes) -> N
 
 
 @pytest.mark.parametrize("sample_bytes", [1, 7, 999, 10_000])
-def test_any_sample_size_gives_the_text(make_index: Make, corpus: bytes, sample_bytes: int) -> None:
+def test_any_sample_size_gives_the_text(make_index, corpus, sample_bytes):
     index = make_index(corpus, sample_bytes=sample_bytes)
     stream = EvaluationStream(index, "train")
     assert bytes(stream.read(0, stream.tokens).tolist()) == corpus
     assert all(shard.tokens <= max(1000, sample_bytes) for shard in index.split("train").shards)
 
 
-def test_shards_depend_on_the_text_alone(make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_depend_on_the_text_alone(make_index, corpus, monkeypatch):
     index = make_index(corpus)
     before = files(index.directory)
     for path in index.directory.iterdir():
@@ -48,15 +45,13 @@ def test_shards_depend_on_the_text_alone(make_index: Make, corpus: bytes, monkey
     assert files(make_index(corpus).directory) == before
 
 
-def test_no_file_is_writable_by_others(make_index: Make, corpus: bytes) -> None:
+def test_no_file_is_writable_by_others(make_index, corpus):
     folder = make_index(corpus).directory
     assert not any(path.stat().st_mode & stat.S_IWOTH for path in [folder, *folder.iterdir()])
 
 
 @pytest.mark.parametrize("crash_at", range(1, 26))
-def test_after_a_crash_at_any_replace_the_next_run_completes(
-    make_index: Make, corpus: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
-) -> None:
+def test_after_a_crash_at_any_replace_the_next_run_completes(make_index, corpus, tmp_path, monkeypatch, crash_at):
     def make() -> Index:
         return make_index(corpus, split="60,20,20", shard_bytes=700)
 
@@ -87,7 +82,7 @@ def test_after_a_crash_at_any_replace_the_next_run_completes(
     assert len(written) == len(want) - 1 - known_to_be_whole
 
 
-def test_damaged_and_missing_shards_are_written_again(make_index: Make, corpus: bytes) -> None:
+def test_damaged_and_missing_shards_are_written_again(make_index, corpus):
     folder = make_index(corpus).directory
     want = files(folder)
     (folder / "train-000001.tar").unlink()
@@ -95,13 +90,13 @@ def test_damaged_and_missing_shards_are_written_again(make_index: Make, corpus: 
     assert files(make_index(corpus).directory) == want
 
 
-def test_done_is_done(make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_done_is_done(make_index, corpus, monkeypatch):
     make_index(corpus)
     monkeypatch.setattr(os, "replace", None)  # nothing may be written
     make_index(corpus)
 
 
-def test_another_source_or_setting_is_refused(make_index: Make, corpus: bytes) -> None:
+def test_another_source_or_setting_is_refused(make_index, corpus):
     folder = make_index(corpus).directory
     want = files(folder)
     with pytest.raises(
@@ -118,7 +113,7 @@ def test_another_source_or_setting_is_refused(make_index: Make, corpus: bytes) -
         make_index(corpus)
 
 
-def test_two_at_a_time_are_refused(make_index: Make, corpus: bytes) -> None:
+def test_two_at_a_time_are_refused(make_index, corpus):
     folder = make_index(corpus).directory
     with (folder / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -126,9 +121,7 @@ def test_two_at_a_time_are_refused(make_index: Make, corpus: bytes) -> None:
             make_index(corpus)
 
 
-def test_a_full_disk_is_an_error_that_says_what_to_do(
-    make_index: Make, corpus: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_that_says_what_to_do(make_index, corpus, tmp_path, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -142,7 +135,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(
     make_index(corpus)
 
 
-def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, corpus: bytes) -> None:
+def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, corpus):
     path = tmp_path / "source.txt"
     path.write_bytes(corpus)
     source = Source.open([str(path)], None, tmp_path / "downloads")

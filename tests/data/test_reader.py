@@ -1,7 +1,6 @@
 import os
 import random
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,10 @@ from megasparse.data.index import Index
 from megasparse.data.members import find_damage
 from megasparse.data.reader import EvaluationStream, ShardFile, ShardReader
 from megasparse.errors import DataError
-from tests.conftest import Report
 from tests.data.damages import HARMS, HOSTILE, STRUCTURE, shard_of, without_crc32
 
-Make = Callable[..., Index]
 
-
-def test_any_range_of_a_shard_is_that_range_of_the_text(make_index: Make, corpus: bytes) -> None:
+def test_any_range_of_a_shard_is_that_range_of_the_text(make_index, corpus):
     reader = ShardReader(make_index(corpus), "train", open_files=2)
     draw = random.Random(1)
     for _ in range(300):
@@ -28,7 +24,7 @@ def test_any_range_of_a_shard_is_that_range_of_the_text(make_index: Make, corpus
     reader.close()
 
 
-def test_files_are_closed(make_index: Make, corpus: bytes) -> None:
+def test_files_are_closed(make_index, corpus):
     before = len(os.listdir("/proc/self/fd"))
     reader = ShardReader(make_index(corpus), "train", open_files=3)
     for shard in range(8):
@@ -41,7 +37,7 @@ def test_files_are_closed(make_index: Make, corpus: bytes) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_evaluation_stream_is_contiguous_over_shards(make_index: Make, corpus: bytes) -> None:
+def test_evaluation_stream_is_contiguous_over_shards(make_index, corpus):
     stream = EvaluationStream(make_index(corpus), "train")
     assert stream.tokens == len(corpus)
     assert bytes(stream.read(0, stream.tokens).tolist()) == corpus
@@ -72,9 +68,7 @@ ELSEWHERE = ("at byte 5120", "at byte 5120")
 
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("crc32", [True, False], ids=["crc32", "no crc32"])
-def test_D1_damage_is_an_error_that_names_shard_member_and_byte(
-    make_index: Make, corpus: bytes, harm: str, crc32: bool, figures: Report
-) -> None:
+def test_D1_damage_is_an_error_that_names_shard_member_and_byte(make_index, corpus, harm, crc32, figures):
     index = make_index(corpus) if crc32 else without_crc32(make_index(corpus))
     path = index.directory / "train-000003.tar"
     path.write_bytes(HARMS[harm][0](path.read_bytes()))
@@ -90,21 +84,21 @@ def test_D1_damage_is_an_error_that_names_shard_member_and_byte(
 
 
 @pytest.mark.parametrize("harm", [name for name in STRUCTURE if name != "zero-byte file"])
-def test_D1_damage_that_the_index_vouches_for_names_the_byte(make_index: Make, corpus: bytes, harm: str) -> None:
+def test_D1_damage_that_the_index_vouches_for_names_the_byte(make_index, corpus, harm):
     tar = (make_index(corpus).directory / "train-000003.tar").read_bytes()
     path = Path(make_index(corpus).directory / "x.tar")
     with pytest.raises(DataError, match=r"x\.tar: .*at byte \d+"):
         ShardFile(path, shard_of(path, STRUCTURE[harm][0](tar)), None)
 
 
-def test_D1_a_shard_of_another_size_is_found_at_the_start(make_index: Make, corpus: bytes) -> None:
+def test_D1_a_shard_of_another_size_is_found_at_the_start(make_index, corpus):
     index = make_index(corpus)
     os.truncate(index.directory / "train-000003.tar", 5 * 1024)
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard has 5120 bytes, index\.json says \d+"):
         Index.load(index.directory)
 
 
-def test_D7_a_missing_and_a_replaced_shard(make_index: Make, corpus: bytes) -> None:
+def test_D7_a_missing_and_a_replaced_shard(make_index, corpus):
     index = make_index(corpus)
     (index.directory / "train-000003.tar").write_bytes((index.directory / "train-000004.tar").read_bytes())
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard is damaged: its sha256"):
@@ -116,7 +110,7 @@ def test_D7_a_missing_and_a_replaced_shard(make_index: Make, corpus: bytes) -> N
         ShardReader(index, "train").read(3, 0, 10)
 
 
-def test_D7_damage_after_the_first_read_is_found(make_index: Make, corpus: bytes) -> None:
+def test_D7_damage_after_the_first_read_is_found(make_index, corpus):
     index = make_index(corpus)
     reader = ShardReader(index, "train")
     reader.read(0, 0, 10)
@@ -131,7 +125,7 @@ def test_D7_damage_after_the_first_read_is_found(make_index: Make, corpus: bytes
         reader.read(1, 500, 510)
 
 
-def test_a_shard_is_hashed_once_in_a_process(make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_is_hashed_once_in_a_process(make_index, corpus, monkeypatch):
     index = make_index(corpus)
     hashed = []
     verify = "megasparse.data.reader.verify_shard"
@@ -144,7 +138,7 @@ def test_a_shard_is_hashed_once_in_a_process(make_index: Make, corpus: bytes, mo
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_D2_D5_D6_hostile_members_are_refused(tmp_path: Path, name: str) -> None:
+def test_D2_D5_D6_hostile_members_are_refused(tmp_path, name):
     path = tmp_path / "x.tar"
     with pytest.raises(DataError, match=r"x\.tar: member 0 .*at byte 0 "):
         ShardFile(path, shard_of(path, HOSTILE[name], samples=1, tokens=100), None)
@@ -152,7 +146,7 @@ def test_D2_D5_D6_hostile_members_are_refused(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["8 GiB", "2**80"])
-def test_D2_a_claimed_size_is_never_allocated(tmp_path: Path, name: str) -> None:
+def test_D2_a_claimed_size_is_never_allocated(tmp_path, name):
     path = tmp_path / "x.tar"
     shard = shard_of(path, HOSTILE[name], samples=1, tokens=8 << 30, crc32="00000000")
     tracemalloc.start()
@@ -164,7 +158,7 @@ def test_D2_a_claimed_size_is_never_allocated(tmp_path: Path, name: str) -> None
     assert peak < 5e6
 
 
-def test_D2_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(make_index: Make, corpus: bytes) -> None:
+def test_D2_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(make_index, corpus):
     """The index and the file agree on 256 MiB (a hole): its crc32 is computed in a bounded memory."""
     index = make_index(corpus)
     path = index.directory / "x.tar"
@@ -181,7 +175,7 @@ def test_D2_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(make_index:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
-def test_D7_what_is_no_regular_file_is_refused_at_once(make_index: Make, corpus: bytes, kind: str) -> None:
+def test_D7_what_is_no_regular_file_is_refused_at_once(make_index, corpus, kind):
     index = make_index(corpus)
     path = index.directory / "train-000003.tar"
     path.unlink()
@@ -192,9 +186,7 @@ def test_D7_what_is_no_regular_file_is_refused_at_once(make_index: Make, corpus:
         ShardReader(index, "train").read(3, 0, 10)
 
 
-def test_D7_a_read_that_fails_is_an_error_that_names_the_sample(
-    make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_D7_a_read_that_fails_is_an_error_that_names_the_sample(make_index, corpus, monkeypatch):
     reader = ShardReader(make_index(corpus), "train")
     reader.read(3, 0, 10)
 
@@ -206,7 +198,7 @@ def test_D7_a_read_that_fails_is_an_error_that_names_the_sample(
         reader.read(3, 250, 260)
 
 
-def test_D7_a_shard_that_may_not_be_read(make_index: Make, corpus: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_D7_a_shard_that_may_not_be_read(make_index, corpus, monkeypatch):
     reader, refuse = ShardReader(make_index(corpus), "train"), os.open
 
     def guarded(path: str, *arguments: int, **named: int) -> int:
@@ -219,7 +211,7 @@ def test_D7_a_shard_that_may_not_be_read(make_index: Make, corpus: bytes, monkey
         reader.read(3, 0, 10)
 
 
-def test_D10_no_mutation_crashes_or_loses_tokens(make_index: Make, corpus: bytes) -> None:
+def test_D10_no_mutation_crashes_or_loses_tokens(make_index, corpus):
     index = make_index(corpus)
     tar = (index.directory / "train-000000.tar").read_bytes()
     draw = random.Random(0)

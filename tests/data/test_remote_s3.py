@@ -1,26 +1,24 @@
 """Folders of shards in a bucket, by s3fs: on an endpoint that fails on request, and on moto's."""
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import s3fs
 import torch
 
-from megasparse.data import fetching, urls
 from megasparse.data.index import Index
-from megasparse.data.reader import EvaluationStream, ShardReader
+from megasparse.data.reader import ShardReader
 from megasparse.data.shard_cache import ShardCache
 from megasparse.errors import DataError
-from tests.data.folders import ramp, write_folder
-from tests.helpers.shard_server import ShardServer, serving
+from tests.data.folders import everything, ramp, write_folder
+from tests.helpers.shard_server import serving
 
+pytestmark = pytest.mark.usefixtures("impatient")
 SECOND = "train-000001.tar"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return write_folder(tmp_path / "data", [ramp(30_000 + 900 * k, 7 * k, 11 + k) % 256 for k in range(3)])
 
 
@@ -33,18 +31,8 @@ def environment(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
         monkeypatch.setenv(name, "/nonexistent")
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Short limits where a server is to stall, long ones elsewhere: a busy machine is no stall."""
-    faults = getattr(request.node, "callspec", None) and request.node.callspec.params.get("faults", ())
-    monkeypatch.setattr(urls, "STALL_SECONDS", 0.5 if "stall" in (faults or ()) else 20.0)
-    monkeypatch.setattr(fetching, "LONGEST_PAUSE", 0.01)
-    yield
-    urls._s3.cache_clear()
-
-
 @pytest.fixture
-def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
+def server(folder, monkeypatch):
     """Answers of an S3-compatible server to HEAD and GET of an object, and nothing more of S3."""
     s3fs.S3FileSystem.clear_instance_cache()
     with serving(folder) as server:
@@ -52,19 +40,12 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServe
         yield server
 
 
-def everything(index: Index) -> torch.Tensor:
-    stream = EvaluationStream(index, "train")
-    return stream.read(0, stream.tokens)
-
-
 @pytest.mark.parametrize(
     "faults",
     [[], [500, 503], ["cut", "cut"], ["stall"], ["wrong"], ["refuse"], [500, "cut", "stall", "wrong", "refuse"]],
     ids=lambda faults: " ".join(map(str, faults)) or "none",
 )
-def test_D6_what_is_read_from_a_bucket_is_what_the_folder_has(
-    folder: Path, server: ShardServer, tmp_path: Path, faults: list[int | str]
-) -> None:
+def test_D6_what_is_read_from_a_bucket_is_what_the_folder_has(folder, server, tmp_path, faults):
     index = Index.load("s3://bucket/data", cache=ShardCache(tmp_path / "cache"))
     assert index.fingerprint == Index.load(folder).fingerprint
     server.faults[SECOND].extend(faults)
@@ -76,9 +57,7 @@ def test_D6_what_is_read_from_a_bucket_is_what_the_folder_has(
 @pytest.mark.parametrize(
     ("faults", "problem"), [([500] * 8, "at attempt 8"), (["stall"] * 8, "at attempt 8"), (["wrong"] * 2, "its sha256")]
 )
-def test_D6_a_bucket_that_does_not_recover_is_named(
-    server: ShardServer, tmp_path: Path, faults: list[int | str], problem: str
-) -> None:
+def test_D6_a_bucket_that_does_not_recover_is_named(server, tmp_path, faults, problem):
     index = Index.load("s3://bucket/data", cache=ShardCache(tmp_path / "cache"))
     server.faults[SECOND].extend(faults)
     with pytest.raises(DataError, match=problem) as caught:
@@ -86,28 +65,28 @@ def test_D6_a_bucket_that_does_not_recover_is_named(
     assert caught.value.path == f"s3://bucket/data/{SECOND}" and str(caught.value).isprintable()
 
 
-def test_an_object_that_is_missing_is_not_asked_for_again(folder: Path, server: ShardServer, tmp_path: Path) -> None:
+def test_an_object_that_is_missing_is_not_asked_for_again(folder, server, tmp_path):
     index = Index.load("s3://bucket/data", cache=ShardCache(tmp_path / "cache"))
     (folder / SECOND).unlink()
     with pytest.raises(DataError, match=rf"^s3://bucket/data/{SECOND}: .*S3 answers.*Check the URL"):
         ShardReader(index, "train").read(1, 0, 10)
 
 
-def test_missing_credentials_are_reported(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported(server, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     with pytest.raises(DataError, match=r"^s3://bucket/data/index.json: .*S3 wants credentials, in the environment"):
         Index.load("s3://bucket/data")
 
 
-def test_a_missing_library_is_one_error_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_one_error_with_its_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(DataError, match=r"s3fs is not installed. Run: pip install 'megasparse\[remote\]'"):
         Index.load("s3://bucket/data")
 
 
 @pytest.mark.soak
-def test_buckets_of_an_independent_server_of_s3(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_of_an_independent_server_of_s3(folder, tmp_path, monkeypatch):
     """pip install 'moto[server]': S3 as others have written it, with its signatures, errors and listings."""
     from moto.server import ThreadedMotoServer  # not among what `dev` installs: it brings 45 packages
 

@@ -32,7 +32,7 @@ def lazily() -> Iterator[Iterator[bytes]]:
 
 @pytest.mark.parametrize("end", [None, 7])
 @pytest.mark.parametrize("size", [2, 6, 34])
-def test_from_any_place_on_the_stream_is_the_same_and_nothing_before_is_encoded(end: int | None, size: int) -> None:
+def test_from_any_place_on_the_stream_is_the_same_and_nothing_before_is_encoded(end, size):
     want: list[int] = []
     for document in documents():
         want += [byte + 256 for byte in b"".join(document) for _ in range(2)]

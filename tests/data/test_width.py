@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,12 +28,12 @@ def tokens_of(width: int) -> list[np.ndarray]:
 
 
 @pytest.fixture(params=[1, 2, 4])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def folder(request, tmp_path):
     return write_folder(tmp_path / "data", tokens_of(request.param), width=request.param)
 
 
 @pytest.mark.parametrize("tolerated", [False, True])
-def test_any_range_is_what_numpy_reads(folder: Path, tolerated: bool) -> None:
+def test_any_range_is_what_numpy_reads(folder, tolerated):
     index, shards = Index.load(folder), read_folder(folder)
     index.verify()
     reader = ShardReader(index, "train", damage=Damage(index, "train", 0.5) if tolerated else None)
@@ -52,7 +51,7 @@ def test_any_range_is_what_numpy_reads(folder: Path, tolerated: bool) -> None:
     stream.close()
 
 
-def test_training_sequences_are_windows_of_what_numpy_reads(folder: Path) -> None:
+def test_training_sequences_are_windows_of_what_numpy_reads(folder):
     with batches([(Index.load(folder), 1.0)], global_batch=6, micro_batch=3) as data:
         assert (data.sequences_per_epoch, data.unused_tokens) == (33 + 33 + 24, 10 + 10 + 10)
         steps = [next(data) for _ in range(15)]
@@ -61,7 +60,7 @@ def test_training_sequences_are_windows_of_what_numpy_reads(folder: Path) -> Non
     assert rows == sorted(tuple(shard[i : i + 30].tolist()) for shard in shards for i in range(0, len(shard) - 29, 30))
 
 
-def test_a_fingerprint_of_one_byte_is_that_of_earlier_versions_and_of_more_has_the_width(tmp_path: Path) -> None:
+def test_a_fingerprint_of_one_byte_is_that_of_earlier_versions_and_of_more_has_the_width(tmp_path):
     """The formula of the first release, written out."""
     fingerprints = {}
     for width in (1, 2):
@@ -77,7 +76,7 @@ def test_a_fingerprint_of_one_byte_is_that_of_earlier_versions_and_of_more_has_t
 
 @pytest.mark.parametrize(("made", "stated"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 2)])
 @pytest.mark.parametrize("tolerated", [False, True])
-def test_a_wrong_width_in_the_index_is_found(tmp_path: Path, made: int, stated: int, tolerated: bool) -> None:
+def test_a_wrong_width_in_the_index_is_found(tmp_path, made, stated, tolerated):
     folder = write_folder(tmp_path / "data", tokens_of(made), width=made)
 
     def change(content: dict[str, Any]) -> None:
@@ -91,7 +90,7 @@ def test_a_wrong_width_in_the_index_is_found(tmp_path: Path, made: int, stated: 
     assert "\n" not in str(reported.value)
 
 
-def test_a_shard_too_small_for_its_tokens_is_found_at_the_start(tmp_path: Path) -> None:
+def test_a_shard_too_small_for_its_tokens_is_found_at_the_start(tmp_path):
     index = Index.load(write_folder(tmp_path / "data", [np.arange(20_000) % 256], sample_tokens=20_000))
     edit(index, lambda content: content["splits"]["train"]["shards"][0].update(width=2))
     with pytest.raises(
@@ -102,14 +101,14 @@ def test_a_shard_too_small_for_its_tokens_is_found_at_the_start(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("width", [0, 3, 8, -1, "2", 2.5, None])
-def test_a_width_that_is_none_is_refused(tmp_path: Path, width: Any) -> None:
+def test_a_width_that_is_none_is_refused(tmp_path, width):
     index = Index.load(write_folder(tmp_path / "data", tokens_of(2), width=2))
     path = edit(index, lambda content: content["splits"]["train"]["shards"][0].update(width=width))
     with pytest.raises(DataError, match=r"index\.json: splits\.train\.shards\.0\.width"):
         Index.load(path.parent)
 
 
-def test_a_sample_of_half_a_token_is_refused(tmp_path: Path) -> None:
+def test_a_sample_of_half_a_token_is_refused(tmp_path):
     """Two samples of 101 bytes, which the index calls 101 tokens of two."""
     index = Index.load(write_folder(tmp_path / "data", [np.arange(202) % 256], sample_tokens=101))
 
@@ -126,7 +125,7 @@ def test_a_sample_of_half_a_token_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [2, 4])
-def test_one_damaged_sample_of_wide_tokens_loses_no_other(tmp_path: Path, width: int) -> None:
+def test_one_damaged_sample_of_wide_tokens_loses_no_other(tmp_path, width):
     folder = write_folder(tmp_path / "data", tokens_of(width), width=width)
     want = read_folder(folder)
     path = folder / "train-000001.tar"
@@ -169,13 +168,13 @@ def test_one_damaged_sample_of_wide_tokens_loses_no_other(tmp_path: Path, width:
         ({"a": "\n"}, r"settings\.record is "),
     ],
 )
-def test_records_must_be_a_number_of_tokens_and_fill_the_shards(tmp_path: Path, record: Any, problem: str) -> None:
+def test_records_must_be_a_number_of_tokens_and_fill_the_shards(tmp_path, record, problem):
     folder = write_folder(tmp_path / "data", tokens_of(2), width=2, record=record)
     with pytest.raises(DataError, match=problem) as reported:
         Index.load(folder)
     assert "\n" not in str(reported.value)
 
 
-def test_the_record_is_that_of_the_settings(tmp_path: Path) -> None:
+def test_the_record_is_that_of_the_settings(tmp_path):
     assert Index.load(write_folder(tmp_path / "a", tokens_of(2), width=2, record=10)).record == 10
     assert Index.load(write_folder(tmp_path / "b", tokens_of(2), width=2)).record is None

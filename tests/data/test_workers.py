@@ -17,13 +17,13 @@ from tests.helpers.encoders import Doubling
 ROOT = Path(__file__).parents[2]
 
 
-def test_results_come_in_order_and_errors_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_come_in_order_and_errors_are_the_users(monkeypatch):
     monkeypatch.setattr(workers_module, "BATCH_BYTES", 1000)
     draw = random.Random(0)
     pieces = [draw.randbytes(draw.choice([0, 1, 10, 2000])) for _ in range(300)]
     with Workers(Doubling(), 1) as here:
         want = [(one.tokens.tolist(), one.raw_bytes, one.words) for one in here.encode(pieces)]
-        with pytest.raises(DataError, match=r"book\.txt: byte 3 is strange\. Mend it"):
+        with pytest.raises(DataError, match=r"book\.txt: byte 3 is strange\. Fix it"):
             list(here.encode([b"refuse"]))
     taken = 0
 
@@ -41,7 +41,7 @@ def test_results_come_in_order_and_errors_are_the_users(monkeypatch: pytest.Monk
         assert found == want
         before = iter(two.encode([b"a", *[b"x" * 1000] * 5, b"refuse", b"b"]))
         assert [next(before).raw_bytes for _ in range(5)] == [1, *[1000] * 4]
-        with pytest.raises(DataError, match=r"^book\.txt: byte 3 is strange\. Mend it$") as caught:
+        with pytest.raises(DataError, match=r"^book\.txt: byte 3 is strange\. Fix it$") as caught:
             list(before)
         assert caught.value.path == "book.txt"
         assert len(list(two.encode(pieces))) == 300
@@ -69,7 +69,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_stays(tmp_path: Path, how: signal.Signals) -> None:
+def test_no_process_stays(tmp_path, how):
     """Ctrl-C reaches every process of the terminal's group; a kill only the one."""
     (tmp_path / "script.py").write_text(RUNS)
     with (tmp_path / "stderr").open("w") as stderr:
@@ -88,8 +88,8 @@ def test_no_process_stays(tmp_path: Path, how: signal.Signals) -> None:
         os.killpg(process.pid, how)
     else:
         process.kill()
-    assert process.wait(20) != 0
-    stop = time.monotonic() + 10
+    assert process.wait(120) != 0
+    stop = time.monotonic() + 60
     while any(map(alive, workers)) and time.monotonic() < stop:
         time.sleep(0.05)
     stayed = list(filter(alive, workers))

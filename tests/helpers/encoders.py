@@ -24,7 +24,7 @@ class Doubling:
 
     def encode(self, piece: bytes) -> Encoded:
         if piece == b"refuse":
-            raise DataError("book.txt", "byte 3 is strange", "Mend it")
+            raise DataError("book.txt", "byte 3 is strange", "Fix it")
         if piece == b"die":
             os.kill(os.getpid(), signal.SIGKILL)
         if piece == b"sleep":

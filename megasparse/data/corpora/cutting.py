@@ -85,6 +85,20 @@ def cut(
         pass
 
 
+def grouped(pieces: Iterable[bytes], most_bytes: int, most_pieces: int | None = None) -> Iterator[list[bytes]]:
+    """Consecutive pieces in groups of at most so many bytes, unless one piece is larger, and so many pieces."""
+    group: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        if group and (size + len(piece) > most_bytes or len(group) == most_pieces):
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += len(piece)
+    if group:
+        yield group
+
+
 def _take(stream: ByteStream, stop: int, whole_characters: bool) -> Iterator[bytes]:
     while stream.position < stop:
         piece = stream.read(min(stop - stream.position, PIECE))

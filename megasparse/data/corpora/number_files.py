@@ -5,12 +5,10 @@ numpy's own reader would hold a batch of 1.6 GB; it also knows pickles, which ar
 N images, D numbers of each.
 """
 
-import lzma
 import os
 import re
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,21 +17,11 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
+from megasparse.data.corpora.source import UNREADABLE, reason
 from megasparse.errors import DataError
 
 PIECE = 1 << 20
 ARRAY = "data.npy"
-UNREADABLE = (
-    OSError,
-    EOFError,
-    ValueError,
-    RuntimeError,
-    NotImplementedError,
-    zlib.error,
-    lzma.LZMAError,
-    tarfile.TarError,
-    zipfile.BadZipFile,
-)
 
 
 def batches(path: Path) -> list[str]:
@@ -99,7 +87,6 @@ def reading(path: Path) -> Iterator[None]:
     """Turns what damage raises into a DataError that names the file."""
     try:
         yield
-    except UNREADABLE as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+    except (*UNREADABLE, ValueError, tarfile.TarError) as error:
         hint = "Get it again: it is damaged or incomplete"
-        raise DataError(path, f"this archive cannot be read: {reason}", hint) from None
+        raise DataError(path, f"this archive cannot be read: {reason(error)}", hint) from None

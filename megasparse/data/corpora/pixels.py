@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from PIL import Image
 
+from megasparse.data.corpora.source import reason
 from megasparse.data.encoding import Encoded
 from megasparse.data.tokenizers.byte import PixelTokenizer
 from megasparse.errors import DataError
@@ -85,9 +86,9 @@ def decode(name: str, content: bytes, side: int) -> bytes:
         raise
     except Exception as error:  # on a damaged file Pillow's readers raise whatever they stumble over
         unknown = isinstance(error, Image.UnidentifiedImageError)
-        reason = "no image of a known kind" if unknown else " ".join(str(error).split())[:200] or type(error).__name__
+        problem = "no image of a known kind" if unknown else reason(error)
         hint = f"Repair it or leave it out ({', '.join(FORMATS)} are read)"
-        raise DataError(shown, f"cannot be decoded: {reason}", hint) from None
+        raise DataError(shown, f"cannot be decoded: {problem}", hint) from None
 
 
 def _check(shown: str, image: Image.Image, content: bytes, side: int) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from megasparse.data.corpora.cutting import PIECE, text_pieces
+from megasparse.data.corpora.cutting import PIECE, grouped, text_pieces
 from megasparse.data.corpora.source import Part, Source
 
 ENDS = ("empty-lines", "files", "doc-tags")
@@ -37,16 +37,7 @@ def text_documents(source: Source, ends: str) -> Iterator[DocumentSpan]:
 
 def packed(documents: Iterable[DocumentSpan]) -> Iterator[bytes]:
     """Join as many documents to a piece as fit 1 MiB."""
-    held: list[bytes] = []
-    size = 0
-    for document in documents:
-        if held and size + len(document.text) > PIECE:
-            yield b"".join(held)
-            held, size = [], 0
-        held.append(document.text)
-        size += len(document.text)
-    if held:
-        yield b"".join(held)
+    return map(b"".join, grouped((document.text for document in documents), PIECE))
 
 
 def _documents(part: Part, position: int, ends: str) -> Iterator[DocumentSpan]:

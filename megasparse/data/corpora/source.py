@@ -287,8 +287,12 @@ def _refuse_bomb(what: Part | Path, size: int, compressed: int) -> None:
 
 
 def _unreadable(what: Part | Path, error: Exception) -> DataError:
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return DataError(str(what), f"cannot be read: {reason}", INTACT)
+    return DataError(str(what), f"cannot be read: {reason(error)}", INTACT)
+
+
+def reason(error: Exception) -> str:
+    """The message of an exception of a library's, short and on one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _member(file: Path, names: list[str], member: str | None) -> str:

@@ -49,7 +49,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 def write_tar(path: Path, files: Mapping[str, bytes | tarfile.TarInfo], mode: str = "w") -> Path:
     """A tar archive in the order given; a TarInfo is a member without content."""
-    with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
+    with tarfile.open(path, mode) as tar:
         for name, content in files.items():
             member = content if isinstance(content, tarfile.TarInfo) else tarfile.TarInfo(name)
             if isinstance(content, bytes):

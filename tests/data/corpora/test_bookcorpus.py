@@ -35,7 +35,7 @@ def settings(**changed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 23])
-def test_books_end_at_empty_lines_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+def test_books_end_at_empty_lines_and_files(tmp_path, monkeypatch, piece):
     monkeypatch.setattr(cutting, "PIECE", piece)
     source = source_of(tmp_path, FILES)
     ((name, books),) = [
@@ -45,7 +45,7 @@ def test_books_end_at_empty_lines_and_files(tmp_path: Path, monkeypatch: pytest.
     assert bookcorpus.about(source, settings()) == {"books": {"train": 5}}
 
 
-def test_a_book_belongs_to_the_split_of_its_first_byte(tmp_path: Path) -> None:
+def test_a_book_belongs_to_the_split_of_its_first_byte(tmp_path):
     source = source_of(tmp_path, FILES)
     content = b"".join(FILES.values())
     given = settings(split="50,30,20")
@@ -58,7 +58,7 @@ def test_a_book_belongs_to_the_split_of_its_first_byte(tmp_path: Path) -> None:
     assert bookcorpus.about(source, given) == {"books": {name: len(books) for name, books in want.items()}}
 
 
-def test_the_shards_hold_the_lines_and_a_separator_after_each_book(tmp_path: Path) -> None:
+def test_the_shards_hold_the_lines_and_a_separator_after_each_book(tmp_path):
     (tmp_path / "in").mkdir()
     source = source_of(tmp_path / "in", FILES)
     sizes = {"sample_bytes": 10, "shard_bytes": 50}
@@ -79,9 +79,7 @@ def test_the_shards_hold_the_lines_and_a_separator_after_each_book(tmp_path: Pat
         ({"x.txt": b"a\n\0"}, "100,0,0", r"x\.txt: byte 2 is 0"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(
-    tmp_path: Path, files: dict[str, bytes], split: str, message: str
-) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, files, split, message):
     with pytest.raises(DataError, match=message):
         bookcorpus.about(source_of(tmp_path, files), settings(split=split))
     assert CORPORA["bookcorpus"] is bookcorpus

@@ -1,8 +1,6 @@
 import hashlib
 import io
 import tarfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ IMAGES = draw(6 * RECORDS, 32)
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small(monkeypatch):
     """Batches of 60 images, 30 of them for validation, read 25 at a time."""
     monkeypatch.setattr(cifar10, "RECORDS", RECORDS)
     monkeypatch.setattr(cifar10, "VALIDATION", 30)
@@ -33,7 +31,7 @@ def binary() -> dict[str, bytes]:
     return files
 
 
-def test_the_binary_version_in_files_and_in_its_archive(tmp_path: Path) -> None:
+def test_the_binary_version_in_files_and_in_its_archive(tmp_path):
     files = binary()
     folder = write_files(tmp_path / "cifar-10-batches-bin", files)
     inside = {f"cifar-10-batches-bin/{name}": content for name, content in reversed(files.items())}
@@ -45,13 +43,13 @@ def test_the_binary_version_in_files_and_in_its_archive(tmp_path: Path) -> None:
         assert (found["test"] == IMAGES[300:]).all()
 
 
-def test_the_sizes_are_those_of_the_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sizes_are_those_of_the_data_set(monkeypatch):
     monkeypatch.undo()
     assert (cifar10.RECORD, cifar10.RECORDS, cifar10.VALIDATION) == (3073, 10_000, 5_000)
     assert cifar10.MD5 == {"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"}
 
 
-def test_images_in_folders_of_classes(tmp_path: Path) -> None:
+def test_images_in_folders_of_classes(tmp_path):
     files = {f"cifar10/{'test' if i < 10 else 'train'}/cat/{i:04d}.png": png(IMAGES[i]) for i in range(40)}
     found = read_corpus("cifar10", write_tar(tmp_path / "cifar10-png.tar.xz", files, "w:xz"))
     assert (found["test"] == IMAGES[:10]).all()
@@ -59,7 +57,7 @@ def test_images_in_folders_of_classes(tmp_path: Path) -> None:
     assert (found["train"] == np.delete(IMAGES[10:40], [9, 19, 29], axis=0)).all()
 
 
-def test_the_official_archive_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_official_archive_is_verified(tmp_path, monkeypatch):
     path = write_tar(tmp_path / "cifar-10-binary.tar.gz", binary(), "w:gz")
     with pytest.raises(DataError, match=r"binary\.tar\.gz: its md5 is \w+…, the official file's is c32a1d4ab5d0…"):
         read_corpus("cifar10", path)
@@ -68,7 +66,7 @@ def test_the_official_archive_is_verified(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("archive", [False, True])
-def test_pickled_batches_are_never_read(tmp_path: Path, archive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickled_batches_are_never_read(tmp_path, archive, monkeypatch):
     """The pickle here would make a file in the working folder."""
     monkeypatch.chdir(tmp_path)
     files = {"data_batch_1": b"cposix\nsystem\n(S'touch marker'\ntR."}
@@ -81,7 +79,7 @@ def test_pickled_batches_are_never_read(tmp_path: Path, archive: bool, monkeypat
     assert not (tmp_path / "marker").exists()
 
 
-def test_batches_that_are_missing_or_short_are_named(tmp_path: Path) -> None:
+def test_batches_that_are_missing_or_short_are_named(tmp_path):
     files = binary()
     short = write_files(tmp_path / "short", {**files, "data_batch_2.bin": files["data_batch_2.bin"][:-1]})
     with pytest.raises(DataError, match=r"data_batch_2\.bin: this batch has 184,379 bytes, 184,380 are expected"):
@@ -95,12 +93,12 @@ def test_batches_that_are_missing_or_short_are_named(tmp_path: Path) -> None:
     ("name", "image", "problem"),
     [("a.png", IMAGES[0], "no folder names the split"), ("train/a.png", draw(1, 64)[0], "64×64 pixels, 32×32 are")],
 )
-def test_images_that_are_not_of_the_data_set(tmp_path: Path, name: str, image: np.ndarray, problem: str) -> None:
+def test_images_that_are_not_of_the_data_set(tmp_path, name, image, problem):
     with pytest.raises(DataError, match=problem):
         read_corpus("cifar10", write_files(tmp_path, {name: png(image)}))
 
 
-def test_a_link_in_place_of_a_batch_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_batch_is_not_followed(tmp_path):
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
         for name in binary():

@@ -9,7 +9,7 @@ from megasparse.errors import ConfigError
 
 
 @pytest.mark.parametrize("pieces", [[b"abcdefghij"], [b"a", b"bcd", b"", b"efghi", b"j"]])
-def test_cut_and_byte_stream(pieces: list[bytes]) -> None:
+def test_cut_and_byte_stream(pieces):
     assert {name: b"".join(part) for name, part in cut(pieces, {"x": 3, "y": 5, "z": 2})} == {
         "x": b"abc",
         "y": b"defgh",
@@ -20,7 +20,7 @@ def test_cut_and_byte_stream(pieces: list[bytes]) -> None:
     assert stream.position == 10
 
 
-def test_a_border_inside_a_character_moves_to_its_end() -> None:
+def test_a_border_inside_a_character_moves_to_its_end():
     text = "aé€😀b".encode()  # 1 + 2 + 3 + 4 + 1 bytes
     starts = [0, 1, 3, 6, 10, 11]
     for size in range(len(text) + 1):
@@ -50,22 +50,20 @@ def in_parts(text: bytes, seed: int) -> Iterator[bytes]:
         (b"", []),
     ],
 )
-def test_pieces_end_with_lines_or_words_or_characters(
-    monkeypatch: pytest.MonkeyPatch, text: bytes, want: list[bytes]
-) -> None:
+def test_pieces_end_with_lines_or_words_or_characters(monkeypatch, text, want):
     monkeypatch.setattr(cutting, "PIECE", 10)
     for seed in range(5):
         assert list(text_pieces(in_parts(text, seed))) == want
 
 
-def test_a_piece_is_a_mebibyte_at_most() -> None:
+def test_a_piece_is_a_mebibyte_at_most():
     text = random.Random(0).randbytes(3_000_000)
     pieces = list(text_pieces([text]))
     assert b"".join(pieces) == text and max(map(len, pieces)) <= 1 << 20
     assert all(piece.endswith(b"\n") for piece in pieces[:-1])
 
 
-def test_split_sizes() -> None:
+def test_split_sizes():
     assert split_sizes("90,5,5", 200) == {"train": 180, "validation": 10, "test": 10}
     assert split_sizes("99.5,0.5,0", 200) == {"train": 199, "validation": 1}
     assert split_sizes("33.3,33.3,33.4", 200) == {"train": 66, "validation": 67, "test": 67}

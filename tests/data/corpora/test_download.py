@@ -4,9 +4,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
 
@@ -73,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server():
     server = Server(("127.0.0.1", 0), Handler)
     server.requests = []
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -84,7 +82,7 @@ def server() -> Iterator[Server]:
     server.server_close()
 
 
-def test_downloads_once_and_records_the_sha256(server: Server, tmp_path: Path) -> None:
+def test_downloads_once_and_records_the_sha256(server, tmp_path):
     copy = download(server.url(), tmp_path / "new")
     assert copy.read_bytes() == BODY and copy.name.endswith("-corpus.txt")
     record = json.loads((copy.parent / f"{copy.name}.json").read_text())
@@ -95,7 +93,7 @@ def test_downloads_once_and_records_the_sha256(server: Server, tmp_path: Path) -
     assert download(server.url("/corpus.txt?version=2"), tmp_path / "new") != copy
 
 
-def test_a_truncated_body_is_an_error_and_the_next_call_goes_on(server: Server, tmp_path: Path) -> None:
+def test_a_truncated_body_is_an_error_and_the_next_call_goes_on(server, tmp_path):
     server.cut = 1_000_000
     for have in ("1,000,000", "2,000,000"):
         with pytest.raises(DataError, match=rf"ended after {have} of 3,072,000 bytes.*goes on from there"):
@@ -107,7 +105,7 @@ def test_a_truncated_body_is_an_error_and_the_next_call_goes_on(server: Server, 
 
 
 @pytest.mark.parametrize("change", ["another file", "no ranges"])
-def test_what_cannot_go_on_starts_over(server: Server, tmp_path: Path, change: str) -> None:
+def test_what_cannot_go_on_starts_over(server, tmp_path, change):
     server.cut = 1_000_000
     with pytest.raises(DataError):
         download(server.url(), tmp_path)
@@ -123,34 +121,32 @@ def test_what_cannot_go_on_starts_over(server: Server, tmp_path: Path, change: s
     ("path", "problem"),
     [("/missing", "404"), ("/redirect", "ftp"), ("/unknown-length", "does not say how long")],
 )
-def test_refusals_name_the_url(server: Server, tmp_path: Path, path: str, problem: str) -> None:
+def test_refusals_name_the_url(server, tmp_path, path, problem):
     with pytest.raises(DataError, match=problem) as caught:
         download(server.url(path), tmp_path)
     assert caught.value.path == server.url(path)
 
 
-def test_no_server(tmp_path: Path) -> None:
+def test_no_server(tmp_path):
     with pytest.raises(DataError, match="the download did not complete"):
         download("http://127.0.0.1:9/x", tmp_path)
 
 
-def test_D6_an_altered_copy_is_refused(server: Server, tmp_path: Path) -> None:
+def test_D6_an_altered_copy_is_refused(server, tmp_path):
     copy = download(server.url(), tmp_path)
     copy.write_bytes(BODY[:-1])
     with pytest.raises(DataError, match="altered"):
         download(server.url(), tmp_path)
 
 
-def test_D6_more_than_the_disk_holds_is_refused_before_it_comes(server: Server, tmp_path: Path) -> None:
+def test_D6_more_than_the_disk_holds_is_refused_before_it_comes(server, tmp_path):
     server.claimed = 1 << 60
     with pytest.raises(DataError, match=r"announces [\d,]+ bytes more, the disk has [\d,]+ free"):
         download(server.url(), tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) == 0
 
 
-def test_D6_a_server_that_drips_is_given_up_and_gone_on_with(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_D6_a_server_that_drips_is_given_up_and_gone_on_with(server, tmp_path, monkeypatch):
     monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", 1.0)
     server.pause = 0.01
     with pytest.raises(DataError, match=r"less than 60,000 bytes came in 1\.0 s .*goes on from there"):
@@ -160,16 +156,14 @@ def test_D6_a_server_that_drips_is_given_up_and_gone_on_with(
     assert server.requests[1] is not None  # a Range: what had come was kept
 
 
-def test_D6_a_server_that_says_nothing_is_given_up(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_D6_a_server_that_says_nothing_is_given_up(server, tmp_path, monkeypatch):
     monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", 0.3)
     server.pause = 1.0
     with pytest.raises(DataError, match="timed out"):
         download(server.url(), tmp_path)
 
 
-def test_D6_a_small_file_may_come_slowly(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_D6_a_small_file_may_come_slowly(server, tmp_path, monkeypatch):
     monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", 1.0)
     server.body, server.pause = b"abc", 0.6
     assert download(server.url(), tmp_path).read_bytes() == b"abc"

@@ -18,7 +18,7 @@ def draw(**changed: int) -> dict[str, list[bytes]]:
     return {name: list(pieces) for name, (pieces,) in duplication.splits(Source.open([], None, Path()), settings)}
 
 
-def test_sequences_are_0w0w_of_all_symbols() -> None:
+def test_sequences_are_0w0w_of_all_symbols():
     splits = draw()
     assert {name: len(sequences) for name, sequences in splits.items()} == {
         "train": 1000,
@@ -35,13 +35,13 @@ def test_sequences_are_0w0w_of_all_symbols() -> None:
     assert all(abs(symbols.count(symbol) - expected) < 5 * deviation for symbol in range(1, 8))
 
 
-def test_no_two_sequences_are_alike_in_any_split() -> None:
+def test_no_two_sequences_are_alike_in_any_split():
     splits = draw(sample_bytes=64, symbols=127)
     everything = [sequence for sequences in splits.values() for sequence in sequences]
     assert len(set(everything)) == len(everything) == 1000 + 2 * duplication.HELD_OUT
 
 
-def test_sequences_are_a_function_of_the_seed() -> None:
+def test_sequences_are_a_function_of_the_seed():
     assert draw() == draw() and draw() != draw(seed=1)
     assert draw(sequences=3)["train"] == draw()["train"][:3]
     assert draw(sequences=3)["test"] == draw()["test"]
@@ -49,7 +49,7 @@ def test_sequences_are_a_function_of_the_seed() -> None:
     assert digest == "3a7619a12ef5eb5eceb5a424fdf9b82a5971773e686130540cb674761f385b8c"
 
 
-def test_a_sample_of_the_shards_is_a_sequence(tmp_path: Path) -> None:
+def test_a_sample_of_the_shards_is_a_sequence(tmp_path):
     source = Source.open([], None, tmp_path / "data" / ".download")
     options = {"symbols": 7, "sequences": 50, "seed": 0}
     sizes = {"sample_bytes": 20, "shard_bytes": 200}
@@ -75,11 +75,11 @@ def test_a_sample_of_the_shards_is_a_sequence(tmp_path: Path) -> None:
         ({"seed": -1}, "--seed: -1 is negative"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(changed: dict[str, int], message: str) -> None:
+def test_settings_that_cannot_be_are_refused(changed, message):
     with pytest.raises(ConfigError, match=message):
         draw(**changed)
 
 
-def test_extremes_are_possible() -> None:
+def test_extremes_are_possible():
     assert draw(sample_bytes=4, symbols=1, sequences=1)["train"] == [b"\x00\x01\x00\x01"]
     assert max(max(sequence) for sequence in draw(symbols=255)["train"]) == 255

@@ -20,7 +20,7 @@ def batch(images: np.ndarray, **arrays: object) -> bytes:
     file = io.BytesIO()
     planes = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
     content = {"data": planes, "labels": np.ones(len(images), dtype=np.int64), "mean": planes.mean(0), **arrays}
-    np.savez(file, **content)  # type: ignore[arg-type]
+    np.savez(file, **content)
     return file.getvalue()
 
 
@@ -44,7 +44,7 @@ BATCHES = {
 }
 
 
-def test_batches_in_files_and_zips_are_their_images_in_order(tmp_path: Path) -> None:
+def test_batches_in_files_and_zips_are_their_images_in_order(tmp_path):
     files = {name: batch(images) for name, images in BATCHES.items()}
     folder = write_files(tmp_path / "numbers", files)
     names = list(files)
@@ -59,7 +59,7 @@ def test_batches_in_files_and_zips_are_their_images_in_order(tmp_path: Path) -> 
         assert about(*places) == {"downsampling": "box", "verified": []}
 
 
-def test_the_older_version_is_recognised_by_its_names(tmp_path: Path) -> None:
+def test_the_older_version_is_recognised_by_its_names(tmp_path):
     train = {f"train_64x64/{i:04d}.png": png(image) for i, image in enumerate(TRAIN[:130])}
     valid = {f"valid_64x64/{i:04d}.png": png(image) for i, image in enumerate(VALID)}
     archives = [
@@ -74,7 +74,7 @@ def test_the_older_version_is_recognised_by_its_names(tmp_path: Path) -> None:
         assert about(*places) == {"downsampling": "pixelrnn", "verified": []}
 
 
-def test_images_of_ones_own_are_shared_out_and_must_say_how_they_were_made(tmp_path: Path) -> None:
+def test_images_of_ones_own_are_shared_out_and_must_say_how_they_were_made(tmp_path):
     place = write_tar(tmp_path / "sample.tar", {f"{i}.png": png(image) for i, image in enumerate(TRAIN[:20])})
     found = read_corpus("imagenet64", place, downsampling="box")
     assert {name: len(images) for name, images in found.items()} == {"train": 18, "validation": 1, "test": 1}
@@ -83,7 +83,7 @@ def test_images_of_ones_own_are_shared_out_and_must_say_how_they_were_made(tmp_p
         about(place)
 
 
-def test_official_files_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_official_files_are_verified(tmp_path, monkeypatch):
     path = zipped(tmp_path / "Imagenet64_val_npz.zip", {"val_data.npz": batch(VALID)})
     with pytest.raises(DataError, match=r"val_npz\.zip: its sha256 is \w+…, the official file's is e1e75133158a…"):
         about(path)
@@ -115,12 +115,12 @@ def object_array() -> np.ndarray:
         ({"train_64x64/a.png": png(draw(1, 32)[0])}, "has 32×32 pixels, 64×64 are expected"),
     ],
 )
-def test_what_is_not_the_data_set_is_refused(tmp_path: Path, files: dict[str, object], problem: str) -> None:
+def test_what_is_not_the_data_set_is_refused(tmp_path, files, problem):
     for name, content in files.items():
         if isinstance(content, dict):
             zipped(tmp_path / name, content)
         else:
-            write_files(tmp_path, {name: content})  # type: ignore[dict-item]
+            write_files(tmp_path, {name: content})
     with pytest.raises(DataError, match=problem) as caught:
         read_corpus("imagenet64", tmp_path)
     assert "\n" not in str(caught.value)
@@ -133,7 +133,7 @@ def test_what_is_not_the_data_set_is_refused(tmp_path: Path, files: dict[str, ob
         ({"downsampling": "pixelrnn"}, "Leave it out: .* box"),
     ],
 )
-def test_options_that_official_files_decide_are_refused(tmp_path: Path, options: dict[str, str], problem: str) -> None:
+def test_options_that_official_files_decide_are_refused(tmp_path, options, problem):
     write_files(tmp_path, {"val_data.npz": batch(VALID)})
     with pytest.raises(ConfigError, match=problem):
         read_corpus("imagenet64", tmp_path, **options)

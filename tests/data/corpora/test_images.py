@@ -2,7 +2,6 @@ import gzip
 import io
 import tarfile
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ def numbers(found: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
-def test_folders_and_archives_name_the_split(tmp_path: Path, mode: str) -> None:
+def test_folders_and_archives_name_the_split(tmp_path, mode):
     files = under("train", "deep/validation/cats", "test")
     want = {"train": list(range(0, 20, 3)), "validation": list(range(1, 20, 3)), "test": list(range(2, 20, 3))}
     write_files(tmp_path / "folder", {**files, "train/labels.csv": b"x", ".hidden/x.png": b"x", "train/.x.png": b"x"})
@@ -40,7 +39,7 @@ def test_folders_and_archives_name_the_split(tmp_path: Path, mode: str) -> None:
         assert {name: numbers(found) for name, found in read_corpus("images", place).items()} == want
 
 
-def test_several_archives_and_folders_named_for_their_split(tmp_path: Path) -> None:
+def test_several_archives_and_folders_named_for_their_split(tmp_path):
     names = list(FILES)
     archive = write_tar(tmp_path / "train_8x8.tar", {name: FILES[name] for name in reversed(names[:10])})
     folder = write_files(tmp_path / "valid", {name: FILES[name] for name in names[10:]})
@@ -58,11 +57,11 @@ def test_several_archives_and_folders_named_for_their_split(tmp_path: Path) -> N
         ((), None),
     ],
 )
-def test_the_first_folder_that_names_a_split(folders: tuple[str, ...], split: str | None) -> None:
+def test_the_first_folder_that_names_a_split(folders, split):
     assert images.split_named(folders) == split
 
 
-def test_a_permutation_shares_out_images_of_no_named_split(tmp_path: Path) -> None:
+def test_a_permutation_shares_out_images_of_no_named_split(tmp_path):
     place = write_files(tmp_path / "photos", FILES)
     found = {name: numbers(found) for name, found in read_corpus("images", place, split="50,25,25").items()}
     assert {name: len(each) for name, each in found.items()} == {"train": 10, "validation": 5, "test": 5}
@@ -81,7 +80,7 @@ def test_a_permutation_shares_out_images_of_no_named_split(tmp_path: Path) -> No
     }
 
 
-def test_shards_hold_the_pixels_of_whole_images(tmp_path: Path) -> None:
+def test_shards_hold_the_pixels_of_whole_images(tmp_path):
     place, output = write_files(tmp_path / "photos", under("train", "test")), tmp_path / "data"
     source = Source.open([str(place)], None, output / ".download", "raw")
     options = {"size": 8, "split": None, "seed": 0}
@@ -103,13 +102,13 @@ def member(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
-def test_D6_links_and_devices_are_refused(tmp_path: Path, kind: bytes) -> None:
+def test_D6_links_and_devices_are_refused(tmp_path, kind):
     files = {"a.png": FILES["00.png"], "b.png": member("b.png", kind, "/etc/passwd")}
     with pytest.raises(DataError, match=r"x\.tar:b\.png: at byte 1024 this is neither a file nor a folder"):
         read_corpus("images", write_tar(tmp_path / "x.tar", files))
 
 
-def test_D6_names_in_an_archive_are_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_D6_names_in_an_archive_are_no_paths(tmp_path, monkeypatch):
     """Nothing is written, whatever a member is called."""
     monkeypatch.chdir(write_files(tmp_path / "here", {}) if (tmp_path / "here").mkdir() else tmp_path / "here")
     files = {"/tmp/absolute.png": FILES["00.png"], "train/../../up.png": FILES["01.png"]}
@@ -126,7 +125,7 @@ def torn(content: bytes, how: str) -> bytes:
 
 @pytest.mark.parametrize("how", ["a header", "in a member", "between members", "in a header"])
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
-def test_a_torn_archive_is_refused(tmp_path: Path, how: str, suffix: str) -> None:
+def test_a_torn_archive_is_refused(tmp_path, how, suffix):
     """tarfile's own iterator takes three of these for the end of the archive."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
@@ -142,7 +141,7 @@ def test_a_torn_archive_is_refused(tmp_path: Path, how: str, suffix: str) -> Non
 
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.xz", ".tar.bz2", ".tar"])
-def test_torn_compression_is_refused(tmp_path: Path, suffix: str) -> None:
+def test_torn_compression_is_refused(tmp_path, suffix):
     path = write_tar(tmp_path / f"x{suffix}", FILES, f"w:{suffix.rpartition('.')[2]}" if suffix != ".tar" else "w")
     for content in (path.read_bytes()[: path.stat().st_size // 2], b"hello", b""):
         path.write_bytes(content)
@@ -161,7 +160,7 @@ def test_torn_compression_is_refused(tmp_path: Path, suffix: str) -> None:
         ({"a.png": FILES["00.png"]}, "1 images are too few to give train any"),
     ],
 )
-def test_bad_sources_are_refused_and_nothing_is_written(tmp_path: Path, files: dict[str, bytes], problem: str) -> None:
+def test_bad_sources_are_refused_and_nothing_is_written(tmp_path, files, problem):
     place = write_files(tmp_path / "photos", files)
     source = Source.open([str(place)], None, tmp_path / "data" / ".download", "raw")
     with pytest.raises(DataError, match=problem):
@@ -173,6 +172,6 @@ def test_bad_sources_are_refused_and_nothing_is_written(tmp_path: Path, files: d
 @pytest.mark.parametrize(
     ("options", "problem"), [({"split": "50,50"}, "--split"), ({"seed": -1}, "--seed: -1 is negative")]
 )
-def test_bad_options_are_refused(tmp_path: Path, options: dict[str, object], problem: str) -> None:
+def test_bad_options_are_refused(tmp_path, options, problem):
     with pytest.raises(ConfigError, match=problem):
         read_corpus("images", write_files(tmp_path, FILES), **options)

@@ -49,7 +49,7 @@ def records(index: Index, split: str = "train", length: int = LENGTH) -> list[tu
 
 
 @pytest.mark.parametrize("ends", ["empty-lines", "files", "doc-tags"])
-def test_segments_follow_each_other_in_one_document(tmp_path: Path, ends: str) -> None:
+def test_segments_follow_each_other_in_one_document(tmp_path, ends):
     books = [book(number, 40) for number in range(6)]
     if ends == "empty-lines":  # a sentence a line
         files = {"a.txt": "\n\n\n".join("\n".join(text) for text in books[:4]), "b.txt": "\r\n".join(books[4])}
@@ -75,7 +75,7 @@ def test_segments_follow_each_other_in_one_document(tmp_path: Path, ends: str) -
     assert index.file.splits["train"].raw_bytes and index.file.splits["train"].shards[0].width == 2
 
 
-def test_documents_go_whole_to_the_split_in_which_they_begin(tmp_path: Path) -> None:
+def test_documents_go_whole_to_the_split_in_which_they_begin(tmp_path):
     text = "\n\n".join("\n".join(book(number, 9)) for number in range(10))
     index = prepared({"a.txt": text}, tmp_path, split="45,30,25")
     names = {}
@@ -84,7 +84,7 @@ def test_documents_go_whole_to_the_split_in_which_they_begin(tmp_path: Path) -> 
     assert names == {"train": set("01234"), "validation": set("567"), "test": set("89")}
 
 
-def test_only_seed_and_text_decide(tmp_path: Path) -> None:
+def test_only_seed_and_text_decide(tmp_path):
     encoder = PairEncoder("bytes", 4 * LENGTH, 0)
     documents = ["\n".join(book(number, 30)) + "\n\n" for number in range(3)]
     alone = [encoder.encode(document.encode()).tokens for document in documents]
@@ -96,7 +96,7 @@ def test_only_seed_and_text_decide(tmp_path: Path) -> None:
     assert [Words(0, "x").below(1000) for _ in range(2)] == [Words(0, "x").below(1000)] * 2
 
 
-def test_segments_are_of_whole_sentences_and_fit() -> None:
+def test_segments_are_of_whole_sentences_and_fit():
     rng = np.random.default_rng(0)
     for case in range(200):
         lengths = rng.integers(1, 14, size=rng.integers(1, 9)).tolist()
@@ -115,7 +115,7 @@ def test_segments_are_of_whole_sentences_and_fit() -> None:
     assert {len(next(iter(segments(five, 10, Words(0, str(i)))))[0]) for i in range(60)} == {2, 4, 6, 8}
 
 
-def test_lengths_of_sentences_do_not_predict_the_order() -> None:
+def test_lengths_of_sentences_do_not_predict_the_order():
     """The two outermost of exchangeable sentences of a record are alike; filled up to the brim they are not."""
     rng = np.random.default_rng(1)
     outer = []
@@ -127,7 +127,7 @@ def test_lengths_of_sentences_do_not_predict_the_order() -> None:
     assert abs(np.mean(outer)) < 4 * np.std(outer) / len(outer) ** 0.5
 
 
-def test_sentences() -> None:
+def test_sentences():
     line = 'He saw Mr. Smith, J. Doe etc. and "left." Then? "No!" said 5 of them. È un po\' . Élan vital… ok. 7 days.'
     assert sentences(line) == [
         'He saw Mr. Smith, J. Doe etc. and "left."', "Then?", '"No!" said 5 of them.', "È un po' .",
@@ -136,7 +136,7 @@ def test_sentences() -> None:
     assert sentences(" ") == [] and sentences("no end") == ["no end"]
 
 
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
+def test_bad_input_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="--length: 4 tokens"):
         PairEncoder("bytes", 4, 0)
     with pytest.raises(ConfigError, match="no special tokens"):

@@ -53,7 +53,7 @@ def pairs(index: Index, split: str) -> list[tuple[str, str]]:
 FITTING = [("one", "eins"), ("two", "zwei"), ("eight", "acht4567"), ("six", "sechs")]
 
 
-def test_pairs_that_fit_are_taken_and_the_others_counted(tmp_path: Path) -> None:
+def test_pairs_that_fit_are_taken_and_the_others_counted(tmp_path):
     english, german = written(tmp_path, "a.en", ENGLISH), written(tmp_path, "a.de.gz", GERMAN)
     index = prepared(tmp_path, "--source", english, "--target", german, "--split", "100,0,0")
     assert pairs(index, "train") == FITTING
@@ -62,7 +62,7 @@ def test_pairs_that_fit_are_taken_and_the_others_counted(tmp_path: Path) -> None
     assert index.file.splits["train"].words == 4
 
 
-def test_splits_of_their_own_files(tmp_path: Path) -> None:
+def test_splits_of_their_own_files(tmp_path):
     files = {side: written(tmp_path, f"a.{side}", lines) for side, lines in (("en", ENGLISH), ("de", GERMAN))}
     files |= {"vs": written(tmp_path, "v.en", ["a", "b\r"]), "vt": written(tmp_path, "v.de", ["c", "d"])}
     (tmp_path / "v.de").write_text("c\nd")  # without an end
@@ -72,7 +72,7 @@ def test_splits_of_their_own_files(tmp_path: Path) -> None:
     assert list(index.file.splits) == ["train", "validation"]
 
 
-def test_splits_by_percent_of_the_lines(tmp_path: Path) -> None:
+def test_splits_by_percent_of_the_lines(tmp_path):
     english, german = written(tmp_path, "a.en", ENGLISH * 10), written(tmp_path, "a.de", GERMAN * 10)
     index = prepared(tmp_path, "--source", english, "--target", german, "--split", "80,10,10")
     assert index.file.source["lines"] == {"train": 56, "validation": 7, "test": 7}
@@ -91,9 +91,7 @@ def test_splits_by_percent_of_the_lines(tmp_path: Path) -> None:
         (GERMAN, ["--test-source", "SOURCE"], "test has 7 lines of the source and 0 of the target"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: list[str], more: list[str], reported: str
-) -> None:
+def test_what_does_not_belong_together_is_refused(tmp_path, capsys, target, more, reported):
     english, german = written(tmp_path, "a.en", ENGLISH), written(tmp_path, "a.de", target)
     more = [str(english) if word == "SOURCE" else word for word in more]
     with pytest.raises(SystemExit) as end:

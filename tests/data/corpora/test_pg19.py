@@ -28,7 +28,7 @@ def source_of(folder: Path, files: dict[str, str], *locations: str) -> Source:
     return Source.open(given, None, Path("/nowhere/.download"), "files")
 
 
-def test_a_book_is_a_document_in_its_official_split(tmp_path: Path) -> None:
+def test_a_book_is_a_document_in_its_official_split(tmp_path):
     source = source_of(tmp_path / "in", FILES)
     sizes = {"sample_bytes": 10, "shard_bytes": 50}
     prepare("pg19", source, tmp_path / "data", options=SETTINGS, **sizes, command="a test")
@@ -53,7 +53,7 @@ def test_a_book_is_a_document_in_its_official_split(tmp_path: Path) -> None:
     assert about["titles"]["test"] == [[4, None, None]]
 
 
-def test_folders_named_apart_and_archives_are_read_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_named_apart_and_archives_are_read_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(pg19, "OFFICIAL", {"train": 2, "validation": 1, "test": 1})
     whole = source_of(tmp_path / "in", FILES)
     apart = source_of(tmp_path / "in", {}, "test", "train", "validation", "metadata.csv")
@@ -85,12 +85,12 @@ def test_folders_named_apart_and_archives_are_read_alike(tmp_path: Path, monkeyp
         ({"train/latin/8.txt": "é"}, r"8\.txt: byte 0 is not UTF-8"),
     ],
 )
-def test_what_does_not_fit_is_one_line(tmp_path: Path, changed: dict[str, str], message: str) -> None:
+def test_what_does_not_fit_is_one_line(tmp_path, changed, message):
     with pytest.raises(DataError, match=message) as caught:
         pg19.about(source_of(tmp_path, FILES | changed), SETTINGS)
     assert "\n" not in str(caught.value)
 
 
-def test_no_books_at_all(tmp_path: Path) -> None:
+def test_no_books_at_all(tmp_path):
     with pytest.raises(DataError, match=r"there is no train/NNN\.txt, validation/NNN\.txt or test/NNN\.txt"):
         pg19.about(source_of(tmp_path, {"metadata.csv": "1,A,1\n"}), SETTINGS)

@@ -18,17 +18,17 @@ def pixels(content: bytes, side: int = 8) -> np.ndarray:
 
 def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     file = io.BytesIO()
-    image.save(file, format=kind, **options)  # type: ignore[arg-type]
+    image.save(file, format=kind, **options)
     return file.getvalue()
 
 
-def test_tokens_are_rows_of_pixels_of_red_green_and_blue() -> None:
+def test_tokens_are_rows_of_pixels_of_red_green_and_blue():
     tokens = PixelEncoder(8).encode(file_piece("one", png(IMAGE)))
     assert tokens.tokens.dtype == np.uint8 and tokens.raw_bytes == 192 and tokens.words == 0
     assert tokens.tokens.tolist() == [int(IMAGE[y, x, c]) for y in range(8) for x in range(8) for c in range(3)]
 
 
-def test_planes_become_pixels() -> None:
+def test_planes_become_pixels():
     images = draw(3)
     planes = b"".join(images[i, :, :, c].tobytes() for i in range(3) for c in range(3))
     encoder = PixelEncoder(8)
@@ -36,7 +36,7 @@ def test_planes_become_pixels() -> None:
     assert (encoder.record, encoder.width, encoder.end, encoder.name) == (192, 1, None, "pixels")
 
 
-def test_what_has_three_colours_of_a_byte_is_converted() -> None:
+def test_what_has_three_colours_of_a_byte_is_converted():
     grey = IMAGE[:, :, 0]
     three = np.repeat(grey[:, :, None], 3, axis=2)
     assert (pixels(png(grey, GREY)) == three).all()
@@ -74,26 +74,26 @@ def test_what_has_three_colours_of_a_byte_is_converted() -> None:
         (bytes(20_000_000), "20,000,000 bytes are too many"),
     ],
 )
-def test_bad_images_are_refused_in_one_line(content: bytes, problem: str) -> None:
+def test_bad_images_are_refused_in_one_line(content, problem):
     with pytest.raises(DataError, match=rf"^folder/one\.png: .*{problem}") as caught:
         pixels(content)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("side", [20_000, 1 << 30])
-def test_a_bomb_is_not_decoded(side: int) -> None:
+def test_a_bomb_is_not_decoded(side):
     """An image that claims gigabytes is refused by what its header says."""
     with pytest.raises(DataError, match=r"one\.png: (this image has 20000×20000|cannot be decoded: Image size)"):
         pixels(png(IMAGE, size=(side, side)))
 
 
-def test_a_bomb_of_text_is_not_unpacked() -> None:
+def test_a_bomb_of_text_is_not_unpacked():
     text = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(80_000_000), 9))
     with pytest.raises(DataError, match=r"one\.png: cannot be decoded"):
         pixels(png(IMAGE, more=text))
 
 
-def test_any_damage_is_a_line_or_leaves_an_image_of_the_size() -> None:
+def test_any_damage_is_a_line_or_leaves_an_image_of_the_size():
     """A flipped byte anywhere in a file is refused, or gives some image; nothing else comes out of Pillow."""
     drawn = np.random.default_rng(0)
     image = np.full((8, 8, 3), 90, dtype=np.uint8)
@@ -106,7 +106,7 @@ def test_any_damage_is_a_line_or_leaves_an_image_of_the_size() -> None:
                 assert "\n" not in str(error)
 
 
-def test_names_are_shown_safely() -> None:
+def test_names_are_shown_safely():
     with pytest.raises(DataError, match=r"^a\\x1b\[31m\\n: cannot be decoded") as caught:
         PixelEncoder(8).encode(file_piece("a\x1b[31m\n", b"x"))
     assert str(caught.value).isprintable()

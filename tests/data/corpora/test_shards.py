@@ -34,7 +34,7 @@ def words(folder: Path, count: int) -> str:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_a_lost_index_is_written_again(tmp_path: Path, width: int) -> None:
+def test_a_lost_index_is_written_again(tmp_path, width):
     drawn = np.random.default_rng(0)
     tokens = [drawn.integers(0, 250 if width == 1 else 1000, size) for size in (950, 400)]
     folder = write_folder(tmp_path / "data", tokens, width=width)
@@ -51,7 +51,7 @@ def test_a_lost_index_is_written_again(tmp_path: Path, width: int) -> None:
     assert stream.read(0, stream.tokens).tolist() == np.concatenate(tokens).tolist()
 
 
-def test_shards_made_elsewhere(tmp_path: Path) -> None:
+def test_shards_made_elsewhere(tmp_path):
     """Names give the splits; samples of one's own sizes; the last shard by number is the last of its split."""
     write_tar(tmp_path / "train-10.tar", shard(b"ef"))
     write_tar(tmp_path / "train-9.tar", shard(b"abc", b"d"))
@@ -64,7 +64,7 @@ def test_shards_made_elsewhere(tmp_path: Path) -> None:
         assert bytes(EvaluationStream(found, name).read(0, len(text)).tolist()) == text
 
 
-def test_a_size_of_samples_is_stated_only_where_all_have_it(tmp_path: Path) -> None:
+def test_a_size_of_samples_is_stated_only_where_all_have_it(tmp_path):
     """Damage is looked for by it."""
     for name, samples, size in (("a", (b"x", b"yz"), None), ("b", (b"xy", b"z", b"xy"), None), ("c", (b"xy", b"z"), 2)):
         (tmp_path / name).mkdir()
@@ -72,7 +72,7 @@ def test_a_size_of_samples_is_stated_only_where_all_have_it(tmp_path: Path) -> N
         assert index(tmp_path / name).sample_bytes == size
 
 
-def test_records_are_stated_and_checked(tmp_path: Path) -> None:
+def test_records_are_stated_and_checked(tmp_path):
     write_tar(tmp_path / "train-0.tar", shard(bytes(24), bytes(12)))
     with pytest.raises(ConfigError, match="--record: the number of tokens of an image is not given"):
         index(tmp_path, "--tokenizer", "pixels")
@@ -82,7 +82,7 @@ def test_records_are_stated_and_checked(tmp_path: Path) -> None:
     assert found.record == 12 and found.tokenizer.name == "pixels" and found.sample_bytes == 24
 
 
-def test_tokens_that_the_tokenizer_has_not_are_refused(tmp_path: Path) -> None:
+def test_tokens_that_the_tokenizer_has_not_are_refused(tmp_path):
     tokens = np.array([0, 999, 1000], dtype="<u2").tobytes()
     write_tar(tmp_path / "train-0.tar", shard(tokens[:4], tokens))
     with pytest.raises(DataError, match=r"train-0\.tar: member 1 at byte 1024 has the token 1000, .* are below 1000"):
@@ -111,7 +111,7 @@ def other(name: str, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
         ({}, "it has 0 samples"),
     ],
 )
-def test_D6_anything_else_in_a_shard_is_named(tmp_path: Path, members: dict[str, bytes], problem: str) -> None:
+def test_D6_anything_else_in_a_shard_is_named(tmp_path, members, problem):
     write_tar(tmp_path / "train-0.tar", {"0.bin": b"fine"})
     write_tar(tmp_path / "train-1.tar", members)
     with pytest.raises(DataError, match=rf"train-1\.tar: {problem}"):
@@ -120,14 +120,14 @@ def test_D6_anything_else_in_a_shard_is_named(tmp_path: Path, members: dict[str,
 
 
 @pytest.mark.parametrize("size", [1024, 1100, 1600, 0])
-def test_a_torn_shard_is_named(tmp_path: Path, size: int) -> None:
+def test_a_torn_shard_is_named(tmp_path, size):
     path = write_tar(tmp_path / "train-0.tar", shard(b"a", bytes(600), b"c"))
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(DataError, match=rf"train-0\.tar: member \d .*at byte {min(size, 1024)}"):
         index(tmp_path)
 
 
-def test_an_odd_number_of_bytes_is_no_token(tmp_path: Path) -> None:
+def test_an_odd_number_of_bytes_is_no_token(tmp_path):
     write_tar(tmp_path / "train-0.tar", shard(b"ab", b"abc"))
     with pytest.raises(DataError, match=r"member 1 .* at byte 1024 has 3 bytes, no whole number of tokens of 2"):
         index(tmp_path, "--width", "2")
@@ -142,7 +142,7 @@ def test_an_odd_number_of_bytes_is_no_token(tmp_path: Path) -> None:
         (["a.txt"], "there is no shard here"),
     ],
 )
-def test_folders_that_are_no_shards(tmp_path: Path, names: list[str], problem: str) -> None:
+def test_folders_that_are_no_shards(tmp_path, names, problem):
     for name in names:
         write_tar(tmp_path / name, shard(b"a"))
     with pytest.raises(DataError, match=problem):
@@ -151,7 +151,7 @@ def test_folders_that_are_no_shards(tmp_path: Path, names: list[str], problem: s
         index(tmp_path / "nowhere")
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path, capsys):
     folder = tmp_path / "my shards"
     folder.mkdir()
     write_tar(folder / "train-0.tar", shard(b"a"))

@@ -29,7 +29,7 @@ def open_source(*locations: Path, member: str | None = None) -> Source:
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("zipped", [False, True])
-def test_compressed_files_and_members_are_decompressed(tmp_path: Path, suffix: str, zipped: bool) -> None:
+def test_compressed_files_and_members_are_decompressed(tmp_path, suffix, zipped):
     raw = bytes(range(256)) * 10_000  # several pieces
     path = tmp_path / f"x{suffix}"
     path.write_bytes(COMPRESS[suffix](raw))
@@ -42,7 +42,7 @@ def test_compressed_files_and_members_are_decompressed(tmp_path: Path, suffix: s
     assert b"".join(source.pieces()) == raw
 
 
-def test_members_of_an_archive(tmp_path: Path) -> None:
+def test_members_of_an_archive(tmp_path):
     path = tmp_path / "x.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.mkdir("books") if hasattr(archive, "mkdir") else None
@@ -58,7 +58,7 @@ def test_members_of_an_archive(tmp_path: Path) -> None:
         open_source(tmp_path / "plain", member="x")
 
 
-def test_a_folder_in_the_order_of_paths_without_hidden_files(tmp_path: Path) -> None:
+def test_a_folder_in_the_order_of_paths_without_hidden_files(tmp_path):
     for name, content in {"b.txt": "2", "a/z.txt": "1", "c.txt.gz": "", ".hidden": "x", ".git/y": "x"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -72,14 +72,14 @@ def test_a_folder_in_the_order_of_paths_without_hidden_files(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-12], lambda raw: b"plain text"], ids=["truncated", "garbage"])
-def test_a_damaged_source_is_named(tmp_path: Path, suffix: str, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_source_is_named(tmp_path, suffix, damage):
     path = tmp_path / f"x{suffix}"
     path.write_bytes(damage(COMPRESS[suffix](bytes(range(256)))))
     with pytest.raises(DataError, match=rf"x\{suffix}: cannot be read"):
         open_source(path)
 
 
-def test_a_zip_member_with_a_flipped_bit_is_named(tmp_path: Path) -> None:
+def test_a_zip_member_with_a_flipped_bit_is_named(tmp_path):
     path = tmp_path / "x.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("one.txt", "hello")
@@ -89,20 +89,20 @@ def test_a_zip_member_with_a_flipped_bit_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://x/y", "pipe://touch marker", "file:///etc/passwd", "data://x"])
-def test_D6_other_urls_are_refused(url: str) -> None:
+def test_D6_other_urls_are_refused(url):
     with pytest.raises(ConfigError, match="--source"):
         Source.open([url], None, Path("/nowhere"))
 
 
 @pytest.mark.parametrize("path", ["no/such/file", "pipe:touch marker", "| touch marker"])
-def test_D6_a_missing_source_or_a_command_is_named(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_D6_a_missing_source_or_a_command_is_named(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="there is no such file or folder"):
         Source.open([path], None, Path("/nowhere"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_source(tmp_path):
     path = tmp_path / "zeros.bz2"
     path.write_bytes(bz2.compress(bytes(50_000_000)))
     tracemalloc.start()
@@ -112,7 +112,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     assert peak < 10_000_000
 
 
-def test_files_are_kept_apart_and_empty_ones_left_out(tmp_path: Path) -> None:
+def test_files_are_kept_apart_and_empty_ones_left_out(tmp_path):
     (tmp_path / "in" / "b").mkdir(parents=True)
     (tmp_path / "in" / "b" / "x.txt").write_text("one")
     (tmp_path / "in" / "a.txt.gz").write_bytes(gzip.compress(b"two"))
@@ -154,7 +154,7 @@ def test_files_are_kept_apart_and_empty_ones_left_out(tmp_path: Path) -> None:
         (b"a\xed\xa0\x80", 1),
     ],
 )
-def test_the_first_byte_that_is_not_utf8(tmp_path: Path, content: bytes, offset: int | None) -> None:
+def test_the_first_byte_that_is_not_utf8(tmp_path, content, offset):
     (tmp_path / "x").write_bytes(content)
     source = open_source(tmp_path / "x")
     assert source.parts[0].not_utf8 == offset
@@ -163,7 +163,7 @@ def test_the_first_byte_that_is_not_utf8(tmp_path: Path, content: bytes, offset:
             source.require_text()
 
 
-def test_zeros_are_reported(tmp_path: Path) -> None:
+def test_zeros_are_reported(tmp_path):
     (tmp_path / "x").write_bytes(b"x" * (1 << 20) + b"ab\0\0")
     source = open_source(tmp_path / "x")
     source.require_text()
@@ -173,7 +173,7 @@ def test_zeros_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [30, 100, 1000])
 @pytest.mark.parametrize("name", ["x.zip", "x.txt"])
-def test_a_torn_zip_is_named(tmp_path: Path, size: int, name: str) -> None:
+def test_a_torn_zip_is_named(tmp_path, size, name):
     with zipfile.ZipFile(tmp_path / "whole.zip", "w") as archive:
         archive.writestr("one.txt", bytes(range(256)) * 10)
     (tmp_path / name).write_bytes((tmp_path / "whole.zip").read_bytes()[:-size])
@@ -185,7 +185,7 @@ def test_a_torn_zip_is_named(tmp_path: Path, size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.zip", "x.gz", "x.bz2", "x.xz", "x.gz.zip"])
-def test_a_bomb_is_not_unfolded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_bomb_is_not_unfolded(tmp_path, monkeypatch, name):
     monkeypatch.setattr(source_module, "BOMB_BYTES", 3_000_000)
     zeros = bytes(10_000_000)
     path = tmp_path / name
@@ -202,7 +202,7 @@ def test_a_bomb_is_not_unfolded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert sum(read) <= 5_000_000
 
 
-def test_an_archive_is_opened_once_and_again_where_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_is_opened_once_and_again_where_it_changed(tmp_path, monkeypatch):
     opened = []
     real = zipfile.ZipFile
     for content in ("first", "second!"):
@@ -216,7 +216,7 @@ def test_an_archive_is_opened_once_and_again_where_it_changed(tmp_path: Path, mo
     assert len(opened) == 2
 
 
-def test_text_splits_by_percent(tmp_path: Path) -> None:
+def test_text_splits_by_percent(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(bytes(range(200)))
 
@@ -232,7 +232,7 @@ def test_text_splits_by_percent(tmp_path: Path) -> None:
         lengths("90,5")
 
 
-def test_enwik8_is_the_official_file_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enwik8_is_the_official_file_or_refused(tmp_path, monkeypatch):
     path = tmp_path / "enwik8"
     path.write_bytes(bytes(range(100)))
     with pytest.raises(DataError, match=r"enwik8 has 100,000,000 bytes, this has 100\. .*`text`"):

@@ -3,7 +3,6 @@ import hashlib
 import http.server
 import threading
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ SETTINGS = {"tokenizer": "bytes"}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     folder = tmp_path / "wikitext-103"
     folder.mkdir()
     for name, text in TEXTS.items():
@@ -33,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def archive(folder: Path) -> Path:
+def archive(folder):
     """Archive as the official one: the files in a folder, which is an entry of its own."""
     path = folder.parent / "wikitext-103-v1.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -44,7 +43,7 @@ def archive(folder: Path) -> Path:
 
 
 @pytest.fixture
-def official(monkeypatch: pytest.MonkeyPatch) -> None:
+def official(monkeypatch):
     """Pretend that TEXTS are the published files."""
     texts = {split: TEXTS[infix].encode() for split, infix in wikitext103.SPLITS.items()}
     digests = {split: hashlib.sha1(text).hexdigest() for split, text in texts.items()}
@@ -53,7 +52,7 @@ def official(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server(archive: Path) -> Iterator[str]:
+def server(archive):
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *arguments: object) -> None:
             pass
@@ -72,9 +71,7 @@ def open_source(*paths: Path) -> Source:
 
 
 @pytest.mark.usefixtures("official")
-def test_the_command_takes_the_folder_the_archive_and_its_url(
-    folder: Path, archive: Path, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_the_folder_the_archive_and_its_url(folder, archive, server, tmp_path, capsys):
     sources = {"folder": folder, "archive": archive, "url": f"{server}/wikitext-103-v1.zip"}
     for name, source in sources.items():
         main(["wikitext103", "--source", str(source), "--output", str(tmp_path / name), "--workers", "1"])
@@ -93,7 +90,7 @@ def test_the_command_takes_the_folder_the_archive_and_its_url(
 
 
 @pytest.mark.usefixtures("official")
-def test_a_wrong_checksum_is_refused_and_a_part_is_not_called_official(folder: Path) -> None:
+def test_a_wrong_checksum_is_refused_and_a_part_is_not_called_official(folder):
     (folder / "wiki.train.tokens").write_text(TEXTS["train"] + " more \n", encoding="utf-8")
     assert wikitext103.about(open_source(folder), SETTINGS) == {"kind": "tokens", "official": False}
     (folder / "wiki.train.tokens").write_text(TEXTS["train"].replace("word", "wort"), encoding="utf-8")
@@ -106,12 +103,12 @@ def test_a_wrong_checksum_is_refused_and_a_part_is_not_called_official(folder: P
     assert [name for name, _ in wikitext103.splits(some, SETTINGS)] == ["validation", "test"]
 
 
-def test_no_two_published_checksums_are_alike() -> None:
+def test_no_two_published_checksums_are_alike():
     assert {len(sha1) for kind in wikitext103.SHA1.values() for sha1 in kind.values()} == {40}
     assert len({sha1 for kind in wikitext103.SHA1.values() for sha1 in kind.values()}) == 6
 
 
-def test_what_is_not_wikitext_is_one_line(folder: Path, archive: Path, tmp_path: Path) -> None:
+def test_what_is_not_wikitext_is_one_line(folder, archive, tmp_path):
     with pytest.raises(DataError, match=r"wiki\.test\.tokens is the same split\. Give one of the two"):
         wikitext103.about(open_source(folder, archive), SETTINGS)
     (folder / "wiki.test.raw").write_text("x\n")

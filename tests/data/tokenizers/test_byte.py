@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -9,41 +7,41 @@ from megasparse.errors import ConfigError
 
 
 @pytest.mark.parametrize("raw", [b"", bytes(range(256)), b"a" * 1_000_000, b"\xff\xfe\x00"])
-def test_D9_bytes_come_back_unchanged(raw: bytes) -> None:
+def test_D9_bytes_come_back_unchanged(raw):
     tokens = ByteTokenizer().encode(raw)
     assert tokens.dtype == torch.int64 and tokens.tolist() == list(raw)
     assert ByteTokenizer().decode(tokens) == raw
 
 
 @pytest.mark.parametrize("text", ["", "naïve 語", "\ud800 lone", "\U000e0fff unassigned"])
-def test_D9_text_is_utf8_lone_surrogates_included(text: str) -> None:
+def test_D9_text_is_utf8_lone_surrogates_included(text):
     assert ByteTokenizer().decode(ByteTokenizer().encode(text)).decode("utf-8", "surrogatepass") == text
 
 
-def test_D9_every_code_point_comes_back() -> None:
+def test_D9_every_code_point_comes_back():
     """Unassigned ones, surrogates and non-characters among them, on one line of 4 MB."""
     text = "".join(map(chr, range(0x110000))).replace("\n", "")
     assert ByteTokenizer().decode(ByteTokenizer().encode(text)).decode("utf-8", "surrogatepass") == text
 
 
 @pytest.mark.parametrize("token", [-1, 256])
-def test_a_token_that_is_no_byte_is_refused(token: int) -> None:
+def test_a_token_that_is_no_byte_is_refused(token):
     with pytest.raises(ValueError):
         ByteTokenizer().decode(torch.tensor([token]))
 
 
-def test_by_name() -> None:
+def test_by_name():
     assert build_tokenizer("bytes").vocabulary == 256 and build_tokenizer("pixels").name == "pixels"
     with pytest.raises(ConfigError, match=r'data\.tokenizer: .*"byte".*Did you mean "bytes"'):
         build_tokenizer("byte")
 
 
-def test_text_comes_as_soon_as_its_characters_are_whole() -> None:
+def test_text_comes_as_soon_as_its_characters_are_whole():
     tokens = ByteTokenizer().encode("n\u00efve \u8a9e".encode() + b"\xe8").tolist()
     assert list(ByteTokenizer().text(tokens)) == ["n", "\u00ef", "v", "e", " ", "\u8a9e", "\ufffd"]
 
 
-def test_the_file_of_a_tokenizer_must_be_readable(tmp_path: Path) -> None:
+def test_the_file_of_a_tokenizer_must_be_readable(tmp_path):
     for name in ("x.model", "x.json", "x.txt"):
         with pytest.raises(ConfigError, match=rf"data\.tokenizer: .*{name} cannot be read \(No such file"):
             build_tokenizer(str(tmp_path / name))

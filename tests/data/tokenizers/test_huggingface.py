@@ -32,7 +32,7 @@ def plain(values: dict[str, Any]) -> Original:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ordinary_text_is_encoded_as_the_package_does(tmp_path: Path, kind: str) -> None:
+def test_ordinary_text_is_encoded_as_the_package_does(tmp_path, kind):
     values = KINDS[kind]()
     mine, own = built(tmp_path, values), plain(values)
     for text in (PROSE, "", "the models of attentions, unable", *PROSE.split("\n")[:50]):
@@ -42,7 +42,7 @@ def test_ordinary_text_is_encoded_as_the_package_does(tmp_path: Path, kind: str)
         assert "".join(mine.text(tokens.tolist())) == own.decode(tokens.tolist())
 
 
-def test_bert_is_as_in_transformers(tmp_path: Path) -> None:
+def test_bert_is_as_in_transformers(tmp_path):
     values = wordpiece()
     theirs = BertTokenizerFast(vocab=values["model"]["vocab"], do_lower_case=True)
     mine = built(tmp_path, values)
@@ -54,7 +54,7 @@ def test_bert_is_as_in_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_text_becomes_a_special_token(tmp_path: Path, kind: str) -> None:
+def test_no_text_becomes_a_special_token(tmp_path, kind):
     values = KINDS[kind]()
     mine = built(tmp_path, values)
     assert mine.special is not None and mine.separator == mine.special.separator
@@ -67,7 +67,7 @@ def test_no_text_becomes_a_special_token(tmp_path: Path, kind: str) -> None:
     assert set(read) & set(mine.special)  # the package's own reading of it is another
 
 
-def test_special_tokens_are_hidden_though_the_file_does_not_call_them_special(tmp_path: Path) -> None:
+def test_special_tokens_are_hidden_though_the_file_does_not_call_them_special(tmp_path):
     values = wordpiece()
     values["added_tokens"] = [{**values["added_tokens"][4], "special": False}]
     mine = built(tmp_path, values)
@@ -77,7 +77,7 @@ def test_special_tokens_are_hidden_though_the_file_does_not_call_them_special(tm
     assert not set(built(tmp_path, values).encode("a [MASK] [CLS] b").tolist()) & {0, 2, 3, 4}
 
 
-def test_a_tokenizer_whose_special_tokens_text_can_have_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_whose_special_tokens_text_can_have_is_refused(tmp_path):
     values = wordpiece()
     values |= {"pre_tokenizer": None, "normalizer": None}
     with pytest.raises(ConfigError, match="a text can become its special token"):
@@ -85,21 +85,21 @@ def test_a_tokenizer_whose_special_tokens_text_can_have_is_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ODD_TEXTS)
-def test_byte_level_ones_give_back_any_bytes(tmp_path: Path, name: str) -> None:
+def test_byte_level_ones_give_back_any_bytes(tmp_path, name):
     mine, raw = built(tmp_path, byte_level()), ODD_TEXTS[name]
     tokens = mine.encode(raw)
     assert mine.lossless and mine.decode(tokens) == raw
     assert "".join(mine.text(tokens.tolist())) == raw.decode("utf-8", "replace")
 
 
-def test_byte_level_ones_give_back_random_bytes_long_lines_and_every_code_point(tmp_path: Path) -> None:
+def test_byte_level_ones_give_back_random_bytes_long_lines_and_every_code_point(tmp_path):
     mine = built(tmp_path, byte_level())
     points = "".join(map(chr, [*range(0x11000), *range(0x1F000, 0x1FB00), 0x10FFFF])).encode("utf-8", "surrogatepass")
     for raw in (*random_texts(400), b"the " * 250_000, points):
         assert mine.decode(mine.encode(raw)) == raw
 
 
-def test_added_words_and_lossy_parts_do_not_cost_bytes(tmp_path: Path) -> None:
+def test_added_words_and_lossy_parts_do_not_cost_bytes(tmp_path):
     """A token that eats the white space around it: its line is encoded in bytes, the others as before."""
     values = byte_level()
     number = len(values["model"]["vocab"])
@@ -115,7 +115,7 @@ def test_added_words_and_lossy_parts_do_not_cost_bytes(tmp_path: Path) -> None:
     assert number in mine.encode("W\u00d6RDx").tolist() and mine.decode(torch.tensor([number])) == "W\u00d6RD".encode()
 
 
-def test_others_say_that_they_lose_something(tmp_path: Path) -> None:
+def test_others_say_that_they_lose_something(tmp_path):
     spaced = byte_level()
     spaced["pre_tokenizer"] = {**spaced["pre_tokenizer"], "add_prefix_space": True}
     for values in (wordpiece(), unigram(), spaced, {**byte_level(), "normalizer": {"type": "NFC"}}):
@@ -126,7 +126,7 @@ def test_others_say_that_they_lose_something(tmp_path: Path) -> None:
     )
 
 
-def test_where_words_begin(tmp_path: Path) -> None:
+def test_where_words_begin(tmp_path):
     for values, text, words in (
         (wordpiece(), "the attention models unable", ["the", "attention", "models", "unable"]),
         (byte_level(), "the thing\n\tthe end", ["the", " thing", "\n", "\t", "the", " end"][:3]),
@@ -148,7 +148,7 @@ def test_where_words_begin(tmp_path: Path) -> None:
     assert built(tmp_path, values).word_starts().tolist() == [True, True]
 
 
-def test_numbers_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_are_no_tokens_are_refused(tmp_path):
     for kind in KINDS.values():
         mine = built(tmp_path, kind())
         for token in (-1, mine.vocabulary):
@@ -156,7 +156,7 @@ def test_numbers_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
                 mine.decode(torch.tensor([token]))
 
 
-def test_a_separator_without_the_others(tmp_path: Path) -> None:
+def test_a_separator_without_the_others(tmp_path):
     values = byte_level()
     values["added_tokens"] = [{**values["added_tokens"][0], "content": "<|endoftext|>"}]
     values["model"]["vocab"] = {
@@ -193,7 +193,7 @@ def damages(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("damage", damages(wordpiece()))
-def test_a_damaged_file_is_one_line(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_one_line(tmp_path, damage):
     content = damages(wordpiece())[damage]
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -18,7 +18,7 @@ TYPES = ("unigram", "bpe")
 
 
 @pytest.fixture(scope="module", params=TYPES)
-def model(request: Any, tmp_path_factory: Any) -> Tokenizer:
+def model(request, tmp_path_factory):
     return built(tmp_path_factory.mktemp("model"), sentencepiece_model(request.param))
 
 
@@ -28,7 +28,7 @@ def built(folder: Path, data: bytes) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", ODD_TEXTS)
-def test_odd_text_comes_back(model: Tokenizer, name: str) -> None:
+def test_odd_text_comes_back(model, name):
     raw = ODD_TEXTS[name]
     tokens = model.encode(raw)
     assert model.decode(tokens) == raw and tokens.dtype == torch.int64
@@ -37,35 +37,35 @@ def test_odd_text_comes_back(model: Tokenizer, name: str) -> None:
 
 
 @pytest.mark.parametrize("odd", [b"\xe2\x96\x81", b"\0", b"\xff", "\ud800".encode("utf-8", "surrogatepass")])
-def test_what_is_odd_costs_its_own_bytes_alone(model: Tokenizer, odd: bytes) -> None:
+def test_what_is_odd_costs_its_own_bytes_alone(model, odd):
     of_bytes = 5 + torch.tensor(list(odd))
     expected = torch.cat([model.encode("the attention"), of_bytes, model.encode(" of the")])
     assert torch.equal(model.encode(b"the attention" + odd + b" of the"), expected)
 
 
-def test_any_bytes_come_back(model: Tokenizer) -> None:
+def test_any_bytes_come_back(model):
     for raw in random_texts(400):
         assert model.decode(model.encode(raw)) == raw
 
 
-def test_what_sentencepiece_would_change_comes_back_all_the_same(model: Tokenizer, monkeypatch: Any) -> None:
+def test_what_sentencepiece_would_change_comes_back_all_the_same(model, monkeypatch):
     class Changing:
         def encode(self, texts: list[str], num_threads: int) -> list[list[int]]:
             return [own.encode(text.replace("of", "")) for text in texts]
 
-    own = model._processor  # type: ignore[attr-defined]
+    own = model._processor
     monkeypatch.setattr(model, "_processor", Changing())
     tokens = model.encode("the attention\nof the\n")
     assert model.decode(tokens) == b"the attention\nof the\n"
     assert tokens.tolist() == [*own.encode("the attention\n"), *(5 + byte for byte in b"of the\n")]
 
 
-def test_long_lines_come_back(model: Tokenizer) -> None:
+def test_long_lines_come_back(model):
     for raw in (b"x" * 1_000_000, b" " * 300_000, PROSE.replace("\n", " ").encode() * 15):
         assert model.decode(model.encode(raw)) == raw
 
 
-def test_every_code_point_comes_back(tmp_path: Path) -> None:
+def test_every_code_point_comes_back(tmp_path):
     model = built(tmp_path, sentencepiece_model())
     raw = "".join(map(chr, [*range(0x11000), *range(0x1F000, 0x1FB00), *range(0xE0000, 0xE1000), 0x10FFFF]))
     for text in (raw.encode("utf-8", "surrogatepass"), " ".join(raw).encode("utf-8", "surrogatepass")):
@@ -73,7 +73,7 @@ def test_every_code_point_comes_back(tmp_path: Path) -> None:
     assert torch.equal(model.encode(raw), model.encode(raw.encode("utf-8", "surrogatepass")))
 
 
-def test_ordinary_text_is_encoded_as_sentencepiece_does(tmp_path: Path) -> None:
+def test_ordinary_text_is_encoded_as_sentencepiece_does(tmp_path):
     for kind in TYPES:
         data = sentencepiece_model(kind)
         own, model = SentencePieceProcessor(model_proto=data), built(tmp_path, data)
@@ -85,12 +85,12 @@ def test_ordinary_text_is_encoded_as_sentencepiece_does(tmp_path: Path) -> None:
         assert model.encode(long).tolist() == own.encode(long)
 
 
-def test_tokens_of_lines_are_those_of_the_text(model: Tokenizer) -> None:
+def test_tokens_of_lines_are_those_of_the_text(model):
     apart = [model.encode(line) for line in PROSE.splitlines(keepends=True)]
     assert torch.equal(torch.cat(apart), model.encode(PROSE))
 
 
-def test_long_lines_are_cut_before_spaces() -> None:
+def test_long_lines_are_cut_before_spaces():
     text = "word  " * LONGEST + "\n" + "x" * (2 * LONGEST + 1) + "\n\nend"
     found = list(segments(text))
     assert "".join(found) == text and max(map(len, found)) <= LONGEST
@@ -99,7 +99,7 @@ def test_long_lines_are_cut_before_spaces() -> None:
     assert found[-2:] == ["\n", "end"]
 
 
-def test_special_tokens_are_no_text(model: Tokenizer) -> None:
+def test_special_tokens_are_no_text(model):
     assert model.special == SpecialTokens(begin=1, separator=2, padding=3, mask=4) and model.separator == 2
     assert model.vocabulary == 420 and model.lossless
     assert model.decode(torch.tensor([1, 2, 3, 4, 0])) == b""
@@ -108,7 +108,7 @@ def test_special_tokens_are_no_text(model: Tokenizer) -> None:
             model.decode(torch.tensor([token]))
 
 
-def test_words_begin_at_white_space(model: Tokenizer) -> None:
+def test_words_begin_at_white_space(model):
     starts = model.word_starts()
     assert starts.shape == (420,) and not starts[:5].any()
     for text, expected in ((" the", [True]), ("\n", [True]), ("\t", [True]), ("x", [False]), ("\0", [False])):
@@ -152,7 +152,7 @@ def without_bytes() -> bytes:
         (lambda: sentencepiece_model()[:3000], "is no model of sentencepiece"),
     ],
 )
-def test_a_model_that_changes_text_is_refused(tmp_path: Path, data: Any, problem: str) -> None:
+def test_a_model_that_changes_text_is_refused(tmp_path, data, problem):
     with pytest.raises(ConfigError, match=problem) as error:
         built(tmp_path, data())
     assert "\n" not in str(error.value) and re.search(r"tools/train_tokenizer\.py|README", str(error.value))
@@ -164,7 +164,7 @@ def charsmap() -> bytes:
     return proto.normalizer_spec.precompiled_charsmap
 
 
-def test_a_foreign_model_without_special_tokens_has_none(tmp_path: Path) -> None:
+def test_a_foreign_model_without_special_tokens_has_none(tmp_path):
     proto = ModelProto()
     proto.ParseFromString(sentencepiece_model())
     proto.pieces[2].piece, proto.pieces[4].type = "</s>", ModelProto.SentencePiece.USER_DEFINED

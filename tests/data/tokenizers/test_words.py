@@ -20,7 +20,7 @@ def tokenizer(folder: Path, *words: str) -> WordTokenizer:
     return WordTokenizer(path)
 
 
-def test_lines_are_words_and_their_ends(tmp_path: Path) -> None:
+def test_lines_are_words_and_their_ends(tmp_path):
     found = tokenizer(tmp_path, "the", "<unk>", "<eos>", "=", "of", "was")
     tokens = found.encode(SAMPLE)
     expected = [
@@ -38,7 +38,7 @@ def test_lines_are_words_and_their_ends(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([found.encode(line + "\n") for line in SAMPLE.split("\n")[:-1]]), tokens)
 
 
-def test_the_vocabulary_is_counted_and_ordered_by_frequency(tmp_path: Path) -> None:
+def test_the_vocabulary_is_counted_and_ordered_by_frequency(tmp_path):
     raw = PROSE.encode()
     pieces = [raw[i : i + 77] for i in range(0, len(raw), 77)]
     words = vocabulary_file(pieces).decode().split("\n")[:-1]
@@ -49,7 +49,7 @@ def test_the_vocabulary_is_counted_and_ordered_by_frequency(tmp_path: Path) -> N
     assert found.decode(found.encode(PROSE)).decode().split() == PROSE.split()
 
 
-def test_words_that_do_not_fit_count_as_unknown() -> None:
+def test_words_that_do_not_fit_count_as_unknown():
     text = b"a a a a b b b c c d e f g\n"
     assert vocabulary_file([text], 4).split() == [b"<unk>", b"a", b"b", b"<eos>"]  # 6, 4, 3, 1
     assert vocabulary_file([text], 2).split() == [b"<unk>", b"<eos>"]
@@ -71,7 +71,7 @@ def test_words_that_do_not_fit_count_as_unknown() -> None:
         (b"the\n<unk>\n", "has no word <eos>"),
     ],
 )
-def test_a_wrong_file_is_one_line(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_a_wrong_file_is_one_line(tmp_path, content, problem):
     path = tmp_path / "words.txt"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=re.escape(f"{path}: {problem}")) as error:
@@ -79,13 +79,13 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, content: bytes, problem: str) 
     assert "\n" not in str(error.value)
 
 
-def test_numbers_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_are_no_tokens_are_refused(tmp_path):
     found = tokenizer(tmp_path, "<unk>", "<eos>")
     for token in (-1, 2):
         with pytest.raises(ValueError, match="is no token of 2 words"):
             found.decode(torch.tensor([0, token]))
 
 
-def test_another_file_is_another_tokenizer(tmp_path: Path) -> None:
+def test_another_file_is_another_tokenizer(tmp_path):
     hashes = {tokenizer(tmp_path, *words).sha256 for words in (["<unk>", "<eos>"], ["<eos>", "<unk>"])}
     assert len(hashes) == 2
