@@ -13,7 +13,7 @@ if not torch.cuda.is_available():  # before any kernel is defined
 SLOW = (
     *("distributed/*", "reliability/*", "benchmarks/*", "tools/*", "stopping/*"),
     *("*launcher*.py", "*_memory.py", "*_kernels.py", "*_fuzz*.py", "test_remote_*.py", "test_bundle.py"),
-    *("test_decoding.py", "test_implementations.py", "test_windows_by_key_rank.py", "test_duplication.py"),
+    *("test_decoding.py", "test_implementations.py", "test_windows_by_key_rank.py", "model/test_duplication.py"),
     *("test_dry_run.py", "test_reformer_64k.py", "test_compress.py", "test_memory_check.py", "tasks/test_restore.py"),
     *("tasks/test_run.py", "test_asynchronous_saving.py", "test_exact_resume.py", "test_scalars.py", "test_tracing.py"),
     *("test_frozen.py", "test_ranks.py"),
