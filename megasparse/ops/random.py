@@ -84,14 +84,14 @@ def _seeds(key: int, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 def dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
     """Zeroes elements of x (B, L, E) with probability `rate` and scales the rest by 1/(1 − rate).
 
-    rows: (B, L), see `Draws.rows`. The mask is a function of (key, row, element): the same wherever and whenever it
-    is drawn again, so the backward draws it again and nothing is kept.
+    rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element), so the backward draws it again
+    and nothing is kept.
     """
     return x if rate == 0.0 else _Dropout.apply(x, partial(_drop, rate=rate, key=key, rows=rows))
 
 
 class _Dropout(torch.autograd.Function):
-    """Its own gradient: what it does to x, it does to the gradient of its output."""
+    """Dropout, which does to the gradient of its output what it does to x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, drop: Callable[[Tensor], Tensor]) -> Tensor:

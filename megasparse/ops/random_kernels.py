@@ -12,18 +12,8 @@ _LARGEST_COLUMNS = 1024
 
 @triton.jit(do_not_specialize=["low", "high", "threshold", "scale"])
 def _dropout(
-    x,
-    rows,
-    out,
-    count,
-    width,
-    low,
-    high,
-    threshold,
-    scale,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, rows, out, count, width, low, high, threshold, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Row by row what `ops.random.random_bits` draws; an element stays where its bits are at least `threshold`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

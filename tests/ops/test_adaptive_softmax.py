@@ -11,7 +11,7 @@ V, E = 90, 12
 CUTOFFS = [[10, 30, 60], [89], [1]]
 
 
-def made_up(cutoffs: list[int], count: int = 300, sharp: float = 1.0) -> list[Tensor]:
+def random_inputs(cutoffs: list[int], count: int = 300, sharp: float = 1.0) -> list[Tensor]:
     """hidden, weight, clusters; and targets, of each part of the vocabulary."""
     generator = torch.Generator().manual_seed(4)
     shapes = [(count, E), (V, E), (len(cutoffs), E)]
@@ -37,7 +37,7 @@ def defined(hidden: Tensor, weight: Tensor, clusters: Tensor, cutoffs: list[int]
 @pytest.mark.parametrize("cutoffs", CUTOFFS, ids=str)
 @pytest.mark.parametrize("sharp", [0.1, 1.0])
 def test_scores_and_gradients_are_those_of_the_definition(cutoffs, sharp):
-    *leaves, targets = made_up(cutoffs, 60, sharp)
+    *leaves, targets = random_inputs(cutoffs, 60, sharp)
     every = defined(*leaves, cutoffs)
     likeliest, second = every.topk(2).indices.T.contiguous()
     targets[::3], targets[1::3] = likeliest[::3], second[1::3]  # something to be right, and just wrong, about
@@ -55,7 +55,7 @@ def test_scores_and_gradients_are_those_of_the_definition(cutoffs, sharp):
 
 @pytest.mark.parametrize("cutoffs", CUTOFFS[:2], ids=str)
 def test_it_is_torchs_adaptive_softmax_of_full_width(cutoffs):
-    hidden, weight, clusters, targets = made_up(cutoffs)
+    hidden, weight, clusters, targets = random_inputs(cutoffs)
     torchs = torch.nn.AdaptiveLogSoftmaxWithLoss(E, V, cutoffs, div_value=1.0)
     with torch.no_grad():
         torchs.head.weight.copy_(torch.cat([weight[: cutoffs[0]], clusters]))
@@ -70,10 +70,10 @@ def test_it_is_torchs_adaptive_softmax_of_full_width(cutoffs):
     found[0].mean().backward()
     ours = torch.autograd.grad(torchs(hidden, targets).loss, hidden)[0]
     torch.testing.assert_close(hidden.grad, ours, rtol=1e-4, atol=1e-6)
-    assert torch.equal(found[1], torchs.log_prob(hidden).argmax(-1) == targets)  # its predict() asks the head alone
+    assert torch.equal(found[1], torchs.log_prob(hidden).argmax(-1) == targets)  # its predict() may look at the head alone
 
 
-def test_a_cluster_that_could_hold_the_likeliest_id_is_asked_and_may_not_hold_it():
+def test_a_cluster_that_could_hold_the_likeliest_id_is_computed_and_may_not_hold_it():
     """One position, where cluster 0 is likelier than any frequent id, though none of its ids is."""
     weight, clusters = torch.zeros(9, 1), torch.tensor([[1.5]])
     weight[0] = 1.0
@@ -86,7 +86,7 @@ def test_a_cluster_that_could_hold_the_likeliest_id_is_asked_and_may_not_hold_it
 
 
 def test_only_the_clusters_that_are_needed_are_computed():
-    hidden, weight, clusters, targets = made_up([10, 30], count=4000)
+    hidden, weight, clusters, targets = random_inputs([10, 30], count=4000)
     with torch.no_grad():
         clusters *= 0.0
         clusters -= 10.0
@@ -103,7 +103,7 @@ def test_only_the_clusters_that_are_needed_are_computed():
 
 
 def test_bf16_weights_have_fp32_statistics():
-    *leaves, targets = made_up([10, 30, 60])
+    *leaves, targets = random_inputs([10, 30, 60])
     half = [x.detach().bfloat16().requires_grad_() for x in leaves]
     nats, _ = adaptive_scores(half[0], targets, *half[1:], [10, 30, 60])
     exact, _ = adaptive_scores(half[0].float(), targets, *(x.float() for x in half[1:]), [10, 30, 60])

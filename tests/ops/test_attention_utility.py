@@ -57,34 +57,24 @@ def _tile_sizes(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("_tile_sizes")
-@pytest.mark.parametrize("visible", [False, True])
-@pytest.mark.parametrize("queries,keys", [(1, 1), (29, 29), (13, 21)])
-def test_exact_utilities_are_the_definition(queries, keys, visible):
-    if visible and queries != keys:
-        return
+@pytest.mark.parametrize("by_features", [False, True])
+@pytest.mark.parametrize(
+    "queries,keys,visible", [(1, 1, True), (29, 29, True), (1, 1, False), (29, 29, False), (13, 21, False)]
+)
+def test_utilities_are_the_definition(queries, keys, visible, by_features):
+    """With features, the definition with their kernel."""
     q, k, query_members, key_members = random_inputs(queries, keys)
-    rule = dict(scale=0.7, visible=visible)
-    expected = definition(torch.exp(0.7 * q @ k.transpose(-1, -2)), query_members, key_members, visible)
-    ours = whole(exact_queries(q, k, key_members, **rule), queries)
-    torch.testing.assert_close(ours, expected[0], rtol=1e-10, atol=1e-12)
-    ours = whole(exact_keys(q, k, query_members, **rule), keys)
-    torch.testing.assert_close(ours, expected[1], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.usefixtures("_tile_sizes")
-@pytest.mark.parametrize("visible", [False, True])
-@pytest.mark.parametrize("queries,keys", [(1, 1), (29, 29), (13, 21)])
-def test_utilities_by_features_are_the_definition_with_their_kernel(queries, keys, visible):
-    if visible and queries != keys:
-        return
-    q, k, query_members, key_members = random_inputs(queries, keys)
-    q, k = features_of(q), features_of(k)
-    phi_q, phi_k = (x.values * torch.exp(x.shift) for x in (q, k))
-    expected = definition(phi_q @ phi_k.transpose(-1, -2), query_members, key_members, visible)
-    ours = whole(feature_queries(q, k, key_members, visible=visible), queries)
-    torch.testing.assert_close(ours, expected[0], rtol=1e-10, atol=1e-12)
-    ours = whole(feature_keys(q, k, query_members, visible=visible), keys)
-    torch.testing.assert_close(ours, expected[1], rtol=1e-10, atol=1e-12)
+    if by_features:
+        q, k = features_of(q), features_of(k)
+        phi_q, phi_k = (x.values * torch.exp(x.shift) for x in (q, k))
+        kernel = phi_q @ phi_k.transpose(-1, -2)
+        ours = feature_queries(q, k, key_members, visible=visible), feature_keys(q, k, query_members, visible=visible)
+    else:
+        kernel, rule = torch.exp(0.7 * q @ k.transpose(-1, -2)), dict(scale=0.7, visible=visible)
+        ours = exact_queries(q, k, key_members, **rule), exact_keys(q, k, query_members, **rule)
+    expected = definition(kernel, query_members, key_members, visible)
+    for tiles, length, dense in zip(ours, (queries, keys), expected, strict=True):
+        torch.testing.assert_close(whole(tiles, length), dense, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.usefixtures("_tile_sizes")

@@ -7,7 +7,7 @@ import torch
 
 from megasparse.ops.hashing import angular_hash, sign_codes
 from megasparse.ops.hashing.reference import angular_hash as defined
-from megasparse.ops.hashing.sign_reference import hyperplanes
+from megasparse.ops.hashing.reference import hyperplanes
 from megasparse.ops.random import rotations
 from tests.helpers.kernels import DEVICE
 

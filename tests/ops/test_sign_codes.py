@@ -5,8 +5,8 @@ import torch
 
 import megasparse.ops.hashing.sign as sign
 from megasparse.ops.hashing import sign_codes
-from megasparse.ops.hashing.sign_reference import hadamard_matrix
-from megasparse.ops.hashing.sign_reference import sign_codes as defined
+from megasparse.ops.hashing.reference import hadamard_matrix
+from megasparse.ops.hashing.reference import sign_codes as defined
 
 KINDS = pytest.mark.parametrize("kind", ["hadamard", "gaussian"])
 

@@ -44,15 +44,9 @@ def bucketed_attention(
 class _BucketedAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        codes: Tensor | None,
-        spec: BucketedAttentionSpec,
-        key_mask: Tensor | None,
-        segments: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, spec: BucketedAttentionSpec,
+        key_mask: Tensor | None, segments: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         lse2 = torch.empty(q.shape[:3], dtype=dtype, device=q.device)

@@ -41,16 +41,9 @@ def cluster_attention(
 class _ClusterAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_index: Tensor,
-        key_index: Tensor,
-        spec: ClusterAttentionSpec,
-        key_mask: Tensor | None,
-        segments: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, query_index: Tensor, key_index: Tensor, spec: ClusterAttentionSpec,
+        key_mask: Tensor | None, segments: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)

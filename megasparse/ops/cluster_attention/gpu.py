@@ -82,16 +82,9 @@ def _tiles(head_dim: int, dtype: torch.dtype, backward: bool) -> _Tiles:
 class _ClusterAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_index: Tensor,
-        key_index: Tensor,
-        spec: ClusterAttentionSpec,
-        key_mask: Tensor | None,
-        segments: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, query_index: Tensor, key_index: Tensor, spec: ClusterAttentionSpec,
+        key_mask: Tensor | None, segments: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         q, k, v = (whole_vectors(x) for x in (q, k, v))
         key_mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
         segments = None if segments is None else segments.contiguous()

@@ -51,18 +51,9 @@ def add_up(counts, totals, tiles, DIGITS: tl.constexpr, WIDE: tl.constexpr, TILE
 
 @triton.jit
 def place(
-    keys,
-    order,
-    counts,
-    totals,
-    out,
-    length,
-    tiles,
-    shift,
-    DIGITS: tl.constexpr,
-    TILE: tl.constexpr,
+    keys, order, counts, totals, out, length, tiles, shift, DIGITS: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """A token's place: all smaller digits of the row, its own digit in earlier tiles, in earlier blocks of BLOCK tokens
     of this tile, and before it in its block.
     """

@@ -51,15 +51,9 @@ def hash_table_attention(
 class _HashTableAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_codes: Tensor,
-        k_codes: Tensor,
-        group: tuple[Tensor, Tensor] | None,
-        spec: HashTableAttentionSpec,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor,
+        group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.promote_types(v.dtype, torch.float32)
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
         total = torch.empty(q.shape[:3], dtype=dtype, device=q.device)

@@ -66,13 +66,8 @@ def _tiles(q: Tensor, k: Tensor, group: tuple[Tensor, Tensor] | None, spec: Hash
 class _ExpectedAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        group: tuple[Tensor, Tensor] | None,
-        spec: HashTableAttentionSpec,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.group, ctx.spec = group, spec
         ctx.save_for_backward(q, k, v)
         dtype = torch.promote_types(v.dtype, torch.float32)

@@ -105,15 +105,9 @@ def hash_table_attention(
 class _HashTableAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_codes: Tensor,
-        k_codes: Tensor,
-        group: tuple[Tensor, Tensor] | None,
-        spec: HashTableAttentionSpec,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor,
+        group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         hashes = q_codes.shape[2]
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
         met = torch.zeros(q.shape[0] * q.shape[1], q.shape[2], dtype=torch.int64, device=q.device)

@@ -35,22 +35,9 @@ def _projected(x, token, length, stride, matrix, columns, last, matrix_stride, D
 
 @triton.jit
 def angular(
-    x,
-    rotations,
-    codes,
-    length,
-    heads,
-    rounds,
-    batch_stride,
-    head_stride,
-    stride,
-    columns,
-    FACTORS: tl.constexpr,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    x, rotations, codes, length, heads, rounds, batch_stride, head_stride, stride, columns, FACTORS: tl.constexpr,
+    D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """Codes of TOKENS tokens of a row in a round: for each factor, the first of the largest of [xR; −xR]. rotations:
     (H, R, D, `columns`). The rounds of the same tokens are neighbours, so that they find x in the cache.
     """
@@ -84,21 +71,9 @@ def angular(
 
 @triton.jit
 def sides(
-    x,
-    normals,
-    codes,
-    length,
-    heads,
-    hashes,
-    bits,
-    batch_stride,
-    head_stride,
-    stride,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    x, normals, codes, length, heads, hashes, bits, batch_stride, head_stride, stride, D: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """Codes of TOKENS tokens of a row in COLUMNS hashes: bit t is [r·x >= 0], normals r (H, τ, D, m)."""
     program, tiles, groups = tl.program_id(0), tl.cdiv(length, TOKENS), tl.cdiv(hashes, COLUMNS)
     group, tile, row = program % groups, program // groups % tiles, (program // groups // tiles).to(tl.int64)
@@ -145,23 +120,9 @@ def _part(x, part, LEVELS: tl.constexpr, PARTS_LEVELS: tl.constexpr, FIRST: tl.c
 
 @triton.jit
 def transformed_sides(
-    x,
-    diagonals,
-    codes,
-    length,
-    heads,
-    hashes,
-    bits,
-    batch_stride,
-    head_stride,
-    stride,
-    again,
-    D: tl.constexpr,
-    LEVELS: tl.constexpr,
-    PARTS_LEVELS: tl.constexpr,
-    FIRST: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    x, diagonals, codes, length, heads, hashes, bits, batch_stride, head_stride, stride, again, D: tl.constexpr,
+    LEVELS: tl.constexpr, PARTS_LEVELS: tl.constexpr, FIRST: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Codes of TOKENS tokens of a row in one part of a group's P = 2^LEVELS hashes: bit t is the sign of a coordinate
     of HD₃HD₂HD₁x, diagonals (H, groups, τ, 3, P) of ±1. `again` is 0: x's address then depends on the bit, so that x is
     read again (from the cache) for each instead of taking D registers all along.

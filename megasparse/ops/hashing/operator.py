@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
-from megasparse.ops.hashing import blockwise, reference, sign, sign_reference
+from megasparse.ops.hashing import blockwise, reference, sign
 
 
 @without_autocast
@@ -53,7 +53,7 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
     assert len(heads) == x.shape[1] and 1 <= code_bits <= sign.MOST_BITS
     chosen = implementation(x)
     if chosen == "reference":
-        codes = sign_reference.sign_codes(x, key, heads, hashes, code_bits, kind)
+        codes = reference.sign_codes(x, key, heads, hashes, code_bits, kind)
         return codes.to(sign.code_dtype(1 << code_bits))
     if chosen == "blockwise":
         return sign.sign_codes(x, key, heads, hashes, code_bits, kind)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
+from megasparse.ops.local_attention.layout import PADDING, by_document
 from megasparse.ops.local_attention.specification import LocalAttentionSpec
 from megasparse.ops.tiled import tiled
 
 _SCORE_ELEMENTS = 1 << 20  # scores in a tile: 4 MB of fp32
-_PADDING = -1  # the document of padding and of empty places
 
 
 def distances(chunk: int, causal: bool) -> range:
@@ -40,14 +40,11 @@ def relative_local_attention(
 ) -> Tensor:
     """Computes `operator.relative_local_attention` in tiles of chunks, in fp32 at least."""
     batch, heads, length, _ = q.shape
-    document = q.new_zeros(batch, length, dtype=torch.int64) if segments is None else segments.to(torch.int64)
-    order = None
-    if key_mask is not None or segments is not None:
-        if key_mask is not None:
-            document = document.masked_fill(~key_mask, torch.iinfo(torch.int64).max)
-        document, order = torch.sort(document, dim=-1, stable=True)
-        document = document.masked_fill(document == torch.iinfo(torch.int64).max, _PADDING)
+    order, document = by_document(q, key_mask, segments)
+    if order is not None:
         q, k, v = (_take(x, order) for x in (q, k, v))
+    if document is None:
+        document = torch.zeros(batch, length, dtype=torch.int32, device=q.device)
     chunk, span = spec.chunk, 2 if spec.causal else 3
     chunks = -(-length // chunk)
     whole = chunks * chunk - length
@@ -55,8 +52,8 @@ def relative_local_attention(
     queries = F.pad(q, (0, 0, 0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2)  # (B, W, H, C, D)
     # (B, W, H, D, S·C): overlapping views
     keys, values = (F.pad(x, (0, 0, *around)).unfold(2, span * chunk, chunk).transpose(1, 2) for x in (k, v))
-    of_query = F.pad(document, (0, whole), value=_PADDING).unflatten(1, (chunks, chunk))  # (B, W, C)
-    of_key = F.pad(document, around, value=_PADDING).unfold(1, span * chunk, chunk)  # (B, W, S·C)
+    of_query = F.pad(document, (0, whole), value=PADDING).unflatten(1, (chunks, chunk))  # (B, W, C)
+    of_key = F.pad(document, around, value=PADDING).unfold(1, span * chunk, chunk)  # (B, W, S·C)
     attend = partial(_attend, spec=spec)
     tiles = -(-batch * heads * chunks * chunk * r.shape[1] // at_most(_SCORE_ELEMENTS))
     out = tiled(attend, [queries, keys, values, of_query, of_key], [r, u, w], tiles)  # (B, W, H, C, D)
@@ -86,7 +83,7 @@ def _attend(
     wide, bias, chunk = q.to(dtype), [x.to(dtype)[:, None] for x in (u, w)], q.shape[3]
     score = (wide + bias[0]) @ k.to(dtype)
     score = spec.scale * (score + _skew((wide + bias[1]) @ r.to(dtype).transpose(1, 2), score.shape[-1]))
-    seen = (of_query[..., :, None] == of_key[..., None, :]) & (of_key != _PADDING)[..., None, :]  # (B, W, C, S·C)
+    seen = (of_query[..., :, None] == of_key[..., None, :]) & (of_key != PADDING)[..., None, :]  # (B, W, C, S·C)
     if spec.causal:
         place = torch.arange(score.shape[-1], device=q.device)
         seen = seen & (place <= place[:chunk, None] + chunk)

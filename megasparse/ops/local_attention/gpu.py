@@ -29,12 +29,12 @@ from megasparse.ops.local_attention.kernels import (
     local_forward,
     local_keys_bias,
 )
+from megasparse.ops.local_attention.layout import by_document
 from megasparse.ops.local_attention.specification import LocalAttentionSpec
 
 _PARTS = 1024  # programs that share the gradient of r, each with a part of its own: some tens of megabytes at most
 _REGISTERS = 255  # all that a thread can have, or the assembler stops at 96 and spills two
 _STAGES = 2  # tiles on their way from memory
-_LAST = torch.iinfo(torch.int32).max  # the document of padding while documents are sorted
 
 
 def relative_local_attention(
@@ -49,20 +49,9 @@ def relative_local_attention(
     segments: Tensor | None = None,
 ) -> Tensor:
     """Computes `operator.relative_local_attention` by kernels in fp32, bf16 or fp16; r enters products in q's dtype."""
-    order, document = _sorted(q, key_mask, segments)
+    order, document = by_document(q, key_mask, segments)
+    order = None if order is None else order.to(torch.int32)
     return _RelativeLocalAttention.apply(q, k, v, r, u, w, order, document, spec)
-
-
-def _sorted(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Tokens in the order of (document, position), (B, L), and their documents, −1 for padding, which comes last."""
-    if key_mask is None and segments is None:
-        return None, None
-    shape, device = (q.shape[0], q.shape[2]), q.device
-    document = torch.zeros(shape, dtype=torch.int32, device=device) if segments is None else segments.to(torch.int32)
-    if key_mask is not None:
-        document = document.masked_fill(~key_mask, _LAST)
-    document, order = torch.sort(document, dim=-1, stable=True)
-    return order.to(torch.int32), document.masked_fill(document == _LAST, -1)
 
 
 def _tile(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
