@@ -9,14 +9,15 @@ MAY_IMPORT = {
     "errors": set(),
     "callbacks": set(),
     "ops": {"errors"},
-    "config": {"errors"},
+    "optimizers": {"errors"},
+    "config": {"errors", "optimizers"},
     "data": {"errors", "callbacks"},
     "attention": {"errors", "ops", "config"},
-    "training": {"errors", "callbacks", "config", "data"},
+    "training": {"errors", "callbacks", "optimizers", "config", "data"},
     "model": {"errors", "ops", "config", "attention"},
     "report": {"errors", "config", "data", "training"},
 }
-ALL_BELOW = {"errors", "callbacks", "ops", "config", "data", "attention", "training", "model"}
+ALL_BELOW = {"errors", "callbacks", "ops", "optimizers", "config", "data", "attention", "training", "model"}
 for floor in ("evaluation", "planning", "hub"):
     MAY_IMPORT[floor] = ALL_BELOW
 MAY_IMPORT["benchmarks"] = ALL_BELOW | {"planning"}

@@ -10,6 +10,7 @@ from megasparse.config.model_checks import check_model
 from megasparse.config.parallel import check_parallel
 from megasparse.config.schema import Config, MaskingConfig, RunSettings
 from megasparse.errors import ConfigError
+from megasparse.optimizers import OPTIMIZERS
 
 LONGEST_TRACE = 10
 """Steps that a trace may have."""
@@ -180,20 +181,24 @@ def _check_profile(config: RunSettings) -> None:
 
 
 def _check_optimizer(config: RunSettings) -> None:
-    """Adafactor factors each matrix' second moment and scales by its RMS; a flat partition of ZeRO or of bf16's master
-    weights has lost the matrices, and the update changes with the number of ranks."""
-    if config.optimizer.name != "adafactor" or config.run.engine != "deepspeed":
+    """The optimizer exists, and DeepSpeed does not flatten the weights of one that needs their shapes."""
+    name = config.optimizer.name
+    if name not in OPTIMIZERS:
+        hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
+        raise ConfigError("optimizer.name", f"{show(name)} does not fit", hint)
+    if not OPTIMIZERS[name].needs_whole_weights or config.run.engine != "deepspeed":
         return
+    others = " or ".join(show(name) for name, spec in OPTIMIZERS.items() if not spec.needs_whole_weights)
     if config.training.precision == "bf16":
         raise ConfigError(
             "optimizer.name",
-            '"adafactor" is wrong on the flattened master weights of training.precision = "bf16"',
-            'Set optimizer.name to "adamw", training.precision to "fp32", or run.engine to "torch"',
+            f'{show(name)} is wrong on the flattened master weights of training.precision = "bf16"',
+            f'Set optimizer.name to {others}, training.precision to "fp32", or run.engine to "torch"',
         )
     zero = config.deepspeed.get("zero_optimization", {})
     if zero.get("stage", 0) != 0:
         raise ConfigError(
             "optimizer.name",
-            f'"adafactor" is wrong on flattened partitions, and zero_optimization.stage = {zero["stage"]}',
-            'Set optimizer.name to "adamw", or deepspeed.zero_optimization.stage to 0',
+            f"{show(name)} is wrong on flattened partitions, and zero_optimization.stage = {zero['stage']}",
+            f"Set optimizer.name to {others}, or deepspeed.zero_optimization.stage to 0",
         )

@@ -172,7 +172,8 @@ class TrainingConfig(Section):
 
 
 class OptimizerConfig(Section):
-    name: Literal["adamw", "adafactor"] = "adamw"
+    name: str = "adamw"
+    """"adamw" or "adafactor"."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     betas: tuple[Rate, Rate] = (0.9, 0.98)
     """AdamW only."""

@@ -26,9 +26,10 @@ from megasparse.model.build import build_model, empty_model
 from megasparse.model.encoder import Encoder
 from megasparse.ops.blocks import smaller_blocks
 from megasparse.ops.random import RngContext
+from megasparse.optimizers import OPTIMIZERS
 from megasparse.planning.dry_run import dummy_records
 from megasparse.planning.memory_curves import Curve, Phases, continued, phases
-from megasparse.planning.states import ADAMW_MOMENTS, States
+from megasparse.planning.states import States
 
 Path = Literal["measured", "counted"]
 LONGEST_TRIAL = 4096
@@ -63,10 +64,9 @@ class PassMemory:
         weights = list(self.model.parameters())
         trained = [weight for weight in weights if weight.requires_grad]
         number, largest = sum(w.numel() for w in trained), max(w.numel() for w in trained)
-        moments, scratch = ADAMW_MOMENTS * number, 0
-        if self.config.optimizer.name == "adafactor":  # a row and a column of each matrix; one update at a time
-            rows = [w.numel() // w.shape[-1] + w.numel() // w.shape[-2] if w.ndim > 1 else w.numel() for w in trained]
-            moments, scratch = 4 * sum(rows), 4 * largest
+        optimizer = OPTIMIZERS[self.config.optimizer.name]
+        moments = sum(optimizer.state_bytes(weight.shape) for weight in trained)
+        scratch = max(optimizer.scratch_bytes(weight.shape) for weight in trained)
         frozen = sum(weight.numel() for weight in weights) - number
         return States(number, frozen, largest, moments, self.config.training.precision == "bf16", scratch)
 

@@ -16,8 +16,6 @@ LIVE_PARAMETERS = 10**9
 """DeepSpeed's default of zero_optimization.stage3_max_live_parameters."""
 BUCKET = 5 * 10**8
 """DeepSpeed's default of zero_optimization.reduce_bucket_size, which is a buffer of its own."""
-ADAMW_MOMENTS = 8
-"""Bytes of AdamW's two moments of a weight."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megasparse.attention.heads import build_mechanism, head_dim
 from megasparse.config.pattern import heads_of_layer
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.planning.hardware import Hardware
-from megasparse.planning.states import ADAMW_MOMENTS, States, Zero
+from megasparse.planning.states import States, Zero
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def offload(states: States, zero: Zero, cluster: Cluster, micro_batches: int, gp
     away = zero.optimizer != "none"
     gradients = micro_batches * piece if away else 0.0
     back = piece if away and zero.weights == "none" else 0.0
-    numbers = states.trained / shared * (4 + ADAMW_MOMENTS)
+    numbers = (4 * states.trained + states.moments) / shared
     swapped = 2 * numbers if zero.optimizer == "nvme" else 0.0
     on_disk = swapped + (weights if zero.weights == "nvme" else 0.0)
     pcie = weights + gradients + back

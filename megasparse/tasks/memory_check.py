@@ -14,8 +14,9 @@ import torch
 
 from megasparse.config.finetuning import FinetuneConfig, FinetuneTrainingConfig, LoRAConfig
 from megasparse.errors import ConfigError, UserError
+from megasparse.optimizers import OPTIMIZERS
 from megasparse.planning.planner import Hint, hints, longest_multiple, training_changes, with_changes, zero_change
-from megasparse.planning.states import ADAMW_MOMENTS, States, Zero, memory
+from megasparse.planning.states import States, Zero, memory
 from megasparse.tasks.activations import count_layers
 from megasparse.tasks.adapters import adapter_size
 from megasparse.tasks.backbones import HuggingFaceBody
@@ -187,9 +188,9 @@ class _Predictor:
         if trained is not None:
             curve = replace(curve, gradients=np.full_like(curve.gradients, number * size))
         at_once = _at_once(training, length)
-        moments = 0 if config.optimizer.name == "adafactor" else ADAMW_MOMENTS
+        moments = OPTIMIZERS[config.optimizer.name].bytes_per_weight * number
         needed = memory(
-            States(number, frozen, self.largest, moments * number, rounded),
+            States(number, frozen, self.largest, moments, rounded),
             Zero.of(config.run.engine, config.deepspeed),
             world,
             passing=curve.bytes(at_once, length, hashed=hashed),

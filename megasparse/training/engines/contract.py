@@ -68,6 +68,7 @@ class Engine(ABC):
         self.module, self.ranks, self._make_rng = model, ranks, make_rng
         self._forward_time = Stopwatch(ranks.device)
         self._exposed: ExposedCommunication | None = None
+        self._optimizer_name = config.optimizer.name
         self._clipping = config.training.gradient_clipping
         self._shared: dict[str, Any] = {} if ranks.sequence is None else {"sequence": ranks.sequence}
         """Arguments of the model's forward where ranks share sequences."""
@@ -231,7 +232,7 @@ class Engine(ABC):
         """Fill fp32 weights and optimizer state, whatever number of ranks and ZeRO stage wrote them."""
         if checkpoint.optimizer_steps:
             for weight in self._state_owners():
-                create_state(self.optimizer, weight)
+                create_state(self.optimizer, self._optimizer_name, weight)
             set_steps_done(self.optimizer, checkpoint.optimizer_steps)
         for fragment in loaded(self._state(), changing=True):
             fragment.write(checkpoint.read(fragment.kind, fragment.name, fragment.start, fragment.numel))

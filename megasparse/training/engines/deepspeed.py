@@ -44,10 +44,6 @@ class DeepSpeedEngine(Engine):
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
 
     def _check(self, config: RunSettings) -> None:
-        if config.optimizer.name == "adafactor" and (self._stage > 0 or self._rounded):
-            problem = "adafactor needs each weight's own shape, and ZeRO hands the optimizer flat pieces"
-            hint = 'Use "adamw", or fp32 with deepspeed.zero_optimization.stage 0, or run.engine="torch"'
-            raise ConfigError("optimizer.name", problem, hint)
         swapped = swapped_sections(config.deepspeed.get("zero_optimization", {}))
         if "offload_param" in swapped and not self._rounded and self.ranks.device.type == "cpu":
             # _set_dtype reads `dtype or float16 if fp16 is supported else bfloat16` (0.19.8): bf16, whatever the dtype

@@ -126,14 +126,6 @@ def test_a_checkpoint_before_the_first_update_serves_its_own_model_only(tmp_path
         tiny_engine(config, model=TinyModel(width=7), start=saved)
 
 
-@pytest.mark.parametrize("sections", [{"deepspeed": {"zero_optimization": {"stage": 1}}}, {"precision": "bf16"}])
-def test_adafactor_under_zero_is_refused(tmp_path: Path, sections: dict[str, Any]) -> None:
-    training = {"precision": sections.pop("precision", "fp32")}
-    config = tiny_config(tmp_path, "deepspeed", optimizer={"name": "adafactor"}, training=training, **sections)
-    with pytest.raises(ConfigError, match=r"optimizer.name.*adamw"):
-        tiny_engine(config)
-
-
 def test_plain_torch_on_two_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"run.engine"):

@@ -1,0 +1,129 @@
+"""Every registered optimizer, and one that only this file registers, as CONTRIBUTING.md describes."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megasparse.config.load import build_config
+from megasparse.config.schema import OptimizerConfig
+from megasparse.errors import ConfigError
+from megasparse.optimizers import OPTIMIZERS
+from megasparse.optimizers.spec import OptimizerSpec, Settings
+from megasparse.planning.dry_run import trial_engine
+from megasparse.planning.pass_memory import PassMemory
+from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
+from megasparse.training.ranks import Ranks
+
+
+class SignSGD(torch.optim.Optimizer):
+    """w ← w − lr · sign(m), m ← β·m + (1 − β)·g."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], beta: float):
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight not in self.state:
+                    self.state[weight] = SignSGDSpec().initial_state(weight)
+                state = self.state[weight]
+                state["step"] += 1
+                state["momentum"].lerp_(weight.grad, 1 - group["beta"])
+                weight -= group["lr"] * state["momentum"].sign()
+
+
+class SignSGDSpec(OptimizerSpec):
+    bytes_per_weight = 4
+
+    def build(self, groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
+        return SignSGD(groups, settings.betas[0])
+
+    def initial_state(self, weight: Tensor) -> dict[str, Tensor]:
+        return {"step": torch.zeros(()), "momentum": torch.zeros_like(weight)}
+
+
+@pytest.fixture(autouse=True)
+def sign_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "sign_sgd", SignSGDSpec())
+
+
+every_optimizer = pytest.mark.parametrize("name", ["adamw", "adafactor", "sign_sgd"])
+
+
+def test_the_parameters_of_these_tests_name_every_optimizer() -> None:
+    assert list(OPTIMIZERS) == every_optimizer.args[1]
+
+
+def weights() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in ((3, 4), (5,), (2, 3, 4))]
+
+
+@every_optimizer
+def test_a_first_step_creates_the_initial_state_and_the_planned_bytes(name: str) -> None:
+    """At learning rate 0 it changes no weight."""
+    config = OptimizerConfig(name=name, weight_decay=0.5)
+    before, stepped, created = weights(), weights(), weights()
+    optimizer, ours = build_optimizer(stepped, config), build_optimizer(created, config)
+    for weight in stepped:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    for old, ran, made in zip(before, stepped, created, strict=True):
+        assert torch.equal(old, ran)
+        create_state(ours, name, made)
+        kept = state_tensors(optimizer.state[ran])
+        assert {k: (v.shape, v.dtype) for k, v in optimizer.state[ran].items()} == {
+            k: (v.shape, v.dtype) for k, v in ours.state[made].items()
+        }
+        assert "step" not in kept
+        assert OPTIMIZERS[name].state_bytes(ran.shape) == sum(tensor.nbytes for tensor in kept.values())
+    assert (steps_done(optimizer), steps_done(ours)) == (1, 0)
+    set_steps_done(ours, 7)
+    assert steps_done(ours) == 7
+
+
+def test_adamw_against_its_definition_and_vectors_do_not_decay() -> None:
+    config = OptimizerConfig(weight_decay=0.5, betas=(0.9, 0.98), eps=1e-8)
+    matrix, vector = weights()[:2]
+    old = [matrix.detach().clone(), vector.detach().clone()]
+    optimizer = build_optimizer([matrix, vector], config)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for weight in (matrix, vector):
+        weight.grad = torch.full_like(weight, -2.0)
+    optimizer.step()  # after one step both moments are the gradient's own, so the update is lr · sign(gradient)
+    torch.testing.assert_close(matrix.detach(), old[0] * (1 - 0.1 * 0.5) + 0.1)
+    torch.testing.assert_close(vector.detach(), old[1] + 0.1)
+
+
+SMALL = {
+    "run": {"engine": "torch", "device": "cpu"},
+    "model": {"max_length": 32, "layers": 1, "d_model": 16, "d_ff": 32, "heads": 2, "attention": {"pattern": ["full"]}},
+    "data": {"sequence_length": 32},
+    "training": {"global_batch": 1, "micro_batch": 1},
+}
+
+
+def test_an_added_optimizer_trains_a_step_and_is_planned() -> None:
+    config = build_config(SMALL, ["optimizer.name=sign_sgd"])
+    engine, batch = trial_engine(config, Ranks())
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    result = engine.train_step([batch], 0, 0.25)
+    assert result.applied
+    for name, weight in engine.module.named_parameters():
+        moved = weight.detach() - before[name]
+        torch.testing.assert_close(moved.abs(), torch.where(moved == 0, 0.0, 0.25).to(moved), rtol=0, atol=1e-6)
+        assert moved.any(), name
+    assert {fragment.kind for fragment in engine.fragments()} == {"weight", "momentum"}
+    states = PassMemory(config, "measured").states
+    assert (states.moments, states.scratch) == (4 * states.trained, 0)
+
+
+def test_an_unknown_optimizer_is_refused_with_the_known_ones() -> None:
+    message = 'optimizer.name: "sgd" does not fit. It must be "adamw" or "adafactor" or "sign_sgd"'
+    with pytest.raises(ConfigError, match=message):
+        build_config({}, ["optimizer.name=sgd"])
