@@ -22,6 +22,7 @@ Picture = np.ndarray
 
 GAP = 4  # pixels between the pictures of a sheet
 HEADING = 16  # pixels for a line of text
+LABEL = 48  # pixels for a word beside a row
 SHEET_SIDE = 128  # smaller pictures are enlarged on a sheet, by a whole number
 BACKGROUND = (96, 96, 96)  # neither black nor white, which pictures often are at their borders
 
@@ -82,19 +83,22 @@ def write_png(path: Path, picture: Picture) -> None:
         Image.fromarray(np.ascontiguousarray(picture)).save(file, format="PNG")
 
 
-def sheet(rows: Sequence[Sequence[Picture]], headings: Sequence[str] = ()) -> Picture:
-    """Pictures of one size in a grid, row by row, small ones enlarged. headings: a word over each column."""
+def sheet(rows: Sequence[Sequence[Picture]], headings: Sequence[str] = (), labels: Sequence[str] = ()) -> Picture:
+    """Pictures of one size in a grid, row by row, small ones enlarged. headings: words over each column; labels: words
+    beside each row.
+    """
     side, columns = rows[0][0].shape[0], max(len(row) for row in rows)
     scale = max(1, SHEET_SIDE // side)
-    cell, top = side * scale + GAP, HEADING if headings else 0
-    size = (GAP + columns * cell, top + GAP + len(rows) * cell)
-    drawn = Image.new("RGB", size, BACKGROUND)
+    cell, top, left = side * scale + GAP, HEADING if headings else 0, LABEL if labels else 0
+    drawn = Image.new("RGB", (left + GAP + columns * cell, top + GAP + len(rows) * cell), BACKGROUND)
     for column, heading in enumerate(headings):
-        ImageDraw.Draw(drawn).text((GAP + column * cell, 2), heading, fill=(255, 255, 255))
-    for y, row in enumerate(rows):
-        for x, picture in enumerate(row):
+        ImageDraw.Draw(drawn).text((left + GAP + column * cell, 2), heading, fill=(255, 255, 255))
+    for row, label in enumerate(labels):
+        ImageDraw.Draw(drawn).text((GAP, top + GAP + row * cell), label, fill=(255, 255, 255))
+    for y, pictures in enumerate(rows):
+        for x, picture in enumerate(pictures):
             enlarged = np.kron(picture, np.ones((scale, scale, 1), dtype=np.uint8))
-            drawn.paste(Image.fromarray(enlarged), (GAP + x * cell, top + GAP + y * cell))
+            drawn.paste(Image.fromarray(enlarged), (left + GAP + x * cell, top + GAP + y * cell))
     return np.asarray(drawn)
 
 

@@ -14,7 +14,17 @@ from megasparse.evaluation import held_out, images
 from megasparse.evaluation.generate import Sampling
 from megasparse.evaluation.held_out import sampler
 from megasparse.evaluation.images import complete_images, draw_images, open_output, shape_of
-from megasparse.evaluation.pictures import BACKGROUND, GAP, HEADING, Shape, image_shape, picture_of, read_picture, sheet
+from megasparse.evaluation.pictures import (
+    BACKGROUND,
+    GAP,
+    HEADING,
+    LABEL,
+    Shape,
+    image_shape,
+    picture_of,
+    read_picture,
+    sheet,
+)
 from megasparse.training.stopping.hooks import StopWanted
 
 RGB = Shape(4, 3)
@@ -127,7 +137,11 @@ def test_of_an_odd_number_of_rows_the_middle_one_is_drawn():
 
 def test_a_sheet_enlarges_only_what_is_small():
     big = np.full((200, 200, 3), 7, dtype=np.uint8)
-    assert sheet([[big, big]]).shape == (200 + 2 * GAP, 400 + 3 * GAP, 3)
+    plain, labelled = sheet([[big, big]] * 2), sheet([[big, big]] * 2, labels=["one", "two"])
+    assert plain.shape == (400 + 3 * GAP, 400 + 3 * GAP, 3)
+    assert (labelled[:, LABEL:] == plain).all()
+    for row in range(2):
+        assert (labelled[row * (200 + GAP) + GAP :][:HEADING, :LABEL] != BACKGROUND).any()
 
 
 def test_files_are_read_as_they_are(tmp_path):

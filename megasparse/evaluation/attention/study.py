@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -32,14 +31,13 @@ from megasparse.evaluation.attention.metrics import (
     upper_bound,
 )
 from megasparse.evaluation.attention.weights import attention_map
+from megasparse.evaluation.pictures import sheet
 from megasparse.ops.random import derive
 
 PAPER_IMBALANCE = {"ratio": 0.613, "size": 0.359}
 """The paper's shares for LSH in all layers of a 16-layer model, 4 buckets, 1,024 tokens (LHA section 3.2)."""
 METHODS = ("chunks", "random", "smyrf", "lsh", "lha")
 """chunks: pieces of the window, as a local attention has them: what position alone gives."""
-GAP = 8
-"""White pixels between two maps."""
 ROUNDS: dict[str, Sequence[int | None]] = {
     "lsh": (1, 2, 4, 8, 16),
     "smyrf": (1, 2, 4, 8, 16),
@@ -179,15 +177,16 @@ def _output_errors(call: Call, attention: AttentionConfig) -> dict[str, float]:
 
 @torch.no_grad()
 def maps(call: Call, mechanism: LHAAttention, protocol: Protocol, heads: int = 4) -> Tensor:
-    """Attention maps of a call's first window: a head a row; full, then what each method of METHODS sees of it. (S, S′,
-    3) uint8.
+    """Attention maps of a call's first window, with headings: a head a row; full attention without a mask, then what
+    each method of METHODS sees of it. (S, S′, 3) uint8.
     """
     weights = attention_weights(call.inputs.q, call.inputs.k, call.scale)[0, :heads]
     codes = assignments(call, mechanism, protocol.buckets, _key(call, protocol), 0)
     seen = [torch.ones_like(weights, dtype=torch.bool)]
     seen += [same_bucket(*codes[method]["balanced"])[0, :heads] for method in METHODS]
-    pictures = [F.pad(attention_map(weights, visible), (0, 0, 0, GAP, 0, GAP), value=255) for visible in seen]
-    return torch.cat([picture.flatten(0, 1) for picture in pictures], dim=1)
+    columns = [attention_map(weights, visible).cpu().numpy() for visible in seen]
+    labels = [f"head {call.context.head_offset + head}" for head in range(len(weights))]
+    return torch.tensor(sheet(list(zip(*columns, strict=True)), ["full, unmasked", *METHODS], labels))
 
 
 def summary(result: dict[str, Any]) -> str:
