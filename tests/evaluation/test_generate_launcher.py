@@ -1,7 +1,6 @@
 """Images and translations by the commands that a user types, from models trained for three steps."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,11 @@ from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.restore import restore
 from megasparse.ops.random import RngContext
+from tests.helpers.commands import refused, run
 from tools import prepare_data
 
 MODEL = {"layers": 2, "d_model": 32, "d_ff": 64, "heads": 4, "attention": {"pattern": ["local", "lsh"]}}
 SMALL = {"local": {"chunk": 8}, "lsh": {"chunk": 8}}
-
-
-def run(launcher, *arguments) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["launcher", *map(str, arguments)])
-        launcher.main()
-
-
-def refused(capsys, *arguments) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        run(generate, *arguments)
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    return error
 
 
 def trained(folder: Path, corpus: list[Any], length: int, sections: dict[str, Any]) -> Path:
@@ -179,25 +163,25 @@ def test_training_reports_how_well_targets_are_predicted(translator):
 
 
 def test_mistakes_are_one_line(pixels, translator, tmp_path, capsys):
-    other = refused(capsys, "--checkpoint", pixels, "--set", "data.tokenizer=bytes")
+    other = refused(capsys, generate, "--checkpoint", pixels, "--set", "data.tokenizer=bytes")
     assert 'data.tokenizer: "bytes" (sha256' in other and 'the checkpoint was trained with "pixels" (sha256' in other
     there, out = ["--checkpoint", pixels], ["--output", tmp_path / "out"]
-    assert "its model predicts pixels" in refused(capsys, *there, "--tokens", 3)
-    assert "--output: it is missing" in refused(capsys, *there, "--images", 2)
-    assert "--images: 0 images" in refused(capsys, *there, "--images", 0, *out)
-    assert "--temperature: -1.0" in refused(capsys, *there, "--images", 1, "--temperature", -1, *out)
+    assert "its model predicts pixels" in refused(capsys, generate, *there, "--tokens", 3)
+    assert "--output: it is missing" in refused(capsys, generate, *there, "--images", 2)
+    assert "--images: 0 images" in refused(capsys, generate, *there, "--images", 0, *out)
+    assert "--temperature: -1.0" in refused(capsys, generate, *there, "--images", 1, "--temperature", -1, *out)
     big = tmp_path / "big.png"
     Image.fromarray(np.zeros((5, 6, 3), dtype=np.uint8)).save(big)
-    assert "big.png: this image has 6×5 pixels" in refused(capsys, *there, "--complete", big, *out)
+    assert "big.png: this image has 6×5 pixels" in refused(capsys, generate, *there, "--complete", big, *out)
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.png").touch()
-    assert "holds files already" in refused(capsys, *there, "--images", 1, *out)
-    assert "--beams: it does not go with images" in refused(capsys, *there, "--images", 1, "--beams", 2, *out)
+    assert "holds files already" in refused(capsys, generate, *there, "--images", 1, *out)
+    assert "--beams: it does not go with images" in refused(capsys, generate, *there, "--images", 1, "--beams", 2, *out)
     there = ["--checkpoint", translator]
-    assert "predicts no pixels" in refused(capsys, *there, "--images", 1, *out)
-    assert "--source: it is missing" in refused(capsys, *there)
-    assert "--source: number 1 has 17 tokens" in refused(capsys, *there, "--source", "x" * 16)
-    assert "--output: it does not go with text" in refused(capsys, *there, "--source", "x", *out)
-    assert "--beams: 0" in refused(capsys, *there, "--source", "x", "--beams", 0)
-    assert "nothing.txt: cannot be read" in refused(capsys, *there, "--source-file", tmp_path / "nothing.txt")
+    assert "predicts no pixels" in refused(capsys, generate, *there, "--images", 1, *out)
+    assert "--source: it is missing" in refused(capsys, generate, *there)
+    assert "--source: number 1 has 17 tokens" in refused(capsys, generate, *there, "--source", "x" * 16)
+    assert "--output: it does not go with text" in refused(capsys, generate, *there, "--source", "x", *out)
+    assert "--beams: 0" in refused(capsys, generate, *there, "--source", "x", "--beams", 0)
+    assert "nothing.txt: cannot be read" in refused(capsys, generate, *there, "--source-file", tmp_path / "nothing.txt")

@@ -20,6 +20,7 @@ from megasparse.data.prepare import prepare
 from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.restore import restore
 from megasparse.ops.random import EVALUATION_STEP, RngContext
+from tests.helpers.commands import refused, run
 
 ROOT = Path(__file__).parents[2]
 MODEL = {
@@ -69,23 +70,6 @@ def folder(tmp_path_factory) -> Path:
         (folder / f"{name}.json").write_text(json.dumps(config))
         run(pretrain, "--config", folder / f"{name}.json")
     return folder
-
-
-def run(launcher, *arguments) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["launcher", *map(str, arguments)])
-        launcher.main()
-
-
-def refused(capsys, launcher, *arguments) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        run(launcher, *arguments)
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
 
 
 def by_hand(folder: Path, rounds: int, seed: int = 0) -> tuple[float, int]:

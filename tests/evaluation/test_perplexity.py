@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.model.stack import TokenScores
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
+from tests.helpers import commands
 from tests.helpers.models import small
 from tests.helpers.scoring import Stream, protocol_with
 
@@ -186,11 +186,7 @@ def launched(folder: Path, tokenizer: str, *arguments: str, **model: Any) -> dic
         for name, weight in weights.items():
             weight.data *= not name.startswith("head.")
         write_checkpoint(whole, {name: weight.detach for name, weight in weights.items()}, run)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            sys, "argv", ["launcher", "--checkpoint", str(run), "--split", "train", "--json", str(out), *arguments]
-        )
-        launcher.main()
+    commands.run(launcher, "--checkpoint", run, "--split", "train", "--json", out, *arguments)
     return json.loads(out.read_text())
 
 

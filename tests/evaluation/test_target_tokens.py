@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from megasparse.evaluation.target_tokens import evaluate, summary
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.ops.random import EVALUATION_STEP, RngContext
+from tests.helpers.commands import run
 from tests.helpers.models import small
 from tests.helpers.scoring import Stream, protocol_with
 from tools.prepare_data import main as prepare_data
@@ -87,7 +87,7 @@ def test_label_smoothing_is_not_in_what_is_reported(model):
     assert float(objective.detach()) == pytest.approx(float(nats / count))
 
 
-def test_from_translations_to_a_result(tmp_path, capsys, monkeypatch):
+def test_from_translations_to_a_result(tmp_path, capsys):
     for name, lines in {"en": ["one", "two", "six"], "de": ["eins", "zwei", "sechs"]}.items():
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
     files = ["--source", str(tmp_path / "en"), "--target", str(tmp_path / "de"), "--split", "100,0,0"]
@@ -102,9 +102,7 @@ def test_from_translations_to_a_result(tmp_path, capsys, monkeypatch):
     for name, weight in weights.items():
         weight.data *= not name.startswith("head.")
     write_checkpoint(whole, {name: weight.detach for name, weight in weights.items()}, tmp_path / "run")
-    arguments = ["--checkpoint", str(tmp_path / "run"), "--split", "train", "--json", str(tmp_path / "out.json")]
-    monkeypatch.setattr(sys, "argv", ["launcher", *arguments])
-    launcher.main()
+    run(launcher, "--checkpoint", tmp_path / "run", "--split", "train", "--json", tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["dims"] == len("eins zwei sechs") - 2 + 3  # each target's end is predicted too
     assert found["perplexity"] == pytest.approx(260, rel=1e-5)
