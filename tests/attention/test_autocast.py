@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from tests.helpers.models import Single, all_names, causal_names
+from tests.helpers.models import EVERY, Single
 
-CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
-EVERY = pytest.mark.parametrize(
-    "name,causal", CASES, ids=[f"{name}, {'causal' if causal else 'both'}" for name, causal in CASES]
-)
 LENGTH = 37
 
 

@@ -8,8 +8,9 @@ import torch
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import attention, named, random_tokens, small, strict_names
+from tests.helpers.models import attention, causal_names, named, random_tokens, small, strict_names
 
+LEAKING = [name for name in causal_names() if name not in strict_names()]
 CONFIGS = {name: small(attention=named(name)) for name in strict_names()} | {
     "mixed, ordinary, tied": small(blocks="ordinary", activations="stored", tied_embeddings=True),
     "split heads": small(attention=attention({"local": 1, "lsh": 1}, "full")),
@@ -44,11 +45,12 @@ def test_more_rounds_in_decoding_too(kind):
     assert (decoded - usual).abs().max() > 1e-3
 
 
-def test_the_chunk_window_refuses_to_decode():
-    model = build_model(small(attention=named("lsh chunk")), seed=0)
+@pytest.mark.parametrize("name", LEAKING)
+def test_a_leaking_window_refuses_to_decode(name):
+    model = build_model(small(attention=named(name)), seed=0)
     cache = model.new_cache(1, seed=0)
     model.prefill(random_tokens(1, 5), cache)
-    with pytest.raises(ValueError, match="band"):
+    with pytest.raises(ValueError, match="window = band is strictly causal"):
         model.decode(torch.tensor([0]), cache)
 
 

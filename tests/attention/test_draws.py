@@ -6,10 +6,8 @@ import torch
 from megasparse.attention.contract import RecomputeCache
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import Single, all_names, attention, causal_names, kind_of, named, random_tokens, small
+from tests.helpers.models import CASES, EVERY, Single, all_names, attention, kind_of, named, random_tokens, small
 
-CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
-EVERY = pytest.mark.parametrize("name,causal", CASES, ids=[f"{n}, {'causal' if c else 'both'}" for n, c in CASES])
 WEIGHTS_BY_HEAD = {"lha", "routing", "local relative", "yoso gaussian, convolution"}
 """Mechanisms whose own weights are by head: a single head of theirs has other weights."""
 

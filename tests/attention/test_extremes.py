@@ -6,10 +6,7 @@ import math
 import pytest
 import torch
 
-from tests.helpers.models import Single, all_names, causal_names
-
-CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
-EVERY = pytest.mark.parametrize("name,causal", CASES, ids=[f"{n}, {'causal' if c else 'both'}" for n, c in CASES])
+from tests.helpers.models import EVERY, Single
 
 
 def check_finite(single, inputs, **arguments):
@@ -27,29 +24,32 @@ def check_finite(single, inputs, **arguments):
     return result.out
 
 
-@EVERY
-def test_N4_zero_vectors(name, causal):
-    single = Single(name, causal)
-    check_finite(single, [torch.zeros_like(t) for t in single.inputs(40)])
+def thirds_zero(*inputs):
+    for t in inputs:
+        t[..., ::3, :] = 0.0
+    return inputs
+
+
+HARD = {
+    "all zero": lambda x, q, k, v: (x * 0, q * 0, k * 0, v * 0),
+    "queries and keys zero": lambda x, q, k, v: (x, q * 0, k * 0, v),
+    "some zero": thirds_zero,
+    "equal tokens, in one bucket": lambda x, q, k, v: [t[..., :1, :].expand(t.shape) for t in (x, q, q, v)],
+    "queries are keys": lambda x, q, k, v: (x, q, q, v),
+}
+for scale in (1e4, 1e-8, 1e-40):  # the last one is a denormal number of fp32
+    HARD |= {
+        f"all x {scale}": lambda *inputs, scale=scale: [t * scale for t in inputs],
+        f"queries x {scale}": lambda x, q, k, v, scale=scale: (x, q * scale, k, v),
+        f"keys x {scale}": lambda x, q, k, v, scale=scale: (x, q, k * scale, v),
+    }
 
 
 @EVERY
-def test_N4_equal_vectors_all_in_one_bucket_and_the_others_empty(name, causal):
-    """Queries are keys, and all tokens are the same; what is seen has one value, so the output does not vary."""
+@pytest.mark.parametrize("case", HARD)
+def test_N4_zero_equal_huge_and_tiny_vectors(name, causal, case):
     single = Single(name, causal)
-    x, q, _, v = (t[..., :1, :].expand(t.shape).clone() for t in single.inputs(40))
-    check_finite(single, [x, q, q, v])
-
-
-@EVERY
-@pytest.mark.parametrize("scale", [1e4, 1e-8, 1e-40])
-def test_N4_huge_and_tiny_inputs(name, causal, scale):
-    """1e-40 is a denormal number of fp32."""
-    single = Single(name, causal)
-    check_finite(single, [t * scale for t in single.inputs(40)])
-    x, q, k, v = single.inputs(40)
-    check_finite(single, [x, q * scale, k, v])
-    check_finite(single, [x, q, k * scale, v])
+    check_finite(single, HARD[case](*single.inputs(40)))
 
 
 @EVERY
@@ -59,15 +59,6 @@ def test_N4_inputs_as_large_as_fp16_knows(name, causal):
     check_finite(single, signs)
     single.mechanism.to(torch.bfloat16)
     check_finite(single, [t.bfloat16() for t in signs])
-
-
-@EVERY
-def test_N4_some_vectors_are_zero(name, causal):
-    single = Single(name, causal)
-    x, q, k, v = single.inputs(40)
-    for t in (x, q, k, v):
-        t[..., ::3, :] = 0.0
-    check_finite(single, [x, q, k, v])
 
 
 @EVERY

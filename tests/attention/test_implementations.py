@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from tests.helpers.kernels import DEVICE
-from tests.helpers.models import Single, all_names, causal_names
+from tests.helpers.models import CASE_NAMES, CASES, Single
 
-CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
 QUICK = [("lsh 4 rounds, few buckets", True), ("lha", False), ("yoso", True), ("smart_bird", False)]
 EVERY = pytest.mark.parametrize(
     "name,causal",
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.kernels) for case in CASES],
-    ids=[f"{name}, {'causal' if causal else 'both'}" for name, causal in CASES],
+    ids=CASE_NAMES,
 )
 LENGTH = 37
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.models import Single
+from tests.helpers.models import Single, assert_same_with_gradients
 
 
 def dense(single, q, k, v, mask, segments):
@@ -36,18 +36,10 @@ def test_forward_and_gradients_are_those_of_the_definition(case):
     if case == "packed":
         segments[:, 4:] = 1
     given = {"plain": {}, "padded": {"key_mask": mask}, "packed": {"key_mask": mask, "segments": segments}}[case]
-    results = []
-    for function in (
-        lambda q, k, v: single(x, q, k, v, **given).out,
-        lambda q, k, v: dense(single, q, k, v, mask, segments),
-    ):
-        leaves = [h.clone().requires_grad_() for h in heads]
-        out = function(*leaves)
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-        parameters = list(single.mechanism.parameters())
-        results.append((out, *torch.autograd.grad(out, [*leaves, *parameters], grad)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    weights = list(single.mechanism.parameters())
+    assert_same_with_gradients(
+        lambda *h: single(x, *h, **given).out, lambda *h: dense(single, *h, mask, segments), heads, weights
+    )
 
 
 def test_a_packed_document_is_as_if_alone():

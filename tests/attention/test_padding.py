@@ -6,10 +6,7 @@ import torch
 from megasparse.attention.heads import Padding
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import Single, all_names, causal_names, named, random_tokens, small, strict_names
-
-CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
-EVERY = pytest.mark.parametrize("name,causal", CASES, ids=[f"{n}, {'causal' if c else 'both'}" for n, c in CASES])
+from tests.helpers.models import EVERY, Single, named, random_tokens, small, strict_names
 
 
 @pytest.mark.parametrize("name", strict_names())

@@ -7,7 +7,7 @@ import torch
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.ops.random import RngContext
-from tests.helpers.models import Single
+from tests.helpers.models import Single, assert_same_with_gradients
 
 EVALUATION = RngContext.evaluation(0, 2)
 
@@ -37,13 +37,7 @@ def test_forward_and_gradients_are_those_of_the_definition(causal, length):
     x, *heads = single.inputs(length, dtype=torch.float64)
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[1, length // 2 + 1 :] = False
-    found = []
-    for attend in (lambda *h: single(x, *h, key_mask=mask).out, lambda *h: dense(single, *h, mask)):
-        leaves = [h.clone().requires_grad_() for h in heads]
-        out = attend(*leaves)
-        found.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)))
-    for ours, defined in zip(*found, strict=True):
-        torch.testing.assert_close(ours, defined, rtol=1e-9, atol=1e-9)
+    assert_same_with_gradients(lambda *h: single(x, *h, key_mask=mask).out, lambda *h: dense(single, *h, mask), heads)
 
 
 def test_a_bucket_is_a_function_of_head_and_position_alone():

@@ -14,7 +14,7 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights,
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks
-from tests.helpers.models import Single, random_tokens, small, training_draws
+from tests.helpers.models import Single, assert_same_with_gradients, random_tokens, small, training_draws
 from tests.helpers.tiny import DummyBatches, identity_of, tiny_config
 
 
@@ -69,14 +69,9 @@ def test_forward_and_gradients_are_those_of_the_definition(name, pattern, causal
         score = logits.masked_fill(~seen, -torch.inf).masked_fill(blind, 0.0)
         return (torch.softmax(score, -1) @ v).masked_fill(blind, 0.0)
 
-    found = []
-    for attend in (lambda *h: single(x, *h, key_mask=mask, segments=segments).out, dense):
-        leaves = [h.clone().requires_grad_() for h in heads]
-        out = attend(*leaves)
-        read = [leaves[0], leaves[2]] if causal else leaves
-        found.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), read)))
-    for ours, defined in zip(*found, strict=True):
-        torch.testing.assert_close(ours, defined, rtol=1e-9, atol=1e-9)
+    masks = {"key_mask": mask, "segments": segments}
+    unread = [1] if causal else []  # shared QK has no keys
+    assert_same_with_gradients(lambda *h: single(x, *h, **masks).out, dense, heads, unread=unread)
     if pattern is top_k:
         blind = ~seen.any(-1) & mask[:, None]
         statistic = single(x, *heads, key_mask=mask, segments=segments).statistics["queries_in_no_cluster"]

@@ -8,7 +8,7 @@ import torch
 from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.smyrf import asymmetric, equal_clusters
 from megasparse.ops.random import RngContext, normal
-from tests.helpers.models import Single
+from tests.helpers.models import Single, assert_same_with_gradients
 
 EVALUATION = RngContext.evaluation(0, 2)
 
@@ -85,16 +85,8 @@ def test_forward_and_gradients_are_those_of_the_definition(length):
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[1, length // 2 + 1 :] = False
     segments = (torch.arange(length) >= length // 3).long().expand(2, -1)
-    found = []
-    for attend in (
-        lambda *h: single(x, *h, key_mask=mask, segments=segments).out,
-        lambda *h: dense(*h, mask, segments),
-    ):
-        leaves = [h.clone().requires_grad_() for h in heads]
-        out = attend(*leaves)
-        found.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)))
-    for ours, defined in zip(*found, strict=True):
-        torch.testing.assert_close(ours, defined, rtol=1e-9, atol=1e-9)
+    masks = {"key_mask": mask, "segments": segments}
+    assert_same_with_gradients(lambda *h: single(x, *h, **masks).out, lambda *h: dense(*h, mask, segments), heads)
 
 
 def test_rounds_and_draws():

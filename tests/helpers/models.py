@@ -1,7 +1,9 @@
 """Small models for tests."""
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -80,6 +82,12 @@ def can_be_causal(kind: str) -> bool:
 def causal_names() -> list[str]:
     """Those that decoders can have."""
     return [name for name in all_names() if can_be_causal(kind_of(name))]
+
+
+CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
+CASE_NAMES = [f"{name}, {'causal' if causal else 'both'}" for name, causal in CASES]
+EVERY = pytest.mark.parametrize("name,causal", CASES, ids=CASE_NAMES)
+"""Every mechanism and variant, in a decoder where it can be in one, and in an encoder."""
 
 
 def strict_names() -> list[str]:
@@ -164,3 +172,24 @@ def random_tokens(batch: int, length: int, vocabulary: int = 256, seed: int = 0)
 
 def training_draws(batch: int, step: int = 0) -> RngContext:
     return RngContext(0, step, torch.arange(batch), training=True)
+
+
+def assert_same_with_gradients(
+    ours: Callable[..., Tensor],
+    definition: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    weights: Iterable[Tensor] = (),
+    unread: Sequence[int] = (),
+) -> None:
+    """Both functions of the inputs have the same output, and the same gradients of inputs and weights, in float64.
+
+    unread: numbers of the inputs that have no gradient.
+    """
+    found = []
+    for function in (ours, definition):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = function(*leaves)
+        read = [leaf for number, leaf in enumerate(leaves) if number not in unread]
+        found.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), [*read, *weights])))
+    for own, defined in zip(*found, strict=True):
+        torch.testing.assert_close(own, defined, rtol=1e-9, atol=1e-9)
