@@ -3,12 +3,14 @@
 B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasparse.attention.contract import AttentionInputs, MechanismSpec
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.full import KeyValueCache
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 
@@ -139,6 +141,34 @@ class BandCache:
         near = self.size.gather(-1, code) - self.rank.gather(-1, flat) <= self.last.shape[-1]
         count = (same & near).sum(2).view(seen.shape)
         return score - count.clamp_min(1).to(score.dtype).log()
+
+
+class BandAttention(Attention):
+    """Hashed attention in a band of each bucket, which decodes from each bucket's last keys."""
+
+    window: Window
+    buckets: int
+    rule: dict[str, Any]
+    """Scale, exclude_self and count_rounds, as `band_attention` takes them."""
+
+    @abstractmethod
+    def band_codes(
+        self, inputs: AttentionInputs, position: int, context: AttentionContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Buckets of queries and keys (B, H, R, L) of a decoder's tokens from `position` on; None for shared codes."""
+
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
+        return BandCache.empty(batch, self.spec, 1, self.buckets, self.window, like)
+
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
+        cache.fill(inputs, *self.band_codes(inputs, 0, context))
+
+    def decode(
+        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
+    ) -> Tensor:
+        if self.leak is not None:
+            raise ValueError(f"{type(self).__name__} cannot decode token by token here: {self.leak}")
+        return cache.decode(inputs, *self.band_codes(inputs, position, context), position, **self.rule)
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.attention.band import BandCache, band_attention
+from megasparse.attention.band import BandAttention, band_attention
 from megasparse.attention.clusters import Lists, clusters_by_document
 from megasparse.attention.contract import (
-    Attention,
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
@@ -56,7 +55,7 @@ class Assignment(NamedTuple):
     key_members: Tensor | None
 
 
-class LHAAttention(Attention):
+class LHAAttention(BandAttention):
     """softmax(qkᵀ/√D)v inside buckets h_Q(q) = h_K(k) (LHA Eq. 7); causal: the joint hash of Eq. 18 for both.
 
     Hash functions read queries and keys without gradient and learn the attention utility per bucket (Eq. 13 to 17); the
@@ -70,6 +69,7 @@ class LHAAttention(Attention):
         self.window = Window("band", min(config.chunk, spec.max_length))
         self.buckets = -(-spec.max_length // config.chunk)
         self.bucket_size = math.floor(math.sqrt(2) * spec.max_length / self.buckets)
+        self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
         self.hash = HashFunctions(config.hash, spec, self.buckets)
         if config.hash != "random":
             self.task_weight = 1.0 - config.weight
@@ -102,6 +102,9 @@ class LHAAttention(Attention):
 
         return self.hash(job, inputs.q, context)
 
+    def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> tuple[Tensor, None]:
+        return self.assign(inputs, context).query_codes.unsqueeze(2), None
+
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
         assigned = self.assign(inputs, context)
         return Buckets(assigned.query_codes, assigned.key_codes, self.buckets)
@@ -116,9 +119,7 @@ class LHAAttention(Attention):
             assigned.query_codes.unsqueeze(2),
             None if inputs.causal else assigned.key_codes.unsqueeze(2),
             self.window,
-            scale=inputs.q.shape[-1] ** -0.5,
-            exclude_self=False,
-            count_rounds=False,
+            **self.rule,
         )
         return out, {} if inputs.causal else _balance(inputs, assigned, self.buckets)
 
@@ -191,8 +192,7 @@ class LHAAttention(Attention):
         return bits.argsort(stable=True)[: self.config.samples]
 
     def _features(self, q: Tensor, k: Tensor, context: AttentionContext) -> tuple[Features, Features]:
-        """Random features of exp(q·k/√D). Each row has a shift of its own, so no other token's size makes it underflow.
-        """
+        """Random features of exp(q·k/√D). Each row has a shift of its own, so no other token makes it underflow."""
         numbers = range(context.head_offset, context.head_offset + q.shape[1])
         key = context.rng.key(context.layer, "lha features")
         projection = orthogonal_projections(key, numbers, self.config.features, q.shape[3], q.device)
@@ -240,25 +240,9 @@ class LHAAttention(Attention):
             return work.band(self.config.chunk, shared_codes=False)
         return work.clusters(self.buckets, self.bucket_size)
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
-        return BandCache.empty(batch, self.spec, 1, self.buckets, self.window, like)
-
-    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(inputs, self.assign(inputs, context).query_codes.unsqueeze(2), None)
-
-    def decode(
-        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
-    ) -> Tensor:
-        if self.config.window == "top_k":
-            raise ValueError(f"LHA cannot decode token by token here: {self.leak}")
-        codes = self.assign(inputs, context).query_codes.unsqueeze(2)
-        scale = inputs.q.shape[-1] ** -0.5
-        return cache.decode(inputs, codes, None, position, scale=scale, exclude_self=False, count_rounds=False)
-
 
 def _sides(inputs: AttentionInputs, query: Weights, key: Weights) -> tuple[Sides, Sides]:
-    """The inputs that assign queries, and those that assign keys; causal: both by the joint hash H_Q(q_i) + H_K(k_i).
-    """
+    """Inputs that assign queries, and those that assign keys; causal: both by the joint hash H_Q(q_i) + H_K(k_i)."""
     q, k = inputs.q.detach(), inputs.k.detach()
     if inputs.causal:
         joint = Sides((q, k), (query, key))

@@ -24,8 +24,7 @@ Weights = tuple[Tensor, ...]
 
 
 class Sides(NamedTuple):
-    """Inputs of a hash, with their hash function: queries, or keys, or both with their scores added (the joint hash).
-    """
+    """Inputs of a hash, with their function: queries, or keys, or both with their scores added (the joint hash)."""
 
     inputs: tuple[Tensor, ...]
     """(B, H, L, D) each."""

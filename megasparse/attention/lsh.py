@@ -4,13 +4,11 @@ B batch, H heads, R rounds, L length, D head dim.
 """
 
 import math
-from typing import Any
 
 from torch import Tensor
 
-from megasparse.attention.band import BandCache, band_attention
+from megasparse.attention.band import BandAttention, BandCache, band_attention
 from megasparse.attention.contract import (
-    Attention,
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
@@ -25,7 +23,7 @@ from megasparse.ops.hashing import angular_hash
 from megasparse.ops.random import rotations
 
 
-class LSHAttention(Attention):
+class LSHAttention(BandAttention):
     """Attention inside hash buckets, rounds merged by log-sum-exp, a pair seen in N rounds counted once.
 
     Shared QK (the paper): logits q·k, k = q/|q|, and a token sees itself only as last resort. Separate QK (the LSH
@@ -39,6 +37,9 @@ class LSHAttention(Attention):
         self.config = config
         self.shared_qk = config.shared_qk
         self.factors = lsh_buckets(config, spec.max_length)
+        self.buckets = math.prod(self.factors)
+        scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
+        self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": config.count_rounds}
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
         if config.window == "chunk":
             self.leak = (
@@ -55,14 +56,19 @@ class LSHAttention(Attention):
         queries = angular_hash(inputs.q.detach(), matrices, self.factors)
         return queries, None if self.shared_qk else angular_hash(inputs.k.detach(), matrices, self.factors)
 
+    def band_codes(
+        self, inputs: AttentionInputs, position: int, context: AttentionContext
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.assign(inputs, context)
+
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
         queries, keys = self.assign(inputs, context)
         keys = queries if keys is None else keys
-        return Buckets(queries.flatten(1, 2), keys.flatten(1, 2), math.prod(self.factors))
+        return Buckets(queries.flatten(1, 2), keys.flatten(1, 2), self.buckets)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
-        out, _ = band_attention(inputs, queries, keys, self.window, **self._rule)
+        out, _ = band_attention(inputs, queries, keys, self.window, **self.rule)
         return AttentionOutput(out, None, {})
 
     def flops(self, length: int) -> Passes:
@@ -80,7 +86,7 @@ class LSHAttention(Attention):
         """A query sees the keys of its window that are in its bucket, of buckets that are filled equally."""
         work, traffic, rounds = self.workload(length), self.traffic(size), self.config.rounds
         hashed = 1 if self.shared_qk else 2
-        keys = min(self._window_keys(length), max(1.0, work.visible / math.prod(self.factors)))
+        keys = min(self._window_keys(length), max(1.0, work.visible / self.buckets))
         return {
             "hashing": Work(self.kept_flops(length), Passes(hashed * (traffic.row + rounds * traffic.code))),
             "sort": traffic.sort(hashed * rounds),
@@ -94,19 +100,4 @@ class LSHAttention(Attention):
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
         rounds = rounds or self.config.rounds_in_evaluation
-        return BandCache.empty(batch, self.spec, rounds, math.prod(self.factors), self.window, like)
-
-    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(inputs, *self.assign(inputs, context))
-
-    def decode(
-        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
-    ) -> Tensor:
-        if self.window.kind == "chunk":
-            raise ValueError(f"LSH attention cannot decode token by token here: {self.leak}")
-        return cache.decode(inputs, *self.assign(inputs, context), position, **self._rule)
-
-    @property
-    def _rule(self) -> dict[str, Any]:
-        scale = 1.0 if self.shared_qk else self.spec.head_dim**-0.5
-        return {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": self.config.count_rounds}
+        return BandCache.empty(batch, self.spec, rounds, self.buckets, self.window, like)

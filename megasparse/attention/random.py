@@ -6,15 +6,15 @@ B batch, H heads, L length, D head dim.
 import torch
 from torch import Tensor
 
-from megasparse.attention.band import BandCache, band_attention
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.band import BandAttention, band_attention
+from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
 from megasparse.config.attention import RandomAttentionConfig
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.random import random_bits
 
 
-class RandomAttention(Attention):
+class RandomAttention(BandAttention):
     """softmax(qkᵀ/√D)v inside a band of one's own bucket, max_length/chunk buckets that queries and keys share.
 
     A bucket depends on head and position only, never on a token or its sequence, so no pattern can be learned but that
@@ -38,6 +38,9 @@ class RandomAttention(Attention):
         bits = random_bits(context.rng.key(context.layer, "random bucket"), rows, 1)
         return torch.remainder(bits, self.buckets).transpose(-1, -2)
 
+    def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> tuple[Tensor, None]:
+        return self.assign(inputs, position, context), None
+
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         codes = self.assign(inputs, 0, context)
         return AttentionOutput(band_attention(inputs, codes, None, self.window, **self.rule)[0], None, {})
@@ -45,14 +48,3 @@ class RandomAttention(Attention):
     def flops(self, length: int) -> Passes:
         work = self.workload(length)
         return work.pairs(work.band(self.window.chunk, shared_codes=True))
-
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
-        return BandCache.empty(batch, self.spec, 1, self.buckets, self.window, like)
-
-    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(inputs, self.assign(inputs, 0, context), None)
-
-    def decode(
-        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
-    ) -> Tensor:
-        return cache.decode(inputs, self.assign(inputs, position, context), None, position, **self.rule)

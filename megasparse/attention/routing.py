@@ -4,15 +4,15 @@ B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W c
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.band import BandCache, band_attention
+from megasparse.attention.band import BandAttention, band_attention
 from megasparse.attention.clusters import Lists, clusters_by_document
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
 from megasparse.attention.documents import Document
 from megasparse.attention.lha_hash import Sides, bucket_codes
@@ -32,7 +32,7 @@ class Routes(NamedTuple):
     keys: Tensor
 
 
-class RoutingAttention(Attention):
+class RoutingAttention(BandAttention):
     """softmax(qkᵀ/√D)v inside clusters of spherical k-means: μ·q/|q| and μ·k/|k| decide, for unit centroids μ.
 
     Decoders need one cluster a token, so there queries are the keys too, as in the paper: logits q·q/|q| as Reformer
@@ -49,7 +49,7 @@ class RoutingAttention(Attention):
         self.buckets = -(-spec.max_length // config.chunk)
         self.shared_qk = spec.causal
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
-        self.rule: dict[str, Any] = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": False}
+        self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": False}
         self.register_buffer("centroids", torch.empty(spec.heads, self.buckets, spec.head_dim))  # (H, N, D)
         self.initialise(0, "")
         self._sums: Tensor | None = None  # of this step's members: (H, N, D + 1) float64, their number last
@@ -64,6 +64,9 @@ class RoutingAttention(Attention):
         rows = torch.arange(self.spec.heads * self.buckets).view(self.spec.heads, self.buckets)
         drawn = normal(derive(seed, "initial centroids", name), rows, self.spec.head_dim)
         self.centroids.copy_(F.normalize(drawn, dim=-1))
+
+    def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> tuple[Tensor, None]:
+        return self._codes(*self._sides(inputs, context))[0].unsqueeze(2), None
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         routes = context.recompute.keep(lambda: self._decide(inputs, context))
@@ -158,17 +161,3 @@ class RoutingAttention(Attention):
         """Products of q, and of a k of its own, with N centroids, forward only."""
         sides = 1 if self.spec.causal else 2
         return Passes(self.spec.heads * sides * 2.0 * self.spec.head_dim * self.buckets)
-
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
-        return BandCache.empty(batch, self.spec, 1, self.buckets, self.window, like)
-
-    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(inputs, self._codes(*self._sides(inputs, context))[0].unsqueeze(2), None)
-
-    def decode(
-        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
-    ) -> Tensor:
-        if self.config.window == "top_k":
-            raise ValueError(f"Routing attention cannot decode token by token here: {self.leak}")
-        codes = self._codes(*self._sides(inputs, context))[0].unsqueeze(2)
-        return cache.decode(inputs, codes, None, position, **self.rule)
