@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import megasparse
 from megasparse.config.schema import RunSettings
 
 LONGEST = 80
@@ -37,7 +36,7 @@ class RunIdentity:
 @functools.cache  # the code that runs is the code that was there at the start
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that compute; `source` is the SHA-256 of megasparse's own *.py files."""
-    found = {"python": platform.python_version(), "source": _source_digest(Path(megasparse.__file__).parent)}
+    found = {"python": platform.python_version(), "source": _source_digest(Path(__file__).parents[2])}
     for package in ("megasparse", "torch", "deepspeed", "safetensors"):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
