@@ -5,9 +5,7 @@ import csv
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.task import split_files
 
 ROWS = [
     ("3", "Bears return (Reuters)", "Reuters - A dwindling\\band of sellers is back."),
@@ -30,14 +28,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_splits_are_the_official_files(task, folder):
-    assert task.files(folder) == {"train": [folder / "train.csv"], "test": [folder / "test.csv"]}
-    (folder / "test.csv").unlink()
-    assert list(task.files(folder)) == ["train"]
-    with pytest.raises(DataError, match='holds no "validation" split of ag_news'):
-        split_files(task, folder, "validation")
-
-
 def test_an_example_is_title_and_description_as_they_stand(task, folder):
     found = list(task.read(folder / "train.csv"))
     assert [example.inputs for example in found] == [(f"{title} {text}",) for _, title, text in ROWS]
@@ -46,16 +36,3 @@ def test_an_example_is_title_and_description_as_they_stand(task, folder):
         (f"{folder / 'train.csv'}:{n + 1}", str(n)) for n in range(4)
     ]
     assert task.metrics == ("accuracy", "macro_f1")
-
-
-@pytest.mark.parametrize("index", ["0", "5", "", "World", "1.0", " 1", "Class Index"])
-def test_another_class_index_is_refused(task, folder, index):
-    (folder / "test.csv").write_text(f'"1","a","b"\n"{index}","a","b"\n')
-    with pytest.raises(DataError, match=r'test\.csv:2: "' + index + '" is no class index of ag_news. Write 1 \\(World'):
-        list(task.read(folder / "test.csv"))
-
-
-def test_a_row_of_two_fields_is_refused(task, folder):
-    (folder / "test.csv").write_text('"1","a"\n')
-    with pytest.raises(DataError, match=r"test\.csv:1: 2 fields where there are 3 columns"):
-        list(task.read(folder / "test.csv"))

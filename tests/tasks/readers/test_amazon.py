@@ -8,7 +8,6 @@ import pytest
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.task import split_files
 
 STARS = [5.0, 1.0, 3.0, 4.0, 2.0]
 
@@ -47,16 +46,6 @@ def test_a_text_is_the_review_and_a_class_its_stars(task, folder):
     assert str(found[7].location) == f"{folder / 'reviews_Electronics_5.json'}:8"
 
 
-def test_of_ten_reviews_eight_train_and_every_split_is_apart(task, folder):
-    splits = {
-        split: [int(example.name) for file in split_files(task, folder, split) for example in task.read(file)]
-        for split in ("train", "validation", "test")
-    }
-    assert splits["test"] == [0, 10, 20, 30, 40]
-    assert splits["validation"] == [1, 11, 21, 31, 41]
-    assert splits["train"] == [n for n in range(50) if n % 10 > 1]
-
-
 def test_the_compressed_file_reads_the_same(task, folder):
     plain = folder / "reviews_Electronics_5.json"
     before = [list(map(lambda each: (each.inputs, each.label), task.read(f))) for f in task.files(folder)["train"]]
@@ -66,10 +55,6 @@ def test_the_compressed_file_reads_the_same(task, folder):
     found = list(task.read(file))
     assert [[(each.inputs, each.label) for each in found]] == before
     assert str(found[0].location) == f"{folder / 'reviews_Electronics_5.json.gz'}:3"
-
-
-def test_a_folder_without_the_file_has_no_splits(task, tmp_path):
-    assert task.files(tmp_path) == {}
 
 
 @pytest.mark.parametrize("stars", [0.0, 6.0, 4.5, "5.0", None, True, [5], 10**400])

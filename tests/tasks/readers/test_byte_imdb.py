@@ -47,10 +47,6 @@ def test_the_model_sees_the_bytes_of_the_file(task: Task, folder: Path) -> None:
     assert seen == list(REVIEWS.values())
 
 
-def test_there_is_no_validation_to_choose_by(task: Task, folder: Path) -> None:
-    assert task.files(folder) == {"train": [folder / "train"], "test": [folder / "test"]}
-
-
 def test_what_is_no_utf8_is_named(task: Task, folder: Path) -> None:
     (folder / "train" / "pos" / "1_7.txt").write_bytes(b"caf\xe9 noir")
     with pytest.raises(DataError, match=r"train/pos/1_7\.txt: is no UTF-8 \(byte 0xe9 at 3\)\. Convert"):

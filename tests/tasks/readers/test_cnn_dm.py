@@ -111,8 +111,3 @@ def test_a_line_a_story(task, tmp_path):
     assert found == [("val one .", "summary one ."), ("val two .", "summary two .")]
     (tmp_path / "val.target").write_text("summary one .\n")
     assert "2 lines, and" in refusal(lambda: task.read(file))
-
-
-def test_a_folder_without_any_form_is_refused(task, tmp_path):
-    assert 'no "train" split of cnn_dm' in refusal(lambda: split_files(task, tmp_path, "train"))
-    assert task.metrics == ("rouge1", "rouge2", "rougeL", "rougeLsum")

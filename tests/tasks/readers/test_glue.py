@@ -134,18 +134,6 @@ def test_columns_labels_and_ids_are_the_official_ones(tmp_path, name, header, ro
     assert found(name, write(tmp_path, "some.tsv", header, *rows)) == want
 
 
-def test_a_source_is_the_tasks_folder_or_the_one_that_holds_all(tmp_path):
-    folders = {
-        "cola": "CoLA", "mnli": "MNLI", "mrpc": "MRPC", "qnli": "QNLI", "qqp": "QQP", "rte": "RTE", "sst2": "SST-2",
-        "stsb": "STS-B",
-    }  # fmt: skip
-    for name, folder in folders.items():
-        train = write(tmp_path / folder, "train.tsv")
-        assert task(name).files(tmp_path) == task(name).files(tmp_path / folder) == {"train": [train]}
-    with pytest.raises(DataError, match=r'holds no "validation" split of rte\. It has: train'):
-        split_files(task("rte"), tmp_path, "validation")
-
-
 def test_metrics_are_the_benchmarks_and_the_papers_come_first():
     first = {
         "cola": "matthews", "mnli": "accuracy", "mrpc": "f1", "qnli": "accuracy", "qqp": "f1", "rte": "accuracy",
@@ -195,17 +183,3 @@ def test_any_other_malformed_row_of_qqp_is_an_error(tmp_path, row, fields, capsy
     file = write(tmp_path, "train.tsv", QQP, WHOLE, row, WHOLE)
     assert problem("qqp", file).startswith(f"{file}:3: {fields} fields where there are 6 columns (id, qid1, ")
     assert capsys.readouterr().err == ""
-
-
-def test_what_is_malformed_is_named_by_file_and_line(tmp_path):
-    file = write(tmp_path, "label.tsv", PAIR + "\tlabel", "0\tA\tB\tentailment", "1\tA\tB\tentails")
-    assert f'{file}:3: "entails" is no label of rte. Did you mean "entailment"?' in problem("rte", file)
-    file = write(tmp_path, "short.tsv", PAIR + "\tlabel", "0\tA\tB")
-    assert problem("rte", file).startswith(f"{file}:2: 3 fields where there are 4 columns")
-    file = write(tmp_path, "column.tsv", "index\tsentence1\tsentence\tlabel", "0\tA\tB\tentailment")
-    assert problem("rte", file).startswith(f'{file}:2: has no column "sentence2"')
-    for score in ("5.1", "-0.1", "nan", "", "high"):
-        file = write(tmp_path, "score.tsv", PAIR + "\tscore", f"0\tA\tB\t{score}")
-        assert problem("stsb", file) == f'{file}:2: "{score}" is no similarity from 0 to 5. Put it right'
-    file = write(tmp_path, "cola.tsv", ["gj04", "1", "", "A", "B"])
-    assert problem("cola", file).startswith(f"{file}:1: 5 fields where there are 4 columns")

@@ -66,12 +66,6 @@ def test_splits_are_the_official_folders_and_the_test_set_has_no_labels(tmp_path
     assert chosen_files(task(), [str(tmp_path)], None)[0] == "validation"
 
 
-def test_the_large_release_comes_before_the_small_one_and_they_are_never_mixed(tmp_path: Path) -> None:
-    for inner in ("MINDsmall_train", "MINDsmall_dev", "MINDlarge_train"):
-        split_folder(tmp_path / inner, NEWS, [behaviors_row("1", "", "N1-0 N2-1")])
-    assert task().files(tmp_path) == {"train": [tmp_path / "MINDlarge_train/behaviors.tsv"]}
-
-
 @pytest.mark.parametrize(
     "row, problem",
     [
@@ -121,8 +115,3 @@ def test_a_missing_news_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "news.tsv").unlink()
     with pytest.raises(DataError, match=r"news\.tsv: cannot be read \(No such file"):
         list(task().read(file))
-
-
-def test_a_folder_without_the_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match='holds no "train" split of mind'):
-        split_files(task(), tmp_path, "train")

@@ -40,10 +40,6 @@ def test_splits_are_the_official_folds(task, tmp_path, inner):
             assert str(example.location) == str(file)
 
 
-def test_a_folder_without_reviews_has_no_splits(task, tmp_path):
-    assert task.files(tmp_path) == {}
-
-
 def test_a_review_elsewhere_has_no_label(task, tmp_path):
     (tmp_path / "mine.txt").write_text("good")
     (example,) = task.read(tmp_path / "mine.txt")

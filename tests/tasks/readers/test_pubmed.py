@@ -7,7 +7,6 @@ import pytest
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.task import split_files
 
 PAPER = {
     "article_id": "PMC3872579",
@@ -45,17 +44,6 @@ def test_a_paper_is_its_sentences_and_its_abstract_a_sentence_a_line(task, tmp_p
     assert found[1].label == "background : it is common .\n<S is no mark , p < 0.05 ."
 
 
-@pytest.mark.parametrize("inner", [".", "pubmed-dataset"])
-def test_the_splits(task, tmp_path, inner):
-    for name in ("train", "val", "test"):
-        write(tmp_path / inner / f"{name}.txt", {**PAPER, "article_id": name})
-    splits = {"train": "train", "validation": "val", "test": "test"}
-    assert set(task.files(tmp_path)) == set(splits)
-    for split, name in splits.items():
-        (file,) = split_files(task, tmp_path, split)
-        assert [example.name for example in task.read(file)] == [name]
-
-
 def test_a_paper_without_abstract_has_no_label_and_an_empty_one_an_empty_label(task, tmp_path):
     new = {"article_text": ["one .", "two ."]}
     file = write(tmp_path / "new.txt", new, {**new, "abstract_text": []}, {"article_text": []})
@@ -76,8 +64,3 @@ def test_a_paper_without_abstract_has_no_label_and_an_empty_one_an_empty_label(t
 def test_another_form_is_refused(task, tmp_path, row, problem):
     file = write(tmp_path / "train.txt", PAPER, row)
     assert refusal(lambda: task.read(file)).startswith(f"{file}:2: {problem}")
-
-
-def test_missing_files_are_refused(task, tmp_path):
-    assert 'no "train" split of pubmed' in refusal(lambda: split_files(task, tmp_path, "train"))
-    assert "cannot be read" in refusal(lambda: task.read(tmp_path / "none.txt"))

@@ -68,22 +68,6 @@ def test_later_challenges_say_yes_and_no_and_unlabelled_pairs_have_no_label(tmp_
     assert task().classes == ("entailment", "not_entailment")
 
 
-@pytest.mark.parametrize("inner", ["", "rte"])
-def test_development_sets_are_trained_on_and_test_sets_are_held_out(tmp_path, inner):
-    folder = tmp_path / inner
-    folder.mkdir(exist_ok=True)
-    for number in (1, 2, 3):
-        for part in ("dev", "test"):
-            (folder / f"rte{number}_{part}.xml").write_text(FIRST, encoding="utf-8")
-    names = {split: [file.name for file in files] for split, files in task().files(tmp_path).items()}
-    assert names == {
-        "train": ["rte1_dev.xml", "rte2_dev.xml", "rte3_dev.xml"],
-        "test": ["rte1_test.xml", "rte2_test.xml", "rte3_test.xml"],
-    }
-    (folder / "rte2_dev.xml").unlink()
-    assert set(task().files(tmp_path)) == {"test"}
-
-
 def test_entities_and_what_lies_outside_the_file_are_refused(tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")

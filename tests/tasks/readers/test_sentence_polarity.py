@@ -5,7 +5,6 @@ import pytest
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.task import split_files
 
 
 @pytest.fixture
@@ -19,26 +18,6 @@ def folder(tmp_path):
         text = "".join(f"{name} sentence {n} . \n" for n in range(23))
         (tmp_path / f"rt-polarity.{name}").write_text(text)
     return tmp_path
-
-
-def test_splits_are_apart_of_both_files_and_together_all_of_them(task, folder):
-    splits = {
-        split: [example for file in split_files(task, folder, split) for example in task.read(file)]
-        for split in ("train", "validation", "test")
-    }
-    assert [int(example.name) for example in splits["test"]] == [0, 10, 20] * 2
-    assert [int(example.name) for example in splits["validation"]] == [1, 11, 21] * 2
-    assert [int(example.name) for example in splits["train"]] == [n for n in range(23) if n % 10 > 1] * 2
-    for examples in splits.values():
-        for example in examples:
-            name = task.classes[example.label]
-            assert example.inputs == (f"{name} sentence {example.name} . ",)
-            assert str(example.location) == f"{folder / f'rt-polarity.{name}'}:{int(example.name) + 1}"
-
-
-def test_half_of_the_files_are_no_splits(task, folder):
-    (folder / "rt-polarity.pos").unlink()
-    assert task.files(folder) == {}
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])

@@ -121,8 +121,3 @@ def test_the_whole_file_keeps_every_article(tmp_path, capsys):
     ]
     file.write_text("title\nfresh\n")
     assert 'has no column "text"' in refusal(lambda: build_task(TaskConfig(name="headlines")).read(file))
-
-
-def test_a_folder_without_the_news_is_refused(tmp_path):
-    task = build_task(TaskConfig(name="headlines"))
-    assert 'no "train" split of headlines' in refusal(lambda: split_files(task, tmp_path, "train"))

@@ -48,17 +48,6 @@ def test_examples_of_a_file(tmp_path: Path) -> None:
     assert (second.label, second.name, second.location.line) == (None, "WH_dev_1", 2)
 
 
-@pytest.mark.parametrize("inner", ["", "wikihop"])
-def test_splits_are_the_official_files(inner: str, tmp_path: Path) -> None:
-    task = build_task(TaskConfig(name="wikihop"))
-    files = {"train": "train.json", "validation": "dev.json"}
-    paths = {split: [written_rows(tmp_path / inner / name, ROWS)] for split, name in files.items()}
-    assert task.files(tmp_path) == paths
-    paths["test"] = [written_rows(tmp_path / inner / "test.json", ROWS)]
-    written_rows(tmp_path / inner / "dev.masked.json", ROWS)
-    assert task.files(tmp_path) == paths and task.metrics == ("accuracy",)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

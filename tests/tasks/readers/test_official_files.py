@@ -1,0 +1,169 @@
+"""Every reader's official splits, splits by position, and malformed rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import DataError
+from megasparse.tasks import build_task
+from megasparse.tasks.task import Task, split_files
+from tests.helpers.mind import behaviors_row, news_row
+
+GLUE = {"train": ["train.tsv"], "validation": ["dev.tsv"], "test": ["test.tsv"]}
+MNLI = {
+    "train": ["train.tsv"], "validation": ["dev_matched.tsv"], "validation_mismatched": ["dev_mismatched.tsv"],
+    "test": ["test_matched.tsv"], "test_mismatched": ["test_mismatched.tsv"],
+}  # fmt: skip
+MICROSOFT = {"train": ["msr_paraphrase_train.txt"], "test": ["msr_paraphrase_test.txt"]}
+STS = {"train": ["sts-train.csv"], "validation": ["sts-dev.csv"], "test": ["sts-test.csv"]}
+RTE = {split: [f"rte{n}_{part}.xml" for n in (1, 2, 3)] for split, part in (("train", "dev"), ("test", "test"))}
+PUBMED = {"train": ["train.txt"], "validation": ["val.txt"], "test": ["test.txt"]}
+WIKIHOP = {"train": ["train.json"], "validation": ["dev.json"], "test": ["test.json"]}
+
+
+def three(form: str, **names: str) -> dict[str, list[str]]:
+    """One file a split, the split's name in its own."""
+    return {split: [form.format(names.get(split, split))] for split in ("train", "validation", "test")}
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "splits"),
+    [
+        ("aan", "", three("new_aan_pairs.{}.tsv", validation="eval")),
+        ("ag_news", "", {"train": ["train.csv"], "test": ["test.csv"]}),
+        ("byte_imdb", "", {"train": ["train"], "test": ["test"]}),
+        ("grey_cifar10", "", {"train": ["train"], "test": ["test"]}),
+        ("imdb", "", three("imdb.{}.txt.ss", validation="dev")),
+        ("imdb", "", three("imdb-{}.txt.ss", validation="dev")),
+        ("listops", "", three("basic_{}.tsv", validation="val")),
+        *[("mind", "", three(f"{release}{{}}/behaviors.tsv", validation="dev"))
+          for release in ("MINDlarge_", "MINDsmall_", "")],
+        *[("rte_challenge", inner, RTE) for inner in ("", "rte")],
+        *[("sts_benchmark", inner, STS) for inner in ("", "stsbenchmark")],
+        *[("pubmed", inner, PUBMED) for inner in ("", "pubmed-dataset")],
+        *[("wikihop", inner, WIKIHOP) for inner in ("", "wikihop")],
+        *[("mnli", inner, MNLI) for inner in ("", "MNLI")],
+        *[("mrpc", inner, MICROSOFT) for inner in ("", "MRPC")],
+        *[(name, inner, GLUE) for name, folder in {
+            "cola": "CoLA", "mrpc": "MRPC", "qnli": "QNLI", "qqp": "QQP", "rte": "RTE", "sst2": "SST-2", "stsb": "STS-B",
+        }.items() for inner in ("", folder)],
+    ],
+)  # fmt: skip
+def test_splits_are_the_official_files(name: str, inner: str, splits: dict[str, list[str]], tmp_path: Path) -> None:
+    """A split whose files are not all there is none."""
+    task = build_task(TaskConfig(name=name))
+    paths = {split: [tmp_path / inner / file for file in files] for split, files in splits.items()}
+    for file in (file for files in paths.values() for file in files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    (tmp_path / inner / "README").touch()
+    assert task.files(tmp_path) == paths
+    assert all(split_files(task, tmp_path, split) == files for split, files in paths.items())
+    paths["train"][-1].unlink()
+    assert task.files(tmp_path) == {split: files for split, files in paths.items() if split != "train"}
+    with pytest.raises(DataError, match=rf'holds no "train" split of {name}\. It has: {", ".join(list(splits)[1:])}'):
+        split_files(task, tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    "name", ["aan", "amazon", "headlines", "mind", "mind_topics", "movie_reviews", "rte", "sentence_polarity", "cnn_dm"]
+)
+def test_a_folder_without_the_files_has_no_splits(name: str, tmp_path: Path) -> None:
+    task = build_task(TaskConfig(name=name))
+    assert task.files(tmp_path) == {}
+    with pytest.raises(DataError, match=f'holds no "train" split of {name}. It has none of {name}\'s files'):
+        split_files(task, tmp_path, "train")
+
+
+POLARITY = ("rt-polarity.neg", "rt-polarity.pos")
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "row"),
+    [
+        ("amazon", ["reviews_Electronics_5.json"], json.dumps({"reviewText": "text {}", "overall": 1.0}) + "\n"),
+        ("sentence_polarity", POLARITY, "text {}\n"),
+        *[("mind_topics", [f"{release}news.tsv"], news_row("N0", "text {}"))
+          for release in ("MINDlarge_train/", "MINDsmall_train/", "")],
+    ],
+)  # fmt: skip
+def test_of_ten_examples_eight_train_and_splits_are_apart(
+    name: str, files: list[str], row: str, tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("".join(row.replace("{}", str(n)) for n in range(23)))
+    task, found = build_task(TaskConfig(name=name)), {}
+    for split in ("train", "validation", "test"):
+        examples = [example for file in split_files(task, tmp_path, split) for example in task.read(file)]
+        found[split] = [int(str(example.inputs[0]).split()[1]) for example in examples]
+        assert {example.location.file for example in examples} == {tmp_path / file for file in files}
+        assert [example.location.line for example in examples] == [n + 1 for n in found[split]]
+    expected = {"test": [0, 10, 20], "validation": [1, 11, 21], "train": [n for n in range(23) if n % 10 > 1]}
+    assert found == {split: numbers * len(files) for split, numbers in expected.items()}
+    (tmp_path / files[-1]).unlink()
+    assert task.files(tmp_path) == {}
+
+
+AAN, TREE = "1\ta\tb\tx\ty", "( ( ( [MIN 0 ) 7 ) ] )"
+STS_ROW = ["genre", "file", "year", "1", "5.000", "A", "B"]
+PAIR = "index\tsentence1\tsentence2\t"
+
+
+def sts(*fields: str, score: str = "5.000") -> str:
+    return "\t".join([*STS_ROW[:4], score, *STS_ROW[5:], *fields])
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "row", "problem"),
+    [
+        ("aan", AAN, "0\ta\tb\tx", "4 fields where there are 5 columns (label, id1, id2, text1, text2)"),
+        ("aan", AAN, "2.0\ta\tb\tx\ty", '"2.0" is no label of aan. Its labels are: 0, 1'),
+        ("aan", AAN, "label\tid1\tid2\ttext1\ttext2", '"label" is no label of aan'),
+        *[("ag_news", '"1","a","b"', f'"{index}","a","b"', f'"{index}" is no class index of ag_news. Write 1 (World')
+          for index in ("0", "5", "", "World", "1.0", " 1", "Class Index")],
+        ("ag_news", '"1","a","b"', '"1","a"', "2 fields where there are 3 columns"),
+        *[("imdb", "u\t\tp\t\t7\t\tgood", f"u\t\tp\t\t{rating}\t\tgood", f'"{rating}" is no label of imdb')
+          for rating in ("0", "11", "7.5", "", "05", "10 ")],
+        ("imdb", "u\t\tp\t\t7\t\tgood", "", "1 fields where there are 4 columns (user, product, rating, text)"),
+        ("imdb", "u\t\tp\t\t7\t\tgood", "u\tp\t10\tgood", "1 fields where there are 4 columns"),
+        ("imdb", "u\t\tp\t\t7\t\tgood", "u\t\tp\t\t10", "3 fields where there are 4 columns"),
+        ("listops", "Source\tTarget", "( [FIRST 0 ) 7 ]\t0", 'Source has "[FIRST", which is no token of ListOps'),
+        ("listops", "Source\tTarget", "( [MIN 0 ) 12 ]\t0", 'Source has "12"'),
+        ("listops", "Source\tTarget", f"{TREE}\t10", '"10" is no label of listops'),
+        ("listops", "Source\tTarget", TREE, "1 fields where there are 2 columns"),
+        ("listops", "Source\ttarget", f"{TREE}\t3", 'has no column "Target". Did you mean "target"?'),
+        ("mind_topics", news_row("N1", "a")[:-1], news_row("N2", "a").replace("news", "sport")[:-1],
+         '"sport" is no label of mind_topics. Did you mean "sports"?'),
+        ("mind_topics", news_row("N1", "a")[:-1], "N1\tnews\ta title", "3 fields where there are 8 columns (id, cat"),
+        ("sts_benchmark", sts(), "\t".join(STS_ROW[:6]), "6 fields where there are 7"),
+        ("sts_benchmark", sts(), sts("licence"), "8 fields where there are 7"),
+        ("sts_benchmark", sts(), sts("a", "b", "c"), "10 fields where there are 7"),
+        ("sts_benchmark", sts(), sts(score="5.5"), '"5.5" is no similarity from 0 to 5'),
+        ("sts_benchmark", sts(), sts(score="much"), '"much" is no similarity from 0 to 5'),
+        ("rte", f"{PAIR}label", "1\tA\tB\tentails", '"entails" is no label of rte. Did you mean "entailment"?'),
+        ("rte", f"{PAIR}label", "0\tA\tB", "3 fields where there are 4 columns"),
+        ("rte", "index\tsentence1\tsentence\tlabel", "0\tA\tB\tentailment", 'has no column "sentence2"'),
+        ("cola", "gj04\t1\t\tA", "gj04\t1\t\tA\tB", "5 fields where there are 4 columns"),
+        *[("stsb", f"{PAIR}score", f"0\tA\tB\t{score}", f'"{score}" is no similarity from 0 to 5. Put it right')
+          for score in ("5.1", "-0.1", "nan", "", "high")],
+    ],
+)  # fmt: skip
+def test_a_malformed_row_is_named_by_file_and_line(
+    name: str, before: str, row: str, problem: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.txt"
+    file.write_text(f"{before}\n{row}\n")
+    with pytest.raises(DataError) as caught:
+        list(build_task(TaskConfig(name=name)).read(file))
+    assert str(caught.value).startswith(f"{file}:2: {problem}") and "\n" not in str(caught.value)
+
+
+def test_mind_takes_the_large_release_and_mixes_none(tmp_path: Path) -> None:
+    for inner in ("MINDsmall_train", "MINDsmall_dev", "MINDlarge_train"):
+        (tmp_path / inner).mkdir()
+        (tmp_path / inner / "behaviors.tsv").write_text(behaviors_row("1", "", "N1-0 N2-1"))
+    task: Task = build_task(TaskConfig(name="mind"))
+    assert task.files(tmp_path) == {"train": [tmp_path / "MINDlarge_train/behaviors.tsv"]}
