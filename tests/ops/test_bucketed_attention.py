@@ -53,19 +53,23 @@ def check_bars(heads, codes, window):
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("length", [1, 29])
-def test_N5_forward_and_gradients_are_those_of_the_definition(window, length, monkeypatch):
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("exclude_self", [True, False], ids=["without itself", "with itself"])
+@pytest.mark.parametrize(("rounds", "count_rounds"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize(("masked", "documents"), itertools.product([False, True], repeat=2))
+def test_N5_forward_and_gradients_are_those_of_the_definition(
+    window, length, causal, exclude_self, rounds, count_rounds, masked, documents, monkeypatch
+):
     monkeypatch.setattr(chunks, "_LAYOUT_ELEMENTS", 3 * length)  # heads are laid out one at a time
-    sizes = itertools.cycle([70, 1000, 1 << 18])  # several blocks a row, several rows a block, one block
-    heads = random_heads(length)
-    mask, documents = random_masks(length)
-    masks = [(None, None), (mask, None), (None, documents), (mask, documents)]
-    flags = itertools.product([True, False], [True, False], [(1, True), (3, True), (3, False)], masks)
-    for causal, exclude_self, (rounds, count_rounds), (key_mask, segments) in flags:
-        rule = dict(causal=causal, scale=0.7, exclude_self=exclude_self, count_rounds=count_rounds)
-        rule |= dict(key_mask=key_mask, segments=segments)
-        codes = random_codes(length, rounds)
-        monkeypatch.setattr(chunks, "_SCORE_ELEMENTS", next(sizes))
-        assert_equal_to_the_definition(heads, codes, window, **rule)
+    # Several blocks a row, several rows a block, or one block.
+    size = (70, 1000, 1 << 18)[(causal + masked + 2 * exclude_self + documents) % 3]
+    monkeypatch.setattr(chunks, "_SCORE_ELEMENTS", size)
+    mask, segments = random_masks(length)
+    assert_equal_to_the_definition(
+        random_heads(length), random_codes(length, rounds), window,
+        causal=causal, scale=0.7, exclude_self=exclude_self, count_rounds=count_rounds,
+        key_mask=mask if masked else None, segments=segments if documents else None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("causal", [True, False])
