@@ -20,9 +20,11 @@ from megasparse.tasks import build_task
 from megasparse.tasks.backbones import MegasparseBody
 from megasparse.tasks.form import Form, form_of
 from megasparse.tasks.run import TaskRun, open_run
+from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.tokenizers import wordpiece, written
 
 WORDS = ["the", "attention", "of", "a", "model", "models", "unable", "mask", "in", "to", "we", "it", "go"]
+TIMES = ("speed/", "memory/", "checkpoint/")
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 ENCODER: dict[str, Any] = {
     "kind": "encoder", "vocabulary": 264, "max_length": 128, "layers": 2, "d_model": 32, "d_ff": 48, "heads": 4,
@@ -133,3 +135,33 @@ def launch(run: Path, source: Path, /, *arguments: str, **sections: Any) -> list
         patch.setattr("sys.argv", ["finetune", "--config", str(file), *arguments])
         finetune.main()
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def plain(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics by step without those of the clock; of a step that was written twice the later one."""
+    by_step = {line["step"]: line for line in lines if "step" in line}
+    return [
+        {name: value for name, value in line.items() if not name.startswith(TIMES) and name != "time"}
+        for _, line in sorted(by_step.items())
+    ]
+
+
+def assert_resumes(folder: Path, source: Path, stop: int, **sections: Any) -> list[dict[str, Any]]:
+    """A run stopped at a step and resumed has the metrics, weights and states of one in a stretch, to the bit, in
+    folder/stopped and folder/straight. Returns the metrics of the latter.
+    """
+    straight = launch(folder / "straight", source, **sections)
+    launch(folder / "stopped", source, "--stop-at", str(stop), **sections)
+    assert not (folder / "stopped" / "best.json").exists()
+    assert plain(launch(folder / "stopped", source, **sections)) == plain(straight)
+    paths = [folder / name / "checkpoints" / f"{plain(straight)[-1]['step']:08d}" for name in ("straight", "stopped")]
+    one, other = map(Checkpoint.open, paths)
+    assert one.sequences == other.sequences
+    for kind, tensors in one.manifest["tensors"].items():
+        for name in tensors:
+            assert torch.equal(one.tensor(kind, name), other.tensor(kind, name)), (kind, name)
+    best = [json.loads((folder / name / "best.json").read_text()) for name in ("straight", "stopped")]
+    for found in best:
+        found["scalars"] = {name: value for name, value in found["scalars"].items() if not name.startswith(TIMES)}
+    assert best[0] == best[1]
+    return straight

@@ -16,12 +16,21 @@ from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import open_run
 from megasparse.tasks.scoring import answers, predict_examples
-from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.ranks import Ranks
-from tests.helpers.finetuning import ENCODER, WORDS, bert, configured, launch, opened, reviews, table
+from tests.helpers.finetuning import (
+    ENCODER,
+    WORDS,
+    assert_resumes,
+    bert,
+    configured,
+    launch,
+    opened,
+    plain,
+    reviews,
+    table,
+)
 
-TIMES = ("speed/", "memory/", "checkpoint/")
 STEPS = 6
 
 
@@ -51,36 +60,12 @@ def starts(place: Path) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def plain(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics by step without those of the clock; of a step that was written twice the later one."""
-    by_step = {line["step"]: line for line in metrics if "step" in line}
-    return [
-        {name: value for name, value in line.items() if not name.startswith(TIMES) and name != "time"}
-        for _, line in sorted(by_step.items())
-    ]
-
-
-def weights(run: Path, step: int) -> dict[str, list[float]]:
-    checkpoint = Checkpoint.open(run / "checkpoints" / f"{step:08d}")
-    return {
-        f"{kind} {name}": checkpoint.tensor(kind, name).tolist()
-        for kind, tensors in checkpoint.manifest["tensors"].items()
-        for name in tensors
-    }
-
-
 @pytest.mark.parametrize("name", ["ours", "ours reversible", "bert, lsh", "bert, lha"])
 def test_a_run_that_stopped_goes_on_to_the_bit(name: str, place: Path, tmp_path: Path) -> None:
     """Losses, gradient norms, metrics, weights and the optimizer's state; dropout and drawn hashes are on."""
     sections, source = starts(place)[name], place / "reviews.csv"
-    straight = launch(tmp_path / "straight", source, **sections)
-    launch(tmp_path / "stopped", source, "--stop-at", "3", **sections)
-    assert not (tmp_path / "stopped" / "best.json").exists()
-    resumed = launch(tmp_path / "stopped", source, **sections)
-    assert plain(resumed) == plain(straight) and len(plain(straight)) == STEPS
-    assert weights(tmp_path / "stopped", STEPS) == weights(tmp_path / "straight", STEPS)
-    best = [json.loads((tmp_path / run / "best.json").read_text()) for run in ("straight", "stopped")]
-    assert best[0] == best[1] and best[0]["step"] in (2, 4, 6)
+    assert len(plain(assert_resumes(tmp_path, source, 3, **sections))) == STEPS
+    assert json.loads((tmp_path / "straight" / "best.json").read_text())["step"] in (2, 4, 6)
 
 
 @pytest.mark.parametrize("name", ["bert, lsh", "ours"])

@@ -27,7 +27,6 @@ from megasparse.training.ranks import Ranks
 from tests.helpers import finetuning
 from tests.helpers.models import SMALL, can_be_causal
 from tests.helpers.series import COLUMNS, FORECASTER, TASK, numbers, write
-from tests.tasks.test_run import plain, weights
 
 L, OVERLAP, H = 12, 6, 4
 ROOT = Path(__file__).parents[3]
@@ -198,11 +197,8 @@ def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path / "series.csv", numbers(120))
-    straight = finetuning.launch(tmp_path / "straight", file, **sections())
-    finetuning.launch(tmp_path / "stopped", file, "--stop-at", "3", **sections())
-    resumed = finetuning.launch(tmp_path / "stopped", file, **sections())
-    assert plain(resumed) == plain(straight) and len(plain(straight)) == 6
-    assert weights(tmp_path / "stopped", 6) == weights(tmp_path / "straight", 6)
+    straight = finetuning.assert_resumes(tmp_path, file, 3, **sections())
+    assert len(finetuning.plain(straight)) == 6
     best = json.loads((tmp_path / "straight" / "best.json").read_text())
     errors = {line["step"]: line["evaluation/mse"] for line in straight if "evaluation/mse" in line}
     assert best["step"] == min(errors, key=lambda step: errors[step])  # an error: lower is better

@@ -5,9 +5,9 @@ import hashlib
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import DataError
 from megasparse.tasks import build_task
 from megasparse.tasks.task import split_files
+from tests.helpers.refusals import refusal
 
 STORY = """(CNN) -- A man was seen in a tree.
 
@@ -31,13 +31,6 @@ def task():
 
 def url(number):
     return f"http://web.archive.org/web/2015id_/http://www.cnn.com/2015/04/01/é/{number}.html"
-
-
-def refusal(action):
-    with pytest.raises(DataError) as caught:
-        list(action())
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def corpus(folder, lists, stories=("cnn/stories", "dailymail/stories")):

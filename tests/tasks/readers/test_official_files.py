@@ -10,8 +10,12 @@ from megasparse.errors import DataError
 from megasparse.tasks import build_task
 from megasparse.tasks.task import Task, split_files
 from tests.helpers.mind import behaviors_row, news_row
+from tests.helpers.refusals import refusal
 
 GLUE = {"train": ["train.tsv"], "validation": ["dev.tsv"], "test": ["test.tsv"]}
+FOLDERS = {
+    "cola": "CoLA", "mrpc": "MRPC", "qnli": "QNLI", "qqp": "QQP", "rte": "RTE", "sst2": "SST-2", "stsb": "STS-B",
+}  # fmt: skip
 MNLI = {
     "train": ["train.tsv"], "validation": ["dev_matched.tsv"], "validation_mismatched": ["dev_mismatched.tsv"],
     "test": ["test_matched.tsv"], "test_mismatched": ["test_mismatched.tsv"],
@@ -46,9 +50,7 @@ def three(form: str, **names: str) -> dict[str, list[str]]:
         *[("wikihop", inner, WIKIHOP) for inner in ("", "wikihop")],
         *[("mnli", inner, MNLI) for inner in ("", "MNLI")],
         *[("mrpc", inner, MICROSOFT) for inner in ("", "MRPC")],
-        *[(name, inner, GLUE) for name, folder in {
-            "cola": "CoLA", "mrpc": "MRPC", "qnli": "QNLI", "qqp": "QQP", "rte": "RTE", "sst2": "SST-2", "stsb": "STS-B",
-        }.items() for inner in ("", folder)],
+        *[(name, inner, GLUE) for name, folder in FOLDERS.items() for inner in ("", folder)],
     ],
 )  # fmt: skip
 def test_splits_are_the_official_files(name: str, inner: str, splits: dict[str, list[str]], tmp_path: Path) -> None:
@@ -156,9 +158,8 @@ def test_a_malformed_row_is_named_by_file_and_line(
 ) -> None:
     file = tmp_path / "rows.txt"
     file.write_text(f"{before}\n{row}\n")
-    with pytest.raises(DataError) as caught:
-        list(build_task(TaskConfig(name=name)).read(file))
-    assert str(caught.value).startswith(f"{file}:2: {problem}") and "\n" not in str(caught.value)
+    message = refusal(lambda: build_task(TaskConfig(name=name)).read(file))
+    assert message.startswith(f"{file}:2: {problem}")
 
 
 def test_mind_takes_the_large_release_and_mixes_none(tmp_path: Path) -> None:
@@ -167,3 +168,24 @@ def test_mind_takes_the_large_release_and_mixes_none(tmp_path: Path) -> None:
         (tmp_path / inner / "behaviors.tsv").write_text(behaviors_row("1", "", "N1-0 N2-1"))
     task: Task = build_task(TaskConfig(name="mind"))
     assert task.files(tmp_path) == {"train": [tmp_path / "MINDlarge_train/behaviors.tsv"]}
+
+
+@pytest.mark.parametrize(
+    ("names", "metrics"),
+    [
+        (("aan", "byte_imdb", "grey_cifar10", "listops", "movie_reviews", "pathfinder"), ("accuracy",)),
+        (("mnli", "qnli", "rte", "rte_challenge", "sentence_polarity", "sst2", "wikihop"), ("accuracy",)),
+        (("ag_news", "amazon", "imdb", "mind_topics"), ("accuracy", "macro_f1")),
+        (("mrpc", "qqp"), ("f1", "accuracy")),
+        (("cola",), ("matthews", "accuracy")),
+        (("stsb", "sts_benchmark"), ("pearson", "spearman")),
+        (("mind",), ("auc", "mrr", "ndcg5", "ndcg10")),
+        (("cnn_dm", "headlines", "pubmed"), ("rouge1", "rouge2", "rougeL", "rougeLsum")),
+        (("parallel_text", "wmt14"), ("bleu", "chrf")),
+    ],
+)
+def test_metrics_are_the_official_ones_and_the_papers_come_first(names: tuple[str, ...], metrics: tuple[str, ...]):
+    settings = {name: {"text": ["en"], "label": "de"} for name in ("parallel_text", "wmt14")}
+    tasks = [build_task(TaskConfig(name=name, **settings.get(name, {}))) for name in names]
+    assert all(task.metrics == metrics for task in tasks)
+    assert all(task.classes is None for task in tasks if "accuracy" not in metrics)

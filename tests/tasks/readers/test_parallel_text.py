@@ -5,9 +5,10 @@ import gzip
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import ConfigError, DataError, UserError
+from megasparse.errors import ConfigError
 from megasparse.tasks import build_task
 from megasparse.tasks.task import split_files
+from tests.helpers.refusals import refusal
 
 ENGLISH = ["A dog runs .", "Two  men\u2028sit\x0btoo.", " “Hi”, she said. "]
 GERMAN = ["Ein Hund rennt .", "Zwei Männer\u2028sitzen\x0bauch.", "„Hallo“, sagte sie.\r"]
@@ -27,13 +28,6 @@ def pair(folder, stem, end="", number=3):
     """Both sides of a split, each line telling whose it is."""
     write(folder / f"{stem}.en{end}", [f"{stem} en {n}" for n in range(number)])
     write(folder / f"{stem}.de{end}", [f"{stem} de {n}" for n in range(number)])
-
-
-def refusal(action, kind=DataError):
-    with pytest.raises(UserError) as caught:
-        list(action())
-    assert type(caught.value) is kind and "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("ends", [("", ""), (".gz", ".gz"), ("", ".gz"), (".gz", "")])

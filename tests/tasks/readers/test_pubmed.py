@@ -5,8 +5,8 @@ import json
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import DataError
 from megasparse.tasks import build_task
+from tests.helpers.refusals import refusal
 
 PAPER = {
     "article_id": "PMC3872579",
@@ -27,13 +27,6 @@ def write(file, *rows):
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-def refusal(action):
-    with pytest.raises(DataError) as caught:
-        list(action())
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_a_paper_is_its_sentences_and_its_abstract_a_sentence_a_line(task, tmp_path):

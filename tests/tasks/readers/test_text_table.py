@@ -8,9 +8,9 @@ import zipfile
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import DataError
 from megasparse.tasks import build_task
 from megasparse.tasks.task import split_files
+from tests.helpers.refusals import refusal
 
 ROWS = [("It rained, all day.\nAll night too.", "Rain"), ('He said "no".', " Ein Nein – é ")]
 COLUMNS = ["article_id", "publish_date", "article_source_link", "title", "subtitle", "text"]
@@ -24,13 +24,6 @@ def as_csv(rows):
     out = io.StringIO()
     csv.writer(out).writerows(rows)
     return out.getvalue()
-
-
-def refusal(action):
-    with pytest.raises(DataError) as caught:
-        list(action())
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".tsv"])

@@ -1,0 +1,18 @@
+"""Error messages as users see them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from megasparse.errors import DataError, UserError
+
+
+def refusal(action: Callable[[], Any], kind: type[UserError] = DataError) -> str:
+    """The one-line message of the error that an action raises, or the iteration over its result."""
+    with pytest.raises(UserError) as caught:
+        found = action()
+        if isinstance(found, Iterable):
+            list(found)
+    assert type(caught.value) is kind and "\n" not in str(caught.value)
+    return str(caught.value)
