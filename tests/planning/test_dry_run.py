@@ -68,7 +68,7 @@ def test_an_encoder_decoder_takes_a_step_on_padded_records(empty_folder):
     assert all((row == 299).nonzero().flatten().tolist() == padding for row in tokens)
 
 
-def test_made_up_pairs_of_segments_have_their_separators():
+def test_dummy_pairs_of_segments_have_their_separators():
     order = {"sentence_order": {"separator": 298}, "masking": {"token": 297}}
     values = {**VALUES, "model": {**VALUES["model"], **PAIRS, **order, "kind": "encoder"}}
     tokens = dummy_records(build_config(values).model, 3, 64, seed=1)

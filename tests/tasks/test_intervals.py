@@ -53,7 +53,7 @@ def test_of_several_passes_the_mean_varies():
     assert both[1] < low < high
 
 
-def test_each_resample_is_told_and_one_example_has_no_interval():
+def test_each_resample_is_reported_and_one_example_has_no_interval():
     steps = []
     labels, predicted = drawn(20)
     bootstrap_interval(accuracy, labels, [predicted], 0, lambda: steps.append(1))

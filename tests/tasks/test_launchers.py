@@ -268,7 +268,7 @@ def test_runs_of_other_classes_are_not_averaged(folder, capsys, tmp_path):
     assert f"{tmp_path / 'other'} was trained on other classes" in refused(capsys, evaluate, *common)
 
 
-def test_numbers_are_told_and_judged_as_such(tmp_path, capsys):
+def test_numbers_are_predicted_and_evaluated_as_such(tmp_path, capsys):
     rows = [["the mask " * (1 + i % 3), str(i % 3 + 0.5)] for i in range(24)]
     source = table(tmp_path / "train.csv", rows)
     launch(tmp_path / "run", source, model=ENCODER, task={"labels": []})

@@ -185,7 +185,7 @@ def of_texts():
 
 
 @pytest.mark.parametrize("name", of_texts())
-def test_who_predicts_on_texts_is_told_of_how_many(name):
+def test_predicting_on_texts_prints_how_many(name):
     task = build_task(TaskConfig(name=name, labels=CLASSES if name == "table" else None))
     pairs = {"mnli", "mrpc", "qnli", "qqp", "rte", "stsb", "sts_benchmark", "rte_challenge", "aan"}
     assert task.segments == (2 if name in pairs else 1)

@@ -40,7 +40,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_a_model_of_ours_tells_what_it_told_in_training(trained):
+def test_a_model_of_ours_predicts_what_it_did_in_training(trained):
     found, values = scores(trained / "run", trained / "validation.csv")
     known = best(trained / "run")
     assert {name: known["scalars"][f"evaluation/{name}"] for name in values} == values
@@ -72,7 +72,7 @@ def test_draws_depend_on_the_seed_that_is_given(trained):
     ],
     ids=["replaced", "bf16", "lora"],
 )
-def test_a_bert_tells_what_it_told_in_training(tmp_path, sections):
+def test_a_bert_predicts_what_it_did_in_training(tmp_path, sections):
     train, validation = files(tmp_path)
     start = {"huggingface": str(bert(tmp_path / "bert")), **sections.pop("start", {})}
     task = {"validation": str(validation)}

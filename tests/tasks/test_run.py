@@ -83,7 +83,7 @@ def test_a_finished_runs_checkpoint_predicts_what_the_run_did(name: str, place: 
 
 
 @pytest.fixture
-def told_metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def given_metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Accuracies of successive validations, in place of measured ones."""
     values: list[float] = []
     monkeypatch.setitem(METRICS, "accuracy", lambda labels, predicted: values.pop(0))
@@ -100,8 +100,10 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_best_checkpoint_is_kept_although_it_is_old(place: Path, tmp_path: Path, told_metrics: list[float]) -> None:
-    told_metrics += [0.1, 0.6, 0.3, 0.6, 0.5, 0.2, 0.1, 0.0]
+def test_the_best_checkpoint_is_kept_although_it_is_old(
+    place: Path, tmp_path: Path, given_metrics: list[float]
+) -> None:
+    given_metrics += [0.1, 0.6, 0.3, 0.6, 0.5, 0.2, 0.1, 0.0]
     launch(tmp_path / "run", place / "reviews.csv", **TINY)
     found = json.loads((tmp_path / "run" / "best.json").read_text())
     assert (found["metric"], found["step"], found["value"]) == ("evaluation/accuracy", 2, 0.6)
@@ -112,51 +114,51 @@ def test_the_best_checkpoint_is_kept_although_it_is_old(place: Path, tmp_path: P
 
 @pytest.mark.parametrize("stops", [["3"], ["2", "4", "6"]])
 def test_a_resumed_run_remembers_its_best(
-    stops: list[str], place: Path, tmp_path: Path, told_metrics: list[float]
+    stops: list[str], place: Path, tmp_path: Path, given_metrics: list[float]
 ) -> None:
-    told_metrics += [0.1, 0.6, 0.3, 0.6, 0.5, 0.2, 0.1, 0.0]
+    given_metrics += [0.1, 0.6, 0.3, 0.6, 0.5, 0.2, 0.1, 0.0]
     for stop in stops:
         launch(tmp_path / "run", place / "reviews.csv", "--stop-at", stop, **TINY)
     launch(tmp_path / "run", place / "reviews.csv", **TINY)
     assert json.loads((tmp_path / "run" / "best.json").read_text())["step"] == 2
-    assert steps_of(tmp_path / "run") == [2, 7, 8] and not told_metrics
+    assert steps_of(tmp_path / "run") == [2, 7, 8] and not given_metrics
 
 
 def test_patience_ends_a_run_early_and_it_stays_ended(
-    place: Path, tmp_path: Path, told_metrics: list[float], capfd: pytest.CaptureFixture[str]
+    place: Path, tmp_path: Path, given_metrics: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told_metrics += [0.1, 0.6, 0.3, 0.6, 9.0]
+    given_metrics += [0.1, 0.6, 0.3, 0.6, 9.0]
     sections = {**TINY, "evaluation": {"every": 1, "patience": 2}}
     lines = launch(tmp_path / "run", place / "reviews.csv", **sections)
-    assert told_metrics == [9.0] and steps_of(tmp_path / "run") == [2, 3, 4]
+    assert given_metrics == [9.0] and steps_of(tmp_path / "run") == [2, 3, 4]
     found = json.loads((tmp_path / "run" / "best.json").read_text())
     assert found["step"] == 2
     assert "done early, after step 4 of 8" in capfd.readouterr().err
     (tmp_path / "run" / "best.json").unlink()
     again = launch(tmp_path / "run", place / "reviews.csv", **sections)
-    assert told_metrics == [9.0] and plain(again) == plain(lines) and steps_of(tmp_path / "run") == [2, 3, 4]
+    assert given_metrics == [9.0] and plain(again) == plain(lines) and steps_of(tmp_path / "run") == [2, 3, 4]
     assert "nothing left to do" in capfd.readouterr().err
     assert json.loads((tmp_path / "run" / "best.json").read_text()) == found
 
 
-def test_patience_counts_across_a_stop(place: Path, tmp_path: Path, told_metrics: list[float]) -> None:
-    told_metrics += [0.6, 0.3, 0.2, 0.1, 9.0]
+def test_patience_counts_across_a_stop(place: Path, tmp_path: Path, given_metrics: list[float]) -> None:
+    given_metrics += [0.6, 0.3, 0.2, 0.1, 9.0]
     sections = {**TINY, "evaluation": {"every": 1, "patience": 3}}
     launch(tmp_path / "run", place / "reviews.csv", "--stop-at", "2", **sections)
     launch(tmp_path / "run", place / "reviews.csv", **sections)
-    assert told_metrics == [9.0] and json.loads((tmp_path / "run" / "best.json").read_text())["step"] == 1
+    assert given_metrics == [9.0] and json.loads((tmp_path / "run" / "best.json").read_text())["step"] == 1
 
 
-def test_a_metric_that_is_nan_is_never_the_best(place: Path, tmp_path: Path, told_metrics: list[float]) -> None:
-    told_metrics += [math.nan, 0.1, math.nan, math.nan]
+def test_a_metric_that_is_nan_is_never_the_best(place: Path, tmp_path: Path, given_metrics: list[float]) -> None:
+    given_metrics += [math.nan, 0.1, math.nan, math.nan]
     sections = {**TINY, "evaluation": {"every": 2}}
     launch(tmp_path / "run", place / "reviews.csv", **sections)
     found = json.loads((tmp_path / "run" / "best.json").read_text())
     assert (found["step"], found["value"]) == (4, 0.1)
 
 
-def test_all_nan_has_no_best_and_the_newest_is_taken(place: Path, tmp_path: Path, told_metrics: list[float]) -> None:
-    told_metrics += [math.nan] * 4
+def test_all_nan_has_no_best_and_the_newest_is_taken(place: Path, tmp_path: Path, given_metrics: list[float]) -> None:
+    given_metrics += [math.nan] * 4
     launch(tmp_path / "run", place / "reviews.csv", **{**TINY, "evaluation": {"every": 2}})
     found = json.loads((tmp_path / "run" / "best.json").read_text())
     assert found["step"] is None and found["value"] is None

@@ -54,7 +54,7 @@ class Score:
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 16])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_example_is_told_its_own_on_every_rank(tmp_path: Path, batch: int, ranks: int) -> None:
+def test_every_example_gets_its_own_prediction_on_every_rank(tmp_path: Path, batch: int, ranks: int) -> None:
     config = settled(tmp_path, batch=batch)
 
     def work(own: Ranks) -> tuple[list[Any], list[Any]]:

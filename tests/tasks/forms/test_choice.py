@@ -200,7 +200,7 @@ def test_scores_costs_and_answers_against_one_example_at_a_time(where: str, tmp_
 
 
 @pytest.mark.parametrize("where", ["full", "lsh", "lha", "bert"])
-def test_what_an_example_is_told_depends_on_it_alone(where: str, tmp_path: Path) -> None:
+def test_a_prediction_depends_on_its_example_alone(where: str, tmp_path: Path) -> None:
     """Neither on the others' lengths, nor on how many candidates they have, nor on its place."""
     model, form, given = model_of(body_of(where, tmp_path)), form_with(tmp_path), examples()
     alone = [model(form.collate([each]), evaluation(i))[1]["predicted"][0] for i, each in enumerate(given)]
@@ -268,7 +268,7 @@ def test_initial_weights_are_the_seeds() -> None:
     assert torch.equal(one, same) and not torch.equal(one, other) and 0.01 < one.std() < 0.03
 
 
-def test_a_made_up_batch_is_as_long_as_it_says(tmp_path: Path) -> None:
+def test_a_dummy_batch_is_as_long_as_it_says(tmp_path: Path) -> None:
     body, form = our_body(), form_with(tmp_path)
     model = model_of(body)
     for length in (1, 2, 16, 128):

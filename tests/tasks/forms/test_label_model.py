@@ -231,7 +231,7 @@ def body_of(kind: str, where: str, folder: Path) -> Backbone:
 @pytest.mark.parametrize(
     ("kind", "where"), [*((kind, where) for where in ("ours", "replaced") for kind in KINDS), ("full", "kept")]
 )
-def test_what_an_example_is_told_depends_on_it_alone(kind: str, where: str, tmp_path: Path) -> None:
+def test_a_prediction_depends_on_its_example_alone(kind: str, where: str, tmp_path: Path) -> None:
     """Neither on what else is in the batch, nor on where it stands there, nor on padding."""
     model = model_of(body_of(kind, where, tmp_path))
     examples = [encoded(i, length, i % 3) for i, length in enumerate(LENGTHS)]

@@ -169,7 +169,7 @@ def test_a_batch_has_every_text_once(tmp_path: Path) -> None:
         example(("ab", "c", "c"), ("def", "ab"), (0, 1)),
     ],
 )
-def test_the_fingerprint_tells_what_is_learned_from(changed: Example) -> None:
+def test_the_fingerprint_depends_on_what_is_learned_from(changed: Example) -> None:
     def of(one: Example) -> str:
         return fingerprint(list(encoder().encode([one])))
 

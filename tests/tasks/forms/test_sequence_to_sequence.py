@@ -162,7 +162,7 @@ def test_every_token_of_unequal_micro_batches_weighs_the_same(blocks: str) -> No
     assert len(whole) == sum(p.numel() for p in model.parameters())
 
 
-def test_odds_that_are_none_tell_no_text() -> None:
+def test_probabilities_that_are_not_finite_give_no_text() -> None:
     model = text_model(pair())
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
@@ -170,7 +170,7 @@ def test_odds_that_are_none_tell_no_text() -> None:
     assert found["predicted"][0].isnan().tolist() == [True]
 
 
-def test_the_body_has_the_names_of_the_pretrained_model_and_tells_both_sides() -> None:
+def test_the_body_has_the_names_of_the_pretrained_model_and_the_settings_of_both_sides() -> None:
     config = pair("lsh", source={"cross_attention": "lsh"})
     body = SequenceToSequenceBody(config)
     assert (body.vocabulary, body.longest, body.width, body.causal) == (260, 40, 32, False)

@@ -131,7 +131,7 @@ def test_an_example_longer_than_a_micro_batch_of_tokens_is_refused(data: Path, t
         run_of(data, tmp_path, training={"batch_unit": "tokens", "micro_batch": 20, "global_batch": 20})
 
 
-def test_batches_are_padded_to_their_longest_and_told_without_answers_too(data: Path, tmp_path: Path) -> None:
+def test_batches_are_padded_to_their_longest_and_predicted_without_answers_too(data: Path, tmp_path: Path) -> None:
     run = run_of(data, tmp_path)
     found, _ = encoded(run, ("ab", "ABC"), ("abcde", "A"))
     batch = run.form.collate(found)

@@ -72,7 +72,7 @@ def test_classes_are_those_of_the_training_file_sorted_numbers_as_numbers(tmp_pa
     assert [task.classes[example.label] for example in task.read(file)] == labels
 
 
-def test_labels_of_json_are_told_apart_by_their_text(tmp_path):
+def test_labels_of_json_differ_by_their_text(tmp_path):
     values = [10, 9, "9", 2.5, "2.5"]
     file = write(tmp_path / "a.jsonl", ("text", "label"), *(("x", value) for value in values))
     task = task_of(file)
@@ -105,7 +105,7 @@ def test_what_was_resolved_builds_the_same_task_without_the_training_file(tmp_pa
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-def test_numbers_are_told_where_there_are_no_classes(tmp_path, suffix):
+def test_numbers_are_predicted_where_there_are_no_classes(tmp_path, suffix):
     values = ["3.5", "-1e-2", "4", "0"] if suffix == ".csv" else [3.5, -1e-2, 4, "0"]
     file = write(tmp_path / f"a{suffix}", ("text", "label"), *(("x", value) for value in values))
     task = task_of(file, labels=[])
