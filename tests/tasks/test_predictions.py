@@ -39,13 +39,13 @@ def predicted(*values):
     return Prediction(np.array(values), math.nan, math.nan)
 
 
-def told_of_classes():
+def predictions_of_classes():
     return predictions(
         OF_CLASSES, [encoded("a", 2, 2), encoded("b", None)], [predicted(1.0, 0.0, -1.0), predicted(0.0, 3.0, 5.0)]
     )
 
 
-def told_of_numbers():
+def predictions_of_numbers():
     return predictions(OF_NUMBERS, [encoded("7", 2.5, 1)], [predicted(0.1)])
 
 
@@ -62,7 +62,7 @@ LISTS = Lists(None, None)
 
 
 def test_a_row_has_the_names_of_classes_and_their_probabilities():
-    first, second = told_of_classes()
+    first, second = predictions_of_classes()
     probabilities = first.pop("probabilities")
     assert first == {"name": "a", "file": "new.csv", "line": 2, "label": "good", "predicted": "bad"}
     total = math.e + 1 + 1 / math.e
@@ -70,11 +70,11 @@ def test_a_row_has_the_names_of_classes_and_their_probabilities():
     assert list(probabilities.values()) == pytest.approx([math.e / total, 1 / total, 1 / math.e / total])
     assert (second["line"], second["label"], second["predicted"]) == (None, None, "good")
     row = {"name": "7", "file": "new.csv", "line": 1, "label": 2.5, "predicted": 0.1, "probabilities": None}
-    assert told_of_numbers() == [row]
+    assert predictions_of_numbers() == [row]
 
 
 def test_forms_by_suffix(tmp_path):
-    rows = told_of_classes()
+    rows = predictions_of_classes()
     for suffix in (".jsonl", ".json", ".csv", ".tsv", ".txt"):
         write_predictions(tmp_path / "new" / f"out{suffix}", rows, OF_CLASSES)
     assert [json.loads(line) for line in (tmp_path / "new" / "out.jsonl").read_text().splitlines()] == rows
@@ -87,9 +87,9 @@ def test_forms_by_suffix(tmp_path):
     assert json.loads((tmp_path / "new" / "out.json").read_text()) == {"a": "bad", "b": "good"}
     assert (tmp_path / "new" / "out.txt").read_text() == "bad\ngood\n"
     for suffix, text in ((".csv", "name,predicted\n7,0.1\n"), (".txt", "0.1\n")):
-        write_predictions(tmp_path / f"numbers{suffix}", told_of_numbers(), OF_NUMBERS)
+        write_predictions(tmp_path / f"numbers{suffix}", predictions_of_numbers(), OF_NUMBERS)
         assert (tmp_path / f"numbers{suffix}").read_text() == text
-    write_predictions(tmp_path / "numbers.json", told_of_numbers(), OF_NUMBERS)
+    write_predictions(tmp_path / "numbers.json", predictions_of_numbers(), OF_NUMBERS)
     assert json.loads((tmp_path / "numbers.json").read_text()) == {"7": 0.1}
 
 
@@ -131,7 +131,7 @@ def test_a_form_has_its_own_line(tmp_path):
         def line(self, row):
             return f"{row['name']} {row['predicted']}"
 
-    write_predictions(tmp_path / "out.txt", told_of_numbers(), Ranks(None, None))
+    write_predictions(tmp_path / "out.txt", predictions_of_numbers(), Ranks(None, None))
     assert (tmp_path / "out.txt").read_text() == "7 0.1\n"
 
 
@@ -149,7 +149,7 @@ def test_a_name_that_comes_twice_is_refused_where_one_would_be_lost(tmp_path):
 def test_what_a_form_cannot_hold_is_refused_and_the_old_file_stays(tmp_path):
     out = tmp_path / "out.tsv"
     out.write_text("old")
-    rows = told_of_classes()
+    rows = predictions_of_classes()
     rows[1]["predicted"] = "a\tb"
     with pytest.raises(DataError, match="has a tab"):
         write_predictions(out, rows, OF_CLASSES)
