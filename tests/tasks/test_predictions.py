@@ -165,7 +165,7 @@ def test_outputs_are_refused_before_the_work(tmp_path):
     for path, message in (
         (tmp_path, "is a folder"),
         (tmp_path / "file" / "out.csv", "cannot be written"),
-        (tmp_path / "file", "is what is read"),
+        (tmp_path / "file", "is one of the files that are read"),
     ):
         with pytest.raises(UserError, match=message):
             require_writable(None, path, sources=[str(tmp_path / "." / "file")])
@@ -177,8 +177,8 @@ def test_outputs_are_refused_before_the_work(tmp_path):
 
 def of_texts():
     """Names of the tasks whose examples are one text, or two."""
-    for name, place in TASK_MODULES.items():
-        kinds = vars(importlib.import_module(f"megasparse.tasks.readers.{place}")).values()
+    for name, module in TASK_MODULES.items():
+        kinds = vars(importlib.import_module(f"megasparse.tasks.readers.{module}")).values()
         tasks = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Task)]
         if any(kind.form in ("labels", "texts") for kind in tasks if getattr(kind, "name", None) == name):
             yield name
