@@ -5,11 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import megasparse.ops.attention_utility.blockwise as utility_eager
-from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, RecomputeCache
+from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache
 from megasparse.attention.heads import build_mechanism
-from megasparse.attention.lha import LHAAttention
-from megasparse.attention.lha_hash import Example, divergence
-from megasparse.config.attention import LHAAttentionConfig
 from megasparse.model.build import build_model
 from megasparse.ops.attention_utility.reference import utilities
 from megasparse.ops.random import RngContext
@@ -359,37 +356,6 @@ def test_length_one_and_a_single_bucket():
                 torch.testing.assert_close(single(*inputs).out, full)
 
 
-@pytest.mark.parametrize("hash_", ["mlp", "linear"])
-def test_learned_buckets_hold_more_attention_than_random_ones(hash_):
-    """Queries of a cluster attend to the keys of another one: distance says nothing, so hashing must be learned."""
-    generator = torch.Generator().manual_seed(0)
-    spec = MechanismSpec(heads=1, head_dim=8, d_model=8, max_length=64, causal=False)
-    centre = torch.randn(2, 8, 8, generator=generator) * 2
-    cluster = torch.arange(64) % 8
-    q, k = (c[cluster] + 0.3 * torch.randn(64, 8, generator=generator) for c in centre)
-    q = q @ torch.linalg.pinv(centre[0]) @ torch.linalg.pinv(centre[1]).mT * 14  # q_i·k_j is large inside a cluster
-    heads = AttentionInputs(*(t[None, None] for t in (q, k, k)), None, None, False)
-
-    def utility(mechanism):
-        codes = mechanism.assign(heads, evaluation())
-        together = codes.query_codes[..., None] == codes.key_codes[..., None, :]
-        return (torch.softmax(q @ k.mT / 8**0.5, -1) * together).sum(-1).mean().item()
-
-    random = LHAAttention(LHAAttentionConfig(hash="random", chunk=8), spec)
-    learned = LHAAttention(LHAAttentionConfig(hash=hash_, chunk=8, features=128), spec)
-    with torch.no_grad():
-        for parameter in learned.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (parameter.dim() > 1) * 8**-0.5)
-    optimizer = torch.optim.Adam(learned.parameters(), lr=0.02)
-    before = utility(learned)
-    for step in range(100):
-        context = AttentionContext(0, RngContext(0, step, torch.arange(1), True), 0, RecomputeCache())
-        optimizer.zero_grad()
-        learned(heads.q, heads, context).auxiliary_loss.backward()
-        optimizer.step()
-    assert utility(learned) > max(0.5, 2 * before, 1.5 * utility(random))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_buckets_stay_in_use(causal):
     """All tokens in one bucket would have the utility 1, and no use: no bucket has more than its share of members."""
@@ -404,16 +370,3 @@ def test_the_buckets_stay_in_use(causal):
     for codes in (assigned.query_codes, assigned.key_codes):
         sizes = F.one_hot(codes.long(), single.mechanism.buckets).sum(2)  # of 16 buckets, 7.5 tokens each
         assert (sizes > 0).float().mean() > 0.9 and sizes.max() < 40
-
-
-def test_a_token_whose_utility_underflowed_teaches_nothing():
-    generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(1, 1, 2, 4, generator=generator), torch.randn(1, 4, 3, generator=generator)
-    weight.requires_grad_()
-    utility = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]])[None, None]
-    codes = torch.zeros(1, 1, 2, dtype=torch.int16)
-    both, _ = divergence([Example((x,), utility, codes)], ((weight,),))
-    first, _ = divergence([Example((x[:, :, :1],), utility[:, :, :1], codes[..., :1])], ((weight,),))
-    assert both == first > 0
-    for a, b in zip(*(torch.autograd.grad(y, weight) for y in (both, first)), strict=True):
-        torch.testing.assert_close(a, b)
