@@ -1,76 +1,13 @@
-"""Text or images from a trained model.
+"""The same as `megasparse generate`; `--help` shows examples."""
 
-python launch/generate.py --checkpoint runs/quickstart --prompt "The history of " --tokens 300 --temperature 0.8
-python launch/generate.py --checkpoint runs/pixels --images 16 --output samples
-python launch/generate.py --checkpoint runs/pixels --complete cat.png dog.png --output completions
-python launch/generate.py --checkpoint runs/translation --source "Ein Satz." --beams 4 --length-penalty 0.6
-"""
-
-import argparse
-import os
 import sys
+from pathlib import Path
 
-from megasparse.config.command_line import checkpoint_parser
-from megasparse.errors import ConfigError, report_user_errors
-from megasparse.evaluation.bits_per_dim import refuse_leaks
-from megasparse.evaluation.generate import Sampling
-from megasparse.evaluation.images import complete_images, draw_images, shape_of
-from megasparse.evaluation.restore import restore, trained_tokenizer
-from megasparse.evaluation.texts import Request, read_sources, texts
-from megasparse.model.encoder import Encoder
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megasparse.cli.main import door
 
-def arguments() -> argparse.Namespace:
-    parser = checkpoint_parser(__doc__)
-    parser.add_argument("--prompt", default="", help="text to continue")
-    parser.add_argument("--tokens", type=int, metavar="N", help="how many tokens to add (default: 200)")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--source", metavar="TEXT", help="what an encoder-decoder reads")
-    kind.add_argument("--source-file", metavar="FILE", help="a source in each line; each text becomes a line")
-    kind.add_argument("--images", type=int, metavar="N", help="draw N images")
-    kind.add_argument("--complete", nargs="+", metavar="IMAGE", help="draw the lower halves of images anew")
-    parser.add_argument("--output", metavar="DIR", help="a new folder for the images")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token each time")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this total probability"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
-    parser.add_argument("--beams", type=int, metavar="K", help="beam search in place of sampling")
-    parser.add_argument(
-        "--length-penalty", type=float, default=0.0, metavar="A", help="of beam search: ((5 + length)/6)^A"
-    )
-    args = parser.parse_args()
-    drawing = args.images is not None or args.complete
-    for option in ("prompt", "tokens", "beams") if drawing else ("output",):
-        if getattr(args, option) not in (None, ""):
-            what = "images" if drawing else "text"
-            raise ConfigError(f"--{option}", f"it does not go with {what}", "Leave it out")
-    return args
-
-
-@report_user_errors
-def main() -> None:
-    args = arguments()
-    model, config, checkpoint, device = restore(args.checkpoint, args.set)
-    if isinstance(model, Encoder):
-        raise ConfigError("--checkpoint", "an encoder tells masked tokens and writes no text", "Give a decoder's")
-    refuse_leaks(model.leaks)
-    tokenizer = trained_tokenizer(config, checkpoint)
-    sampling, seed = Sampling(args.temperature, args.top_p, args.seed), config.run.seed
-    if args.images is not None:
-        draw_images(model, shape_of(config, "--images"), args.images, seed, sampling, args.output)
-    elif args.complete:
-        complete_images(model, shape_of(config, "--complete"), args.complete, seed, sampling, args.output)
-    else:
-        # the bytes that the shell passed, UTF-8 or not
-        request = Request(os.fsencode(args.prompt), args.tokens, sampling, args.beams, args.length_penalty)
-        sources = read_sources(args.source, args.source_file)
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-        for pieces in texts(model, config, tokenizer, request, sources, device):
-            for piece in pieces:
-                print(" ".join(piece.split("\n")) if args.source_file else piece, end="", flush=True)
-            print()
-
+main = door("generate")
 
 if __name__ == "__main__":
     main()

@@ -1,3 +1,45 @@
-"""megasparse: pretraining of transformers on very long sequences, with attention found by hashing."""
+"""Pretraining of transformers on very long sequences, with attention found by hashing.
+
+    import megasparse
+    config = megasparse.load_config("quickstart", ["data.path=data/books"])
+    megasparse.pretrain(config)
+    print(megasparse.generate("runs/quickstart", "The history of "))
+
+`dir(megasparse)` lists the names; `help(megasparse.generate)` and its like show examples. A name is imported when it is
+used: `import megasparse` itself takes no time.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "AttentionLayer": "attention.heads",
+    "build_model": "model.build",
+    "evaluate": "runs.api",
+    "finetune": "runs.finetuning",
+    "from_pretrained": "hub",
+    "generate": "runs.api",
+    "load_checkpoint": "runs.api",
+    "load_config": "config.load",
+    "load_finetune_config": "runs.api",
+    "plan": "runs.api",
+    "predict": "runs.api",
+    "pretrain": "runs.pretraining",
+    "replace_attention": "hub.replace",
+    "to_hf": "hub.export",
+}
+"""Name -> the module that defines it."""
+
+__all__ = ["__version__", *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megasparse.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,101 +1,13 @@
-"""From nothing to a trained model, on any machine: real text, the real engine, held-out bits/dim, a sample.
+"""The same as `megasparse quickstart`; `--help` shows examples."""
 
-    make quickstart                 # sets up .venv, then runs this
-    python tools/quickstart.py      # in an environment of one's own
-
-Each step is an ordinary command of the project and is printed before it runs. Run again, finished steps are not
-repeated: the corpus is not downloaded twice, and training resumes or says that it is done.
-"""
-
-import argparse
-import hashlib
-import json
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 
-from megasparse.data.index import Index
-from megasparse.data.reader import EvaluationStream
-from megasparse.errors import DataError, UserError, report_user_errors
-from megasparse.evaluation.compress import bits_per_byte
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-CONFIG = "configs/quickstart.json"
-SHARDS = Path("data/quickstart")
-RUN = Path("runs/quickstart")
+from megasparse.cli.main import door
 
-# A Wikipedia dump in enwik8's own format, 6 MB, is test data of the package gensim. One fixed platform tag is asked
-# for, so that every machine gets the same file, whatever it runs itself.
-WHEEL = Path("data/.download/gensim-4.4.0-cp311-cp311-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl")
-WHEEL_SHA256 = "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8"
-MEMBER = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
-PLATFORM = ["--platform", "manylinux_2_24_x86_64", "--python-version", "3.11", "--implementation", "cp"]
-
-
-@report_user_errors
-def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(prog="quickstart.py", description=__doc__, formatter_class=raw).parse_args()
-    say("1/4  a sample of Wikipedia, as webdataset shards")
-    fetch_wheel()
-    python("tools/prepare_data.py", "text", "--source", WHEEL, "--member", MEMBER, "--output", SHARDS)
-    say("2/4  training (its curves: tensorboard --logdir runs)")
-    deepspeed = Path(sys.executable).with_name("deepspeed")
-    run([deepspeed, "--num_gpus", 1, "launch/pretrain.py", "--config", CONFIG])  # one GPU, or the CPU
-    say("3/4  bits/dim of held-out text, every byte of the test split scored")
-    result = RUN / "evaluation.json"
-    python("launch/evaluate.py", "--checkpoint", RUN, "--data", SHARDS, "--json", result)
-    summary = summarize(result)
-    say("4/4  a sample")
-    python(
-        "launch/generate.py", "--checkpoint", RUN, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8
-    )
-    report(summary)
-
-
-def fetch_wheel() -> None:
-    """Has pip download the wheel, unless it lies there already. DataError where its content is another."""
-    if not WHEEL.exists():
-        wanted = ["--no-deps", "--only-binary=:all:", *PLATFORM, "--dest", WHEEL.parent, "gensim==4.4.0"]
-        python("-m", "pip", "download", "--quiet", "--disable-pip-version-check", *wanted)
-    digest = hashlib.sha256(WHEEL.read_bytes()).hexdigest() if WHEEL.exists() else "missing"
-    if digest != WHEEL_SHA256:
-        raise DataError(WHEEL, f"its sha256 is {digest}, not {WHEEL_SHA256}", "Delete it and run again")
-
-
-def summarize(result: Path) -> dict[str, float]:
-    """The model's bits/dim beside what gzip -9 and xz -9 need for the same bytes, also written to RUN/summary.json."""
-    packed = bits_per_byte(EvaluationStream(Index.load(SHARDS), "test"))
-    model = json.loads(result.read_text())["bits_per_dim"]
-    summary = {"bits_per_dim": model, "gzip_bits_per_dim": packed["gzip"], "xz_bits_per_dim": packed["xz"]}
-    (RUN / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return summary
-
-
-def report(summary: dict[str, float]) -> None:
-    say(f"done; the same held-out bytes, in bits/dim (also in {RUN / 'summary.json'})")
-    for name, key in [("gzip -9", "gzip_bits_per_dim"), ("xz -9", "xz_bits_per_dim"), ("this model", "bits_per_dim")]:
-        print(f"  {name:<11}{summary[key]:.3f}  {'#' * round(summary[key] * 16)}")
-
-
-def python(*arguments: object) -> None:
-    run([Path(sys.executable), *arguments])
-
-
-def run(command: list[object]) -> None:
-    words = [str(word) for word in command]
-    shown = [Path(words[0]).name, *words[1:]]
-    print(f"$ {shlex.join(shown)}", flush=True)
-    code = subprocess.run(words, check=False).returncode
-    if code != 0:
-        raise UserError(
-            f"{shlex.join(shown)} ended with exit code {code}. Its message is above; correct it and run again"
-        )
-
-
-def say(text: str) -> None:
-    print(f"\n== {text}", flush=True)
-
+main = door("quickstart")
 
 if __name__ == "__main__":
     main()

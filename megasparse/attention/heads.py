@@ -64,6 +64,15 @@ class AttentionLayer(nn.Module):
     """Multi-head attention whose heads one mechanism has, or several share.
 
     A mechanism with shared QK has no key projection: k = q/|q| (Reformer section 2).
+
+    >>> from megasparse.attention.contract import AttentionContext
+    >>> from megasparse.attention.heads import Padding
+    >>> from megasparse.ops.random import RngContext
+    >>> config = megasparse.load_config("reformer_64k").model
+    >>> layer = megasparse.AttentionLayer(config, layer=1)
+    >>> x = torch.randn(1, 256, config.d_model)
+    >>> layer(x, AttentionContext(1, RngContext.evaluation(seed=0, batch_size=1)), Padding()).out.shape == x.shape
+    True
     """
 
     def __init__(self, config: ModelConfig, layer: int):

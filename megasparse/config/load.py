@@ -19,7 +19,12 @@ Settings = TypeVar("Settings", bound=RunSettings)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, override and check a pretraining run's configuration; see `load_settings`."""
+    """Read, override and check a pretraining run's configuration; see `load_settings`.
+
+    >>> config = megasparse.load_config("quickstart", ["training.steps=10"])
+    >>> config.training.steps
+    10
+    """
     return load_settings(path, overrides, Config)
 
 

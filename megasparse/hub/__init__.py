@@ -54,6 +54,10 @@ def from_pretrained(name: str | Path) -> "Model":
 
     name: its folder, or its name in transformers' local cache; nothing is downloaded, and no code that comes with a
     model is run. Raises HubError for what is missing, damaged, or of an architecture that ours does not express.
+
+    >>> folder = megasparse.to_hf("runs/quickstart", "export/again")
+    >>> megasparse.from_pretrained(folder).training
+    False
     """
     from megasparse.hub.hf_model import HFModel
 

@@ -45,6 +45,10 @@ def to_hf(
     transformers loads from the written files.
     Raises CheckpointError; ConfigError for another `to`; HubError where the architecture cannot express the model,
     where OUTPUT exists or cannot be written, where the evaluation is of another model, and where the two models differ.
+
+    >>> folder = megasparse.to_hf("runs/quickstart", "export/quickstart")
+    >>> sorted(path.suffix for path in folder.glob("model.*"))
+    ['.safetensors']
     """
     format, output = format_named(to), Path(output)
     refuse_existing(output)

@@ -71,6 +71,12 @@ def replace_attention(
     else `auxiliary_loss` gives it. Dropout of attention probabilities, which no sparse mechanism has, is gone; all
     other dropout stays. Replacing again starts from new parameters. Raises HubError for another architecture, and
     ConfigError for settings that do not fit.
+
+    >>> config = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
+    >>> bert = transformers.BertModel(config)
+    >>> bert = megasparse.replace_attention(bert, {"kind": "yoso"}, max_length=4096)
+    >>> bert(torch.zeros(1, 4096, dtype=torch.long)).last_hidden_state.shape
+    torch.Size([1, 4096, 32])
     """
     _require_encoder(model)
     config = _model_config(model, attention, positions(model) if max_length is None else max_length)

@@ -29,6 +29,10 @@ def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float
     Embeddings are standard normal; projections normal with deviation 1/√fan-in, those into a stream divided by
     √(branches of its stack) so that the streams' scale does not grow with depth; norms 1, biases 0. With `style` bert
     all but the mechanisms' own have BERT's deviation.
+
+    >>> model = megasparse.build_model(megasparse.load_config("quickstart").model, seed=0)
+    >>> sum(parameter.numel() for parameter in model.parameters()) > 0
+    True
     """
     model = empty_model(config)
     initialise(model, config, seed)

@@ -29,6 +29,10 @@ def finetune(
 
     The arguments, and what is raised, are those of `pretrain`. A run that is complete leaves `best.json`, which names
     the checkpoint that validated best, in its folder.
+
+    >>> config = megasparse.load_finetune_config("reviews.json", ["run.directory=runs/reviews_again"])
+    >>> megasparse.finetune(config).complete
+    True
     """
     ranks = start_ranks(config.run)
     say = _reporter(ranks)

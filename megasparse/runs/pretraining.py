@@ -33,6 +33,10 @@ def pretrain(
     stop_at: save and end after this step.
     signals: stop when they arrive. None, as in a notebook, leaves the process's signals alone.
     Raises a UserError that names the key or file to correct, and what ended the run otherwise.
+
+    >>> config = megasparse.load_config("quickstart", ["run.directory=runs/again"])
+    >>> megasparse.pretrain(config, stop_at=1).directory
+    PosixPath('runs/again')
     """
     data = open_data(config)
     ranks = start_ranks(config.run, config.parallel.sequence)

@@ -197,6 +197,6 @@ def test_long_values_are_cut():
 
 
 def test_importing_the_configuration_imports_no_torch():
-    code = "import sys, megasparse.config.load, megasparse.config.command_line as c; print('torch' in sys.modules)"
+    code = "import sys, megasparse.config.load, megasparse.cli.pretrain; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert found.stdout.strip() == "False"

@@ -15,7 +15,7 @@ import pytest
 from sklearn.metrics import accuracy_score, f1_score
 
 from launch import evaluate, predict
-from megasparse.evaluation.arguments import OF_PRETRAINED
+from megasparse.cli.evaluate import OF_PRETRAINED
 from megasparse.tasks import evaluate as evaluation
 from megasparse.tasks import intervals
 from megasparse.tasks.scoring import Prediction

@@ -6,19 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megasparse.cli import prepare_data as prepare_data_cli
+from megasparse.cli.main import parser_of
 from megasparse.data.corpora import shards
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.errors import ConfigError, DataError
 from tests.data.corpora.pictures import write_tar
 from tests.data.folders import write_folder
-from tools.prepare_data import build_parser
 from tools.prepare_data import main as prepare_data
 
 
 def index(folder: Path, *options: str) -> Index:
     """Index the shards of a folder, its errors raised."""
-    given = build_parser().parse_args(["shards", "--source", str(folder), *options])
+    given = parser_of("prepare-data", prepare_data_cli).parse_args(["shards", "--source", str(folder), *options])
     shards.write(given, "the command")
     return Index.load(folder)
 
@@ -157,12 +158,7 @@ def test_the_command(tmp_path, capsys):
     write_tar(folder / "train-0.tar", shard(b"a"))
     prepare_data(["shards", "--source", str(folder)])
     assert f"{folder}: indexed" in capsys.readouterr().out
-    assert shlex.split(Index.load(folder).file.command)[1:] == [
-        "tools/prepare_data.py",
-        "shards",
-        "--source",
-        str(folder),
-    ]
+    assert shlex.split(Index.load(folder).file.command)[1:] == ["prepare-data", "shards", "--source", str(folder)]
     with pytest.raises(SystemExit) as ended:
         prepare_data(["shards", "--source", str(folder)])
     assert ended.value.code == 2

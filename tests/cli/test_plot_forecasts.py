@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megasparse.tasks import forecast_plots
 from megasparse.tasks.forms.forecast import ForecastForm, Window
 from tests.helpers import finetuning
 from tests.helpers.series import FORECASTER, TASK, numbers, write
-from tools import plot_forecasts
+from tools.plot_forecasts import main
 
 SIX_HOURS = timedelta(hours=6)
 """A day is 4 rows."""
@@ -37,7 +38,7 @@ def table(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def test_errors_and_pictures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "out"
-    plot_forecasts.main([str(folder / "run"), "--output", str(out), "--windows", "3"])
+    main([str(folder / "run"), "--output", str(out), "--windows", "3"])
     result = json.loads((out / "forecasts.json").read_text())
     values, firsts = table(folder)
     truth = np.stack([values[now : now + 6] for now in firsts])
@@ -61,7 +62,7 @@ def test_errors_and_pictures(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_models_errors_are_those_of_evaluation(folder: Path) -> None:
     out = folder / "validation"
-    plot_forecasts.main([str(folder / "run"), "--split", "validation", "--output", str(out)])
+    main([str(folder / "run"), "--split", "validation", "--output", str(out)])
     best = json.loads((folder / "run" / "best.json").read_text())["scalars"]
     found = json.loads((out / "forecasts.json").read_text())["errors"]["model"]
     assert found == {metric: pytest.approx(best[f"evaluation/{metric}"], rel=1e-9) for metric in ("mse", "mae")}
@@ -73,7 +74,7 @@ def test_lines_of_a_picture_are_history_truth_and_forecast(folder: Path) -> None
     run = finetuning.opened(folder / "x", file, model=FORECASTER, task=task)
     form, window = run.form, run.validation[0]
     assert isinstance(form, ForecastForm) and isinstance(window, Window)
-    made = plot_forecasts.picture(plot_forecasts._figure_class(), form, 1, [(window, window.label + 1.0)])
+    made = forecast_plots.picture(forecast_plots._figure_class(), form, 1, [(window, window.label + 1.0)])
     (axes,) = made.axes
     lines = {line.get_label(): line.get_ydata() for line in axes.get_lines()}
     load = np.array(numbers(ROWS))[:, 0]
@@ -90,7 +91,7 @@ def test_no_seasonal_baseline_where_no_day_was_read(folder: Path, tmp_path: Path
     run = finetuning.opened(tmp_path / "x", file, model=FORECASTER, task=TASK)
     assert isinstance(run.form, ForecastForm)
     windows = [each for each in run.validation if isinstance(each, Window)]
-    assert list(plot_forecasts.baselines(run.form, windows)) == ["last value"]
+    assert list(forecast_plots.baselines(run.form, windows)) == ["last value"]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_no_seasonal_baseline_where_no_day_was_read(folder: Path, tmp_path: Path
 )
 def test_what_is_refused(folder: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        plot_forecasts.main([str(folder / "run"), "--output", str(folder / "refused"), *arguments])
+        main([str(folder / "run"), "--output", str(folder / "refused"), *arguments])
     assert caught.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -111,5 +112,5 @@ def test_a_run_of_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     run = tmp_path / "run"
     finetuning.launch(run, finetuning.reviews(tmp_path / "a.csv", 12), model=finetuning.ENCODER, training={"steps": 1})
     with pytest.raises(SystemExit):
-        plot_forecasts.main([str(run), "--output", str(tmp_path / "out")])
+        main([str(run), "--output", str(tmp_path / "out")])
     assert '"table" forecasts nothing' in capsys.readouterr().err

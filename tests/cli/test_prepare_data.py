@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from megasparse.cli import prepare_data
+from megasparse.cli.main import parser_of
 from megasparse.data.corpora import CORPORA
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from tools.prepare_data import build_parser, main
+from tools.prepare_data import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = random.Random(0).randbytes(50_000)
@@ -64,7 +66,7 @@ def test_killed_in_the_middle_of_a_shard_it_completes_with_the_same_bytes(tmp_pa
     assert shards(tmp_path / "killed") == shards(tmp_path / "whole")
     index = Index.load(tmp_path / "killed")
     assert index.fingerprint == Index.load(tmp_path / "whole").fingerprint
-    assert index.file.command.startswith("python tools/prepare_data.py text --source ")
+    assert index.file.command.startswith("megasparse prepare-data text --source ")
     assert bytes(EvaluationStream(index, "test").read(0, 2500).tolist()) == TEXT[-2500:]
 
     done = run(*command, "--output", tmp_path / "killed")
@@ -75,9 +77,9 @@ def test_killed_in_the_middle_of_a_shard_it_completes_with_the_same_bytes(tmp_pa
 def test_the_help_of_each_corpus_has_an_example_that_works(corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([corpus, "--help"])
-    example = f"python tools/prepare_data.py {corpus} {CORPORA[corpus].EXAMPLE}"
+    example = f"megasparse prepare-data {corpus} {CORPORA[corpus].EXAMPLE}"
     assert example in capsys.readouterr().out
-    assert build_parser().parse_args(shlex.split(example)[2:]).output.parent == Path("data")
+    assert parser_of("prepare-data", prepare_data).parse_args(shlex.split(example)[2:]).output.parent == Path("data")
 
 
 @pytest.mark.parametrize(

@@ -47,4 +47,4 @@ def test_help_shows_commands(monkeypatch, capsys):
         convert(monkeypatch, "--help")
     text = capsys.readouterr().out
     assert end.value.code == 0
-    assert "python tools/convert_to_hf.py --checkpoint runs/quickstart --output" in text and "--evaluation" in text
+    assert "megasparse convert to-hf --checkpoint runs/quickstart --output" in text and "--evaluation" in text

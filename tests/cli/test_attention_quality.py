@@ -7,9 +7,10 @@ from PIL import Image
 
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
+from megasparse.runs import attention_quality
 from tests.data.folders import ramp, write_folder
 from tests.helpers.trained import prepared, trained
-from tools import attention_quality
+from tools.attention_quality import main
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def folder(tmp_path_factory):
 
 def measured(folder, *arguments):
     basics = ["--checkpoint", folder / "run", "--windows", 3, "--length", 32, "--hash-steps", 3, "--top", 4]
-    attention_quality.main([str(word) for word in [*basics, *arguments]])
+    main([str(word) for word in [*basics, *arguments]])
 
 
 def test_it_measures_every_layer_and_writes_what_it_says(folder, capsys):

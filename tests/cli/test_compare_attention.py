@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megasparse.errors import ConfigError
-from tools.compare_attention import chosen, load, table
+from megasparse.runs.comparison import chosen, load, table
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
+from megasparse.cli.train_hash import windows
 from megasparse.hub.replaced_folder import load_replaced
 from tools import replace_attention, train_hash
 
@@ -71,7 +72,7 @@ def test_the_same_command_trains_the_same(folder):
 
 def test_a_text_is_cut_into_windows_that_hold_all_of_it(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "bert")
-    found = train_hash.windows(tokenizer, [folder / "texts" / "0.txt"], 64)
+    found = windows(tokenizer, [folder / "texts" / "0.txt"], 64)
     assert [len(tokens) for tokens in found] == [64] * 6 + [30]
     words = [word for tokens in found for word in tokenizer.convert_ids_to_tokens(tokens) if word[0] != "["]
     assert " ".join(words) == (folder / "texts" / "0.txt").read_text()

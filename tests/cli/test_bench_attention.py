@@ -10,12 +10,15 @@ import torch
 
 from megasparse.attention.full import FullAttention
 from megasparse.attention.lsh import LSHAttention
-from megasparse.benchmarks import attention
+from megasparse.benchmarks import attention, attention_table
+from megasparse.benchmarks import crossover as crossovers
 from megasparse.benchmarks.attention import MECHANISMS, PEERS, Case, Inputs, crossover, measure, model_of
+from megasparse.cli import bench_attention
+from megasparse.cli.main import parser_of
 from megasparse.config.load import load_config
 from megasparse.errors import UserError
 from megasparse.planning.measure import MeasurementError, _attempt, alone
-from tools import bench_attention
+from tools.bench_attention import main
 
 ON_CPU = ["--device", "cpu"]
 
@@ -28,7 +31,7 @@ def case(name, length=64, heads=2, dim=8, **changes):
 @pytest.fixture
 def here(monkeypatch):
     """Measures in this process: figures of memory mean nothing then."""
-    monkeypatch.setattr(bench_attention, "alone", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(attention_table, "alone", lambda function, *arguments: function(*arguments))
 
 
 @pytest.mark.parametrize("name", [*MECHANISMS, *PEERS])
@@ -88,16 +91,17 @@ def test_a_run_writes_a_table_and_all_its_figures(tmp_path, capsys, monkeypatch,
         if case.implementation == "sdpa" and case.model.max_length == 128:
             return {"error": "out of memory"}
         times = {"lsh": 1.0, "sdpa": 3.0}[case.implementation] * case.model.max_length
-        spread = bench_attention.spread([times, 2 * times, 1.5 * times])
+        spread = attention_table.spread([times, 2 * times, 1.5 * times])
         return {"forward": spread, "forward_backward": spread, "extra_bytes": 5, "of_roofline": 0.5, "note": ""}
 
-    monkeypatch.setattr(bench_attention, "figures", figures)
+    monkeypatch.setattr(attention_table, "figures", figures)
+    monkeypatch.setattr(crossovers, "figures", figures)
     out = tmp_path / "deep" / "bench.json"
     lengths = ["--lengths", "64,128,256", "--window", "8", "--compare", "sdpa"]
-    bench_attention.main([*ON_CPU, *lengths, "--json", str(out)])
+    main([*ON_CPU, *lengths, "--json", str(out)])
     shown = capsys.readouterr().out
     found = json.loads(out.read_text())
-    assert found["command"].startswith("python tools/bench_attention.py --device cpu") and found["machine"]["torch"]
+    assert found["command"].startswith("megasparse bench attention --device cpu") and found["machine"]["torch"]
     rows = {(row["implementation"], row["length"]): row for row in found["rows"]}
     assert len(rows) == 6
     assert rows["lsh", 64]["beside"] == {"sdpa": {"faster": 3.0, "memory": 1.0}}
@@ -136,13 +140,13 @@ def test_a_failure_is_one_line():
         (["--mechanisms", "lhs"], ['there is no "lhs"', '"lsh"']),
         (["--compare", "flash"], ["--compare", 'no "flash"']),
         (["--write-crossover", "configs/reformer_64k.json", "--rounds", "3"], ["--rounds", "configuration"]),
-        (["--write-crossover", "no/such.json"], ["no/such.json", "cannot be read"]),
+        (["--write-crossover", "no/such.json"], ["no/such.json", "there is no file"]),
         (["--write-crossover", "configs/lha_wikitext103.json"], ["configs/lha_wikitext103.json", "lsh"]),
     ],
 )
 def test_a_wrong_request_is_one_line(given, words, capsys):
     with pytest.raises(SystemExit) as ended:
-        bench_attention.main([*ON_CPU, *given])
+        main([*ON_CPU, *given])
     reported = capsys.readouterr().err
     assert ended.value.code == 2 and reported.count("\n") == 1 and reported.startswith("error: ")
     assert all(word in reported for word in words), reported
@@ -151,10 +155,13 @@ def test_a_wrong_request_is_one_line(given, words, capsys):
 def test_a_peer_asked_for_and_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"hf is not installed. pip install 'megasparse\[bench\]'"):
-        bench_attention.settings_from(bench_attention.arguments([*ON_CPU, "--compare", "sdpa,hf"]))
-    assert bench_attention.settings_from(bench_attention.arguments(ON_CPU)).compare == ["sdpa"]
-    given = bench_attention.arguments([*ON_CPU, "--compare", "none"])
-    assert bench_attention.settings_from(given).compare == []
+        settings("--compare", "sdpa,hf")
+    assert settings().compare == ["sdpa"]
+    assert settings("--compare", "none").compare == []
+
+
+def settings(*options):
+    return bench_attention.settings_from(parser_of("bench attention", bench_attention).parse_args([*ON_CPU, *options]))
 
 
 CONFIG = """{
@@ -179,15 +186,16 @@ def test_the_crossover_is_written_into_the_configuration(tmp_path, capsys, monke
         median = 750.0 if case.implementation == "lsh" else case.model.max_length
         return {"forward_backward": {"median": median}}
 
-    monkeypatch.setattr(bench_attention, "figures", figures)
-    bench_attention.main([*ON_CPU, "--write-crossover", str(path)])
+    monkeypatch.setattr(attention_table, "figures", figures)
+    monkeypatch.setattr(crossovers, "figures", figures)
+    main([*ON_CPU, "--write-crossover", str(path)])
     assert path.read_text() == text.replace('{"pattern"', '{"full_below": 750, "pattern"')
     assert load_config(path).model.attention.full_below == 750
     assert seen[:2] == [(LSHAttention, shared, 512), (FullAttention, shared, 512)] and seen[-1][2] == 2048
     assert "full_below = 750, which is above its max_length" in capsys.readouterr().out
-    monkeypatch.setattr(bench_attention, "figures", lambda case: {"forward_backward": {"median": 1.0}})
+    monkeypatch.setattr(crossovers, "figures", lambda case: {"forward_backward": {"median": 1.0}})
     with pytest.raises(SystemExit):
-        bench_attention.main([*ON_CPU, "--write-crossover", str(path)])
+        main([*ON_CPU, "--write-crossover", str(path)])
     assert "Nothing is written" in capsys.readouterr().err and "750" in path.read_text()
 
 
@@ -195,7 +203,7 @@ def test_the_crossover_is_measured_in_earnest(tmp_path, capsys, here):
     path = tmp_path / "config.json"
     path.write_text(CONFIG.replace("SHARED", "true"))
     try:
-        bench_attention.main([*ON_CPU, "--write-crossover", str(path), "--lengths", "16,32", "--repeat", "1"])
+        main([*ON_CPU, "--write-crossover", str(path), "--lengths", "16,32", "--repeat", "1"])
     except SystemExit:
         assert "full attention is faster up to 32 tokens" in capsys.readouterr().err
     else:

@@ -17,7 +17,8 @@ from megasparse.config.extends import read_values
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.errors import ConfigError
-from tools import sweep
+from megasparse.runs import sweep
+from tools.sweep import main
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
@@ -59,7 +60,7 @@ GRID = {"optimizer.learning_rate": [1e-5, 2e-5], "training.epochs": [3, 4]}
 def folder(tmp_path, monkeypatch):
     """With the launcher's stand-in, a configuration and a grid; signal handlers are put back afterwards."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
-    monkeypatch.setattr(sweep, "LAUNCHER", tmp_path / "stand_in.py")
+    monkeypatch.setattr(sweep, "LAUNCHER", [str(tmp_path / "stand_in.py")])
     (tmp_path / "config.json").write_text(json.dumps({"task": {"name": "rte"}}))
     write_grid(tmp_path, GRID)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -80,7 +81,7 @@ def words(folder, *more):
 def run(folder, *more):
     """The sweep's exit code."""
     try:
-        sweep.main(words(folder, *more))
+        main(words(folder, *more))
     except SystemExit as end:
         return end.code
     return 0
@@ -189,7 +190,8 @@ def test_a_combination_with_a_failed_seed_is_not_the_best(folder):
 
 def test_an_interrupted_sweep_lets_its_run_save_and_takes_it_up_again(folder):
     write_grid(folder, {**GRID, "task.limit": [15]})
-    program = f"from tools import sweep; sweep.LAUNCHER = {str(folder / 'stand_in.py')!r}; sweep.main()"
+    program = f"from megasparse.runs import sweep; sweep.LAUNCHER = {[str(folder / 'stand_in.py')]!r}; "
+    program += "from tools.sweep import main; main()"
     command = [sys.executable, "-c", program, *words(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     first = folder / "out" / "learning_rate=1e-05,epochs=3" / "seed0"

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from megasparse.benchmarks import training as bench_training
 from megasparse.config.load import build_config
 from megasparse.planning.measure import MeasurementError
-from tools import bench_training
+from tools.bench_training import main
 
 VALUES = {
     "run": {"directory": "runs/never", "device": "cpu"},
@@ -58,7 +59,7 @@ def test_a_run_writes_a_table_and_all_its_figures(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(bench_training, "alone", here)
     path, out = tmp_path / "config.json", tmp_path / "deep" / "training.json"
     path.write_text(json.dumps(VALUES))
-    bench_training.main(["--config", str(path), "--steps", "2", "--json", str(out)])
+    main(["--config", str(path), "--steps", "2", "--json", str(out)])
     shown = capsys.readouterr().out
     found = json.loads(out.read_text())
     rows = {row.pop("model"): row for row in found["rows"]}
@@ -89,6 +90,6 @@ def test_a_run_writes_a_table_and_all_its_figures(tmp_path, capsys, monkeypatch)
 def test_a_wrong_request_is_one_line(given, words, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(VALUES))
     with pytest.raises(SystemExit) as ended:
-        bench_training.main(["--config", str(tmp_path / "config.json"), *given])
+        main(["--config", str(tmp_path / "config.json"), *given])
     reported = capsys.readouterr().err
     assert ended.value.code == 2 and reported.count("\n") == 1 and words in reported

@@ -1,0 +1,6 @@
+"""`python -m megasparse` is the command `megasparse`."""
+
+from megasparse.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Tokens per second and peak memory of training steps, beside those of the same model with full attention.
+
+Every model is measured in a process of its own, on plain torch, with dummy tokens, one micro-batch per step.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megasparse.config.load import build_config
+from megasparse.config.schema import Config
+from megasparse.errors import ConfigError
+from megasparse.evaluation.outputs import write_json
+from megasparse.planning.dry_run import trial_engine
+from megasparse.planning.measure import MeasurementError, alone, machine, peak, reset_peak
+from megasparse.training.ranks import start_ranks
+
+DEPTHS = (2, 20)
+WARM_UP = 2
+AS_CONFIGURED = "as configured"
+
+
+def bench_training(config: Config, steps: int, command: str, json_file: Path | None = None) -> dict[str, Any]:
+    """Measure the models of a configuration (see `models`). Returns all figures, which are also written to a file as
+    they come in. Raises ConfigError.
+    """
+    if steps < 1:
+        raise ConfigError("--steps", f"{steps} is too few", "Write 1 or more")
+    if config.model.source is not None:
+        raise ConfigError("model.kind", '"encoder_decoder" is not measured here', "Give a decoder or an encoder")
+    device = config.run.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[str, Any] = {
+        "command": command,
+        "machine": alone(machine, torch.device(device)),
+        "rows": [],
+    }
+    for name, changed in tqdm(models(config).items(), unit="model", disable=None):
+        try:
+            row = alone(measure, changed, steps)
+        except MeasurementError as error:
+            row = {"error": str(error)}
+        found["rows"].append({"model": name} | row)
+        if json_file is not None:  # each time: what was measured is there even if the rest takes too long
+            write_json(json_file, found)
+    return found
+
+
+def models(config: Config) -> dict[str, dict[str, Any]]:
+    """What is measured: name -> a whole configuration's values."""
+    pattern = config.model.attention.pattern
+    entries = [{entry: config.model.heads} if isinstance(entry, str) else dict(entry) for entry in pattern]
+    kinds = list(dict.fromkeys(kind for entry in entries for kind in entry))
+    made: dict[str, dict[str, Any]] = {
+        AS_CONFIGURED: {},
+        "full, checkpointed": {"pattern": ["full"], "blocks": "ordinary", "activations": "checkpoint"},
+        "hashed layers full": {"pattern": [in_full(entry) for entry in entries]},
+    }
+    for depth in DEPTHS:
+        made[f"{depth} layers"] = {"layers": depth, "pattern": pattern if depth >= len(pattern) else kinds[:depth]}
+    return {name: changed(config, **changes) for name, changes in made.items()}
+
+
+def in_full(entry: dict[Any, int]) -> dict[str, int]:
+    """A layer's heads by kind, with full attention in place of all that is not local."""
+    local = entry.get("local", 0)
+    heads = {"local": local, "full": sum(entry.values()) - local}
+    return {kind: number for kind, number in heads.items() if number}
+
+
+def changed(config: Config, pattern: list[Any] | None = None, **model: Any) -> dict[str, Any]:
+    values = config.model_dump(mode="json")
+    values["model"] |= model
+    if pattern is not None:
+        values["model"]["attention"] |= {"pattern": pattern, "full_below": None}
+    build_config(values)
+    return values
+
+
+def measure(values: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Measure one model, in a process that does nothing else. values: its configuration."""
+    config = build_config(values)
+    ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
+    device = ranks.device
+    start = reset_peak(device)
+    engine, batch = trial_engine(config, ranks)
+    before_update: list[int] = []
+    seconds = []
+    for step in range(WARM_UP + steps):
+        if step == WARM_UP:  # the optimizer's state is there
+            standing = reset_peak(device)
+            engine.optimizer.register_step_pre_hook(lambda *_: before_update.append(peak(device)))
+        begun = time.perf_counter()
+        engine.train_step([batch], step, config.optimizer.learning_rate)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    gradients = sum(p.numel() * p.element_size() for p in engine.module.parameters())
+    tokens = config.training.micro_batch * config.data.sequence_length
+    return {
+        "parameters": sum(p.numel() for p in engine.module.parameters()),
+        "tokens_a_second": tokens / statistics.median(seconds[WARM_UP:]),
+        "seconds": seconds[WARM_UP:],
+        "peak_bytes": peak(device) - start,
+        "activation_bytes": before_update[0] - standing - gradients if before_update else None,
+    }
+
+
+def report(found: dict[str, Any], config: Config) -> Iterator[str]:
+    """The figures as Markdown lines."""
+    about, data = found["machine"], config.data
+    yield f"`{found['command']}` on {about['device']}, torch {about['torch']}, {about['threads']} threads"
+    yield ""
+    yield f"{config.training.micro_batch} × {data.sequence_length:,} tokens a step, {config.training.precision}"
+    yield ""
+    heading = [
+        "model",
+        "parameters, millions",
+        "tokens/s",
+        "step, s (least to greatest)",
+        "peak, GB",
+        "activations, GB",
+    ]
+    yield f"| {' | '.join(heading)} | as configured is faster × |"
+    yield "|" + "---|" * (len(heading) + 1)
+    own: dict[str, Any] = next((row for row in found["rows"] if row["model"] == AS_CONFIGURED), {})
+    for row in found["rows"]:
+        if "error" in row:
+            yield f"| {row['model']} |  | {row['error'].replace('|', '/')} |  |  |  |  |"
+            continue
+        middle, times = statistics.median(row["seconds"]), row["seconds"]
+        activations = "" if row["activation_bytes"] is None else f"{row['activation_bytes'] / 1e9:.3f}"
+        ratio = f"{own['tokens_a_second'] / row['tokens_a_second']:.3g}" if "tokens_a_second" in own else ""
+        yield (
+            f"| {row['model']} | {row['parameters'] / 1e6:.1f} | {row['tokens_a_second']:,.0f} "
+            f"| {middle:.4g} ({min(times):.4g} to {max(times):.4g}) | {row['peak_bytes'] / 1e9:.3f} "
+            f"| {activations} | {ratio} |"
+        )

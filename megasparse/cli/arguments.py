@@ -1,0 +1,67 @@
+"""Options that several subcommands share."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megasparse.config.load import Settings, load_settings
+from megasparse.errors import ConfigError
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """A configuration by name or file, --set and --print-config."""
+    parser.add_argument(
+        "name", nargs="?", metavar="CONFIG", help="a shipped configuration (`megasparse configs` lists them) or a file"
+    )
+    parser.add_argument("--config", metavar="FILE", help="the same, as an option")
+    add_overrides(parser)
+    parser.add_argument("--print-config", action="store_true", help="print the whole configuration and stop")
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """--checkpoint and --set."""
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a checkpoint's folder, or a run's (its newest checkpoint)"
+    )
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=JSON", help="override one key; may be repeated"
+    )
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """A configuration, and where a run starts and stops."""
+    add_config(parser)
+    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="the checkpoint to resume from")
+    parser.add_argument("--allow-changed-config", action="store_true", help="resume although the configuration differs")
+    parser.add_argument("--stop-at", type=int, metavar="STEP", help="save and end after this step")
+    parser.add_argument("--dry-run", action="store_true", help="predict the memory that it takes; write nothing")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and how they were measured there")
+
+
+def config_from(args: argparse.Namespace, kind: type[Settings]) -> Settings:
+    """The configuration that the options of `add_config` name. With --print-config, print it and end the program.
+
+    Raises ConfigError where none is named, or two are, and what `load_settings` raises.
+    """
+    if (args.name is None) == (args.config is None):
+        problem = "no configuration is given" if args.name is None else f"{args.name} is given as well"
+        raise ConfigError("--config", problem, "Name one, such as quickstart or FILE.json")
+    config = load_settings(args.config or args.name, args.set, kind)
+    if args.print_config:
+        print(config.model_dump_json(indent=2))
+        sys.exit(0)
+    return config
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more, as the type of an option."""
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)

@@ -1,0 +1,47 @@
+"""Write a checkpoint as a HuggingFace model.
+
+    megasparse convert to-hf --checkpoint runs/quickstart --output export/quickstart
+    megasparse convert to-hf --checkpoint runs/enwik8/checkpoints/00020000 --output export/enwik8 \\
+      --evaluation runs/enwik8/test.json
+    megasparse convert to-hf --checkpoint runs/local --to reformer --output export/reformer
+
+`megasparse`, the default, takes any of our models: the folder holds the code, and AutoModelForCausalLM,
+AutoModelForMaskedLM or AutoModelForSeq2SeqLM load it with trust_remote_code=True where only torch and transformers are
+installed; so do AutoModelForSequenceClassification and pipeline(), except for an encoder-decoder. `bert`, `reformer`
+and `yoso` are transformers' own architectures, for the models that they can express. The tokenizer is included.
+
+The written model is run beside ours on the same text, and OUT appears only where their outputs agree to 1e-4.
+"""
+
+import argparse
+from pathlib import Path
+
+from megasparse.hub.formats import FORMATS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a checkpoint's folder, or a run's (its newest checkpoint)"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="OUT", help="the folder to write, a new one")
+    parser.add_argument(
+        "--to", choices=sorted(FORMATS), default="megasparse", help="architecture (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--evaluation",
+        type=Path,
+        metavar="FILE",
+        help="result of `megasparse evaluate --json` for the model card; by default those in the run's folder",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    from megasparse.hub import require_transformers
+
+    require_transformers()
+    from transformers.utils import logging
+
+    from megasparse.hub.export import to_hf
+
+    logging.disable_progress_bar()
+    print(f"wrote {to_hf(args.checkpoint, args.output, args.to, args.evaluation)}")

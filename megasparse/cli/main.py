@@ -1,0 +1,130 @@
+"""The entry point of `megasparse` and of the scripts in launch/ and tools/, which are doors to its subcommands."""
+
+import argparse
+import importlib
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+
+from megasparse import __version__
+from megasparse.errors import UserError, did_you_mean, report_user_errors
+
+COMMANDS = {
+    "quickstart": "prepare real text, train a small model on it and evaluate it: 15 minutes on two cores",
+    "pretrain": "pretrain a decoder, an encoder or an encoder-decoder",
+    "finetune": "fine-tune a pretrained model on a downstream task or a table of your own",
+    "evaluate": "held-out bits/dim of a pretrained model, the metrics of a fine-tuned one",
+    "generate": "generate text or images",
+    "predict": "predictions of a fine-tuned model for new examples",
+    "supervise": "run several ranks, pass signals on, and restart them after a failure",
+    "configs": "list the shipped configurations",
+    "prepare-data": "turn a corpus into shards",
+    "train-tokenizer": "train a tokenizer on text",
+    "listops": "generate the data of ListOps",
+    "plan": "predict memory, traffic, time and cost of a pretraining run",
+    "report": "write an HTML page about one or several runs",
+    "average": "average the weights of a run's last checkpoints",
+    "extend-positions": "extend a checkpoint's learned positions to longer sequences",
+    "convert to-hf": "write a checkpoint as a HuggingFace model",
+    "convert from-hf": "turn a HuggingFace model into a checkpoint",
+    "replace-attention": "replace the attention of a HuggingFace encoder",
+    "train-hash": "train LHA's hash functions inside a HuggingFace encoder",
+    "attention-quality": "measure how well hashes find a trained model's attention",
+    "compare": "train and evaluate several attention mechanisms alike",
+    "sweep": "fine-tune with every combination of some settings",
+    "compare-trainer": "fine-tune with transformers' Trainer, to compare with",
+    "plot-forecasts": "plot forecasts beside simple baselines",
+    "bench attention": "time and memory of attention, beside torch's and published Reformers'",
+    "bench training": "tokens per second and memory of training steps",
+    "bench offload": "what offloading to CPU memory or to a disk costs per step",
+    "bench kernels": "registers, spills and shared memory of every GPU kernel",
+    "completion": "print a completion script for bash, zsh or fish",
+}
+"""Subcommand -> what it does, in the order of `megasparse --help`."""
+
+EXTRAS = {
+    **dict.fromkeys(("transformers",), "hf"),
+    **dict.fromkeys(("fsspec", "s3fs"), "remote"),
+    **dict.fromkeys(("sklearn", "scipy", "peft", "accelerate", "sacrebleu", "rouge_score", "matplotlib"), "tasks"),
+}
+"""Package -> the extra of megasparse that installs it."""
+
+
+@report_user_errors
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the subcommand that `words` begins with; by default the words of the command line."""
+    # The deepspeed launcher adds --local_rank=N; the engine reads the environment instead.
+    words = sys.argv[1:] if words is None else words
+    words = [str(word) for word in words if not str(word).startswith(("--local_rank=", "--local-rank="))]
+    if not words or words[0] in ("-h", "--help"):
+        print(overview(COMMANDS))
+        return
+    if words[0] == "--version":
+        print(f"megasparse {__version__}")
+        return
+    name, rest = split(words)
+    if name is None:
+        print(overview([each for each in COMMANDS if each.startswith(f"{words[0]} ")]))
+        return
+    try:
+        module = module_of(name)
+        args = parser_of(name, module).parse_args(rest)
+        args.command = shlex.join(["megasparse", *words])
+        module.run(args)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package == "megasparse":
+            raise
+        extra = f"[{EXTRAS[package]}]" if package in EXTRAS else ""
+        hint = f"Install it: pip install 'megasparse{extra}', or activate its environment: source .venv/bin/activate"
+        raise UserError(f"{package}: megasparse {name} needs this package, and it is not installed. {hint}") from None
+
+
+def door(command: str) -> Callable[..., None]:
+    """The entry point of a script that stands for one subcommand, which takes the words after the script's name."""
+
+    def run(words: Sequence[str] | None = None) -> None:
+        main([*command.split(), *(sys.argv[1:] if words is None else words)])
+
+    return run
+
+
+def split(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """The subcommand, and the words after it. None for the name of a group alone or with --help.
+
+    Raises UserError where there is no such subcommand.
+    """
+    for count in (1, 2):
+        if (name := " ".join(words[:count])) in COMMANDS:
+            return name, words[count:]
+    group = [each for each in COMMANDS if each.startswith(f"{words[0]} ")]
+    if group and (len(words) == 1 or words[1] in ("-h", "--help")):
+        return None, []
+    name = " ".join(words[:2]) if group else words[0]
+    raise UserError(f"{name}: there is no such subcommand. {did_you_mean(name, group or COMMANDS)}")
+
+
+def module_of(name: str) -> ModuleType:
+    return importlib.import_module(f"megasparse.cli.{name.replace('-', '_').replace(' ', '_')}")
+
+
+def parser_of(name: str, module: ModuleType) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"megasparse {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    return parser
+
+
+def overview(names: Iterable[str]) -> str:
+    lines = [f"  {name:18} {COMMANDS[name]}" for name in names]
+    examples = [
+        "  megasparse pretrain quickstart --dry-run",
+        "  megasparse prepare-data text --source my_books/ --output data/books",
+        "  megasparse SUBCOMMAND --help",
+    ]
+    return "\n".join(["usage: megasparse SUBCOMMAND ...", "", *lines, "", "examples:", *examples])

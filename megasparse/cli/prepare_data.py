@@ -1,0 +1,76 @@
+"""Turn a corpus into webdataset shards and the index.json that training reads.
+
+    megasparse prepare-data enwik8 --source https://mattmahoney.net/dc/enwik8.zip --output data/enwik8
+    megasparse prepare-data text --source book.txt --output data/book            (a CPU, a second)
+    megasparse prepare-data text --source archive.zip --member path/in/it/dump.xml.bz2 --output data/dump
+    megasparse prepare-data text --source books/ --tokenizer tokenizers/books.model --output data/books
+    megasparse prepare-data CORPUS --help                                        (an example for each corpus)
+
+A source is a file, a folder of files (taken in the order of their paths) or an http(s) URL; .gz, .bz2, .xz and members
+of zip archives are decompressed as they are read. A URL is downloaded once, into OUTPUT/.download. Interrupted, the
+same command continues where it stopped; no partial shard is ever left under a shard's name. The number of workers
+changes no byte.
+"""
+
+import argparse
+import inspect
+import os
+import sys
+from pathlib import Path
+
+from megasparse.data.corpora import CORPORA, shards
+from megasparse.data.corpora.source import Kind, Source, positive
+from megasparse.data.index import Index
+from megasparse.data.prepare import prepare
+
+COMMON = {"command", "corpus", "source", "member", "output", "sample_bytes", "shard_bytes", "workers"}
+WORKER_BYTES = 8 << 20
+"""Bytes of the source below which another worker takes longer to start than it saves."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    corpora = parser.add_subparsers(dest="corpus", required=True)
+    for name, corpus in CORPORA.items():
+        description = f"{inspect.getdoc(corpus)}\n\n    megasparse prepare-data {name} {corpus.EXAMPLE}"
+        part = corpora.add_parser(name, help=corpus.HELP, description=description, formatter_class=raw)
+        part.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the shards")
+        part.add_argument(
+            "--shard-bytes", type=positive, default=67_108_864, help="bytes of text in a shard (default: %(default)s)"
+        )
+        part.add_argument("--workers", type=positive, help="processes that make tokens (default: the cores)")
+        corpus.add_arguments(part)
+    description = f"{inspect.getdoc(shards)}\n\n    megasparse prepare-data shards {shards.EXAMPLE}"
+    shards.add_arguments(corpora.add_parser("shards", help=shards.HELP, description=description, formatter_class=raw))
+
+
+def kind_of(corpus: object, documents: bool) -> Kind:
+    """How the corpus reads its source."""
+    if getattr(corpus, "RAW", False):
+        return "raw"
+    return "files" if documents or getattr(corpus, "FILES", False) else "stream"
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.corpus == "shards":
+        print(f"{shards.write(args, args.command)}: indexed")
+        return
+    kind = kind_of(CORPORA[args.corpus], getattr(args, "documents", False))
+    source = Source.open(args.source, args.member, args.output / ".download", kind)
+    if source.empty:
+        print(f"left out, because they are empty: {len(source.empty)} files ({source.empty[0]}, …)", file=sys.stderr)
+    cores = min(len(os.sched_getaffinity(0)), 1 + source.total_bytes // WORKER_BYTES)
+    written = prepare(
+        args.corpus,
+        source,
+        args.output,
+        options={key: value for key, value in vars(args).items() if key not in COMMON},
+        sample_bytes=args.sample_bytes,
+        shard_bytes=args.shard_bytes,
+        command=args.command,
+        workers=args.workers or cores,
+    )
+    print(f"{args.output}: {'prepared' if written else 'already prepared'}")
+    for name, split in Index.load(args.output).file.splits.items():
+        words = f" ({split.words:,} words)" if split.words else ""
+        print(f"  {name}: {split.tokens:,} tokens in {split.samples:,} samples, {len(split.shards)} shards{words}")

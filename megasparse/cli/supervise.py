@@ -1,0 +1,71 @@
+"""Run a training script as several ranks that are stopped, ended and started again together.
+
+    megasparse supervise --ranks 2 pretrain quickstart
+    megasparse supervise --ranks 8 --restarts 3 pretrain reformer_64k --set data.path=data/enwik8
+    megasparse supervise --ranks 8 --nodes 2 --node-rank 0 --address host:29500 pretrain reformer_64k
+    python launch/supervise.py --ranks 2 launch/pretrain.py --config configs/quickstart.json
+
+SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are passed on to every rank once, and the saves that follow may take as long as
+they take; a second SIGTERM or SIGINT ends all within 5 s. When a rank dies, the others are ended within 5 s, and the
+last line names the cause. Exit codes are those of the ranks: 0 done or saved, 2 a mistake, 3 a checkpoint could
+not be written, 4 diverged, 5 hung, 6 lost a rank of another node, 128 + n killed by signal n or by a second one.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megasparse.cli.arguments import positive
+from megasparse.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="processes on this node, one a GPU (1)")
+    parser.add_argument(
+        "--restarts",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="restart after a failure that this may cure, at most N times in a row without a new checkpoint (0)",
+    )
+    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="nodes, each with a supervisor (1)")
+    parser.add_argument("--node-rank", type=natural, default=0, metavar="N", help="which of them this is (0)")
+    parser.add_argument(
+        "--address", type=host_and_port, metavar="HOST:PORT", help="node 0 and a free port there; one node needs none"
+    )
+    parser.add_argument("script", help='"pretrain", or a script such as launch/pretrain.py')
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, beginning with the configuration")
+
+
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as node0:29500")
+    return host, int(port)
+
+
+def run(args: argparse.Namespace) -> None:
+    from megasparse.training.stopping.supervisor import NodeLayout, Supervisor, checkpoints_folder
+
+    program = [args.script]
+    if not Path(args.script).is_file():
+        if args.script != "pretrain":
+            raise UserError(f"{args.script}: no such script. Name the one to run: pretrain, or launch/pretrain.py")
+        program = ["-m", "megasparse", "pretrain"]
+        if args.arguments and not args.arguments[0].startswith("-"):
+            args.arguments.insert(0, "--config")
+    if args.node_rank >= args.nodes:
+        raise UserError(f"--node-rank {args.node_rank}: nodes are counted from 0. Give less than --nodes {args.nodes}")
+    if args.nodes > 1 and args.address is None:
+        raise UserError(
+            f"--address: is not given, and --nodes is {args.nodes}. Give node 0 and a free port, host:29500"
+        )
+    layout = NodeLayout(args.ranks, args.nodes, args.node_rank, args.address)
+    checkpoints = checkpoints_folder(args.arguments, args.restarts)
+    sys.exit(Supervisor([sys.executable, *program, *args.arguments], layout, checkpoints, args.restarts).run())

@@ -1,0 +1,111 @@
+"""One task, many attention mechanisms: each is trained and evaluated alike, by ordinary commands."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megasparse.config.strict_json import parse
+from megasparse.errors import ConfigError, UserError
+
+KEYS = {"prepare", "config", "evaluate", "arms"}
+
+
+def compare(
+    comparison: dict[str, Any],
+    output: Path,
+    arms: Sequence[str] | None = None,
+    seeds: Sequence[int] = (0,),
+    overrides: Sequence[str] = (),
+    jobs: int = 1,
+) -> list[str]:
+    """Train and evaluate what is not done yet, into `output`. Returns the table, which OUTPUT/table.md holds, too.
+
+    comparison: as `load` returns it. arms: only these, in place of all. overrides: `section.key=value` for all runs.
+    jobs: runs at a time, each on one CPU thread. Raises UserError where a command fails.
+    """
+    chosen_arms = {name: comparison["arms"][name] for name in chosen(arms, comparison["arms"])}
+    call("prepare-data", *comparison["prepare"], log=output / "prepare.log")
+    runs = [(name, seed) for seed in seeds for name in chosen_arms]
+    progress = tqdm(total=len(runs), unit="run")
+
+    def run(name: str, seed: int) -> dict[str, float]:
+        folder = output / f"{name.replace(' ', '_')}-{seed}"
+        result = train_and_evaluate(comparison, folder, seed, [*chosen_arms[name], *overrides])
+        progress.update()
+        return result
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {(name, seed): pool.submit(run, name, seed) for name, seed in runs}
+        found = {key: future.result() for key, future in futures.items()}
+    progress.close()
+    lines = table({name: [found[name, seed] for seed in seeds] for name in chosen_arms})
+    (output / "table.md").write_text("\n".join(lines) + "\n")
+    return lines
+
+
+def load(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(str(path), "no such file", "Name a file of configs/comparisons/")
+    comparison = parse(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(comparison, dict) or comparison.keys() != KEYS:
+        raise ConfigError(str(path), "is no comparison", f"Give it exactly the keys {', '.join(sorted(KEYS))}")
+    return comparison
+
+
+def chosen(names: Sequence[str] | None, arms: dict[str, Any]) -> list[str]:
+    """The names, or all arms where none are given. Raises ConfigError for an unknown one."""
+    for name in names or []:
+        if name not in arms:
+            raise ConfigError("--arms", f'there is no arm "{name}"', f"Choose among {', '.join(arms)}")
+    return list(names or arms)
+
+
+def train_and_evaluate(comparison: dict[str, Any], folder: Path, seed: int, changes: list[str]) -> dict[str, float]:
+    """Accuracy and loss of the evaluation, and the seconds that training took."""
+    settings = [f"run.directory={folder}", f"run.seed={seed}", "run.engine=torch", *changes]
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    result = folder / "evaluation.json"
+    if not result.exists():
+        call("pretrain", "--config", comparison["config"], *overrides, log=folder / "training.log")
+        arguments = ["--checkpoint", folder, *comparison["evaluate"], "--json", result]
+        call("evaluate", *arguments, log=folder / "evaluation.log")
+    found = json.loads(result.read_text())
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seconds = sum(step["speed/step_seconds"] for step in steps)
+    return {"accuracy": found["accuracy"], "loss": found["nats"] / found["dims"], "seconds": seconds}
+
+
+def call(*words: object, log: Path) -> None:
+    """Run a subcommand of megasparse on one thread, its output going to `log`. UserError where it fails."""
+    command = [sys.executable, "-m", "megasparse", *map(str, words)]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("w") as output:
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+    if code != 0:
+        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+        raise UserError(f"megasparse {words[0]} ended with exit code {code}: {' '.join(last)} (all of it in {log})")
+
+
+def table(results: dict[str, list[dict[str, float]]]) -> list[str]:
+    """Markdown rows, best accuracy first: mean ± standard deviation over the seeds."""
+    lines = ["| attention | accuracy, % | loss, nats | training, s |", "|---|---|---|---|"]
+    for name, runs in sorted(results.items(), key=lambda item: -statistics.mean(r["accuracy"] for r in item[1])):
+        accuracy, loss = ([run[key] for run in runs] for key in ("accuracy", "loss"))
+        seconds = statistics.mean(run["seconds"] for run in runs)
+        shown = [spread([100 * a for a in accuracy], 2), spread(loss, 4), f"{seconds:.0f}"]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return lines
+
+
+def spread(values: list[float], digits: int) -> str:
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"

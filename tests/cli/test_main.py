@@ -1,0 +1,185 @@
+"""The command itself, in processes as a user starts it: exit codes, one line on stderr, no traceback."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasparse.cli.main import COMMANDS, main, module_of, parser_of
+from megasparse.config.load import load_config
+from megasparse.errors import report_user_errors
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "configs" / "quickstart.json")
+
+
+def start(*words: str, program: tuple[str, ...] = ("-m", "megasparse"), cwd: Path = ROOT, **variables: str):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, *program, *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+
+
+def ended(capsys, *words):
+    """Exit code, stdout and stderr of the command in this process."""
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    out, err = capsys.readouterr()
+    return caught.value.code, out, err
+
+
+def test_the_overview_has_every_subcommand_and_imports_nothing_slow():
+    code = "import sys; from megasparse.cli.main import main; main(['--help']); "
+    code += "print({'torch', 'pydantic'} & {*sys.modules})"
+    shown = start(program=("-c", code)).stdout
+    assert shown.endswith("set()\n")
+    files = {path.stem for path in (ROOT / "megasparse/cli").glob("*.py")} - {"__init__", "main", "arguments"}
+    assert files == {name.replace("-", "_").replace(" ", "_") for name in COMMANDS}
+    assert all(f"  {name} " in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_subcommand_has_examples_that_it_accepts(name, capsys):
+    code, shown, _ = ended(capsys, *name.split(), "--help")
+    assert code == 0
+    lines = module_of(name).__doc__.replace("\\\n", " ").splitlines()
+    lines = [line.strip() for line in lines if f"{line.strip()} ".startswith(f"megasparse {name} ")]
+    for line in lines:
+        words = shlex.split(re.split(r"  +[#(]| > ", line)[0])[1 + len(name.split()) :]
+        if not {"...", "CORPUS"} & {*words}:
+            parser_of(name, module_of(name)).parse_args(words)
+    assert lines and shlex.split(lines[0])[-1] in shown
+
+
+def test_every_door_leads_to_a_subcommand_and_is_short():
+    doors = {}
+    for path in [*ROOT.glob("launch/*.py"), *ROOT.glob("tools/*.py")]:
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 15, path
+        (doors[path.name],) = re.findall(r'door\("(.*)"\)', text)
+        assert ast.get_docstring(ast.parse(text))
+    assert set(doors.values()) == set(COMMANDS) - {"configs", "completion"}
+
+
+def test_a_door_works_from_any_folder_and_under_deepspeed(tmp_path):
+    words = ["--local_rank=0", "--config", "configs/quickstart.json", "--set", "run.seed=5", "--print-config"]
+    found = start(*words, program=(str(ROOT / "launch/pretrain.py"),), cwd=tmp_path, PYTHONPATH="")
+    assert json.loads(found.stdout) == json.loads(load_config(QUICKSTART, ["run.seed=5"]).model_dump_json())
+    assert json.loads(found.stdout)["checkpoint"]["keep"] == 2  # a default that the file does not name
+    module = start("--local_rank=0", "pretrain", "quickstart", "--set", "run.seed=5", "--print-config", cwd=tmp_path)
+    assert module.stdout == found.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pretrain", "quickstart", "--set", "training.steps=x"], "training.steps: "),
+        (["pretrain", "quickstart", "--set", "training.stepz=1"], "training.stepz: "),
+        (["pretrain", "--config", QUICKSTART, "--set", "deepspeed.zero_optimization.stge=1"], "deepspeed.zero_optim"),
+        (["pretrain", "no/such.json"], "no/such.json: cannot be read"),
+        (
+            ["pretrain", "quickstrat"],
+            "quickstrat: cannot be read (no such file, and no such shipped configuration). Did",
+        ),
+        (["pretrain"], "--config: no configuration is given. Name one"),
+        (["pretrain", "quickstart", "--config", QUICKSTART], "--config: quickstart is given as well"),
+        (["pretrian"], 'pretrian: there is no such subcommand. Did you mean "pretrain"?'),
+        (["bench", "atention"], 'bench atention: there is no such subcommand. Did you mean "bench attention"?'),
+    ],
+)
+def test_a_mistake_is_exit_code_2_and_one_line(words, message, capsys):
+    code, out, err = ended(capsys, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("override", ["model.layers=0", "model.heads=5", "deepspeed.zero_optimization.stge=1"])
+def test_F1_pretraining_reports_a_mistake_before_the_imports_that_take_seconds(override):
+    code = """
+import runpy, sys
+try:
+    runpy.run_path("launch/pretrain.py", run_name="__main__")
+except SystemExit as end:
+    print(end.code, sorted({"torch", "deepspeed"} & {*sys.modules}))
+"""
+    found = start("quickstart", "--set", override, program=("-c", code))
+    assert found.stdout == "2 []\n", found.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "extra"), [("pydantic", "pretrain", ""), ("transformers", "compare-trainer", "[tasks]")]
+)
+def test_a_missing_package_is_one_line_that_says_what_to_install(package, name, extra, tmp_path):
+    code = f"import sys; sys.modules['{package}'] = None; from megasparse.cli.main import main; main()"
+    found = start(name, str(ROOT / "configs/finetune/glue_rte.json"), program=("-c", code), cwd=tmp_path)
+    assert (found.returncode, found.stdout, found.stderr.count("\n")) == (2, "", 1), found.stderr
+    assert f"{package}: " in found.stderr and f"megasparse{extra}" in found.stderr
+
+
+def test_unknown_options_are_refused_and_groups_are_listed(capsys):
+    assert ended(capsys, "pretrain", "quickstart", "--stes")[0] == 2
+    assert ended(capsys, "pretrain", "quickstart", "--conf", "y")[0] == 2
+    main(["convert"])
+    shown = capsys.readouterr().out
+    assert "convert to-hf" in shown and "convert from-hf" in shown and "pretrain " not in shown.split("examples")[0]
+
+
+def test_configs_lists_what_can_be_run(capsys):
+    main(["configs", "glue_r"])
+    assert capsys.readouterr().out.split() == ["finetune/glue_rte", "fine-tuning", "on", "rte,", "128", "tokens"]
+    main(["configs"])
+    shown = capsys.readouterr().out
+    assert "\nquickstart " in shown and "grids" not in shown and "comparisons" not in shown
+
+
+COMPLETE = """
+{script}
+COMP_WORDS=({words} "{current}"); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _megasparse; echo "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "current", "answer"),
+    [
+        ("", "pret", "pretrain"),
+        ("", "ben", "bench"),
+        ("bench", "", "attention training offload kernels"),
+        ("bench offload", "--nv", "--nvme-path"),
+        ("pretrain", "quick", "quickstart"),
+        ("finetune --dry-run", "finetune/glue_r", "finetune/glue_rte"),
+        ("prepare-data", "enw", "enwik8"),
+        ("evaluate", "--al", "--allow-leaking-attention"),
+    ],
+)
+def test_bash_completes(words, current, answer, completion):
+    script = COMPLETE.format(script=completion, words=f"megasparse {words}", current=current)
+    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == answer.split()
+
+
+@pytest.fixture(scope="module")
+def completion():
+    return start("completion", "bash").stdout
+
+
+def test_other_shells_have_scripts_with_the_same_words(completion, capsys):
+    main(["completion", "zsh"])
+    assert capsys.readouterr().out.endswith(completion)
+    main(["completion", "fish"])
+    fish = capsys.readouterr().out
+    assert "-a 'attention training offload kernels'" in fish and "__fish_seen_subcommand_from pretrain" in fish
+
+
+def test_an_interrupted_command_is_one_line_and_no_traceback(capsys):
+    @report_user_errors
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
