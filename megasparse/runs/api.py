@@ -96,7 +96,7 @@ def generate(
     """
     loaded = checkpoint if isinstance(checkpoint, LoadedCheckpoint) else load_checkpoint(checkpoint)
     if loaded.config.model.kind != "encoder":
-        refuse_leaks(loaded.model.leaks)  # type: ignore[union-attr]
+        refuse_leaks(loaded.model.leaks)  # type: ignore[union-attr, arg-type]
     request = Request(prompt.encode(), tokens, Sampling(temperature, top_p, seed), beams, length_penalty)
     sources = [] if source is None else [source.encode()]
     (pieces,) = texts(loaded.model, loaded.config, loaded.tokenizer, request, sources, loaded.device)
