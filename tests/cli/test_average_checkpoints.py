@@ -86,7 +86,7 @@ def test_what_cannot_be_averaged_is_refused(
     run = str(runs / "finetuned")
     reported = refused(run, "--last", "99", *output)
     assert "checkpoints, and 99 are to be averaged. Give --last " in reported and "checkpoint.keep = 4" in reported
-    assert "is not 1 or more" in refused(run, "--last", "0", *output)
+    assert "is not a whole number of 1 or more" in refused(run, "--last", "0", *output)
     assert "holds no checkpoint" in refused(str(tmp_path), *output)
     assert "exists already" in refused(run, "--output", str(runs))
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_averaged_is_refused(
     ):
         manifest.write_text(seal({**values, **change}))
         reported = refused(str(mixed), "--last", "2", *output)
-        assert f"differs from {mixed}/checkpoints/00000004 in {part}: it is" in reported
+        assert f"differs from {mixed}/checkpoints/00000004 in {part}: it belongs to" in reported
     shutil.rmtree(mixed / "checkpoints" / "00000003")
     other = shutil.copytree(runs / "finetuned" / "checkpoints" / "00000006", mixed / "checkpoints" / "00000006")
     reported = refused(str(mixed), "--last", "2", *output)

@@ -168,7 +168,7 @@ def test_a_task_of_another_form_is_refused(
     monkeypatch.setattr(Table, "form", "texts")
     with pytest.raises(SystemExit):
         main(["--config", str(configuration(place, tmp_path / "run.json"))])
-    assert 'task.name: "table" tells neither classes nor numbers. Give a task' in capsys.readouterr().err
+    assert 'task.name: "table" predicts neither classes nor numbers. Give a task' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"metric": "evaluation/f1", "value": 0.5, "step": 1}'])

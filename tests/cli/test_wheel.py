@@ -1,4 +1,4 @@
-"""The wheel, built without a network: it has the command and the shipped configurations, and works from an empty folder."""
+"""The wheel, built without a network: it holds the command and the shipped configurations, and works anywhere."""
 
 import json
 import os
