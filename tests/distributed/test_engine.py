@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import math
 import os
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -149,7 +148,7 @@ def agrees(folder: Path, ranks: Ranks, names: Sequence[str], **sections: dict[st
 
 
 def skips(folder: Path, name: str, ranks: Ranks, precision: str) -> dict[str, Any]:
-    """Steps spoiled by one sequence on rank 1, by a loss of NaN, of infinity, and by its gradient alone; and one that
+    """Steps poisoned by one sequence on rank 1, by a loss of NaN, of infinity, and by its gradient alone; and one that
     was not accepted."""
     training = {"precision": precision}
     config = tiny_config(folder, "deepspeed", training=training, deepspeed={"zero_optimization": ZERO[name]})
@@ -175,7 +174,6 @@ def fails_to_save(folder: Path, ranks: Ranks) -> dict[str, Any]:
     _, engine = run(config, ranks, 1, 2, save=save)
     if ranks.rank == 1:
         engine.fragments = lambda: (_ for _ in ()).throw(OSError(28, "No space left on device", "disk"))  # type: ignore
-    began = time.monotonic()
     try:
         save.save(engine, 3, 24, {})
         message = ""
@@ -184,7 +182,6 @@ def fails_to_save(folder: Path, ranks: Ranks) -> dict[str, Any]:
     engine.close()
     return {
         "message": message,
-        "seconds": time.monotonic() - began,
         "left": sorted(path.name for path in save.directory.iterdir()),
         "opens": Checkpoint.open(find_newest(save.directory) or "").step,
     }
@@ -200,10 +197,10 @@ def strangers(folder: Path, ranks: Ranks) -> str:
     return ""
 
 
-def rolls(ranks: Ranks) -> dict[str, Any]:
+def consensus(ranks: Ranks) -> dict[str, Any]:
     """Rank 1 has no data, is asked to stop, and needs longer; rank 0 still writes and skipped three sequences."""
     here = ranks.rank == 1
-    call = sync_step(
+    known = sync_step(
         ranks, stop=here, failed=here, writing=not here, skipped=0 if here else 3, spent=StepTimes(0.5 + ranks.rank)
     )
     stopped = []
@@ -213,7 +210,7 @@ def rolls(ranks: Ranks) -> dict[str, Any]:
             stopped.append(False)
         except StopWanted:
             stopped.append(True)
-    return {"call": {**dataclasses.asdict(call), "waited": call.waited >= 0}, "stopped": stopped}
+    return {"known": {**dataclasses.asdict(known), "waited": known.waited >= 0}, "stopped": stopped}
 
 
 def across(folder: Path, ranks: Ranks, checkpoints: dict[str, str]) -> dict[str, Any]:
@@ -249,7 +246,7 @@ def everything(folder: str) -> dict[str, Any]:
     report["across"] = across(place, ranks, {name: case["checkpoint"] for name, case in report["fp32"].items()})
     report["skips"] = {name: skips(place, name, ranks, "fp32") for name in ZERO}
     report["skips"] |= {f"{name} bf16": skips(place, name, ranks, "bf16") for name in BF16}
-    report["rolls"] = rolls(ranks)
+    report["consensus"] = consensus(ranks)
     report["strangers"] = strangers(place, ranks)
     report["abort"] = fails_to_save(place, ranks)
     report["shared_memory"] = [p.name for p in Path("/dev/shm").glob(f"deepspeed*_{os.environ['MASTER_PORT']}_*")]
@@ -260,7 +257,7 @@ def everything(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     first, second = run_ranks(everything, timeout=900, folder=str(tmp_path_factory.mktemp("ranks")))
-    for case in ("fp32", "bf16", "adafactor", "tied", "checkpointed", "across", "skips", "rolls"):
+    for case in ("fp32", "bf16", "adafactor", "tied", "checkpointed", "across", "skips", "consensus"):
         assert first[case] == second[case], "the ranks disagree"
     return first
 
@@ -341,7 +338,7 @@ def test_N1_what_is_not_finite_on_one_rank_is_skipped_on_all(report: dict[str, A
 def test_what_one_rank_knows_all_ranks_act_on(report: dict[str, Any]) -> None:
     answers = {"stop": True, "failed": True, "writing": True, "skipped": 3}
     answers |= {"spent": [[0.5, 0.0, 0.0], [1.5, 0.0, 0.0]], "waited": True}
-    assert report["rolls"] == {"call": answers, "stopped": [False, True]}
+    assert report["consensus"] == {"known": answers, "stopped": [False, True]}
 
 
 def test_F2_ranks_with_different_configurations_do_not_start(report: dict[str, Any]) -> None:
@@ -351,7 +348,6 @@ def test_F2_ranks_with_different_configurations_do_not_start(report: dict[str, A
 def test_C4_a_failing_rank_aborts_the_save_of_all(report: dict[str, Any]) -> None:
     case = report["abort"]
     assert "Rank 1" in case["message"] and "No space left on device" in case["message"]
-    assert case["seconds"] < 5
     assert case["left"] == ["00000002", "latest"]
     assert case["opens"] == 2
 

@@ -1,6 +1,5 @@
 """What ranks agree on when they save: the same thing, all of it or nothing."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +90,11 @@ def test_C4_one_ranks_failure_is_everybodys(
         return write(file, path, progress)
 
     monkeypatch.setattr(rank_file.RankFile, "write", fails)
-    began = time.monotonic()
     errors = save_twice(tmp_path, asynchronous=asynchronous)
-    assert time.monotonic() - began < 5
     assert [type(error) for error in errors] == [expected] * 2 and str(errors[0]) == str(errors[1])
     assert errors[0].exit_code == exit_code
-    assert "the checkpoint of step 2 was not saved. Rank 1: " in str(errors[0]) and str(raised.args[-1]) in str(
-        errors[0]
-    )
+    message = str(errors[0])
+    assert "the checkpoint of step 2 was not saved. Rank 1: " in message and str(raised.args[-1]) in message
     assert names(tmp_path / "checkpoints") == ["00000001", "latest"]
     assert ("raise raised" in capsys.readouterr().err) == isinstance(raised, Bug), "a bug's traceback is shown"
 
