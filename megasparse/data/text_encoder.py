@@ -1,7 +1,7 @@
 """Pieces of text to tokens, with any tokenizer."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megasparse.data.encoding import Encoded
 from megasparse.data.tokenizers import build_tokenizer
@@ -25,7 +25,7 @@ class TextEncoder:
             self.tokenizer = build_tokenizer(tokenizer)
         except ConfigError as error:
             raise ConfigError("--tokenizer", error.problem, error.hint) from None
-        self._arguments = (tokenizer, documents, line_ends)
+        self._arguments: tuple[Any, ...] = (tokenizer, documents, line_ends)
         self.name, self.sha256 = self.tokenizer.name, self.tokenizer.sha256
         self.end = self.tokenizer.separator if documents else None
         if documents and self.end is None:
@@ -34,8 +34,8 @@ class TextEncoder:
         self.line_ends = line_ends
         self.width = width_for(max(self.tokenizer.vocabulary - 1, self.end or 0))
 
-    def __reduce__(self) -> tuple[type["TextEncoder"], tuple[str, bool, bool]]:
-        return TextEncoder, self._arguments
+    def __reduce__(self) -> tuple[type["TextEncoder"], tuple[Any, ...]]:
+        return type(self), self._arguments
 
     @property
     def file(self) -> Path | None:

@@ -184,7 +184,7 @@ def test_D3_more_than_max_damaged_is_an_error_with_the_counts(make_index, corpus
         read_all(reader, corpus)
 
 
-def test_D3_ten_thousand_bad_samples_are_passed_over_fast(make_index, figures, monkeypatch):
+def test_D3_ten_thousand_bad_samples_are_looked_for_once(make_index, monkeypatch):
     text = random.Random(2).randbytes(1_000_100)
     index = make_index(text, shard_bytes=1_000_000)
     path = index.directory / "train-000000.tar"
@@ -192,22 +192,13 @@ def test_D3_ten_thousand_bad_samples_are_passed_over_fast(make_index, figures, m
     for member in range(10_000):
         tar[member * 1024 + 512] ^= 1
     path.write_bytes(tar)
-    seconds = float("inf")
-    for _ in range(3):  # the machine may be busy with something else
-        monkeypatch.setattr(reader_module, "_examined", {})
-        reader = tolerant(index)
-        began = time.perf_counter()
-        good = read_all(reader, text)
-        seconds = min(seconds, time.perf_counter() - began)
-        assert good == {"train-000000.tar": 0, "train-000001.tar": 1}
-        if 10_000 / seconds >= 5_000:
-            break
-    assert 10_000 / seconds >= 5_000
-    figures(skipping_10000_bad_samples_seconds=seconds)
-    began = time.perf_counter()
+    examined: list[str] = []
+    find = reader_module.find_damage
+    monkeypatch.setattr(reader_module, "find_damage", lambda *given: examined.append(given[1].file) or find(*given))
+    assert read_all(tolerant(index), text) == {"train-000000.tar": 0, "train-000001.tar": 1}
     with pytest.raises(DataError, match=r"10000 of the 10001 samples"):
         tolerant(index, 0.01).read(0, 0, 1)
-    assert time.perf_counter() - began < 2
+    assert examined == ["train-000000.tar"]
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -232,12 +232,12 @@ def test_damage_is_counted_and_replaced_in_its_own_corpus(folders):
 def test_the_limit_of_damage_is_of_each_corpus(folders):
     """One of 7 samples is too much for 0.1, though it is one of 27 altogether."""
     corrupt(folders[0] / "train-000000.tar", 1)
-    with pytest.raises(DataError, match=r"1 of the 7 samples of .train. are damaged .*max_damaged = 0\.1") as reported:
+    with pytest.raises(DataError, match=r"1 of the 7 samples of .train. are damaged .*max_damaged = 0\.1") as caught:
         take(batches(opened(folders, tolerant=True), max_damaged=0.1), 30)
-    assert reported.value.path == str(folders[0])
-    with pytest.raises(DataError, match="this shard is damaged: its sha256") as reported:
+    assert caught.value.path == str(folders[0])
+    with pytest.raises(DataError, match="this shard is damaged: its sha256") as caught:
         take(batches(opened(folders)), 30)
-    assert reported.value.path == str(folders[0] / "train-000000.tar")
+    assert caught.value.path == str(folders[0] / "train-000000.tar")
 
 
 def test_a_corpus_without_one_sequence_is_named(folders):

@@ -84,10 +84,10 @@ def test_a_wrong_width_in_the_index_is_found(tmp_path, made, stated, tolerated):
             shard["width"] = stated
 
     edit(Index.load(folder), change)
-    with pytest.raises(DataError, match="10 of the 28 samples" if tolerated else r"train-000000\.tar") as reported:
+    with pytest.raises(DataError, match="10 of the 28 samples" if tolerated else r"train-000000\.tar") as caught:
         index = Index.load(folder, tolerant=tolerated)
         ShardReader(index, "train", damage=Damage(index, "train", 0.1) if tolerated else None).read(0, 0, 10)
-    assert "\n" not in str(reported.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_shard_too_small_for_its_tokens_is_found_at_the_start(tmp_path):
@@ -170,9 +170,9 @@ def test_one_damaged_sample_of_wide_tokens_loses_no_other(tmp_path, width):
 )
 def test_records_must_be_a_number_of_tokens_and_fill_the_shards(tmp_path, record, problem):
     folder = write_folder(tmp_path / "data", tokens_of(2), width=2, record=record)
-    with pytest.raises(DataError, match=problem) as reported:
+    with pytest.raises(DataError, match=problem) as caught:
         Index.load(folder)
-    assert "\n" not in str(reported.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_record_is_that_of_the_settings(tmp_path):

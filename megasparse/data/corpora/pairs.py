@@ -68,8 +68,8 @@ def _splits(
     source: Source, sizes: Mapping[str, int], settings: Mapping[str, Any]
 ) -> Iterator[tuple[str, Iterable[Document]]]:
     missing = dict.fromkeys(sizes)
-    reported = text_documents(source, settings["documents"])
-    for name, group in groupby(reported, key=lambda document: split_at(document.start, sizes)):
+    spans = text_documents(source, settings["documents"])
+    for name, group in groupby(spans, key=lambda document: split_at(document.start, sizes)):
         del missing[name]
         yield name, [packed(group)]
     if missing:
@@ -83,15 +83,12 @@ class PairEncoder(PaddedEncoder):
     def __init__(self, tokenizer: str, length: int, seed: int):
         """Raises ConfigError for a tokenizer without special tokens, a length that holds no pair, a negative seed."""
         super().__init__(tokenizer)
-        self.rebuilt = (tokenizer, length, seed)
+        self._arguments = (tokenizer, length, seed)
         self.record, self.seed = length, seed
         if length < 5:
             raise ConfigError("--length", f"{length} tokens hold no pair of segments", "Give 5 or more, such as 512")
         if seed < 0:
             raise ConfigError("--seed", f"{seed} is negative", "Give 0 or more")
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:  # type: ignore[override]
-        return PairEncoder, self.rebuilt
 
     def encode(self, piece: bytes) -> Encoded:
         """Encode documents as sentences.py separates them, each cut by draws of (seed, its text)."""

@@ -110,12 +110,9 @@ class ParallelEncoder(PaddedEncoder):
 
     def __init__(self, tokenizer: str, source_length: int, target_length: int):
         super().__init__(tokenizer)
-        self.rebuilt = (tokenizer, source_length, target_length)
+        self._arguments = (tokenizer, source_length, target_length)
         self.lengths = (source_length, target_length)
         self.record = source_length + target_length
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:  # type: ignore[override]
-        return ParallelEncoder, self.rebuilt
 
     def encode(self, piece: bytes) -> Encoded:
         """raw_bytes and words are those of the targets, which the decoder predicts."""

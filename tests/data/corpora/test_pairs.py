@@ -101,15 +101,15 @@ def test_segments_are_of_whole_sentences_and_fit():
     for case in range(200):
         lengths = rng.integers(1, 14, size=rng.integers(1, 9)).tolist()
         tokens = [np.full(n, i) for i, n in enumerate(lengths)]
-        reported: list[int] = []
+        numbered: list[int] = []
         for first, second in segments(tokens, 12, Words(0, str(case))):
             here = np.concatenate([first, second])
             numbers = np.unique(here).tolist()
             assert len(here) <= 12 and first[-1] + 1 == second[0]
             assert numbers == list(range(numbers[0], numbers[-1] + 1))
             assert len(here) == sum(lengths[n] for n in numbers)
-            reported += numbers
-        assert reported == sorted(set(reported))
+            numbered += numbers
+        assert numbered == sorted(set(numbered))
     assert not list(segments([], 12, Words(0, ""))) and not list(segments([np.zeros(3)], 12, Words(0, "")))
     five = [np.full(2, number) for number in range(5)]
     assert {len(next(iter(segments(five, 10, Words(0, str(i)))))[0]) for i in range(60)} == {2, 4, 6, 8}
