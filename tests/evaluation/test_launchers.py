@@ -217,7 +217,7 @@ def test_an_encoder_logs_losses_of_masked_tokens_and_no_code_length(folder):
 
 def test_an_encoder_writes_no_text(folder, capsys):
     message = refused(capsys, generate, "--checkpoint", folder / "encoder", "--tokens", 3)
-    assert "an encoder tells masked tokens and writes no text" in message
+    assert "an encoder predicts masked tokens and writes no text" in message
 
 
 @pytest.mark.parametrize("name", ["evaluate", "generate"])
