@@ -1,8 +1,8 @@
-"""Notices that a rank makes no progress, says which one and what it was doing, and ends this process.
+"""Notice that a rank makes no progress, report which one and what it was doing, and end this process.
 
 Each rank rewrites one small file, its heartbeat, and reads those of the others. Only the writer's clock measures how
 long ago its progress was, and only the reader's how long a heartbeat has stood still: no clock is compared across
-hosts. One thread exchanges heartbeats; another judges, because the first may be inside a file system that has stopped
+hosts. One thread exchanges heartbeats; another decides, because the first may be inside a file system that has stopped
 answering.
 """
 
@@ -38,36 +38,37 @@ LAST_WORDS = 2.0
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank says of itself."""
+    """The state of a rank, as it writes it for the others."""
 
     launch: str
     rank: int
     host: str
     pid: int
     beats: int
-    """Of the thread that writes: it stands still when the process is stopped, gone, or cannot write."""
+    """Number of this heartbeat; it stands still when the process is stopped, gone, or cannot write."""
     counter: int
-    """Signs of progress so far; the rank with fewest is the one that the others wait for."""
+    """Signs of progress so far; the others wait for the rank with the fewest."""
     age: float
     """Seconds since the last one."""
     doing: str
     stop: bool
-    """Was asked to stop."""
+    """Whether the rank was asked to stop."""
     limit: float
-    """Seconds without progress after which this rank hangs."""
+    """Seconds without progress after which the rank hangs."""
     ended: bool
 
 
 class Watchdog:
-    """Around training: `with Watchdog(...) as watchdog`, and `watchdog.progress("step 3, ...")` at every turn.
+    """Ends a rank that hangs: `with Watchdog(...) as watchdog`, and `watchdog.progress("step 3, ...")` at every turn.
 
     It fires when no rank has made progress for its limit: then one line names the rank that is behind, the stacks of
     all threads go to stderr, and the process exits with errors.HANG. While some rank makes progress, a slow save say,
     the others wait for it and nobody fires.
 
-    directory: of the heartbeats, the same for all ranks. launch: tells the launches of a run apart, the same on all
+    directory: folder of the heartbeats, the same for all ranks. launch: name of this launch of the run, the same on all
     ranks. timeout: seconds, 0 never fires; ten times as long until a second step begins, and never less than four
     times the longest time between two calls of `progress` since then. stop_wanted: whether this rank was asked to stop.
+    clock: seconds since any moment.
 
     A rank whose main thread holds Python's lock runs no watchdog: a timer of faulthandler's then prints its stacks and
     ends it, with exit code 1, a second after the limit, or three where others are to name it first.
@@ -81,47 +82,48 @@ class Watchdog:
         world_size: int,
         timeout: float,
         stop_wanted: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._directory = directory
         self._launch, self._rank, self._world_size = launch, rank, world_size
-        self._timeout, self._stop_wanted = timeout, stop_wanted
+        self._timeout, self._stop_wanted, self._clock = timeout, stop_wanted, clock
         self._period = min(0.5, timeout / 20) if timeout else 0.5
-        self._host, self._began = socket.gethostname(), time.monotonic()
+        self._host, self._began = socket.gethostname(), self._clock()
         self._latest = (0, self._began, "starting")  # counter, when, what; replaced as one, so that it needs no lock
         self._first_step: str | None = None
         self._longest: float | None = None  # None: still in the first step
         self._beats, self._storage_fails = 0, False
         self._others: list[tuple[Heartbeat, float] | None] = [None] * world_size  # and when it was new to us
         self._over = threading.Event()
-        self._exchange_thread = threading.Thread(target=self._exchange, name="heartbeats", daemon=True)
-        self._judge_thread = threading.Thread(target=self._judge, name="watchdog", daemon=True)
+        self._exchange_thread = threading.Thread(target=self._exchange_all, name="heartbeats", daemon=True)
+        self._decision_thread = threading.Thread(target=self._decide, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         self._exchange_thread.start()
-        self._judge_thread.start()
+        self._decision_thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._judge_thread.join(LAST_WORDS)
+        self._decision_thread.join(LAST_WORDS)
         faulthandler.cancel_dump_traceback_later()
-        # A rank that fails says nothing more: others that go on waiting for it then name it.
+        # A rank that fails writes nothing more: others that go on waiting for it then name it.
         if error is None:
             self._write_last(replace(self._own(), ended=True))
 
     def progress(self, doing: str) -> None:
-        """A sign of progress, and what comes now, "step 12, micro-batch 3". Main thread only; alike on all ranks."""
+        """Note progress, and what comes now, "step 12, micro-batch 3". Main thread only; called alike on all ranks."""
         self._note(doing, 1)
 
     def alive(self, doing: str) -> None:
-        """A sign of life in what other ranks may do less of, or none: a block of a file. Main thread only."""
+        """Note a sign of life in work that other ranks may have less of: a block of a file. Main thread only."""
         self._note(doing, 0)
 
     def _note(self, doing: str, progress: int) -> None:
         counter, before, _ = self._latest
-        now = time.monotonic()
+        now = self._clock()
         if self._longest is not None:
             self._longest = max(self._longest, now - before)
         elif step := re.match(r"step \d+", doing):
@@ -145,26 +147,30 @@ class Watchdog:
             pid=os.getpid(),
             beats=self._beats,
             counter=counter,
-            age=time.monotonic() - when,
+            age=self._clock() - when,
             doing=doing[:200],
             stop=self._stop_wanted(),
             limit=limit,
             ended=False,
         )
 
-    def _exchange(self) -> None:
+    def _exchange_all(self) -> None:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self._storage_failed(error)
         while True:
-            self._beats += 1
-            self._write(self._own())
-            for rank in range(self._world_size):
-                if rank != self._rank:
-                    self._read(rank)
+            self.exchange()
             if self._over.wait(self._period):
                 return
+
+    def exchange(self) -> None:
+        """Write this rank's heartbeat and read those of the others."""
+        self._beats += 1
+        self._write(self._own())
+        for rank in range(self._world_size):
+            if rank != self._rank:
+                self._read(rank)
 
     def _path(self, rank: int) -> Path:
         return self._directory / f"rank-{rank:05}.json"
@@ -204,32 +210,36 @@ class Watchdog:
             return  # read while it was being written: the one before stays
         known = self._others[rank]
         if heartbeat.launch == self._launch and (known is None or known[0].beats != heartbeat.beats):
-            self._others[rank] = (heartbeat, time.monotonic())
+            self._others[rank] = (heartbeat, self._clock())
 
     def _storage_failed(self, error: OSError) -> None:
         if not self._storage_fails:
             self._storage_fails = True
-            _tell(
+            _report(
                 f"rank {self._rank}: heartbeats in {self._directory} fail ({error.strerror}). Training goes on; "
                 "a hang may not be noticed, or not name its rank"
             )
 
-    def _judge(self) -> None:
+    def _decide(self) -> None:
         while self._timeout:
-            own = self._own()
-            self._set_timer(own.limit)
-            if self._hangs(own):
-                self._give_up(own)
+            self._set_timer(self._own().limit)
+            if line := self.hang():
+                self._give_up(line)
             if self._over.wait(self._period):
                 return
 
+    def hang(self) -> str | None:
+        """The line that names who hangs; None while some rank makes progress."""
+        own = self._own()
+        return self._verdict(own) if self._hangs(own) else None
+
     def _set_timer(self, limit: float) -> None:
-        """A C thread, which needs no lock of Python's. The others, if any, speak first."""
+        """Start the timer of faulthandler's C thread, which needs no lock of Python's. Other ranks report first."""
         if self._timeout and not self._over.is_set():
             faulthandler.dump_traceback_later(limit + (3 if self._world_size > 1 else 1), exit=True, file=2)
 
     def _hangs(self, own: Heartbeat) -> bool:
-        now = time.monotonic()
+        now = self._clock()
         starting = now - self._began < START * self._timeout and not self._storage_fails
         for rank, known in enumerate(self._others):
             if known is None:
@@ -239,19 +249,19 @@ class Watchdog:
                 return False  # a silent rank by our own limit: its last word may be from its first step
         return own.age >= own.limit
 
-    def _give_up(self, own: Heartbeat) -> None:
+    def _give_up(self, line: str) -> None:
         threading.Timer(LAST_WORDS, os._exit, [HANG]).start()
-        _tell(self._verdict(own))
+        _report(line)
         faulthandler.dump_traceback(file=2, all_threads=True)
-        self._write_last(own)  # or its silence would look like the cause to the others
+        self._write_last(self._own())  # or its silence would look like the cause to the others
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
         os._exit(HANG)
 
     def _verdict(self, own: Heartbeat) -> str:
-        """Who is behind: ranks never heard of, or else those fallen silent, or else those with the least progress."""
-        now = time.monotonic()
+        """Name who is behind: ranks never heard of, or else those fallen silent, or else those with least progress."""
+        now = self._clock()
         heard = [(own, 0.0)] + [(known[0], now - known[1]) for known in self._others if known]
         unheard = [r for r in range(self._world_size) if r != self._rank and self._others[r] is None]
         alive = [(beat, silence) for beat, silence in heard if not beat.ended]
@@ -288,13 +298,13 @@ def _checksum(fields: dict[str, object]) -> int:
 
 
 def _state(process: int) -> str:
-    """The kernel's word for a process of this host: "S (sleeping)", "T (stopped)", ..., or "gone"."""
+    """State of a process of this host as the kernel names it: "S (sleeping)", "T (stopped)", ..., or "gone"."""
     try:
         return Path(f"/proc/{process}/status").read_text().split("\nState:", 1)[1].split("\n", 1)[0].strip()
     except OSError:
         return "gone"
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     with suppress(OSError):  # past sys.stderr, whose lock the main thread may hold
         os.write(2, f"{line}\n".encode())
