@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 USELESS_TO_RESTART = (UserError.exit_code, TrainingError.exit_code)
 EXIT_CODES = {
     1: "an error of the program",
-    UserError.exit_code: "a mistake to mend",
+    UserError.exit_code: "a mistake to correct",
     StorageError.exit_code: "a checkpoint could not be written",
     TrainingError.exit_code: "training diverged, and would again",
     HANG: "the run hung",
@@ -48,7 +48,7 @@ SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
 
 
 def checkpoints_folder(script_arguments: Sequence[str], restarts: int = 0) -> Path:
-    """Where the run that a training script is given by its arguments (--config, --set) has its checkpoints.
+    """Folder of the checkpoints of the run that a training script's arguments (--config, --set) configure.
 
     Raises ConfigError where that configuration is wrong (all of it but the `deepspeed` section, which is DeepSpeed's to
     check, and importing that takes seconds), or where every one of several starts would begin at the same checkpoint.
@@ -67,7 +67,7 @@ def checkpoints_folder(script_arguments: Sequence[str], restarts: int = 0) -> Pa
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
-    """A socket bound to the port (0: a free one); while it lives, nobody is handed that port by chance.
+    """Bind a socket to the port (0: a free one); while it lives, no other process is given that port by chance.
 
     With SO_REUSEADDR on both sides, and as this one never listens, rank 0 can listen there nevertheless.
     Raises OSError where somebody else listens.
@@ -93,7 +93,7 @@ class NodeLayout:
 
     @contextmanager
     def meeting_point(self) -> Iterator[tuple[str, int]]:
-        """Host and port of rank 0; reserved meanwhile, where that one runs here. Raises UserError where it is taken."""
+        """Yield host and port of rank 0, reserved where that rank runs here. Raises UserError where it is taken."""
         if self.address and self.node_rank > 0:
             yield self.address
             return
@@ -122,7 +122,8 @@ class NodeLayout:
 class RankProcess:
     """One rank. It is not reaped before `reap`, so that its number cannot have come to mean another process."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]):
+    def __init__(self, command: list[str], environment: dict[str, str], clock: Callable[[], float]):
+        self._clock = clock
         self.rank = environment["RANK"]
         self.process = subprocess.Popen(command, env=environment, start_new_session=True)
         self.code: int | None = None
@@ -134,7 +135,7 @@ class RankProcess:
             state = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if state is not None:
                 self.code = state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
-                self.ended_at = time.monotonic()
+                self.ended_at = self._clock()
         return self.code is not None
 
     def send(self, signum: int) -> None:
@@ -142,7 +143,7 @@ class RankProcess:
             os.kill(self.process.pid, signum)
 
     def kill(self) -> None:
-        """End it and all it has started, stopped ones too."""
+        """Kill it and all it has started, stopped ones too."""
         os.killpg(self.process.pid, signal.SIGKILL)
 
     def reap(self) -> None:
@@ -160,25 +161,33 @@ class RankProcess:
 
 
 class Supervisor:
-    """Runs `command` as the ranks of `place` until they end well or a signal has ended them.
+    """Runs `command` as the ranks of this node's `layout` until they end well or a signal has ended them.
 
-    checkpoints: the run's folder of them, which shows its progress. restarts: how often in a row a failure may be
-    followed by another start without a new checkpoint in between.
+    checkpoints: folder of the run's checkpoints, which shows its progress. restarts: how often in a row a failure may
+    be followed by another start without a new checkpoint in between. clock: seconds since any moment.
     """
 
-    def __init__(self, command: list[str], place: NodeLayout, checkpoints: Path, restarts: int = 0):
-        self.command, self.place, self.checkpoints, self.restarts = command, place, checkpoints, restarts
+    def __init__(
+        self,
+        command: list[str],
+        layout: NodeLayout,
+        checkpoints: Path,
+        restarts: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.command, self.layout, self.checkpoints, self.restarts = command, layout, checkpoints, restarts
+        self._clock = clock
         self.arrived: list[int] = []
-        """Signals that are still to be passed on, and"""
+        """Signals that are still to be passed on."""
         self.forwarded: set[int] = set()
-        """those that were."""
+        """Signals that were passed on."""
         self.asked_at: float | None = None
-        """When the first SIGTERM or SIGINT came."""
+        """Time of the first SIGTERM or SIGINT."""
         self.insisted: tuple[int, float] | None = None
-        """The second one, and when it came."""
+        """The second SIGTERM or SIGINT, and its time."""
 
     def run(self) -> int:
-        """The exit code: 0 where all ended well, else that of the rank that caused the end (128 + n: signal n)."""
+        """Return the exit code: 0 where all ended well, else that of the rank that caused the end (128 + n: signal n)."""
         for signum in FORWARDED:
             signal.signal(signum, lambda number, _: self.arrived.append(number))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would take the exit codes away
@@ -194,23 +203,23 @@ class Supervisor:
             if self.restarts and failures > self.restarts and not useless:
                 where = f"at the same checkpoint {after:08d}" if after >= 0 else "before the first checkpoint"
                 cause = f"stopped: ended {failures} times {where} without getting further; the last cause: {cause}"
-            tell(cause)
+            report(cause)
             if failures > self.restarts or useless or self._stopping():
                 return code
             seconds = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
-            tell(f"starting again in {seconds:g} s (restart {failures} of {self.restarts} without a new checkpoint)")
+            report(f"starting again in {seconds:g} s (restart {failures} of {self.restarts} without a new checkpoint)")
             self._wait(seconds)
             if self._stopping():
                 return code
 
     def _run_once(self) -> tuple[int, str]:
-        """From the start of the ranks to the end of the last; the exit code, and the cause in words."""
+        """Start the ranks and wait for the end of the last; return the exit code, and the cause in words."""
         ranks: list[RankProcess] = []
-        with self.place.meeting_point() as address:
+        with self.layout.meeting_point() as address:
             try:
-                for local_rank in range(self.place.ranks):
-                    ranks.append(RankProcess(self.command, self.place.environment(local_rank, address)))
-                while not all([rank.ended() for rank in ranks]) and time.monotonic() < self._limit(ranks):
+                for local_rank in range(self.layout.ranks):
+                    ranks.append(RankProcess(self.command, self.layout.environment(local_rank, address), self._clock))
+                while not all([rank.ended() for rank in ranks]) and self._clock() < self._limit(ranks):
                     time.sleep(POLL)
                     self._forward(ranks)
             finally:
@@ -222,7 +231,7 @@ class Supervisor:
 
     def _forward(self, ranks: list[RankProcess]) -> None:
         while self.arrived:
-            signum, now = self.arrived.pop(0), time.monotonic()
+            signum, now = self.arrived.pop(0), self._clock()
             if signum != signal.SIGUSR1:
                 if self.asked_at is None:
                     self.asked_at = now
@@ -235,7 +244,7 @@ class Supervisor:
             self.forwarded.add(signum)
 
     def _limit(self, ranks: list[RankProcess]) -> float:
-        """When those that still run are killed."""
+        """Time at which those that still run are killed."""
         limits = [rank.ended_at + LAST_WORDS for rank in ranks if rank.code]
         if not self._stopping():
             limits += [rank.ended_at + NORMAL_END for rank in ranks if rank.code == 0]
@@ -249,7 +258,7 @@ class Supervisor:
         if self.insisted:
             return 128 + self.insisted[0], f"ended at once, as a second {SIGNAL_NAMES[self.insisted[0]]} asked for"
         if early := {-rank.code for rank in ranks if rank.code} & self.forwarded:
-            tell(f"stopped by {SIGNAL_NAMES[min(early)]} before training had begun: there was nothing to save")
+            report(f"stopped by {SIGNAL_NAMES[min(early)]} before training had begun: there was nothing to save")
             return 0, ""
         failed = sorted((rank for rank in ranks if rank.code), key=lambda rank: rank.ended_at)
         if not failed:
@@ -260,7 +269,7 @@ class Supervisor:
         return cause.code if cause.code > 0 else 128 - cause.code, str(cause)
 
     def _newest_step(self) -> int:
-        """Step of the newest checkpoint; -1 where there is none, or where the storage cannot tell right now."""
+        """Step of the newest checkpoint; -1 where there is none, or the storage cannot be read right now."""
         try:
             newest = find_newest(self.checkpoints)
         except OSError:
@@ -271,10 +280,10 @@ class Supervisor:
         return bool(self.arrived or self.forwarded)
 
     def _wait(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not self._stopping():
+        end = self._clock() + seconds
+        while self._clock() < end and not self._stopping():
             time.sleep(POLL)
 
 
-def tell(line: str) -> None:
+def report(line: str) -> None:
     print(f"supervisor: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,156 @@
+"""A supervisor on toy scripts as ranks, in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 300.0
+"""Seconds after which a test has found a hang."""
+
+WITH_CONSTANTS = """
+import functools, json, pathlib, runpy, sys
+from megasparse.training.stopping import supervisor
+clock = pathlib.Path(sys.argv[2])
+supervisor.Supervisor = functools.partial(supervisor.Supervisor, clock=lambda: float(clock.read_text()))
+for name, value in json.loads(sys.argv[1]).items():
+    getattr(supervisor, name)
+    setattr(supervisor, name, value)
+sys.argv = sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+TOY = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+HERE, RANK = Path(__file__).parent, int(os.environ["RANK"])
+CHECKPOINTS = HERE / "run" / "checkpoints"
+
+def note(name, text=""):
+    with open(HERE / f"{name}-{RANK}", "a") as file:
+        file.write(f"{text}\\n")
+
+def on_signals(act):
+    def handle(signum, frame):
+        note("signals", signal.Signals(signum).name)
+        act(signum)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(signum, handle)
+
+def wait_for(name):
+    while not (HERE / name).exists():
+        time.sleep(0.01)
+
+def save_and_end(after):
+    def act(signum):
+        wait_for(after)
+        note("saved")
+        sys.exit(0)
+    on_signals(act)
+
+def ready():
+    note("started", os.getpid())
+
+def sleep():
+    while True:
+        time.sleep(60)
+"""
+
+
+class Toy:
+    """launch/supervise.py on a script that is TOY and a few lines. Its clock stands still unless a test turns it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config = folder / "config.json"
+        self.config.write_text(json.dumps({"run": {"directory": str(folder / "run")}}))
+        self.now = 0.0
+        self.turn(0.0)
+
+    def turn(self, seconds: float) -> None:
+        """Turn the supervisor's clock."""
+        self.now += seconds
+        (self.folder / "clock.tmp").write_text(str(self.now))
+        (self.folder / "clock.tmp").rename(self.folder / "clock")
+
+    def allow(self, name: str) -> None:
+        """Let a rank go on that waits for `name`."""
+        (self.folder / name).touch()
+
+    def start(self, lines: str, *options: str, ignore: int | None = None, **constants: float) -> None:
+        (self.folder / "toy.py").write_text(TOY + lines)
+        script = [str(self.folder / "toy.py"), "--config", str(self.config)]
+        clock = str(self.folder / "clock")
+        changed = [sys.executable, "-c", WITH_CONSTANTS, json.dumps({"FIRST_WAIT": 0.0} | constants), clock]
+        with open(self.folder / "output.txt", "wb") as output:
+            self.process = subprocess.Popen(
+                [*changed, str(ROOT / "launch" / "supervise.py"), *options, *script],
+                env=os.environ | {"SUPERVISED_TOY": str(self.folder), "PYTHONPATH": str(ROOT)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=None if ignore is None else lambda: signal.signal(ignore, signal.SIG_IGN),
+            )
+
+    def wait_for(self, name: str, ranks: int = 2) -> None:
+        self.wait_until(lambda: all(self.notes(name, rank) for rank in range(ranks)))
+
+    def wait_until(self, true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not true():
+            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
+            time.sleep(0.01)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal as a terminal does: to the whole process group of the supervisor."""
+        os.killpg(self.process.pid, signum)
+
+    def wait(self) -> int:
+        return self.process.wait(LIMIT)
+
+    def wait_as_time_passes(self) -> int:
+        """Wait for the end while a second of the clock passes every 10 ms."""
+        deadline = time.monotonic() + LIMIT
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, self.said()
+            self.turn(1.0)
+            time.sleep(0.01)
+        return self.process.returncode
+
+    def run(self, lines: str, *options: str, **constants: float) -> int:
+        self.start(lines, *options, **constants)
+        return self.wait()
+
+    def said(self) -> str:
+        return (self.folder / "output.txt").read_text()
+
+    def cause(self) -> str:
+        """The last line."""
+        return self.said().splitlines()[-1]
+
+    def notes(self, name: str, rank: int) -> list[str]:
+        path = self.folder / f"{name}-{rank}"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def leftovers(self) -> list[int]:
+        """Processes, zombies not counted, that have inherited the environment."""
+        mark = f"SUPERVISED_TOY={self.folder}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+    def end(self) -> None:
+        for pid in self.leftovers():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if hasattr(self, "process"):
+            self.process.wait()
