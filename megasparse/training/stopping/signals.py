@@ -1,6 +1,6 @@
-"""Being asked to stop: by a signal, or by the end of the launcher that started this rank. Being asked for a trace.
+"""Requests to stop, by a signal or by the end of the launcher that started this rank, and requests for a trace.
 
-What asks is noticed by a thread, through the byte that Python's own C handler writes for each signal: the main thread
+A request is noticed by a thread, through the byte that Python's own C handler writes for each signal: the main thread
 may be inside a collective for minutes, and runs no Python until that returns.
 """
 
@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -26,17 +27,18 @@ class StopSignals:
     """Notes SIGTERM, SIGINT and SIGUSR1; the training loop reads `wanted` and stops by itself, saving.
 
     A second SIGTERM or SIGINT, at least 0.5 s after the first, ends the process at once with exit code 128 + its
-    number; SIGUSR1 never does. SIGUSR2 prints the stacks of all threads, and asks for a trace of the next steps. Made
-    on the main thread.
+    number; SIGUSR1 never does. SIGUSR2 prints the stacks of all threads, and asks for a trace of the next steps. To be
+    constructed on the main thread. clock: seconds since any moment.
     """
 
     wanted: str | None = None
-    """Why to stop ("SIGTERM", "the launcher ended"); None while nobody asked."""
+    """Reason to stop ("SIGTERM", "the launcher ended"); None while nobody asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._parent = os.getppid()
         self._trace = threading.Event()
-        self._told = threading.Lock()
+        self._reported = threading.Lock()
         arrived, arriving = os.pipe()
         os.set_blocking(arriving, False)
         signal.set_wakeup_fd(arriving, warn_on_full_buffer=False)
@@ -57,7 +59,7 @@ class StopSignals:
             return
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGUSR1))
-        if os.getppid() != self._parent:  # it ended before the kernel was asked to tell
+        if os.getppid() != self._parent:  # it ended before the kernel was asked for its signal
             self._ask("the launcher ended")
             return
         with suppress(OSError):
@@ -83,8 +85,8 @@ class StopSignals:
             if number == signal.SIGUSR2:
                 self._trace.set()
             if number in (signal.SIGTERM, signal.SIGINT):
-                now = time.monotonic()
-                first = first or now
+                now = self._clock()
+                first = now if first is None else first
                 if now - first >= ONE_REQUEST:
                     os._exit(128 + number)
 
@@ -94,20 +96,20 @@ class StopSignals:
 
     def _ask(self, why: str) -> None:
         self.wanted = self.wanted or why
-        if self._told.acquire(blocking=False):  # and never released: told once
+        if self._reported.acquire(blocking=False):  # and never released: reported once
             again = "; once more ends at once" if why in ("SIGTERM", "SIGINT") else ""
             with suppress(OSError):  # nobody may be reading any more
                 os.write(2, f"{why}: saving and stopping after this step{again}\n".encode())
 
     def _follow(self, command: int) -> None:
-        with suppress(OSError):  # the launcher itself is gone: the kernel tells
+        with suppress(OSError):  # the launcher itself is gone: the kernel sends a signal
             while _parent_of(self._parent) == command:
                 time.sleep(POLL)
             self._ask("the launcher ended")
 
 
 def _forget() -> None:
-    """In a forked child: be like any process, and do not speak through the parent's pipe."""
+    """Restore default signal handling in a forked child, which must not write into the parent's pipe."""
     signal.set_wakeup_fd(-1)
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)

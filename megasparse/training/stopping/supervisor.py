@@ -187,7 +187,7 @@ class Supervisor:
         """The second SIGTERM or SIGINT, and its time."""
 
     def run(self) -> int:
-        """Return the exit code: 0 where all ended well, else that of the rank that caused the end (128 + n: signal n)."""
+        """Return the exit code: 0 where all ended well, else that of the rank at fault (128 + n: signal n)."""
         for signum in FORWARDED:
             signal.signal(signum, lambda number, _: self.arrived.append(number))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would take the exit codes away

@@ -1,4 +1,4 @@
-"""What asks a rank to stop, on processes of their own."""
+"""Requests to stop, in processes of their own whose clock stands still unless a test turns it."""
 
 import os
 import signal
@@ -7,23 +7,35 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from megasparse.training.stopping.signals import ONE_REQUEST
+
 ROOT = Path(__file__).parents[3]
+LIMIT = 120.0
+"""Seconds after which a test has found a hang."""
 
 RANK = """
 import os, sys, time
 from pathlib import Path
 from megasparse.training.stopping.signals import StopSignals
-signals = StopSignals()
 folder = Path(sys.argv[1])
+def clock():
+    now = float((folder / "clock").read_text()) if (folder / "clock").exists() else 0.0
+    with open(folder / "looks", "a") as looks:
+        looks.write(".")
+    return now
+signals = StopSignals(clock)
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.02)
 {before}
 signals.follow_launcher()
 (folder / "ready.tmp").write_text(str(os.getpid()))
 (folder / "ready.tmp").rename(folder / "ready")
-end = time.monotonic() + 20
-while signals.wanted is None and time.monotonic() < end:
+while signals.wanted is None:
     {turn}
 {after}
 (folder / "wanted.tmp").write_text(str(signals.wanted))
@@ -52,8 +64,24 @@ def start(folder: Path, code: str, **values: str) -> subprocess.Popen[str]:
     return process
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
+def turn_clock(folder: Path, now: float) -> None:
+    (folder / "clock.tmp").write_text(str(now))
+    (folder / "clock.tmp").rename(folder / "clock")
+
+
+def looks_at_clock(folder: Path) -> int:
+    return len((folder / "looks").read_text()) if (folder / "looks").exists() else 0
+
+
+def read_until(stream: IO[str] | None, word: str) -> None:
+    """Read lines up to the one with `word`."""
+    assert stream is not None
+    while word not in stream.readline():
+        pass
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + LIMIT
     while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.02)
     return met
@@ -70,7 +98,7 @@ def runs(pid: int) -> bool:
 def test_S1_a_signal_is_noted_and_the_process_ends_by_itself(tmp_path: Path, number: signal.Signals) -> None:
     rank = start(tmp_path, script(after="time.sleep(0.3)"))
     rank.send_signal(number)
-    _, said = rank.communicate(timeout=10)
+    _, said = rank.communicate(timeout=LIMIT)
     assert rank.returncode == 0, said
     assert (tmp_path / "wanted").read_text() == number.name
     assert said.count("\n") == 1 and said.startswith(f"{number.name}: saving and stopping")
@@ -79,7 +107,7 @@ def test_S1_a_signal_is_noted_and_the_process_ends_by_itself(tmp_path: Path, num
 def test_S1_the_note_is_there_at_once_for_the_thread_that_was_interrupted(tmp_path: Path) -> None:
     turn = "os.kill(os.getpid(), 15); (folder / 'seen').write_text(str(signals.wanted))"
     rank = start(tmp_path, script(turn=turn))
-    assert rank.wait(timeout=10) == 0
+    assert rank.wait(timeout=LIMIT) == 0
     assert (tmp_path / "seen").read_text() == "SIGTERM"
 
 
@@ -87,26 +115,30 @@ def test_S1_the_note_is_there_at_once_for_the_thread_that_was_interrupted(tmp_pa
 def test_S1_two_signals_within_half_a_second_are_one_and_a_later_one_ends_at_once(
     tmp_path: Path, second: signal.Signals
 ) -> None:
-    rank = start(tmp_path, script(after="time.sleep(20)"))
+    rank = start(tmp_path, script(after="wait_for('never')"))
     rank.send_signal(signal.SIGINT)
-    time.sleep(0.1)
+    assert wait_for(lambda: looks_at_clock(tmp_path) == 1)
+    turn_clock(tmp_path, ONE_REQUEST - 0.01)
     rank.send_signal(signal.SIGTERM)
-    time.sleep(0.7)
-    assert rank.poll() is None
-    began = time.monotonic()
+    assert wait_for(lambda: looks_at_clock(tmp_path) == 2)
+    turn_clock(tmp_path, ONE_REQUEST)
     rank.send_signal(second)
-    _, said = rank.communicate(timeout=10)
+    _, said = rank.communicate(timeout=LIMIT)
     assert rank.returncode == 128 + second
-    assert time.monotonic() - began < 1.0
     assert said.count("saving and stopping") == 1
 
 
 def test_S1_sigusr1_is_never_the_second_signal_and_makes_none_the_second(tmp_path: Path) -> None:
-    rank = start(tmp_path, script(after="time.sleep(2.5)"))
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
-        rank.send_signal(number)
-        time.sleep(0.7)
-    _, said = rank.communicate(timeout=10)
+    rank = start(tmp_path, script(after="wait_for('saved')"))
+    rank.send_signal(signal.SIGUSR1)
+    read_until(rank.stderr, "SIGUSR1: saving and stopping")
+    turn_clock(tmp_path, 2 * ONE_REQUEST)
+    rank.send_signal(signal.SIGTERM)
+    assert wait_for(lambda: looks_at_clock(tmp_path) == 1)
+    turn_clock(tmp_path, 4 * ONE_REQUEST)
+    rank.send_signal(signal.SIGUSR1)
+    (tmp_path / "saved").touch()
+    _, said = rank.communicate(timeout=LIMIT)
     assert rank.returncode == 0, said
     assert (tmp_path / "wanted").read_text() == "SIGUSR1"
 
@@ -114,13 +146,12 @@ def test_S1_sigusr1_is_never_the_second_signal_and_makes_none_the_second(tmp_pat
 def test_S1_signals_are_heard_while_the_main_thread_is_deep_in_a_library(tmp_path: Path) -> None:
     locked = "import ctypes; c = ctypes.CDLL(None); m = ctypes.create_string_buffer(64); c.pthread_mutex_lock(m)"
     rank = start(tmp_path, script(before=locked, turn="c.pthread_mutex_lock(m)"))  # which never comes back
-    time.sleep(0.2)
     rank.send_signal(signal.SIGTERM)
     assert rank.stderr is not None and rank.stderr.readline().startswith("SIGTERM: saving and stopping")
-    time.sleep(0.6)
-    assert rank.poll() is None
+    assert wait_for(lambda: looks_at_clock(tmp_path) == 1)
+    turn_clock(tmp_path, ONE_REQUEST)
     rank.send_signal(signal.SIGTERM)
-    assert rank.wait(timeout=1) == 128 + signal.SIGTERM
+    assert rank.wait(timeout=LIMIT) == 128 + signal.SIGTERM
 
 
 def test_S1_nobody_reading_stderr_is_no_reason_to_fail(tmp_path: Path) -> None:
@@ -128,17 +159,16 @@ def test_S1_nobody_reading_stderr_is_no_reason_to_fail(tmp_path: Path) -> None:
     assert rank.stderr is not None
     rank.stderr.close()
     rank.send_signal(signal.SIGTERM)
-    assert rank.wait(timeout=10) == 0
+    assert rank.wait(timeout=LIMIT) == 0
     assert (tmp_path / "wanted").read_text() == "SIGTERM"
 
 
 def test_S1_sigusr2_prints_the_stacks_and_asks_for_nothing(tmp_path: Path) -> None:
     rank = start(tmp_path, "def waiting_for_data():\n    time.sleep(1)\n" + script(turn="waiting_for_data()"))
     rank.send_signal(signal.SIGUSR2)
-    time.sleep(0.3)
+    read_until(rank.stderr, "in waiting_for_data")
     rank.send_signal(signal.SIGTERM)
-    _, said = rank.communicate(timeout=10)
-    assert "in waiting_for_data" in said
+    rank.communicate(timeout=LIMIT)
     assert (tmp_path / "wanted").read_text() == "SIGTERM"
 
 
@@ -149,7 +179,7 @@ def test_S1_a_forked_child_takes_signals_for_itself(tmp_path: Path) -> None:
     rank = start(tmp_path, script(before=fork, turn=turn))
     assert wait_for((tmp_path / "forked").exists)
     os.kill(int((tmp_path / "child").read_text()), signal.SIGTERM)
-    assert rank.wait(timeout=10) == 0
+    assert rank.wait(timeout=LIMIT) == 0
     assert os.WTERMSIG(int((tmp_path / "status").read_text())) == signal.SIGTERM
     assert (tmp_path / "wanted").read_text() == "None"
 
@@ -169,7 +199,7 @@ def test_S1_the_launcher_is_killed(tmp_path: Path, late: bool) -> None:
     launcher.kill()
     launcher.wait()
     (tmp_path / "killed").touch()
-    assert wait_for((tmp_path / "wanted").exists, 2.0)
+    assert wait_for((tmp_path / "wanted").exists)
     assert (tmp_path / "wanted").read_text() == "the launcher ended"
 
 
@@ -205,7 +235,7 @@ def test_S1_the_deepspeed_command_is_killed_and_its_launcher_lives_on(tmp_path: 
     top.kill()
     top.wait()
     if package == "deepspeed":
-        assert wait_for((tmp_path / "wanted").exists, 2.0)
+        assert wait_for((tmp_path / "wanted").exists)
         assert (tmp_path / "wanted").read_text() == "the launcher ended"
     else:  # torchrun, say, whose own parent may be a shell that has ended
         time.sleep(1.2)
