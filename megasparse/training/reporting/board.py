@@ -11,11 +11,11 @@ from torch.utils.tensorboard import SummaryWriter
 class Board:
     """A SummaryWriter that the first trouble switches off until the run is started again.
 
-    tell: called then. first_step: what an earlier process wrote of this step and later ones is hidden.
+    report: called then. first_step: what an earlier process wrote of this step and later ones is hidden.
     """
 
-    def __init__(self, directory: Path, first_step: int, tell: Callable[[str], None]):
-        self._directory, self._tell = directory, tell
+    def __init__(self, directory: Path, first_step: int, report: Callable[[str], None]):
+        self._directory, self._report = directory, report
         self._writer: SummaryWriter | None = None
         with self._surviving():
             self._writer = SummaryWriter(str(directory), purge_step=first_step)
@@ -51,7 +51,7 @@ class Board:
             yield
         except Exception as error:  # its background thread's is raised at the next call, of whatever kind it was
             self._writer = None
-            self._tell(
+            self._report(
                 f"{self._directory}: TensorBoard is switched off until the run is started again ({error}). "
                 "metrics.jsonl has every number"
             )

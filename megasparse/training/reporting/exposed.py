@@ -31,6 +31,6 @@ class ExposedCommunication:
         self._after_backward.start()
 
     def seconds(self) -> float:
-        """Of the step whose update was just done."""
+        """Exposed communication of the step whose update was just done."""
         self._after_backward.stop()
         return max(0.0, self._after_backward.seconds() - self._optimizing.seconds()) + self.meeting.seconds()

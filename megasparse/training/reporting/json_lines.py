@@ -14,12 +14,12 @@ from megasparse.data.files import replacing
 class JsonLines:
     """Appends lines. What the storage refuses waits in memory, in order, until it takes it.
 
-    tell: called once when the storage fails, and once when it works again. last_step: what an earlier process wrote of
-    later steps is cut off first; None keeps all but a line that a crash cut short.
+    report: called once when the storage fails, and once when it works again. last_step: what an earlier process wrote
+    of later steps is cut off first; None keeps all but a line that a crash cut short.
     """
 
-    def __init__(self, path: Path, tell: Callable[[str], None], last_step: int | None = None):
-        self.path, self._tell, self._last_step = path, tell, last_step
+    def __init__(self, path: Path, report: Callable[[str], None], last_step: int | None = None):
+        self.path, self._report, self._last_step = path, report, last_step
         self._descriptor: int | None = None
         self._prepared, self._failing = False, False
         self._length: int | None = None
@@ -28,7 +28,7 @@ class JsonLines:
         self.flush()
 
     def append(self, values: dict[str, Any]) -> None:
-        """One line, on its way to the disk when this returns; or later."""
+        """Append one line, on its way to the disk when this returns; or later."""
         self._waiting.append(json.dumps(values).encode() + b"\n")
         self.flush()
 
@@ -39,7 +39,7 @@ class JsonLines:
         except OSError as error:
             self._let_go()
             if not self._failing:
-                self._tell(
+                self._report(
                     f"{self.path} cannot be written ({error.strerror}; {_free(self.path)}): its lines are kept in "
                     "memory and written when it works again. Training goes on"
                 )
@@ -47,13 +47,13 @@ class JsonLines:
             return
         if self._failing:
             self._failing = False
-            self._tell(f"{self.path} can be written again: no line is missing")
+            self._report(f"{self.path} can be written again: no line is missing")
 
     def close(self) -> None:
-        """Write what waits, and say what could not be written."""
+        """Write what waits, and report what could not be written."""
         self.flush()
         if self._waiting:
-            self._tell(f"{self.path}: its last {len(self._waiting)} lines could not be written and are lost")
+            self._report(f"{self.path}: its last {len(self._waiting)} lines could not be written and are lost")
         self._let_go()
 
     def _write(self) -> None:

@@ -13,7 +13,7 @@ KINDS = ("weights", "gradients", "optimizer")
 
 
 def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[int, int]:
-    """What holds these tensors on `device`, and elsewhere. What several share counts once."""
+    """Bytes of the storages of these tensors on `device`, and elsewhere. A shared storage counts once."""
     storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -47,7 +47,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _of_process() -> dict[str, int]:
-    """Its memory at the moment; nothing where the system does not tell."""
+    """Memory in use at the moment; nothing where the system does not report it."""
     found = {}
     with suppress(OSError, ValueError, IndexError):
         status = Path("/proc/self/status").read_text()

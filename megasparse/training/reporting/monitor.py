@@ -89,7 +89,7 @@ class Monitor:
         return scalars
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """One step: a line of metrics.jsonl, and as often as `logging.every` says TensorBoard and the progress line."""
+        """Write a step to metrics.jsonl, and every `logging.every` steps to TensorBoard and the progress line."""
         if not self.writing:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
@@ -102,7 +102,7 @@ class Monitor:
             self._show_progress(step, scalars, evaluated)
 
     def ranks(self, step: int, table: RankTable) -> None:
-        """What each of several ranks spends of a step: to ranks.json, in place of the last one, and to TensorBoard."""
+        """Write what each of several ranks spends of a step to ranks.json, which is replaced, and to TensorBoard."""
         if self.writing and self._world_size > 1:
             self._board.text(step, "ranks", table.text())
             try:
@@ -111,17 +111,17 @@ class Monitor:
                 self.say(f"{self._directory / 'ranks.json'} cannot be written ({error.strerror})")
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A text sample, to TensorBoard."""
+        """Write a text sample to TensorBoard."""
         if self.writing:
             self._board.text(step, name, f"```\n{text}\n```")
 
     def image(self, step: int, name: str, picture: Tensor) -> None:
-        """A picture (height, width, 3) uint8, to TensorBoard."""
+        """Write a picture (height, width, 3) uint8 to TensorBoard."""
         if self.writing:
             self._board.image(step, name, picture)
 
     def event(self, step: int, message: str) -> None:
-        """Something out of the ordinary: to stderr, to TensorBoard, and to events.jsonl, which restarts leave whole."""
+        """Report something out of the ordinary to stderr, TensorBoard, and events.jsonl, which restarts leave whole."""
         if self.writing:
             self.say(message)
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -129,7 +129,7 @@ class Monitor:
             self._board.text(step, "events", message)
 
     def say(self, message: str) -> None:
-        """A line for people, on rank 0's stderr."""
+        """Print a line for people on rank 0's stderr."""
         if self.writing:
             with _no_terminal_matters():
                 self._bar.write(message, file=sys.stderr)
@@ -172,7 +172,7 @@ class Monitor:
 
 
 def _no_terminal_matters() -> contextlib.suppress:
-    """stderr may be a pipe whose reader is gone, or a file on a full disk."""
+    """Write to stderr, which may be a pipe whose reader is gone, or a file on a full disk."""
     return contextlib.suppress(OSError)
 
 

@@ -28,7 +28,7 @@ class StepTimes(NamedTuple):
 
     @property
     def own(self) -> float:
-        """What waits for no other rank."""
+        """Seconds of work that wait for no other rank."""
         return self.data + self.forward
 
 
@@ -46,13 +46,13 @@ class RankTable:
         return [StepTimes(*(median(column) for column in zip(*past, strict=True))) for past in self._past]
 
     def write(self, file: Path, step: int) -> None:
-        """As JSON, in place of the one before. Raises OSError."""
+        """Write the table as JSON, in place of the one before. Raises OSError."""
         rows = [{"rank": rank, **spent._asdict()} for rank, spent in enumerate(self.medians())]
         with replacing(file) as out:
             out.write(json.dumps({"step": step, "steps": len(self._past[0]), "ranks": rows}).encode() + b"\n")
 
     def text(self) -> str:
-        """In Markdown, the slowest ranks first; seconds, and their own part against the usual one."""
+        """Return the table in Markdown, the slowest ranks first; seconds, and their own part against the usual one."""
         medians = self.medians()
         of_others = usual([spent.own for spent in medians])
         slowest = sorted(enumerate(medians), key=lambda row: -row[1].own)[:SHOWN]

@@ -20,7 +20,7 @@ class Stragglers:
 
     def add(self, seconds_of_each_rank: list[float]) -> list[str]:
         """One step. Returns a line for each rank that has become a straggler: its median of the last 16 steps is more
-        than 1.5 times that of the ranks. It is told again only when it has ended and come again."""
+        than 1.5 times that of the ranks. It is reported again only when it has ended and come again."""
         for past, seconds in zip(self._seconds, seconds_of_each_rank, strict=True):
             past.append(seconds)
         if len(self._seconds) == 1 or len(self._seconds[0]) < STEPS:

@@ -22,8 +22,8 @@ class Tracer:
     """Writes run.directory/traces/step-00000012-rank-00000.json.gz, a Chrome trace of a rank from step 12 on.
 
     `logging.profile_steps` traces those steps on every rank. wanted: whether the next steps are to be traced on this
-    rank, as if asked once each time it says so. What cannot be traced or written is told on stderr, and training goes
-    on.
+    rank, as if asked once each time it says so. What cannot be traced or written is reported on stderr, and
+    training goes on.
     """
 
     def __init__(self, config: RunSettings, ranks: Ranks, wanted: Callable[[], bool]):

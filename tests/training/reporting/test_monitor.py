@@ -53,7 +53,7 @@ def test_a_line_that_did_not_fit_is_cut_off_and_written_when_it_fits(tmp_path: P
             file.append({"step": step, "text": "x" * 30})
             assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n"), "no reader ever sees a torn line"
             whole = max(whole, len(lines(tmp_path / "metrics.jsonl")))
-    assert 10 < whole < 30 and len(reported) == 1, "some fitted; told once, not a hundred times"
+    assert 10 < whole < 30 and len(reported) == 1, "some fitted; reported once, not a hundred times"
     assert str(tmp_path / "metrics.jsonl") in reported[0] and "bytes are free" in reported[0]
     file.append({"step": 101})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, 102))
@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_rewritten_whole_stays_as_it_was(tmp_path: Path) -
     assert path.read_text() == text and [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_events_are_told_written_and_kept_over_restarts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_are_reported_written_and_kept_over_restarts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_config(tmp_path)
     with Monitor(config, Ranks(), 0) as monitor:
         monitor.event(9, "LOSS SPIKE at step 9")

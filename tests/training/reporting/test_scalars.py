@@ -30,7 +30,7 @@ WORDS = {"REASON": "[A-Za-z0-9_ ]+", "KIND": f"({'|'.join(MECHANISMS)})", "METRI
 
 
 def documented() -> re.Pattern[str]:
-    """Every name that the tables tell."""
+    """Every name in the tables."""
     scalars: list[str] = []
     within: dict[str, list[str]] = {"model": [], "quality": []}
     table = scalars
@@ -149,7 +149,7 @@ def test_what_two_ranks_spend_and_hold(tmp_path: Path) -> None:
 
 
 class Clock:
-    """A time that goes on only when it is told to."""
+    """A time that goes on only when a test turns it."""
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.now = 0.0

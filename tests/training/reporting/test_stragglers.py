@@ -1,4 +1,4 @@
-"""Stragglers against the definition: a median of 16 steps over 1.5 times the usual one, told once."""
+"""Stragglers against the definition: a median of 16 steps over 1.5 times the usual one, reported once."""
 
 from statistics import median
 

@@ -97,7 +97,7 @@ def test_storage_that_fails_costs_the_trace_alone(tmp_path: Path, capfd: pytest.
 def test_a_trace_that_the_exporter_could_not_finish_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a disk that is full torch's exporter may say nothing."""
+    """Torch's exporter may not report a full disk."""
 
     def torn(self: object, path: str) -> None:
         Path(path).write_text('{"traceEvents": [{"name": "aten')
