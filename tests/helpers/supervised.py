@@ -17,8 +17,12 @@ LIMIT = 300.0
 WITH_CONSTANTS = """
 import functools, json, pathlib, runpy, sys
 from megasparse.training.stopping import supervisor
-clock = pathlib.Path(sys.argv[2])
-supervisor.Supervisor = functools.partial(supervisor.Supervisor, clock=lambda: float(clock.read_text()))
+file = pathlib.Path(sys.argv[2])
+def clock():
+    with open(f"{file}.looks", "a") as looks:
+        looks.write(".")
+    return float(file.read_text())
+supervisor.Supervisor = functools.partial(supervisor.Supervisor, clock=clock)
 for name, value in json.loads(sys.argv[1]).items():
     getattr(supervisor, name)
     setattr(supervisor, name, value)
@@ -71,10 +75,16 @@ class Toy:
         self.config = folder / "config.json"
         self.config.write_text(json.dumps({"run": {"directory": str(folder / "run")}}))
         self.now = 0.0
-        self.turn(0.0)
+        self._set_clock(0.0)
 
-    def turn(self, seconds: float) -> None:
-        """Turn the supervisor's clock."""
+    def turn(self, seconds: float = 0.0) -> None:
+        """Turn the supervisor's clock, and wait until it has acted on what was before."""
+        self._set_clock(seconds)
+        looks = self.folder / "clock.looks"
+        enough = looks.stat().st_size + 4
+        self.wait_until(lambda: looks.stat().st_size >= enough)
+
+    def _set_clock(self, seconds: float) -> None:
         self.now += seconds
         (self.folder / "clock.tmp").write_text(str(self.now))
         (self.folder / "clock.tmp").rename(self.folder / "clock")
@@ -119,7 +129,7 @@ class Toy:
         deadline = time.monotonic() + LIMIT
         while self.process.poll() is None:
             assert time.monotonic() < deadline, self.said()
-            self.turn(1.0)
+            self._set_clock(1.0)
             time.sleep(0.01)
         return self.process.returncode
 

@@ -22,6 +22,7 @@ def test_S1_a_signal_reaches_each_rank_once_and_a_save_may_take_longer_than_any_
     toy.signal(signal.Signals[name])
     toy.allow("save-0")
     toy.wait_for("saved", ranks=1)
+    toy.turn()  # its end is seen
     toy.turn(10_000.0)
     toy.wait_for("signals")
     toy.allow("save-1")
@@ -38,7 +39,7 @@ def test_S1_two_signals_at_once_are_one_request(toy):
     toy.wait_for("signals")
     toy.turn(supervisor.AGAIN - 0.1)
     toy.signal(signal.SIGTERM)  # DeepSpeed's launcher sends both, 0.1 s apart
-    toy.turn(supervisor.AT_ONCE)
+    toy.turn()
     toy.allow("save")
     assert toy.wait() == 0
     assert [toy.notes("signals", rank) for rank in range(2)] == [["SIGINT"]] * 2
@@ -178,6 +179,7 @@ def test_S2_a_rank_that_hangs_after_the_others_ended_well_is_named(toy):
 def test_S2_a_rank_may_end_a_little_later_than_another(toy):
     toy.start("RANK and wait_for('end'); note('done')", "--ranks", "2")
     toy.wait_for("done", ranks=1)
+    toy.turn()  # its end is seen
     toy.turn(supervisor.NORMAL_END - 1)
     toy.allow("end")
     assert toy.wait() == 0 and toy.notes("done", 1)
