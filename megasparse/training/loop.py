@@ -31,7 +31,7 @@ def train(run: TrainingRun) -> RunResult:
     here = LoopState(run.start, config.training.skip_loss_spikes, run.selection)
     last = min(steps, run.stop_at or steps)
     if here.step >= last or here.ended_early:
-        run.monitor.say(f"nothing left to do: {_nothing_left(here, steps, last)}")
+        run.monitor.say(_why_not_begun(here, steps, last))
         return _result(run, here)
     if here.step:
         run.monitor.event(here.step, f"started again, after step {here.step}")
@@ -74,13 +74,13 @@ def _result(run: TrainingRun, here: LoopState) -> RunResult:
     return RunResult(Path(run.config.run.directory), here.step, complete)
 
 
-def _nothing_left(here: LoopState, steps: int, last: int) -> str:
-    if here.step < last:
-        return here.verdict
-    if last < here.step < steps:
-        return f"--stop-at {last} lies before step {here.step} of {steps}, which is done"
-    done = f"all {steps}" if last == steps else f"{here.step} of {steps}"
-    return f"{done} steps are done (training.steps)"
+def _why_not_begun(here: LoopState, steps: int, last: int) -> str:
+    if here.ended_early:
+        return f"nothing left to do: {here.verdict}"
+    if here.step < steps:
+        where = "is" if last == here.step else "lies behind"
+        return f"--stop-at {last}: step {last} {where} the run's step {here.step} of {steps}. Give a later one"
+    return f"nothing left to do: all {steps} steps are done (training.steps)"
 
 
 def _last_word(here: LoopState, steps: int) -> str:

@@ -68,6 +68,22 @@ def test_a_run_stopped_at_a_step_goes_on_as_if_it_had_run_through(tmp_path: Path
         assert [line[name] for line in metrics(stopped)] == [line[name] for line in metrics(straight)]
 
 
+def test_a_run_that_is_past_its_last_step_says_why_it_does_not_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tmp_path)
+    launch(config, stop_at=7)
+    for stop, why in ((7, "step 7 is the run's step 7 of 20"), (5, "step 5 lies behind the run's step 7 of 20")):
+        capsys.readouterr()
+        launch(config, stop_at=stop)
+        message = capsys.readouterr().err
+        assert f"--stop-at {stop}: {why}. Give a later one" in message and "nothing left" not in message
+    launch(config)
+    launch(config, stop_at=5)
+    assert "nothing left to do: all 20 steps are done (training.steps)" in capsys.readouterr().err
+    assert [line["step"] for line in metrics(config)] == list(range(1, 21))
+
+
 def test_every_step_has_one_line_with_every_scalar(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, evaluation={"every": 6}, logging={"peak_tflops": 0.5})
     assert launch(config) == [6, 12, 18]
