@@ -42,7 +42,6 @@ def download(url: str, folder: Path) -> Path:
     name = f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{re.sub(r'[^A-Za-z0-9._-]', '_', name)[-120:]}"
     copy, record = folder / name, folder / f"{name}.json"
     if not copy.exists():
-        folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{name}.partial"
         try:
             _fetch(url, partial, folder / f"{name}.validator")
@@ -76,6 +75,7 @@ def _fetch(url: str, partial: Path, validator: Path) -> None:
     with response:
         have = resumed_at(response, have)
         total = have + _length(response)
+        partial.parent.mkdir(parents=True, exist_ok=True)
         _check_room(partial.parent, total - have)
         with partial.open("r+b" if have else "wb") as file:
             _remember(validator, response)  # after the truncation: what it names is always what is in the file

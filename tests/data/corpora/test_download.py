@@ -123,8 +123,8 @@ def test_what_cannot_go_on_starts_over(server, tmp_path, change):
 )
 def test_refusals_name_the_url(server, tmp_path, path, problem):
     with pytest.raises(DataError, match=problem) as caught:
-        download(server.url(path), tmp_path)
-    assert caught.value.path == server.url(path)
+        download(server.url(path), tmp_path / "data" / ".download")
+    assert caught.value.path == server.url(path) and not list(tmp_path.iterdir())
 
 
 def test_no_server(tmp_path):
