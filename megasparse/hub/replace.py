@@ -230,7 +230,10 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, key_mask)
 
 
 def _require_encoder(model: PreTrainedModel) -> None:
-    name, kind = type(model).__name__, model.config.model_type
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise HubError(name, "is no model of HuggingFace transformers", "Give an encoder, such as a BertModel")
+    kind = model.config.model_type
     if kind not in SELF_ATTENTION:
         known = ", ".join(SELF_ATTENTION)
         raise HubError(name, f'is of type "{kind}"', f"Attention can be replaced in these: {known}")

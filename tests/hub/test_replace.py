@@ -319,6 +319,8 @@ def test_settings_that_do_not_fit_change_nothing(attention, message):
 
 
 def test_what_cannot_be_replaced_or_asked_for_is_refused():
+    with pytest.raises(HubError, match="Linear: is no model of HuggingFace transformers"):
+        replace_attention(torch.nn.Linear(2, 2), {"kind": "lha"})
     with pytest.raises(HubError, match='GPT2Model: is of type "gpt2"'):
         replace_attention(
             transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1)), {"kind": "lha"}
