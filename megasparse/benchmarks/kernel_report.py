@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -47,7 +46,7 @@ def kernel_table(
     table: Table = {}
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         tasks = [pool.submit(compiled, *item, capabilities) for item in work]
-        for task in tqdm(as_completed(tasks), total=len(tasks), unit="case", disable=not sys.stderr.isatty()):
+        for task in tqdm(as_completed(tasks), total=len(tasks), unit="case", disable=None):
             table |= task.result()
     return table
 

@@ -123,7 +123,9 @@ def score(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, correct, dims
     at_once = world_size // ranks_a_window
-    for first in tqdm(range(0, len(batches), at_once), desc="scoring", unit="batch", disable=not progress):
+    for first in tqdm(
+        range(0, len(batches), at_once), desc="scoring", unit="batch", disable=None if progress else True
+    ):
         mine = first + rank // ranks_a_window
         group = batches[min(mine, len(batches) - 1)]
         tokens = torch.stack([stream.read(window.start, window.stop) for window in group]).to(device)

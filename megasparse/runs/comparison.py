@@ -34,7 +34,7 @@ def compare(
     chosen_arms = {name: comparison["arms"][name] for name in chosen(arms, comparison["arms"])}
     call("prepare-data", *comparison["prepare"], log=output / "prepare.log")
     runs = [(name, seed) for seed in seeds for name in chosen_arms]
-    progress = tqdm(total=len(runs), unit="run")
+    progress = tqdm(total=len(runs), unit="run", disable=None)
 
     def run(name: str, seed: int) -> dict[str, float]:
         folder = output / f"{name.replace(' ', '_')}-{seed}"

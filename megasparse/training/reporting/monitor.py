@@ -52,9 +52,7 @@ class Monitor:
         self._flops = {"model": flops_per_token, "hardware": hardware_flops_per_token}
         if not self.writing:
             return
-        self._bar = tqdm(
-            total=self._steps, initial=start_step, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
-        )
+        self._bar = tqdm(total=self._steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
         self._began, self._start_step, self._last_plain = time.monotonic(), start_step, -math.inf
         directory = Path(config.run.directory)
         try:
