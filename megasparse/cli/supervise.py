@@ -3,7 +3,7 @@
     megasparse supervise --ranks 2 pretrain quickstart
     megasparse supervise --ranks 8 --restarts 3 pretrain reformer_64k --set data.path=data/enwik8
     megasparse supervise --ranks 8 --nodes 2 --node-rank 0 --address host:29500 pretrain reformer_64k
-    python launch/supervise.py --ranks 2 launch/pretrain.py --config configs/quickstart.json
+    megasparse supervise --ranks 2 my_script.py --config my_run.json
 
 SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are passed on to every rank once, and the saves that follow may take as long as
 they take; a second SIGTERM or SIGINT ends all within 5 s. When a rank dies, the others are ended within 5 s, and the
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address", type=host_and_port, metavar="HOST:PORT", help="node 0 and a free port there; one node needs none"
     )
-    parser.add_argument("script", help='"pretrain", or a script such as launch/pretrain.py')
+    parser.add_argument("script", help='"pretrain", or a Python script that trains')
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, beginning with the configuration")
 
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     program = [args.script]
     if not Path(args.script).is_file():
         if args.script != "pretrain":
-            raise UserError(f"{args.script}: no such script. Name the one to run: pretrain, or launch/pretrain.py")
+            raise UserError(f"{args.script}: no such script. Give pretrain, or the path of a Python script")
         program = ["-m", "megasparse", "pretrain"]
         if args.arguments and not args.arguments[0].startswith("-"):
             args.arguments.insert(0, "--config")

@@ -282,7 +282,7 @@ class AttentionConfig(Section):
     full_below: Positive | None = None
     """In a model whose max_length is below this, full attention takes the place of `lsh` and `smyrf`, on the same
     weights. null never. It changes the function, so neither the machine nor a batch's length has a say in it;
-    tools/bench_attention.py --write-crossover measures from which length on hashing is faster, and writes it here."""
+    megasparse bench attention --write-crossover measures from which length on hashing is faster, and writes it here."""
     full: FullAttentionConfig = FullAttentionConfig()
     local: LocalAttentionConfig = LocalAttentionConfig()
     lsh: LSHAttentionConfig = LSHAttentionConfig()

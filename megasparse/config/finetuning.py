@@ -16,7 +16,7 @@ class StartConfig(Section):
     """A run's folder, or one of its checkpoints."""
     huggingface: str | None = None
     """A folder with config.json, model.safetensors and tokenizer.json. A Reformer, a YOSO, or what
-    tools/convert_to_hf.py wrote becomes a model of ours; any other encoder or decoder stays what it is."""
+    megasparse convert to-hf wrote becomes a model of ours; any other encoder or decoder stays what it is."""
     attention: AttentionConfig | None = None
     """Replaces the self-attention of a BERT, RoBERTa, XLM-RoBERTa or DistilBERT; in a model of ours it stands in place
     of `model.attention`, with the same weights (YOSO's expectation in place of samples, another number of rounds).

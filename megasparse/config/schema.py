@@ -45,7 +45,7 @@ class MaskingConfig(Section):
 
 
 class SentenceOrderConfig(Section):
-    """Sequences are [class] A [separator] B [separator] and padding, as `tools/prepare_data.py pairs` makes them."""
+    """Sequences are [class] A [separator] B [separator] and padding, as `megasparse prepare-data pairs` makes them."""
 
     separator: Count
     """The id that ends A, and B."""
@@ -131,7 +131,7 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     path: str = "data/enwik8"
-    """Folder of shards with its index.json, as tools/prepare_data.py writes it; or its URL: http://, https:// or s3://."""
+    """Folder of shards with its index.json, as megasparse prepare-data writes it; or a URL: http://, https:// or s3://."""
     cache: str | None = None
     """Folder of this machine to which shards are fetched from URLs; null is megasparse/shards in the user's cache
     (XDG_CACHE_HOME, or ~/.cache). All ranks and runs of a machine share it; best is a local disk."""

@@ -1,6 +1,6 @@
 """The data pipeline, from files on disk to batches of tokens.
 
-tools/prepare_data.py turns a corpus into a folder that training reads: `corpora/` reads the source and says where its
+megasparse prepare-data turns a corpus into a folder that training reads: `corpora/` reads the source and says where its
 splits and documents begin and end, an encoder makes tokens of them (those of text are in `tokenizers/`), and
 `prepare.py` cuts each split into samples (one tar member each) and writes them as webdataset shards beside one
 `index.json`. A token is an unsigned number of 1, 2 or 4 bytes, little endian; the index says which. Where a sequence

@@ -91,5 +91,5 @@ class Damage:
             f'{self._total()} of the {self._samples} samples of "{self._split}" are damaged ({some}), '
             f"more than data.max_damaged = {self.limit} allows"
         )
-        hint = "Prepare the data again with tools/prepare_data.py (it rewrites what is damaged), or raise the limit"
+        hint = "Prepare the data again with megasparse prepare-data (it rewrites what is damaged), or raise the limit"
         return DataError(self._directory, problem, hint)

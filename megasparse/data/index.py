@@ -145,8 +145,8 @@ def _how_to_prepare(directory: Path) -> str:
     output = shlex.quote(str(directory))
     if "enwik8" in str(directory):
         source = "https://mattmahoney.net/dc/enwik8.zip"
-        return f"Prepare it: python tools/prepare_data.py enwik8 --source {source} --output {output}"
+        return f"Prepare it: megasparse prepare-data enwik8 --source {source} --output {output}"
     if "duplication" in str(directory):
-        return f"Prepare it: python tools/prepare_data.py duplication --output {output}"
+        return f"Prepare it: megasparse prepare-data duplication --output {output}"
     corpus = next((name for name in NAMED_AFTER if name in str(directory)), "text")
-    return f"Prepare it: python tools/prepare_data.py {corpus} --source FILE_OR_FOLDER --output {output}"
+    return f"Prepare it: megasparse prepare-data {corpus} --source FILE_OR_FOLDER --output {output}"

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megasparse.errors import DataError
 
 INDEX_FILE = "index.json"
-AGAIN = "Prepare the data again with tools/prepare_data.py: it rewrites what is damaged"
-ANEW = "Delete the folder and prepare the data again with tools/prepare_data.py"
+AGAIN = "Prepare the data again with megasparse prepare-data: it rewrites what is damaged"
+ANEW = "Delete the folder and prepare the data again with megasparse prepare-data"
 MOST_BYTES = 1 << 30  # of index.json: 50 million samples take less
 MOST_SAMPLES = 1 << 21  # of a shard
 LONGEST_TEXT = 8 * MOST_SAMPLES  # a name or entry, in characters: what the crc32 of that many samples take

@@ -1,7 +1,7 @@
 """Members of a shard: where each sample lies in the tar file, and which of them are damaged. All is in bytes here.
 
 An intact shard is walked header by header (`list_members`). Of a damaged one the headers are not believed: its samples
-are looked for where tools/prepare_data.py put them, and each is checked by its own crc32 (`find_damage`), so that a
+are looked for where megasparse prepare-data put them, and each is checked by its own crc32 (`find_damage`), so that a
 broken header loses nothing, and one lost sample not the others.
 """
 

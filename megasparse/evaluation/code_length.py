@@ -73,7 +73,7 @@ UNITS = {
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """The line that launch/evaluate.py prints."""
+    """The line that megasparse evaluate prints."""
     protocol, found = result["protocol"], {name: result[name] for name in UNITS if result.get(name) is not None}
     if not protocol["lossless"]:  # cheap where words are predicted as unknown ones: not to be compared with compressors
         found.pop("bits_per_byte", None)

@@ -64,7 +64,7 @@ def _sentence_order(
 
 
 def summary(result: dict[str, Any]) -> str:
-    """What launch/evaluate.py prints."""
+    """What megasparse evaluate prints."""
     protocol = result["protocol"]
     found = f"{result['loss']:.4f} nats a masked token, perplexity {result['perplexity']:.3f}"
     covered = f"{result['dims']:,} masked tokens of {protocol['split']}"

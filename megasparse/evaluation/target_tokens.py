@@ -45,7 +45,7 @@ def evaluate(
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """The line that launch/evaluate.py prints."""
+    """The line that megasparse evaluate prints."""
     protocol = result["protocol"]
     found = f"{result['loss']:.4f} nats a target token, perplexity {result['perplexity']:.3f}"
     covered = f"{result['dims']:,} target tokens of {protocol['split']}, step {protocol['checkpoint_step']}"

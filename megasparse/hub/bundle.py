@@ -25,7 +25,7 @@ _STAND_INS = {
 folders whose files import a package that is not there, such as Triton.
 """
 _NOTICE = """\
-# Part of megasparse {version} (Apache License 2.0), written by tools/convert_to_hf.py from {source}.
+# Part of megasparse {version} (Apache License 2.0), written by megasparse convert to-hf from {source}.
 # Change it there.
 
 """

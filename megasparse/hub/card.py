@@ -96,7 +96,7 @@ def card(checkpoint: Checkpoint, exported: Exported, to: str, evaluation: str | 
 
 
 def measurements(checkpoint: Checkpoint, given: str | Path | None) -> list[dict[str, Any]]:
-    """Results of launch/evaluate.py for this checkpoint: the one in the file `given`, or those that lie in the run's
+    """Results of megasparse evaluate for this checkpoint: the one in the file `given`, or those that lie in the run's
     folder. Raises HubError where the given file is none, or is of another checkpoint.
     """
     if given is None:
@@ -104,7 +104,7 @@ def measurements(checkpoint: Checkpoint, given: str | Path | None) -> list[dict[
         return [result for result in found if result is not None and _is_of(result, checkpoint)]
     result = _result(Path(given))
     if result is None:
-        raise HubError(given, "is no result of launch/evaluate.py", "Give the file that its --json wrote")
+        raise HubError(given, "is no result of megasparse evaluate", "Give the file that its --json wrote")
     if not _is_of(result, checkpoint):
         protocol = result["protocol"]
         problem = f"was measured at step {protocol.get('checkpoint_step')} of {protocol.get('checkpoint')}"

@@ -34,7 +34,7 @@ def write_checkpoint(
 ) -> Path:
     """Write OUTPUT/checkpoints/00000000, a checkpoint of weights alone, and OUTPUT/config.json; returns its path.
 
-    A run goes on from it with `launch/pretrain.py --resume PATH`, on any data of its tokenizer and with any settings
+    A run goes on from it with `megasparse pretrain --resume PATH`, on any data of its tokenizer and with any settings
     but those of its model. tensors: the value (fp32) of every parameter and persistent buffer of `config.model`, read
     one at a time. tokenizer: its file, which is copied to `data.tokenizer`, a file in OUTPUT. OUTPUT appears whole or
     not at all.

@@ -48,7 +48,7 @@ def replacement_of(directory: str | Path) -> dict[str, Any]:
     """The entry of config.json that says what replaced the attention. Raises HubError where there is none."""
     entry = getattr(_config(Path(directory)), ENTRY, None)
     if not isinstance(entry, dict) or entry.keys() != {"attention", "max_length", "seed"}:
-        hint = "Replace its attention: tools/replace_attention.py"
+        hint = "Replace its attention: megasparse replace-attention"
         raise HubError(directory, f"config.json has no entry {ENTRY} as replace_attention writes it", hint)
     return entry
 

@@ -75,8 +75,7 @@ class Encoder(Transformer):
 
     @torch.no_grad()
     def sentence_order_scores(self, tokens: Tensor, rng: RngContext, padding: Padding | None = None) -> OrderScores:
-        """How well the model predicts the order of each pair: tokens (B, L), in order, some of which are swapped here.
-        """
+        """Return how well the model predicts the order of each pair of tokens (B, L), given in order."""
         assert self.sentence_order is not None, "only a model with model.sentence_order predicts it"
         padding = padding or padding_of(tokens, self.config)
         tokens = self.sentence_order.arrange(tokens, rng)

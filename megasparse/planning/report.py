@@ -15,7 +15,7 @@ def dry_run_report(config: Config) -> str:
     trial = dry_run(config).lines(config)
     ranks = config.parallel.sequence
     plan = Plan(config, Assumptions(GPUS["A100"], gpus=ranks, per_node=max(8, ranks)))
-    return "\n".join([trial, "", "planned, see tools/plan_memory.py:", *lines(plan), *assumption_lines(plan)])
+    return "\n".join([trial, "", "planned, see megasparse plan:", *lines(plan), *assumption_lines(plan)])
 
 
 def as_json(plan: Plan, longest: Longest | None, changes: list[Hint]) -> dict[str, Any]:

@@ -71,13 +71,13 @@ def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) ->
     special, mask, order = tokenizer.special, model.masking.token, model.sentence_order
     if model.source is not None and index.record is None:
         problem = f'"{model.kind}", but {index.directory} holds running text'
-        raise ConfigError("model.kind", problem, "Prepare pairs of texts: tools/prepare_data.py parallel")
+        raise ConfigError("model.kind", problem, "Prepare pairs of texts: megasparse prepare-data parallel")
     if model.kind == "encoder" and mask < tokenizer.vocabulary and (special is None or mask != special.mask):
         own = special.mask if special else tokenizer.vocabulary
         raise ConfigError("model.masking.token", f"{mask} is a token that texts can have", f"Set it to {own}")
     if order is not None and index.file.corpus not in ("pairs", "shards"):
         problem = f"given, but {index.directory} holds {index.file.corpus}"
-        raise ConfigError("model.sentence_order", problem, "Prepare pairs (tools/prepare_data.py), or set it to null")
+        raise ConfigError("model.sentence_order", problem, "Prepare pairs (megasparse prepare-data), or set it to null")
     if order is not None and special is not None and order.separator != special.separator:
         problem = f"{order.separator}, but that in {index.directory} is {special.separator}"
         raise ConfigError("model.sentence_order.separator", problem, f"Set it to {special.separator}")

@@ -102,7 +102,7 @@ def evaluate_checkpoints(
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The summary that launch/evaluate.py prints."""
+    """The summary that megasparse evaluate prints."""
     where, runs = result["split"] or ", ".join(each["file"] for each in result["files"]), result["runs"]
     lines = [f"{result['task']}, {where}: {result['examples']:,} examples; {_runs_named(runs)}"]
     for name, found in result["metrics"].items():

@@ -47,7 +47,7 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     checkpoint = Checkpoint.open(chosen_checkpoint(Path(directory)))
     settings = checkpoint.settings
     if not isinstance(settings, FinetuneConfig):
-        hint = "Evaluate it with launch/evaluate.py --data, or fine-tune it first: launch/finetune.py"
+        hint = "Evaluate it with megasparse evaluate --data, or fine-tune it first: megasparse finetune"
         raise CheckpointError(checkpoint.path, "is of a pretrained model, which knows no task", hint)
     trained = build_task(settings.task)
     values = settings.model_dump(mode="json")

@@ -134,7 +134,7 @@ def require_labels(examples: list[Example], name: str, source: str | Path) -> No
         raise DataError(source, f"has no {name} examples", "Give files that have some")
     for example in examples:
         if example.label is None:
-            hint = "Give a labelled file; launch/predict.py labels others"
+            hint = "Give a labelled file; megasparse predict labels others"
             raise DataError(str(example.location), "has no label to learn from or to compare with", hint)
 
 

@@ -34,7 +34,7 @@ OURS = ("megasparse", "reformer", "yoso")
 TWO_SIDES = "is of an encoder-decoder, which has no one state a sequence", "Give a decoder's or an encoder's"
 ONE_SIDE = "is no encoder-decoder of ours, which the task needs", "Give such a checkpoint, or a model in place of start"
 """Problems and their hints."""
-LONGER = "Lower it, or lengthen the model first: tools/extend_positions.py"
+LONGER = "Lower it, or lengthen the model first: megasparse extend-positions"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def compiled(tmp_path, *options):
 def check(table):
     """Against the limits of the GPUs under any Triton, and against what was recorded under the Triton of the record."""
     known = json.loads(RECORDED.read_text())
-    assert known["triton"] in SUPPORTED, "record the table anew: tools/kernel_report.py --output"
+    assert known["triton"] in SUPPORTED, "record the table anew: megasparse bench kernels --output"
     assert set(table) <= set(known["kernels"])
     recorded = known["triton"] == triton.__version__
     if not recorded:

@@ -49,7 +49,7 @@ def value(source: str) -> int:
 
 
 def parsed(tokens: list[str]) -> Any:
-    """The binary tree that the parentheses tell, by recursion; takes its tokens off the list."""
+    """The binary tree that the parentheses describe, by recursion; takes its tokens off the list."""
     token = tokens.pop(0)
     if token != "(":
         return token

@@ -21,7 +21,7 @@ ROWS = 120
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """series.csv, and run/, which tells two columns."""
+    """A folder of series.csv and run/, whose model predicts two columns."""
     folder = tmp_path_factory.mktemp("plots")
     file = write(folder / "series.csv", numbers(ROWS), step=SIX_HOURS)
     task = {**TASK, "forecast": {"horizon": 6, "overlap": 6, "targets": ["OT", "load"]}}
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def table(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """All rows of OT and load, scaled, and the first rows to tell of the test split."""
+    """All rows of OT and load, scaled, and the first predicted rows of the test split."""
     values = np.array(numbers(ROWS))[:, [2, 0]]
     train = values[: int(0.7 * ROWS)]
     return (values - train.mean(0)) / train.std(0), np.arange(96, ROWS - 6 + 1)

@@ -22,9 +22,9 @@ def test_counts_are_those_of_the_text(make_index, corpus):
 
 
 def test_no_data_says_how_to_prepare_it(tmp_path):
-    with pytest.raises(DataError, match=r"python tools/prepare_data.py enwik8 --source https\S+ --output \S*/enwik8$"):
+    with pytest.raises(DataError, match=r"megasparse prepare-data enwik8 --source https\S+ --output \S*/enwik8$"):
         Index.load(tmp_path / "enwik8")
-    with pytest.raises(DataError, match=r"python tools/prepare_data.py text --source \S+ --output '.*my book'$"):
+    with pytest.raises(DataError, match=r"megasparse prepare-data text --source \S+ --output '.*my book'$"):
         Index.load(tmp_path / "my book")
 
 

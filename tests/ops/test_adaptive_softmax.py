@@ -70,7 +70,8 @@ def test_it_is_torchs_adaptive_softmax_of_full_width(cutoffs):
     found[0].mean().backward()
     ours = torch.autograd.grad(torchs(hidden, targets).loss, hidden)[0]
     torch.testing.assert_close(hidden.grad, ours, rtol=1e-4, atol=1e-6)
-    assert torch.equal(found[1], torchs.log_prob(hidden).argmax(-1) == targets)  # its predict() may look at the head alone
+    # Not torchs.predict(), which may look at the head alone.
+    assert torch.equal(found[1], torchs.log_prob(hidden).argmax(-1) == targets)
 
 
 def test_a_cluster_that_could_hold_the_likeliest_id_is_computed_and_may_not_hold_it():

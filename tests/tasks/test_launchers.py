@@ -250,15 +250,15 @@ def test_options_that_do_not_go_together_are_refused(folder, capsys, tmp_path):
     assert "one checkpoint and one draw" in refused(capsys, evaluate, *several, "--hash-seeds", 2)
     assert "one checkpoint and one draw" in refused(capsys, evaluate, *several, "--checkpoint", folder / "run_1")
     assert "2 pretrained models" in refused(capsys, evaluate, *there, folder / "run_1")
-    assert "Use launch/evaluate.py --task" in refused(capsys, evaluate, *there)
+    assert "Use megasparse evaluate --task" in refused(capsys, evaluate, *there)
     assert "is one of the files that are read" in refused(capsys, evaluate, *tasks, "--json", folder / "test.csv")
     new = ["--source", folder / "test.csv", "--output"]
     assert "is one of the files that are read" in refused(capsys, predict, *there, *new, folder / "test.csv")
     assert "is no known form" in refused(capsys, predict, *there, *new, tmp_path / "x.xml")
     checkpoint(encoder("full"), tmp_path / "pretrained")
     other = ["--checkpoint", tmp_path / "pretrained"]
-    assert "launch/evaluate.py --data" in refused(capsys, evaluate, *tasks[2:], *other)
-    assert "launch/evaluate.py --data" in refused(capsys, predict, *other, "--text", "the mask")
+    assert "megasparse evaluate --data" in refused(capsys, evaluate, *tasks[2:], *other)
+    assert "megasparse evaluate --data" in refused(capsys, predict, *other, "--text", "the mask")
 
 
 def test_runs_of_other_classes_are_not_averaged(folder, capsys, tmp_path):

@@ -107,7 +107,7 @@ def test_the_best_checkpoint_of_a_run_is_taken_and_any_one_by_name(tmp_path):
 
 def test_what_is_no_fine_tuned_model_is_refused(tmp_path, trained):
     checkpoint(encoder("full"), tmp_path / "pretrained")
-    with pytest.raises(CheckpointError, match=r"is of a pretrained model.*launch/evaluate.py --data"):
+    with pytest.raises(CheckpointError, match=r"is of a pretrained model.*megasparse evaluate --data"):
         restore_task(tmp_path / "pretrained")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         restore_task(tmp_path)

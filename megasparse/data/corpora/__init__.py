@@ -1,4 +1,4 @@
-"""The corpora that tools/prepare_data.py knows, one file each.
+"""The corpora that megasparse prepare-data knows, one file each.
 
 A corpus module has
     HELP: one line for the command's help

@@ -139,5 +139,5 @@ def _require_lossless(file: Path, model: Any) -> None:
         (single != {f"<0x{byte:02X}>" for byte in range(256)}, "it has no pieces for single bytes (byte_fallback)"),
     ):
         if wrong:
-            hint = "Train one with tools/train_tokenizer.py sentencepiece"
+            hint = "Train one with megasparse train-tokenizer sentencepiece"
             raise ConfigError("data.tokenizer", f"{file}: text would not come back from it: {problem}", hint)

@@ -12,7 +12,7 @@ from megasparse.data.tokenizers.contract import Tokenizer, utf8
 from megasparse.data.tokenizers.files import damaged, identity, read
 
 UNKNOWN, END = "<unk>", "<eos>"
-HINT = "Make it again with tools/train_tokenizer.py words"
+HINT = "Make it again with megasparse train-tokenizer words"
 
 
 class WordTokenizer(Tokenizer):

@@ -1,6 +1,6 @@
 """ListOps of Long Range Arena (Nangia & Bowman 2018; Tay et al. 2021): the value of a nested operation on digits.
 
-Official files: basic_train.tsv, basic_val.tsv and basic_test.tsv, which tools/make_listops.py makes, with the columns
+Official files: basic_train.tsv, basic_val.tsv and basic_test.tsv, which megasparse listops makes, with the columns
 Source, such as `( ( ( [MAX 2 ) 9 ) ] )`, and Target. The parentheses, which only repeat what the brackets say, are left
 out: what remains is 0–9, [MIN, [MAX, [MED, [SM and ], at most 1,999 tokens, as Tay et al. describe the task. Their
 published input pipeline also lost every bracket; its authors called that an error (the value depends on them).

@@ -166,7 +166,7 @@ class Checkpoint:
         """
         settings = self.settings
         if not isinstance(settings, Config):
-            hint = "Use launch/evaluate.py --task, launch/predict.py"
+            hint = "Use megasparse evaluate --task, or megasparse predict"
             raise CheckpointError(self.path, "is of a fine-tuned model", hint)
         return settings
 

@@ -16,7 +16,7 @@ class ExposedCommunication:
     That is what is left of reducing gradients, the gradient's norm, gathering updated weights, and waiting for slower
     ranks; with an optimizer whose state is on a disk its reading and writing too. Communication inside the two passes
     (gathering the weights under ZeRO 3, reductions that block the backward) is not seen: it is a lower bound. A hook a
-    gradient; only `seconds` waits, for the end of the update, as the ranks' next roll call would.
+    gradient; only `seconds` waits, for the end of the update, as the ranks' next meeting would.
     """
 
     def __init__(self, device: torch.device, weights: Iterable[Tensor], optimizer: torch.optim.Optimizer):

@@ -105,7 +105,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_shows_examples_and_every_option():
     shown = command("--help")
     assert shown.returncode == 0
-    assert "python launch/supervise.py --ranks 2 launch/pretrain.py --config configs/quickstart.json" in shown.stdout
+    assert "megasparse supervise --ranks 2 my_script.py --config my_run.json" in shown.stdout
     for option in ("--ranks", "--restarts", "--nodes", "--node-rank", "--address"):
         assert option in shown.stdout
 
