@@ -56,7 +56,7 @@ class Tracer:
         try:
             tracing.start()
         except RuntimeError as error:  # another profiler has the device
-            self._tell(f"steps {step} to {last} cannot be traced ({str(error).splitlines()[0]})")
+            self._say(f"steps {step} to {last} cannot be traced ({str(error).splitlines()[0]})")
             return
         self._profile, self._first, self._last = tracing, step, last
 
@@ -69,11 +69,11 @@ class Tracer:
             tracing.stop()
             _write(tracing, path)
         except (OSError, RuntimeError) as error:
-            self._tell(f"{path} cannot be written ({error}). Training goes on")
+            self._say(f"{path} cannot be written ({error}). Training goes on")
             return
-        self._tell(f"{path}: a trace; open it at https://ui.perfetto.dev or chrome://tracing")
+        self._say(f"{path}: a trace; open it at https://ui.perfetto.dev or chrome://tracing")
 
-    def _tell(self, message: str) -> None:
+    def _say(self, message: str) -> None:
         with suppress(OSError):
             os.write(2, f"rank {self._ranks.rank}: {message}\n".encode())
 
