@@ -24,7 +24,7 @@ HANG = 5
 LOST_PEER = 6
 """Exit codes of the watchdog, and of a rank that lost another."""
 INTERRUPTED = 130
-"""As of what a shell's Ctrl-C ended. Training saves first, and ends with 0."""
+"""Exit code of a program that Ctrl-C ended in a shell. Training saves first, and ends with 0."""
 
 
 class UserError(Exception):

@@ -131,7 +131,7 @@ class BandCache:
         return bucket.gather(-1, (size - back) % chunk), back <= size
 
     def _score(self, q: Tensor, seen: Tensor, code: Tensor, scale: float, count_rounds: bool) -> Tensor:
-        """scale·q·k − log N of the keys `seen` in each round, (B, H, R, M), fp32 at least."""
+        """Return scale·q·k − log N of the keys `seen` in each round, (B, H, R, M), fp32 at least."""
         k = _gather(self.tokens.k, seen).to(torch.promote_types(q.dtype, torch.float32))
         score = scale * (k @ q.to(k.dtype).transpose(-1, -2)).view(seen.shape)
         if not count_rounds:

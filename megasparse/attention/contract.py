@@ -34,8 +34,8 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """out: (B, H, Lq, D). auxiliary_loss: scalar to minimise with the task's, or None. statistics: name -> detached
-    scalar.
+    """The result of a mechanism. out: (B, H, Lq, D). auxiliary_loss: scalar to minimise with the task's, or None.
+    statistics: name -> detached scalar.
     """
 
     out: Tensor
@@ -98,7 +98,9 @@ class AttentionContext:
 
 
 class Buckets(NamedTuple):
-    """queries, keys: each one's bucket, (B, H, L); of R rounds (B, R·H, L). number: how many buckets there are."""
+    """The bucket of every query and key. queries, keys: each one's bucket, (B, H, L); of R rounds (B, R·H, L). number:
+    how many buckets there are.
+    """
 
     queries: Tensor
     keys: Tensor

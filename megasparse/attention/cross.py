@@ -47,7 +47,7 @@ class SourceKeys:
 
 
 class CrossAttention(nn.Module):
-    """softmax(qkᵀ/√D)v of target queries and source keys; what sees no real key gets 0.
+    """Cross-attention, softmax(qkᵀ/√D)v of target queries and source keys; what sees no real key gets 0.
 
     `full`: every query sees every real key. `lsh`: in each round the same rotations hash queries and keys, and a query
     at position i sees, of its bucket's keys, the last M at or before i and the M after; a key seen in several rounds
@@ -70,7 +70,7 @@ class CrossAttention(nn.Module):
     def forward(
         self, x: Tensor, source: Source | SourceKeys, context: AttentionContext, first_position: int = 0
     ) -> Tensor:
-        """x: (B, T, E), target tokens from `first_position` on. Returns (B, T, E)."""
+        """Attend to the source. x: (B, T, E), target tokens from `first_position` on. Returns (B, T, E)."""
         keys = source if isinstance(source, SourceKeys) else self.read(source, context)
         q = split_heads(self.query(x), self.head_dim)
         attend = self._hashed if self.hashed else self._full

@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 class Document(NamedTuple):
-    """rows: of the batch. tokens: their positions, (n,) int64 in order, or None for all of them."""
+    """Tokens of a batch that belong to one document. rows: of the batch. tokens: their positions, (n,) int64 in order,
+    or None for all of them.
+    """
 
     rows: slice
     tokens: Tensor | None
@@ -30,8 +32,8 @@ def begins_with_real_tokens(key_mask: Tensor | None, segments: Tensor | None) ->
 
 
 def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Document]:
-    """key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers. With neither, the whole batch
-    comes as one: its rows are alike and apart.
+    """Yield the documents of a batch. key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
+    With neither, the whole batch comes as one: its rows are alike and apart.
     """
     if key_mask is None and segments is None:
         yield Document(slice(None), None)

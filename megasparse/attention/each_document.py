@@ -10,7 +10,8 @@ from megasparse.attention.documents import Document, begins_with_real_tokens, do
 
 
 def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
-    """attend(heads) -> (B, H, L, D), for each document by itself where there are several, or padding before them.
+    """Return attend(heads) -> (B, H, L, D), for each document by itself where there are several, or padding before
+    them.
 
     So what depends on positions counts them from the document's first real token. Padding gets 0.
     """

@@ -36,8 +36,8 @@ class KeyValueCache:
 
 
 class FullAttention(Attention):
-    """softmax(qkᵀ/√D)v; with shared QK softmax(q·k̂ᵀ)v, k̂ = q/|q|, a token seeing itself only when it sees nothing
-    else.
+    """Full attention, softmax(qkᵀ/√D)v; with shared QK softmax(q·k̂ᵀ)v, k̂ = q/|q|, a token seeing itself only when it
+    sees nothing else.
     """
 
     def __init__(self, config: FullAttentionConfig, spec: MechanismSpec):

@@ -90,8 +90,9 @@ class AttentionLayer(nn.Module):
         self.output = projection(self.heads * self.head_dim, config.d_model, biased)
 
     def forward(self, x: Tensor, context: AttentionContext, padding: Padding, cache: Any = None) -> AttentionOutput:
-        """x: (B, L, E). Returns the layer's output (B, L, E), the sum of the mechanisms' auxiliary losses, and their
-        statistics as kind/name. A given empty cache takes in the whole sequence.
+        """Run the layer on a whole sequence. x: (B, L, E). Returns the layer's output (B, L, E), the sum of the
+        mechanisms' auxiliary losses, and their statistics as kind/name. A given empty cache takes in the whole
+        sequence.
         """
         outs: list[Tensor] = []
         auxiliary: Tensor | None = None
@@ -115,7 +116,7 @@ class AttentionLayer(nn.Module):
         return cast(Attention, self.mechanisms[kind])
 
     def decode(self, x: Tensor, cache: dict[str, Any], position: int, context: AttentionContext) -> Tensor:
-        """x: (B, 1, E), the new token at `position`. Returns (B, 1, E)."""
+        """Run the layer on one new token. x: (B, 1, E), the new token at `position`. Returns (B, 1, E)."""
         projected = self._project(x, position, Padding(), context)
         outs = [self.mechanism(kind).decode(x, inputs, cache[kind], position, own) for kind, inputs, own in projected]
         return self._merge(outs)
@@ -195,8 +196,8 @@ def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
 
 
 def normalized(q: Tensor) -> Tensor:
-    """q/|q| of q (B, H, L, D) in fp32 at least, cast back; a zero vector stays zero. Some heads at a time where q is
-    large: the backward has several tensors as large as what it works on.
+    """Return q/|q| of q (B, H, L, D) in fp32 at least, cast back; a zero vector stays zero. Some heads at a time where
+    q is large: the backward has several tensors as large as what it works on.
     """
 
     def unit(x: Tensor) -> Tensor:

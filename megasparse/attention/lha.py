@@ -45,8 +45,9 @@ from megasparse.ops.random_features import orthogonal_projections, positive_feat
 
 
 class Assignment(NamedTuple):
-    """codes: (B, H, L), each token's best bucket; the joint hash gives queries and keys the same. members: (B, H, W, M)
-    int32 token numbers, −1 at empty places, for the top_k window, whose clusters are the buckets of every document.
+    """The buckets of all tokens. codes: (B, H, L), each token's best bucket; the joint hash gives queries and keys the
+    same. members: (B, H, W, M) int32 token numbers, −1 at empty places, for the top_k window, whose clusters are the
+    buckets of every document.
     """
 
     query_codes: Tensor
@@ -56,7 +57,8 @@ class Assignment(NamedTuple):
 
 
 class LHAAttention(BandAttention):
-    """softmax(qkᵀ/√D)v inside buckets h_Q(q) = h_K(k) (LHA Eq. 7); causal: the joint hash of Eq. 18 for both.
+    """Learned-hashing attention, softmax(qkᵀ/√D)v inside buckets h_Q(q) = h_K(k) (LHA Eq. 7); causal: the joint hash of
+    Eq. 18 for both.
 
     Hash functions read queries and keys without gradient and learn the attention utility per bucket (Eq. 13 to 17); the
     task trains everything else. The numbers of buckets and of their members are those of the longest length.
@@ -140,7 +142,9 @@ class LHAAttention(BandAttention):
     def _learn(
         self, inputs: AttentionInputs, assigned: Assignment, context: AttentionContext
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """λ·mean(KL_Q + KL_K) over real tokens, heads and layers (the second summand of Eq. 19), and what to log."""
+        """Return λ·mean(KL_Q + KL_K) over real tokens, heads and layers (the second summand of Eq. 19), and what to
+        log.
+        """
 
         def job(query: Weights, key: Weights) -> tuple[Tensor, ...]:
             queries, keys = _sides(inputs, query, key)
@@ -161,7 +165,8 @@ class LHAAttention(BandAttention):
         assigned: Assignment,
         context: AttentionContext,
     ) -> Iterator[Example]:
-        """sides: what is to learn, and the other one, whose utility it learns.
+        """Yield what the hash functions learn from. sides: what is to learn, and the other one, whose utility it
+        learns.
 
         A bucket's members here are its best, the same number of every bucket, whatever the window (section 4.4). By the
         buckets of the plain argmax one bucket that holds all tokens would be a perfect solution, and training soon

@@ -68,7 +68,7 @@ class HashFunctions(nn.Module):
 
 
 def bucket_codes(sides: Sides, buckets: int) -> Tensor:
-    """argmax of the scores (Eq. 8 and 18): (B, H, L), int16 where that is enough."""
+    """Return the argmax of the scores (Eq. 8 and 18): (B, H, L), int16 where that is enough."""
     codes = [scores_of(inputs, sides.weights).argmax(-1) for _, inputs in _in_tiles(sides, buckets)]
     return torch.cat(codes, dim=-1).to(torch.int16 if buckets <= 1 << 15 else torch.int32)
 

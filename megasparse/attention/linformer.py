@@ -24,7 +24,8 @@ class SequenceProjection(nn.Module):
 
 
 class LinformerAttention(Attention):
-    """softmax(q(E k)ᵀ/√D) F v, with keys and values projected over the sequence to P by E and F, shared by the heads.
+    """Linformer, softmax(q(E k)ᵀ/√D) F v, with keys and values projected over the sequence to P by E and F, shared by
+    the heads.
 
     Padding is projected as zeros. A packed document is projected by itself, its positions counted from its first real
     token. Every projected key mixes all tokens, so there is no causal form.

@@ -30,7 +30,7 @@ class RelativePositions(nn.Module):
         self.distance_bias = nn.Parameter(torch.empty(spec.heads, spec.head_dim))
 
     def forward(self, chunk: int, causal: bool, part: SequencePart = WHOLE) -> tuple[Tensor, Tensor, Tensor]:
-        """r (H, E, D) in fp32 at least, u (H, D) and w (H, D), of the heads that are here."""
+        """Return r (H, E, D) in fp32 at least, u (H, D) and w (H, D), of the heads that are here."""
         steps = distances(chunk, causal)
         r = sinusoids(steps[-1], len(steps), self.width).flip(0).to(self.projection.device)
         dtype = torch.promote_types(self.projection.dtype, torch.float32)
@@ -50,8 +50,8 @@ class LocalCache:
 
 
 class LocalAttention(Attention):
-    """softmax(qkᵀ/√D)v inside ⌊i/C⌋ − 1 <= ⌊j/C⌋ <= ⌊i/C⌋, as in the published enwik8-64K configuration of Reformer; in
-    an encoder up to ⌊i/C⌋ + 1.
+    """Local attention, softmax(qkᵀ/√D)v inside ⌊i/C⌋ − 1 <= ⌊j/C⌋ <= ⌊i/C⌋, as in the published enwik8-64K
+    configuration of Reformer; in an encoder up to ⌊i/C⌋ + 1.
 
     The one-bucket, one-round case of bucketed attention. Chunk borders are fixed by position, so they leak nothing.
     With relative positions the logits are ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D.

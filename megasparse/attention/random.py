@@ -15,7 +15,8 @@ from megasparse.ops.random import random_bits
 
 
 class RandomAttention(BandAttention):
-    """softmax(qkᵀ/√D)v inside a band of one's own bucket, max_length/chunk buckets that queries and keys share.
+    """Random attention, softmax(qkᵀ/√D)v inside a band of one's own bucket, max_length/chunk buckets that queries and
+    keys share.
 
     A bucket depends on head and position only, never on a token or its sequence, so no pattern can be learned but that
     of positions; while training each step draws anew, in evaluation they stay.

@@ -33,7 +33,8 @@ class Routes(NamedTuple):
 
 
 class RoutingAttention(BandAttention):
-    """softmax(qkᵀ/√D)v inside clusters of spherical k-means: μ·q/|q| and μ·k/|k| decide, for unit centroids μ.
+    """Routing attention, softmax(qkᵀ/√D)v inside clusters of spherical k-means: μ·q/|q| and μ·k/|k| decide, for unit
+    centroids μ.
 
     Decoders need one cluster a token, so there queries are the keys too, as in the paper: logits q·q/|q| as Reformer
     has them, and in the band a token sees itself only as last resort. The centroids, a persistent buffer, move once a
@@ -138,8 +139,9 @@ class RoutingAttention(BandAttention):
 
     @torch.no_grad()
     def after_step(self, applied: bool, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """μ ← normalise(decay·μ + (1 − decay)·mean of the members), queries and keys alike, of all micro-batches and
-        ranks of the step. A step that was not applied moves nothing; a centroid without members stays.
+        """Move the centroids, μ ← normalise(decay·μ + (1 − decay)·mean of the members), queries and keys alike, of all
+        micro-batches and ranks of the step. A step that was not applied moves nothing; a centroid without members
+        stays.
         """
         sums, self._sums = self._sums, None
         if sums is None or not applied:

@@ -68,7 +68,7 @@ class SequencePart:
 
 
 class _Exchange(torch.autograd.Function):
-    """x (S, ...): piece s goes to rank s, and what came from rank s is piece s. Its own adjoint."""
+    """Exchange of x (S, ...): piece s goes to rank s, and what came from rank s is piece s. Its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:

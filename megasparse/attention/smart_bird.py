@@ -161,7 +161,7 @@ class SmartBirdAttention(Attention):
 
 
 class Projection(nn.Module):
-    """x (B, L, E) -> (B, L, d) in the dtype of x."""
+    """Linear map of x (B, L, E) -> (B, L, d) in the dtype of x."""
 
     def __init__(self, width_in: int, width_out: int):
         super().__init__()
@@ -194,7 +194,7 @@ class TokenObjective(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary))
 
     def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
-        """h: (B, L, d) in fp32 at least."""
+        """Compute the loss of the sketch's predictions. h: (B, L, d) in fp32 at least."""
         counted = torch.ones(h.shape[:2], dtype=torch.bool, device=h.device)
         for mask in (targets.counted, key_mask):
             if mask is not None:
@@ -222,7 +222,9 @@ class PooledObjective(nn.Module):
         self.bias = nn.Parameter(torch.zeros(labels))
 
     def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
-        """h: (B, L, d) in fp32 at least. targets.values: (B,) labels, or (B, T) tokens."""
+        """Compute the loss of the sketch's predictions. h: (B, L, d) in fp32 at least. targets.values: (B,) labels, or
+        (B, T) tokens.
+        """
         score = F.linear(h, self.pool.to(h.dtype)).squeeze(-1)  # (B, L)
         if key_mask is not None:
             score = score.masked_fill(~key_mask, torch.finfo(h.dtype).min)

@@ -17,8 +17,8 @@ from megasparse.ops.random import normal
 
 
 class SMYRFAttention(Attention):
-    """softmax(qkᵀ/√D)v inside the clusters of each round; rounds are merged by log-sum-exp, and a pair that meets in
-    several counts in each, as in the paper.
+    """SMYRF, softmax(qkᵀ/√D)v inside the clusters of each round; rounds are merged by log-sum-exp, and a pair that
+    meets in several counts in each, as in the paper.
 
     Real tokens of a document alone make its clusters: ⌈n/chunk⌉ a round, only the last one smaller than `chunk`.
     """

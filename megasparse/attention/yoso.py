@@ -22,8 +22,8 @@ from megasparse.ops.random import RngContext
 
 @dataclass
 class YOSOCache:
-    """tables: (B, H, m, 2^τ, D), the sums of the values by key code, fp32 at least; or, with the expectation, tokens:
-    unit keys and values so far. recent: (B, H, S − 1, D), the last values, for the convolution.
+    """Cache of a decoder. tables: (B, H, m, 2^τ, D), the sums of the values by key code, fp32 at least; or, with the
+    expectation, tokens: unit keys and values so far. recent: (B, H, S − 1, D), the last values, for the convolution.
     """
 
     tables: Tensor | None
@@ -170,7 +170,7 @@ class YOSOAttention(Attention):
         return out.to(inputs.q.dtype)
 
     def _take_in(self, k: Tensor, v: Tensor, cache: YOSOCache, position: int, context: AttentionContext) -> None:
-        """k (of length 1) and v: (B, H, L, D), the tokens from `position` on."""
+        """Add tokens to the cache. k (of length 1) and v: (B, H, L, D), the tokens from `position` on."""
         if cache.tokens is not None:
             cache.tokens.put(k, v, position)
         else:
@@ -182,7 +182,7 @@ class YOSOAttention(Attention):
 
 
 def _code_bits(hashes: int, spec: MechanismSpec) -> int:
-    """τ = log₂(max_length); in a decoder no more than keeps m·2^τ below 2·max_length, but one at least."""
+    """Return τ = log₂(max_length); in a decoder no more than keeps m·2^τ below 2·max_length, but one at least."""
     bits = round(math.log2(spec.max_length))
     if spec.causal:
         bits = min(bits, ((2 * spec.max_length - 1) // hashes).bit_length() - 1)
@@ -190,7 +190,7 @@ def _code_bits(hashes: int, spec: MechanismSpec) -> int:
 
 
 def unit(x: Tensor) -> Tensor:
-    """x/|x| in fp32 at least; a zero vector stays zero, and gets no gradient."""
+    """Return x/|x| in fp32 at least; a zero vector stays zero, and gets no gradient."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * torch.where(norm > 0, 1.0 / norm.masked_fill(norm == 0, 1.0), 0.0)
@@ -208,8 +208,8 @@ class _Convolution(nn.Module):
     def forward(
         self, v: Tensor, mask: Tensor | None, segments: Tensor | None, causal: bool, part: SequencePart = WHOLE
     ) -> Tensor:
-        """v: (B, H, L, D), of the heads that are here; mask, segments: (B, L) or None. Returns (B, H, L, D) in fp32 at
-        least; padding gets 0.
+        """Convolve the values over positions. v: (B, H, L, D), of the heads that are here; mask, segments: (B, L) or
+        None. Returns (B, H, L, D) in fp32 at least; padding gets 0.
         """
         length, size = v.shape[2], self.weight.shape[1]
         before = size - 1 if causal else size // 2

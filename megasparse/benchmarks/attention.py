@@ -115,7 +115,7 @@ def _build(case: Case, device: torch.device) -> tuple[Pass, str]:
 
 
 class Inputs:
-    """q, k, v (B, H, L, D) and the outputs' gradient g: standard normal, the same for every implementation.
+    """Tensors q, k, v (B, H, L, D) and the outputs' gradient g: standard normal, the same for every implementation.
 
     Of `CLUSTERED`, q and k are one of L/64 random centres each (the same 64 tokens' of both on average) plus noise a
     third as long: two of a cluster have a cosine of about 0.9.
@@ -141,7 +141,7 @@ class Inputs:
         return centres.gather(2, own.expand_as(noise)) + SPREAD * noise
 
     def layer_input(self, case: Case) -> Tensor:
-        """x (B, L, E), which Smart Bird alone reads."""
+        """Input of the layer, x (B, L, E), which Smart Bird alone reads."""
         shape = (case.batch, case.model.max_length, case.model.d_model)
         if case.implementation == "smart_bird":
             return self._normal(*shape)
@@ -149,7 +149,9 @@ class Inputs:
 
 
 def _ours(case: Case, heads: Inputs) -> Pass:
-    """As `attention.heads.AttentionLayer` calls it, in training, what the mechanism itself learns included."""
+    """Our mechanism, called as `attention.heads.AttentionLayer` calls it in training, what the mechanism itself learns
+    included.
+    """
     model, kind = case.model, MECHANISMS.get(case.implementation, case.implementation)
     mechanism = build_mechanism(kind, model, model.heads)
     initialise(mechanism, model, case.seed)
@@ -178,7 +180,9 @@ def _leaves(*inputs: Tensor) -> list[Tensor]:
 
 
 def _passes(attend: Callable[[], list[Tensor]], leaves: list[Tensor], g: Tensor) -> Pass:
-    """attend: gives the output, whose gradient is g, and an auxiliary loss where there is one."""
+    """Return a pass forward and backward. attend: gives the output, whose gradient is g, and an auxiliary loss where
+    there is one.
+    """
 
     def forward() -> Callable[[], None]:
         for leaf in leaves:
@@ -191,7 +195,7 @@ def _passes(attend: Callable[[], list[Tensor]], leaves: list[Tensor], g: Tensor)
 
 
 def _sdpa(case: Case, heads: Inputs) -> tuple[Pass, str]:
-    """torch's, on a GPU by the fastest of its fused backends."""
+    """PyTorch's attention, on a GPU by the fastest of its fused backends."""
     leaves = _leaves(heads.q, heads.k, heads.v)
     causal = case.model.kind != "encoder"
 
@@ -275,7 +279,7 @@ def _hf(case: Case, heads: Inputs) -> tuple[Pass, str]:
 
 
 def _reformer_pytorch(case: Case, heads: Inputs) -> tuple[Pass, str]:
-    """lucidrains' LSHAttention, which takes (B·H, L, D) and gives its output first."""
+    """LSHAttention as lucidrains published it, which takes (B·H, L, D) and gives its output first."""
     from reformer_pytorch.reformer_pytorch import LSHAttention
 
     lsh = case.model.attention.lsh

@@ -38,8 +38,8 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Resources:
-    """registers: a thread's. spills: instructions that move registers to and from local memory. shared: bytes a
-    program. tensor_cores: matrix instructions.
+    """Resources of a compiled kernel. registers: a thread's. spills: instructions that move registers to and from local
+    memory. shared: bytes a program. tensor_cores: matrix instructions.
     """
 
     registers: int

@@ -127,32 +127,33 @@ class LHAAttentionConfig(MechanismSection):
     `top_k`: the paper's ⌊√2·N/B⌋ best queries and keys of every bucket; later tokens decide who is among them: not
     strictly causal."""
     count_buckets: bool = True
-    """top_k only: a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1 does it."""
+    """With top_k only: whether a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1
+    does it."""
     utility: Literal["sampled", "features", "exact"] = "sampled"
     """Target of the hash, ψ and ψ′. `sampled`: exactly, from some queries a step. `features`: by positive random
     features (Eq. 16 and 17), the paper's; long queries and keys drown in their noise. `exact`: in O(L²) time."""
     samples: Positive = 256
-    """sampled only: queries of each document that the hash learns from in a step."""
+    """With sampled only: the queries of each document that the hash learns from in a step."""
     features: Positive = 64
-    """features only: number of positive random features."""
+    """With features only: number of positive random features."""
     visible_utility: bool = False
-    """ψ sums over the keys that a causal query may see, in place of all (the paper). Encoders see all."""
+    """Whether ψ sums over the keys that a causal query may see, in place of all (the paper). Encoders see all."""
     weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
-    """λ of Eq. 19: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
+    """Weight λ of Eq. 19: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
     sinusoidal_positions: bool = False
     """Sinusoidal positions added to the queries and keys of every such layer, as the paper does for WikiText-103."""
 
 
 class YOSOAttentionConfig(MechanismSection):
     hashes: Positive = 32
-    """m, hashes while training."""
+    """Number m of hashes while training."""
     evaluation_hashes: Positive | None = None
     """Hashes in evaluation and generation; null takes `hashes`."""
     expectation: bool = False
     """The weight is (1 − acos(q·k)/π)^τ itself, in O(L²) time, in place of m samples of it (YOSO-E)."""
     code_bits: Positive | None = None
-    """τ, sign bits a hash code. null takes log2(max_length), in a decoder no more than keeps its hash tables below a
-    key-value cache of max_length tokens, where one bit does."""
+    """Number τ of sign bits of a code. null takes log2(max_length), in a decoder no more than keeps its hash tables
+    below a key-value cache of max_length tokens, where one bit does."""
     projection: Literal["hadamard", "gaussian"] = "hadamard"
     """`hadamard`: fast, slightly biased. `gaussian`: dense projections, unbiased."""
     backward: Literal["auto", "tables", "pairs"] = "auto"
@@ -183,7 +184,7 @@ class SmartBirdAttentionConfig(MechanismSection):
     keys: Positive = 20
     """K, keys a query attends to."""
     sketch_dim: Positive = 4
-    """d, width of the single-head sketch."""
+    """Width d of the single-head sketch."""
     sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
     """How a sketched weight becomes a sampling score (the paper's Figure 4)."""
     objective: Literal["token", "pooled", "answer"] = "token"
@@ -192,7 +193,7 @@ class SmartBirdAttentionConfig(MechanismSection):
     which tokens the target has, from the same vector.
     """
     labels: Positive | None = None
-    """pooled only: number of labels."""
+    """With pooled only: number of labels."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Weight of the sketch's objective. Nothing else trains the sketch, and it trains nothing else."""
 
@@ -263,7 +264,7 @@ class PerformerAttentionConfig(MechanismSection):
 
 class LinformerAttentionConfig(MechanismSection):
     projected: Positive = 256
-    """k: keys and values are projected from max_length to this many."""
+    """Length k: keys and values are projected from max_length to this many."""
 
     bidirectional_only = "it projects the whole sequence"
 

@@ -173,7 +173,7 @@ class FinetuneConfig(RunSettings):
     task: TaskConfig = TaskConfig()
     head: HeadConfig = HeadConfig()
     lora: LoRAConfig | None = None
-    """null trains all weights."""
+    """Low-rank adapters (LoRA); null trains all weights."""
     training: FinetuneTrainingConfig = FinetuneTrainingConfig()
     optimizer: FinetuneOptimizerConfig = FinetuneOptimizerConfig()
     evaluation: FinetuneEvaluationConfig = FinetuneEvaluationConfig()

@@ -59,7 +59,7 @@ class SourceConfig(Section):
     length: Positive = 512
     """Tokens at the start of each sequence that the encoder reads; the decoder predicts the others."""
     layers: Positive | None = None
-    """null takes `model.layers`."""
+    """Layers of the decoder; null takes `model.layers`."""
     positions: PositionsConfig = PositionsConfig()
     attention: AttentionConfig = AttentionConfig()
     """The encoder's attention; the decoder's is `model.attention`."""
@@ -86,7 +86,7 @@ class ModelConfig(Section):
     d_ff: Positive = 4096
     heads: Positive = 8
     head_dim: Positive | None = None
-    """null takes d_model/heads."""
+    """Width of a head; null takes d_model/heads."""
     blocks: Literal["reversible", "ordinary"] = "reversible"
     """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary residual blocks on one."""
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"

@@ -35,7 +35,7 @@ class Batch:
     """A micro-batch."""
 
     tokens: Tensor
-    """int64 (micro_batch, T)."""
+    """Tokens, int64 (micro_batch, T)."""
     samples: Tensor
     """Global sample numbers, int64 (micro_batch,): also of those that were replaced for damage."""
     position: int

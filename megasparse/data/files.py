@@ -42,7 +42,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def file_sha256(file: Path | int, progress: Callable[[], None] = lambda: None) -> str:
-    """sha256 of a whole file, given by its path or an open descriptor; `progress` is called every MB."""
+    """Return the sha256 of a whole file, given by its path or an open descriptor; `progress` is called every MB."""
     digest = hashlib.sha256()
     with open(file, "rb", closefd=not isinstance(file, int)) as stream:
         stream.seek(0)

@@ -84,7 +84,7 @@ class Index:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over all that decides which tokens a run sees: tokenizer, and each split's shards in order."""
+        """The sha256 over all that decides which tokens a run sees: tokenizer, and each split's shards in order."""
         splits = {
             name: [[s.sha256, s.tokens, s.samples, *([s.width] if s.width > 1 else [])] for s in split.shards]
             for name, split in self.file.splits.items()

@@ -1,4 +1,5 @@
-"""index.json as it is on disk: its entries, and how it is read. It may come from anyone: nothing in it is believed."""
+"""The file index.json as it is on disk: its entries, and how it is read. It may come from anyone: nothing in it is
+believed."""
 
 import json
 import os
@@ -38,9 +39,9 @@ class Shard(Entry):
     bytes: Count
     """Size of the tar file."""
     sha256: Sha256
-    """sha256 of the tar file."""
+    """The sha256 of the tar file."""
     crc32: Annotated[str, Field(pattern=r"^[0-9a-f]+$")] | None = None
-    """zlib.crc32 of each sample, 8 digits each, in order. Folders prepared by earlier versions have none."""
+    """The zlib.crc32 of each sample, 8 digits each, in order. Folders prepared by earlier versions have none."""
 
     @property
     def data_bytes(self) -> int:
@@ -68,7 +69,7 @@ class TokenizerEntry(Entry):
 
 
 class IndexFile(Entry):
-    """index.json as it is on disk."""
+    """The content of index.json as it is on disk."""
 
     format: Literal[1] = 1
     tokenizer: TokenizerEntry

@@ -31,7 +31,7 @@ class RemoteFolder(os.PathLike[str]):
         return f"{self.url}/{file}"
 
     def read_index(self) -> bytes:
-        """index.json, fetched anew each time: it says what is trained on. Raises FetchError."""
+        """Return index.json, fetched anew each time: it says what is trained on. Raises FetchError."""
         return fetch_bytes(self / INDEX_FILE, MOST_BYTES, silent)
 
     def path(self, shard: Shard) -> Path:

@@ -135,7 +135,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def http_opener() -> urllib.request.OpenerDirector:
-    """http and https alone, also behind redirects: urllib's own opener would follow one to ftp."""
+    """Return an opener of http and https alone, also behind redirects: urllib's own opener would follow one to ftp."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),

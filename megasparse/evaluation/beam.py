@@ -25,7 +25,7 @@ class Hypothesis(NamedTuple):
     log_probability: float
     """Log-probability in nats of the tokens and, where it has ended, of the end token."""
     score: float
-    """log_probability / length_penalty."""
+    """Score, log_probability / length_penalty."""
     ended: bool
     """Whether the end token was predicted; else the text was cut off."""
 

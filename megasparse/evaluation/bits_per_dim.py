@@ -39,7 +39,9 @@ class Stream(typing.Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """nats: their sum over `dims` scored symbols. correct: how many of these the model held to be the likeliest."""
+    """Sums over scored symbols. nats: their sum over `dims` scored symbols. correct: how many of these the model held
+    to be the likeliest.
+    """
 
     nats: float
     correct: float

@@ -38,7 +38,7 @@ AUTO_MAP = {
     "AutoModelForSeq2SeqLM": "modeling_megasparse.MegasparseForSeq2SeqLM",
     "AutoModelForSequenceClassification": "modeling_megasparse.MegasparseForSequenceClassification",
 }
-"""transformers' class -> the file and class of ours."""
+"""Map of transformers' class -> the file and class of ours."""
 
 
 def bundle() -> dict[str, str]:

@@ -79,7 +79,7 @@ def check_tokenizer(opened: Checkpoint) -> None:
 
 
 def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """model.safetensors, or where that would be larger than SHARD_BYTES several files and their index."""
+    """Write model.safetensors, or where that would be larger than SHARD_BYTES several files and their index."""
     shards: list[list[str]] = []
     total, size, shard = 0, 0, dict[str, Tensor]()
 

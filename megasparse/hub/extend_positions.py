@@ -60,6 +60,6 @@ def tensors(checkpoint: Checkpoint, model: ModelConfig, length: int) -> dict[str
 
 
 def extended(table: Tensor, offset: int, length: int) -> Tensor:
-    """table: (offset + P, E). Returns (offset + length, E)."""
+    """Return a longer table of positions. table: (offset + P, E). Returns (offset + length, E)."""
     rows = offset + torch.arange(length) % (len(table) - offset)
     return torch.cat([table[:offset], table[rows]])

@@ -44,7 +44,7 @@ class Format(Protocol):
     """`model_type` of its config.json."""
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
-        """weight: the value (fp32) of our parameter of a name.
+        """Return the exported tensors and files. weight: the value (fp32) of our parameter of a name.
 
         Raises HubError naming the key of the configuration, and its value, that the architecture cannot express.
         """

@@ -41,8 +41,8 @@ class HFModel:
 
     @staticmethod
     def open(name: str | Path) -> "HFModel":
-        """name: a folder, or the name of a model in transformers' local cache. Nothing is downloaded, and no code that
-        comes with a model is run.
+        """Open a model. name: a folder, or the name of a model in transformers' local cache. Nothing is downloaded, and
+        no code that comes with a model is run.
 
         Raises HubError for what is missing, damaged or of an architecture that ours does not express; ConfigError where
         the settings it gives do not go together.

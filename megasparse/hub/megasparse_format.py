@@ -35,7 +35,9 @@ PREFIX = "model."
 
 
 class MegasparseFormat:
-    """config.json holds the `model` section whole and the run's seed; names of tensors are ours behind `model.`."""
+    """The format of our own architecture: config.json holds the `model` section whole and the run's seed; names of
+    tensors are ours behind `model.`.
+    """
 
     name = "megasparse"
 

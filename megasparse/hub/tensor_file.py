@@ -19,7 +19,7 @@ class TensorFile:
     """The tensors of a model.safetensors, or of the files that a model.safetensors.index.json names."""
 
     def __init__(self, path: Path, files: dict[str, Any]):
-        """path: the folder. files: the opened file of each tensor."""
+        """Keep the opened files. path: the folder. files: the opened file of each tensor."""
         self.path, self._files = path, files
 
     @staticmethod

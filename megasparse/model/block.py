@@ -79,7 +79,7 @@ class AttentionBranch(Branch):
         self.attention = AttentionLayer(config, layer)
 
     def forward(self, x: Tensor, run: Pass, cache: Any = None) -> tuple[Tensor, Tensor | None]:
-        """x: (B, L, E). Returns what to add to the stream and the auxiliary loss."""
+        """Run the residual branch. x: (B, L, E). Returns what to add to the stream and the auxiliary loss."""
         context = AttentionContext(
             self.layer, run.rng, recompute=run.recompute["attention", self.layer], targets=run.targets
         )

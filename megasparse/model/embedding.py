@@ -55,7 +55,7 @@ class Embedding(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, weight: nn.Parameter | None = None):
-        """weight: (V, E), of another embedding that shares it."""
+        """Make the table of embeddings. weight: (V, E), of another embedding that shares it."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.d_model)) if weight is None else weight
         self.start = nn.Parameter(torch.empty(1, config.d_model)) if config.kind != "encoder" else None
@@ -65,8 +65,8 @@ class Embedding(nn.Module):
         self.norm = Norm(config) if config.style == "bert" else None
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:
-        """tokens: (B, n), those of the positions [first, first + n); in a decoder those before each position, at
-        first = 0 without the start: (B, n − 1).
+        """Embed tokens. tokens: (B, n), those of the positions [first, first + n); in a decoder those before each
+        position, at first = 0 without the start: (B, n − 1).
 
         Returns (B, n, E) fp32.
         """

@@ -32,8 +32,9 @@ class SourceEncoder(Stack):
     def forward(
         self, tokens: Tensor, rng: RngContext, key_mask: Tensor | None, targets: Targets | None = None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """tokens: (B, S), or what else the embedding takes. targets: for the mechanisms, in training. Returns the mean
-        of the streams, normalised, (B, S, E) fp32; the sum of auxiliary losses, and the layers' statistics.
+        """Run the encoder. tokens: (B, S), or what else the embedding takes. targets: for the mechanisms, in training.
+        Returns the mean of the streams, normalised, (B, S, E) fp32; the sum of auxiliary losses, and the layers'
+        statistics.
         """
         own = replace(rng, seed=derive(rng.seed, "encoder"))
         streams, auxiliary, statistics = self.streams(tokens, own, Padding(key_mask), targets)

@@ -16,7 +16,7 @@ from megasparse.ops.tiled import tiled
 
 
 class OutputHead(nn.Module):
-    """softmax(W·norm(streams)), or the adaptive softmax with rows of W.
+    """Output head, softmax(W·norm(streams)), or the adaptive softmax with rows of W.
 
     Untied, a reversible stack's two streams are normalised and projected side by side, 2·E wide, as in the published
     Reformer; tied, their mean is, against the token embedding / √E. With `style` bert it is
@@ -24,7 +24,7 @@ class OutputHead(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, embedding: nn.Parameter):
-        """embedding: (V, E), a tied head's weight too."""
+        """Make the head. embedding: (V, E), a tied head's weight too."""
         super().__init__()
         streams = 2 if config.blocks == "reversible" else 1
         self.tiles, self.tied, self.eps = config.loss_tiles, config.tied_embeddings, config.norm_eps

@@ -10,8 +10,8 @@ from megasparse.config.schema import ModelConfig
 
 
 def padding_of(tokens: Tensor, config: ModelConfig, part: SequencePart = WHOLE) -> Padding:
-    """tokens: (B, L), or this rank's part of them. All but `padding_token` are real; each `document_separator` is its
-    document's last token.
+    """Return the padding and the documents of a batch. tokens: (B, L), or this rank's part of them. All but
+    `padding_token` are real; each `document_separator` is its document's last token.
     """
     key_mask, segments = None, None
     if config.padding_token is not None:

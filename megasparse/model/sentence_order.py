@@ -45,7 +45,9 @@ class SentenceOrder(nn.Module):
         self.bias = nn.Parameter(torch.zeros(2))
 
     def arrange(self, tokens: Tensor, rng: RngContext) -> Tensor:
-        """tokens: (B, L) in order. Returns them with some pairs swapped; each separator stays behind a segment."""
+        """Swap some pairs of segments. tokens: (B, L) in order. Returns them with some pairs swapped; each separator
+        stays behind a segment.
+        """
         position = torch.arange(tokens.shape[1], device=tokens.device)
         ends = tokens == self.separator
         count = ends.cumsum(1)
@@ -56,7 +58,7 @@ class SentenceOrder(nn.Module):
         return tokens.gather(1, torch.where(moved, turned, position))
 
     def forward(self, streams: Streams, tokens: Tensor, rng: RngContext) -> OrderScores:
-        """streams: of `tokens` as `arrange` returned them."""
+        """Predict the order of each pair. streams: of `tokens` as `arrange` returned them."""
         x = torch.stack([stream[:, 0] for stream in streams]).mean(0)
         if self.norm is not None:
             x = self.norm(x)

@@ -72,8 +72,8 @@ class Stack(nn.Module):
     """Embedding and blocks: what becomes of tokens before a head reads it."""
 
     def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None = None):
-        """embedding: (V, E), of another stack that shares it; or what embeds other things than tokens, called with them
-        and their first position.
+        """Make the stack. embedding: (V, E), of another stack that shares it; or what embeds other things than tokens,
+        called with them and their first position.
         """
         super().__init__()
         self.config = config
@@ -164,8 +164,9 @@ class Transformer(Stack, ABC):
         divisor: float | None = None,
         sequence: ProcessGroup | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """tokens: (B, L) int64. Returns the objective, mean nats a scored token (in training with label smoothing) plus
-        auxiliary losses (LHA's is a convex combination of the two), and statistics.
+        """Run the model and compute its objective. tokens: (B, L) int64. Returns the objective, mean nats a scored
+        token (in training with label smoothing) plus auxiliary losses (LHA's is a convex combination of the two), and
+        statistics.
 
         rng: what random draws depend on; by default those of evaluation with seed 0, the same in each call, without
         dropout. padding: by default read from the tokens, see `padding_of`. divisor: of the sum of nats in place of the

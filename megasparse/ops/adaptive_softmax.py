@@ -49,7 +49,7 @@ def adaptive_scores(
 
 
 def adaptive_log_probabilities(hidden: Tensor, weight: Tensor, clusters: Tensor, cutoffs: Sequence[int]) -> Tensor:
-    """ln p of every id, (N, V) fp32. As in `adaptive_scores`."""
+    """Return ln p of every id, (N, V) fp32. As in `adaptive_scores`."""
     head, *tails = _parts(weight, clusters, cutoffs)
     frequent, of_clusters = F.linear(hidden, head).float().log_softmax(-1).split([cutoffs[0], len(tails)], dim=-1)
     rare = [

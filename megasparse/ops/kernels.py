@@ -31,7 +31,7 @@ if INTERPRETED.value:  # it reads bounds of loops by int() of arrays of one numb
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
-    """a·b, (m, k) and (k, n), summed in fp32. PRECISION, of fp32 factors only: see `precision`."""
+    """Return a·b, (m, k) and (k, n), summed in fp32. PRECISION, of fp32 factors only: see `precision`."""
     if INTERPRETED:  # it multiplies the bit patterns of bf16
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
@@ -62,7 +62,7 @@ def store_rows(x, row, values, valid, stride, D: tl.constexpr, WIDTH: tl.constex
 
 
 def whole_vectors(x: Tensor) -> Tensor:
-    """x, whose vectors' elements are next to each other; heads are views, and stay so."""
+    """Return x, whose vectors' elements are next to each other; heads are views, and stay so."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

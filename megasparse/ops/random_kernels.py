@@ -30,8 +30,8 @@ def _dropout(
 
 
 def drop(x: Tensor, rate: float, low: int, high: int, threshold: int, rows: Tensor) -> Tensor:
-    """x (B, L, E) with the elements zeroed whose bits are below `threshold`, the rest scaled by 1/(1 − rate); the same
-    to the bit as `ops.random` in torch. low, high: the key's halves, signed; rows: (B, L) int64.
+    """Return x (B, L, E) with the elements zeroed whose bits are below `threshold`, the rest scaled by 1/(1 − rate);
+    the same to the bit as `ops.random` in torch. low, high: the key's halves, signed; rows: (B, L) int64.
 
     Cost: x is read and written once, 2·B·L·E·bytes and 8·B·L of rows; about 12 integer operations an element.
     """

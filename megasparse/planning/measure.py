@@ -26,8 +26,9 @@ class MeasurementError(Exception):
 
 
 def alone(measure: Callable[..., Result], *arguments: Any) -> Result:
-    """measure(*arguments) in a new process, where nothing else has taken memory. `measure` is a function of a module,
-    and both arguments and result can be pickled. Raises MeasurementError, also where the system ends the process.
+    """Run measure(*arguments) in a new process, where nothing else has taken memory. `measure` is a function of a
+    module, and both arguments and result can be pickled. Raises MeasurementError, also where the system ends the
+    process.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_this_first) as pool:
         try:

@@ -47,7 +47,9 @@ class Plan:
     """
 
     def __init__(self, config: Config, on: Assumptions, passes: PassMemory | None = None):
-        """passes: of a configuration with the same model, precision and length, where one is at hand."""
+        """Plan a configuration on assumed hardware. passes: of a configuration with the same model, precision and
+        length, where one is at hand.
+        """
         self.config, self.on = config, on
         self.micro_batches = _micro_batches(config, on)
         self.zero = Zero.of(config.run.engine, config.deepspeed)

@@ -31,7 +31,7 @@ class Zero:
 
     @staticmethod
     def of(engine: str, section: dict[str, Any]) -> "Zero":
-        """engine: `run.engine`. section: the configuration's `deepspeed`."""
+        """Read the ZeRO settings. engine: `run.engine`. section: its `deepspeed`."""
         zero = section.get("zero_optimization", {}) if engine == "deepspeed" else {}
         weights = (zero.get("offload_param") or {}).get("device", "none")
         optimizer = (zero.get("offload_optimizer") or {}).get("device", "none")

@@ -26,7 +26,7 @@ from megasparse.planning.states import States, Zero
 
 @dataclass(frozen=True)
 class Cluster:
-    """gpus: of all nodes. sequence: ranks that share a sequence, next to each other in a node."""
+    """The GPUs of a run. gpus: of all nodes. sequence: ranks that share a sequence, next to each other in a node."""
 
     gpus: int
     per_node: int
@@ -85,7 +85,7 @@ def _all_to_all(config: Config, sequence: int) -> float:
 
 
 def _tensors(model: ModelConfig) -> float:
-    """q, k, v and out of all layers; heads that share queries and keys send no keys."""
+    """Count the tensors q, k, v and out of all layers; heads that share queries and keys send no keys."""
     total = 0.0
     for layer in range(model.layers):
         for kind, heads in heads_of_layer(model, layer).items():
@@ -111,7 +111,8 @@ class Offload:
 
 
 def offload(states: States, zero: Zero, cluster: Cluster, micro_batches: int, gpu: Hardware) -> Offload:
-    """weights: a rank's piece of them, fetched forward and backward in each micro-batch, written back once a step.
+    """Return the traffic of offloading. weights: a rank's piece of them, fetched forward and backward in each
+    micro-batch, written back once a step.
     gradients: its piece to the CPU in each micro-batch. optimizer: its fp32 weights and moments read and written on
     NVMe, or, where the weights stay on the GPU, the new weights that come back.
     """

@@ -38,9 +38,9 @@ class Run:
     events: list[dict[str, Any]]
     heartbeats: list[dict[str, Any]]
     ranks: dict[str, Any]
-    """ranks.json."""
+    """The content of ranks.json."""
     best: dict[str, Any]
-    """best.json of a fine-tuning run."""
+    """The content of best.json of a fine-tuning run."""
     checkpoints: list[tuple[str, int, float]]
     """Name, bytes, when it was written."""
     traces: list[str]

@@ -25,15 +25,15 @@ class Padded:
     """The sequences of a batch, padded to one length."""
 
     tokens: Tensor
-    """int64 (B, L), 0 where there is no token."""
+    """Tokens, int64 (B, L), 0 where there is no token."""
     types: Tensor
-    """int64 (B, L): 1 in the second segment."""
+    """Segments, int64 (B, L): 1 in the second segment."""
     lengths: Tensor
-    """int64 (B,): number of real tokens, which come first; at least 1."""
+    """Lengths, int64 (B,): number of real tokens, which come first; at least 1."""
 
     @property
     def mask(self) -> Tensor | None:
-        """bool (B, L), true for real tokens; None where all are."""
+        """Mask of the tokens, bool (B, L), true for real tokens; None where all are."""
         positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         mask = positions < self.lengths.unsqueeze(1)
         return None if bool(mask.all()) else mask
@@ -109,7 +109,7 @@ class ExampleBatches(Steps):
         collate: Collate,
         start: int = 0,
     ):
-        """start: the global sample number to begin at, a checkpoint's position."""
+        """Prepare the batches of a run. start: the global sample number to begin at, a checkpoint's position."""
         self.examples, self.seed, self.collate = examples, seed, collate
         self.global_batch, self.micro_batch, self.ranks = global_batch, micro_batch, ranks
         self.position = start

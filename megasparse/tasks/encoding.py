@@ -20,9 +20,9 @@ class Segments(NamedTuple):
     """One sequence of the model, of one or two segments."""
 
     tokens: np.ndarray
-    """int64 (L,)."""
+    """Tokens, int64 (L,)."""
     types: np.ndarray
-    """int64 (L,): 1 in the second segment, 0 elsewhere."""
+    """Segments, int64 (L,): 1 in the second segment, 0 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Encoder:
     """
 
     def __init__(self, task: Task, tokenizer: Tokenizer | None, vocabulary: int, separators: int = 1):
-        """tokenizer: None where the task's inputs are ids. vocabulary: of the model; special tokens that it has no room
-        for are left out. separators: between two segments (RoBERTa has 2).
+        """Prepare the encoding of a task. tokenizer: None where the task's inputs are ids. vocabulary: of the model;
+        special tokens that it has no room for are left out. separators: between two segments (RoBERTa has 2).
         """
         self.task, self.tokenizer, self.config = task, tokenizer, task.config
         special = tokenizer.special if tokenizer is not None else None

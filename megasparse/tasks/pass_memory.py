@@ -24,7 +24,9 @@ class TaskPassMemory:
     """The memory curves of a run's model, which is left as it was; each is measured once."""
 
     def __init__(self, run: TaskRun, ranks: Ranks, length: int, activations: str):
-        """length: tokens of the run's longest input. activations: what its backward reads, as `model.activations`."""
+        """Prepare to measure a run's model. length: tokens of the run's longest input. activations: what its backward
+        reads, as `model.activations`.
+        """
         self.run, self.ranks, self.model = run, ranks, run.model
         self.length, self.activations = length, activations
         self.measured: dict[tuple[str, str], Curve] = {}

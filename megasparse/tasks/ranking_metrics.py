@@ -63,7 +63,7 @@ def _ndcg10(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
 
 
 def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
-    """nDCG by the order of the ranking, which has no ties for scikit-learn to average over."""
+    """Compute nDCG by the order of the ranking, which has no ties for scikit-learn to average over."""
     from sklearn.metrics import ndcg_score
 
     order = np.empty(len(scores))

@@ -82,8 +82,8 @@ def _bleu_counts(reference: str, hypothesis: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=KEPT)
 def _chrf_counts(reference: str, hypothesis: str) -> tuple[int, ...]:
-    """n-grams of the hypothesis, of the reference, and those of both, of each order. sacrebleu has no public name for
-    them; those that it has are what its own resampling takes.
+    """Count n-grams of the hypothesis, of the reference, and those of both, of each order. sacrebleu has no public name
+    for them; those that it has are what its own resampling takes.
     """
     return tuple(_scorer("chrf")._extract_corpus_statistics([hypothesis], [[reference]])[0])
 

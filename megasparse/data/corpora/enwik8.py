@@ -1,4 +1,5 @@
-"""enwik8: the first 100,000,000 bytes of an English Wikipedia dump (Mahoney), split 90M/5M/5M by byte position.
+"""The corpus enwik8: the first 100,000,000 bytes of an English Wikipedia dump (Mahoney), split 90M/5M/5M by byte
+position.
 
 Reference words: what stands between white space, markup included.
 """
@@ -19,7 +20,9 @@ SPLITS = {"train": 90_000_000, "validation": 5_000_000, "test": 5_000_000}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """enwik8 is not split in other ways: figures on it are comparable because everyone splits it alike."""
+    """Add no arguments: enwik8 is not split in other ways, since figures on it are comparable only where everyone
+    splits it alike.
+    """
     add_source_arguments(parser)
     add_tokenizer_argument(parser)
 

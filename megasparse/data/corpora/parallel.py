@@ -115,7 +115,7 @@ class ParallelEncoder(PaddedEncoder):
         self.record = source_length + target_length
 
     def encode(self, piece: bytes) -> Encoded:
-        """raw_bytes and words are those of the targets, which the decoder predicts."""
+        """Encode pairs of texts. raw_bytes and words are those of the targets, which the decoder predicts."""
         lines = piece.decode().split("\n")
         records, raw_bytes, words = [], 0, 0
         for pair in zip(lines[:-1:2], lines[1::2], strict=True):

@@ -163,7 +163,7 @@ def _examine(path: Path, form: Format) -> Found:
 
 
 def _checksum(descriptor: int, path: Path, member: int, offset: int, size: int, form: Format) -> str:
-    """crc32 of a sample, 8 digits. Raises DataError when its tokens are not as they should be."""
+    """Return the crc32 of a sample, 8 digits. Raises DataError when its tokens are not as they should be."""
     where = f"member {member} at byte {offset - BLOCK}"
     if size // form.width % form.record:
         problem = f"{where} has {size // form.width} tokens, no whole number of records of {form.record}"

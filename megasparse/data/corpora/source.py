@@ -114,7 +114,7 @@ class Source:
     """Digest of all content, one file after another."""
     md5: str
     layout: str | None
-    """sha256 over names and sizes of the parts, where files are kept apart."""
+    """The sha256 over names and sizes of the parts, where files are kept apart."""
 
     @classmethod
     def open(

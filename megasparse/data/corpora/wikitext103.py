@@ -74,7 +74,7 @@ def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, I
 
 
 def _files(source: Source) -> tuple[str, dict[str, Part]]:
-    """tokens or raw, and the file of each split."""
+    """Return "tokens" or "raw", and the file of each split."""
     found: dict[str, dict[str, Part]] = {kind: {} for kind in SHA1}
     for part in source.parts:
         for kind, files in found.items():

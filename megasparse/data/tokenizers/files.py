@@ -24,7 +24,7 @@ def read(path: Path) -> bytes:
 
 
 def identity(kind: str, data: bytes) -> str:
-    """sha256 of a file of a kind of tokenizer."""
+    """Return the sha256 of a file of a kind of tokenizer."""
     return hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""sentencepiece's models, used so that any bytes come back."""
+"""Models of sentencepiece, used so that any bytes come back."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -98,7 +98,7 @@ def segments(text: str) -> Iterator[str]:
 
 
 def _load(file: Path, data: bytes) -> tuple[Any, list[bytes]]:
-    """sentencepiece's processor, and the bytes of each id. Raises ConfigError."""
+    """Return sentencepiece's processor, and the bytes of each id. Raises ConfigError."""
     from google.protobuf.message import DecodeError
     from sentencepiece import SentencePieceProcessor
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def _load(file: Path, data: bytes) -> tuple[Any, list[bytes]]:
 
 
 def _require_lossless(file: Path, model: Any) -> None:
-    """model: a ModelProto. Raises ConfigError."""
+    """Refuse a model that does not give back every text. model: a ModelProto. Raises ConfigError."""
     spec, kinds = model.normalizer_spec, type(model).SentencePiece
     single = {piece.piece for piece in model.pieces if piece.type == kinds.BYTE}
     for wrong, problem in (

@@ -37,7 +37,7 @@ from megasparse.ops.random import derive
 PAPER_IMBALANCE = {"ratio": 0.613, "size": 0.359}
 """The paper's shares for LSH in all layers of a 16-layer model, 4 buckets, 1,024 tokens (LHA section 3.2)."""
 METHODS = ("chunks", "random", "smyrf", "lsh", "lha")
-"""chunks: pieces of the window, as a local attention has them: what position alone gives."""
+"""Methods that are compared; chunks: pieces of the window, as a local attention has them: what position alone gives."""
 ROUNDS: dict[str, Sequence[int | None]] = {
     "lsh": (1, 2, 4, 8, 16),
     "smyrf": (1, 2, 4, 8, 16),
@@ -156,7 +156,7 @@ def _key(call: Call, protocol: Protocol) -> int:
 
 @torch.no_grad()
 def _output_errors(call: Call, attention: AttentionConfig) -> dict[str, float]:
-    """output_error/KIND/ROUNDS -> error of the output against what the kind approximates, mean over heads.
+    """Return output_error/KIND/ROUNDS -> error of the output against what the kind approximates, mean over heads.
 
     The kinds are LSH (on the model's own queries and keys), YOSO, and the layer's own attention, unless it is exact.
     """

@@ -6,7 +6,8 @@ from transformers import PretrainedConfig
 
 
 class MegasparseConfig(PretrainedConfig):
-    """model: the whole `model` section of the run's configuration. seed: of the run, on which its hashes depend.
+    """Configuration of an exported model. model: the whole `model` section of the run's configuration. seed: of the
+    run, on which its hashes depend.
     tokenizer: what a token id means: `bytes` of UTF-8, `pixels`, or the tokenizer of a file in the folder.
     """
 

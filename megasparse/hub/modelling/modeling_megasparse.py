@@ -1,4 +1,4 @@
-"""megasparse models behind HuggingFace's interface: the same modules, the same names of parameters below `model.`.
+"""Models of megasparse behind HuggingFace's interface: the same modules, the same names of parameters below `model.`.
 
 B batch, n length of the input, S length of a source, E width, V vocabulary.
 
@@ -78,8 +78,8 @@ class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """labels: (B, n), those of the input itself, -100 for what does not count; the first token's is not used (give
-        it as -100 where padding stands left of it).
+        """Predict the next tokens. labels: (B, n), those of the input itself, -100 for what does not count; the first
+        token's is not used (give it as -100 where padding stands left of it).
         past_key_values: of an earlier call; input_ids are then the tokens after it. logits_to_keep: only the last ones;
         0 keeps all.
         """
@@ -215,9 +215,9 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
-        """labels: (B, n), the targets with what ends them; -100 and the padding token do not count. The loss is the
-        mean nats of a label (of `num_items_in_batch` of them, where given), in training with the model's label
-        smoothing.
+        """Predict the target's tokens. labels: (B, n), the targets with what ends them; -100 and the padding token do
+        not count. The loss is the mean nats of a label (of `num_items_in_batch` of them, where given), in training with
+        the model's label smoothing.
         encoder_outputs: of `get_encoder`, in place of input_ids; auxiliary losses of the encoder are then not in the
         loss. decoder_attention_mask: padding of decoder_input_ids, right of the tokens. past_key_values: of an earlier
         call; decoder_input_ids are then the tokens after it. logits_to_keep: only the last ones; 0 keeps all.
@@ -327,7 +327,7 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """input_ids: of the decoder."""
+        """Return the arguments of the next call. input_ids: of the decoder."""
         if past_key_values is not None:
             input_ids = input_ids[:, past_key_values.get_seq_length() :]
         inputs = {"decoder_input_ids": input_ids, "past_key_values": past_key_values, "attention_mask": attention_mask}
@@ -348,7 +348,7 @@ class MegasparseForMaskedLM(MegasparsePreTrainedModel):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> MaskedLMOutput:
-        """labels: (B, n), -100 for what does not count."""
+        """Predict the masked tokens. labels: (B, n), -100 for what does not count."""
         rows = Rows(input_ids, attention_mask)
         targets = None
         if labels is not None:
@@ -377,7 +377,7 @@ class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> SequenceClassifierOutput:
-        """labels: (B,) classes, or numbers to regress to where config.num_labels is 1."""
+        """Predict classes or numbers. labels: (B,) classes, or numbers to regress to where config.num_labels is 1."""
         rows = Rows(input_ids, attention_mask)
         targets = None
         if labels is not None and self.settings.attention.smart_bird.objective == "pooled":

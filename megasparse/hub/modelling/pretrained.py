@@ -22,7 +22,7 @@ AUTO = {
     "encoder": "AutoModelForMaskedLM",
     "encoder_decoder": "AutoModelForSeq2SeqLM",
 }
-"""transformers' class of each kind of model that predicts tokens."""
+"""Map of transformers' class of each kind of model that predicts tokens."""
 
 
 class MegasparseCache:
@@ -33,7 +33,9 @@ class MegasparseCache:
     is_compileable = False
 
     def __init__(self, groups: list[tuple[Tensor, DecodingCache]], length: int):
-        """groups: the numbers of the rows, and their cache. length: columns of the input taken in."""
+        """Make a cache of several groups of rows. groups: the numbers of the rows, and their cache. length: columns of
+        the input taken in.
+        """
         self.groups, self.length = groups, length
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

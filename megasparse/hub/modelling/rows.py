@@ -9,8 +9,8 @@ class Rows:
     """A batch with each row's real tokens moved to its beginning, and the way back."""
 
     def __init__(self, input_ids: Tensor, attention_mask: Tensor | None, padding: int = 0):
-        """input_ids: (B, n). attention_mask: (B, n), 0 for padding, or None where there is none. padding: the token
-        that `tokens` has there. Raises ValueError for a row of padding alone.
+        """Sort real tokens to the front. input_ids: (B, n). attention_mask: (B, n), 0 for padding, or None where
+        there is none. padding: the token that `tokens` has there. Raises ValueError for a row of padding alone.
         """
         self.padded = attention_mask is not None and not bool((attention_mask != 0).all())
         if not self.padded or attention_mask is None:

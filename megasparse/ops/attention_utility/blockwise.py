@@ -23,7 +23,8 @@ _GPU_TILE_ELEMENTS = 1 << 25
 
 
 class Tile(NamedTuple):
-    """utility: (B, H, T, N), ψ or ψ′ of the tokens `tokens`, each row of sum 1, or 0 where all of it underflowed.
+    """The utility of some tokens. utility: (B, H, T, N), ψ or ψ′ of the tokens `tokens`, each row of sum 1, or 0 where
+    all of it underflowed.
 
     tokens: a slice, or token numbers (T,).
     """
@@ -43,7 +44,7 @@ class Features(NamedTuple):
 def exact_queries(
     q: Tensor, k: Tensor, key_members: Tensor, *, scale: float, visible: bool, sample: Tensor | None = None
 ) -> Iterator[Tile]:
-    """ψ, exactly, in O(L²) time, or O(S·L) for the queries of a sample alone, (S,) token numbers.
+    """Yield ψ, exactly, in O(L²) time, or O(S·L) for the queries of a sample alone, (S,) token numbers.
 
     q: (B, H, Lq, D). k: (B, H, Lk, D). scale: 1/√D.
     """
@@ -58,8 +59,8 @@ def exact_queries(
 def exact_keys(
     q: Tensor, k: Tensor, query_members: Tensor, *, scale: float, visible: bool, sample: Tensor | None = None
 ) -> Iterator[Tile]:
-    """ψ′, as `exact_queries`; with a sample, every key's from the queries of the sample alone, in O(S·L) time: before
-    the normalisation its expectation is the whole sum, as a part of it.
+    """Yield ψ′, as `exact_queries`; with a sample, every key's from the queries of the sample alone, in O(S·L) time:
+    before the normalisation its expectation is the whole sum, as a part of it.
     """
     rows = torch.arange(q.shape[2], device=q.device) if sample is None else sample
     parts = tiles(rows.expand(*q.shape[:2], -1), k.shape[2])
@@ -79,12 +80,12 @@ def exact_keys(
 
 
 def feature_queries(q: Features, k: Features, key_members: Tensor, *, visible: bool) -> Iterator[Tile]:
-    """ψ_i[b] ∝ φ(q_i)·Σ_{j in b} φ(k_j) (Eq. 16) in O(L·N) time. q, k: features of x/D^(1/4)."""
+    """Yield ψ_i[b] ∝ φ(q_i)·Σ_{j in b} φ(k_j) (Eq. 16) in O(L·N) time. q, k: features of x/D^(1/4)."""
     return (_visible_queries if visible else _all_queries)(q, k, key_members)
 
 
 def feature_keys(q: Features, k: Features, query_members: Tensor, *, visible: bool) -> Iterator[Tile]:
-    """ψ′_j[b] ∝ Σ_{i in b} φ(q_i)/(φ(q_i)·Σ_j′ φ(k_j′)) · φ(k_j) (Eq. 17) in O(L·N) time."""
+    """Yield ψ′_j[b] ∝ Σ_{i in b} φ(q_i)/(φ(q_i)·Σ_j′ φ(k_j′)) · φ(k_j) (Eq. 17) in O(L·N) time."""
     return (_visible_keys if visible else _all_keys)(q, k, query_members)
 
 
@@ -119,7 +120,7 @@ def _products(x: Tensor, y: Tensor, scale: float) -> Tensor:
 
 
 def _query_scores(q: Tensor, k: Tensor, rows: Tensor, scale: float, visible: bool) -> Tensor:
-    """scale·q_i·k_j of the queries `rows` (T,), −∞ where not visible: (B, H, T, Lk)."""
+    """Return scale·q_i·k_j of the queries `rows` (T,), −∞ where not visible: (B, H, T, Lk)."""
     score = _products(q[:, :, rows], k, scale)
     if not visible:
         return score
@@ -163,7 +164,7 @@ def _levels(k: Features) -> Tensor:
 
 
 def _visible_pairs(q: Tensor, k: Features, level: Tensor, tokens: slice) -> Tensor:
-    """q_i·φ(k_j)·exp(−level_i) of a tile's pairs j <= i, else 0: (B, H, T, T)."""
+    """Return q_i·φ(k_j)·exp(−level_i) of a tile's pairs j <= i, else 0: (B, H, T, T)."""
     decay = k.shift[:, :, tokens].transpose(-1, -2) - level[:, :, tokens]
     later = torch.ones(decay.shape[-2:], dtype=torch.bool, device=decay.device).triu(1)
     return (q[:, :, tokens] @ k.values[:, :, tokens].transpose(-1, -2)) * decay.masked_fill(later, -torch.inf).exp()
@@ -191,7 +192,7 @@ def _visible_queries(q: Features, k: Features, members: Tensor) -> Iterator[Tile
 
 @torch.no_grad()
 def _visible_keys(q: Features, k: Features, members: Tensor) -> Iterator[Tile]:
-    """ψ′ from the last tile to the first: sums over later tiles, at the level `after`, and pairs inside the tile."""
+    """Yield ψ′, last tile first: sums over later tiles, at the level `after`, and pairs inside the tile."""
     level = _levels(k)
     weights = _visible_weights(q, k, level, members.shape[2])
     after = level[:, :, -1:]
@@ -209,7 +210,7 @@ def _visible_keys(q: Features, k: Features, members: Tensor) -> Iterator[Tile]:
 
 
 def _visible_weights(q: Features, k: Features, level: Tensor, buckets: int) -> Tensor:
-    """φ(q_i)/(φ(q_i)·Σ_{j <= i} φ(k_j))·exp(level_i): (B, H, L, F)."""
+    """Return φ(q_i)/(φ(q_i)·Σ_{j <= i} φ(k_j))·exp(level_i): (B, H, L, F)."""
     before = torch.full_like(level[:, :, :1], -torch.inf)
     total = torch.zeros_like(k.values[:, :, :1])
     parts = []

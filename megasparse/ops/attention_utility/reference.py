@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def utilities(kernel: Tensor, in_query: Tensor, in_key: Tensor, visible: bool) -> tuple[Tensor, Tensor]:
-    """ψ_i[b] ∝ Σ_{j in b} A_ij (LHA Eq. 11) and ψ′_j[b] ∝ Σ_{i in b} A_ij (Eq. 14), each with sum 1.
+    """Compute ψ_i[b] ∝ Σ_{j in b} A_ij (LHA Eq. 11) and ψ′_j[b] ∝ Σ_{i in b} A_ij (Eq. 14), each with sum 1.
 
     kernel: (B, H, Lq, Lk), exp(q·k/√D) or an estimate of it; A is it with rows that sum to 1. in_query, in_key: (B, H,
     L, N), 1 where a token is in a bucket, else 0. visible: pairs j > i count as 0. A token that attends to no

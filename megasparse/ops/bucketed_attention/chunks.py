@@ -188,7 +188,7 @@ class Block:
         x.flatten(0, 1).index_add_(0, self.key_tokens.flatten(), total.flatten(0, 2))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """q·k where visible in this round and in none before it, far below LOWEST elsewhere: (G·W, T, S·T).
+        """Return q·k where visible in this round and in none before it, far below LOWEST elsewhere: (G·W, T, S·T).
 
         q, k: what `queries` and `keys` give, scaled.
         """

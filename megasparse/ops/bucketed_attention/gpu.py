@@ -192,7 +192,7 @@ class _Call:
         return (-(-self.length // size) * self.rows,)
 
     def partial(self, x: Tensor) -> Tensor | None:
-        """x in fp32, to add to in between rounds."""
+        """Return x in fp32, to add to in between rounds."""
         if self.rounds == 1:
             return None
         return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)

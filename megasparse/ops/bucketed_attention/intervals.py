@@ -39,8 +39,8 @@ class Intervals:
         return [getattr(self, field.name) for field in fields(self)]
 
     def meeting(self, block: int) -> tuple[Tensor, Tensor]:
-        """first, last (G, R, ⌈L / block⌉) int32: the sorted queries [first, last) may see keys of each block of sorted
-        keys, and no others do.
+        """Return first, last (G, R, ⌈L / block⌉) int32: the sorted queries [first, last) may see keys of each block of
+        sorted keys, and no others do.
         """
         length = self.low.shape[-1]
         start = torch.arange(0, length, block, dtype=torch.int32, device=self.low.device)
@@ -116,8 +116,8 @@ _BITS = {torch.int16: 15, torch.int32: 31}
 
 
 def _sort(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-    """codes (B, H, R, L) by (segment, bucket): those as one number (G, R, L), without masks the bucket alone, in order,
-    and the order, int32.
+    """Sort codes (B, H, R, L) by (segment, bucket): those as one number (G, R, L), without masks the bucket alone, in
+    order, and the order, int32.
     """
     if key_mask is None and segments is None:
         key = codes.flatten(0, 1).contiguous()
@@ -136,7 +136,7 @@ def _sort(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tu
 
 
 def _bounds(group: Tensor, spec: BucketedAttentionSpec) -> tuple[Tensor, Tensor]:
-    """low, high (G, R, L) int32 of sorted groups."""
+    """Return low, high (G, R, L) int32 of sorted groups."""
     index = torch.arange(group.shape[-1], dtype=torch.int32, device=group.device)
     start = torch.searchsorted(group, group, out_int32=True)
     window = spec.window

@@ -171,7 +171,7 @@ def forward(
     KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out, lse2 and (after the last round) lse of a block of queries.
+    """Compute out, lse2 and (after the last round) lse of a block of queries.
 
     partial: out in fp32 between rounds, None if there is one round. sharing: rows that share a layout. JUMP: windows of
     neighbours may lie far apart.
@@ -289,7 +289,7 @@ def products(
     out, grad, grad_lse, lse2, delta, out_batch, out_head, out_stride, grad_batch, grad_head, grad_stride, heads,
     length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """delta = Σ out·grad − grad_lse, what the gradient of every score of a query has in common; 0 for padding."""
+    """Compute delta = Σ out·grad − grad_lse, common to the gradients of a query's scores; 0 for padding."""
     blocks = tl.cdiv(length, TOKENS)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     token = block * TOKENS + tl.arange(0, TOKENS)
@@ -322,7 +322,7 @@ def query_step(
     other_place, here, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq / scale with what the keys at places `start` and after add."""
+    """Return dq / scale with what the keys at places `start` and after add."""
     place = start + tl.arange(0, KEYS)
     inside = place < length
     key = token_at(key_order, here, place, inside)
@@ -346,7 +346,7 @@ def query_gradient(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ROUNDS: tl.constexpr,
     COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries. Arguments as in `forward`; partial: dq in fp32 between rounds. sorted_level and
+    """Compute dq of a block of queries. Arguments as in `forward`; partial: dq in fp32 between rounds. sorted_level and
     sorted_delta: lse2 and delta in this round's order, for `key_gradient`; None where that is the tokens' order.
     """
     blocks = tl.cdiv(length, QUERIES)
@@ -404,7 +404,7 @@ def key_step(
     other_place, here, q_stride, grad_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk / scale and dv with what the queries at places `start` and after add."""
+    """Return dk / scale and dv with what the queries at places `start` and after add."""
     place = start + tl.arange(0, QUERIES)
     inside = place < length
     query = token_at(query_order, here, place, inside)
@@ -434,7 +434,8 @@ def key_gradient(
     scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, which lie alike. Arguments as in `forward`; lse2, delta: in this round's order.
+    """Compute dk and dv of a block of keys, which lie alike. Arguments as in `forward`; lse2, delta: in this round's
+    order.
     partial_k, partial_v: dk and dv in fp32 between rounds. first_query, end_query: see `Intervals.meeting`.
     """
     blocks = tl.cdiv(length, KEYS)

@@ -19,8 +19,8 @@ def bucketed_attention(
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_r Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the keys j visible in round r (Reformer Eq. 2–6,
-    appendix A).
+    """Compute out_i = Σ_r Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the keys j visible in round r (Reformer
+    Eq. 2–6, appendix A).
 
     q, k, v: (B, H, L, D). codes: (B, H, R, L) integer buckets; None is one bucket and one round (local attention).
     N_ij: the number of rounds in which j is visible to i (1 without spec.count_rounds). key_mask: (B, L) bool, true

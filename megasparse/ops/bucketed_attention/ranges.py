@@ -107,7 +107,7 @@ def key_range(
     segments: Tensor | None,
     first_query: int = 0,
 ) -> _Range:
-    """query_codes: (B, H, Lq). key_codes: (B, H, Lk)."""
+    """Return the range of keys that queries may see. query_codes: (B, H, Lq). key_codes: (B, H, Lk)."""
     query_group, key_group = query_codes.to(torch.int64).contiguous(), key_codes.to(torch.int64)
     if segments is not None:
         document = segments[:, None].to(torch.int64) << 32

@@ -76,8 +76,8 @@ def bucketed_attention(
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_r Σ_j exp(q_i·k_j·scale − log N_ij − lse_i) v_j over the keys j visible in round r (Reformer Eq. 2–6,
-    appendix A).
+    """Compute out_i = Σ_r Σ_j exp(q_i·k_j·scale − log N_ij − lse_i) v_j over the keys j visible in round r (Reformer
+    Eq. 2–6, appendix A).
 
     Arguments and result are those of `operator.bucketed_attention`. With exclude_self or key_codes a token that sees
     nothing gets its own value, and its own score as lse.

@@ -84,8 +84,9 @@ class _ClusterAttention(Function):
 
 @dataclass
 class _Block:
-    """q: (n, m, D), m queries of each of n clusters. k, v: (n, Mk, D). query, key: (n, m) and (n, Mk), rows of the
-    flattened heads (empty places name a row that nothing of theirs reaches). seen: (n, m, Mk). count: N, or None.
+    """Queries and keys of some clusters. q: (n, m, D), m queries of each of n clusters. k, v: (n, Mk, D). query, key:
+    (n, m) and (n, Mk), rows of the flattened heads (empty places name a row that nothing of theirs reaches). seen: (n,
+    m, Mk). count: N, or None.
     """
 
     q: Tensor
@@ -98,7 +99,7 @@ class _Block:
     scale: float
 
     def scores(self) -> Tensor:
-        """scale·q·k − log N where visible, −∞ elsewhere: (n, m, Mk)."""
+        """Return scale·q·k − log N where visible, −∞ elsewhere: (n, m, Mk)."""
         score = torch.bmm(self.q, self.k.transpose(1, 2)).mul_(self.scale)
         if self.count is not None:
             score -= self.count.clamp_min(1.0).log_()

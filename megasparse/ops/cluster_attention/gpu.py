@@ -44,7 +44,9 @@ def cluster_attention(
 
 
 class _Lists(NamedTuple):
-    """tokens: (B|1, H|1, W, M) int32. order, starts: see kernels.py. length: of the tokens' sequence."""
+    """Lists of the clusters' tokens. tokens: (B|1, H|1, W, M) int32. order, starts: see kernels.py. length: of the
+    tokens' sequence.
+    """
 
     tokens: Tensor
     order: Tensor
@@ -57,7 +59,7 @@ class _Lists(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """own: places of a list that a program works for. others: those that it looks at, at a time."""
+    """Sizes of tiles. own: places of a list that a program works for. others: those that it looks at, at a time."""
 
     own: int
     others: int

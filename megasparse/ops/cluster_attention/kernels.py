@@ -91,7 +91,7 @@ def _most_entries(starts, token, real):
 def membership(
     order, starts, out, entries, places, length, words, blocks, word_blocks, TOKENS: tl.constexpr, WORDS: tl.constexpr
 ):
-    """out (lists' rows, L, words): bit c of a token's words says whether cluster c holds it."""
+    """Compute out (lists' rows, L, words): bit c of a token's words says whether cluster c holds it."""
     program = tl.program_id(0).to(tl.int64)
     row = program // word_blocks // blocks
     token = (program // word_blocks % blocks).to(tl.int32) * TOKENS + tl.arange(0, TOKENS)
@@ -112,8 +112,8 @@ def meetings(
     query_length, key_length, words, out_words, blocks, q_lists_batch, q_lists_head, k_lists_batch, k_lists_head,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """out (rows, W, Mq, Mk/32): bit j % 32 of word j // 32 says whether an earlier cluster, too, holds the query and
-    the key of place j: whether the words of both have a common bit below the cluster's own.
+    """Compute out (rows, W, Mq, Mk/32): bit j % 32 of word j // 32 says whether an earlier cluster, too, holds the
+    query and the key of place j: whether the words of both have a common bit below the cluster's own.
     """
     row, batch, head, cluster, block = _where(heads, clusters, blocks)
     q_list, k_list = batch * q_lists_batch + head * q_lists_head, batch * k_lists_batch + head * k_lists_head
@@ -192,7 +192,7 @@ def merge(
     parts, part_lse, order, starts, out, lse, heads, entries, length, blocks, lists_batch, lists_head,
     D: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of TOKENS queries from those of their entries, in the order of the clusters."""
+    """Compute out and lse of TOKENS queries from those of their entries, in the order of the clusters."""
     program = tl.program_id(0).to(tl.int64)
     row, block = program // blocks, (program % blocks).to(tl.int32)
     lists = row // heads * lists_batch + row % heads * lists_head
@@ -221,7 +221,7 @@ def add_up(
     parts, order, starts, out, heads, entries, length, blocks, lists_batch, lists_head, factor,
     D: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out of TOKENS tokens: factor times the sum over their entries, in the order of the clusters."""
+    """Compute out of TOKENS tokens: factor times the sum over their entries, in the order of the clusters."""
     program = tl.program_id(0).to(tl.int64)
     row, block = program // blocks, (program % blocks).to(tl.int32)
     lists = row // heads * lists_batch + row % heads * lists_head
@@ -240,7 +240,7 @@ def output_products(
     out, grad, grad_lse, delta, heads, length, blocks, grad_batch, grad_head, grad_token,
     D: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """delta of TOKENS queries: their outputs' products with their gradients, less the gradient of lse."""
+    """Compute delta of TOKENS queries: their outputs' products with their gradients, less the gradient of lse."""
     program = tl.program_id(0).to(tl.int64)
     row, block = program // blocks, (program % blocks).to(tl.int32)
     token = block * TOKENS + tl.arange(0, TOKENS)
@@ -255,8 +255,8 @@ def output_products(
 
 @triton.jit
 def _weights(score, lse, seen):
-    """exp(score − lse), 0 where not seen. No score is above its query's log-sum; but a huge one, added up in another
-    order than in the forward, may be by rounding, and exp of that would be ∞.
+    """Return exp(score − lse), 0 where not seen. No score is above its query's log-sum; but a huge one, added up in
+    another order than in the forward, may be by rounding, and exp of that would be ∞.
     """
     return tl.exp(tl.where(seen, tl.minimum(score - lse, 0.0), float("-inf")))
 

@@ -19,7 +19,8 @@ def cluster_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_w Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the clusters w that hold query i and their keys j.
+    """Compute out_i = Σ_w Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the clusters w that hold query i and their
+    keys j.
 
     q: (B, H, Lq, D). k, v: (B, H, Lk, D). query_index (B or 1, H or 1, W, Mq), key_index (B or 1, H or 1, W, Mk): token
     numbers, −1 for an empty place; a token at most once in a list. N_ij: the number of clusters that hold query i and

@@ -24,8 +24,9 @@ def cluster_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_j N_ij exp(scale·q_i·k_j − lse_i) v_j with N_ij the number of clusters that hold query i and key j, at
-    most 1 with spec.count_clusters. lse_i: the log of the sum without v_j. A query without any key gets 0 and −∞.
+    """Compute out_i = Σ_j N_ij exp(scale·q_i·k_j − lse_i) v_j with N_ij the number of clusters that hold query i and
+    key j, at most 1 with spec.count_clusters. lse_i: the log of the sum without v_j. A query without any key gets 0 and
+    −∞.
     """
     query, key = members(query_index, q.shape[2]), members(key_index, k.shape[2])
     count = torch.einsum("bhiw,bhjw->bhij", query.to(q.dtype), key.to(q.dtype)).expand(*q.shape[:3], -1)

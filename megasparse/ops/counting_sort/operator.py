@@ -11,7 +11,7 @@ _DTYPES = (torch.int16, torch.int32)
 
 @torch.no_grad()
 def counting_sort(keys: Tensor, bits: int) -> Tensor:
-    """keys: (rows, L) int16 or int32, 0 <= key < 2^bits, which is not checked.
+    """Sort small integers stably. keys: (rows, L) int16 or int32, 0 <= key < 2^bits, which is not checked.
 
     Returns (rows, L) int32: [r, i] is the position of row r's i-th smallest key, equal keys in order of position.
     """

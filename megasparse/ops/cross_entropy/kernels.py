@@ -11,7 +11,7 @@ LOWEST = tl.constexpr(-1.0e38)  # a running maximum that is finite, so that diff
 def scores_forward(
     logits, targets, lse, scores, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """scores (N, COLUMNS), and lse (N,), the logarithm of the sum of exponentials."""
+    """Compute scores (N, COLUMNS), and lse (N,), the logarithm of the sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     highest, total, sums = tl.full((), LOWEST, tl.float32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
@@ -41,7 +41,7 @@ def scores_forward(
 def scores_backward(
     logits, targets, lse, grad, slopes, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """slopes (N, V), the gradient of the logits. grad: (N, COLUMNS). Program 1 has one block of the vocabulary."""
+    """Compute slopes (N, V), the logits' gradient. grad: (N, COLUMNS). Program 1 has a block of the vocabulary."""
     row, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + ids, mask=ids < width, other=0.0).to(tl.float32)
     every = tl.load(grad + row * COLUMNS)

@@ -80,7 +80,7 @@ class _Block(NamedTuple):
     empty: Tensor
 
     def scores(self, scale: float) -> Tensor:
-        """scale·q·k, −∞ at empty places: (n, K)."""
+        """Return scale·q·k, −∞ at empty places: (n, K)."""
         score = torch.bmm(self.q, self.k.transpose(1, 2)).squeeze(1)
         return score.mul_(scale).masked_fill_(self.empty, -torch.inf)
 

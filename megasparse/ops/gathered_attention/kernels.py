@@ -68,8 +68,8 @@ def query_gradients(
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of a row's queries; and of each of its entries the weight and the gradient of the scaled score:
-    pairs (B·H, Lq·K, 2).
+    """Compute dq of a block of a row's queries; and of each of its entries the weight and the gradient of the scaled
+    score: pairs (B·H, Lq·K, 2).
     """
     program = tl.program_id(0).to(tl.int64)
     row, block = program // blocks, (program % blocks).to(tl.int32)
@@ -129,8 +129,9 @@ def tile_gradients(
     order_batch, order_head, q_batch, q_head, q_token, grad_batch, grad_head, grad_token,
     D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of the keys that have all their entries in this tile. At most two do not, the first and the last: what
-    the tile adds to theirs goes to key_parts and value_parts (B·H, tiles, 2, D), place 0 for the first key, else 1.
+    """Compute dk and dv of the keys that have all their entries in this tile. At most two do not, the first and the
+    last: what the tile adds to theirs goes to key_parts and value_parts (B·H, tiles, 2, D), place 0 for the first key,
+    else 1.
 
     Entries of one key are added up by a product with the matrix that says which entries are of one key.
     """
@@ -170,8 +171,8 @@ def join_tiles(
     order, keys, dk, dv, key_parts, value_parts, heads, entries, key_count, tiles, order_batch, order_head,
     D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of the key whose entries begin in this tile and go on beyond it, if there is one: the parts of its
-    tiles, in their order.
+    """Compute dk and dv of the key whose entries begin in this tile and go on beyond it, if there is one: the parts of
+    its tiles, in their order.
     """
     program = tl.program_id(0).to(tl.int64)
     row, tile = program // tiles, (program % tiles).to(tl.int32)

@@ -9,7 +9,7 @@ from megasparse.ops.gathered_attention import blockwise, reference
 
 @without_autocast
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_j exp(scale·q_i·k_j − lse_i) v_j over the keys j that row i of the index names.
+    """Compute out_i = Σ_j exp(scale·q_i·k_j − lse_i) v_j over the keys j that row i of the index names.
 
     q: (B, H, Lq, D). k, v: (B, H, Lk, D). index: (B|1, H|1, Lq, K) int32 or int64 key numbers, −1 for an empty place;
     a key named twice counts twice.

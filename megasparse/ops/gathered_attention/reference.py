@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_j n_ij exp(scale·q_i·k_j − lse_i) v_j, n_ij the number of times that row i of the index names key j.
+    """Compute out_i = Σ_j n_ij exp(scale·q_i·k_j − lse_i) v_j, n_ij the number of times that row i of the index names
+    key j.
 
     index: (B|1, H|1, Lq, K), −1 for an empty place. lse_i: the log of the sum. Returns out (B, H, Lq, D) and lse (B, H,
     Lq); a query whose places are all empty gets 0 and −∞.

@@ -143,7 +143,7 @@ def _through_tables(
 
 
 def _add(table: Tensor, into: Tensor, values: Tensor) -> None:
-    """values (G, L, X) into rows `into` (G, m', L) of the table."""
+    """Add values (G, L, X) into rows `into` (G, m', L) of the table."""
     every = values[:, None].expand(-1, into.shape[1], -1, -1)  # (G, m', L, X)
     table.index_add_(0, into.flatten(), every.flatten(0, 2))
 

@@ -28,7 +28,7 @@ def expected_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_j W_ij v_j, W_ij = (1 − acos(q_i·k_j)/π)^τ over the keys visible to i (YOSO Eq. 4).
+    """Compute out_i = Σ_j W_ij v_j, W_ij = (1 − acos(q_i·k_j)/π)^τ over the keys visible to i (YOSO Eq. 4).
 
     As `hash_table_attention` with infinitely many hashes, masks alike. The cosine is clamped to [−1, 1] (rounding
     makes that of equal vectors more than 1); ∂W_ij/∂(q_i·k_j) is the paper's lower bound τ/2·W_ij (Eq. 19), finite
@@ -48,7 +48,7 @@ class _Tile(NamedTuple):
 
 
 def _tiles(q: Tensor, k: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec) -> Iterator[_Tile]:
-    """q, k: (B·H, L, D)."""
+    """Yield the tiles of all pairs. q, k: (B·H, L, D)."""
     height = min(_QUERIES, q.shape[1])
     for rows in row_slices(len(q), _TILE_ELEMENTS, height * k.shape[1]):
         for start in range(0, q.shape[1], height):

@@ -43,9 +43,10 @@ _SEARCHES = 256  # targets of a program that finds windows
 
 
 class _Sizes(NamedTuple):
-    """width: the head dim's power of two. span: sources whose sum is one program's. reads: targets of a program that
-    reads sums. tile: sources in a product that sums runs or products; block and pairs: targets and sources in one that
-    weights. columns: of the matrices and gradients that one program has. warps: of all these but reads.
+    """Sizes of the kernels' tiles. width: the head dim's power of two. span: sources whose sum is one program's. reads:
+    targets of a program that reads sums. tile: sources in a product that sums runs or products; block and pairs:
+    targets and sources in one that weights. columns: of the matrices and gradients that one program has. warps: of all
+    these but reads.
     """
 
     width: int
@@ -179,7 +180,7 @@ def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) ->
 
 
 def _add_sums(out: Tensor, values: Tensor, sources: _Sorted, windows: _Windows, scale: float) -> None:
-    """out (B, H, targets, D) += scale·Σ of the values (G, length, D) in the windows, over the hashes."""
+    """Add to out (B, H, targets, D) scale·Σ of the values (G, length, D) in the windows, over the hashes."""
     rows, hashes, count = windows.first.shape
     length, head_dim = values.shape[1:]
     sizes = _sizes(head_dim, values.dtype)
@@ -197,7 +198,7 @@ def _add_sums(out: Tensor, values: Tensor, sources: _Sorted, windows: _Windows, 
 
 
 def _join_spans(tails: Tensor, sources: _Sorted, sizes: _Sizes) -> None:
-    """tails: (G, m, S, ...), in place."""
+    """Join tails (G, m, S, ...), in place."""
     spans = tails.shape[2]
     if spans == 1:
         return
@@ -217,8 +218,8 @@ def _add_weighted(
     sources: tuple[Tensor, Tensor, _Sorted],
     scale: float,
 ) -> None:
-    """out_i += scale·Σ_j (left_i·left_j) right_j over i's windows in all hashes. targets: left (G, targets, D) and
-    their own order. sources: left and right (G, length, D) and their order.
+    """Add to out_i scale·Σ_j (left_i·left_j) right_j over i's windows in all hashes. targets: left (G, targets, D)
+    and their own order. sources: left and right (G, length, D) and their order.
     """
     (target_left, target_order), (left, right, order) = targets, sources
     rows, hashes, count = windows.first.shape

@@ -33,8 +33,8 @@ def sum_runs(
     values, order, buckets, sums, tails, hashes, length, spans,
     D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sums (G, m, length, D): for each sorted place, Σ values of its run from the later of the run's beginning and the
-    span's up to and including it. tails (G, m, S, D): those of each span's last place.
+    """Compute sums (G, m, length, D): for each sorted place, Σ values of its run from the later of the run's beginning
+    and the span's up to and including it. tails (G, m, S, D): those of each span's last place.
     """
     program = tl.program_id(0)
     span, which = program % spans, (program // spans).to(tl.int64)
@@ -64,7 +64,7 @@ def join_spans(
     tails, buckets, length, spans, segments, parts, wide,
     SPAN: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """tails (G, m, S, wide), in place: to each span's tail those of the spans before that end in the same run.
+    """Join tails (G, m, S, wide), in place: to each span's tail those of the spans before that end in the same run.
 
     A program adds along the runs that end their first span in its segment of spans, to their very end.
     """
@@ -94,7 +94,8 @@ def find_windows(
     wanted, buckets, order, first, end, targets, length, blocks, steps,
     CAUSAL: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """first, end (G, m, targets): where the sources of a target's bucket begin, and where those that it may see end.
+    """Find first, end (G, m, targets): where the sources of a target's bucket begin, and where those that it may see
+    end.
 
     wanted: (G, m, targets) buckets, in order of position. CAUSAL: only sources at or before it, REVERSED: at or after
     it. steps: halvings, for length + 1 outcomes.
@@ -127,8 +128,8 @@ def read_sums(
     sums, tails, first, end, out, scale, hashes, targets, length, spans, blocks,
     D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out (G, targets, D) += scale·Σ_h of the target's window: its last place's sum, and the tail of the span before
-    where the run began there.
+    """Add to out (G, targets, D) scale·Σ_h of the target's window: its last place's sum, and the tail of the span
+    before where the run began there.
     """
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
@@ -151,7 +152,7 @@ def sum_products(
     D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """products (G, m, S, D, D): Σ left_j·right_jᵀ over the sources of a span that are in its last one's bucket."""
+    """Compute products (G, m, S, D, D): Σ left_j·right_jᵀ over a span's sources in its last one's bucket."""
     program = tl.program_id(0)
     part, span, which = program % parts, program // parts % spans, (program // parts // spans).to(tl.int64)
     row, base = which // hashes, which * length
@@ -178,7 +179,8 @@ def weighted_sums(
     D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out (G, targets, D) += scale·Σ_j (target_left_i·left_j)·right_j over the target's window, in hash `number`.
+    """Add to out (G, targets, D) scale·Σ_j (target_left_i·left_j)·right_j over the target's window, in hash
+    `number`.
 
     A program has a block of targets in order of their own buckets, so their windows lie together. What of a window
     lies before its last boundary between spans is in `products`; the rest, less than a span, goes pair by pair.

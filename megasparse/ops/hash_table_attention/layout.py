@@ -40,7 +40,9 @@ def row_slices(rows: int, elements: int, each: int) -> Iterator[slice]:
 
 
 class Buckets(NamedTuple):
-    """queries: (G, m, Lq). keys: (G, m, Lk). Integers in [0, tables): a query meets a key in a hash iff equal."""
+    """Hash codes. queries: (G, m, Lq). keys: (G, m, Lk). Integers in [0, tables): a query meets a key in a hash iff
+    equal.
+    """
 
     queries: Tensor
     keys: Tensor

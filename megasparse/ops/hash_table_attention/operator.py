@@ -20,7 +20,8 @@ def hash_table_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Σ_j B_ij v_j, B_ij = 1/m Σ_h [code_h(q_i) = code_h(k_j)] over the keys visible to i (YOSO Eq. 5 and 9).
+    """Compute out_i = Σ_j B_ij v_j, B_ij = 1/m Σ_h [code_h(q_i) = code_h(k_j)] over the keys visible to i (YOSO Eq. 5
+    and 9).
 
     q: (B, H, Lq, D), k: (B, H, Lk, D), of length 1, only for the gradient: that of B_ij by q_i·k_j is τ/2·B_ij, the
     lower bound of the paper. v: (B, H, Lk, D). q_codes: (B, H, m, Lq), k_codes: (B, H, m, Lk), integers below

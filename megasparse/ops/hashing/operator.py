@@ -16,7 +16,7 @@ from megasparse.ops.hashing import blockwise, reference, sign
 @without_autocast
 @torch.no_grad()
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
-    """h(x) = argmax([xR; −xR]) (Reformer section 2), mixed-radix over the factors: h = h_1·n_2 + h_2.
+    """Compute h(x) = argmax([xR; −xR]) (Reformer section 2), mixed-radix over the factors: h = h_1·n_2 + h_2.
 
     x: (B, H, L, D). rotations: (H, R, D, Σ n_f/2), the factors' matrices side by side. Returns codes (B, H, R, L),
     int16 where they fit, else int32. Computed in fp32 at least, and never in TF32 by the kernels; not differentiable. A

@@ -10,7 +10,7 @@ from megasparse.ops.random import normal, random_bits
 
 
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
-    """h(x) = argmax([xR; −xR]) (Reformer section 2), mixed-radix over the factors: h = h_1·n_2 + h_2.
+    """Compute h(x) = argmax([xR; −xR]) (Reformer section 2), mixed-radix over the factors: h = h_1·n_2 + h_2.
 
     x: (B, H, L, D). rotations: (H, R, D, Σ n_f/2), the factors' matrices side by side. Returns (B, H, R, L) int64.
     Computed in float64.

@@ -45,7 +45,8 @@ class State(NamedTuple):
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, projection: Tensor, *, scale: float, key_mask: Tensor | None = None
 ) -> Tensor:
-    """out_i = Σ_j A_ij v_j / Σ_j A_ij over all real keys, A_ij = φ(√scale·q_i)·φ(√scale·k_j) (Performer, Eq. 4–5).
+    """Compute out_i = Σ_j A_ij v_j / Σ_j A_ij over all real keys, A_ij = φ(√scale·q_i)·φ(√scale·k_j) (Performer,
+    Eq. 4–5).
 
     q: (B, H, Lq, D). k, v: (B, H, Lk, D). projection: (H, F, D), rows ω of positive random features. key_mask: (B, Lk)
     bool, true for real tokens. Returns (B, H, Lq, D) in q's dtype; 0 where no key is real. Sums in fp32 at least.
@@ -142,7 +143,7 @@ def _absorb(
 
 
 def _read(q: Tensor, total: Tensor, level: Tensor, *, projection: Tensor, scale: float) -> Tensor:
-    """q: (B, L, H, D). The output of each query over the keys of a state, (B, L, H, D)."""
+    """Return the output of each query over the keys of a state, (B, L, H, D)."""
     e = _query_exponents(q.transpose(1, 2), projection, scale) + level
     out = torch.exp(e - e.detach().amax(-1, keepdim=True)) @ total
     return _divided(out).to(q.dtype).transpose(1, 2)

@@ -15,7 +15,8 @@ def linear_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """out_i = Σ_j A_ij v_j / Σ_j A_ij over the visible keys, A_ij = φ(√scale·q_i)·φ(√scale·k_j) (Performer, Eq. 4–5).
+    """Compute out_i = Σ_j A_ij v_j / Σ_j A_ij over the visible keys, A_ij = φ(√scale·q_i)·φ(√scale·k_j) (Performer,
+    Eq. 4–5).
 
     φ: positive features of `projection` (H, F, D). Sums of exponentials are taken in log space, pair by pair. A query
     that sees no real key gets 0.

@@ -96,7 +96,7 @@ def _attend(
 
 
 def _skew(x: Tensor, keys: int) -> Tensor:
-    """x (..., C, E) by distance becomes (..., C, S·C) by key: [a, b] of the result is x[a, b − a + C − 1]."""
+    """Turn x (..., C, E) by distance into (..., C, S·C) by key: [a, b] of the result is x[a, b − a + C − 1]."""
     chunk, count = x.shape[-2:]
     rows = x.flatten(-2)[..., chunk - 1 : chunk - 1 + chunk * (count - 1)]
     return rows.unflatten(-1, (chunk, count - 1))[..., :keys] if chunk > 1 else x

@@ -70,14 +70,14 @@ def _token_major(like: Tensor) -> Tensor:
 
 
 def _whole(x: Tensor | None, size: int) -> Tensor | None:
-    """x (B, L) with zeros up to `size` places; documents there are as those of tokens, but such places are no keys."""
+    """Pad x (B, L) with zeros up to `size` places, which belong to documents but are no keys."""
     return x if x is None else F.pad(x, (0, size - x.shape[1]))
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """tile, warps: see `_tile`. reach: keys lie at most so many tiles from their queries, on a side. first: the row of
-    r at which the first of `blocks` blocks of `tile` rows begins.
+    """Sizes of a launch. tile, warps: see `_tile`. reach: keys lie at most so many tiles from their queries, on a side.
+    first: the row of r at which the first of `blocks` blocks of `tile` rows begins.
     """
 
     tile: int
@@ -95,12 +95,12 @@ class _Shape:
         return cls(tile, warps, -(-q.shape[2] // tile), reach, blocks, 2 * spec.chunk - 1 - (reach + 1) * tile)
 
     def pad(self, r: Tensor) -> Tensor:
-        """r (H, E, D) in whole blocks, (H, blocks·T, D)."""
+        """Return r (H, E, D) in whole blocks, (H, blocks·T, D)."""
         return F.pad(r, (0, 0, -self.first, self.blocks * self.tile + self.first - r.shape[1]))
 
     def join(self, parts: Tensor, count: int) -> Tensor:
-        """parts (H, blocks − 1, 2, T, D), of each difference of tiles: of the block before, and of its own, which is
-        the block before the next one's. Returns (H, E, D).
+        """Join parts (H, blocks − 1, 2, T, D), of each difference of tiles: of the block before, and of its own, which
+        is the block before the next one's. Returns (H, E, D).
         """
         before, own = parts.unbind(2)
         rows = (F.pad(before, (0, 0, 0, 0, 0, 1)) + F.pad(own, (0, 0, 0, 0, 1, 0))).flatten(1, 2)

@@ -99,7 +99,7 @@ def local_keys_bias(
     k, u, order, keys_bias, k_batch, k_head, k_token, heads, length,
     D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """u·k of a tile of keys, by place, in fp32."""
+    """Compute u·k of a tile of keys, by place, in fp32."""
     tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = pair // heads, pair % heads
     padded = tl.num_programs(0) * T
@@ -116,7 +116,7 @@ def local_forward(
     heads, length, chunk, reach, blocks, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out of a tile of queries, and lse2, the log-sum-exp in base 2, by place.
+    """Compute out of a tile of queries, and lse2, the log-sum-exp in base 2, by place.
 
     keys_bias: u·k by place. r: (H, blocks, T, D), the first being block −reach − 1. r_bias: (H, blocks, T), w·r. So
     that q needs neither u nor w added and rounded.
@@ -167,7 +167,7 @@ def local_backward_queries(
     heads, length, chunk, reach, blocks, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of queries, and delta, the sum of grad·out, by place."""
+    """Compute dq of a tile of queries, and delta, the sum of grad·out, by place."""
     tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = pair // heads, pair % heads
     k, v = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
@@ -236,7 +236,7 @@ def local_backward_keys(
     heads, length, chunk, reach, blocks, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys; du (tiles, B·H, D), the tile's part of it."""
+    """Compute dk and dv of a tile of keys; du (tiles, B·H, D), the tile's part of it."""
     tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = pair // heads, pair % heads
     q, grad = q + batch * q_batch + head * q_head, grad + batch * grad_batch + head * grad_head

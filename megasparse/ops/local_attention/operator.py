@@ -22,8 +22,8 @@ def relative_local_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j of i's chunk and the one before it, and
-    where not causal the one after it (Dai et al. 2019, Transformer-XL, section 3.3).
+    """Compute softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j of i's chunk and the one before
+    it, and where not causal the one after it (Dai et al. 2019, Transformer-XL, section 3.3).
 
     q, k, v: (B, H, L, D). r: (H, E, D), a vector for each of `distances`. u, w: (H, D). key_mask: (B, L) bool, true for
     real tokens. segments: (B, L) document numbers >= 0: documents never see each other. Chunks and distances count

@@ -19,8 +19,8 @@ def relative_local_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over i's chunk, the one before it, and where not causal
-    the one after it. Arguments and result as those of `ops.local_attention.relative_local_attention`.
+    """Compute softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over i's chunk, the one before it, and where not
+    causal the one after it. Arguments and result as those of `ops.local_attention.relative_local_attention`.
     """
     asked, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v, r, u, w = (x.to(dtype) for x in (q, k, v, r, u, w))

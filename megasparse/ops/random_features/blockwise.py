@@ -11,7 +11,7 @@ from megasparse.ops.random import derive, normal
 
 @without_autocast
 def exponents(x: Tensor, projection: Tensor) -> Tensor:
-    """ωx − |x|²/2, the exponents of φ(x): x (B, H, L, D), projection (H, F, D) -> (B, H, L, F), fp32 at least."""
+    """Return φ's exponents ωx − |x|²/2: x (B, H, L, D), projection (H, F, D) -> (B, H, L, F), fp32 at least."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     x = x.to(dtype)
     return x @ projection.to(dtype).transpose(1, 2) - (x * x).sum(-1, keepdim=True) / 2
@@ -21,7 +21,7 @@ def exponents(x: Tensor, projection: Tensor) -> Tensor:
 def positive_features(
     x: Tensor, projection: Tensor, *, per_row: bool, key_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """φ(x) = exp(−|x|²/2)/√F · exp(ωx) (Choromanski et al. 2020, Lemma 1) as features·exp(shift).
+    """Compute φ(x) = exp(−|x|²/2)/√F · exp(ωx) (Choromanski et al. 2020, Lemma 1) as features·exp(shift).
 
     x: (B, H, L, D), already scaled by D^(−1/4) where it is a query or key of softmax(qkᵀ/√D). projection: (H, F, D),
     rows ω. key_mask: (B, L) bool, true for real tokens; padding gets features 0 and counts in no maximum.

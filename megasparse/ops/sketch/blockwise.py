@@ -105,7 +105,7 @@ def chosen_keys(
 
 
 def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
-    """log p up to a constant of the row. score: q·k/√d. lse: (B, T, 1)."""
+    """Return log p up to a constant of the row. score: q·k/√d. lse: (B, T, 1)."""
     if sampling == "random":
         return torch.zeros_like(score)
     if sampling in ("raw", "top_k"):
@@ -116,14 +116,14 @@ def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
 
 
 def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
-    """log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u one of the 2^23 numbers (n + ½)/2^23."""
+    """Return log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u one of the 2^23 numbers (n + ½)/2^23."""
     draws = [random_bits(derive(noise.key, head, tile), noise.rows[:, rows], keys) for head in noise.heads]
     whole = torch.stack(draws, dim=1).bitwise_right_shift_(9).add_(1 << 22)
     return whole.float().add_(0.5).mul_(2.0**-23).log_()
 
 
 def _ranks(score: Tensor, keys: Tensor) -> Tensor:
-    """int64 numbers in the order of the fp32 scores, and among equal ones of falling position."""
+    """Return int64 numbers in the order of the fp32 scores, and among equal ones of falling position."""
     bits = (score + 0.0).view(torch.int32)  # −0 becomes 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.long() << 32) + (_LOW - keys)

@@ -27,7 +27,7 @@ def rounded(score):
 
 @triton.jit
 def likelihood(score, lse, SAMPLING: tl.constexpr):
-    """p, or of "raw" its logarithm, which has a greater range."""
+    """Return p, or of "raw" its logarithm, which has a greater range."""
     if SAMPLING == "raw":
         p = score
     elif SAMPLING == "random":
@@ -42,8 +42,8 @@ def likelihood(score, lse, SAMPLING: tl.constexpr):
 
 @triton.jit
 def ranked(score, SIGNED: tl.constexpr):
-    """int32 numbers in the order of the scores: a warp finds the largest of them in one instruction. Not SIGNED, no
-    score is below 0 but −∞."""
+    """Return int32 numbers in the order of the scores: a warp finds the largest of them in one instruction. Not SIGNED,
+    no score is below 0 but −∞."""
     if SIGNED:
         bits = (score + 0.0).to(tl.int32, bitcast=True)  # −0 becomes 0
         rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -100,8 +100,9 @@ def choose(
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr, SAMPLING: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """out (B, H, Lq, K) int32 of a program's rows. numbers: (B, Lq) int64, of the rows. seeds: (H, tiles, 2) int32, the
-    halves of the keys of every head and tile of TILE keys; None for nothing drawn. PLACES: K, up to a power of two.
+    """Compute out (B, H, Lq, K) int32 of a program's rows. numbers: (B, Lq) int64, of the rows. seeds: (H, tiles, 2)
+    int32, the halves of the keys of every head and tile of TILE keys; None for nothing drawn. PLACES: K, up to a power
+    of two.
     """
     batch, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows that see most start first

@@ -63,7 +63,7 @@ class _Attention(Function):
 
 
 def _launch(kernel: Any, most: int, q: Tensor, *arguments: Any, CAUSAL: bool) -> None:
-    """most: rows of a thread at d <= 4; wider ones leave registers for fewer."""
+    """Launch a kernel. most: rows of a thread at d <= 4; wider ones leave registers for fewer."""
     batch, width, length = q.shape
     rows = _WARPS * max(1, min(most, 1 << (4 * most // width).bit_length() - 1))
     launch(

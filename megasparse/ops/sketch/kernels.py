@@ -59,7 +59,7 @@ def nothing(WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def add(sums, weight, columns, WIDTH: tl.constexpr):
-    """sums_i + weight·columns_i."""
+    """Return sums_i + weight·columns_i."""
     after = ()
     for i in tl.static_range(WIDTH):
         after += (sums[i] + weight * columns[i][None, :],)  # type: ignore[assignment]
@@ -78,8 +78,8 @@ def attend(
     q, k, v, documents, h, lse, length,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """h (B, L, d) and lse (B, L) of a program's queries, in two passes: the largest score, then the sums. (A running
-    largest would cost a second exponential a pair, more than computing the scores again.)"""
+    """Compute h (B, L, d) and lse (B, L) of a program's queries, in two passes: the largest score, then the sums. (A
+    running largest would cost a second exponential a pair, more than computing the scores again.)"""
     batch = tl.program_id(1).to(tl.int64)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows that see most start first
     queries, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -115,7 +115,7 @@ def attend(
 
 @triton.jit
 def slopes(score, seen, lse, grad_weight, shift):
-    """α and the gradient of the score, α(∂α − shift), of a tile."""
+    """Return α and the gradient of the score, α(∂α − shift), of a tile."""
     weight = tl.where(seen, tl.exp(score - lse), 0.0)
     return weight, weight * (grad_weight - shift)
 

@@ -22,7 +22,7 @@ WIDEST = 16
 def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − lse_i), one head (Smart Bird Eq. 1).
+    """Compute h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − lse_i), one head (Smart Bird Eq. 1).
 
     q, k, v: (B, L, d). key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
     Returns h (B, L, d) and lse (B, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.

@@ -44,7 +44,7 @@ def chosen_keys(
 
 
 def uniform(noise: Noise, keys: int) -> Tensor:
-    """u of every pair, (B, H, Lq, keys) float64: the 2^23 numbers (n + ½)/2^23."""
+    """Return u of every pair, (B, H, Lq, keys) float64: the 2^23 numbers (n + ½)/2^23."""
     tiles = range(0, keys, draws.KEYS)
     heads = [
         torch.cat([random_bits(derive(noise.key, h, t // draws.KEYS), noise.rows, draws.KEYS) for t in tiles], -1)
@@ -62,7 +62,7 @@ def sketched_weights(
     rounded: bool = False,
     first_query: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """α_ij = softmax_j(q_i·k_j/√d), 0 where j is invisible to i, and who is visible: (B, Lq, L) each.
+    """Return α_ij = softmax_j(q_i·k_j/√d), 0 where j is invisible to i, and who is visible: (B, Lq, L) each.
 
     rounded: with q_i·k_j/√d to the nearest multiple of 1/256, as where nothing is drawn. The queries (B, Lq, d) are
     those from position `first_query` on.

@@ -20,7 +20,7 @@ from megasparse.tasks.forms.label_model import DEVIATION, draw_normal
 @dataclass(frozen=True)
 class EncodedChoice(Encoded):
     marks: np.ndarray
-    """int64 (K,): where in the sequence each candidate's score is read."""
+    """Places, int64 (K,): where in the sequence each candidate's score is read."""
     candidates: tuple[str, ...]
     """Texts of the candidates."""
 
@@ -36,7 +36,7 @@ class ChoiceBatch:
     inputs: Inputs
     """The sequences, one an example; labels are numbers of candidates."""
     marks: Tensor
-    """int64 (B, K): the marks of each example's own candidates, then -1."""
+    """Places, int64 (B, K): the marks of each example's own candidates, then -1."""
 
     def to(self, device: torch.device) -> "ChoiceBatch":
         return ChoiceBatch(self.inputs.to(device), self.marks.to(device))
@@ -63,7 +63,7 @@ class ChoiceModel(nn.Module):
     varying_token_counts = False
 
     def __init__(self, body: Backbone, rate: float, seed: int):
-        """rate: dropout probability."""
+        """Make the model. rate: dropout probability."""
         super().__init__()
         self.body, self.rate = body, rate
         self.output = nn.Linear(body.width, 1, bias=False)  # a softmax does not see a bias

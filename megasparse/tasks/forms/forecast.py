@@ -22,9 +22,9 @@ from megasparse.tasks.task import Example, Task
 @dataclass(frozen=True)
 class Window(Encoded):
     values: np.ndarray
-    """float64 (L, C): the rows read, scaled; of the task's columns, those that the model reads first."""
+    """Values, float64 (L, C): the rows read, scaled; of the task's columns, those that the model reads first."""
     marks: np.ndarray
-    """float64 (L + H, F): time features."""
+    """Time features, float64 (L + H, F)."""
 
     @property
     def length(self) -> int:

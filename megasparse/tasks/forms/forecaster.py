@@ -50,7 +50,7 @@ class VectorEmbedding(nn.Module):
     """The input at position t: a linear map of row t and of its time features, plus position t."""
 
     def __init__(self, config: ModelConfig, width: int, shared: nn.Linear | None = None):
-        """width: C + F. shared: the linear map of another embedding."""
+        """Make an embedding of rows. width: C + F. shared: the linear map of another embedding."""
         super().__init__()
         self.linear = projection(width, config.d_model, biased=False) if shared is None else shared
         self.positions = Positions(config)
@@ -61,7 +61,7 @@ class VectorEmbedding(nn.Module):
         draw_normal(weight, weight.shape[1] ** -0.5, seed, "initial weights", f"{name}.linear.weight")
 
     def forward(self, rows: Tensor, first: int) -> Tensor:
-        """rows: (B, n, C + F), from position `first` on. Returns (B, n, E) fp32."""
+        """Embed rows. rows: (B, n, C + F), from position `first` on. Returns (B, n, E) fp32."""
         x = self.linear(rows.to(self.linear.weight.dtype)).float()
         positions = self.positions(first, x.shape[1])
         return x if positions is None else x + positions.to(x.device, torch.float32)
@@ -79,8 +79,8 @@ class VectorStacks(Stack):
         self.norm = Norm(config)
 
     def forward(self, read: Tensor, seen: Tensor, rng: RngContext, targets: Targets | None) -> tuple[Tensor, Tensor]:
-        """read: (B, L, C + F), by the encoder. seen: (B, O + H, C + F), by the decoder. Returns the mean of its
-        streams, normalised, (B, O + H, E) fp32, and the sum of auxiliary losses.
+        """Run both stacks. read: (B, L, C + F), by the encoder. seen: (B, O + H, C + F), by the decoder. Returns the
+        mean of its streams, normalised, (B, O + H, E) fp32, and the sum of auxiliary losses.
         """
         memory, of_encoder, _ = self.encoder(read, rng, None, targets)
         streams, own, _ = self.streams(seen, rng, Padding(), targets, source=Source(memory, None))
@@ -95,7 +95,7 @@ class ForecastBody(Backbone):
     causal, vocabulary = True, 1
 
     def __init__(self, config: ModelConfig, width: int, overlap: int):
-        """width: C + F. overlap: O."""
+        """Make the model. width: C + F. overlap: O."""
         super().__init__()
         assert config.source is not None
         self.stack, self.overlap = VectorStacks(config, width), overlap
@@ -106,7 +106,7 @@ class ForecastBody(Backbone):
         self.pooled_sketch = any(each.smart_bird.objective == "pooled" for each in sides)
 
     def forward(self, read: Any, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """read: Windows. The states are those of the rows to predict, (B, H, E) fp32."""
+        """Run the model on windows. read: Windows. The states are those of the rows to predict, (B, H, E) fp32."""
         length = read.values.shape[1]
         first, horizon = max(0, length - self.overlap), read.marks.shape[1] - length
         known = torch.cat([read.values, read.marks[:, :length]], dim=-1)
@@ -129,7 +129,9 @@ class Forecaster(nn.Module):
     varying_token_counts = False
 
     def __init__(self, body: ForecastBody, targets: int, seed: int, anchors: list[int] | None = None):
-        """anchors: index of each target among the columns read; None predicts values as they are."""
+        """Make the model with its output layer. anchors: index of each target among the columns read; None predicts
+        values as they are.
+        """
         super().__init__()
         self.anchors = anchors
         self.body, self.output = body, projection(body.width, targets, biased=True)

@@ -60,7 +60,7 @@ class TaskModel(nn.Module):
     varying_token_counts = False
 
     def __init__(self, body: Backbone, outputs: int, config: HeadConfig, towers: bool, seed: int):
-        """outputs: number of classes; 1 to predict a number."""
+        """Make the model with its output layer. outputs: number of classes; 1 to predict a number."""
         super().__init__()
         self.body, self.outputs = body, outputs
         fits = body.pooler is not None and not towers and config.hidden in (0, body.width)

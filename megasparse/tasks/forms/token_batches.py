@@ -74,8 +74,8 @@ class TokenBatches(Steps):
         collate: Collate,
         start: int = 0,
     ):
-        """global_batch, micro_batch: in tokens, the first a multiple of the second times the ranks. start: a
-        checkpoint's position.
+        """Prepare the batches of a run. global_batch, micro_batch: in tokens, the first a multiple of the second times
+        the ranks. start: a checkpoint's position.
 
         Raises DataError as `sizes_of` does, and ConfigError where other packs led to `start`.
         """

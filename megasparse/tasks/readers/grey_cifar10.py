@@ -78,7 +78,7 @@ class GreyCIFAR10(Task):
 
 
 def grey(colours: np.ndarray) -> np.ndarray:
-    """uint8 (..., 3), red, green and blue -> the grey values, int64 in 0 … 255, of all pixels in one row.
+    """Turn uint8 (..., 3), red, green and blue, into the grey values, int64 in 0 … 255, of all pixels in one row.
 
     ⌊(0.2989·R + 0.5870·G + 0.1140·B)·255.5/255⌋, as TensorFlow's rgb_to_grayscale rounds it for Tay et al., here
     without floating point (float32 is 1 off for 237 of the 256³ colours): grey pixels keep their value.

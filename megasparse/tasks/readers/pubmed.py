@@ -14,9 +14,10 @@ BEGIN, END = "<S>", "</S>"
 
 
 class PubMed(TextTask):
-    """train.txt, val.txt and test.txt of JSON objects, one a line, in the folder or its pubmed-dataset/: `article_id`,
-    `article_text` and `abstract_text`, lists of sentences. A paper's sentences are joined by spaces, those of its
-    abstract stand on lines of their own, without their <S> and </S>. A paper without `abstract_text` has no label.
+    """Papers of PubMed: train.txt, val.txt and test.txt of JSON objects, one a line, in the folder or its
+    pubmed-dataset/: `article_id`, `article_text` and `abstract_text`, lists of sentences. A paper's sentences are
+    joined by spaces, those of its abstract stand on lines of their own, without their <S> and </S>. A paper without
+    `abstract_text` has no label.
     """
 
     name = "pubmed"

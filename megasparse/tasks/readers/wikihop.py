@@ -20,9 +20,9 @@ FORM = (
 
 
 class WikiHop(Task):
-    """train.json and dev.json, and test.json where there is one: `source` is their folder, or one that has them in
-    `wikihop/`. A location's line is the number of the example in its file, from 1. The variant whose candidates are
-    masked is read by its files' names: --source dev.masked.json.
+    """Questions of WikiHop: train.json and dev.json, and test.json where there is one: `source` is their folder, or one
+    that has them in `wikihop/`. A location's line is the number of the example in its file, from 1. The variant whose
+    candidates are masked is read by its files' names: --source dev.masked.json.
 
     Longformer (Beltagy et al. 2020) rids texts of the spaces before punctuation, shuffles the paragraphs in training,
     and reads those beyond its length in further windows, each beside the candidates, whose logits it adds. Here texts

@@ -33,7 +33,7 @@ class Board:
                 self._writer.flush()
 
     def image(self, step: int, name: str, picture: Tensor) -> None:
-        """picture: (height, width, 3) uint8."""
+        """Write a picture to TensorBoard. picture: (height, width, 3) uint8."""
         with self._surviving():
             if self._writer is not None:
                 self._writer.add_image(name, picture.cpu(), step, dataformats="HWC")
