@@ -11,7 +11,7 @@ if not torch.cuda.is_available():  # before any kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SLOW = (
-    *("distributed/*", "reliability/*", "benchmarks/*", "tools/*", "stopping/*"),
+    *("distributed/*", "reliability/*", "benchmarks/*", "cli/*", "stopping/*"),
     *("*launcher*.py", "*_memory.py", "*_kernels.py", "*_fuzz*.py", "test_remote_*.py", "test_bundle.py"),
     *("test_decoding.py", "test_implementations.py", "test_windows_by_key_rank.py", "model/test_duplication.py"),
     *("test_dry_run.py", "test_reformer_64k.py", "test_compress.py", "test_memory_check.py", "tasks/test_restore.py"),
