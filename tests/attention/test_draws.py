@@ -22,7 +22,7 @@ def test_the_same_place_gives_the_same_output_to_the_last_bit(name, causal):
 
 @EVERY
 def test_a_sequence_does_not_depend_on_its_batch(name, causal):
-    """So the number of ranks, and the micro-batch, do not matter."""
+    """Neither the number of ranks nor the micro-batch matters."""
     single = Single(name, causal)
     inputs = single.inputs(60)
     both = single(*inputs, training=True, step=3, samples=torch.tensor([5, 9])).out

@@ -20,7 +20,7 @@ def codes(rng=EVALUATION, layer=0, head_offset=0, length=40, first=0, seed=0):
 
 
 def dense(single, q, k, v, mask):
-    """softmax over the keys of one's bucket whose rank inside it is less than 8 from one's own."""
+    """Return the softmax over the keys of one's bucket whose rank inside it is less than 8 from one's own."""
     code = codes(length=q.shape[2])
     same = (code[..., :, None] == code[..., None, :]) & mask[:, None, :, None] & mask[:, None, None, :]
     rank = same.tril().sum(-1)  # one's own place among the real tokens of the bucket

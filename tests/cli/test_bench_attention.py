@@ -174,7 +174,7 @@ CONFIG = """{
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_crossover_is_written_into_the_configuration(tmp_path, capsys, monkeypatch, here, shared):
-    """Of the very mechanism that the configuration has, and of what would take its place."""
+    """Lengths are measured of the very mechanism that the configuration has, and of what would take its place."""
     path = tmp_path / "config.json"
     text = CONFIG.replace("SHARED", json.dumps(shared))
     path.write_text(text)

@@ -76,7 +76,7 @@ def test_an_imported_reformer_of_local_layers_generates(tmp_path, monkeypatch, c
 
 
 def test_the_first_byte_of_a_vocabulary_can_be_named(tmp_path, monkeypatch, capsys):
-    """As in google/reformer-enwik8, where byte b has the id b + 2."""
+    """In google/reformer-enwik8 byte b has the id b + 2."""
     model = saved(tmp_path / "theirs", attn_layers=["local"], vocab_size=258)
     main(["--model", str(tmp_path / "theirs"), "--output", str(tmp_path / "run"), "--first-byte", "2"])
     opened = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000000")
@@ -105,7 +105,7 @@ def test_the_first_byte_of_a_vocabulary_can_be_named(tmp_path, monkeypatch, caps
 
 
 def test_what_we_export_comes_back_bit_for_bit(tmp_path, monkeypatch, capsys):
-    """convert_to_hf.py, in each architecture that can express the model, then convert_from_hf.py."""
+    """Each architecture that can express the model is written by `convert to-hf` and read by `convert from-hf`."""
     lsh = {"chunk": 8, "buckets": [4, 6], "window": "chunk", "same_bucket": False, "count_rounds": False}
     config = {
         "run": {"directory": str(tmp_path / "run"), "engine": "torch", "device": "cpu", "seed": 4},
@@ -209,7 +209,7 @@ def test_what_is_refused_is_one_line_and_leaves_nothing(name, tmp_path, capsys):
 
 
 def test_code_beside_a_known_architecture_is_not_run(tmp_path):
-    """config.json asks for it; transformers' own class is taken."""
+    """The file config.json asks for it; transformers' own class is taken."""
     saved(tmp_path / "theirs", attn_layers=["local"])
     change_config(tmp_path / "theirs", auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})
     (tmp_path / "theirs" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

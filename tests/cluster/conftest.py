@@ -77,7 +77,7 @@ class TwoNodes:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """node-a and node-b, joined."""
+    """Two hosts, node-a and node-b, joined."""
     require("ip", "unshare", "nsenter", "setpriv")
     names = tmp_path_factory.mktemp("names") / "hosts"
     known = [f"{address} {name}" for address, name in zip(ADDRESSES, ("node-a", "node-b"), strict=True)]

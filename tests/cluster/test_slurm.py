@@ -1,4 +1,5 @@
-"""launch/slurm/pretrain.sbatch on a Slurm of two nodes: preempted, out of time, killed, wrong, and queued again."""
+"""Runs of launch/slurm/pretrain.sbatch on a Slurm of two nodes: preempted, out of time, killed, wrong, and queued
+again."""
 
 import os
 import signal

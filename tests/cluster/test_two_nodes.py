@@ -59,7 +59,7 @@ def test_two_nodes_train_as_two_ranks_of_one(two_nodes: TwoNodes, run: Run, clea
 def test_a_node_that_is_cut_off_is_named_and_the_run_goes_on(
     two_nodes: TwoNodes, run: Run, clean: Run, figures: Report
 ) -> None:
-    """node-b loses its network, and with it the disk that it shares with node-a."""
+    """Host node-b loses its network, and with it the disk that it shares with node-a."""
     two_nodes.start(run, HOSTFILE)
     run.wait_for_step(25)
     two_nodes.b.do("ip", "link", "set", "eth0", "down")

@@ -87,7 +87,7 @@ def test_a_missing_library_is_one_error_with_its_command(monkeypatch):
 
 @pytest.mark.soak
 def test_buckets_of_an_independent_server_of_s3(folder, tmp_path, monkeypatch):
-    """pip install 'moto[server]': S3 as others have written it, with its signatures, errors and listings."""
+    """Needs `pip install 'moto[server]'`: S3 as others have written it, with its signatures, errors and listings."""
     from moto.server import ThreadedMotoServer  # not among what `dev` installs: it brings 45 packages
 
     s3fs.S3FileSystem.clear_instance_cache()

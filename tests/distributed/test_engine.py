@@ -311,7 +311,7 @@ def test_resume_is_bit_identical(report: dict[str, Any], group: str, name: str) 
 
 @pytest.mark.parametrize("name", ["zero-2", "zero-3"])
 def test_what_two_ranks_share_is_exported_whole(report: dict[str, Any], name: str, tmp_path: Path) -> None:
-    """to_hf itself compares the outputs of what it writes with ours."""
+    """The function to_hf itself compares the outputs of what it writes with ours."""
     shared, alone = (Checkpoint.open(Path(report["fp32"][stage]["checkpoint"])) for stage in (name, "zero-0"))
     weights = shared.manifest["tensors"]["weight"]
     assert len({piece["file"] for weight in weights.values() for piece in weight["pieces"]}) == 2

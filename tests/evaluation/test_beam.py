@@ -40,7 +40,7 @@ class Chain:
         return torch.stack([self.logits(sequence) for sequence in self.sequences])
 
     def cost(self, sequence: list[int], vocabulary: int = 4) -> float:
-        """ln p of a sequence, token by token."""
+        """Return ln p of a sequence, token by token."""
         odds = [self.logits(sequence[:place])[:vocabulary].double().log_softmax(0) for place in range(len(sequence))]
         return math.fsum(float(each[token]) for each, token in zip(odds, sequence, strict=True))
 

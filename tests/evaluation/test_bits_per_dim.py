@@ -1,4 +1,4 @@
-"""bits/dim against its definition, with synthetic models whose nats are known functions of the tokens."""
+"""Bits/dim against its definition, with synthetic models whose nats are known functions of the tokens."""
 
 import math
 from typing import Any

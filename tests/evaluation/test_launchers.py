@@ -35,8 +35,8 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """data/: a little text, a tenth of it for testing. Three steps of training each: run/, leaky/ with a leaking
-    window, encoder/.
+    """A folder of data/: a little text, a tenth of it for testing. Three steps of training each: run/, leaky/ with a
+    leaking window, encoder/.
     """
     folder = tmp_path_factory.mktemp("launchers")
     draw = random.Random(0)

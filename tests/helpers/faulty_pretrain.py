@@ -1,4 +1,4 @@
-"""launch/pretrain.py, in which things go wrong where a test says so; tests/helpers/faults.py starts it.
+"""The script launch/pretrain.py, in which things go wrong where a test says so; tests/helpers/faults.py starts it.
 
 MEGASPARSE_FAULTS is a JSON object: `folder` for notes, and `faults`, a list of
     {"on": regular expression, "do": [act, ...], "rank": only this one, "every": true}

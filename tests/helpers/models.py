@@ -136,7 +136,7 @@ class Single:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * max(parameter.shape[-1], 4) ** -0.5)
 
     def inputs(self, length: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """x (2, L, 32), and q, k, v (2, 2, L, 16)."""
+        """Return x (2, L, 32), and q, k, v (2, 2, L, 16)."""
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(2, length, 32, generator=generator)
         q, k, v = (torch.randn(2, 2, length, 16, generator=generator) for _ in range(3))

@@ -8,14 +8,14 @@ NAMES = ["out", "lse", "dq", "dk", "dv"]
 
 
 def random_heads(queries, keys=None, rows=(2, 2), dim=16, dtype=torch.float64, device="cpu", seed=0):
-    """q, k, v (*rows, L, D); the same numbers in every dtype."""
+    """Return q, k, v (*rows, L, D); the same numbers in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [queries, *[keys or queries] * 2]
     return [torch.randn(*rows, n, dim, generator=generator, dtype=torch.float64).to(device, dtype) for n in lengths]
 
 
 def random_masks(length, batch=2, device="cpu"):
-    """key_mask and segments (batch, L)."""
+    """Return key_mask and segments (batch, L)."""
     generator = torch.Generator().manual_seed(3)
     mask = torch.rand(batch, length, generator=generator) > 0.3
     documents = torch.randint(0, 3, (batch, length), generator=generator).sort(-1).values
@@ -28,7 +28,7 @@ def as_views(heads):
 
 
 def gradients(attention, heads):
-    """out and lse = attention(q, k, v), and the gradients of q, k and v toward random ones of both."""
+    """Return out and lse = attention(q, k, v), and the gradients of q, k and v toward random ones of both."""
     q, k, v = (x.detach().clone().requires_grad_() for x in heads)
     out, lse = attention(q, k, v)
     generator = torch.Generator().manual_seed(2)

@@ -36,7 +36,7 @@ PartitionName=urgent Nodes={nodes} PriorityTier=2 PreemptMode=OFF MaxTime=INFINI
 
 
 class Slurm:
-    """slurmctld on the first of the hosts, slurmd and munged on each."""
+    """A Slurm: slurmctld on the first of the hosts, slurmd and munged on each."""
 
     def __init__(self, folder: Path, hosts: list[Host]):
         self.folder, self.first = folder, hosts[0]

@@ -68,7 +68,9 @@ def sleep():
 
 
 class Toy:
-    """launch/supervise.py on a script that is TOY and a few lines. Its clock stands still unless a test turns it."""
+    """The script launch/supervise.py on a script that is TOY and a few lines. Its clock stands still unless a test
+    turns it.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder

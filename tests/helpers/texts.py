@@ -56,7 +56,7 @@ def text_model(config: ModelConfig) -> TextModel:
 
 
 def example(source: list[int], target: list[int] | None, number: int = 0) -> EncodedText:
-    """target: None of an example without an answer."""
+    """Encoded example of one text or two. target: None of an example without an answer."""
     tokens = np.array(source, dtype=np.int64)
     answer = None if target is None else np.array(target, dtype=np.int64)
     place = SourceLocation(Path("made.en"), number + 1)

@@ -24,7 +24,7 @@ from tests.helpers.trained import prepared, trained
 
 @pytest.mark.parametrize("kind", [decoder, encoder])
 def test_every_mechanism_is_exported_with_all_its_weights(tmp_path, kind):
-    """to_hf itself compares the outputs of both models, layer by layer."""
+    """The function to_hf itself compares the outputs of both models, layer by layer."""
     kinds = [name for name in MECHANISMS if kind is encoder or can_be_causal(name)]
     model, path = checkpoint(kind("full", attention=attention(*kinds), layers=len(kinds)), tmp_path / "run")
     folder = to_hf(path, tmp_path / "out")

@@ -111,7 +111,7 @@ def test_a_full_disk_and_a_folder_that_exists_leave_everything_as_it_was(tmp_pat
 
 
 def start(monkeypatch, tmp_path, config, *arguments, **sections):
-    """launch/pretrain.py on synthetic data, 2 steps that are too small to move a weight."""
+    """Run launch/pretrain.py on synthetic data, 2 steps that are too small to move a weight."""
     if not (tmp_path / "data").exists():
         prepared(tmp_path)
     values = config.model_dump(mode="json")

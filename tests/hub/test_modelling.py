@@ -227,7 +227,7 @@ def test_the_loss_is_ours_but_for_the_first_token():
 
 @pytest.mark.parametrize("name", ["lha", "smart_bird", "routing"])
 def test_training_minimises_our_own_objective(name):
-    """score_from 1 leaves out the first token, as HuggingFace does."""
+    """Our score_from of 1 leaves out the first token, as HuggingFace does."""
     config = decoder(name, dropout=0.1, score_from=1)
     ours, hf = made(config).train(), wrapped(MegasparseForCausalLM, config).train()
     tokens = random_tokens(2, LENGTH)

@@ -342,7 +342,7 @@ def test_what_cannot_be_replaced_or_asked_for_is_refused():
 
 
 def test_yosos_convolution_begins_with_nothing():
-    """So the pretrained values go on as they are, and it learns."""
+    """The pretrained values go on as they are, and the convolution learns."""
     given, found = labelled(inputs(), "ForMaskedLM"), []
     for convolution in (None, 3):
         model = build("ForMaskedLM")

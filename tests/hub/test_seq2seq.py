@@ -125,9 +125,9 @@ def test_what_is_sampled_with_and_without_a_cache():
 
 @pytest.mark.parametrize("name, seed, end", [("reversible", 0, 3), ("hashed", 0, 3), ("others", 10, 2)])
 def test_beams_are_ours_where_hypotheses_end_in_time(name, seed, end):
-    """length_penalty=0 and early_stopping=True are our rule with alpha 0. Other penalties differ: HuggingFace divides
-    by length**alpha, we by ((5 + length)/6)**alpha; and at the longest length HuggingFace takes what is cut off for a
-    hypothesis that has ended.
+    """HuggingFace's length_penalty=0 and early_stopping=True are our rule with alpha 0. Other penalties differ:
+    HuggingFace divides by length**alpha, we by ((5 + length)/6)**alpha; and at the longest length HuggingFace takes
+    what is cut off for a hypothesis that has ended.
     """
     ours, hf = model_of(name, vocabulary=8, padding_token=7)
     batch = torch.full((3, S), 7)

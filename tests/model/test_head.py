@@ -27,7 +27,7 @@ def head_and_streams(length=37, **changes):
 
 
 def probabilities(head, streams):
-    """softmax(W·norm(x) + b), or the adaptive softmax with W, in float64 by the formulas."""
+    """Return softmax(W·norm(x) + b), or the adaptive softmax with W, in float64 by the formulas."""
     x = sum(s.double() for s in streams) / len(streams) if head.tied else torch.cat(streams, -1).double()
     x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
     x = x * head.norm_weight.double() + head.norm_bias.double()

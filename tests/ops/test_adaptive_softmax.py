@@ -12,7 +12,7 @@ CUTOFFS = [[10, 30, 60], [89], [1]]
 
 
 def random_inputs(cutoffs: list[int], count: int = 300, sharp: float = 1.0) -> list[Tensor]:
-    """hidden, weight, clusters; and targets, of each part of the vocabulary."""
+    """Return hidden, weight, clusters; and targets, of each part of the vocabulary."""
     generator = torch.Generator().manual_seed(4)
     shapes = [(count, E), (V, E), (len(cutoffs), E)]
     tensors = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -22,7 +22,7 @@ def random_inputs(cutoffs: list[int], count: int = 300, sharp: float = 1.0) -> l
 
 
 def defined(hidden: Tensor, weight: Tensor, clusters: Tensor, cutoffs: list[int]) -> Tensor:
-    """ln p of every id, by the formula, position by position and id by id."""
+    """Return ln p of every id, by the formula, position by position and id by id."""
     hidden, weight, clusters = hidden.double(), weight.double(), clusters.double()
     ends, first, rows = [*cutoffs, V], cutoffs[0], []
     for h in hidden:

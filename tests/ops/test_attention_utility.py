@@ -17,7 +17,7 @@ BUCKETS = 5
 
 
 def random_inputs(queries, keys=None, dtype=torch.float64, batch=2, heads=2, dim=6, seed=0):
-    """q, k and the members of their buckets, M of each; a token may be in several or in none."""
+    """Return q, k and the members of their buckets, M of each; a token may be in several or in none."""
     generator = torch.Generator().manual_seed(seed)
     lengths = (queries, keys or queries)
     x = [torch.randn(batch, heads, n, dim, generator=generator, dtype=torch.float64).to(dtype) for n in lengths]
@@ -105,7 +105,7 @@ def test_a_query_that_attends_to_a_bucket_alone_says_so():
 
 
 def test_sums_over_buckets_by_features_are_unbiased():
-    """φ(q)·Σ_{j in b} φ(k_j) before any normalisation; ψ is a ratio, and biased."""
+    """Only φ(q)·Σ_{j in b} φ(k_j), before any normalisation, is unbiased; ψ is a ratio."""
     q, k, _, members = random_inputs(6, 12, batch=1, heads=1, dim=4, seed=1)
     q, k = 0.4 * q, 0.4 * k
     score = torch.exp(q @ k.transpose(-1, -2))

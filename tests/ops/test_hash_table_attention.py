@@ -20,7 +20,7 @@ PROCEDURES = pytest.mark.parametrize("backward", ["tables", "pairs"])
 
 
 def random_heads(length, keys=None, batch=2, heads=2, dim=5, dtype=torch.float64, device="cpu"):
-    """q and k are of length 1."""
+    """Random heads, whose q and k are of length 1."""
     q, k, v = operators.random_heads(length, keys, (batch, heads), dim)
     return [x.to(device, dtype) for x in (F.normalize(q, dim=-1), F.normalize(k, dim=-1), v)]
 
@@ -43,7 +43,7 @@ def gradients(attention, heads, *codes, **rule):
 
 
 def assert_equal_to_the_definition(attention, heads, codes, backward="auto", chunk=128, **rule):
-    """attention: the name of an operator."""
+    """Compare an operator with the definition. attention: the name of an operator."""
     ours = gradients(getattr(operator, attention), heads, *codes, **rule, chunk=chunk, backward=backward)
     exact = gradients(getattr(defined, attention), heads, *codes, **rule)
     for mine, dense in zip(ours, exact, strict=True):

@@ -11,7 +11,7 @@ from tests.helpers.operators import BARS
 
 
 def random_inputs(length, chunk, causal, width=6, dtype=torch.float64, batch=2, heads=2, device="cpu"):
-    """q, k, v, which are views of heads that lie side by side, r, u, w."""
+    """Return q, k, v, which are views of heads that lie side by side, r, u, w."""
     generator = torch.Generator().manual_seed(length + 7 * chunk + width)
     count = len(distances(chunk, causal))
     shapes = [(batch, length, heads, width)] * 3 + [(heads, count, width), (heads, width), (heads, width)]

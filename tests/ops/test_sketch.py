@@ -104,7 +104,7 @@ def test_equal_scores_go_to_the_smaller_position():
 
 @pytest.mark.usefixtures("implementation")
 def test_a_weight_of_one_is_always_chosen_and_a_large_sketch_stays_in_order():
-    """α = 1 is p = ∞."""
+    """A weight α = 1 is p = ∞."""
     q, k, v = (x[:1].to(DEVICE) for x in random_sketch(30, dtype=torch.float32))
     k[:, 11] = q[:, 0] = torch.tensor([200.0, 0, 0, 0], device=DEVICE)
     noise = some_noise(30, batch=1, heads=range(2))

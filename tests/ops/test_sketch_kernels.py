@@ -82,8 +82,8 @@ def test_large_queries_and_keys_stay_finite():
 
 
 def check_choice(ours, score, seen):
-    """ours (B, H, Lq, K) chosen by score (B, H, Lq, L): as many as are visible, all visible, once each, best first, and
-    none left out that is better by more than rounding."""
+    """Check ours (B, H, Lq, K) chosen by score (B, H, Lq, L): as many as are visible, all visible, once each, best
+    first, and none left out that is better by more than rounding."""
     count = ours.shape[-1]
     assert torch.equal((ours >= 0).sum(-1), seen.sum(-1).clamp(max=count)[:, None].expand(ours.shape[:-1]))
     assert ((ours[..., 1:] < 0) | (ours[..., :-1] >= 0)).all()  # −1 last
@@ -99,7 +99,7 @@ def check_choice(ours, score, seen):
 
 
 def scores(q, k, sampling, noise, **rule):
-    """s of every pair by the definition, in float64, and who is visible."""
+    """Return s of every pair by the definition, in float64, and who is visible."""
     alpha, seen = sketched_weights(q.double(), k.double(), **rule)
     p = {
         "inverse_log_squared": alpha.log() ** -2,

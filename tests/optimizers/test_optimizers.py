@@ -19,7 +19,7 @@ from megasparse.training.ranks import Ranks
 
 
 class SignSGD(torch.optim.Optimizer):
-    """w ← w − lr · sign(m), m ← β·m + (1 − β)·g."""
+    """Sign SGD: w ← w − lr · sign(m), m ← β·m + (1 − β)·g."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], beta: float):
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "beta": beta})

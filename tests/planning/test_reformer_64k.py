@@ -1,4 +1,5 @@
-"""configs/reformer_64k.json, only depth and sequences a step reduced, trains in the memory of a desktop machine."""
+"""The configuration configs/reformer_64k.json, only depth and sequences a step reduced, trains in the memory of a
+desktop machine."""
 
 import os
 import subprocess

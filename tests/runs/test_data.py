@@ -76,7 +76,7 @@ def test_what_is_trained_on_does_not_depend_on_paths_or_their_order(folders: dic
 
 @pytest.mark.parametrize("where", ["path", "mixture"])
 def test_each_folder_is_checked(folders: dict[str, Path], where: str) -> None:
-    """Of another tokenizer, and of records: named, wherever it stands."""
+    """A folder of another tokenizer, or of records, is named, wherever it stands."""
 
     def refused(kind: type[Exception], problem: str) -> None:
         config = config_of(folders["a"], mixture=mixture(folders, b=1, c=2))

@@ -115,7 +115,7 @@ def test_an_example_of_texts() -> None:
 
 @pytest.mark.parametrize(("labels", "dtype"), [(["no", "yes"], "int64"), ([], "float32")])
 def test_a_dummy_batch_is_like_one_of_examples(labels: list[str], dtype: str) -> None:
-    """Of the shapes and types that `collate` gives, with a mask, and ids that the body knows."""
+    """It has the shapes and types that `collate` gives, with a mask, and ids that the body knows."""
     made = form(labels=labels)
     body = type("Body", (), {"vocabulary": 11})()
     found, real = made.dummy_batch(body, 5, 16), made.collate([encoded(1), encoded(0)])

@@ -28,7 +28,7 @@ LSH = {**ENCODER, "attention": {"pattern": ["lsh"], "lsh": {"chunk": 4, "rounds"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """train.csv, test.csv; runs of seeds 0, 1 and 2: run_0 by the launcher itself, run_1, run_2."""
+    """A folder of train.csv, test.csv; runs of seeds 0, 1 and 2: run_0 by the launcher itself, run_1, run_2."""
     folder = tmp_path_factory.mktemp("launchers")
     train = reviews(folder / "train.csv", 48)
     reviews(folder / "test.csv", 30, seed=1)

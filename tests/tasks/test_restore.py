@@ -31,7 +31,7 @@ def best(run):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """run/ of a model of ours with LSH, on texts of two classes."""
+    """A folder with run/ of a model of ours with LSH, on texts of two classes."""
     folder = tmp_path_factory.mktemp("restore")
     train, validation = files(folder)
     attention = {"pattern": ["lsh"], "lsh": {"chunk": 8}}

@@ -34,7 +34,7 @@ def examples() -> list[Encoded]:
 
 
 def settled(folder: Path, labels: Sequence[str] = ("no", "yes"), batch: int = 4) -> FinetuneConfig:
-    """Of a task of given classes, or numbers."""
+    """Configuration of a task of given classes, or numbers."""
     task = {"labels": list(labels), "max_length": 128}
     return configured(folder / "run", folder / "none.csv", model=ENCODER, task=task, evaluation={"batch": batch})
 

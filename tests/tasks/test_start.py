@@ -76,7 +76,7 @@ def read_of(vocabulary: int = 40, length: int = 24) -> Padded:
 
 
 def states(body: Backbone, step: int = EVALUATION_STEP) -> Tensor:
-    """Of real tokens."""
+    """States of real tokens."""
     training = step != EVALUATION_STEP
     body.train(training)
     read = read_of()

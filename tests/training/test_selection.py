@@ -101,7 +101,7 @@ def test_nothing_to_restore_changes_nothing() -> None:
 
 
 def test_values_of_another_metric_are_no_measure() -> None:
-    """evaluation.metric may change when a run goes on."""
+    """The metric of evaluation may change when a run goes on."""
     selection = Selection("evaluation/accuracy")
     selection.restore(noted([0.9]).state())
     assert selection.step is None and selection.note(20, {"evaluation/accuracy": 0.1})

@@ -126,7 +126,7 @@ def torn(content: bytes, how: str) -> bytes:
 @pytest.mark.parametrize("how", ["a header", "in a member", "between members", "in a header"])
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
 def test_a_torn_archive_is_refused(tmp_path, how, suffix):
-    """tarfile's own iterator takes three of these for the end of the archive."""
+    """The iterator of tarfile takes three of these for the end of the archive."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
         for name, content in FILES.items():

@@ -82,7 +82,7 @@ def test_wordpieces_of_a_bert(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_separators_marks_the_candidates_last_tokens(tmp_path: Path) -> None:
-    """As of a model that has no room for them."""
+    """A model that has no room for separators has none."""
     file = str(written(tmp_path, bert_tokenizer()))
     made = one(encoder(tmp_path, file, vocabulary=2), choice("a the", ["attention", "a mask"], ["of"]))
     names = {token: piece for piece, token in bert_tokenizer()["model"]["vocab"].items()}

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def sections(**changes: Any) -> dict[str, Any]:
-    """Of a run; changes: of its model, source: of the encoder."""
+    """Sections of a run. changes: of its model, source: of the encoder."""
     source = {**FORECASTER["source"], **changes.pop("source", {})}
     return {"model": {**FORECASTER, **changes, "source": source}, "task": TASK}
 
@@ -299,7 +299,7 @@ def test_the_shipped_grid_compares_full_attention_with_the_hybrid() -> None:
 
 
 def test_relative_forecasts_are_differences_from_the_last_row_read(tmp_path: Path, file: Path) -> None:
-    """x̂ = level + f(x − level), so that a series moved by a number is forecast moved by it."""
+    """A forecast x̂ = level + f(x − level), so that a series moved by a number is forecast moved by it."""
     task = {**TASK, "forecast": {**TASK["forecast"], "inputs": list(COLUMNS), "targets": [COLUMNS[2], COLUMNS[0]]}}
     runs = []
     for relative in (False, True):

@@ -212,7 +212,7 @@ def test_dropout_of_transformers_is_the_steps_own(tmp_path: Path) -> None:
 
 
 def body_of(kind: str, where: str, folder: Path) -> Backbone:
-    """Of ours, or of transformers with replaced attention; nothing dropped out."""
+    """A body of ours, or of transformers with replaced attention; nothing dropped out."""
     if where == "ours":
         sketch = {"objective": "pooled", "labels": 3} if kind == "smart_bird" else {}
         attention = {"pattern": [kind], kind: {**KINDS[kind], **sketch}}

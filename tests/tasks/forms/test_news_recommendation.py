@@ -32,7 +32,7 @@ STILL = {**ENCODER, "dropout": 0.0}
 
 
 def run_of(folder: Path, model: dict[str, Any] = STILL, **sections: Any) -> TaskRun:
-    """Of weights that are no longer small, an unknown user's among them."""
+    """A run whose model has weights that are no longer small, an unknown user's among them."""
     given = {"task": TASK, "head": {"hidden": 24, "dropout": 0.0}, **sections}
     run = opened(folder / "run", mind(folder / "mind", 24, 12, cold=0.3), model=model, **given)
     generator = torch.Generator().manual_seed(7)
@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TaskRun:
 
 
 def pooled(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
-    """x: (L, E)."""
+    """Pool x (L, E)."""
     dense, bias = weights[f"{name}_pooling.dense.weight"], weights[f"{name}_pooling.dense.bias"]
     scores = [weights[f"{name}_pooling.query.weight"][0] @ torch.tanh(dense @ row + bias) for row in x]
     share = [torch.exp(score) / sum(torch.exp(other) for other in scores) for score in scores]

@@ -33,7 +33,7 @@ def pair(name: str = "full", blocks: str = "ordinary", **changes: Any) -> ModelC
 
 
 def sentences(*lengths: tuple[int, int], seed: int = 0) -> list[EncodedText]:
-    """Of random tokens, each side with its end."""
+    """Pairs of random tokens, each side with its end."""
     drawn = random.Random(seed)
     sides = [[[*drawn.choices(range(256), k=size - 1), END] for size in each] for each in lengths]
     return [example(source, target, number) for number, (source, target) in enumerate(sides)]
@@ -144,7 +144,7 @@ def test_a_wide_beam_finds_the_best_of_all_texts(alpha: float) -> None:
 
 
 def gradient(model: TextModel, parts: list[tuple[list[EncodedText], list[int]]]) -> torch.Tensor:
-    """Of the mean over micro-batches, as an engine accumulates it."""
+    """Gradient of the mean over micro-batches, as an engine accumulates it."""
     model.zero_grad()
     divisor = sum(int(model.count_scored(batch(part))) for part, _ in parts) / len(parts)
     for part, samples in parts:

@@ -27,7 +27,7 @@ from tests.helpers.models import attention, small_pair
 from tests.helpers.texts import parallel, sections
 
 END = 259
-"""Of bytes."""
+"""Id of the end in a vocabulary of bytes."""
 
 
 @pytest.fixture(scope="module")

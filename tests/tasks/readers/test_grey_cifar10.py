@@ -23,12 +23,12 @@ def task() -> Task:
 
 
 def picture(seed: int) -> np.ndarray:
-    """uint8 (32, 32, 3)."""
+    """Random picture, uint8 (32, 32, 3)."""
     return np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
 
 
 def record(label: int, pixels: np.ndarray) -> bytes:
-    """As the binary version has it: the label, then all red, all green and all blue values, row by row."""
+    """A record as the binary version has it: the label, then all red, all green and all blue values, row by row."""
     return bytes([label]) + b"".join(pixels[..., channel].tobytes() for channel in range(3))
 
 

@@ -19,7 +19,7 @@ def task() -> Task:
 
 
 def picture(seed: int) -> np.ndarray:
-    """uint8 (32, 32)."""
+    """Random picture, uint8 (32, 32)."""
     return np.random.default_rng(seed).integers(0, 256, (32, 32), dtype=np.uint8)
 
 

@@ -196,7 +196,9 @@ SAVES = """if True:
 @pytest.mark.soak
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_C9_a_complete_checkpoint_is_there_at_all_times(tmp_path: Path, asynchronous: bool, figures: Report) -> None:
-    """keep=2 while the process is killed in the middle of saving and deleting; a watcher opens them every 10 ms."""
+    """Saving has keep=2 while the process is killed in the middle of saving and deleting; a watcher opens them every 10
+    ms.
+    """
     directory = tmp_path / "checkpoints"
     kills, looks, missing, ended = 12, 0, [], threading.Event()
 

@@ -33,7 +33,7 @@ HUGE = 10**9
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """data/, and run/ with a checkpoint of one step."""
+    """A folder of data/, and run/ with a checkpoint of one step."""
     folder = tmp_path_factory.mktemp("forged")
     trained(prepared(folder), folder / "run", ["local", "lsh"], 1)
     return folder

@@ -234,7 +234,7 @@ def test_S3_the_folder_vanishes_during_the_run(two: Ranks, tmp_path: Path, capfd
 
 
 def test_the_heartbeat_file_is_rewritten_in_place(two: Ranks, tmp_path: Path) -> None:
-    """So it needs no space on a disk that has become full."""
+    """The heartbeat needs no space on a disk that has become full."""
     path = tmp_path / "heartbeats" / "rank-00000.json"
     seen = set()
     for turn in range(3):
