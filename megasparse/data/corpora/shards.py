@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", type=Path, required=True, metavar="DIR", help="the folder of the shards")
     add_tokenizer_argument(parser)
     parser.add_argument(
-        "--width", type=int, choices=(1, 2, 4), help="bytes a token (default: what prepare_data.py writes)"
+        "--width", type=int, choices=(1, 2, 4), help="bytes a token (default: what megasparse prepare-data writes)"
     )
     parser.add_argument("--record", type=positive, metavar="N", help="tokens of a record, such as an image")
 

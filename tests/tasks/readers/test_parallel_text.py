@@ -25,7 +25,7 @@ def write(file, rows):
 
 
 def pair(folder, stem, end="", number=3):
-    """Both sides of a split, each line telling whose it is."""
+    """Write both sides of a split; each line names its side."""
     write(folder / f"{stem}.en{end}", [f"{stem} en {n}" for n in range(number)])
     write(folder / f"{stem}.de{end}", [f"{stem} de {n}" for n in range(number)])
 
