@@ -312,7 +312,7 @@ def _for_task(model: ModelConfig, form: Form, labels: int, start: StartConfig) -
     if activations is not None:
         if (model.blocks == "reversible") != (activations == "reversible"):
             problem = f'"{activations}" is for models of ordinary blocks, and this one recomputes its inputs already'
-            raise ConfigError("start.activations", problem, "Remove it")
+            raise ConfigError("start.activations", problem, "Set it to null")
         changes["activations"] = activations
     return model.model_copy(update=changes)
 
@@ -330,7 +330,8 @@ def _fill(body: Any, read: Any, path: Path) -> None:
         if ".objective." in name:
             continue
         if (value := read(name)) is None:
-            raise CheckpointError(path, f"has no weight {name}", "Give a checkpoint of the same model")
+            hint = "Give a checkpoint of the same model, or set start.attention to null to keep the checkpoint's own"
+            raise CheckpointError(path, f"has no weight {name}", hint)
         tensor.data.copy_(value)
 
 

@@ -181,6 +181,19 @@ def test_what_does_not_fit_is_one_line_and_nothing_is_written(make, books, tmp_p
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "split"),
+    [([10] * 8 + [1], "80,10,10"), ([10] * 6, "60,20,20"), ([10], "100,0,0"), ([1, 99], "100,0,0")],
+)
+def test_too_few_documents_come_with_a_split_that_works(make, tmp_path, sizes, split):
+    (tmp_path / "books").mkdir()
+    for number, size in enumerate(sizes):
+        (tmp_path / "books" / f"{number}.txt").write_text("x" * size)
+    with pytest.raises(DataError, match=rf"too few .* Give more text, or --split {split}$"):
+        make(documents=True, split="99.8,0.1,0.1")
+    make(documents=True, split=split)
+
+
 def test_a_split_without_tokens_is_refused(make, tmp_path):
     (tmp_path / "words.txt").write_text("\n".join(VOCABULARY) + "\n")
     (tmp_path / "books").mkdir()

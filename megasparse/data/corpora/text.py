@@ -43,8 +43,19 @@ def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, I
     for name in sizes:
         if name not in found:
             what = f"{len(starts)} documents" if documents else f"{source.total_bytes} bytes"
-            raise DataError(source.name, f"{what} are too few to give {name} any", "Give more text, or another --split")
+            other = _split_of_documents(starts, source.total_bytes) if documents else "another --split"
+            raise DataError(source.name, f"{what} are too few to give {name} any", f"Give more text, or {other}")
     if not documents:
         return ((name, [text_pieces(stream)]) for name, stream in cut(source.pieces(), sizes, not as_bytes))
     grouped = groupby(zip(starts, source.parts, strict=True), key=lambda each: split_at(each[0], sizes))
     return ((name, (text_pieces(part.pieces()) for _, part in group)) for name, group in grouped)
+
+
+def _split_of_documents(starts: list[int], total: int) -> str:
+    """The option whose splits all get a document, with the most for training; without validation where none does."""
+    for share in (5, 10, 15, 20, 25, 30):
+        split = f"{100 - 2 * share},{share},{share}"
+        sizes = split_sizes(split, total)
+        if {split_at(start, sizes) for start in starts} == set(sizes):
+            return f"--split {split}"
+    return "--split 100,0,0"

@@ -164,10 +164,15 @@ def whole_text(file: Path) -> str:
         raise DataError(file, problem, "Convert the file: iconv -f latin1 -t utf-8") from None
 
 
-def field(row: dict[str, Any], column: str, location: SourceLocation) -> Any:
-    """A row's value in a column. Raises DataError where there is no such column."""
+def field(row: dict[str, Any], column: str, location: SourceLocation, key: str = "") -> Any:
+    """A row's value in a column. Raises DataError where there is no such column.
+
+    key: the configuration's key that names the column, for the hint.
+    """
     if column not in row:
         hint = did_you_mean(column, [name for name in row if isinstance(name, str)])
+        if key:
+            hint = f"{hint.removesuffix('?')}{'?' if hint.endswith('?') else '.'} The column is named by {key}"
         raise DataError(str(location), f'has no column "{column}"', hint)
     return row[column]
 

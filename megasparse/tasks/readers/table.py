@@ -67,7 +67,13 @@ class Table(Task):
     def _classes_of(self, file: Path) -> tuple[str, ...]:
         """The labels of a file, sorted: as numbers where all of them are, else by their text."""
         column = self.config.label
-        found = {_label_text(field(row, column, location), column, location) for location, row in table_rows(file)}
+        if not file.exists():
+            texts = ", ".join(f'"{text}"' for text in self.config.text)
+            columns = f'{texts} (task.text) and "{column}" (task.label)'
+            problem = "cannot be read (No such file or directory)"
+            raise DataError(file, problem, f"Give a table with the columns {columns}: --set task.source=FILE")
+        labels = ((location, field(row, column, location, "task.label")) for location, row in table_rows(file))
+        found = {_label_text(label, column, location) for location, label in labels}
         if len(found) < 2:
             problem = f'{len(found)} labels in the column "{column}" ({", ".join(found)[:80]})'
             raise DataError(file, problem, "Give a file with two classes or more, or name them: task.labels")
@@ -94,7 +100,7 @@ def table_rows(file: Path) -> Iterator[tuple[SourceLocation, dict[str, Any]]]:
 
 def text_of(row: dict[str, Any], column: str, location: SourceLocation) -> str:
     """The text in a column. Raises DataError where there is no such column, or JSON has something else there."""
-    value = field(row, column, location)
+    value = field(row, column, location, "task.text")
     if not isinstance(value, str):
         problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no text'
         raise DataError(str(location), problem, "Write a text in quotation marks")

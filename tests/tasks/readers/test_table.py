@@ -125,7 +125,17 @@ def test_rows_without_the_column_of_labels_have_none(tmp_path, suffix):
 
 def test_the_training_file_must_have_labels(tmp_path):
     file = write(tmp_path / "a.csv", ("text", "labels"), ("x", "a"), ("y", "b"))
-    assert refusal(lambda: task_of(file)) == f'{file}:2: has no column "label". Did you mean "labels"?'
+    hint = 'Did you mean "labels"? The column is named by task.label'
+    assert refusal(lambda: task_of(file)) == f'{file}:2: has no column "label". {hint}'
+    far = write(tmp_path / "b.csv", ("review", "stars"), ("x", "a"), ("y", "b"))
+    hint = "Known here: review, stars. The column is named by task.label"
+    assert refusal(lambda: task_of(far)) == f'{far}:2: has no column "label". {hint}'
+
+
+def test_a_missing_training_file_names_the_columns_it_needs(tmp_path):
+    file = tmp_path / "none.csv"
+    hint = 'Give a table with the columns "text" (task.text) and "label" (task.label): --set task.source=FILE'
+    assert refusal(lambda: task_of(file)) == f"{file}: cannot be read (No such file or directory). {hint}"
 
 
 @pytest.mark.parametrize(("suffix", "empty"), [(".csv", ""), (".tsv", ""), (".csv", " "), (".jsonl", "")])
@@ -167,7 +177,7 @@ def test_a_text_of_json_is_a_text(tmp_path, value):
 def test_a_missing_column_of_texts_is_refused(tmp_path):
     file = write(tmp_path / "a.csv", ("review", "label"), ("x", 1), ("y", 2))
     message = refusal(lambda: task_of(file, text=["reviews"]).read(file))
-    assert message == f'{file}:2: has no column "reviews". Did you mean "review"?'
+    assert message == f'{file}:2: has no column "reviews". Did you mean "review"? The column is named by task.text'
 
 
 @pytest.mark.parametrize("rows", [[], [("x", "a")], [("x", "a"), ("y", "a")]])
