@@ -36,6 +36,7 @@ COMMANDS = {
     "compare-trainer": "fine-tune with transformers' Trainer, to compare with",
     "plot-forecasts": "plot forecasts beside simple baselines",
     "bench attention": "time and memory of attention, beside torch's and published Reformers'",
+    "bench plot": "draw what bench attention measured",
     "bench training": "tokens per second and memory of training steps",
     "bench offload": "what offloading to CPU memory or to a disk costs per step",
     "bench kernels": "registers, spills and shared memory of every GPU kernel",
