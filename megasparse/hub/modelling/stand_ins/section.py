@@ -12,7 +12,16 @@ def Field(default: Any = None, **rule: Any) -> Any:
 
 
 class Section:
-    """Keys with defaults: attributes of the class, in place of which an object has its own values."""
+    """Keys with defaults: attributes of the class, in place of which an object has its own values.
+
+    `model_fields` has the keys in the order of their definition, as pydantic's models have.
+    """
+
+    model_fields = {}  # noqa: RUF012  (an annotation would make it a key)
+
+    def __init_subclass__(cls) -> None:
+        own = {key: None for key, kind in vars(cls).get("__annotations__", {}).items() if "ClassVar" not in str(kind)}
+        cls.model_fields = {**cls.model_fields, **own}
 
     @classmethod
     def model_validate(cls, values: dict[str, Any]) -> "Section":
