@@ -28,6 +28,11 @@ def compiled(tmp_path, *options):
     return json.loads((tmp_path / "kernels.json").read_text())["kernels"]
 
 
+FEW = 8
+"""Instructions that a Triton beside the recorded one may spill in half precision: 3.7.1 spills 6 in one kernel, the
+gradient of keys for sm_80 (docs/performance.md)."""
+
+
 def check(table):
     """Against the limits of the GPUs under any Triton, and against what was recorded under the Triton of the record."""
     known = json.loads(RECORDED.read_text())
@@ -42,7 +47,7 @@ def check(table):
             what = f"{name} {head_dim}"
             assert shared <= SHARED_MEMORY[int(capability.removeprefix("sm_"))], what
             if dtype != "fp32" and int(head_dim) <= 128:
-                assert spills == 0, what
+                assert spills <= (0 if recorded else FEW), what
             if dtype == "fp32":
                 assert tensor_cores == 0, f"{what}: TF32"
             elif name.split()[0] in TENSOR_CORES:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MEET = """
 from megasparse.config.schema import RunConfig
 from megasparse.training import ranks
-ranks.MEETING_TOLD = 0.5
+ranks.MEETING_REPORT = 0.5
 ranks.start_ranks(RunConfig(directory="unused", device="cpu", hang_timeout=0.1))
 """
 

@@ -191,6 +191,6 @@ def test_X6_one_line_of_every_command(
     with pytest.raises(CheckpointError, match=said):
         to_hf(run, tmp_path / "exported")
     resumed = stopped(
-        capsys, pretrain, "--config", whole / "run.json", "--set", f"run.directory={json.dumps(str(run))}"
+        capsys, pretrain, "--config", whole / "run" / "config.json", "--set", f"run.directory={json.dumps(str(run))}"
     )
     assert f"model.layers: {HUGE} -> 2" in resumed
