@@ -1,0 +1,77 @@
+"""Documents name what exists: files, modules, links and commands; their lines fit an editor."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megasparse.cli.main import module_of, parser_of, split
+from tests.test_imports import MAY_IMPORT
+
+ROOT = Path(__file__).parents[1]
+NAMED = ("README.md", "CONTRIBUTING.md", "tokenizers/README.md")
+DOCUMENTS = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("megasparse", "launch", "tools", "configs", "tests", "docs", "tokenizers")
+MADE = ("tokenizers/books.model", "tokenizers/bert.json", "tokenizers/multi30k.model", "tokenizers/small.model")
+"""Files that a reader makes or brings."""
+PLACEHOLDERS = {"NAME", "test_NAME", "my", "test_my", "mine"}
+"""Stems of files that stand for a reader's own."""
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every `megasparse ...` command in an indented block, continued lines joined."""
+    joined = re.sub(r"\$\w+", "1", re.sub(r"\\\n\s*", " ", text))  # a loop's variable stands for a number or a name
+    lines = re.findall(r"^ {4,}(megasparse (?!.*\.\.\.).+)$", joined, re.M)
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_files_and_links_that_a_document_names_exist(path):
+    text = path.read_text(encoding="utf-8")
+    named = re.findall(rf"(?<![\w/.-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w\.(?:py|json|md|sbatch|svg))\b", text)
+    missing = {name for name in named if not (ROOT / name).exists() and name not in MADE}
+    missing = {name for name in missing if Path(name).stem not in PLACEHOLDERS}
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    missing |= {link for link in links if not (path.parent / link).exists()}
+    assert not missing, f"{path.name} names {sorted(missing)}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_of_a_document_are_commands(path):
+    for words in commands(path.read_text(encoding="utf-8")):
+        name, rest = split(words)
+        assert name is not None, f"{path.name}: {shlex.join(words)}"
+        if "--help" in rest:
+            continue
+        try:
+            parser_of(name, module_of(name)).parse_args(rest)
+        except SystemExit:
+            pytest.fail(f"{path.name}: {shlex.join(words)}")
+
+
+def test_commands_are_found_in_documents():
+    text = "Text.\n\n    megasparse plan quickstart \\\n      --gpus 8    # a comment\n\n    python x.py\n"
+    assert commands(text) == [["plan", "quickstart", "--gpus", "8"]]
+    assert sum(len(commands(path.read_text(encoding="utf-8"))) for path in DOCUMENTS) > 30
+
+
+def test_lines_fit_an_editor_and_the_readme_a_sitting():
+    long = [
+        f"{path.name}:{number}"
+        for path in [*DOCUMENTS, ROOT / "CHANGELOG.md"]
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if len(line) > 120
+    ]
+    assert not long
+    assert len((ROOT / "README.md").read_text(encoding="utf-8")) <= 7000
+
+
+def test_the_drawn_floors_are_those_of_the_imports():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"(\w+)(?:/|\.py)", line[:39]) for line in text.split("```")[1].splitlines()]
+    floor = {part: -number for number, row in enumerate(rows) for part in row}
+    parts = {*MAY_IMPORT} - {"__main__"}
+    assert {*floor} == parts | {"launch", "tools"}
+    wrong = [(part, below) for part in parts for below in MAY_IMPORT[part] if floor[below] >= floor[part]]
+    assert not wrong
