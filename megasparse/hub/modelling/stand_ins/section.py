@@ -1,7 +1,7 @@
 """Sections of a configuration without pydantic: values that were checked before they were written are only held."""
 
 import copy
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
 Rate, Positive, Count = float, int, int
 
@@ -17,7 +17,7 @@ class Section:
     `model_fields` has the keys in the order of their definition, as pydantic's models have.
     """
 
-    model_fields = {}  # noqa: RUF012  (an annotation would make it a key)
+    model_fields: ClassVar[dict[str, None]] = {}
 
     def __init_subclass__(cls) -> None:
         own = {key: None for key, kind in vars(cls).get("__annotations__", {}).items() if "ClassVar" not in str(kind)}
