@@ -37,12 +37,12 @@ def documented() -> re.Pattern[str]:
     for line in DOCUMENT.read_text().splitlines():
         if found := re.search(r"\(`(model|quality)/.*NAME`", line):
             table = within[found[1]]
-        elif line.startswith("| Scalar |"):
+        elif line.startswith("*Scalar"):
             table = scalars
-        elif line.startswith("| File |"):
+        elif line.startswith("*File"):
             table = []
-        elif line.startswith("| `"):
-            table += re.findall(r"`([^`]+)`", line.split("|")[1])
+        elif entry := re.match(r"- ((`[^`]+`(, )?)+)", line):
+            table += re.findall(r"`([^`]+)`", entry[1])
     names = [name for name in scalars if "..." not in name]
     for name in set(scalars) - set(names):
         parts = within["quality"] if name.startswith("quality") else within["model"]

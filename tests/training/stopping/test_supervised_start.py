@@ -128,7 +128,7 @@ def test_neither_torch_nor_deepspeed_is_imported(tmp_path):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["no/script.py"], "error: no/script.py: no such script. Name the one to run"),
+        (["no/script.py"], "error: no/script.py: no such script. Give pretrain, or the path of a Python script"),
         (["SCRIPT"], "error: --config: is not given. Add the run's JSON file to the arguments of the script"),
         (["SCRIPT", "--config", "no.json"], "error: no.json: cannot be read"),
         (["SCRIPT", "--config", "CONFIG", "--set", "run.directry=x"], 'Did you mean "directory"?'),
