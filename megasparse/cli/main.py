@@ -39,6 +39,7 @@ COMMANDS = {
     "bench plot": "draw what bench attention measured",
     "bench training": "tokens per second and memory of training steps",
     "bench offload": "what offloading to CPU memory or to a disk costs per step",
+    "bench launches": "count a layer's or a step's launches and bytes on a GPU, without one",
     "bench kernels": "registers, spills and shared memory of every GPU kernel",
     "completion": "print a completion script for bash, zsh or fish",
 }

@@ -10,7 +10,7 @@ that grows with the length, and all blocks, full or not, take that part of what 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -106,18 +106,19 @@ class PassMemory:
             config = config.model_copy(update={"source": source.model_copy(update={"length": part})})
         tokens = dummy_records(config, batch, length, 0).to(self._device)
         rng = RngContext(0, 0, torch.arange(batch, device=self._device), training=True)
-        place = _as_on_a_gpu() if self.path == "counted" else self._device
-        with torch.random.fork_rng([]), place, smaller_blocks(length / self.length):
+        place = as_on_a_gpu() if self.path == "counted" else nullcontext()
+        with torch.random.fork_rng([]), self._device, place, smaller_blocks(length / self.length):
             return phases(model, lambda: model(tokens, rng)[0], self._device, learns=True)
 
 
 @contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
+def as_on_a_gpu() -> Iterator[None]:
+    """Lets tensors of the meta device go where those of a GPU would: to fused attention, and past `nonzero`."""
     experimental = torch.fx.experimental._config
     before = experimental.meta_nonzero_assume_all_nonzero  # where rows are chosen, the most there can be
     experimental.meta_nonzero_assume_all_nonzero = True
     try:
-        with torch.device("meta"), _Fused():
+        with _Fused():
             yield
     finally:
         experimental.meta_nonzero_assume_all_nonzero = before

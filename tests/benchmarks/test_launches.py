@@ -1,0 +1,93 @@
+"""Launches and bytes by count: the counter against counts by hand, and the most that layers and steps may take."""
+
+import json
+
+import pytest
+import torch
+
+from megasparse.benchmarks.attention import model_of
+from megasparse.benchmarks.launches import LaunchCounter, count_layer, count_step, total
+from megasparse.cli.main import main
+from megasparse.config.load import load_config
+from megasparse.errors import ConfigError
+from megasparse.ops.counting_sort import counting_sort
+
+
+def test_operations_are_launches_and_views_are_not():
+    x = torch.empty(100, 200, device="meta")
+    with LaunchCounter() as counter:
+        y = x.t() @ x.view(100, 200)
+        y.add_(1)
+    counts = counter.counts
+    assert (counts.torch, counts.kernels, counts.transfers, counts.host) == (2, 0, 0, 0)
+    assert counts.by_name == {"mm": [1, 4 * (100 * 200 * 2 + 200 * 200)], "add": [1, 2 * 4 * 200 * 200]}
+    assert counts.moved == 160_000 + 160_000 + 320_000
+    assert counts.flops == 2 * 200 * 100 * 200
+
+
+def test_work_of_the_host_and_copies_to_the_device_are_counted():
+    with LaunchCounter() as counter:
+        x = torch.arange(10) * 2
+        (x.to("meta") * torch.tensor(3)).sum()
+    counts = counter.counts
+    assert (counts.host, counts.transfers, counts.torch) == (2, 1, 3)
+
+
+def test_kernels_are_counted_and_not_started():
+    keys = torch.empty(2, 1000, dtype=torch.int16, device="meta")
+    with LaunchCounter() as counter:
+        counting_sort(keys, 8)
+    assert counter.counts.kernels == 3 and counter.counts.torch == 0
+    count, total_, order = 2 * 256 * 4, 2 * 256 * 4, 2 * 1000 * 4
+    by_name = counter.counts.by_name
+    assert by_name["kernel count"] == [1, 4000 + count] and by_name["kernel add_up"] == [1, count + total_]
+    assert by_name["kernel place"] == [1, 4000 + count + total_ + order]
+
+
+def layer(kind, length=65536):
+    return count_layer(kind, model_of(kind, length, heads=8, dim=64, rounds=2, window=128), 1, torch.bfloat16)
+
+
+MOST = {
+    # kind: torch's launches, kernels, GB moved, copies to the GPU; B·H = 8, D = 64, M = 128, L = 64K, R = 2, bf16
+    "lsh": (233, 20, 10.1, 0),
+    "yoso": (310, 118, 81.4, 0),
+    "lha": (1955, 10, 159.5, 0),
+    "smart_bird": (249, 18, 6.1, 1),  # seeds of its draws
+    "local": (19, 4, 1.8, 0),
+}
+
+
+@pytest.mark.parametrize("kind", MOST)
+def test_a_layer_takes_no_more_launches_and_bytes_than_recorded(kind):
+    both = total(layer(kind))
+    launches, kernels, gigabytes, copies = MOST[kind]
+    assert both.transfers <= copies and both.host == 0
+    assert both.torch <= launches and both.kernels <= kernels and both.moved <= gigabytes * 1e9
+
+
+@pytest.mark.parametrize("kind", ["lsh", "yoso", "local"])
+def test_launches_do_not_grow_with_the_length(kind):
+    short, long = (total(layer(kind, length)) for length in (4096, 16384))
+    assert (short.torch, short.kernels) == (long.torch, long.kernels)
+    assert long.moved < 4.4 * short.moved
+
+
+def test_a_step_of_reformer_64k_takes_no_more_than_recorded():
+    both = total(count_step(load_config("reformer_64k")))
+    assert (both.transfers, both.host) == (0, 0)
+    assert both.torch + both.kernels <= 7664 and both.moved <= 615e9 and both.flops <= 91.1e12
+
+
+def test_the_command_writes_what_it_prints(tmp_path, capsys):
+    out = tmp_path / "launches.json"
+    main(["bench", "launches", "--mechanisms", "local", "--length", "1024", "--json", str(out)])
+    found = json.loads(out.read_text())["counts"]["local"]
+    expected = layer("local", 1024)
+    assert found["forward"]["torch"] == expected["forward"].torch > 0
+    assert f"| backward | {expected['backward'].torch} | {expected['backward'].kernels} |" in capsys.readouterr().out
+
+
+def test_an_unknown_mechanism_is_refused():
+    with pytest.raises(ConfigError, match=r'--mechanisms: there is no "lhs".*lsh'):
+        main.__wrapped__(["bench", "launches", "--mechanisms", "lsh,lhs"])
