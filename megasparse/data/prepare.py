@@ -5,13 +5,14 @@
 A shard appears under its name only when it is whole, index.json after the last of them. `.progress.json` lists the
 shards finished so far and the place where each ended: run again, the preparation verifies and keeps those, and goes on
 behind them; the others come out the same byte for byte, whatever the number of workers. A folder that was begun from
-another source, tokenizer or other settings is refused.
+another source, tokenizer or other settings is refused. What was begun from a source that turns out to be unfit is
+deleted.
 """
 
 import fcntl
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -28,9 +29,10 @@ from megasparse.data.index_file import INDEX_FILE, MOST_SAMPLES, IndexFile, Shar
 from megasparse.data.members import verify_shard
 from megasparse.data.token_stream import StreamPosition, TokenStream
 from megasparse.data.workers import Workers
-from megasparse.errors import DataError
+from megasparse.errors import DataError, UserError
 
 PROGRESS_FILE = ".progress.json"
+LOCK_FILE = ".lock"
 Splits = Iterable[tuple[str, Iterable[Document]]]
 
 
@@ -103,14 +105,15 @@ def _plan(
 def _write(plan: Progress, streams: Splits, encoder: Encoder, workers: Workers, output: Path) -> bool:
     finished, ends = _finished(plan, output)
     if encoder.file:
-        _copy(encoder.file, output / f"tokenizer{encoder.file.suffix}")
+        _copy(encoder.file, _copy_of(encoder.file, output))
     complete = (output / INDEX_FILE).exists()
     if complete and all(_is_whole(output, shard) for shard in finished.values()):
         return False
     splits: dict[str, Split] = {}
-    with tqdm(
-        desc="writing shards", total=plan.source["bytes"] or None, unit="B", unit_scale=True, disable=None
-    ) as bar:
+    with (
+        nullcontext() if complete else _deleted_if_refused(output, encoder, ends),
+        tqdm(desc="writing shards", total=plan.source["bytes"] or None, unit="B", unit_scale=True, disable=None) as bar,
+    ):
         for name, documents in streams:
             shards, start = _kept(name, finished, ends, output)
             stream = TokenStream(_counted(documents, bar), encoder, workers, start)
@@ -129,6 +132,24 @@ def _write(plan: Progress, streams: Splits, encoder: Encoder, workers: Workers, 
     _save(IndexFile(**{**entries, "splits": splits}), output / INDEX_FILE)
     (output / PROGRESS_FILE).unlink(missing_ok=True)
     return True
+
+
+@contextmanager
+def _deleted_if_refused(output: Path, encoder: Encoder, written: Iterable[str]) -> Iterator[None]:
+    """Deletes what a preparation has begun, where its source is refused: the corrected command takes the same folder.
+
+    written: names of the shards, as they are at the refusal.
+    """
+    try:
+        yield
+    except UserError:
+        for name in (*written, PROGRESS_FILE, LOCK_FILE):
+            (output / name).unlink(missing_ok=True)
+        if encoder.file and not (copy := _copy_of(encoder.file, output)).samefile(encoder.file):
+            copy.unlink()
+        with suppress(OSError):  # a folder with downloads or other files in it stays
+            output.rmdir()
+        raise
 
 
 def _kept(
@@ -210,6 +231,10 @@ def _save(content: IndexFile, path: Path) -> None:
         file.write(content.model_dump_json(indent=2).encode() + b"\n")
 
 
+def _copy_of(tokenizer: Path, output: Path) -> Path:
+    return output / f"tokenizer{tokenizer.suffix}"
+
+
 def _copy(tokenizer: Path, copy: Path) -> None:
     content = tokenizer.read_bytes()
     if not copy.exists() or copy.read_bytes() != content:
@@ -262,7 +287,7 @@ def _is_whole(output: Path, shard: Shard) -> bool:
 @contextmanager
 def _lock(output: Path) -> Iterator[None]:
     """Keeps a second preparation out of the folder."""
-    with (output / ".lock").open("wb") as file:
+    with (output / LOCK_FILE).open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -200,7 +200,18 @@ def test_a_split_without_tokens_is_refused(make, tmp_path):
     (tmp_path / "books" / "x.txt").write_text("w1 w2 w3 w4" + " " * 30)
     with pytest.raises(DataError, match=r"books: nothing of it is left for validation\. Give more"):
         make(tokenizer=str(tmp_path / "words.txt"), split="50,25,25")
-    assert not (tmp_path / "data" / "index.json").exists()
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_refusal_keeps_what_was_in_the_folder(make, tmp_path):
+    (tmp_path / "data").mkdir()
+    tokenizer = tmp_path / "data" / "tokenizer.txt"
+    tokenizer.write_text("\n".join(VOCABULARY) + "\n")
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "x.txt").write_text("w1 w2 w3 w4" + " " * 30)
+    with pytest.raises(DataError, match="nothing of it is left"):
+        make(tokenizer=str(tokenizer), split="50,25,25")
+    assert list((tmp_path / "data").iterdir()) == [tokenizer]
 
 
 def test_bytes_take_any_stream(make, books, tmp_path):
