@@ -79,7 +79,7 @@ def figures(case: Case) -> dict[str, Any]:
     try:
         found = alone(measure, case)
     except MeasurementError as error:
-        return {"error": str(error)}
+        return {"error": error.problem}
     both = statistics.median(found.both)
     fewer = f"{len(found.both)} runs" if len(found.both) < case.repeats else ""
     return {

@@ -45,7 +45,7 @@ def bench_training(config: Config, steps: int, command: str, json_file: Path | N
         try:
             row = alone(measure, changed, steps)
         except MeasurementError as error:
-            row = {"error": str(error)}
+            row = {"error": error.problem}
         found["rows"].append({"model": name} | row)
         if json_file is not None:  # each time: what was measured is there even if the rest takes too long
             write_json(json_file, found)

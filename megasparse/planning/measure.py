@@ -16,13 +16,19 @@ from typing import Any, TypeVar
 
 import torch
 
+from megasparse.errors import UserError
+
 Result = TypeVar("Result")
 PATIENCE = 600.0
 """Seconds after which no further run is started."""
 
 
-class MeasurementError(Exception):
-    """Failure of the measured function, in one line."""
+class MeasurementError(UserError):
+    """Failure of the measured function. problem: the reason, in one line."""
+
+    def __init__(self, problem: str):
+        super().__init__(f"a measurement in a process of its own failed: {problem}. Correct that and run the command again")
+        self.problem = problem
 
 
 def alone(measure: Callable[..., Result], *arguments: Any) -> Result:

@@ -120,6 +120,19 @@ def test_each_measurement_has_a_process_of_its_own_whose_end_is_told():
         alone(os._exit, 9)
 
 
+def test_a_failed_measurement_is_one_line_for_a_user(monkeypatch, capsys):
+    def ended(*arguments):
+        raise MeasurementError("its process was ended")
+
+    monkeypatch.setattr(attention_table, "alone", ended)
+    with pytest.raises(SystemExit) as leaving:
+        main([*ON_CPU, "--lengths", "128"])
+    assert leaving.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: a measurement in a process of its own failed: its process was ended. ")
+    assert error.count("\n") == 1
+
+
 def test_a_failure_is_one_line():
     def fail():
         raise ValueError("one line\nanother")
