@@ -20,7 +20,7 @@ from megasparse.attention.contract import (
     MechanismSpec,
 )
 from megasparse.attention.costs import Passes, Work, product
-from megasparse.attention.documents import Document, documents
+from megasparse.attention.documents import Document, documents, most_documents
 from megasparse.attention.lha_hash import (
     Example,
     HashFunctions,
@@ -268,7 +268,7 @@ def _balance(inputs: AttentionInputs, codes: Assignment, buckets: int) -> dict[s
     queries, keys = codes.query_codes.long(), codes.key_codes.long()
     if inputs.segments is not None:
         first = inputs.segments.unsqueeze(1) * buckets
-        queries, keys, buckets = queries + first, keys + first, buckets * (int(inputs.segments.max()) + 1)
+        queries, keys, buckets = queries + first, keys + first, buckets * most_documents(inputs.segments)
     real = queries.new_ones(()) if inputs.key_mask is None else inputs.key_mask.unsqueeze(1).long()
     counts = [
         torch.zeros(*x.shape[:2], buckets, dtype=torch.int64, device=x.device).scatter_add_(-1, x, real.expand_as(x))

@@ -243,3 +243,14 @@ def test_counting_allocates_what_torch_allocates(monkeypatch):
     )
     assert counted.ends == real.ends and torch.equal(*(torch.from_numpy(x.gradients) for x in (counted, real)))
     assert counted.bytes(1, 256) == pytest.approx(real.bytes(1, 256), rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["lha", "performer", "linformer"])
+@pytest.mark.parametrize("special", [{"padding_token": 257}, {"document_separator": 258}])
+def test_passes_with_padding_and_packed_documents_are_counted(kind, special):
+    """A pass over single documents needs no values, which the meta device lacks."""
+    section = {"lha": {"chunk": 32}, "performer": {"features": 16}, "linformer": {"projected": 16}}
+    attended = attention(kind, **{kind: section[kind]})
+    model = {**ENCODER, "max_length": 128, "layers": 1, "d_model": 32, "heads": 2, "attention": attended, **special}
+    config = build_config({"model": {**model, "masking": {"token": 259}}, "data": {"sequence_length": 128}})
+    assert Plan(config, Assumptions(GPUS["A100"], path="counted")).passes.curve.bytes(1, 128) > 0
