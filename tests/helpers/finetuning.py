@@ -17,9 +17,11 @@ from megasparse.config.load import build_settings
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
 from megasparse.tasks import build_task
+from megasparse.tasks import start as starts
 from megasparse.tasks.backbones import MegasparseBody
 from megasparse.tasks.form import Form, form_of
 from megasparse.tasks.run import TaskRun, open_run
+from megasparse.tasks.start import Start
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.tokenizers import wordpiece, written
 
@@ -165,3 +167,13 @@ def assert_resumes(folder: Path, source: Path, stop: int, **sections: Any) -> li
         found["scalars"] = {name: value for name, value in found["scalars"].items() if not name.startswith(TIMES)}
     assert best[0] == best[1]
     return straight
+
+
+def config_of(folder: Path, start: dict[str, Any], **sections: Any) -> FinetuneConfig:
+    task = {"labels": ["bad", "good"], **sections.pop("task", {})}
+    return configured(folder / "run", folder / "table.csv", start=start, task=task, **sections)
+
+
+def open_start(config: FinetuneConfig, labels: int) -> Start:
+    """What the run starts from, for the form of its task."""
+    return starts.open_start(config, form_for(config), labels)
