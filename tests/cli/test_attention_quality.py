@@ -5,12 +5,14 @@ import json
 import pytest
 from PIL import Image
 
+from megasparse.cli.main import door
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.runs import attention_quality
 from tests.data.folders import ramp, write_folder
 from tests.helpers.trained import prepared, trained
-from tools.attention_quality import main
+
+main = door("attention-quality")
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,12 @@ from megasparse.benchmarks import attention, attention_table
 from megasparse.benchmarks import crossover as crossovers
 from megasparse.benchmarks.attention import MECHANISMS, PEERS, Case, Inputs, crossover, measure, model_of
 from megasparse.cli import bench_attention
-from megasparse.cli.main import parser_of
+from megasparse.cli.main import door, parser_of
 from megasparse.config.load import load_config
 from megasparse.errors import UserError
 from megasparse.planning.measure import MeasurementError, _attempt, alone
-from tools.bench_attention import main
+
+main = door("bench attention")
 
 ON_CPU = ["--device", "cpu"]
 

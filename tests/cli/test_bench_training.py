@@ -5,9 +5,11 @@ import json
 import pytest
 
 from megasparse.benchmarks import training as bench_training
+from megasparse.cli.main import door
 from megasparse.config.load import build_config
 from megasparse.planning.measure import MeasurementError
-from tools.bench_training import main
+
+main = door("bench training")
 
 VALUES = {
     "run": {"directory": "runs/never", "device": "cpu"},

@@ -9,12 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from launch import evaluate, generate
 from launch import pretrain as pretrain_launcher
+from megasparse.cli.main import door
 from megasparse.hub import hf_model
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.trained import prepared
 from tests.hub.test_reformer import theirs
 from tools import convert_to_hf
-from tools.convert_from_hf import main
+
+main = door("convert from-hf")
 
 
 def saved(folder, **settings):

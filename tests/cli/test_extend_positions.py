@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from launch import pretrain
+from megasparse.cli.main import door
 from megasparse.evaluation.restore import restore
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.models import random_tokens
 from tests.helpers.trained import prepared, trained
-from tools.extend_positions import main
+
+main = door("extend-positions")
 
 YOSO = {"hashes": 4, "code_bits": 4}
 MODEL = {

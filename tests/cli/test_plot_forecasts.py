@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megasparse.cli.main import door
 from megasparse.tasks import forecast_plots
 from megasparse.tasks.forms.forecast import ForecastForm, Window
 from tests.helpers import finetuning
 from tests.helpers.series import FORECASTER, TASK, numbers, write
-from tools.plot_forecasts import main
+
+main = door("plot-forecasts")
 
 SIX_HOURS = timedelta(hours=6)
 """A day is 4 rows."""

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from megasparse.cli import prepare_data
-from megasparse.cli.main import parser_of
+from megasparse.cli.main import door, parser_of
 from megasparse.data.corpora import CORPORA
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from tools.prepare_data import main
+
+main = door("prepare-data")
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = random.Random(0).randbytes(50_000)
@@ -34,8 +35,8 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 KILLED = """
 import os, signal
+from megasparse.cli.main import door
 from megasparse.data import prepare
-from tools.prepare_data import main
 write, seen = prepare.TarWriter.write, []
 def fatal(tar, sample):
     seen.append(sample)
@@ -43,7 +44,7 @@ def fatal(tar, sample):
         os.kill(os.getpid(), signal.SIGKILL)
     return write(tar, sample)
 prepare.TarWriter.write = fatal
-main()
+door("prepare-data")()
 """
 
 

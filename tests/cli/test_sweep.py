@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from megasparse.cli.main import door
 from megasparse.config.extends import read_values
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.errors import ConfigError
 from megasparse.runs import sweep
-from tools.sweep import main
+
+main = door("sweep")
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
@@ -191,7 +193,7 @@ def test_a_combination_with_a_failed_seed_is_not_the_best(folder):
 def test_an_interrupted_sweep_lets_its_run_save_and_takes_it_up_again(folder):
     write_grid(folder, {**GRID, "task.limit": [15]})
     program = f"from megasparse.runs import sweep; sweep.LAUNCHER = {[str(folder / 'stand_in.py')]!r}; "
-    program += "from tools.sweep import main; main()"
+    program += "from megasparse.cli.main import door; door('sweep')()"
     command = [sys.executable, "-c", program, *words(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     first = folder / "out" / "learning_rate=1e-05,epochs=3" / "seed0"

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from megasparse.cli.main import door
 from megasparse.data.corpora.source import Source
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.training import HELD_OUT_EVERY, Sample
 from tests.helpers.tokenizers import PROSE
-from tools.train_tokenizer import main
+
+main = door("train-tokenizer")
 
 
 def opened(*paths: Path) -> Source:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from launch import evaluate as launcher
+from megasparse.cli.main import door
 from megasparse.config.schema import Config
 from megasparse.evaluation.bits_per_dim import of_model
 from megasparse.evaluation.target_tokens import evaluate, summary
@@ -16,7 +17,8 @@ from megasparse.ops.random import EVALUATION_STEP, RngContext
 from tests.helpers.commands import run
 from tests.helpers.models import small
 from tests.helpers.scoring import Stream, protocol_with
-from tools.prepare_data import main as prepare_data
+
+prepare_data = door("prepare-data")
 
 PADDING, SOURCE, TARGET = 256, 6, 8
 

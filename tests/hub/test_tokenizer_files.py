@@ -7,6 +7,7 @@ import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
+from megasparse.cli.main import door
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config, DataConfig, RunConfig
 from megasparse.data.corpora.parallel import ParallelEncoder
@@ -22,7 +23,8 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, persistent_bu
 from tests.helpers.hub import SEED, decoder, encoder, made
 from tests.helpers.models import small_pair
 from tests.helpers.tokenizers import ODD_TEXTS, PROSE, byte_level, random_texts, sentencepiece_model, wordpiece, written
-from tools.convert_from_hf import main
+
+main = door("convert from-hf")
 
 TEXTS = [raw.decode("utf-8", "replace") for raw in [*ODD_TEXTS.values(), *random_texts(100)]]
 

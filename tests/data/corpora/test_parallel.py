@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megasparse.cli.main import door
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from tools.prepare_data import main
+
+main = door("prepare-data")
 
 SEPARATOR, PADDING = 259, 257
 S, T = 12, 9

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from megasparse.cli import prepare_data as prepare_data_cli
-from megasparse.cli.main import parser_of
+from megasparse.cli.main import door, parser_of
 from megasparse.data.corpora import shards
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.errors import ConfigError, DataError
 from tests.data.corpora.pictures import write_tar
 from tests.data.folders import write_folder
-from tools.prepare_data import main as prepare_data
+
+prepare_data = door("prepare-data")
 
 
 def index(folder: Path, *options: str) -> Index:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from megasparse.cli.main import door
 from megasparse.data.corpora import wikitext103
 from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.errors import DataError
-from tools.prepare_data import main
+
+main = door("prepare-data")
 
 TEXTS = {
     "train": " \n = Title = \n \n A <unk> word \u3000 and 3 @.@ 5 . \n \n",

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megasparse.cli.main import door
 from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks import build_task
 from megasparse.tasks.listops_data import Sizes, distinct, evaluate, tree
-from tools.make_listops import main
+
+main = door("listops")
 
 SMALL = ("--train", 40, "--validation", 5, "--test", 5, "--min-length", 20, "--max-length", 60)
 NAMES = {"basic_train.tsv": 40, "basic_val.tsv": 5, "basic_test.tsv": 5}

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import transformers
 
+from megasparse.cli.main import door
 from megasparse.tasks import build_task
 from megasparse.tasks.readers.table import Table
 from megasparse.tasks.run import open_run, read_examples
 from tests.helpers.finetuning import bert, configured, launch, reviews, settings, table
-from tools.finetune_with_trainer import main
+
+main = door("compare-trainer")
 
 
 @pytest.fixture(scope="module")

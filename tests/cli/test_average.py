@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from megasparse.cli.main import door
 from megasparse.evaluation.restore import restore
 from megasparse.tasks.restore import restore_task
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from tests.helpers.finetuning import ENCODER, launch, reviews
 from tests.helpers.trained import prepared, trained
-from tools.average_checkpoints import main
+
+main = door("average")
 
 
 @pytest.fixture(scope="module")
