@@ -27,7 +27,7 @@ class MeasurementError(UserError):
     """Failure of the measured function. problem: the reason, in one line."""
 
     def __init__(self, problem: str):
-        super().__init__(f"a measurement in a process of its own failed: {problem}. Correct that and run the command again")
+        super().__init__(f"a measurement in its own process failed: {problem}. Correct that and run the command again")
         self.problem = problem
 
 

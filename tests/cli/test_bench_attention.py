@@ -130,7 +130,7 @@ def test_a_failed_measurement_is_one_line_for_a_user(monkeypatch, capsys):
         main([*ON_CPU, "--lengths", "128"])
     assert leaving.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: a measurement in a process of its own failed: its process was ended. ")
+    assert error.startswith("error: a measurement in its own process failed: its process was ended. ")
     assert error.count("\n") == 1
 
 
