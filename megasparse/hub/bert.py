@@ -79,8 +79,6 @@ class BERTFormat:
         """See formats.Format."""
         path = tensors.path / "config.json"
         config = self._read_config(hf_config, path)
-        if (layers := config.num_hidden_layers) > (count := len(tensors.names())):
-            raise HubError(tensors.path, f"has {count} tensors, by its config.json {layers} layers", OWN_CONFIG)
         model = self._model(config, path)
         weights = list(self._weights(model))
         stored = {weight.ours: _stored_name(weight.theirs, tensors) for weight in weights}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from megasparse.errors import HubError
 
+LAYERS = {"layers", "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
+"""Keys of a config.json that hold a number of layers."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _AGAIN = "Copy or download it again"
 
@@ -24,17 +27,18 @@ class TensorFile:
 
     @staticmethod
     def open(folder: str | Path) -> "TensorFile":
-        """Raises HubError where there are none, where a file is missing or torn, or holds other tensors than the index
-        says.
+        """Open a folder's tensors. Raises HubError where there are none, where a file is missing or torn or holds other
+        tensors than the index says, and where config.json has more layers than there are tensors: building them could
+        take more memory than there is.
         """
         folder = Path(folder)
         if not folder.is_dir():
             raise HubError(folder, "there is no such folder", "Give the folder of a HuggingFace model")
         if (folder / WEIGHTS).exists():
             file = _opened(folder / WEIGHTS)
-            return TensorFile(folder, dict.fromkeys(file.keys(), file))
+            return TensorFile(folder, dict.fromkeys(file.keys(), file))._of_its_depth()
         if (folder / INDEX).exists():
-            return TensorFile(folder, _sharded(folder))
+            return TensorFile(folder, _sharded(folder))._of_its_depth()
         pickled = sorted(path.name for ending in ("*.bin", "*.pt", "*.pth") for path in folder.glob(ending))
         if pickled:
             hint = "Convert it to safetensors, with transformers' save_pretrained where the file can be trusted"
@@ -67,6 +71,13 @@ class TensorFile:
                 hint = "Give a model of the architecture that its config.json names"
                 raise HubError(self.path, f"has a tensor {name} that its architecture has not", hint)
 
+    def _of_its_depth(self) -> "TensorFile":
+        with suppress(OSError, ValueError, RecursionError):  # who reads the configuration says what is wrong with it
+            if (layers := depth(json.loads((self.path / "config.json").read_bytes()))) > (count := len(self._files)):
+                problem = f"has {count} tensors, by its config.json {layers} layers"
+                raise HubError(self.path, problem, "Give a model with its own config.json")
+        return self
+
     def _file(self, name: str) -> Any:
         if name not in self._files:
             raise HubError(self.path, f"has no tensor {name}", "Give a model that is whole, with its own config.json")
@@ -75,6 +86,14 @@ class TensorFile:
     def _wrong_shape(self, name: str, expected: tuple[int, ...]) -> HubError:
         problem = f"{name} has shape {list(self.shape(name))}, by its config.json {list(expected)}"
         return HubError(self.path, problem, "Give a model with its own config.json")
+
+
+def depth(values: Any) -> int:
+    """The largest number of layers that a configuration asks for, in itself or in a section; 0 where it names none."""
+    if not isinstance(values, dict):
+        return 0
+    own = (value for key, value in values.items() if key in LAYERS and isinstance(value, int))
+    return max([*own, *map(depth, values.values())], default=0)
 
 
 def _sharded(folder: Path) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, To
             model = ModelConfig.model_validate_json(json.dumps(record["model"]))
             _check_body(on_meta(checkpoint, model, lambda: form.body(model)), checkpoint)
             return form.body(model), tokenizer
-        model = _empty_transformer(record["config"])
+        model = _empty_transformer(record["config"], checkpoint)
         return _huggingface_body(model, record["causal"], record["activations"]), tokenizer
 
 
@@ -264,12 +264,18 @@ def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFace
     return HuggingFaceBody(model, causal, positions(model))
 
 
-def _empty_transformer(values: dict[str, Any]) -> Any:
-    """A model from its configuration, with the attention replaced as it says."""
+def _empty_transformer(values: dict[str, Any], checkpoint: Checkpoint) -> Any:
+    """A model from its configuration, with the attention replaced as it says. Raises CheckpointError where it has more
+    layers than the checkpoint has weights.
+    """
     from transformers import AutoConfig, AutoModel
 
     from megasparse.hub.replace import ENTRY, replace_attention
+    from megasparse.hub.tensor_file import depth
 
+    if (layers := depth(values)) > (weights := len(checkpoint.manifest["tensors"].get("weight", {}))):
+        problem = f"has {weights} weights, in the run's record {layers} layers"
+        raise CheckpointError(checkpoint.path, problem, "Copy the run's folder again, whole")
     config = AutoConfig.for_model(**values)
     model = AutoModel.from_config(config, trust_remote_code=False, dtype=torch.float32)
     if (entry := values.get(ENTRY)) is not None:

@@ -1,5 +1,6 @@
 """What fine-tuning refuses to start from, each time by one line that names the key or file, the value and a hint."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,25 @@ def test_a_pooler_that_is_not_there_is_refused(tmp_path: Path) -> None:
     table = reviews(tmp_path / "reviews.csv", 24)
     with pytest.raises(ConfigError, match=r"head\.pooling: \"pooler\", and the pretrained model has none"):
         opened(tmp_path / "run", table, model=ENCODER, head={"pooling": "pooler"})
+
+
+def test_more_layers_than_weights_are_refused_before_one_is_built(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "bert")
+    wanted = config_of(tmp_path, {"huggingface": str(folder)})
+    start = open_start(wanted, 2)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 10**9}))
+    assert "tensors, by its config.json 1000000000 layers. Give a model" in refusal(wanted)
+    start.record["config"]["num_hidden_layers"] = 10**9
+    start.write(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="has 1 weights, in the run's record 1000000000 layers"):
+        rebuild(tmp_path / "run", form_for(wanted), Checkpoint(tmp_path, {"tensors": {"weight": {"body.x": {}}}}))
+
+
+def test_an_export_of_ours_with_more_layers_than_weights_is_refused(tmp_path: Path) -> None:
+    _, path = checkpoint(decoder("full"), tmp_path / "pretrained")
+    folder = to_hf(path, tmp_path / "exported")
+    values = json.loads((folder / "config.json").read_text())
+    values["model"]["layers"] = 10**9
+    (folder / "config.json").write_text(json.dumps(values))
+    assert "by its config.json 1000000000 layers" in refusal(config_of(tmp_path, {"huggingface": str(folder)}))
