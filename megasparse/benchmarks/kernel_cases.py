@@ -11,7 +11,7 @@ Case = Callable[[torch.dtype, int], None]
 CASES: dict[str, Case] = {}
 """The case of each operator."""
 HEAD_DIMS = (16, 32, 64, 128, 256)
-ONE_WIDTH = {"counting_sort", "sketch", "cross_entropy"}
+ONE_WIDTH = {"counting_sort", "random_numbers", "sketch", "cross_entropy"}
 """Operators in which a layer's head dim has no part: the case has all their widths, and one head dim stands for all."""
 ONE = 64
 
@@ -111,6 +111,15 @@ def dropout(dtype: torch.dtype, head_dim: int) -> None:
 
     for width in (head_dim, 1536):
         drop(torch.zeros(1, 64, width, dtype=dtype), 0.1, 1234, -99, 0, torch.zeros(1, 64, dtype=torch.int64))
+
+
+@case
+def random_numbers(dtype: torch.dtype, head_dim: int) -> None:
+    """Bits and normal numbers."""
+    from megasparse.ops.random_kernels import bits, normals
+
+    bits(1234, -99, torch.zeros(8, dtype=torch.int64), 192)
+    normals((1, 2), (3, 4), range(8), 2, 64 * 64, torch.device("cpu"))
 
 
 @case

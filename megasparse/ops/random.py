@@ -68,13 +68,17 @@ def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
 
     rows: int64, any shape. Built of an integer mixer whose every input bit reaches every output bit.
     """
+    if implementation(rows, dtypes=(torch.int64,), largest_width=None) == "triton":
+        from megasparse.ops.random_kernels import bits
+
+        return bits(*_halves(key), rows, columns)
     row, column = _seeds(key, rows, columns)
     return _mix_(row.unsqueeze(-1) + column)
 
 
 def _seeds(key: int, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Mixed numbers of the rows and of the columns, int32; mixing their sum gives the bits."""
-    low, high = _signed(key), _signed(key >> 32)
+    low, high = _halves(key)
     # Conversions keep the low 32 bits.
     row = _mix_(rows.to(torch.int32) + low) ^ _mix_((rows >> 32).to(torch.int32) + high)
     column = torch.arange(columns, dtype=torch.int32, device=rows.device) + high
@@ -109,7 +113,7 @@ def _drop(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
     if implementation(x, largest_width=None) == "triton":
         from megasparse.ops.random_kernels import drop
 
-        return drop(x, rate, _signed(key), _signed(key >> 32), threshold, rows)
+        return drop(x, rate, *_halves(key), threshold, rows)
     flat = x.flatten(0, 1)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     row, column = _seeds(key, rows.flatten(), x.shape[2])
@@ -140,9 +144,26 @@ def rotations(key: int, heads: range, rounds: int, head_dim: int, factors: list[
     Each head and round has its own, whatever other heads and rounds are drawn: more rounds keep the first ones.
     """
     width = sum(factor // 2 for factor in factors)
+    return normal_by_head(key, heads, rounds, head_dim * width, device).view(len(heads), rounds, head_dim, width)
+
+
+def normal_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+    """`count` vectors of normal numbers for each global head number, (H, count, columns) fp32.
+
+    A head's vectors are the same whatever other heads there are, and more vectors keep the first ones.
+    """
+    if implementation(torch.empty(0, device=device), (torch.get_default_dtype(),), largest_width=None) == "triton":
+        from megasparse.ops.random_kernels import normals
+
+        radius, angle = (_halves(derive(key, purpose)) for purpose in ("radius", "angle"))
+        return normals(radius, angle, heads, count, columns, device)
+    return normal(key, rows_by_head(heads, count, device), columns)
+
+
+def rows_by_head(heads: range, count: int, device: torch.device) -> Tensor:
+    """(H, count) int64: numbers of the draws of global heads, for draws that differ by head."""
     head = torch.arange(heads.start, heads.stop, device=device).unsqueeze(1) * (1 << 16)
-    rows = head + torch.arange(rounds, device=device)  # (H, R)
-    return normal(key, rows, head_dim * width).reshape(len(heads), rounds, head_dim, width)
+    return head + torch.arange(count, device=device)
 
 
 def _mix_(x: Tensor, spare: Tensor | None = None) -> Tensor:
@@ -155,6 +176,11 @@ def _mix_(x: Tensor, spare: Tensor | None = None) -> Tensor:
         x ^= shifted.bitwise_and_((1 << (32 - shift)) - 1)  # what a signed shift copies of the sign is cut off
         x *= factor
     return x
+
+
+def _halves(key: int) -> tuple[int, int]:
+    """The low and the high 32 bits of a key as signed numbers."""
+    return _signed(key), _signed(key >> 32)
 
 
 def _signed(x: int) -> int:

@@ -1,5 +1,8 @@
-"""Dropout in one pass over x, on the device and the host. E width of a row."""
+"""Dropout, random bits and normal numbers in one launch each, on the device and the host. E width of a row."""
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor, empty_like
@@ -8,6 +11,20 @@ from megasparse.ops.kernels import launch, mix
 
 _NUMBERS = 4096  # of a program
 _LARGEST_COLUMNS = 1024
+_SCALE = tl.constexpr(2.0**-32)
+_TURN = tl.constexpr(2 * math.pi / 2**32)
+
+
+@triton.jit
+def _row_seed(number, low, high):
+    """The mixed numbers of rows `number`, int64; low, high: the key's halves, uint32."""
+    return mix(mix(number.to(tl.uint32) + low) ^ mix((number >> 32).to(tl.uint32) + high))
+
+
+@triton.jit
+def _bits_of(row_seed, column, high):
+    """The bits of `ops.random.random_bits`: mixing the sum of what rows and columns give."""
+    return mix(row_seed + mix(column.to(tl.uint32) + high)).to(tl.int32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["low", "high", "threshold", "scale"])
@@ -20,9 +37,7 @@ def _dropout(
     inside = (row < count)[:, None] & (column < width)[None, :]
     low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
     number = tl.load(rows + row, mask=row < count, other=0)
-    row_seed = mix(mix(number.to(tl.uint32) + low) ^ mix((number >> 32).to(tl.uint32) + high))
-    column_seed = mix(column.to(tl.uint32) + high)
-    bits = mix(row_seed[:, None] + column_seed[None, :]).to(tl.int32, bitcast=True)
+    bits = _bits_of(_row_seed(number, low, high)[:, None], column[None, :], high)
     place = row.to(tl.int64)[:, None] * width + column[None, :]
     value = tl.load(x + place, mask=inside, other=0)
     dropped = value.to(tl.float32) * tl.where(bits >= threshold, scale, 0.0)
@@ -43,4 +58,50 @@ def drop(x: Tensor, rate: float, low: int, high: int, threshold: int, rows: Tens
     grid = (-(-count // tall), -(-width // columns))
     arguments = (x, rows, out, count, width, low, high, threshold, 1.0 / (1.0 - rate))
     launch(_dropout, grid, *arguments, ROWS=tall, COLUMNS=columns, num_warps=4)
+    return out
+
+
+@triton.jit(do_not_specialize=["low", "high"])
+def _bits(rows, out, columns, low, high, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
+    seed = _row_seed(tl.load(rows + row), low, high)
+    tl.store(out + row * columns + column, _bits_of(seed, column, high), mask=column < columns)
+
+
+def bits(low: int, high: int, rows: Tensor, columns: int) -> Tensor:
+    """Computes `ops.random.random_bits` in one launch, the same to the bit. low, high: the key's halves, signed."""
+    out = torch.empty(*rows.shape, columns, dtype=torch.int32, device=rows.device)
+    grid = (rows.numel(), -(-columns // _LARGEST_COLUMNS))
+    launch(_bits, grid, rows.contiguous(), out, columns, low, high, COLUMNS=_LARGEST_COLUMNS, num_warps=4)
+    return out
+
+
+@triton.jit(do_not_specialize=["first", "low", "high", "other_low", "other_high"])
+def _normals(out, first, count, columns, low, high, other_low, other_high, COLUMNS: tl.constexpr):
+    """Normal numbers of (head, number) `program_id(0)`; low, high and other_low, other_high: the keys of the radius and
+    of the angle.
+    """
+    place = tl.program_id(0)
+    row = (first + place // count).to(tl.int64) * 65536 + place % count
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
+    other_low, other_high = other_low.to(tl.uint32, bitcast=True), other_high.to(tl.uint32, bitcast=True)
+    radius = _bits_of(_row_seed(row, low, high), column, high).to(tl.float64)
+    angle = _bits_of(_row_seed(row, other_low, other_high), column, other_high).to(tl.float64)
+    length = tl.sqrt(-2.0 * tl.log((radius + 2147483648.5) * _SCALE))
+    number = length * tl.cos(angle * _TURN)
+    tl.store(out + place.to(tl.int64) * columns + column, number.to(tl.float32), mask=column < columns)
+
+
+def normals(
+    radius: tuple[int, int], angle: tuple[int, int], heads: range, count: int, columns: int, device: torch.device
+) -> Tensor:
+    """Computes `ops.random.normal_by_head` in one launch, equal to it up to the rounding of float64 logarithms and
+    cosines. radius, angle: the halves of the keys of both draws, signed.
+    """
+    out = torch.empty(len(heads), count, columns, dtype=torch.float32, device=device)
+    grid = (len(heads) * count, -(-columns // _LARGEST_COLUMNS))
+    launch(_normals, grid, out, heads.start, count, columns, *radius, *angle, COLUMNS=_LARGEST_COLUMNS, num_warps=4)
     return out

@@ -46,7 +46,7 @@ def check(table):
         for head_dim, (_, spills, shared, tensor_cores) in line.items():
             what = f"{name} {head_dim}"
             assert shared <= SHARED_MEMORY[int(capability.removeprefix("sm_"))], what
-            if dtype != "fp32" and int(head_dim) <= 128:
+            if dtype != "fp32" and int(head_dim) <= 128 and name.split()[0] not in TABLES:
                 assert spills <= (0 if recorded else FEW), what
             if dtype == "fp32":
                 assert tensor_cores == 0, f"{what}: TF32"
@@ -90,3 +90,5 @@ TENSOR_CORES = [
     "gathered_attention.tile_gradients",
 ]
 """Kernels whose arithmetic is matrix products. Others hash in exact fp32, sort, or do little with each number."""
+TABLES = ["random_numbers._normals"]
+"""Kernels that keep a table in local memory: a float64 cosine's, where its argument is large."""

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megasparse.ops.random import RngContext, dropout
+from megasparse.ops.random import RngContext, dropout, normal, normal_by_head, random_bits
 from tests.helpers.kernels import DEVICE
 
 ROWS = RngContext(3, 5, torch.tensor([7, 2**31 + 5]), True).rows
@@ -44,3 +44,26 @@ def test_the_share_dropped_is_the_rate(monkeypatch):
 def test_an_empty_batch_is_dropped_to_an_empty_batch(monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", "triton")
     assert dropout(torch.ones(2, 0, 8, device=DEVICE), 0.2, 9, ROWS(0, DEVICE)).shape == (2, 0, 8)
+
+
+@pytest.mark.parametrize("shape,columns", [((), 3), ((2, 3), 1500), ((0,), 4)])
+def test_the_kernels_bits_are_those_of_torch(shape, columns, monkeypatch):
+    rows = torch.randint(-(2**63), 2**63 - 1, shape, generator=torch.Generator().manual_seed(2))
+    monkeypatch.setenv("MEGASPARSE_OPS", "blockwise")
+    expected = random_bits(2**63 + 17, rows, columns)
+    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
+    assert torch.equal(random_bits(2**63 + 17, rows.to(DEVICE), columns).cpu(), expected)
+
+
+@pytest.mark.parametrize("key", [5, 2**64 - 1])
+def test_the_kernels_normal_numbers_are_those_of_torch(key, monkeypatch):
+    """To the last bit of fp32 but where float64 logarithms and cosines that differ in theirs round apart."""
+    heads, count, columns = range(3, 7), 3, 1100
+    rows = torch.tensor([[head * 65536 + number for number in range(count)] for head in heads])
+    monkeypatch.setenv("MEGASPARSE_OPS", "blockwise")
+    expected = normal(key, rows, columns)
+    assert torch.equal(normal_by_head(key, heads, count, columns, torch.device("cpu")), expected)
+    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
+    found = normal_by_head(key, heads, count, columns, DEVICE).cpu()
+    torch.testing.assert_close(found, expected, rtol=2**-23, atol=0)
+    assert (found == expected).double().mean() > 0.999

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
-from megasparse.ops.random import normal, random_bits
+from megasparse.ops.random import normal_by_head, random_bits, rows_by_head
 
 _BLOCK_ELEMENTS = 1 << 20  # projected numbers at a time: 4 MB of fp32
 MOST_BITS = 30  # codes are int32 at most
@@ -24,21 +24,15 @@ def code_dtype(count: int) -> torch.dtype:
 
 def normals(key: int, heads: range, hashes: int, code_bits: int, width: int, device: torch.device) -> Tensor:
     """Gaussian hyperplanes, (H, m, τ, D) fp32."""
-    drawn = normal(key, _rows(heads, hashes, device), code_bits * width)
+    drawn = normal_by_head(key, heads, hashes, code_bits * width, device)
     return drawn.view(len(heads), hashes, code_bits, width)
 
 
 def diagonals(key: int, heads: range, hashes: int, code_bits: int, power: int, device: torch.device) -> Tensor:
     """D₁, D₂, D₃ of every transform, (H, groups of P hashes, τ, 3, P) fp32, each 1 or −1."""
     groups = -(-hashes // power)
-    bits = random_bits(key, _rows(heads, groups * code_bits, device), 3 * power)
+    bits = random_bits(key, rows_by_head(heads, groups * code_bits, device), 3 * power)
     return torch.where(bits < 0, -1.0, 1.0).view(len(heads), groups, code_bits, 3, power)
-
-
-def _rows(heads: range, count: int, device: torch.device) -> Tensor:
-    """(H, count): numbers of a head's draws."""
-    head = torch.arange(heads.start, heads.stop, device=device)[:, None] * (1 << 16)
-    return head + torch.arange(count, device=device)
 
 
 @without_autocast

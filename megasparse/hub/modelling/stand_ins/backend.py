@@ -9,6 +9,9 @@ def implementation(x: Tensor, *accepted: Any, **limits: Any) -> Literal["blockwi
     return "blockwise"
 
 
-def drop(*arguments: Any) -> Tensor:
-    """Placeholder that is never called, since `implementation` never returns it."""
-    raise NotImplementedError("dropout as a kernel")
+def _kernel(*arguments: Any) -> Tensor:
+    """Placeholder that is never called, since `implementation` never returns "triton"."""
+    raise NotImplementedError("a kernel of megasparse")
+
+
+bits = drop = normals = _kernel
