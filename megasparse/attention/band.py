@@ -24,6 +24,7 @@ def band_attention(
     scale: float,
     exclude_self: bool,
     count_rounds: bool,
+    buckets: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query to the keys in its bucket near it: the last M at or before it, itself included.
 
@@ -31,10 +32,11 @@ def band_attention(
     keys' too. Where heads.causal is false the band is two-sided: with shared codes the keys less than M ranks away,
     else the M at or before the query and the M after it.
     exclude_self: a token sees itself only when it sees nothing else; a token that sees nothing sees itself in any case.
-    count_rounds: a key seen in N rounds counts once, else N times. The chunk window needs shared codes.
+    count_rounds: a key seen in N rounds counts once, else N times. The chunk window needs shared codes. buckets: a
+    number that all codes are below, or None.
     Returns out (B, H, L, D) in q's dtype and the log-sum-exp lse (B, H, L), in fp32 at least; padding gets 0 and −∞.
     """
-    spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self, count_rounds)
+    spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self, count_rounds, buckets)
     return bucketed_attention(
         inputs.q, inputs.k, inputs.v, query_codes, spec, inputs.key_mask, inputs.segments, key_codes
     )

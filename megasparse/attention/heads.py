@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
@@ -21,11 +20,8 @@ from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import FullAttentionConfig
 from megasparse.config.pattern import attends_fully, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig
-from megasparse.ops.blocks import at_most
 from megasparse.ops.positions import rotate, sinusoids
-from megasparse.ops.tiled import tiled
-
-_UNIT_ELEMENTS = 1 << 24  # numbers normalised at a time: 64 MB of fp32
+from megasparse.ops.unit_keys import unit_keys
 
 
 def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
@@ -168,7 +164,7 @@ def split_heads_by_mechanism(
             mine, keys = mine + positions, keys + positions
         if mechanism.shared_qk:
             mine, values = part.to_heads(mine, values)
-            keys = normalized(mine)
+            mine, keys = unit_keys(mine)
         else:
             mine, keys, values = part.to_heads(mine, keys, values)
         offset = context.head_offset + first + part.rank * (heads // part.size)
@@ -193,14 +189,3 @@ def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
     if biased:
         nn.init.zeros_(linear.bias)
     return linear
-
-
-def normalized(q: Tensor) -> Tensor:
-    """Return q/|q| of q (B, H, L, D) in fp32 at least, cast back; a zero vector stays zero. Some heads at a time where
-    q is large: the backward has several tensors as large as what it works on.
-    """
-
-    def unit(x: Tensor) -> Tensor:
-        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)
-
-    return tiled(unit, [q], [], -(-q.numel() // at_most(_UNIT_ELEMENTS)))

@@ -68,7 +68,7 @@ class LSHAttention(BandAttention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
-        out, _ = band_attention(inputs, queries, keys, self.window, **self.rule)
+        out, _ = band_attention(inputs, queries, keys, self.window, buckets=self.buckets, **self.rule)
         return AttentionOutput(out, None, {})
 
     def flops(self, length: int) -> Passes:

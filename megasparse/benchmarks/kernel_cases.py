@@ -114,6 +114,15 @@ def dropout(dtype: torch.dtype, head_dim: int) -> None:
 
 
 @case
+def unit_keys(dtype: torch.dtype, head_dim: int) -> None:
+    """Heads that are views of a layer's tokens."""
+    from megasparse.ops.unit_keys.gpu import unit_keys as keys_of
+
+    q = torch.zeros(1, 64, 2, head_dim, dtype=dtype, requires_grad=True)
+    sum(x.sum() for x in keys_of(q.transpose(1, 2))).backward()
+
+
+@case
 def random_numbers(dtype: torch.dtype, head_dim: int) -> None:
     """Bits and normal numbers."""
     from megasparse.ops.random_kernels import bits, normals

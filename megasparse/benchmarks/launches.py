@@ -9,7 +9,6 @@ B batch, H heads, L length, D head dim, E = H·D.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from megasparse.attention.contract import AttentionContext, Targets
 from megasparse.attention.heads import Padding, build_mechanism, head_dim, split_heads_by_mechanism
 from megasparse.config.attention import AttentionKind
 from megasparse.config.schema import Config, ModelConfig
-from megasparse.ops.kernels import recorded
+from megasparse.ops.kernels import Launch, observed
 from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import dummy_records
 from megasparse.planning.pass_memory import PassMemory, as_on_a_gpu
@@ -68,16 +67,18 @@ class LaunchCounter(TorchDispatchMode):
         self.counts = Counts()
 
     def __enter__(self) -> "LaunchCounter":
-        self._stack = ExitStack()
-        self._launches = self._stack.enter_context(recorded())
+        self._kernels = observed(self._see)
+        self._kernels.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._stack.close()
-        for launch in self._launches:
-            self.counts.kernels += 1
-            self.counts.add(f"kernel {launch.kernel.__name__}", sum(_sizes(launch.arguments)))
+        self._kernels.__exit__(*error)
+
+    def _see(self, launch: Launch) -> None:
+        moved = sum(_sizes(launch.arguments)) - sum(_sizes(launch.untouched))
+        self.counts.kernels += 1
+        self.counts.add(f"kernel {launch.kernel.__name__}", moved)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,11 +1,11 @@
 """Products, random bits and the launch of kernels, shared by the Triton kernels of all operators.
 
-Kernels are started by `launch` alone, so that `recorded` sees every one of them with the very settings it runs with:
+Kernels are started by `launch` alone, so that `observed` sees every one of them with the very settings it runs with:
 ahead-of-time compilation needs no list of its own.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,15 @@ def whole_vectors(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def empty_alike(x: Tensor) -> Tensor:
+    """Empty, contiguous, like x (B, H, L, D), with heads inside tokens where x has them there: what comes after needs
+    no copy then.
+    """
+    if x.stride(1) < x.stride(2):
+        return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def strides(*xs: Tensor) -> list[int]:
     """The strides of batch, head and token of each tensor (B, H, L, D)."""
     return [stride for x in xs for stride in x.stride()[:3]]
@@ -83,22 +92,27 @@ def block(width: int) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, its positional arguments, and its settings: compile-time constants, num_warps, num_stages."""
+    """A kernel, its positional arguments, and its settings: compile-time constants, num_warps, num_stages. untouched:
+    arguments that this launch neither reads nor writes.
+    """
 
     kernel: Any
     arguments: tuple[Any, ...]
     settings: dict[str, Any]
+    untouched: tuple[Tensor, ...] = ()
 
 
-_recording: list[Launch] | None = None
+_observer: Callable[[Launch], None] | None = None
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, untouched: tuple[Tensor, ...] = (), **settings: Any
+) -> None:
     """Starts `kernel` on the device of its first tensor; a grid without programs, or tensors without memory, start
-    nothing.
+    nothing. untouched: see `Launch`.
     """
-    if _recording is not None:
-        _recording.append(Launch(kernel, arguments, settings))
+    if _observer is not None:
+        _observer(Launch(kernel, arguments, settings, untouched))
     elif all(grid):
         first = next(x for x in arguments if isinstance(x, Tensor))
         if first.is_meta:
@@ -108,11 +122,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any)
 
 
 @contextlib.contextmanager
+def observed(see: Callable[[Launch], None]) -> Iterator[None]:
+    """Gives kernels inside the context to `see` instead of starting them."""
+    global _observer
+    before, _observer = _observer, see
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+@contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
     """Lists kernels inside the context instead of starting them."""
-    global _recording
-    before, _recording = _recording, []
-    try:
-        yield _recording
-    finally:
-        _recording = before
+    launches: list[Launch] = []
+    with observed(launches.append):
+        yield launches

@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs
-from megasparse.attention.heads import build_mechanism, normalized
+from megasparse.attention.heads import build_mechanism
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
 from megasparse.ops.random import RngContext, rotations
+from megasparse.ops.unit_keys import unit_keys
 from tests.helpers.huggingface import HEADS, WIDTH, ours, run, theirs_lsh, without_wrap
 from tests.helpers.models import Single, attention, small
 
@@ -95,7 +96,7 @@ def test_the_shared_form_is_the_definition_on_its_own_codes(causal, window):
     single = Single("lsh", causal)
     mechanism = build_mechanism("lsh", settings(causal, window=window), 2)
     _, q, _, v = single.inputs(50)
-    heads = AttentionInputs(q, normalized(q), v, None, None, causal)
+    heads = AttentionInputs(*unit_keys(q), v, None, None, causal)
     context = AttentionContext(0, RngContext.evaluation(0, 2))
     codes, keys = mechanism.assign(heads, context)
     assert keys is None and codes.max() < 32

@@ -50,11 +50,11 @@ def layer(kind, length=65536):
 
 MOST = {
     # kind: torch's launches, kernels, GB moved, copies to the GPU; B·H = 8, D = 64, M = 128, L = 64K, R = 2, bf16
-    "lsh": (80, 21, 10.1, 0),
+    "lsh": (1, 20, 3.8, 0),
     "yoso": (172, 120, 81.4, 0),
-    "lha": (1817, 12, 159.5, 0),
-    "smart_bird": (249, 18, 6.1, 1),  # seeds of its draws
-    "local": (19, 4, 1.8, 0),
+    "lha": (1799, 14, 158.8, 0),
+    "smart_bird": (246, 15, 5.4, 1),  # seeds of its draws
+    "local": (1, 6, 1.2, 0),
 }
 
 
@@ -76,7 +76,7 @@ def test_launches_do_not_grow_with_the_length(kind):
 def test_a_step_of_reformer_64k_takes_no_more_than_recorded():
     both = total(count_step(load_config("reformer_64k")))
     assert (both.transfers, both.host) == (0, 0)
-    assert both.torch + both.kernels <= 7208 and both.moved <= 615e9 and both.flops <= 91.1e12
+    assert both.torch + both.kernels <= 6491 and both.moved <= 571e9 and both.flops <= 91.1e12
 
 
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
@@ -84,7 +84,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     main(["bench", "launches", "--mechanisms", "local", "--length", "1024", "--json", str(out)])
     found = json.loads(out.read_text())["counts"]["local"]
     expected = layer("local", 1024)
-    assert found["forward"]["torch"] == expected["forward"].torch > 0
+    assert found["forward"]["kernels"] == expected["forward"].kernels > 0
     assert f"| backward | {expected['backward'].torch} | {expected['backward'].kernels} |" in capsys.readouterr().out
 
 

@@ -156,7 +156,7 @@ def test_later_tokens_change_nothing_and_two_runs_are_the_same():
 
 @pytest.mark.parametrize("separate", [True, False])
 def test_intervals_are_the_windows_of_the_definition(separate):
-    """Without kernels: counted from the bounds, in every round; and the keys' blocks meet all that see them."""
+    """Counted from the bounds, in every round; and the keys' blocks meet all that see them."""
     length = 37
     codes, key_codes = (random_codes(length, 2, batch=2, heads=2, seed=seed) for seed in (1, 5))
     like = torch.empty(2, 2, length, 4, device=DEVICE)
@@ -164,7 +164,7 @@ def test_intervals_are_the_windows_of_the_definition(separate):
         if separate and window is CHUNK:
             continue
         both = (masks.get("key_mask"), masks.get("segments"))
-        spec = BucketedAttentionSpec(window, causal, exclude_self=False)
+        spec = BucketedAttentionSpec(window, causal, exclude_self=False, buckets=3)
         if separate:
             found = separate_intervals(codes, key_codes, spec, *both)
         else:
@@ -173,14 +173,37 @@ def test_intervals_are_the_windows_of_the_definition(separate):
         ours = (place >= found.token_low[..., None]) & (place < found.token_high[..., None])
         seen = visible(codes, window, causal, *both, *([key_codes] if separate else []))
         assert torch.equal(ours, seen.flatten(0, 1))
-        low, high = found.low, found.high
-        assert (low.diff() >= 0).all() and ((high.diff() >= 0) | (high[..., 1:] == NOWHERE)).all()
-        first, end = found.meeting(8)
-        for block in range(first.shape[-1]):
-            keys = torch.arange(block * 8, min(length, block * 8 + 8), device=DEVICE)
-            meets = ((keys >= low[..., None]) & (keys < high[..., None])).any(-1)
-            queries = torch.arange(length, device=DEVICE)
-            assert not (meets & ((queries < first[..., block, None]) | (queries >= end[..., block, None]))).any()
+        meets_whom_it_should(found, length)
+
+
+@pytest.mark.parametrize("causal,same_bucket,ahead", [(True, True, True), (True, False, False), (False, False, True)])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64], ids=str)
+@pytest.mark.parametrize("length", [37, 1100])
+def test_intervals_of_every_chunk_window(length, dtype, causal, same_bucket, ahead):
+    """Their own positions hide what is later, where a window mixes buckets or keys."""
+    codes = random_codes(length, 2).to(dtype)
+    window = Window("chunk", 7, same_bucket, ahead)
+    spec = BucketedAttentionSpec(window, causal, exclude_self=False)
+    for masks in ({}, masks_of(length)):
+        both = (masks.get("key_mask"), masks.get("segments"))
+        found = shared_intervals(codes, torch.empty(1, 1, length, 4, device=DEVICE), spec, *both)
+        place = found.token_place[..., None, :]
+        ours = (place >= found.token_low[..., None]) & (place < found.token_high[..., None])
+        if causal and not same_bucket:
+            ours = ours.tril()
+        assert torch.equal(ours, visible(codes, window, causal, *both).flatten(0, 1))
+        meets_whom_it_should(found, length)
+
+
+def meets_whom_it_should(found, length):
+    low, high = found.low, found.high
+    assert (low.diff() >= 0).all() and ((high.diff() >= 0) | (high[..., 1:] == NOWHERE)).all()
+    first, end = found.meeting(8)
+    for block in range(first.shape[-1]):
+        keys = torch.arange(block * 8, min(length, block * 8 + 8), device=DEVICE)
+        meets = ((keys >= low[..., None]) & (keys < high[..., None])).any(-1)
+        queries = torch.arange(length, device=DEVICE)
+        assert not (meets & ((queries < first[..., block, None]) | (queries >= end[..., block, None]))).any()
 
 
 @pytest.mark.kernels

@@ -23,7 +23,7 @@ from megasparse.ops.autocast import Function
 from megasparse.ops.bucketed_attention import kernels
 from megasparse.ops.bucketed_attention.intervals import Intervals, separate_intervals, shared_intervals
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
-from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
+from megasparse.ops.kernels import block, empty_alike, launch, precision, strides, whole_vectors
 
 
 def bucketed_attention(
@@ -45,7 +45,7 @@ def bucketed_attention(
             intervals = separate_intervals(codes, key_codes, spec, key_mask, segments)
     separate = key_codes is not None
     k, v = k.to(q.dtype), v.to(q.dtype)
-    out, lse = _BucketedAttention.apply(q, k, v, key_mask, spec, separate, *intervals.tensors())
+    out, lse = _BucketedAttention.apply(q, k, v, spec, separate, *intervals.tensors())
     return out, lse
 
 
@@ -102,13 +102,11 @@ def tiles(head_dim: int, dtype: torch.dtype, separate: bool) -> Tiles:
 class _BucketedAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, spec: BucketedAttentionSpec, separate: bool,
-        *layout: Tensor | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec, separate: bool, *layout: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         q, k, v = (whole_vectors(x) for x in (q, k, v))
-        key_mask = None if key_mask is None else key_mask.contiguous()
         call = _Call(q, spec, separate, Intervals(*layout))  # type: ignore[arg-type]
-        out = _like(q)
+        out = empty_alike(q)
         lse, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
         partial = call.partial(out)
         steps = strides(q, k, v, out)
@@ -117,19 +115,15 @@ class _BucketedAttention(Function):
             launch(
                 kernels.forward, call.grid(tile.queries), q, k, v, partial, out, lse2, lse, *call.layout(round_),
                 *steps, *call.sizes, round_, spec.scale, **call.settings, **tile.settings(),
-            )  # fmt: skip
-        if call.self_at_last:
-            launch(
-                kernels.see_self, call.grid(_TOKENS), q, k, v, lse2, key_mask, out, lse, *steps, call.heads,
-                call.length, spec.scale, **call.dims, TOKENS=_TOKENS,
+                untouched=call.until_last(round_, out, lse),
             )  # fmt: skip
         ctx.spec, ctx.separate = spec, separate
-        ctx.save_for_backward(q, k, v, key_mask, out, lse2, *layout)
+        ctx.save_for_backward(q, k, v, out, lse2, *layout)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, key_mask, out, lse2, *layout = ctx.saved_tensors
+        q, k, v, out, lse2, *layout = ctx.saved_tensors
         grad, grad_lse = whole_vectors(grads[0].to(q.dtype)), grads[1].contiguous()
         spec: BucketedAttentionSpec = ctx.spec
         call = _Call(q, spec, ctx.separate, Intervals(*layout))
@@ -138,7 +132,7 @@ class _BucketedAttention(Function):
             kernels.products, call.grid(_TOKENS), out, grad, grad_lse, lse2, delta, *strides(out, grad), call.heads,
             call.length, **call.dims, TOKENS=_TOKENS,
         )  # fmt: skip
-        dq, dk, dv = _like(q), _like(k), _like(k)
+        dq, dk, dv = empty_alike(q), empty_alike(k), empty_alike(k)
         partial_q, partial_k, partial_v = (call.partial(x) for x in (dq, dk, dv))
         identity = call.intervals.query_order is None
         to_sort = (None, None) if identity else (torch.empty_like(lse2), torch.empty_like(delta))
@@ -148,21 +142,16 @@ class _BucketedAttention(Function):
         for round_ in range(call.rounds):
             order = call.layout(round_)
             launch(
-                kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, lse2, delta, *to_sort,
-                partial_q, dq, *order, *strides(q, k, v, grad, dq), *call.sizes, round_, spec.scale, **call.settings,
-                **around_queries.settings(),
+                kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, grad_lse, lse2, delta,
+                *to_sort, partial_q, dq, *order, *strides(q, k, v, grad, dq), *call.sizes, round_, spec.scale,
+                **call.settings, **around_queries.settings(), untouched=call.until_last(round_, dq),
             )  # fmt: skip
             launch(
-                kernels.key_gradient, call.grid(around_keys.keys), q, k, v, grad, *sorted_, partial_k, partial_v, dk,
-                dv, *order, *meeting, *strides(q, k, v, grad, dk), *call.sizes, round_, spec.scale, **call.settings,
-                **around_keys.settings(),
+                kernels.key_gradient, call.grid(around_keys.keys), q, k, v, grad, grad_lse, lse2, *sorted_, partial_k,
+                partial_v, dk, dv, *order, *meeting, *strides(q, k, v, grad, dk), *call.sizes, round_, spec.scale,
+                **call.settings, **around_keys.settings(), untouched=call.until_last(round_, dk, dv),
             )  # fmt: skip
-        if call.self_at_last:
-            launch(
-                kernels.see_self_gradient, call.grid(_TOKENS), q, k, grad, grad_lse, lse2, key_mask, dq, dk, dv,
-                *strides(q, k, grad, dq, dk), call.heads, call.length, spec.scale, **call.dims, TOKENS=_TOKENS,
-            )  # fmt: skip
-        return dq, dk, dv, None, None, None, *[None] * len(layout)
+        return dq, dk, dv, None, None, *[None] * len(layout)
 
 
 _TOKENS = 32  # of a program that gathers no keys
@@ -175,7 +164,6 @@ class _Call:
     def __init__(self, q: Tensor, spec: BucketedAttentionSpec, separate: bool, intervals: Intervals):
         batch, self.heads, self.length, head_dim = q.shape
         self.intervals, self.rows = intervals, batch * self.heads
-        self.self_at_last = spec.exclude_self or separate  # who sees nothing sees itself
         layouts, self.rounds, _ = intervals.low.shape
         self.sizes = (self.heads, self.rows // layouts, self.length)
         self.tiles = tiles(head_dim, q.dtype, separate)
@@ -185,6 +173,7 @@ class _Call:
             "COUNT": intervals.token_place is not None,
             "RULE": _order_rule(spec, separate),
             "JUMP": separate,
+            "SELF": spec.exclude_self or separate,  # who sees nothing sees itself
             "PRECISION": precision(),
         }
 
@@ -196,6 +185,10 @@ class _Call:
         if self.rounds == 1:
             return None
         return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+
+    def until_last(self, round_: int, *results: Tensor) -> tuple[Tensor, ...]:
+        """Return results that the last round alone writes, in the rounds before it."""
+        return results if round_ < self.rounds - 1 else ()
 
     def layout(self, round_: int) -> tuple[Tensor | None, ...]:
         """Orders and bounds of all rounds, and the bounds and places of all others in this round's order."""
@@ -211,10 +204,3 @@ class _Call:
             TOKENS=_ORDERED_TOKENS,
         )  # fmt: skip
         return (*bounds, *others)
-
-
-def _like(x: Tensor) -> Tensor:
-    """Empty, contiguous, with heads inside tokens where x has them there: what comes after needs no copy then."""
-    if x.stride(1) < x.stride(2):
-        return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)

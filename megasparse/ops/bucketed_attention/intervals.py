@@ -6,13 +6,16 @@ block of keys is met by a run of queries. B batch, H heads, R rounds, L length, 
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megasparse.ops.bucketed_attention import kernels
 from megasparse.ops.bucketed_attention.ranges import key_range
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
 from megasparse.ops.counting_sort import counting_sort
+from megasparse.ops.kernels import launch
 
 NOWHERE = 1 << 30
 """The bounds of padding, which sees nothing."""
@@ -39,15 +42,16 @@ class Intervals:
         return [getattr(self, field.name) for field in fields(self)]
 
     def meeting(self, block: int) -> tuple[Tensor, Tensor]:
-        """Return first, last (G, R, ⌈L / block⌉) int32: the sorted queries [first, last) may see keys of each block of
+        """Return first, end (G, R, ⌈L / block⌉) int32: the sorted queries [first, end) may see keys of each block of
         sorted keys, and no others do.
         """
-        length = self.low.shape[-1]
-        start = torch.arange(0, length, block, dtype=torch.int32, device=self.low.device)
-        start = start.expand(*self.low.shape[:2], -1).contiguous()
-        first = torch.searchsorted(self.high, start, right=True, out_int32=True)
-        end = (start + (block - 1)).clamp_(max=length - 1)
-        return first, torch.searchsorted(self.low, end, right=True, out_int32=True)
+        groups, rounds, length = self.low.shape
+        count = -(-length // block)
+        first, end = (torch.empty(groups, rounds, count, dtype=torch.int32, device=self.low.device) for _ in range(2))
+        grid = (-(-count // _BLOCKS) * groups * rounds,)
+        sizes = (length, count, length.bit_length())
+        launch(kernels.meeting, grid, self.low, self.high, first, end, *sizes, BLOCK=block, BLOCKS=_BLOCKS, num_warps=4)
+        return first, end
 
 
 def shared_intervals(
@@ -63,25 +67,12 @@ def shared_intervals(
     elsewhere the kernels also compare positions.
     """
     batch, _, length, _ = like.shape
-    if codes is None and key_mask is None and segments is None:
-        sorted_key = torch.zeros(1, 1, length, dtype=torch.int32, device=like.device)
-        order = None
-    else:
+    sorted_key = order = None
+    if codes is not None or key_mask is not None or segments is not None:
         if codes is None:
             codes = torch.zeros(batch, 1, 1, length, dtype=torch.int32, device=like.device)
-        sorted_key, order = _sort(codes, key_mask, segments)
-    group = sorted_key
-    if not spec.window.same_bucket:
-        group = torch.zeros_like(sorted_key) if key_mask is None and segments is None else sorted_key >> 32
-    low, high = _bounds(group, spec)
-    if key_mask is not None:
-        padding = sorted_key >= _PADDING << 32
-        low, high = low.masked_fill_(padding, NOWHERE), high.masked_fill_(padding, NOWHERE)
-    if order is None or order.shape[1] == 1 or not spec.count_rounds:
-        return Intervals(order, order, low, high, None, None, None)
-    place = _inverse(order)
-    token_low, token_high = (x.gather(-1, place.long()) for x in (low, high))
-    return Intervals(order, order, low, high, token_low, token_high, place)
+        sorted_key, order = _sort(codes, key_mask, segments, spec.buckets)
+    return _bounds(sorted_key, order, spec, key_mask, segments, like)
 
 
 def separate_intervals(
@@ -102,7 +93,7 @@ def separate_intervals(
     if key_mask is not None:
         padding = ~key_mask[:, None, None].expand(query_codes.shape).flatten(0, 1)
         low, high = low.masked_fill_(padding, NOWHERE), high.masked_fill_(padding, NOWHERE)
-    _, query_order = _sort(query_codes, key_mask, segments)
+    _, query_order = _sort(query_codes, key_mask, segments, spec.buckets)
     sorted_low, sorted_high = (x.gather(-1, query_order.long()) for x in (low, high))
     if len(rounds) == 1 or not spec.count_rounds:
         return Intervals(query_order, key_order, sorted_low, sorted_high, None, None, None)
@@ -110,20 +101,24 @@ def separate_intervals(
 
 
 _PADDING = torch.iinfo(torch.int32).max
-
-
 _BITS = {torch.int16: 15, torch.int32: 31}
+_BLOCKS = 256  # of keys, of a program that finds whom they meet
+_PLACES = 512  # of a program that finds bounds
 
 
-def _sort(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sort(
+    codes: Tensor, key_mask: Tensor | None, segments: Tensor | None, buckets: int | None
+) -> tuple[Tensor, Tensor]:
     """Sort codes (B, H, R, L) by (segment, bucket): those as one number (G, R, L), without masks the bucket alone, in
     order, and the order, int32.
     """
     if key_mask is None and segments is None:
         key = codes.flatten(0, 1).contiguous()
         if codes.dtype in _BITS:
-            order = counting_sort(key.flatten(0, 1), _BITS[codes.dtype]).view(key.shape)
-            return key.gather(-1, order.long()), order
+            bits = _BITS[codes.dtype] if buckets is None else max(1, (buckets - 1).bit_length())
+            ordered = torch.empty_like(key)
+            order = counting_sort(key.flatten(0, 1), bits, ordered.flatten(0, 1)).view(key.shape)
+            return ordered, order
     else:
         segment = torch.zeros_like(codes[:, :1, :1], dtype=torch.int64)
         if segments is not None:
@@ -135,22 +130,30 @@ def _sort(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tu
     return sorted_key, place.to(torch.int32)
 
 
-def _bounds(group: Tensor, spec: BucketedAttentionSpec) -> tuple[Tensor, Tensor]:
-    """Return low, high (G, R, L) int32 of sorted groups."""
-    index = torch.arange(group.shape[-1], dtype=torch.int32, device=group.device)
-    start = torch.searchsorted(group, group, out_int32=True)
-    window = spec.window
-    if window.kind == "band":
-        nearest, furthest = index - (window.chunk - 1), index + window.chunk
-    else:
-        chunk = index // window.chunk * window.chunk
-        nearest, furthest = chunk - window.chunk, chunk + window.chunk * (2 if window.ahead else 1)
-    low = torch.maximum(start, nearest)
-    if spec.causal and window.same_bucket:
-        return low, (index + (0 if spec.exclude_self else 1)).expand_as(low).clone()
-    return low, torch.minimum(torch.searchsorted(group, group, right=True, out_int32=True), furthest)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    index = torch.arange(order.shape[-1], dtype=torch.int32, device=order.device)
-    return torch.empty_like(order).scatter_(-1, order.long(), index.expand_as(order))
+def _bounds(
+    sorted_key: Tensor | None, order: Tensor | None, spec: BucketedAttentionSpec, key_mask: Tensor | None,
+    segments: Tensor | None, like: Tensor,
+) -> Intervals:  # fmt: skip
+    """The windows of sorted keys (G, R, L); None: one bucket and round."""
+    length, window = like.shape[2], spec.window
+    shape = (1, 1, length) if sorted_key is None else sorted_key.shape
+    counted = order is not None and order.shape[1] > 1 and spec.count_rounds
+    found: list[Any] = [torch.empty(shape, dtype=torch.int32, device=like.device) for _ in range(5 if counted else 2)]
+    found += [None] * (5 - len(found))
+    one_group = not window.same_bucket and key_mask is None and segments is None
+    in_order = spec.causal and window.same_bucket
+    steps = (window.chunk if window.kind == "band" else 3 * window.chunk).bit_length()
+    numbers = (length, window.chunk, 0 if spec.exclude_self else 1, steps)
+    settings = {
+        "PADDING": None if key_mask is None else _PADDING << 32,
+        "SHIFT": 0 if window.same_bucket else 32,
+        "KIND": window.kind,
+        "AHEAD": window.ahead,
+        "IN_ORDER": in_order,
+        "TOKENS": _PLACES,
+    }
+    launch(
+        kernels.bounds, (-(-length // _PLACES) * shape[0] * shape[1],), None if one_group else sorted_key, order,
+        *found, *numbers, **settings, num_warps=4,
+    )  # fmt: skip
+    return Intervals(order, order, *found)

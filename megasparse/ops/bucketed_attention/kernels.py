@@ -111,6 +111,88 @@ def share(low, high, place, query_place, key_place, length, ROUNDS: tl.constexpr
     return part
 
 
+@triton.jit
+def group_at(keys, here, place, inside, SHIFT: tl.constexpr):
+    """The number of the group at sorted places: the key above its SHIFT low bits; one group where keys is None."""
+    group = tl.zeros_like(place)
+    if keys is not None:
+        group = tl.load(keys + here + place, mask=inside, other=0) >> SHIFT
+    return group
+
+
+@triton.jit
+def bounds(
+    keys, order, low, high, token_low, token_high, token_place, length, chunk, offset, steps, PADDING: tl.constexpr,
+    SHIFT: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr, IN_ORDER: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The bounds of windows (G·R, L): of each sorted place the places of the same group, and near it as KIND says.
+
+    keys: sorted. IN_ORDER: the window ends `offset` places after the query's own. AHEAD: a chunk's window has the one
+    after it. PADDING: keys from there on see nothing. token_low, token_high, token_place: the same by token, or None.
+    steps: of the search, which halves at most 2^steps places each time.
+    """
+    blocks = tl.cdiv(length, TOKENS)
+    here = (tl.program_id(0) // blocks).to(tl.int64) * length
+    place = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
+    inside = place < length
+    group = group_at(keys, here, place, inside, SHIFT)
+    if KIND == "band":
+        nearest, furthest = place - (chunk - 1), place + chunk
+    else:
+        nearest = place // chunk * chunk - chunk
+        furthest = nearest + chunk * (3 if AHEAD else 2)
+    left, right = tl.maximum(nearest, 0), place
+    for _ in range(steps):
+        middle = (left + right) // 2
+        same = group_at(keys, here, middle, inside, SHIFT) == group
+        left, right = tl.where(same, left, middle + 1), tl.where(same, middle, right)
+    first = right
+    if IN_ORDER:
+        end = place + offset
+    else:
+        left, right = tl.minimum(place + 1, length), tl.minimum(furthest, length)
+        for _ in range(steps):
+            middle = (left + right) // 2
+            same = group_at(keys, here, middle, inside & (middle < length), SHIFT) == group
+            open_ = left < right
+            left, right = tl.where(open_ & same, middle + 1, left), tl.where(open_ & (same == 0), middle, right)
+        end = left
+    if PADDING is not None:
+        padding = tl.load(keys + here + place, mask=inside, other=0) >= PADDING
+        first, end = tl.where(padding, NOWHERE, first), tl.where(padding, NOWHERE, end)
+    tl.store(low + here + place, first, mask=inside)
+    tl.store(high + here + place, end, mask=inside)
+    if token_low is not None:
+        token = tl.load(order + here + place, mask=inside, other=0)
+        tl.store(token_low + here + token, first, mask=inside)
+        tl.store(token_high + here + token, end, mask=inside)
+        tl.store(token_place + here + token, place, mask=inside)
+
+
+@triton.jit
+def not_above(values, here, length, bound, steps):
+    """How many of the ascending values [here, here + length) are at most `bound`."""
+    left, right = tl.zeros_like(bound), tl.zeros_like(bound) + length
+    for _ in range(steps):
+        middle = (left + right) // 2
+        below = tl.load(values + here + middle, mask=middle < length, other=0) <= bound
+        open_ = left < right
+        left, right = tl.where(open_ & below, middle + 1, left), tl.where(open_ & (below == 0), middle, right)
+    return left
+
+
+@triton.jit
+def meeting(lows, highs, first, end, length, count, steps, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Fills first, end (G·R, count): the sorted queries [first, end) may see keys of each block of BLOCK keys."""
+    parts = tl.cdiv(count, BLOCKS)
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    block = tl.program_id(0) % parts * BLOCKS + tl.arange(0, BLOCKS)
+    start = block * BLOCK
+    last = tl.minimum(start + (BLOCK - 1), length - 1)
+    tl.store(first + row * count + block, not_above(highs, row * length, length, start, steps), mask=block < count)
+    tl.store(end + row * count + block, not_above(lows, row * length, length, last, steps), mask=block < count)
+
+
 @triton.jit(do_not_specialize=["round_"])
 def other_rounds(
     token_low, token_high, token_place, query_order, key_order, low, high, place, length, round_, ROUNDS: tl.constexpr,
@@ -169,12 +251,13 @@ def forward(
     q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, out_batch, out_head, out_stride, heads,
     sharing, length, round_, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SELF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out, lse2 and (after the last round) lse of a block of queries.
 
     partial: out in fp32 between rounds, None if there is one round. sharing: rows that share a layout. JUMP: windows of
-    neighbours may lie far apart.
+    neighbours may lie far apart. SELF: a lonely query, which is real and saw nothing in any round, gets its own value,
+    and its own score as lse; its lse2 stays −∞, and that of padding becomes ∞.
     """
     blocks = tl.cdiv(length, QUERIES)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -222,66 +305,20 @@ def forward(
     total = tl.where(found, total, 1.0)
     result = result / total[:, None]
     end = tl.where(found, top + tl.log2(total), -float("inf"))
+    natural = end * LN2
+    if SELF and round_ == ROUNDS - 1:
+        lonely = inside & real & (end == -float("inf"))
+        own_q = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, lonely, HEAD_DIM, BLOCK_D)
+        own_k = gather(k_row, query, k_stride, lonely, HEAD_DIM, BLOCK_D)
+        score = tl.sum(own_q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
+        natural = tl.where(lonely, score, natural)
+        own_v = gather(v_row, query, v_stride, lonely, HEAD_DIM, BLOCK_D)
+        result = tl.where(lonely[:, None], own_v.to(tl.float32), result)
+        end = tl.where(real, end, float("inf"))
     tl.store(lse2 + statistic, end, mask=inside)
-    tl.store(lse + statistic, end * LN2, mask=inside & (round_ == ROUNDS - 1))
+    tl.store(lse + statistic, natural, mask=inside & (round_ == ROUNDS - 1))
     out_row = row_of(out, row, heads, out_batch, out_head)
     keep(result, partial, out_row, query, out_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)
-
-
-@triton.jit
-def lonely_tokens(lse2, key_mask, row, heads, length, TOKENS: tl.constexpr):
-    """A program's block of tokens, the places of their statistics, and which of them are real and saw nothing."""
-    token = tl.program_id(0) % tl.cdiv(length, TOKENS) * TOKENS + tl.arange(0, TOKENS)
-    inside = token < length
-    statistic = row.to(tl.int64) * length + token
-    lonely = tl.load(lse2 + statistic, mask=inside, other=0.0) == -float("inf")
-    if key_mask is not None:
-        real = tl.load(key_mask + (row // heads).to(tl.int64) * length + token, mask=inside, other=0)
-        lonely &= real != 0
-    return token, statistic, lonely
-
-
-@triton.jit
-def see_self(
-    q, k, v, lse2, key_mask, out, lse, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
-    out_batch, out_head, out_stride, heads, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Gives a token that saw nothing its own value, and its own score as lse."""
-    row = tl.program_id(0) // tl.cdiv(length, TOKENS)
-    token, statistic, lonely = lonely_tokens(lse2, key_mask, row, heads, length, TOKENS)
-    own_q = gather(row_of(q, row, heads, q_batch, q_head), token, q_stride, lonely, HEAD_DIM, BLOCK_D)
-    own_k = gather(row_of(k, row, heads, k_batch, k_head), token, k_stride, lonely, HEAD_DIM, BLOCK_D)
-    own_v = gather(row_of(v, row, heads, v_batch, v_head), token, v_stride, lonely, HEAD_DIM, BLOCK_D)
-    tl.store(lse + statistic, tl.sum(own_q.to(tl.float32) * own_k.to(tl.float32), 1) * scale, mask=lonely)
-    offset, cell = cells(token, out_stride, lonely, HEAD_DIM, BLOCK_D)
-    tl.store(row_of(out, row, heads, out_batch, out_head) + offset, own_v, mask=cell)
-
-
-@triton.jit
-def see_self_gradient(
-    q, k, grad, grad_lse, lse2, key_mask, dq, dk, dv, q_batch, q_head, q_stride, k_batch, k_head, k_stride, grad_batch,
-    grad_head, grad_stride, dq_batch, dq_head, dq_stride, dk_batch, dk_head, dk_stride, heads, length, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Adds the gradients of `see_self`."""
-    row = tl.program_id(0) // tl.cdiv(length, TOKENS)
-    token, statistic, lonely = lonely_tokens(lse2, key_mask, row, heads, length, TOKENS)
-    slope = (tl.load(grad_lse + statistic, mask=lonely, other=0.0) * scale)[:, None]
-    own_q = gather(row_of(q, row, heads, q_batch, q_head), token, q_stride, lonely, HEAD_DIM, BLOCK_D)
-    own_k = gather(row_of(k, row, heads, k_batch, k_head), token, k_stride, lonely, HEAD_DIM, BLOCK_D)
-    own_grad = gather(row_of(grad, row, heads, grad_batch, grad_head), token, grad_stride, lonely, HEAD_DIM, BLOCK_D)
-    offset, cell = cells(token, dq_stride, lonely, HEAD_DIM, BLOCK_D)
-    add(row_of(dq, row, heads, dq_batch, dq_head) + offset, slope * own_k.to(tl.float32), cell)
-    offset, cell = cells(token, dk_stride, lonely, HEAD_DIM, BLOCK_D)
-    add(row_of(dk, row, heads, dk_batch, dk_head) + offset, slope * own_q.to(tl.float32), cell)
-    add(row_of(dv, row, heads, dk_batch, dk_head) + offset, own_grad.to(tl.float32), cell)
-
-
-@triton.jit
-def add(cells_, x, mask):
-    old = tl.load(cells_, mask=mask, other=0.0)
-    tl.store(cells_, (old.to(tl.float32) + x).to(old.dtype), mask=mask)
 
 
 @triton.jit
@@ -289,13 +326,13 @@ def products(
     out, grad, grad_lse, lse2, delta, out_batch, out_head, out_stride, grad_batch, grad_head, grad_stride, heads,
     length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute delta = Σ out·grad − grad_lse, common to the gradients of a query's scores; 0 for padding."""
+    """Compute delta = Σ out·grad − grad_lse, common to the gradients of a query's scores; 0 where it saw nothing."""
     blocks = tl.cdiv(length, TOKENS)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     token = block * TOKENS + tl.arange(0, TOKENS)
     inside = token < length
     statistic = row.to(tl.int64) * length + token
-    seeing = tl.load(lse2 + statistic, mask=inside, other=-float("inf")) != -float("inf")
+    seeing = tl.abs(tl.load(lse2 + statistic, mask=inside, other=float("inf"))) != float("inf")
     out_row, grad_row = row_of(out, row, heads, out_batch, out_head), row_of(grad, row, heads, grad_batch, grad_head)
     product = gather(out_row, token, out_stride, seeing, HEAD_DIM, BLOCK_D).to(tl.float32)
     product *= gather(grad_row, token, grad_stride, seeing, HEAD_DIM, BLOCK_D).to(tl.float32)
@@ -340,11 +377,11 @@ def query_step(
 
 @triton.jit(do_not_specialize=["round_"])
 def query_gradient(
-    q, k, v, grad, lse2, delta, sorted_level, sorted_delta, partial, dq, query_order, key_order, lows, highs,
+    q, k, v, grad, grad_lse, lse2, delta, sorted_level, sorted_delta, partial, dq, query_order, key_order, lows, highs,
     other_low, other_high, other_place, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     grad_batch, grad_head, grad_stride, dq_batch, dq_head, dq_stride, heads, sharing, length, round_, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ROUNDS: tl.constexpr,
-    COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, PRECISION: tl.constexpr,
+    COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, SELF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of a block of queries. Arguments as in `forward`; partial: dq in fp32 between rounds. sorted_level and
     sorted_delta: lse2 and delta in this round's order, for `key_gradient`; None where that is the tokens' order.
@@ -394,6 +431,12 @@ def query_gradient(
         partial = row_of(partial, row, heads, dq_batch, dq_head)
         if round_ > 0:
             result += gather(partial, query, dq_stride, inside, HEAD_DIM, BLOCK_D)
+    if SELF and round_ == ROUNDS - 1:
+        statistic = row.to(tl.int64) * length + query
+        lonely = tl.load(lse2 + statistic, mask=inside, other=0.0) == -float("inf")
+        slope = tl.load(grad_lse + statistic, mask=lonely, other=0.0) * scale
+        own_k = gather(k_row, query, k_stride, lonely, HEAD_DIM, BLOCK_D)
+        result += slope[:, None] * own_k.to(tl.float32)
     dq_row = row_of(dq, row, heads, dq_batch, dq_head)
     keep(result, partial, dq_row, query, dq_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)
 
@@ -428,14 +471,15 @@ def key_step(
 
 @triton.jit(do_not_specialize=["round_"])
 def key_gradient(
-    q, k, v, grad, lse2, delta, partial_k, partial_v, dk, dv, query_order, key_order, lows, highs, other_low,
-    other_high, other_place, first_query, end_query, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch,
-    v_head, v_stride, grad_batch, grad_head, grad_stride, dk_batch, dk_head, dk_stride, heads, sharing, length, round_,
-    scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, grad, grad_lse, token_level, lse2, delta, partial_k, partial_v, dk, dv, query_order, key_order, lows,
+    highs, other_low, other_high, other_place, first_query, end_query, q_batch, q_head, q_stride, k_batch, k_head,
+    k_stride, v_batch, v_head, v_stride, grad_batch, grad_head, grad_stride, dk_batch, dk_head, dk_stride, heads,
+    sharing, length, round_, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
+    SELF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of a block of keys, which lie alike. Arguments as in `forward`; lse2, delta: in this round's
-    order.
+    order; token_level: lse2 by token.
     partial_k, partial_v: dk and dv in fp32 between rounds. first_query, end_query: see `Intervals.meeting`.
     """
     blocks = tl.cdiv(length, KEYS)
@@ -470,6 +514,12 @@ def key_gradient(
         if round_ > 0:
             to_k += gather(partial_k, key, dk_stride, inside, HEAD_DIM, BLOCK_D)
             to_v += gather(partial_v, key, dk_stride, inside, HEAD_DIM, BLOCK_D)
+    if SELF and round_ == ROUNDS - 1:
+        lonely = tl.load(token_level + statistics + key, mask=inside, other=0.0) == -float("inf")
+        slope = tl.load(grad_lse + statistics + key, mask=lonely, other=0.0) * scale
+        own_q = gather(q_row, key, q_stride, lonely, HEAD_DIM, BLOCK_D)
+        to_k += slope[:, None] * own_q.to(tl.float32)
+        to_v += gather(grad_row, key, grad_stride, lonely, HEAD_DIM, BLOCK_D).to(tl.float32)
     dk_row, dv_row = row_of(dk, row, heads, dk_batch, dk_head), row_of(dv, row, heads, dk_batch, dk_head)
     keep(to_k, partial_k, dk_row, key, dk_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)
     keep(to_v, partial_v, dv_row, key, dk_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)

@@ -37,7 +37,8 @@ class BucketedAttentionSpec:
     """Settings of bucketed attention.
 
     causal: only keys at or before the query are visible. scale: factor of q·k. exclude_self: a token sees itself only
-    when it sees nothing else. count_rounds: a key visible in N rounds counts once, else N times.
+    when it sees nothing else. count_rounds: a key visible in N rounds counts once, else N times. buckets: a number that
+    all codes are below, or None; it saves passes of the sort.
     """
 
     window: Window
@@ -45,3 +46,4 @@ class BucketedAttentionSpec:
     scale: float = 1.0
     exclude_self: bool = True
     count_rounds: bool = True
+    buckets: int | None = None

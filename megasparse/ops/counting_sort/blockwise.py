@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 
 
-def counting_sort(keys: Tensor, bits: int) -> Tensor:
+def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None) -> Tensor:
     """Computes `operator.counting_sort`."""
-    return torch.sort(keys, dim=-1, stable=True).indices.to(torch.int32)
+    found = torch.sort(keys, dim=-1, stable=True)
+    if ordered is not None:
+        ordered.copy_(found.values)
+    return found.indices.to(torch.int32)

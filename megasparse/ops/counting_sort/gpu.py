@@ -1,4 +1,4 @@
-"""The stable order by counting: passes over digits of up to 8 bits, the least significant first.
+"""The stable order by counting: passes over digits of up to 10 bits, the least significant first.
 
 rows (batch, head and round), L length, N digits of a pass, T tiles of a row.
 """
@@ -9,17 +9,17 @@ from torch import Tensor
 from megasparse.ops.counting_sort import kernels
 from megasparse.ops.kernels import launch
 
-_DIGIT_BITS = 8
-_TILE = 1024  # tokens that share a row of counts: 1 KB for 4 KB of places
+_DIGIT_BITS = 10  # the buckets of 64K tokens in one pass
+_TILE = 1024  # tokens that share a row of counts: at most 4 KB for 4 KB of places
 _BLOCK = 64  # tokens that are ranked against each other
 _TILES_AT_ONCE = 128
 _WIDE = 8  # digits of one program: 32 B, the least that a GPU reads
 
 
-def counting_sort(keys: Tensor, bits: int) -> Tensor:
+def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None) -> Tensor:
     """Computes `operator.counting_sort` by kernels. Strided keys are copied once.
 
-    Cost: ⌈bits/8⌉ passes. A pass moves rows·L·(2·key bytes + 4), and 8 more a token where it is not the first, besides
+    Cost: ⌈bits/10⌉ passes. A pass moves rows·L·(2·key bytes + 4), and 8 more a token where it is not the first, besides
     16·rows·T·N of counts; its 64·rows·L comparisons are less than that on any GPU. No floating-point products.
     """
     keys = keys.contiguous()
@@ -38,7 +38,8 @@ def counting_sort(keys: Tensor, bits: int) -> Tensor:
         grid = (rows, digits // _WIDE)
         fixed = {"DIGITS": digits, "WIDE": _WIDE, "TILES": _TILES_AT_ONCE, "num_warps": 4}
         launch(kernels.add_up, grid, counts, totals, tiles, **fixed)
-        arguments = (keys, order, counts, totals, out, length, tiles, shift)
+        sorted_keys = ordered if shift + digit_bits >= bits else None
+        arguments = (keys, order, counts, totals, out, sorted_keys, length, tiles, shift)
         launch(kernels.place, (rows * tiles,), *arguments, **sizes, BLOCK=_BLOCK, num_warps=2)
         order = out
     assert order is not None

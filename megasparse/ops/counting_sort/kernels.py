@@ -10,12 +10,12 @@ import triton.language as tl
 
 @triton.jit
 def _digits(keys, order, places, valid, shift, DIGITS: tl.constexpr):
-    """The positions of the tokens at `places` of the order so far (None: as they come), and their digits."""
+    """The positions of the tokens at `places` of the order so far (None: as they come), their digits and keys."""
     tokens = places
     if order is not None:
         tokens = tl.load(order + places, mask=valid, other=0)
-    key = tl.load(keys + tokens, mask=valid, other=0).to(tl.int32)
-    return tokens, (key >> shift) & (DIGITS - 1)
+    key = tl.load(keys + tokens, mask=valid, other=0)
+    return tokens, (key.to(tl.int32) >> shift) & (DIGITS - 1), key
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def count(keys, order, counts, length, tiles, shift, DIGITS: tl.constexpr, TILE:
         order += row * length
     places = (tile * TILE).to(tl.int32) + tl.arange(0, TILE)
     valid = places < length
-    _, digits = _digits(keys + row * length, order, places, valid, shift, DIGITS)
+    _, digits, _ = _digits(keys + row * length, order, places, valid, shift, DIGITS)
     tl.store(counts + program * DIGITS + tl.arange(0, DIGITS), tl.histogram(digits, DIGITS, valid))
 
 
@@ -51,11 +51,11 @@ def add_up(counts, totals, tiles, DIGITS: tl.constexpr, WIDE: tl.constexpr, TILE
 
 @triton.jit
 def place(
-    keys, order, counts, totals, out, length, tiles, shift, DIGITS: tl.constexpr, TILE: tl.constexpr,
+    keys, order, counts, totals, out, ordered, length, tiles, shift, DIGITS: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A token's place: all smaller digits of the row, its own digit in earlier tiles, in earlier blocks of BLOCK tokens
-    of this tile, and before it in its block.
+    of this tile, and before it in its block. ordered: takes the keys in order, or None.
     """
     program = tl.program_id(0).to(tl.int64)
     row, tile = program // tiles, (program % tiles).to(tl.int32)
@@ -70,8 +70,11 @@ def place(
     last = min(first + TILE, length)
     while first < last:
         valid = first + inside < length
-        tokens, digits = _digits(keys, order, first + inside, valid, shift, DIGITS)
+        tokens, digits, key = _digits(keys, order, first + inside, valid, shift, DIGITS)
         rank = tl.sum(((digits[:, None] == digits[None, :]) & earlier).to(tl.int32), 1)
-        tl.store(out + tl.gather(next_place, digits, 0) + rank, tokens, mask=valid)
+        at = tl.gather(next_place, digits, 0) + rank
+        tl.store(out + at, tokens, mask=valid)
+        if ordered is not None:
+            tl.store(ordered + row * length + at, key, mask=valid)
         next_place += tl.histogram(digits, DIGITS, valid)
         first += BLOCK

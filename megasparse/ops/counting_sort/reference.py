@@ -4,7 +4,10 @@ import torch
 from torch import Tensor
 
 
-def counting_sort(keys: Tensor, bits: int) -> Tensor:
+def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None) -> Tensor:
     """Positions ordered by (key, position): keys (rows, L), below 2^bits; (rows, L) int32."""
     order = [sorted(range(len(row)), key=lambda i: (row[i], i)) for row in keys.tolist()]
-    return torch.tensor(order, dtype=torch.int32, device=keys.device).view(keys.shape)
+    found = torch.tensor(order, dtype=torch.int32, device=keys.device).view(keys.shape)
+    if ordered is not None:
+        ordered.copy_(keys.gather(-1, found.long()))
+    return found

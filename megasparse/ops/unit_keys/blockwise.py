@@ -1,0 +1,21 @@
+"""Unit keys in torch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.ops.blocks import at_most
+from megasparse.ops.tiled import tiled
+
+_ELEMENTS = 1 << 24  # numbers normalised at a time: 64 MB of fp32
+
+
+def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes `operator.unit_keys`, some heads at a time where q is large: the backward has several tensors as large
+    as what it works on.
+    """
+
+    def unit(x: Tensor) -> Tensor:
+        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)
+
+    return q, tiled(unit, [q], [], -(-q.numel() // at_most(_ELEMENTS)))

@@ -1,0 +1,21 @@
+"""Keys of shared queries and keys: the definition, torch, or kernels."""
+
+from torch import Tensor
+
+from megasparse.ops.backend import implementation
+from megasparse.ops.unit_keys import blockwise, reference
+
+
+def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute k = q/|q| (Reformer section 2), in fp32 at least, cast back; a zero vector stays zero.
+
+    q: (B, H, L, D). Returns q and k: use this q from here on, so that the gradients of both are joined in one pass.
+    """
+    chosen = implementation(q)
+    if chosen == "reference":
+        return reference.unit_keys(q)
+    if chosen == "blockwise":
+        return blockwise.unit_keys(q)
+    from megasparse.ops.unit_keys import gpu
+
+    return gpu.unit_keys(q)
