@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megasparse.config.buckets import lsh_buckets
-from megasparse.config.section import Count, Length, Positive, Rate, Section
+from megasparse.config.section import Count, Positive, Rate, Section
 from megasparse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class LSHAttentionConfig(MechanismSection):
     """Hash rounds in evaluation and generation; null takes `rounds`."""
     chunk: Positive = 64
     """M: the window, in tokens of the sorted order."""
-    buckets: Length | list[Length] | None = None
+    buckets: Positive | list[Positive] | None = None
     """Buckets per round: an even number, or two even factors whose product it is (each hashed by its own rotation).
     null takes the paper's 2·max_length/chunk, in two factors above 128."""
     window: Literal["band", "chunk"] = "band"

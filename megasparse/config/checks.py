@@ -1,12 +1,10 @@
 """Rules between the keys of a run. Each raises a ConfigError that names the key, its value and a hint."""
 
-from typing import Any
-
 from megasparse.config import deepspeed_section
 from megasparse.config.attention_checks import check_sketches
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
-from megasparse.config.model_checks import check_model
+from megasparse.config.model_checks import check_model, check_sizes
 from megasparse.config.parallel import check_parallel
 from megasparse.config.schema import Config, MaskingConfig, RunSettings
 from megasparse.errors import ConfigError
@@ -18,7 +16,7 @@ LONGEST_TRACE = 10
 
 def check(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks. The rules that need an import of seconds come last."""
-    _check_sizes(config)
+    check_sizes("", config)
     if isinstance(config, Config):
         check_model(config.model)
         _check_tokenizer(config)
@@ -62,24 +60,6 @@ def _check_start(config: FinetuneConfig) -> None:
     if config.task.max_length > longest:
         problem = f"{config.task.max_length} tokens are more than {key} = {longest}"
         raise ConfigError("task.max_length", problem, f"Lower it, or raise {key}")
-
-
-LARGEST = 2**31 - 1
-"""Largest whole number of a configuration: the largest side of a tensor, and position."""
-
-
-def _check_sizes(config: RunSettings) -> None:
-    def walk(key: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for name, part in value.items():
-                walk(f"{key}.{name}" if key else name, part)
-        elif isinstance(value, list | tuple):
-            for number, part in enumerate(value):
-                walk(f"{key}[{number}]", part)
-        elif isinstance(value, int) and value > (largest := 2**63 - 1 if key == "run.seed" else LARGEST):
-            raise ConfigError(key, f"{show(value)} is too large", f"Set it to {largest} or less")
-
-    walk("", config.model_dump(exclude={"deepspeed"}))
 
 
 def _check_tokenizer(config: Config) -> None:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig, OptimizerConfig, RunSettings, TrainingConfig
-from megasparse.config.section import Count, Length, Positive, Rate, Section
+from megasparse.config.section import Count, Positive, Rate, Section
 
 
 class StartConfig(Section):
@@ -32,7 +32,7 @@ class StartConfig(Section):
 class GenerationConfig(Section):
     """How an encoder–decoder writes its answers, in tasks whose answers are texts."""
 
-    target_length: Length = 128
+    target_length: Positive = 128
     """Tokens of an answer, its end included. In training longer ones are cut or refused as inputs are (`too_long`)."""
     beams: Positive = 4
     length_penalty: Annotated[float, Field(ge=0.0)] = 0.6
@@ -87,7 +87,7 @@ class TaskConfig(Section):
     examples."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """The part of the training examples, chosen by `run.seed`, that is held out where there is no other validation."""
-    max_length: Length = 512
+    max_length: Positive = 512
     """Tokens of an input, special ones included. What is longer is cut, or refused (`too_long`)."""
     too_long: Literal["cut", "refuse"] = "cut"
     """Inputs of more than `max_length` tokens: keep their beginning and report how many, or stop at the first."""

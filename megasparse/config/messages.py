@@ -179,5 +179,5 @@ def _describe(schema: dict[str, Any]) -> str:
         "null": "null",
     }
     limits = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {schema[limit]:.12g}" for limit, sign in limits.items() if limit in schema]
+    bounds = [f"{sign} {schema[limit]:g}" for limit, sign in limits.items() if limit in schema]
     return " ".join([names.get(kind, kind), " and ".join(bounds)]).strip()

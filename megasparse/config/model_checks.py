@@ -1,16 +1,40 @@
 """Rules between the keys of a model. Each raises a ConfigError that names the key, its value and a hint."""
 
 import math
+from typing import Any
+
+from pydantic import BaseModel
 
 from megasparse.config.attention_checks import check_attention, check_heads
+from megasparse.config.messages import show
 from megasparse.config.parts import decoder_part, encoder_part
 from megasparse.config.pattern import kinds
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 
+LARGEST = 2**31 - 1
+"""Largest whole number of a configuration: the largest side of a tensor, and position."""
+
+
+def check_sizes(section: str, values: BaseModel) -> None:
+    """Raise ConfigError for a whole number that is too large. section: the key of `values`, "" of a configuration."""
+
+    def walk(key: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, part in value.items():
+                walk(f"{key}.{name}" if key else name, part)
+        elif isinstance(value, list | tuple):
+            for number, part in enumerate(value):
+                walk(f"{key}[{number}]", part)
+        elif isinstance(value, int) and value > (largest := 2**63 - 1 if key == "run.seed" else LARGEST):
+            raise ConfigError(key, f"{show(value)} is too large", f"Set it to {largest} or less")
+
+    walk(section, values.model_dump(exclude={"deepspeed"}))
+
 
 def check_model(model: ModelConfig) -> None:
     """Raise ConfigError for the first rule that a model breaks, whatever it reads."""
+    check_sizes("model", model)
     _check_tokens(model)
     _check_sentence_order(model)
     _check_source(model)

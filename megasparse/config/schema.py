@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megasparse.config.attention import AttentionConfig
-from megasparse.config.section import Count, Length, Positive, Rate, Section
+from megasparse.config.section import Count, Positive, Rate, Section
 
 
 class RunConfig(Section):
@@ -56,7 +56,7 @@ class SentenceOrderConfig(Section):
 class SourceConfig(Section):
     """The encoder of an encoder–decoder. What is not here is the same on both sides."""
 
-    length: Length = 512
+    length: Positive = 512
     """Tokens at the start of each sequence that the encoder reads; the decoder predicts the others."""
     layers: Positive | None = None
     """Layers of the decoder; null takes `model.layers`."""
@@ -78,7 +78,7 @@ class ModelConfig(Section):
     blocks: the embedding and every sum are normalised; biases, GELU, a dense layer before the output projection."""
     vocabulary: Positive = 256
     """Number of token ids; 256 for bytes, in an encoder 257 with the mask token."""
-    max_length: Length = 65536
+    max_length: Positive = 65536
     """Longest sequence, in tokens (an encoder–decoder's longest target). Fixes position tables and bucket counts: a
     shorter batch changes neither."""
     layers: Positive = 12
@@ -140,7 +140,7 @@ class DataConfig(Section):
     mixture: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default={})
     """Train on several such folders instead, each with its weight among the sequences. Evaluation is on `path`."""
     split: str = "train"
-    sequence_length: Length = 65536
+    sequence_length: Positive = 65536
     """Tokens in a training sequence."""
     tokenizer: str = "bytes"
     """`bytes`, `pixels`, or a tokenizer's file: *.model (sentencepiece), *.json (HuggingFace), *.txt (words)."""

@@ -7,8 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
-Length = Annotated[int, Field(ge=1, le=2**31 - 1)]
-"""Tokens or buckets, which kernels number with 32 bits."""
 
 
 class Section(BaseModel):
