@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megasparse.config.load import load_config
 from megasparse.config.strict_json import parse
 from megasparse.errors import ConfigError, UserError
 
@@ -36,9 +37,8 @@ def compare(
     runs = [(name, seed) for seed in seeds for name in chosen_arms]
     progress = tqdm(total=len(runs), unit="run", disable=None)
 
-    def run(name: str, seed: int) -> dict[str, float]:
-        folder = output / f"{name.replace(' ', '_')}-{seed}"
-        result = train_and_evaluate(comparison, folder, seed, [*chosen_arms[name], *overrides])
+    def run(name: str, seed: int) -> dict[str, dict[str, float]]:
+        result = train_and_evaluate(comparison, _folder(output, name, seed), seed, [*chosen_arms[name], *overrides])
         progress.update()
         return result
 
@@ -46,9 +46,57 @@ def compare(
         futures = {(name, seed): pool.submit(run, name, seed) for name, seed in runs}
         found = {key: future.result() for key, future in futures.items()}
     progress.close()
-    lines = table({name: [found[name, seed] for seed in seeds] for name in chosen_arms})
+    rows = {
+        f"{name}; {evaluation}" if evaluation else name: [found[name, seed][evaluation] for seed in seeds]
+        for name in chosen_arms
+        for evaluation in evaluations(comparison)
+    }
+    lines = table(rows)
     (output / "table.md").write_text("\n".join(lines) + "\n")
     return lines
+
+
+def commands(
+    comparison: dict[str, Any],
+    output: Path,
+    arms: Sequence[str] | None = None,
+    seeds: Sequence[int] = (0,),
+    overrides: Sequence[str] = (),
+) -> list[list[str]]:
+    """The subcommands that `compare` would run, in order. Raises ConfigError for an arm with a wrong configuration."""
+    words: list[list[str]] = [["prepare-data", *comparison["prepare"]]]
+    for seed in seeds:
+        for name in chosen(arms, comparison["arms"]):
+            folder = _folder(output, name, seed)
+            training = _training(comparison, folder, seed, [*comparison["arms"][name], *overrides])
+            load_config(comparison["config"], training[4::2])
+            words += [training, *(_evaluation(comparison, folder, each) for each in evaluations(comparison))]
+    return words
+
+
+def evaluations(comparison: dict[str, Any]) -> dict[str, list[str]]:
+    """Arguments of `megasparse evaluate` by the evaluation's name. A list alone is one evaluation without a name."""
+    given = comparison["evaluate"]
+    return given if isinstance(given, dict) else {"": given}
+
+
+def _folder(output: Path, arm: str, seed: int) -> Path:
+    return output / f"{arm.replace(' ', '_')}-{seed}"
+
+
+def _training(comparison: dict[str, Any], folder: Path, seed: int, changes: Sequence[str]) -> list[str]:
+    settings = [f"run.directory={folder}", f"run.seed={seed}", "run.engine=torch", *changes]
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    return ["pretrain", "--config", comparison["config"], *overrides]
+
+
+def _evaluation(comparison: dict[str, Any], folder: Path, name: str) -> list[str]:
+    arguments = evaluations(comparison)[name]
+    return ["evaluate", "--checkpoint", str(folder), *arguments, "--json", str(_result(folder, name))]
+
+
+def _result(folder: Path, evaluation: str) -> Path:
+    return folder / (f"evaluation-{evaluation.replace(' ', '_')}.json" if evaluation else "evaluation.json")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -68,19 +116,23 @@ def chosen(names: Sequence[str] | None, arms: dict[str, Any]) -> list[str]:
     return list(names or arms)
 
 
-def train_and_evaluate(comparison: dict[str, Any], folder: Path, seed: int, changes: list[str]) -> dict[str, float]:
-    """Accuracy and loss of the evaluation, and the seconds that training took."""
-    settings = [f"run.directory={folder}", f"run.seed={seed}", "run.engine=torch", *changes]
-    overrides = [word for setting in settings for word in ("--set", setting)]
-    result = folder / "evaluation.json"
-    if not result.exists():
-        call("pretrain", "--config", comparison["config"], *overrides, log=folder / "training.log")
-        arguments = ["--checkpoint", folder, *comparison["evaluate"], "--json", result]
-        call("evaluate", *arguments, log=folder / "evaluation.log")
-    found = json.loads(result.read_text())
+def train_and_evaluate(
+    comparison: dict[str, Any], folder: Path, seed: int, changes: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Accuracy and loss of each evaluation, and the seconds that training took."""
+    results = {name: _result(folder, name) for name in evaluations(comparison)}
+    if not all(result.exists() for result in results.values()):
+        call(*_training(comparison, folder, seed, changes), log=folder / "training.log")
+    for name, result in results.items():
+        if not result.exists():
+            call(*_evaluation(comparison, folder, name), log=result.with_suffix(".log"))
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds = sum(step["speed/step_seconds"] for step in steps)
-    return {"accuracy": found["accuracy"], "loss": found["nats"] / found["dims"], "seconds": seconds}
+    found = {name: json.loads(result.read_text()) for name, result in results.items()}
+    return {
+        name: {"accuracy": each["accuracy"], "loss": each["nats"] / each["dims"], "seconds": seconds}
+        for name, each in found.items()
+    }
 
 
 def call(*words: object, log: Path) -> None:

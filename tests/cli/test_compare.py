@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megasparse.errors import ConfigError
-from megasparse.runs.comparison import chosen, load, table
+from megasparse.runs.comparison import chosen, commands, load, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def small_comparison(folder):
     comparison = {
         "prepare": ["duplication", "--length", "32", "--symbols", "7", "--sequences", "64"],
         "config": str(folder / "config.json"),
-        "evaluate": ["--limit", "2"],
+        "evaluate": {"two": ["--limit", "2"], "one": ["--limit", "1"]},
         "arms": {
             "full": ['model.attention.pattern=["full"]'],
             "local": ['model.attention.pattern=["local"]', "training.steps=2"],
@@ -47,13 +47,31 @@ def test_arms_are_trained_and_evaluated_once(tmp_path):
     ]
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert first.returncode == 0, first.stderr
-    assert "| full |" in first.stdout and "| local |" in first.stdout
+    assert {f"{arm}; {given}" for arm in ("full", "local") for given in ("two", "one")} == {
+        line.split(" | ")[0].removeprefix("| ") for line in first.stdout.splitlines()[2:]
+    }
     steps = {n: len((tmp_path / f"runs/{n}-0/metrics.jsonl").read_text().splitlines()) for n in ("full", "local")}
     assert steps == {"full": 3, "local": 2}
-    before = (tmp_path / "runs/full-0/evaluation.json").stat().st_mtime_ns
+    results = [json.loads((tmp_path / f"runs/full-0/evaluation-{name}.json").read_text()) for name in ("two", "one")]
+    assert results[0]["dims"] == 2 * results[1]["dims"]
+    before = (tmp_path / "runs/full-0/evaluation-two.json").stat().st_mtime_ns
     again = subprocess.run([*command, "--arms", "full"], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0 and "| full |" in again.stdout and "| local |" not in again.stdout
-    assert (tmp_path / "runs/full-0/evaluation.json").stat().st_mtime_ns == before
+    assert again.returncode == 0 and "| full; one |" in again.stdout and "| local" not in again.stdout
+    assert (tmp_path / "runs/full-0/evaluation-two.json").stat().st_mtime_ns == before
+
+
+def test_the_commands_of_a_dry_run_are_those_that_would_run(tmp_path):
+    comparison = load(small_comparison(tmp_path))
+    given = commands(comparison, tmp_path / "runs", ["local"], seeds=(3,))
+    assert [words[0] for words in given] == ["prepare-data", "pretrain", "evaluate", "evaluate"]
+    assert given[1][:3] == ["pretrain", "--config", comparison["config"]]
+    assert {"run.seed=3", "training.steps=2"} < set(given[1])
+    assert [words[3:5] for words in given[2:]] == [["--limit", "2"], ["--limit", "1"]]
+    one = commands(comparison | {"evaluate": ["--limit", "4"]}, tmp_path / "runs", ["local"])[-1]
+    assert one[-1] == str(tmp_path / "runs/local-0/evaluation.json")
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(ConfigError, match="stepz"):
+        commands(comparison, tmp_path / "runs", overrides=["training.stepz=1"])
 
 
 def test_the_table_is_sorted_and_shows_the_spread():
