@@ -15,7 +15,7 @@ class Positions(nn.Module):
     """Position embeddings, (n, E) for the positions [first, first + n).
 
     axial: positions are cells of a grid; the embeddings of the axes stand side by side, Σ n_a·d_a numbers in place of
-    L·E (Reformer, appendix D of the paper's code: the enwik8 and imagenet64 models). learned: a vector each.
+    L·E (the Reformer's released enwik8 and imagenet64 configurations). learned: a vector each.
     sinusoidal: Vaswani et al. 2017.
     """
 

@@ -15,7 +15,7 @@ from megasparse.ops.tiled import tiled
 
 class FeedForward(nn.Module):
     """W2·dropout(relu(W1·x + b1)) + b2, or with `style` bert W2·gelu(W1·x + b1) + b2. With T tiles the hidden layer
-    (B, L/T, F) exists for one tile at a time (Reformer Eq. 9).
+    (B, L/T, F) exists for one tile at a time (Reformer Eq. 10).
     """
 
     def __init__(self, config: ModelConfig, layer: int):

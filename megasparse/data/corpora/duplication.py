@@ -1,4 +1,4 @@
-"""The duplication task (Kitaev, Kaiser and Levskaya 2020, section 5): sequences 0w0w, w of symbols drawn anew for each.
+"""The duplication task (Kitaev, Kaiser and Levskaya 2020, section 2.1): sequences 0w0w, w of symbols drawn for each.
 
 Only the second half can be predicted, and only by what attention finds in the first: `model.score_from` = length/2
 scores that half alone.
