@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.full import KeyValueCache
+from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 
 
@@ -169,7 +170,8 @@ class BandAttention(Attention):
         self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
     ) -> Tensor:
         if self.leak is not None:
-            raise ValueError(f"{type(self).__name__} cannot decode token by token here: {self.leak}")
+            problem = f"{type(self).__name__} cannot decode token by token: {self.leak}"
+            raise ConfigError("model.attention.pattern", problem, "Train with the strictly causal setting")
         return cache.decode(inputs, *self.band_codes(inputs, position, context), position, **self.rule)
 
 

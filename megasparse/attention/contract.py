@@ -143,6 +143,8 @@ class Attention(nn.Module, ABC):
     """Why a later token can move an earlier output, for a mechanism that keeps a paper's leaking window; else None."""
     normalises: bool = False
     """Whether each output is scaled to length 1, so that it is not linear in the values."""
+    all_pairs: bool = False
+    """Whether every query meets every key, so that memory can grow with the square of the length."""
 
     def __init__(self, spec: MechanismSpec):
         super().__init__()

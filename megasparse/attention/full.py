@@ -40,6 +40,8 @@ class FullAttention(Attention):
     sees nothing else.
     """
 
+    all_pairs = True
+
     def __init__(self, config: FullAttentionConfig, spec: MechanismSpec):
         super().__init__(spec)
         self.shared_qk = config.shared_qk

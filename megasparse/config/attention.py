@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megasparse.config.buckets import lsh_buckets
+from megasparse.config.messages import show
 from megasparse.config.section import Count, Positive, Rate, Section
 from megasparse.errors import ConfigError
 
@@ -20,6 +21,9 @@ class MechanismSection(Section):
     replaceable_by_full: ClassVar[bool] = False
     """Whether `full_below` applies: softmax attention inside what hashing alone finds, so that full attention has the
     very same weights. Of a mechanism that trains hashes or a sketch, full attention would leave those untrained."""
+    rounds_key: ClassVar[str | None] = None
+    """The key that holds the hash rounds (YOSO: hashes) of training, fewer of which take less memory; None where there
+    are none."""
 
     @property
     def rounds_in_evaluation(self) -> int | None:
@@ -28,6 +32,12 @@ class MechanismSection(Section):
 
     def check(self, key: str, model: "ModelConfig") -> None:
         """Raises ConfigError for the first rule that these settings break, beyond the types. key: where they stand."""
+
+    def check_pretraining(self, key: str, predicted: Literal["token", "answer"]) -> None:
+        """Raises ConfigError for what does not fit a pretraining run. predicted: what its stack learns to predict, a
+        token at each position, or, in the encoder of an encoder–decoder, the tokens of the answer. key: where these
+        settings stand.
+        """
 
 
 class FullAttentionConfig(MechanismSection):
@@ -72,6 +82,8 @@ class LSHAttentionConfig(MechanismSection):
     """A pair seen in N rounds counts once (log N of appendix A). false: N times, as HuggingFace does it."""
 
     replaceable_by_full = True
+
+    rounds_key = "rounds"
 
     @property
     def rounds_in_evaluation(self) -> int:
@@ -164,6 +176,8 @@ class YOSOAttentionConfig(MechanismSection):
     chunk: Positive = 128
     """Decoders on a CPU only: tables grow chunk by chunk; inside a chunk collisions are found pair by pair."""
 
+    rounds_key = "hashes"
+
     @property
     def rounds_in_evaluation(self) -> int:
         return self.evaluation_hashes or self.hashes
@@ -203,6 +217,11 @@ class SmartBirdAttentionConfig(MechanismSection):
             problem = f'{labels} does not fit objective = "{self.objective}"'
             raise ConfigError(f"{key}.labels", problem, 'Give the number of labels with "pooled", null with others')
 
+    def check_pretraining(self, key: str, predicted: Literal["token", "answer"]) -> None:
+        if self.objective != predicted:
+            problem = f"{show(self.objective)} is not what pretraining predicts here"
+            raise ConfigError(f"{key}.objective", problem, f"Set it to {show(predicted)}")
+
 
 class SMYRFAttentionConfig(MechanismSection):
     rounds: Positive = 2
@@ -213,6 +232,8 @@ class SMYRFAttentionConfig(MechanismSection):
 
     bidirectional_only = "its balanced clusters depend on all tokens"
     replaceable_by_full = True
+
+    rounds_key = "rounds"
 
     @property
     def rounds_in_evaluation(self) -> int:

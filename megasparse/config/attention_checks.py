@@ -40,15 +40,13 @@ def check_heads(model: ModelConfig) -> None:
                 )
 
 
-def check_sketches(model: ModelConfig) -> None:
-    """Objectives of Smart Bird's sketches in pretraining: a token a position, in the encoder of an encoder–decoder
-    those of the answer. Fine-tuning sets it by the task.
+def check_pretraining(model: ModelConfig) -> None:
+    """Raise ConfigError for the first mechanism that does not fit what pretraining predicts. Fine-tuning has rules of
+    its own.
     """
-    stacks = [("model.attention", model, "token")]
+    for kind in kinds(model):
+        section(model, kind).check_pretraining(f"model.attention.{kind}", "token")
     if model.source is not None:
-        stacks.append(("model.source.attention", encoder_part(model), "answer"))
-    for key, stack, wanted in stacks:
-        objective = stack.attention.smart_bird.objective
-        if "smart_bird" in kinds(stack) and objective != wanted:
-            problem = f"{show(objective)} is not what pretraining predicts here"
-            raise ConfigError(f"{key}.smart_bird.objective", problem, f"Set it to {show(wanted)}")
+        source = encoder_part(model)
+        for kind in kinds(source):
+            section(source, kind).check_pretraining(f"model.source.attention.{kind}", "answer")

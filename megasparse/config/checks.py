@@ -1,7 +1,7 @@
 """Rules between the keys of a run. Each raises a ConfigError that names the key, its value and a hint."""
 
 from megasparse.config import deepspeed_section
-from megasparse.config.attention_checks import check_sketches
+from megasparse.config.attention_checks import check_pretraining
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.model_checks import check_model, check_sizes
@@ -22,7 +22,7 @@ def check(config: RunSettings) -> None:
         _check_tokenizer(config)
         _check_lengths(config)
         _check_masking(config)
-        check_sketches(config.model)
+        check_pretraining(config.model)
         check_parallel(config)
     elif isinstance(config, FinetuneConfig):
         _check_start(config)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from megasparse.config.model_checks import check_model
+from megasparse.config.pattern import kinds, section
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.planning.plan import Plan
@@ -105,12 +106,13 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
     if model.activations == "checkpoint":
         yield 'model.activations="checkpoint_cpu"', with_changes(config, "model", activations="checkpoint_cpu")
     yield from training_changes(config)
-    for kind, section in (("lsh", model.attention.lsh), ("yoso", model.attention.yoso)):
-        key = "rounds" if kind == "lsh" else "hashes"
-        number = getattr(section, key)
-        if number > 1 and plan.uses(kind):
-            attention = model.attention.model_copy(update={kind: section.model_copy(update={key: number // 2})})
-            yield f"model.attention.{kind}.{key}={number // 2}", with_changes(config, "model", attention=attention)
+    for kind in kinds(model):
+        own = section(model, kind)
+        if own.rounds_key is not None and (number := getattr(own, own.rounds_key)) > 1:
+            fewer = own.model_copy(update={own.rounds_key: number // 2})
+            attention = model.attention.model_copy(update={kind: fewer})
+            change = f"model.attention.{kind}.{own.rounds_key}={number // 2}"
+            yield change, with_changes(config, "model", attention=attention)
     sequence = 2 * config.parallel.sequence
     if model.heads % sequence == 0 and plan.on.gpus % sequence == 0 and not model.source:
         yield f"parallel.sequence={sequence}", with_changes(config, "parallel", sequence=sequence)

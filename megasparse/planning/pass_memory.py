@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megasparse.attention.full import FullAttention
+from megasparse.attention.contract import Attention
 from megasparse.config.schema import Config
 from megasparse.model.build import build_model, empty_model
 from megasparse.model.encoder import Encoder
@@ -94,7 +94,7 @@ class PassMemory:
     def _all_pairs(self) -> bool:
         source = self.config.model.source
         crosses = source is not None and source.cross_attention == "full"
-        return crosses or any(isinstance(module, FullAttention) for module in self.model.modules())
+        return crosses or any(isinstance(module, Attention) and module.all_pairs for module in self.model.modules())
 
     def _phases(self, batch: int, length: int) -> Phases:
         model: Any = self.model

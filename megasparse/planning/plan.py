@@ -11,7 +11,6 @@ from functools import cached_property
 
 from megasparse.attention.heads import head_dim
 from megasparse.config.messages import show
-from megasparse.config.pattern import layers_with
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
@@ -106,9 +105,6 @@ class Plan:
         sequence = self.config.parallel.sequence
         curve, length = self.passes.curve.shared_among(sequence), self.config.data.sequence_length / sequence
         return curve.by_part(self.config.training.micro_batch, length, _part)
-
-    def uses(self, kind: str) -> bool:
-        return layers_with(self.config.model, kind) > 0
 
     @property
     def tokens(self) -> int:

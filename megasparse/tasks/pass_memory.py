@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from megasparse.attention.full import FullAttention
-from megasparse.attention.routing import RoutingAttention
+from megasparse.attention.contract import Attention
 from megasparse.errors import UserError
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.planning.memory_curves import Curve, Phases, continued, of_one_length, phases
@@ -68,7 +67,7 @@ class TaskPassMemory:
 def _sees_all_pairs(model: Any) -> bool:
     body = model.body
     unreplaced = isinstance(body, HuggingFaceBody) and not body.replaced
-    return unreplaced or any(isinstance(module, FullAttention) for module in body.modules())
+    return unreplaced or any(isinstance(module, Attention) and module.all_pairs for module in body.modules())
 
 
 @contextmanager
@@ -89,5 +88,5 @@ def _untouched(model: Any, precision: str) -> Iterator[None]:
                 weight.data = data
             model.train(training)
             for module in model.modules():
-                if isinstance(module, RoutingAttention):
+                if isinstance(module, Attention):
                     module.after_step(False, lambda sums: sums)

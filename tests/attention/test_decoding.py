@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megasparse.config.schema import ModelConfig
+from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.models import attention, causal_names, named, random_tokens, small, strict_names
@@ -50,7 +51,7 @@ def test_a_leaking_window_refuses_to_decode(name):
     model = build_model(small(attention=named(name)), seed=0)
     cache = model.new_cache(1, seed=0)
     model.prefill(random_tokens(1, 5), cache)
-    with pytest.raises(ValueError, match="window = band is strictly causal"):
+    with pytest.raises(ConfigError, match=r"cannot decode token by token: .*window = band is strictly causal"):
         model.decode(torch.tensor([0]), cache)
 
 

@@ -254,3 +254,12 @@ def test_passes_with_padding_and_packed_documents_are_counted(kind, special):
     model = {**ENCODER, "max_length": 128, "layers": 1, "d_model": 32, "heads": 2, "attention": attended, **special}
     config = build_config({"model": {**model, "masking": {"token": 259}}, "data": {"sequence_length": 128}})
     assert Plan(config, Assumptions(GPUS["A100"], path="counted")).passes.curve.bytes(1, 128) > 0
+
+
+@pytest.mark.parametrize("kind", ["lsh", "smyrf"])
+def test_fewer_rounds_are_a_hint(kind):
+    attended = attention(kind, **{kind: {"chunk": 32, "rounds": 8}})
+    model = {**ENCODER, "max_length": 128, "layers": 1, "d_model": 32, "heads": 2, "attention": attended}
+    config = build_config({"model": {**model, "masking": {"token": 259}}, "data": {"sequence_length": 128}})
+    hints = pretraining_hints(Plan(config, Assumptions(GPUS["A100"])))
+    assert f"model.attention.{kind}.rounds=4" in [hint.change for hint in hints]
