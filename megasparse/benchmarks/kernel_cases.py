@@ -106,11 +106,14 @@ def cluster_attention(dtype: torch.dtype, head_dim: int) -> None:
 
 @case
 def dropout(dtype: torch.dtype, head_dim: int) -> None:
-    """Layers `head_dim` wide, and 1,536."""
-    from megasparse.ops.random_kernels import drop
+    """Layers `head_dim` wide, and 1,536; and of relu, with its gradient."""
+    from megasparse.ops.random_kernels import drop, relu_gradient
 
     for width in (head_dim, 1536):
-        drop(torch.zeros(1, 64, width, dtype=dtype), 0.1, 1234, -99, 0, torch.zeros(1, 64, dtype=torch.int64))
+        x, rows = torch.zeros(1, 64, width, dtype=dtype), torch.zeros(1, 64, dtype=torch.int64)
+        for relu in (False, True):
+            out = drop(x, dtype, 0.1, 1234, -99, 0, rows, relu)
+        relu_gradient(x, out, 1.1)
 
 
 @case

@@ -7,8 +7,10 @@ Streams and norms are fp32. A branch computes in the dtype of its weights, and i
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, RecomputeCache, Targets
@@ -38,6 +40,8 @@ class Pass:
     source_mask: Tensor | None = None
     statistics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """Statistics by name, and by the layers that have them."""
+    gradient: Tensor | None = None
+    """In a reversible backward: the gradient of what the branch that is being recomputed adds to its stream."""
     recompute: defaultdict[tuple[str, int], RecomputeCache] = field(default_factory=lambda: defaultdict(RecomputeCache))
 
     def replay(self) -> "Pass":
@@ -114,9 +118,12 @@ class FeedForwardBranch(Branch):
         super().__init__(config, layer)
         self.feed_forward = FeedForward(config, layer)
 
-    def forward(self, x: Tensor, rng: RngContext) -> Tensor:
-        out = self.feed_forward(self.read(x), rng)
-        return _dropped(out, self.rate, rng, self.layer, "feed-forward dropout")
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
+        drop = partial(_dropped, rate=self.rate, rng=run.rng, layer=self.layer, purpose="feed-forward dropout")
+        known = None
+        if run.gradient is not None:  # dropout is linear: it does the same to a gradient
+            known = drop(run.gradient, dtype=self.norm.weight.dtype)
+        return drop(self.feed_forward(self.read(x), run.rng, known))
 
 
 class Block(nn.Module):
@@ -147,7 +154,7 @@ class Block(nn.Module):
         if cross is not None:
             seen = Source(source, run.source_mask) if source is not None else cache["cross"]
             found.append((cross, lambda x: (cross(x, run, seen), None)))
-        found.append((feed, lambda x: (feed(x, run.rng), None)))
+        found.append((feed, lambda x: (feed(x, run), None)))
         return found
 
     def decode(self, streams: Streams, cache: Any, position: int, rng: RngContext) -> Streams:
@@ -156,7 +163,7 @@ class Block(nn.Module):
         branches: list[tuple[Branch, Compute]] = [(own, lambda x: (own.decode(x, cache, position, rng), None))]
         if cross is not None:
             branches.append((cross, lambda x: (cross.decode(x, cache["cross"], position, rng), None)))
-        branches.append((feed, lambda x: (feed(x, rng), None)))
+        branches.append((feed, lambda x: (feed(x, Pass(rng, Padding())), None)))
         return _residual(streams, branches)[0]
 
 
@@ -170,9 +177,10 @@ def _residual(streams: Streams, branches: list[tuple[Branch, Compute]]) -> tuple
     return streams, auxiliary
 
 
-def _dropped(x: Tensor, rate: float, rng: RngContext, layer: int, purpose: str) -> Tensor:
+def _dropped(
+    x: Tensor, rate: float, rng: RngContext, layer: int, purpose: str, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """A branch's output in fp32, after dropout when training."""
-    x = x.float()
     if not rng.training or rate == 0.0:
-        return x
-    return dropout(x, rate, rng.key(layer, purpose), rng.rows(x.shape[1], x.device))
+        return x.to(dtype)
+    return dropout(x, rate, rng.key(layer, purpose), rng.rows(x.shape[1], x.device), dtype)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.config.schema import ModelConfig
-from megasparse.ops.random import RngContext, dropout
+from megasparse.ops.random import RngContext, relu_dropout
 from megasparse.ops.tiled import tiled
 
 
@@ -30,12 +30,15 @@ class FeedForward(nn.Module):
         self.down = nn.Parameter(torch.empty(config.d_model, config.d_ff))
         self.down_bias = nn.Parameter(torch.zeros(config.d_model))
 
-    def forward(self, x: Tensor, rng: RngContext) -> Tensor:
+    def forward(self, x: Tensor, rng: RngContext, gradient: Tensor | None = None) -> Tensor:
+        """Run the feed-forward. x: (B, L, E). gradient: that of the result, where it is known before (`tiled`)."""
         rate = self.rate if rng.training else 0.0
         key = rng.key(self.layer, "feed-forward hidden dropout")
 
         def tile(x: Tensor, rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
-            return F.linear(dropout(self.activation(F.linear(x, up, up_bias)), rate, key, rows), down, down_bias)
+            hidden = F.linear(x, up, up_bias)
+            hidden = relu_dropout(hidden, rate, key, rows) if self.activation is F.relu else self.activation(hidden)
+            return F.linear(hidden, down, down_bias)
 
         rows = rng.rows(x.shape[1], x.device)
-        return tiled(tile, (x, rows), (self.up, self.up_bias, self.down, self.down_bias), self.tiles)
+        return tiled(tile, (x, rows), (self.up, self.up_bias, self.down, self.down_bias), self.tiles, gradient)

@@ -48,6 +48,7 @@ class _Reversible(Function):
         replay = ctx.run.replay()
         for block in reversed(ctx.blocks):
             for _, compute in reversed(block.branches(replay, None, source)):
+                replay.gradient = d2
                 out, gradient = _again(compute, y1, d2, d_auxiliary)
                 y1, y2 = y2 - out, y1
                 d1, d2 = d2, d1 + gradient

@@ -85,35 +85,64 @@ def _seeds(key: int, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return _mix_(row), _mix_(column)
 
 
-def dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
+def dropout(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Zeroes elements of x (B, L, E) with probability `rate` and scales the rest by 1/(1 − rate).
 
     rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element), so the backward draws it again
-    and nothing is kept.
+    and nothing is kept. dtype: of the result, by default that of x; computed in the wider of the two.
     """
-    return x if rate == 0.0 else _Dropout.apply(x, partial(_drop, rate=rate, key=key, rows=rows))
+    dtype = dtype or x.dtype
+    return x.to(dtype) if rate == 0.0 else _Dropout.apply(x, dtype, partial(_drop, rate=rate, key=key, rows=rows))
+
+
+def relu_dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
+    """Compute dropout(relu(x)), on a GPU in one pass each way: where the result is 0, so is its gradient."""
+    if rate == 0.0 or implementation(x, largest_width=None) != "triton":
+        return dropout(torch.relu(x), rate, key, rows)
+    return _ReluDropout.apply(x, rate, partial(_drop, rate=rate, key=key, rows=rows, relu=True))
 
 
 class _Dropout(torch.autograd.Function):
     """Dropout, which does to the gradient of its output what it does to x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, drop: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.drop = drop
-        return drop(x)
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, drop: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor:
+        ctx.drop, ctx.dtype = drop, x.dtype
+        return drop(x, dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.drop(grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.drop(grads[0], ctx.dtype), None, None
 
 
-def _drop(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
-    """Drops numbers in blocks that stay in a CPU's cache: drawn whole, bits cost more than a wide product."""
+class _ReluDropout(torch.autograd.Function):
+    """Dropout of relu by kernels. The gradient goes where the result is above 0, which needs no draws."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rate: float, drop: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor:
+        out = drop(x, x.dtype)
+        ctx.rate = rate
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        from megasparse.ops.random_kernels import relu_gradient
+
+        (out,) = ctx.saved_tensors
+        return relu_gradient(grads[0], out, 1.0 / (1.0 - ctx.rate)), None, None
+
+
+def _drop(x: Tensor, dtype: torch.dtype, rate: float, key: int, rows: Tensor, relu: bool = False) -> Tensor:
+    """Drops numbers in blocks that stay in a CPU's cache: drawn whole, bits cost more than a wide product. relu: of
+    relu(x), by kernels alone.
+    """
     threshold = round(rate * 2**32) - 2**31
     if implementation(x, largest_width=None) == "triton":
         from megasparse.ops.random_kernels import drop
 
-        return drop(x, rate, *_halves(key), threshold, rows)
+        return drop(x, dtype, rate, *_halves(key), threshold, rows, relu)
+    x = x.to(torch.promote_types(x.dtype, dtype))
     flat = x.flatten(0, 1)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     row, column = _seeds(key, rows.flatten(), x.shape[2])
@@ -125,7 +154,7 @@ def _drop(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
         _mix_(torch.add(row[block].unsqueeze(-1), column, out=bits), spare)
         torch.mul(flat[block], 1.0 / (1.0 - rate), out=out[block])
         out[block] *= (bits >= threshold).to(x.dtype)
-    return out.view(x.shape)
+    return out.view(x.shape).to(dtype)
 
 
 def normal(key: int, rows: Tensor, columns: int) -> Tensor:

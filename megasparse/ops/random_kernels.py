@@ -29,9 +29,12 @@ def _bits_of(row_seed, column, high):
 
 @triton.jit(do_not_specialize=["low", "high", "threshold", "scale"])
 def _dropout(
-    x, rows, out, count, width, low, high, threshold, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, rows, out, count, width, low, high, threshold, scale, RELU: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Row by row what `ops.random.random_bits` draws; an element stays where its bits are at least `threshold`."""
+    """Row by row what `ops.random.random_bits` draws; an element stays where its bits are at least `threshold`. RELU:
+    of relu(x).
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < count)[:, None] & (column < width)[None, :]
@@ -41,24 +44,45 @@ def _dropout(
     place = row.to(tl.int64)[:, None] * width + column[None, :]
     value = tl.load(x + place, mask=inside, other=0)
     dropped = value.to(tl.float32) * tl.where(bits >= threshold, scale, 0.0)
-    tl.store(out + place, dropped.to(value.dtype), mask=inside)
+    if RELU:
+        dropped = tl.where(dropped < 0, 0.0, dropped)  # NaN stays
+    tl.store(out + place, dropped.to(out.dtype.element_ty), mask=inside)
 
 
-def drop(x: Tensor, rate: float, low: int, high: int, threshold: int, rows: Tensor) -> Tensor:
-    """Return x (B, L, E) with the elements zeroed whose bits are below `threshold`, the rest scaled by 1/(1 − rate);
-    the same to the bit as `ops.random` in torch. low, high: the key's halves, signed; rows: (B, L) int64.
+def drop(
+    x: Tensor, dtype: torch.dtype, rate: float, low: int, high: int, threshold: int, rows: Tensor, relu: bool = False
+) -> Tensor:
+    """Return x (B, L, E), or relu(x), with the elements zeroed whose bits are below `threshold`, the rest scaled by
+    1/(1 − rate); the same to the bit as `ops.random` in torch. low, high: the key's halves, signed; rows: (B, L) int64.
 
-    Cost: x is read and written once, 2·B·L·E·bytes and 8·B·L of rows; about 12 integer operations an element.
+    Cost: x is read and the result written once, and 8·B·L bytes of rows; about 12 integer operations an element.
     """
     x, rows = x.contiguous(), rows.contiguous()
-    out = empty_like(x)
+    out = empty_like(x, dtype=dtype)
     count, width = rows.numel(), x.shape[-1]
     columns = min(_LARGEST_COLUMNS, triton.next_power_of_2(width))
     tall = _NUMBERS // columns
     grid = (-(-count // tall), -(-width // columns))
     arguments = (x, rows, out, count, width, low, high, threshold, 1.0 / (1.0 - rate))
-    launch(_dropout, grid, *arguments, ROWS=tall, COLUMNS=columns, num_warps=4)
+    launch(_dropout, grid, *arguments, RELU=relu, ROWS=tall, COLUMNS=columns, num_warps=4)
     return out
+
+
+@triton.jit(do_not_specialize=["scale"])
+def _relu_gradient(grad, out, dx, count, scale, NUMBERS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = place < count
+    value = tl.load(grad + place, mask=inside, other=0).to(tl.float32) * scale
+    kept = tl.load(out + place, mask=inside, other=0) > 0
+    tl.store(dx + place, tl.where(kept, value, 0.0).to(dx.dtype.element_ty), mask=inside)
+
+
+def relu_gradient(grad: Tensor, out: Tensor, scale: float) -> Tensor:
+    """Return scale·grad where `out` is above 0, else 0: the gradient of dropout(relu(x)) of a result `out`."""
+    grad = grad.contiguous()
+    dx = empty_like(out)
+    launch(_relu_gradient, (-(-out.numel() // _NUMBERS),), grad, out, dx, out.numel(), scale, NUMBERS=_NUMBERS)
+    return dx
 
 
 @triton.jit(do_not_specialize=["low", "high"])

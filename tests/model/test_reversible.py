@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from megasparse.attention.contract import AttentionOutput
+from megasparse.model import feed_forward
 from megasparse.model.build import build_model
+from megasparse.ops.random import relu_dropout
 from tests.helpers.models import attention, random_tokens, small, training_draws
 
 
@@ -57,6 +59,19 @@ def test_tiles_inside_reversible_blocks_change_nothing():
     (loss, a), (tiled_loss, b) = gradients(whole, tokens), gradients(tiled, tokens)
     torch.testing.assert_close(loss, tiled_loss)
     assert error(b, a) < 1e-5
+
+
+def test_a_tile_of_the_feed_forward_is_computed_twice_a_step(monkeypatch):
+    tiles, computed = 3, []
+
+    def counted(x, *rest):
+        computed.append(x.shape[1])
+        return relu_dropout(x, *rest)
+
+    monkeypatch.setattr(feed_forward, "relu_dropout", counted)
+    config = small(feed_forward_tiles=tiles)
+    gradients(build_model(config, 0), random_tokens(2, 90))
+    assert computed == [90 // tiles] * tiles * config.layers * 2
 
 
 def test_a_second_forward_before_the_first_backward_changes_nothing():

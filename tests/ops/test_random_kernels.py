@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megasparse.ops.random import RngContext, dropout, normal, normal_by_head, random_bits
+from megasparse.ops.random import RngContext, dropout, normal, normal_by_head, random_bits, relu_dropout
 from tests.helpers.kernels import DEVICE
 
 ROWS = RngContext(3, 5, torch.tensor([7, 2**31 + 5]), True).rows
@@ -31,6 +31,22 @@ def test_the_kernel_drops_what_torch_drops_to_the_bit(length, width, rate, key, 
         # The interpreter cuts bf16 off where torch and a GPU round.
         assert torch.equal(a, b) or (dtype == torch.bfloat16 and ((a - b).abs() <= 2**-7 * a.abs()).all())
     assert width == 1 or 0 < (kernel[0] == 0).double().mean() < 1
+
+
+@pytest.mark.parametrize("function", [relu_dropout, lambda *given: dropout(*given, torch.float32)])
+def test_dropout_of_relu_and_into_another_dtype_are_those_of_torch(function, monkeypatch):
+    """fp16: the interpreter rounds it as torch does."""
+    made = []
+    for name, device in (("blockwise", torch.device("cpu")), ("triton", DEVICE)):
+        monkeypatch.setenv("MEGASPARSE_OPS", name)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(2, 9, 48, generator=generator).to(device, torch.float16).requires_grad_()
+        out = function(x, 0.25, 2**63 + 17, ROWS(9, device))
+        out.backward(torch.randn(2, 9, 48, generator=generator).to(device, out.dtype))
+        made.append((out.detach().cpu(), x.grad.cpu()))
+    for blockwise, kernel in zip(*made, strict=True):
+        assert torch.equal(blockwise, kernel) and blockwise.dtype == kernel.dtype
+    assert 0.2 < (made[1][1] == 0).double().mean() < 0.7
 
 
 def test_the_share_dropped_is_the_rate(monkeypatch):

@@ -14,4 +14,4 @@ def _kernel(*arguments: Any) -> Tensor:
     raise NotImplementedError("a kernel of megasparse")
 
 
-bits = drop = normals = _kernel
+bits = drop = normals = relu_gradient = _kernel
