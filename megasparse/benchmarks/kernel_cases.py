@@ -11,7 +11,7 @@ Case = Callable[[torch.dtype, int], None]
 CASES: dict[str, Case] = {}
 """The case of each operator."""
 HEAD_DIMS = (16, 32, 64, 128, 256)
-ONE_WIDTH = {"counting_sort", "random_numbers", "sketch", "cross_entropy"}
+ONE_WIDTH = {"counting_sort", "layer_norm", "random_numbers", "sketch", "cross_entropy"}
 """Operators in which a layer's head dim has no part: the case has all their widths, and one head dim stands for all."""
 ONE = 64
 
@@ -114,6 +114,17 @@ def dropout(dtype: torch.dtype, head_dim: int) -> None:
         for relu in (False, True):
             out = drop(x, dtype, 0.1, 1234, -99, 0, rows, relu)
         relu_gradient(x, out, 1.1)
+
+
+@case
+def layer_norm(dtype: torch.dtype, head_dim: int) -> None:
+    """Streams, read in the dtype of the weights."""
+    from megasparse.ops.layer_norm.gpu import layer_norm as normalised
+
+    for width in (768, 4096):
+        x = torch.zeros(1, 64, width, requires_grad=True)
+        weight, bias = (torch.ones(width, dtype=dtype, requires_grad=True) for _ in range(2))
+        normalised(x, weight, bias, 1e-5, dtype).sum().backward()
 
 
 @case

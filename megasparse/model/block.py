@@ -65,7 +65,8 @@ class Branch(nn.Module):
 
     def read(self, stream: Tensor) -> Tensor:
         """The branch's input from a stream, in the dtype of its weights."""
-        return (stream if self.post_norm else self.norm(stream)).to(self.norm.weight.dtype)
+        dtype = self.norm.weight.dtype
+        return stream.to(dtype) if self.post_norm else self.norm(stream, dtype)
 
     def add(self, streams: Streams, out: Tensor) -> Streams:
         """The streams after the branch, which reads the last one: of two it adds to the other one, and they change

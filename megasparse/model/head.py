@@ -12,6 +12,7 @@ from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Streams
 from megasparse.ops.adaptive_softmax import adaptive_log_probabilities, adaptive_scores
 from megasparse.ops.cross_entropy import token_scores
+from megasparse.ops.layer_norm import layer_norm
 from megasparse.ops.tiled import tiled
 
 
@@ -78,8 +79,7 @@ class OutputHead(nn.Module):
             gain, shift = gain * width**-0.5, shift * width**-0.5
         else:
             x = torch.cat(list(streams), dim=-1)
-        hidden = F.layer_norm(x, x.shape[-1:], gain.to(x.dtype), shift.to(x.dtype), self.eps)
-        return hidden.to(weights["weight"].dtype)
+        return layer_norm(x, gain, shift, self.eps, weights["weight"].dtype)
 
     def _logits(self, hidden: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """Logits of every id; of an adaptive softmax ln p, whose softmax is that p."""

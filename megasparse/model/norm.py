@@ -1,10 +1,10 @@
 """Layer normalisation."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.config.schema import ModelConfig
+from megasparse.ops.layer_norm import layer_norm
 
 
 class Norm(nn.Module):
@@ -16,5 +16,6 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.d_model))
         self.bias = nn.Parameter(torch.zeros(config.d_model))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Normalise x (B, L, E). dtype: of the result, by default that of x."""
+        return layer_norm(x, self.weight, self.bias, self.eps, dtype)

@@ -1,0 +1,10 @@
+"""Layer normalisation by torch's own."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """Computes `operator.layer_norm`."""
+    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps).to(dtype or x.dtype)
