@@ -20,7 +20,9 @@ SLOW = (
     *("ops/test_autocast.py", "test_bucketed_attention.py", "test_hash_table_attention.py", "ops/test_sketch.py"),
     *("test_backend.py", "training/test_loop.py", "test_encoder_decoder.py", "test_download.py", "test_run_lock.py"),
 )
-"""Patterns of the files that `make test-fast` leaves out: over 4 seconds each on a quiet core, with the rooms of which most are."""
+"""Patterns of the files that `make test-fast` leaves out: over 4 seconds each on a quiet core, and whole folders of
+which most are.
+"""
 
 FIGURES = pytest.StashKey[dict[str, float]]()
 LARGEST = ("seconds", "ratio", "slope")
