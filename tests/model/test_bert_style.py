@@ -12,7 +12,7 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.hub.bert import FORMAT
-from megasparse.model.build import build_model
+from megasparse.model.build import build_model, empty_model
 from megasparse.model.feed_forward import FeedForward
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
@@ -209,3 +209,12 @@ def test_what_does_not_go_together_is_refused(changes, key, problem):
 
 def test_old_configurations_have_the_old_style():
     assert (ModelConfig().style, ModelConfig().norm_eps, ModelConfig().token_types) == ("reformer", 1e-5, 0)
+
+
+@pytest.mark.parametrize("name", ["yoso", "longformer", "bigbird", "performer", "lsh separate"])
+def test_another_attention_has_the_same_weights(name):
+    """So a pretrained encoder can go on with it: `megasparse pretrain --resume ... --allow-changed-config`."""
+    with torch.device("meta"):
+        models = [empty_model(bert(attention=named(each))) for each in ("full", name)]
+    full, other = ({name: weight.shape for name, weight in model.named_parameters()} for model in models)
+    assert other == full
