@@ -160,7 +160,7 @@ def split_heads_by_mechanism(
             keys = k[:, first_key : first_key + heads]
             first_key += heads
         if mechanism.adds_positions:
-            positions = sinusoids(first_position, q.shape[2], q.shape[3]).to(q.device, q.dtype)
+            positions = sinusoids(first_position, q.shape[2], q.shape[3], q.device).to(q.dtype)
             mine, keys = mine + positions, keys + positions
         if mechanism.shared_qk:
             mine, values = part.to_heads(mine, values)

@@ -32,7 +32,7 @@ class RelativePositions(nn.Module):
     def forward(self, chunk: int, causal: bool, part: SequencePart = WHOLE) -> tuple[Tensor, Tensor, Tensor]:
         """Return r (H, E, D) in fp32 at least, u (H, D) and w (H, D), of the heads that are here."""
         steps = distances(chunk, causal)
-        r = sinusoids(steps[-1], len(steps), self.width).flip(0).to(self.projection.device)
+        r = sinusoids(steps[-1], len(steps), self.width, self.projection.device).flip(0)
         dtype = torch.promote_types(self.projection.dtype, torch.float32)
         r = r.to(dtype) @ part.own(self.projection, 0).to(dtype)
         return r, part.own(self.content_bias, 0), part.own(self.distance_bias, 0)

@@ -30,13 +30,13 @@ class Positions(nn.Module):
         elif self.kind == "learned":
             self.table = nn.Parameter(torch.empty(self.offset + config.max_length, config.d_model))
 
-    def forward(self, first: int, count: int) -> Tensor | None:
+    def forward(self, first: int, count: int, device: torch.device) -> Tensor | None:
         if self.kind == "axial":
             return self._axial(first, count)
         if self.kind == "learned":
             return self.table[self.offset + first : self.offset + first + count]
         if self.kind == "sinusoidal":
-            return sinusoids(first, count, self.width)
+            return sinusoids(first, count, self.width, device)
         return None  # rotary positions turn queries and keys instead
 
     def _axial(self, first: int, count: int) -> Tensor:
@@ -78,7 +78,7 @@ class Embedding(nn.Module):
         x = x.float()
         if self.token_types is not None:
             x = x + self._types(tokens).float()
-        positions = self.positions(first, x.shape[1])
+        positions = self.positions(first, x.shape[1], x.device)
         if positions is not None:
             x = x + positions.to(x.device, torch.float32)
         return x if self.norm is None else self.norm(x)

@@ -1,15 +1,35 @@
 """Positions as functions of their number: sinusoids, and rotations of pairs. B batch, L length, H heads, D head dim."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
+_KEPT_NUMBERS = 1 << 24  # of a table that is kept: 64 MB
 
-def sinusoids(first: int, count: int, width: int) -> Tensor:
-    """Sinusoidal embeddings (count, width) fp32 of the positions [first, first + count) (Vaswani et al. 2017)."""
+
+def sinusoids(first: int, count: int, width: int, device: torch.device | str = "cpu") -> Tensor:
+    """Sinusoidal embeddings (count, width) fp32 of the positions [first, first + count) (Vaswani et al. 2017).
+
+    Computed in float64 on the device, so that devices agree up to the last bit of fp32; not to be changed in place, as
+    small tables are kept.
+    """
+    device = torch.device(device)
+    keep = count > 1 and count * width <= _KEPT_NUMBERS and device.type != "meta"
+    return (_kept_sinusoids if keep else _sinusoids)(first, count, width, device)
+
+
+def _sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
     half = (width + 1) // 2
-    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = torch.arange(first, first + count, dtype=torch.float64)[:, None] * frequency
+    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
+    angle = torch.arange(first, first + count, dtype=torch.float64, device=device)[:, None] * frequency
     return torch.cat([torch.sin(angle).float(), torch.cos(angle).float()], dim=-1)[:, :width]
+
+
+@lru_cache(maxsize=4)
+def _kept_sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a table made in inference would be refused in training
+        return _sinusoids(first, count, width, device)
 
 
 def rotate(x: Tensor, first_position: int) -> Tensor:

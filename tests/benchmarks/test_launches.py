@@ -79,6 +79,13 @@ def test_a_step_of_reformer_64k_takes_no_more_than_recorded():
     assert both.torch + both.kernels <= 4843 and both.moved <= 412e9 and both.flops <= 77.8e12
 
 
+@pytest.mark.parametrize("kind,relative", [("sinusoidal", "true"), ("rotary", "false")])
+def test_a_step_has_no_work_of_the_host(kind, relative):
+    positions = f'model.positions={{"kind":"{kind}"}}'
+    both = total(count_step(load_config("quickstart", [positions, f"model.attention.local.relative={relative}"])))
+    assert (both.transfers, both.host) == (0, 0)
+
+
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     out = tmp_path / "launches.json"
     main(["bench", "launches", "--mechanisms", "local", "--length", "1024", "--json", str(out)])

@@ -99,7 +99,7 @@ def test_token_types_follow_the_first_separator():
         own[row.index(SEPARATOR) + 1 :] = 1
     embedding = model.embedding
     found = embedding(tokens, 0)
-    position = embedding.positions(0, 30)
+    position = embedding.positions(0, 30, torch.device("cpu"))
     expected = embedding.norm(embedding.weight[tokens] + embedding.token_types[types] + position)
     torch.testing.assert_close(found, expected)
     with torch.no_grad():

@@ -63,7 +63,7 @@ class VectorEmbedding(nn.Module):
     def forward(self, rows: Tensor, first: int) -> Tensor:
         """Embed rows. rows: (B, n, C + F), from position `first` on. Returns (B, n, E) fp32."""
         x = self.linear(rows.to(self.linear.weight.dtype)).float()
-        positions = self.positions(first, x.shape[1])
+        positions = self.positions(first, x.shape[1], x.device)
         return x if positions is None else x + positions.to(x.device, torch.float32)
 
 

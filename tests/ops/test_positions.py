@@ -1,0 +1,27 @@
+import math
+
+import torch
+
+from megasparse.ops.positions import sinusoids
+from tests.helpers.kernels import DEVICE
+
+
+def test_sinusoids_are_the_definition_and_the_same_again():
+    for _ in range(2):
+        found = sinusoids(1000, 3, 5, DEVICE).cpu()
+        for position, row in zip(range(1000, 1003), found.tolist(), strict=True):
+            angles = [position / 10000 ** (i / 3) for i in range(3)]
+            expected = [*map(math.sin, angles), *map(math.cos, angles)][:5]
+            torch.testing.assert_close(torch.tensor(row), torch.tensor(expected), rtol=1e-6, atol=1e-7)
+
+
+def test_a_table_made_in_inference_trains():
+    with torch.inference_mode():
+        first = sinusoids(0, 4, 6)
+    x = torch.ones(4, 6, requires_grad=True)
+    (x * sinusoids(0, 4, 6)).sum().backward()
+    assert torch.equal(x.grad, first)
+
+
+def test_tables_of_shapes_alone_are_made_where_they_are_asked_for():
+    assert sinusoids(0, 1 << 20, 1024, "meta").is_meta
