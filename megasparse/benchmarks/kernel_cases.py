@@ -111,9 +111,9 @@ def dropout(dtype: torch.dtype, head_dim: int) -> None:
 
     for width in (head_dim, 1536):
         x, rows = torch.zeros(1, 64, width, dtype=dtype), torch.zeros(1, 64, dtype=torch.int64)
-        for relu in (False, True):
-            out = drop(x, dtype, 0.1, 1234, -99, 0, rows, relu)
-        relu_gradient(x, out, 1.1)
+        for relu, to in ((False, None), (True, None), (False, (x.float(), 1)), (False, (x.float(), -1))):
+            out = drop(x, dtype if to is None else torch.float32, 0.1, (1234, -99), 0, rows, relu, to)
+        relu_gradient(x, out.to(dtype), 1.1)
 
 
 @case

@@ -76,7 +76,7 @@ def observed(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
 
     def keep(name: str) -> Any:
         def hook(module: Any, inputs: Any, output: Any) -> None:
-            outputs.append((name, output[0] if isinstance(output, tuple) else output))
+            outputs.append((name, (output[0] if isinstance(output, tuple) else output).float()))
 
         return hook
 

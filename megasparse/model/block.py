@@ -7,10 +7,8 @@ Streams and norms are fp32. A branch computes in the dtype of its weights, and i
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, RecomputeCache, Targets
@@ -19,7 +17,7 @@ from megasparse.attention.heads import AttentionLayer, Padding
 from megasparse.config.schema import ModelConfig
 from megasparse.model.feed_forward import FeedForward
 from megasparse.model.norm import Norm
-from megasparse.ops.random import RngContext, dropout
+from megasparse.ops.random import RngContext, add_dropout, dropout
 
 Streams = tuple[Tensor, ...]
 """The residual streams, (B, L, E) fp32 each: two in a reversible stack, one in an ordinary one."""
@@ -41,7 +39,7 @@ class Pass:
     statistics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """Statistics by name, and by the layers that have them."""
     gradient: Tensor | None = None
-    """In a reversible backward: the gradient of what the branch that is being recomputed adds to its stream."""
+    """In a reversible backward: the gradient of the output of the branch that is being recomputed."""
     recompute: defaultdict[tuple[str, int], RecomputeCache] = field(default_factory=lambda: defaultdict(RecomputeCache))
 
     def replay(self) -> "Pass":
@@ -54,9 +52,12 @@ class Pass:
 
 
 class Branch(nn.Module):
-    """A part of a layer that adds to a stream, and its norm: of what it reads (pre-norm), or with `style` bert of the
-    sum (post-norm).
+    """A part of a layer whose output is added to a stream after dropout, and its norm: of what it reads (pre-norm), or
+    with `style` bert of the sum (post-norm).
     """
+
+    purpose: str
+    """What the draws of its dropout are for."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -68,44 +69,65 @@ class Branch(nn.Module):
         dtype = self.norm.weight.dtype
         return stream.to(dtype) if self.post_norm else self.norm(stream, dtype)
 
-    def add(self, streams: Streams, out: Tensor) -> Streams:
+    def add(self, streams: Streams, out: Tensor, rng: RngContext) -> Streams:
         """The streams after the branch, which reads the last one: of two it adds to the other one, and they change
-        places.
+        places. out: (B, L, E), the branch's output.
         """
         if len(streams) == 2:
-            return streams[1], streams[0] + out
-        (x,) = streams
-        return (self.norm(x + out) if self.post_norm else x + out,)
+            return streams[1], self.plus(streams[0], out, rng)
+        x = self.plus(streams[0], out, rng)
+        return (self.norm(x) if self.post_norm else x,)
+
+    def plus(self, stream: Tensor, out: Tensor, rng: RngContext, sign: int = 1) -> Tensor:
+        """Return stream + sign·dropout(out) in fp32."""
+        if not self._drops(rng):
+            return stream + out.float() if sign == 1 else stream - out.float()
+        rows = rng.rows(out.shape[1], out.device)
+        return add_dropout(stream, out, self.rate, rng.key(self.layer, self.purpose), rows, sign)
+
+    def gradient(self, grad: Tensor, rng: RngContext) -> Tensor:
+        """The gradient of the branch's output. grad: that of what it adds. Dropout, being linear, is its own."""
+        dtype = self.norm.weight.dtype
+        if not self._drops(rng):
+            return grad.to(dtype)
+        key = rng.key(self.layer, self.purpose)
+        return dropout(grad, self.rate, key, rng.rows(grad.shape[1], grad.device), dtype)
+
+    def _drops(self, rng: RngContext) -> bool:
+        return rng.training and self.rate > 0.0
 
 
 class AttentionBranch(Branch):
+    purpose = "attention dropout"
+
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
         self.attention = AttentionLayer(config, layer)
 
     def forward(self, x: Tensor, run: Pass, cache: Any = None) -> tuple[Tensor, Tensor | None]:
-        """Run the residual branch. x: (B, L, E). Returns what to add to the stream and the auxiliary loss."""
+        """Run the residual branch. x: (B, L, E). Returns its output and the auxiliary loss."""
         context = AttentionContext(
             self.layer, run.rng, recompute=run.recompute["attention", self.layer], targets=run.targets
         )
         output = self.attention(self.read(x), context, run.padding, cache=cache)
         for name, value in output.statistics.items():
             run.statistics.setdefault(f"attention/{name}", {})[self.layer] = value
-        return _dropped(output.out, self.rate, run.rng, self.layer, "attention dropout"), output.auxiliary_loss
+        return output.out, output.auxiliary_loss
 
     def decode(self, x: Tensor, cache: Any, position: int, rng: RngContext) -> Tensor:
         return self.attention.decode(self.read(x), cache, position, AttentionContext(self.layer, rng)).float()
 
 
 class CrossAttentionBranch(Branch):
+    purpose = "cross-attention dropout"
+
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
         self.attention = CrossAttention(config)
 
     def forward(self, x: Tensor, run: Pass, source: Source | SourceKeys) -> Tensor:
         context = AttentionContext(self.layer, run.rng, recompute=run.recompute["cross-attention", self.layer])
-        out = self.attention(self.read(x), source, context)
-        return _dropped(out, self.rate, run.rng, self.layer, "cross-attention dropout")
+        return self.attention(self.read(x), source, context)
 
     def new_cache(self, source: Source, rng: RngContext) -> SourceKeys:
         return self.attention.read(source, AttentionContext(self.layer, rng))
@@ -115,16 +137,14 @@ class CrossAttentionBranch(Branch):
 
 
 class FeedForwardBranch(Branch):
+    purpose = "feed-forward dropout"
+
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
         self.feed_forward = FeedForward(config, layer)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
-        drop = partial(_dropped, rate=self.rate, rng=run.rng, layer=self.layer, purpose="feed-forward dropout")
-        known = None
-        if run.gradient is not None:  # dropout is linear: it does the same to a gradient
-            known = drop(run.gradient, dtype=self.norm.weight.dtype)
-        return drop(self.feed_forward(self.read(x), run.rng, known))
+        return self.feed_forward(self.read(x), run.rng, run.gradient)
 
 
 class Block(nn.Module):
@@ -145,7 +165,7 @@ class Block(nn.Module):
 
         Source and streams are arguments of their own because the checkpointing wrapper looks for tensors no deeper.
         """
-        streams, auxiliary = _residual(streams, self.branches(run, cache, source))
+        streams, auxiliary = _residual(streams, self.branches(run, cache, source), run.rng)
         return auxiliary, *streams
 
     def branches(self, run: Pass, cache: Any, source: Tensor | None) -> list[tuple[Branch, Compute]]:
@@ -165,23 +185,16 @@ class Block(nn.Module):
         if cross is not None:
             branches.append((cross, lambda x: (cross.decode(x, cache["cross"], position, rng), None)))
         branches.append((feed, lambda x: (feed(x, Pass(rng, Padding())), None)))
-        return _residual(streams, branches)[0]
+        return _residual(streams, branches, rng)[0]
 
 
-def _residual(streams: Streams, branches: list[tuple[Branch, Compute]]) -> tuple[Streams, Tensor | None]:
+def _residual(
+    streams: Streams, branches: list[tuple[Branch, Compute]], rng: RngContext
+) -> tuple[Streams, Tensor | None]:
     """The streams after all branches, and the auxiliary loss of the one that has any."""
     auxiliary = None
     for branch, compute in branches:
         out, loss = compute(streams[-1])
-        streams = branch.add(streams, out)
+        streams = branch.add(streams, out, rng)
         auxiliary = auxiliary if loss is None else loss
     return streams, auxiliary
-
-
-def _dropped(
-    x: Tensor, rate: float, rng: RngContext, layer: int, purpose: str, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """A branch's output in fp32, after dropout when training."""
-    if not rng.training or rate == 0.0:
-        return x.to(dtype)
-    return dropout(x, rate, rng.key(layer, purpose), rng.rows(x.shape[1], x.device), dtype)

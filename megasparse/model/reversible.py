@@ -47,10 +47,10 @@ class _Reversible(Function):
             source = source.detach().requires_grad_()
         replay = ctx.run.replay()
         for block in reversed(ctx.blocks):
-            for _, compute in reversed(block.branches(replay, None, source)):
-                replay.gradient = d2
-                out, gradient = _again(compute, y1, d2, d_auxiliary)
-                y1, y2 = y2 - out, y1
+            for branch, compute in reversed(block.branches(replay, None, source)):
+                replay.gradient = branch.gradient(d2, replay.rng)
+                out, gradient = _again(compute, y1, replay.gradient, d_auxiliary)
+                y1, y2 = branch.plus(y2, out, replay.rng, sign=-1), y1
                 d1, d2 = d2, d1 + gradient
         return d1, d2, None if source is None else source.grad, None, None
 
@@ -58,11 +58,11 @@ class _Reversible(Function):
 def _again(compute: Compute, x: Tensor, *grads: Tensor) -> tuple[Tensor, Tensor]:
     """A branch's output for x, and the gradient of x; weights and source accumulate theirs.
 
-    grads: gradients of what the branch adds to the stream, and of its auxiliary loss.
+    grads: gradients of its output and of its auxiliary loss.
     """
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         outputs = [y for y in compute(x) if y is not None]
-    torch.autograd.backward(outputs, grads[: len(outputs)])
+    torch.autograd.backward(outputs, [grad.to(y.dtype) for y, grad in zip(outputs, grads, strict=False)])
     assert x.grad is not None
     return outputs[0].detach(), x.grad

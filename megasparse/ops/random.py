@@ -95,6 +95,14 @@ def dropout(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype |
     return x.to(dtype) if rate == 0.0 else _Dropout.apply(x, dtype, partial(_drop, rate=rate, key=key, rows=rows))
 
 
+def add_dropout(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, sign: int = 1) -> Tensor:
+    """Compute stream + sign·dropout(x), in the dtype of the stream (B, L, E); on a GPU in one pass. sign: 1 or −1."""
+    if implementation(x, largest_width=None) != "triton":
+        dropped = dropout(x, rate, key, rows, stream.dtype)
+        return stream + dropped if sign == 1 else stream - dropped
+    return _AddDropout.apply(stream, x, sign, partial(_drop, rate=rate, key=key, rows=rows))
+
+
 def relu_dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
     """Compute dropout(relu(x)), on a GPU in one pass each way: where the result is 0, so is its gradient."""
     if rate == 0.0 or implementation(x, largest_width=None) != "triton":
@@ -115,6 +123,20 @@ class _Dropout(torch.autograd.Function):
         return ctx.drop(grads[0], ctx.dtype), None, None
 
 
+class _AddDropout(torch.autograd.Function):
+    """A stream and the dropout of x, by kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, x: Tensor, sign: int, drop: Callable[..., Tensor]) -> Tensor:
+        ctx.drop, ctx.dtype, ctx.sign = drop, x.dtype, sign
+        return drop(x, stream.dtype, to=(stream, sign))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gradient = ctx.drop(grads[0], ctx.dtype)
+        return grads[0], gradient if ctx.sign == 1 else -gradient, None, None
+
+
 class _ReluDropout(torch.autograd.Function):
     """Dropout of relu by kernels. The gradient goes where the result is above 0, which needs no draws."""
 
@@ -133,15 +155,23 @@ class _ReluDropout(torch.autograd.Function):
         return relu_gradient(grads[0], out, 1.0 / (1.0 - ctx.rate)), None, None
 
 
-def _drop(x: Tensor, dtype: torch.dtype, rate: float, key: int, rows: Tensor, relu: bool = False) -> Tensor:
-    """Drops numbers in blocks that stay in a CPU's cache: drawn whole, bits cost more than a wide product. relu: of
-    relu(x), by kernels alone.
+def _drop(
+    x: Tensor,
+    dtype: torch.dtype,
+    rate: float,
+    key: int,
+    rows: Tensor,
+    relu: bool = False,
+    to: tuple[Tensor, int] | None = None,
+) -> Tensor:
+    """Drops numbers in blocks that stay in a CPU's cache: drawn whole, bits cost more than a wide product. By kernels
+    alone: relu, dropout of relu(x); to, a tensor that it is added to, and the sign that it is added with.
     """
     threshold = round(rate * 2**32) - 2**31
     if implementation(x, largest_width=None) == "triton":
         from megasparse.ops.random_kernels import drop
 
-        return drop(x, dtype, rate, *_halves(key), threshold, rows, relu)
+        return drop(x, dtype, rate, _halves(key), threshold, rows, relu, to)
     x = x.to(torch.promote_types(x.dtype, dtype))
     flat = x.flatten(0, 1)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)

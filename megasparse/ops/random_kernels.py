@@ -29,11 +29,11 @@ def _bits_of(row_seed, column, high):
 
 @triton.jit(do_not_specialize=["low", "high", "threshold", "scale"])
 def _dropout(
-    x, rows, out, count, width, low, high, threshold, scale, RELU: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, rows, stream, out, count, width, low, high, threshold, scale, SIGN: tl.constexpr, RELU: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Row by row what `ops.random.random_bits` draws; an element stays where its bits are at least `threshold`. RELU:
-    of relu(x).
+    of relu(x). stream: what SIGN times the result is added to, or None.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -46,25 +46,36 @@ def _dropout(
     dropped = value.to(tl.float32) * tl.where(bits >= threshold, scale, 0.0)
     if RELU:
         dropped = tl.where(dropped < 0, 0.0, dropped)  # NaN stays
+    if stream is not None:
+        dropped = tl.load(stream + place, mask=inside, other=0).to(tl.float32) + SIGN * dropped
     tl.store(out + place, dropped.to(out.dtype.element_ty), mask=inside)
 
 
 def drop(
-    x: Tensor, dtype: torch.dtype, rate: float, low: int, high: int, threshold: int, rows: Tensor, relu: bool = False
+    x: Tensor,
+    dtype: torch.dtype,
+    rate: float,
+    key: tuple[int, int],
+    threshold: int,
+    rows: Tensor,
+    relu: bool = False,
+    to: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Return x (B, L, E), or relu(x), with the elements zeroed whose bits are below `threshold`, the rest scaled by
-    1/(1 − rate); the same to the bit as `ops.random` in torch. low, high: the key's halves, signed; rows: (B, L) int64.
+    1/(1 − rate); the same to the bit as `ops.random` in torch. key: its halves, signed. rows: (B, L) int64. to: what
+    it is added to, and the sign that it is added with.
 
-    Cost: x is read and the result written once, and 8·B·L bytes of rows; about 12 integer operations an element.
+    Cost: tensors are read and the result written once, and 8·B·L bytes of rows; about 12 integer operations an element.
     """
     x, rows = x.contiguous(), rows.contiguous()
+    stream, sign = (None, 1) if to is None else (to[0].contiguous(), to[1])
     out = empty_like(x, dtype=dtype)
     count, width = rows.numel(), x.shape[-1]
     columns = min(_LARGEST_COLUMNS, triton.next_power_of_2(width))
     tall = _NUMBERS // columns
     grid = (-(-count // tall), -(-width // columns))
-    arguments = (x, rows, out, count, width, low, high, threshold, 1.0 / (1.0 - rate))
-    launch(_dropout, grid, *arguments, RELU=relu, ROWS=tall, COLUMNS=columns, num_warps=4)
+    arguments = (x, rows, stream, out, count, width, *key, threshold, 1.0 / (1.0 - rate))
+    launch(_dropout, grid, *arguments, SIGN=sign, RELU=relu, ROWS=tall, COLUMNS=columns, num_warps=4)
     return out
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megasparse.ops.random import RngContext, dropout, normal, normal_by_head, random_bits, relu_dropout
+from megasparse.ops.random import RngContext, add_dropout, dropout, normal, normal_by_head, random_bits, relu_dropout
 from tests.helpers.kernels import DEVICE
 
 ROWS = RngContext(3, 5, torch.tensor([7, 2**31 + 5]), True).rows
@@ -47,6 +47,22 @@ def test_dropout_of_relu_and_into_another_dtype_are_those_of_torch(function, mon
     for blockwise, kernel in zip(*made, strict=True):
         assert torch.equal(blockwise, kernel) and blockwise.dtype == kernel.dtype
     assert 0.2 < (made[1][1] == 0).double().mean() < 0.7
+
+
+def test_what_is_added_to_a_stream_is_that_of_torch_and_comes_off_again(monkeypatch):
+    made = []
+    for name, device in (("blockwise", torch.device("cpu")), ("triton", DEVICE)):
+        monkeypatch.setenv("MEGASPARSE_OPS", name)
+        generator = torch.Generator().manual_seed(1)
+        stream = torch.randn(2, 9, 48, generator=generator).to(device).requires_grad_()
+        x = torch.randn(2, 9, 48, generator=generator).to(device, torch.float16).requires_grad_()
+        given = (x, 0.25, 99, ROWS(9, device))
+        out = add_dropout(stream, *given)
+        out.backward(torch.randn(2, 9, 48, generator=generator).to(device))
+        with torch.no_grad():
+            torch.testing.assert_close(add_dropout(out, *given, -1), stream)
+        made.append([y.detach().cpu() for y in (out, stream.grad, x.grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
 def test_the_share_dropped_is_the_rate(monkeypatch):
