@@ -26,8 +26,11 @@ from megasparse.ops.kernels import Launch, observed
 from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import dummy_records
 from megasparse.planning.pass_memory import PassMemory, as_on_a_gpu
+from megasparse.planning.roofline import PEAKS, Peaks
 
 META = torch.device("meta")
+LAUNCH_SECONDS = 5e-6
+"""Assumed time of the host for one launch."""
 _NO_LAUNCH = {
     *("alias", "as_strided", "detach", "diagonal", "expand", "is_same_size", "lift_fresh", "narrow", "permute"),
     *("promote_types", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"),
@@ -51,6 +54,10 @@ class Counts:
     transfers: int = 0
     host: int = 0
     by_name: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def launches(self) -> int:
+        return self.torch + self.kernels
 
     def add(self, name: str, moved: int) -> None:
         self.moved += moved
@@ -169,14 +176,36 @@ def total(passes: dict[str, Counts]) -> Counts:
     return both
 
 
+def seconds(counts: Counts, peaks: Peaks) -> float:
+    """The time that follows for a GPU: bytes at its bandwidth and torch's products at its peak, one after the other, or
+    the host's time to launch, if that is more. Nothing was measured.
+    """
+    return max(counts.moved / peaks.bandwidth + counts.flops / peaks.half, counts.launches * LAUNCH_SECONDS)
+
+
+def least_bytes(kind: AttentionKind, model: ModelConfig, batch: int, dtype: torch.dtype) -> float | None:
+    """Bytes that the mechanism cannot do without, both passes, as its roofline has them; None where it has none."""
+    with META:
+        operators = build_mechanism(kind, model, model.heads).operators(model.max_length, dtype.itemsize)
+    if operators is None:
+        return None
+    return batch * model.max_length * sum(part.moved.forward + part.moved.backward for part in operators.values())
+
+
 def report(passes: dict[str, Counts], most: int = 12) -> Iterator[str]:
     """The counts as Markdown lines, then the operations that move most."""
     yield "| pass | torch launches | kernel launches | GB moved | TFLOP of torch's products | transfers | host |"
     yield "|---|---|---|---|---|---|---|"
-    for name, c in {**passes, "both": total(passes)}.items():
+    both = total(passes)
+    for name, c in {**passes, "both": both}.items():
         flops = f"{c.flops / 1e12:.3g}"
         yield f"| {name} | {c.torch} | {c.kernels} | {c.moved / 1e9:.2f} | {flops} | {c.transfers} | {c.host} |"
     yield ""
-    ranked = Counter({name: moved for name, (_, moved) in total(passes).by_name.items()})
+    times = ", ".join(
+        f"{name.split('-')[0].split()[0]} {1e3 * seconds(total(passes), gpu):.3g} ms" for name, gpu in PEAKS.items()
+    )
+    yield f"counted, not measured: {times}"
+    yield ""
+    ranked = Counter({name: moved for name, (_, moved) in both.by_name.items()})
     for name, moved in ranked.most_common(most):
-        yield f"{moved / 1e9:8.3f} GB {total(passes).by_name[name][0]:6d} x {name}"
+        yield f"{moved / 1e9:8.3f} GB {both.by_name[name][0]:6d} x {name}"

@@ -35,16 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from megasparse.benchmarks.launches import Counts, count_layer, count_step, report
+    from megasparse.benchmarks.launches import Counts, count_layer, count_step, least_bytes, report, seconds, total
+    from megasparse.planning.roofline import PEAKS
 
     kinds = [] if args.mechanisms is None else args.mechanisms.split(",")
     for kind in kinds:
         if kind not in get_args(AttentionKind):
             raise ConfigError("--mechanisms", f'there is no "{kind}"', did_you_mean(kind, get_args(AttentionKind)))
     found: dict[str, dict[str, Counts]] = {}
+    least: dict[str, float | None] = {}
     for kind in kinds:
         model = model_of(kind, args.length, args.heads, args.head_dim, args.rounds, args.window)
         found[kind] = count_layer(kind, model, args.batch, DTYPES[args.dtype])
+        least[kind] = least_bytes(kind, model, args.batch, DTYPES[args.dtype])
     if not kinds or args.name is not None or args.config is not None:
         config = config_from(args, Config)
         found["step"] = count_step(config)
@@ -52,4 +55,5 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join([f"### {name}", "", *report(passes), ""]))
     if args.json is not None:
         counts = {name: {each: asdict(c) for each, c in passes.items()} for name, passes in found.items()}
-        write_json(args.json, {"command": args.command, "counts": counts})
+        times = {name: {gpu: seconds(total(c), peaks) for gpu, peaks in PEAKS.items()} for name, c in found.items()}
+        write_json(args.json, {"command": args.command, "counts": counts, "least_bytes": least, "seconds": times})

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from megasparse.benchmarks.attention import model_of
-from megasparse.benchmarks.launches import LaunchCounter, count_layer, count_step, total
+from megasparse.benchmarks.launches import Counts, LaunchCounter, count_layer, count_step, seconds, total
 from megasparse.cli.main import main
 from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
 from megasparse.ops.counting_sort import counting_sort
+from megasparse.planning.roofline import Peaks
 
 
 def test_operations_are_launches_and_views_are_not():
@@ -84,6 +85,12 @@ def test_a_step_has_no_work_of_the_host(kind, relative):
     positions = f'model.positions={{"kind":"{kind}"}}'
     both = total(count_step(load_config("quickstart", [positions, f"model.attention.local.relative={relative}"])))
     assert (both.transfers, both.host) == (0, 0)
+
+
+def test_times_follow_from_bytes_and_products_or_from_launches():
+    peaks = Peaks(half=1e12, single=1e11, bandwidth=1e9)
+    assert seconds(Counts(torch=10, kernels=20, moved=10**6, flops=10**9), peaks) == pytest.approx(2e-3)
+    assert seconds(Counts(torch=1000, kernels=200, moved=10**6), peaks) == pytest.approx(6e-3)
 
 
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
