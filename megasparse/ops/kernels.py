@@ -105,9 +105,7 @@ class Launch:
 _observer: Callable[[Launch], None] | None = None
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, untouched: tuple[Tensor, ...] = (), **settings: Any
-) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, untouched: Any = (), **settings: Any) -> None:
     """Starts `kernel` on the device of its first tensor; a grid without programs, or tensors without memory, start
     nothing. untouched: see `Launch`.
     """
