@@ -161,24 +161,13 @@ def _check_profile(config: RunSettings) -> None:
 
 
 def _check_optimizer(config: RunSettings) -> None:
-    """The optimizer exists, and DeepSpeed does not flatten the weights of one that needs their shapes."""
+    """The optimizer exists, and its state can be where the configuration has it."""
     name = config.optimizer.name
     if name not in OPTIMIZERS:
         hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
         raise ConfigError("optimizer.name", f"{show(name)} does not fit", hint)
-    if not OPTIMIZERS[name].needs_whole_weights or config.run.engine != "deepspeed":
-        return
-    others = " or ".join(show(name) for name, spec in OPTIMIZERS.items() if not spec.needs_whole_weights)
-    if config.training.precision == "bf16":
-        raise ConfigError(
-            "optimizer.name",
-            f'{show(name)} is wrong on the flattened master weights of training.precision = "bf16"',
-            f'Set optimizer.name to {others}, training.precision to "fp32", or run.engine to "torch"',
-        )
-    zero = config.deepspeed.get("zero_optimization", {})
-    if zero.get("stage", 0) != 0:
-        raise ConfigError(
-            "optimizer.name",
-            f"{show(name)} is wrong on flattened partitions, and zero_optimization.stage = {zero['stage']}",
-            f"Set optimizer.name to {others}, or deepspeed.zero_optimization.stage to 0",
-        )
+    offload = config.deepspeed.get("zero_optimization", {}).get("offload_optimizer") or {}
+    if not OPTIMIZERS[name].state_per_number and offload.get("device") == "nvme":
+        problem = f'"nvme", but the state of {show(name)} has other sizes than the weights, which DeepSpeed swaps'
+        hint = 'Set it to "cpu" (the state is small), or optimizer.name to adamw'
+        raise ConfigError("deepspeed.zero_optimization.offload_optimizer.device", problem, hint)

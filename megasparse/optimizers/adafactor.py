@@ -15,12 +15,17 @@ class AdafactorSpec(OptimizerSpec):
     """Adafactor with its second moment as a row and a column of each matrix, scaled by the matrix's RMS."""
 
     bytes_per_weight = 0
-    needs_whole_weights = True
+    state_per_number = False
 
     def build(self, groups: list[dict[str, Any]], settings: Settings) -> "Optimizer":
         from torch.optim import Adafactor
 
         return Adafactor(groups, lr=0.0)
+
+    def build_partitioned(self, groups: list[dict[str, Any]], settings: Settings) -> "Optimizer":
+        from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor
+
+        return PartitionedAdafactor(groups)
 
     def initial_state(self, weight: "Tensor") -> dict[str, "Tensor"]:
         import torch

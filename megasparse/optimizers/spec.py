@@ -27,13 +27,20 @@ class OptimizerSpec(ABC):
 
     bytes_per_weight: int
     """Bytes of state that a weight of a matrix adds; 0 where the state is far smaller than the matrix."""
-    needs_whole_weights: bool = False
-    """The update depends on a weight's shape, so it is wrong on the flat partitions that ZeRO 1 to 3 and DeepSpeed's
-    fp32 master weights of bf16 consist of."""
+    state_per_number: bool = True
+    """A weight's state has a number for each of its numbers, so that ZeRO 1 to 3 divide it among ranks as they divide
+    the weights. False: each rank holds all of it, and it is not moved to NVMe."""
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], settings: Settings) -> "Optimizer":
         """Build the optimizer over parameter groups, each with its weight decay, at learning rate 0."""
+
+    def build_partitioned(self, groups: list[dict[str, Any]], settings: Settings) -> "Optimizer":
+        """Build the optimizer for vectors that hold pieces of the weights, which are all that ZeRO 1 to 3 give it.
+
+        One that treats every number alike is what `build` builds.
+        """
+        return self.build(groups, settings)
 
     @abstractmethod
     def initial_state(self, weight: "Tensor") -> dict[str, "Tensor"]:

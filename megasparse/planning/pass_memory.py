@@ -68,7 +68,8 @@ class PassMemory:
         moments = sum(optimizer.state_bytes(weight.shape) for weight in trained)
         scratch = max(optimizer.scratch_bytes(weight.shape) for weight in trained)
         frozen = sum(weight.numel() for weight in weights) - number
-        return States(number, frozen, largest, moments, self.config.training.precision == "bf16", scratch)
+        rounded = self.config.training.precision == "bf16"
+        return States(number, frozen, largest, moments, rounded, scratch, optimizer.state_per_number)
 
     @property
     def length(self) -> int:

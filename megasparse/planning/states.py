@@ -61,6 +61,8 @@ class States:
     rounded: bool
     """Whether weights are bf16 and the optimizer's fp32."""
     scratch: int = 0
+    divided: bool = True
+    """Whether ZeRO divides `moments` among ranks."""
 
     @property
     def size(self) -> int:
@@ -92,7 +94,7 @@ def memory(
     own_copy = states.rounded or zero.stage > 0
     offloads = zero.optimizer != "none"
     # The optimizer's own: fp32 weights where the model's are rounded, or flat pieces of them, and moments.
-    masters, moments = (4 * number // shared if own_copy else 0), states.moments // shared
+    masters, moments = (4 * number // shared if own_copy else 0), states.moments // (shared if states.divided else 1)
     # In bf16 under stage 1 each rank has the fp32 gradients of all weights, not of its part alone.
     every_gradient = states.rounded and zero.stage == 1 and not offloads
     full, whole = (4 * number if every_gradient else 4 * number // shared), number * states.size

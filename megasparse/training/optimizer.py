@@ -8,10 +8,13 @@ from torch.optim import Optimizer
 
 from megasparse.config.schema import OptimizerConfig
 from megasparse.optimizers import OPTIMIZERS
+from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor
 
 
-def build_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> Optimizer:
+def build_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig, partitioned: bool = False) -> Optimizer:
     """Build an optimizer over `parameters`. Matrices decay, vectors (norms, biases) do not.
+
+    partitioned: it will update vectors that hold pieces of them, as under ZeRO 1 to 3.
 
     Its learning rate is 0: the engine sets it before every step. An engine that steps once to create its state
     (as DeepSpeed does in some settings) thereby changes no weight.
@@ -21,7 +24,9 @@ def build_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> Op
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return OPTIMIZERS[config.name].build([group for group in groups if group["params"]], config)
+    spec = OPTIMIZERS[config.name]
+    build = spec.build_partitioned if partitioned else spec.build
+    return build([group for group in groups if group["params"]], config)
 
 
 def state_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -38,7 +43,10 @@ def steps_done(optimizer: Optimizer) -> int:
 
 def create_state(optimizer: Optimizer, name: str, weight: Tensor) -> None:
     """Give `weight` the initial state of the optimizer `name`, for a checkpoint to fill."""
-    optimizer.state[weight] = OPTIMIZERS[name].initial_state(weight)
+    if isinstance(optimizer, PartitionedAdafactor):
+        optimizer.state[weight] = optimizer.initial_state(weight)
+    else:
+        optimizer.state[weight] = OPTIMIZERS[name].initial_state(weight)
 
 
 def set_steps_done(optimizer: Optimizer, steps: int) -> None:

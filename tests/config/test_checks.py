@@ -100,14 +100,13 @@ def axial(shape: str, dims: str) -> list[str]:
         (["model.masking.rate=0.3"], "model.masking", ["0.3", "decoder", '"encoder"']),
         (["training.global_batch=6", "training.micro_batch=4"], "training.global_batch", ["6", "micro_batch = 4"]),
         (
-            ["optimizer.name=adafactor", "training.precision=bf16"],
-            "optimizer.name",
-            ["adafactor", "bf16", "adamw", "fp32"],
-        ),
-        (
-            ["optimizer.name=adafactor", "deepspeed.zero_optimization.stage=1"],
-            "optimizer.name",
-            ["adafactor", "stage = 1", "adamw", "stage to 0"],
+            [
+                "optimizer.name=adafactor",
+                "deepspeed.zero_optimization.stage=3",
+                'deepspeed.zero_optimization.offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}',
+            ],
+            "deepspeed.zero_optimization.offload_optimizer.device",
+            ["nvme", "adafactor", '"cpu"', "adamw"],
         ),
         (
             ["deepspeed.zero_optimization.stage=2", "deepspeed.zero_optimization.offload_param.device=cpu"],
@@ -152,7 +151,7 @@ def test_rule(overrides, key, words):
         ['model.attention.pattern=["full"]', "model.attention.lsh.chunk=99"],
         ["training.global_batch=6", "training.micro_batch=3"],
         ["optimizer.name=adafactor", "deepspeed.zero_optimization.stage=0"],
-        ["optimizer.name=adafactor", "training.precision=bf16", "run.engine=torch"],
+        ["optimizer.name=adafactor", "training.precision=bf16", "deepspeed.zero_optimization.stage=3"],
         ["deepspeed.zero_optimization.stage=1", "deepspeed.zero_optimization.offload_optimizer.device=cpu"],
         ["deepspeed.zero_optimization.offload_param.device=none"],
     ],

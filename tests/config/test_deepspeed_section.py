@@ -192,7 +192,7 @@ from megasparse.errors import ConfigError
 for override in (
     "model.layers=0", "model.heads=5", "deepspeed.gradient_clipping=1", "deepspeed.zero_optimisation={}",
     "deepspeed.zero_optimization.stge=1", "deepspeed.zero_optimization.stage=4",
-    "optimizer.name=adafactor", "deepspeed.zero_optimization.offload_param.device=cpu",
+    "deepspeed.zero_optimization.offload_param.device=cpu",
 ):
     try:
         build_config({"deepspeed": {"zero_optimization": {"stage": 1}}}, [override])

@@ -47,6 +47,8 @@ ZERO: dict[str, dict[str, Any]] = {
 }
 HALF = {"precision": "bf16"}
 ADAFACTOR = {"name": "adafactor"}
+ADAFACTOR_ZERO = ("zero-0", "zero-1", "zero-3")
+ADAFACTOR_BF16 = ("zero-1", "zero-3")
 SHORT = 8
 """Steps of the runs beside those in fp32 with AdamW."""
 BF16 = ("zero-0", "zero-1", "zero-2", "zero-3")
@@ -229,6 +231,18 @@ def across(folder: Path, ranks: Ranks, checkpoints: dict[str, str]) -> dict[str,
     return losses | {"2 to 1 to 2 ranks": middle + end}
 
 
+def adafactor_across(folder: Path, ranks: Ranks, checkpoint: Path) -> dict[str, list[str]]:
+    """The second half of a run from the checkpoint of ZeRO 3: under ZeRO 1, and on one rank by plain torch."""
+    first = SHORT // 2 + 1
+    config = decoder_config(
+        folder / "across", "deepspeed", optimizer=ADAFACTOR, deepspeed={"zero_optimization": ZERO["zero-1"]}
+    )
+    losses, engine = run(config, ranks, first, SHORT, checkpoint=checkpoint)
+    engine.close()
+    alone = decoder_config(folder / f"alone-{ranks.rank}", optimizer=ADAFACTOR)
+    return {"zero-1": losses, "torch": run(alone, Ranks(), first, SHORT, checkpoint=checkpoint)[0]}
+
+
 def everything(folder: str) -> dict[str, Any]:
     """All cases, on each of two ranks."""
     ranks = start_ranks(tiny_config(folder, "deepspeed").run)
@@ -238,9 +252,18 @@ def everything(folder: str) -> dict[str, Any]:
     report["torch"] = run(decoder_config(place / "torch"), Ranks(), 1, 20, written=report["torch written"])[0]
     report["torch bf16"] = run(decoder_config(place / "torch", training=HALF), Ranks(), 1, SHORT)[0]
     report["torch adafactor"] = run(decoder_config(place / "torch", optimizer=ADAFACTOR), Ranks(), 1, SHORT)[0]
+    half = decoder_config(place / "torch", optimizer=ADAFACTOR, training=HALF)
+    report["torch adafactor bf16"] = run(half, Ranks(), 1, SHORT)[0]
     report["fp32"] = {name: resumes_exactly(place / "fp32", name, ranks, steps=20) for name in ZERO}
     report["bf16"] = {name: resumes_exactly(place / "bf16", name, ranks, training=HALF) for name in BF16}
-    report["adafactor"] = {"zero-0": resumes_exactly(place / "adafactor", "zero-0", ranks, optimizer=ADAFACTOR)}
+    report["adafactor"] = {
+        name: resumes_exactly(place / "adafactor", name, ranks, optimizer=ADAFACTOR) for name in ADAFACTOR_ZERO
+    }
+    report["adafactor bf16"] = {
+        name: resumes_exactly(place / "adafactor bf16", name, ranks, optimizer=ADAFACTOR, training=HALF)
+        for name in ADAFACTOR_BF16
+    }
+    report["adafactor across"] = adafactor_across(place, ranks, Path(report["adafactor"]["zero-3"]["checkpoint"]))
     report["tied"] = agrees(place / "tied", ranks, list(ZERO), **TIED)
     report["checkpointed"] = agrees(place / "checkpointed", ranks, ["zero-2", "zero-3"], **CHECKPOINTED)
     report["across"] = across(place, ranks, {name: case["checkpoint"] for name, case in report["fp32"].items()})
@@ -257,7 +280,17 @@ def everything(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     first, second = run_ranks(everything, timeout=900, folder=str(tmp_path_factory.mktemp("ranks")))
-    for case in ("fp32", "bf16", "adafactor", "tied", "checkpointed", "across", "skips", "consensus"):
+    for case in (
+        "fp32",
+        "bf16",
+        "adafactor",
+        "adafactor across",
+        "tied",
+        "checkpointed",
+        "across",
+        "skips",
+        "consensus",
+    ):
         assert first[case] == second[case], "the ranks disagree"
     return first
 
@@ -290,8 +323,20 @@ def test_other_models_agree_with_plain_torch(report: dict[str, Any], case: str, 
     assert ours["written"] == alone["written"]
 
 
-def test_adafactor_agrees_with_plain_torch(report: dict[str, Any]) -> None:
-    assert difference(report["adafactor"]["zero-0"]["straight"], report["torch adafactor"]) < 1e-5
+@pytest.mark.parametrize("name", ADAFACTOR_ZERO)
+def test_adafactor_agrees_with_plain_torch(report: dict[str, Any], name: str) -> None:
+    assert difference(report["adafactor"][name]["straight"], report["torch adafactor"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ADAFACTOR_BF16)
+def test_adafactor_in_bf16_agrees_with_plain_torch(report: dict[str, Any], name: str) -> None:
+    assert difference(report["adafactor bf16"][name]["straight"], report["torch adafactor bf16"]) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["zero-1", "torch"])
+def test_adafactor_goes_on_under_another_stage_and_number_of_ranks(report: dict[str, Any], name: str) -> None:
+    losses = report["torch adafactor"]
+    assert difference(report["adafactor across"][name], losses[len(losses) // 2 :]) < 1e-5
 
 
 @pytest.mark.parametrize("name", BF16)
@@ -301,7 +346,12 @@ def test_bf16_losses_agree_with_plain_torch(report: dict[str, Any], name: str) -
 
 @pytest.mark.parametrize(
     ("group", "name"),
-    [*(("fp32", name) for name in ZERO), *(("bf16", name) for name in BF16), ("adafactor", "zero-0")],
+    [
+        *(("fp32", name) for name in ZERO),
+        *(("bf16", name) for name in BF16),
+        *(("adafactor", name) for name in ADAFACTOR_ZERO),
+        *(("adafactor bf16", name) for name in ADAFACTOR_BF16),
+    ],
 )
 def test_resume_is_bit_identical(report: dict[str, Any], group: str, name: str) -> None:
     case = report[group][name]

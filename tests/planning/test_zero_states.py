@@ -28,6 +28,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     f"{precision}, ZeRO {stage}": (precision, {"stage": stage}) for precision in ("fp32", "bf16") for stage in range(4)
 }
 CASES["bf16, ZeRO 2, optimizer on the CPU"] = ("bf16", {"stage": 2, "offload_optimizer": CPU})
+CASES["fp32, ZeRO 1, Adafactor"] = ("fp32", {"stage": 1})
+CASES["bf16, ZeRO 3, Adafactor"] = ("bf16", {"stage": 3})
 CASES["bf16, ZeRO 3, both on the CPU"] = ("bf16", {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU})
 
 
@@ -42,6 +44,7 @@ def config_of(case: str) -> Config:
             },
             "data": {"sequence_length": LENGTH},
             "training": {"global_batch": RANKS, "precision": precision},
+            "optimizer": {"name": "adafactor" if "Adafactor" in case else "adamw"},
             "deepspeed": {"zero_optimization": zero},
         }
     )  # fmt: skip

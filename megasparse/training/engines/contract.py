@@ -212,6 +212,10 @@ class Engine(ABC):
     def _state_owners(self) -> Iterator[Tensor]:
         """Yield the tensors that the optimizer updates, each while it is in memory."""
 
+    def _replicated_state(self) -> Iterator[Fragment]:
+        """Yield the optimizer state that every rank holds whole although the weights are cut."""
+        yield from ()
+
     def fragments(self) -> list[Fragment]:
         """List what this rank must save: over all ranks, every number exactly once."""
         buffers = [
@@ -219,10 +223,11 @@ class Engine(ABC):
             for name, buffer in persistent_buffers(self.module).items()
             if self.ranks.rank == 0  # whole and the same on every rank
         ]
-        if not self.replicated:
-            return [*self._state(), *buffers]
+        state, shared = self._state(), self._replicated_state()
+        if self.replicated:
+            state, shared = iter(()), itertools.chain(state, shared)
         turns = {name: i % self.ranks.world_size for i, name in enumerate(self._shapes)}
-        return [fragment for fragment in self._state() if turns[fragment.name] == self.ranks.rank] + buffers
+        return [*state, *(each for each in shared if turns[each.name] == self.ranks.rank), *buffers]
 
     def steps_done(self) -> int:
         """Optimizer updates applied so far; a skipped step is none."""
@@ -234,7 +239,7 @@ class Engine(ABC):
             for weight in self._state_owners():
                 create_state(self.optimizer, self._optimizer_name, weight)
             set_steps_done(self.optimizer, checkpoint.optimizer_steps)
-        for fragment in loaded(self._state(), changing=True):
+        for fragment in loaded(itertools.chain(self._state(), self._replicated_state()), changing=True):
             fragment.write(checkpoint.read(fragment.kind, fragment.name, fragment.start, fragment.numel))
 
     def close(self) -> None:  # noqa: B027  (plain torch holds nothing)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import check_shares
 from megasparse.errors import ConfigError
+from megasparse.optimizers.partitioned_adafactor import FACTORS, PartitionedAdafactor, Piece
 from megasparse.training.checkpoints.checkpoint import MEMORY, Fragment, Storage
 from megasparse.training.checkpoints.swapping import SubGroup, Swap, swapped_sections
 from megasparse.training.engines.contract import Engine, MakeRng, whole_fragments
@@ -33,7 +34,8 @@ class DeepSpeedEngine(Engine):
         self._check(config)
         self.replicated = self._stage == 0
         self._names = {id(p): name for name, p in self._trained.items()}
-        self.optimizer = build_optimizer(self._trained.values(), config.optimizer)
+        self.optimizer = build_optimizer(self._trained.values(), config.optimizer, partitioned=self._stage > 0)
+        groups = [list(group["params"]) for group in self.optimizer.param_groups]
         if ranks.world_size > 1:
             self._exposed = ExposedCommunication(ranks.device, self._trained.values(), self.optimizer)
         self._swap = Swap(zero, model, ranks)
@@ -42,6 +44,8 @@ class DeepSpeedEngine(Engine):
         self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
         self._swap.attach(self._engine.optimizer)
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
+        if isinstance(self.optimizer, PartitionedAdafactor):
+            self.optimizer.attach(dict(self._contents(groups)), self._total_of_ranks)
 
     def _check(self, config: RunSettings) -> None:
         swapped = swapped_sections(config.deepspeed.get("zero_optimization", {}))
@@ -116,34 +120,74 @@ class DeepSpeedEngine(Engine):
         groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
         return {self._names[id(p)]: master for pair in groups for p, master in zip(*pair, strict=True)}
 
-    def _flattened(self) -> Iterator[Fragment]:
-        """Yield the pieces under ZeRO 1 and 2: a parameter group is one vector, of which each rank updates a slice."""
+    def _total_of_ranks(self, values: Tensor) -> Tensor:
+        return self.ranks.sum(values.to(self.ranks.device)).to(values.device)
+
+    def _contents(self, groups: list[list[Tensor]]) -> Iterator[tuple[Tensor, list[Piece]]]:
+        """Yield each vector that the optimizer updates with its pieces. groups: the weights of each parameter group."""
+        if self._stage < 3:
+            places = {name: (start, offset, numel) for name, _, start, offset, numel in self._cuts()}
+            for number, group in enumerate(groups):
+                names = [self._names[id(p)] for p in group]
+                yield (
+                    self.optimizer.param_groups[number]["params"][0],
+                    [self._piece(name, *places.get(name, (0, 0, 0))) for name in names],
+                )
+            return
+        zero = self._engine.optimizer
+        for number, group in enumerate(zero.fp16_groups):
+            pieces = [self._piece(self._names[id(p)], *self._cut(p)) for p in group]
+            yield zero.fp32_partitioned_groups_flat[number], pieces
+
+    def _piece(self, name: str, start: int, offset: int, numel: int) -> Piece:
+        return Piece(name, self._shapes[name], start, numel, offset)
+
+    def _aligned_state(self, flat: Tensor) -> dict[str, Tensor]:
+        """The fp32 weights of a vector, and the state that has a number for each of them."""
+        state = state_tensors(self.optimizer.state.get(flat, {}))
+        return {"weight": flat, **{kind: tensor for kind, tensor in state.items() if kind not in FACTORS}}
+
+    def _replicated_state(self) -> Iterator[Fragment]:
+        if isinstance(self.optimizer, PartitionedAdafactor):
+            for kind, piece, shape, numbers in self.optimizer.factors():
+                yield Fragment.of(kind, piece.name, shape, 0, numbers)
+
+    def _cuts(self) -> Iterator[tuple[str, Tensor, int, int, int]]:
+        """Yield the pieces under ZeRO 1 and 2: weight, vector, place in the weight, place in the vector, size."""
         p: Any
         for p in self._trained.values():
             mapping = p._hp_mapping
             if mapping is None:  # all of it is in another rank's slice
                 continue
             flat = self.optimizer.param_groups[mapping.param_group_index]["params"][0]
-            here, name = mapping.hp_fragment_address, self._names[id(p)]
-            for kind, tensor in {"weight": flat, **state_tensors(self.optimizer.state.get(flat, {}))}.items():
-                piece = tensor.detach().narrow(0, here.start, here.numel)
-                yield Fragment.of(kind, name, self._shapes[name], mapping.lp_fragment_address.start, piece)
+            here = mapping.hp_fragment_address
+            yield self._names[id(p)], flat, mapping.lp_fragment_address.start, here.start, here.numel
+
+    def _cut(self, p: Any) -> tuple[int, int, int]:
+        """A weight's piece under ZeRO 3: place in the weight, place in the vector, size (0 where it is all padding)."""
+        zero, size = self._engine.optimizer, p.ds_tensor.ds_numel
+        start = self.ranks.rank * size
+        numel = max(0, min(size, p.ds_numel - start))
+        return (start, zero.grad_position[zero.get_param_id(p)][1], numel) if numel else (0, 0, 0)
+
+    def _flattened(self) -> Iterator[Fragment]:
+        """Yield the pieces under ZeRO 1 and 2: a parameter group is one vector, of which each rank updates a slice."""
+        for name, flat, start, offset, numel in self._cuts():
+            for kind, tensor in self._aligned_state(flat).items():
+                piece = tensor.detach().narrow(0, offset, numel)
+                yield Fragment.of(kind, name, self._shapes[name], start, piece)
 
     def _partitioned(self) -> Iterator[Fragment]:
         """Yield the pieces under ZeRO 3: each parameter is cut evenly among the ranks, the last piece padded, and the
         pieces of a sub-group are one vector."""
         zero = self._engine.optimizer
-        p: Any
         for number, group in enumerate(zero.fp16_groups):
             flat, home = zero.fp32_partitioned_groups_flat[number], self._home(number)
             for p in group:
-                name, size = self._names[id(p)], p.ds_tensor.ds_numel
-                start = self.ranks.rank * size
-                numel = min(size, p.ds_numel - start)
-                if numel <= 0:
+                name, (start, offset, numel) = self._names[id(p)], self._cut(p)
+                if not numel:
                     continue
-                offset = zero.grad_position[zero.get_param_id(p)][1]
-                for kind, tensor in {"weight": flat, **state_tensors(self.optimizer.state.get(flat, {}))}.items():
+                for kind, tensor in self._aligned_state(flat).items():
                     yield Fragment(kind, name, self._shapes[name], start, numel, tensor, offset, home)
 
     def close(self) -> None:
@@ -190,6 +234,7 @@ def _deepspeed_config(config: RunSettings, section: dict[str, Any], stage: int, 
         "gradient_accumulation_steps": training.global_batch // share,
         "gradient_clipping": training.gradient_clipping,
         "bf16": {"enabled": training.precision == "bf16"},
+        "zero_allow_untested_optimizer": True,  # known here by names of torch's: others are tested by us
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW serves the CPU too, with the same numbers
     }
     if training.precision == "bf16" and stage > 0:  # ZeRO 0 accumulates in bf16 only
