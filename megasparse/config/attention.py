@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megasparse.config.buckets import lsh_buckets
-from megasparse.config.messages import show
 from megasparse.config.section import Count, Positive, Rate, Section
 from megasparse.errors import ConfigError
 
@@ -219,8 +218,8 @@ class SmartBirdAttentionConfig(MechanismSection):
 
     def check_pretraining(self, key: str, predicted: Literal["token", "answer"]) -> None:
         if self.objective != predicted:
-            problem = f"{show(self.objective)} is not what pretraining predicts here"
-            raise ConfigError(f"{key}.objective", problem, f"Set it to {show(predicted)}")
+            problem = f'"{self.objective}" is not what pretraining predicts here'
+            raise ConfigError(f"{key}.objective", problem, f'Set it to "{predicted}"')
 
 
 class SMYRFAttentionConfig(MechanismSection):
