@@ -43,12 +43,20 @@ def band_attention(
     )
 
 
+def with_window(codes: Tensor) -> Tensor:
+    """Codes (B, H, R, L) with a first round more, in which all tokens share a bucket: its band is a window on the last
+    M tokens. As rounds are merged in one softmax, a key in the window and in a bucket counts once.
+    """
+    return torch.cat([torch.zeros_like(codes[:, :, :1]), codes], dim=2)
+
+
 @dataclass
 class BandCache:
     """Keys and values of all tokens so far, and each bucket's last M keys, oldest overwritten first.
 
     codes: (B, H, R, capacity), the keys' buckets. rank: (B, H, R, capacity), a key's number inside its bucket. last:
-    (B, H, R, N, M) tokens; the key of rank k stands at k mod M. size: (B, H, R, N).
+    (B, H, R, N, M) tokens; the key of rank k stands at k mod M. size: (B, H, R, N). Where all heads have the same
+    codes, H is 1 in these four.
     """
 
     tokens: KeyValueCache
@@ -58,9 +66,19 @@ class BandCache:
     size: Tensor
 
     @staticmethod
-    def empty(batch: int, spec: MechanismSpec, rounds: int, buckets: int, window: Window, like: Tensor) -> "BandCache":
-        """For `batch` sequences, keys and values on the device and in the dtype of `like`."""
-        shape, capacity, chunk = (batch, spec.heads, rounds), spec.max_length, window.chunk
+    def empty(
+        batch: int,
+        spec: MechanismSpec,
+        rounds: int,
+        buckets: int,
+        window: Window,
+        like: Tensor,
+        hashed_heads: int | None = None,
+    ) -> "BandCache":
+        """For `batch` sequences, keys and values on the device and in the dtype of `like`. hashed_heads: with codes of
+        their own; by default all.
+        """
+        shape, capacity, chunk = (batch, hashed_heads or spec.heads, rounds), spec.max_length, window.chunk
         sizes = ((capacity,), (capacity,), (buckets, chunk), (buckets,))
         numbers = (torch.zeros(*shape, *size, dtype=torch.int64, device=like.device) for size in sizes)
         return BandCache(KeyValueCache.empty(batch, spec, capacity, like), *numbers)
@@ -104,18 +122,23 @@ class BandCache:
         query_code, key_code: (B, H, R, 1).
         """
         code = query_code.to(torch.int64)
-        self._append(inputs, code if key_code is None else key_code.to(torch.int64), position)
-        seen, valid = self._window(code)
+        self.append(inputs, code if key_code is None else key_code.to(torch.int64), position)
+        seen, valid = self.window(code)
         if exclude_self:
             valid = valid & (seen != position)
-        score = self._score(inputs.q, seen, code, scale, count_rounds)  # (B, H, R, M)
+        log_count = self._log_count(seen, code) if count_rounds else torch.zeros(())
+        heads = inputs.q.shape[1]
+        seen, valid = (x.expand(-1, heads, -1, -1) for x in (seen, valid))
+        score = self.score(inputs.q, seen, scale)  # (B, H, R, M)
+        score = score - log_count.to(score.dtype)
         score = score.masked_fill(~valid, -torch.inf).flatten(2)
         alone = ~valid.flatten(2).any(-1)[..., None]
         weight = torch.softmax(score.masked_fill(alone, 0.0), dim=-1).unsqueeze(2)
-        out = (weight @ _gather(self.tokens.v, seen).to(weight.dtype)).to(inputs.v.dtype)
+        out = (weight @ self.values(seen).to(weight.dtype)).to(inputs.v.dtype)
         return torch.where(alone[..., None], inputs.v, out)
 
-    def _append(self, inputs: AttentionInputs, code: Tensor, position: int) -> None:
+    def append(self, inputs: AttentionInputs, code: Tensor, position: int) -> None:
+        """Takes in the new token, whose key has the buckets code (B, H, R, 1)."""
         self.tokens.put(inputs.k, inputs.v, position)
         rank, chunk = self.size.gather(-1, code), self.last.shape[-1]  # (B, H, R, 1): earlier keys of the bucket
         self.codes[..., position], self.rank[..., position] = code[..., 0], rank[..., 0]
@@ -123,7 +146,7 @@ class BandCache:
         self.last.flatten(-2).scatter_(-1, slot, torch.full_like(slot, position))
         self.size.scatter_add_(-1, code, torch.ones_like(code))
 
-    def _window(self, code: Tensor) -> tuple[Tensor, Tensor]:
+    def window(self, code: Tensor) -> tuple[Tensor, Tensor]:
         """The last M keys of buckets code (B, H, R, 1), newest first, and which of these places are filled: (B, H, R,
         M).
         """
@@ -133,17 +156,21 @@ class BandCache:
         back = torch.arange(1, chunk + 1, device=code.device).expand_as(bucket)
         return bucket.gather(-1, (size - back) % chunk), back <= size
 
-    def _score(self, q: Tensor, seen: Tensor, code: Tensor, scale: float, count_rounds: bool) -> Tensor:
-        """Return scale·q·k − log N of the keys `seen` in each round, (B, H, R, M), fp32 at least."""
+    def score(self, q: Tensor, seen: Tensor, scale: float) -> Tensor:
+        """Return scale·q·k of the keys `seen` in each round, (B, H, R, M), fp32 at least."""
         k = _gather(self.tokens.k, seen).to(torch.promote_types(q.dtype, torch.float32))
-        score = scale * (k @ q.to(k.dtype).transpose(-1, -2)).view(seen.shape)
-        if not count_rounds:
-            return score
+        return scale * (k @ q.to(k.dtype).transpose(-1, -2)).view(seen.shape)
+
+    def values(self, seen: Tensor) -> Tensor:
+        """The values of the tokens `seen` (B, H, R, M): (B, H, R·M, D)."""
+        return _gather(self.tokens.v, seen)
+
+    def _log_count(self, seen: Tensor, code: Tensor) -> Tensor:
+        """Return log N, N rounds of which show a key, of the keys `seen` in each round: (B, H, R, M) float64."""
         flat = seen.flatten(2)[:, :, None].expand(-1, -1, seen.shape[2], -1)  # every seen key in every round
         same = self.codes.gather(-1, flat) == code
         near = self.size.gather(-1, code) - self.rank.gather(-1, flat) <= self.last.shape[-1]
-        count = (same & near).sum(2).view(seen.shape)
-        return score - count.clamp_min(1).to(score.dtype).log()
+        return (same & near).sum(2).view(seen.shape).clamp_min(1).double().log()
 
 
 class BandAttention(Attention):
@@ -153,6 +180,8 @@ class BandAttention(Attention):
     buckets: int
     rule: dict[str, Any]
     """Scale, exclude_self and count_rounds, as `band_attention` takes them."""
+    local: bool = False
+    """Whether each head sees a window too, see `with_window`."""
 
     @abstractmethod
     def band_codes(
@@ -160,11 +189,26 @@ class BandAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """Buckets of queries and keys (B, H, R, L) of a decoder's tokens from `position` on; None for shared codes."""
 
+    def attend(self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None) -> Tensor:
+        """`band_attention` with the window that the mechanism has beside its buckets. Codes (B, H, R, L)."""
+        codes = self._seen_codes(query_codes, key_codes)
+        return band_attention(inputs, *codes, self.window, buckets=self.buckets, **self.rule)[0]
+
+    def _seen_codes(self, query_codes: Tensor, key_codes: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if not self.local:
+            return query_codes, key_codes
+        return with_window(query_codes), None if key_codes is None else with_window(key_codes)
+
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
-        return BandCache.empty(batch, self.spec, 1, self.buckets, self.window, like)
+        rounds = self.local + self.cached_rounds(rounds)
+        return BandCache.empty(batch, self.spec, rounds, self.buckets, self.window, like)
+
+    def cached_rounds(self, rounds: int | None) -> int:
+        """Hash rounds of a cache. rounds: in place of the configured ones, or None."""
+        return 1
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(inputs, *self.band_codes(inputs, 0, context))
+        cache.fill(inputs, *self._seen_codes(*self.band_codes(inputs, 0, context)))
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
@@ -172,7 +216,8 @@ class BandAttention(Attention):
         if self.leak is not None:
             problem = f"{type(self).__name__} cannot decode token by token: {self.leak}"
             raise ConfigError("model.attention.pattern", problem, "Train with the strictly causal setting")
-        return cache.decode(inputs, *self.band_codes(inputs, position, context), position, **self.rule)
+        codes = self._seen_codes(*self.band_codes(inputs, position, context))
+        return cache.decode(inputs, *codes, position, **self.rule)
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:

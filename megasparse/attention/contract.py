@@ -86,7 +86,8 @@ class AttentionContext:
 
     recompute: the decisions of this forward pass. targets: of the tokens that are here, in training only. part: of the
     sequences, and of the mechanism's heads, that are here; parameters and buffers that have a row a head are taken by
-    `part.own`.
+    `part.own`. tokens: (B, L) int64 of the whole sequences, the newest token that each position knows, in a decoder the
+    one before it, −1 where there is none; None in a model that reads no tokens.
     """
 
     layer: int
@@ -95,6 +96,7 @@ class AttentionContext:
     recompute: RecomputeCache = field(default_factory=RecomputeCache)
     targets: Targets | None = None
     part: SequencePart = WHOLE
+    tokens: Tensor | None = None
 
 
 class Buckets(NamedTuple):
@@ -135,6 +137,8 @@ class Attention(nn.Module, ABC):
 
     shared_qk: bool = False
     """Whether its keys are q/|q|."""
+    reads_tokens: bool = False
+    """Whether it hashes the tokens themselves, see AttentionContext.tokens."""
     adds_positions: bool = False
     """Whether sinusoidal positions are added to its queries and keys in each layer."""
     task_weight: float = 1.0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, band_attention
+from megasparse.attention.band import BandAttention
 from megasparse.attention.clusters import Lists, clusters_by_document
 from megasparse.attention.contract import (
     AttentionContext,
@@ -69,9 +69,10 @@ class LHAAttention(BandAttention):
         self.config = config
         self.adds_positions = config.sinusoidal_positions
         self.window = Window("band", min(config.chunk, spec.max_length))
+        self.local = config.local
         self.buckets = -(-spec.max_length // config.chunk)
         self.bucket_size = math.floor(math.sqrt(2) * spec.max_length / self.buckets)
-        self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
+        self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": True}
         self.hash = HashFunctions(config.hash, spec, self.buckets)
         if config.hash != "random":
             self.task_weight = 1.0 - config.weight
@@ -116,13 +117,8 @@ class LHAAttention(BandAttention):
         return bucket_members(Sides(inputs, sides.weights), self.buckets, self.bucket_size)
 
     def _band(self, inputs: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
-        out, _ = band_attention(
-            inputs,
-            assigned.query_codes.unsqueeze(2),
-            None if inputs.causal else assigned.key_codes.unsqueeze(2),
-            self.window,
-            **self.rule,
-        )
+        key_codes = None if inputs.causal else assigned.key_codes.unsqueeze(2)
+        out = self.attend(inputs, assigned.query_codes.unsqueeze(2), key_codes)
         return out, {} if inputs.causal else _balance(inputs, assigned, self.buckets)
 
     def _top_k(self, inputs: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
@@ -206,7 +202,7 @@ class LHAAttention(BandAttention):
         return of_queries, of_keys
 
     def flops(self, length: int) -> Passes:
-        return self.workload(length).pairs(self._window_keys(length)) + self._hashing_flops(length)
+        return self.workload(length).pairs(self._window_keys(length)) * (1 + self.local) + self._hashing_flops(length)
 
     def _hashing_flops(self, length: int) -> Passes:
         """Both hash functions (random ones forward only), and the utilities that they learn, forward only: the scores
@@ -230,12 +226,13 @@ class LHAAttention(BandAttention):
         learned = 1 if self.config.hash == "random" else 2
         hashed = 1 if work.causal else 2
         bucket = max(1.0, work.visible * self.config.chunk / self.spec.max_length)
-        keys = min(self._window_keys(length), bucket)
+        window = self._window_keys(length)
+        pairs = work.pairs(min(window, bucket)) + work.pairs(window) * self.local
         hashing = Passes(learned * 2 * traffic.row + hashed * traffic.code)
         return {
             "hashing": Work(self._hashing_flops(length), hashing),
             "sort": traffic.sort(hashed),
-            "attention": Work(work.pairs(keys), traffic.softmax(1, ordered=True)),
+            "attention": Work(pairs, traffic.softmax(1 + self.local, ordered=True)),
         }
 
     def _window_keys(self, length: int) -> float:

@@ -7,7 +7,7 @@ import math
 
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, BandCache, band_attention
+from megasparse.attention.band import BandAttention
 from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
@@ -41,6 +41,7 @@ class LSHAttention(BandAttention):
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
         self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": config.count_rounds}
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
+        self.local = config.local
         if config.window == "chunk":
             self.leak = (
                 "the chunk window's borders depend on later tokens; attention.lsh.window = band is strictly causal"
@@ -68,12 +69,11 @@ class LSHAttention(BandAttention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
-        out, _ = band_attention(inputs, queries, keys, self.window, buckets=self.buckets, **self.rule)
-        return AttentionOutput(out, None, {})
+        return AttentionOutput(self.attend(inputs, queries, keys), None, {})
 
     def flops(self, length: int) -> Passes:
         keys = self._window_keys(length)
-        return self.workload(length).pairs(keys) * self.config.rounds + self.kept_flops(length)
+        return self.workload(length).pairs(keys) * (self.config.rounds + self.local) + self.kept_flops(length)
 
     def kept_flops(self, length: int) -> Passes:
         """Forward only: in each round 2·D for each of half as many rotation vectors as there are buckets (the sum of
@@ -86,11 +86,14 @@ class LSHAttention(BandAttention):
         """A query sees the keys of its window that are in its bucket, of buckets that are filled equally."""
         work, traffic, rounds = self.workload(length), self.traffic(size), self.config.rounds
         hashed = 1 if self.shared_qk else 2
-        keys = min(self._window_keys(length), max(1.0, work.visible / self.buckets))
+        window = self._window_keys(length)
+        pairs = (
+            work.pairs(min(window, max(1.0, work.visible / self.buckets))) * rounds + work.pairs(window) * self.local
+        )
         return {
             "hashing": Work(self.kept_flops(length), Passes(hashed * (traffic.row + rounds * traffic.code))),
             "sort": traffic.sort(hashed * rounds),
-            "attention": Work(work.pairs(keys) * rounds, traffic.softmax(rounds, ordered=True)),
+            "attention": Work(pairs, traffic.softmax(rounds + self.local, ordered=True)),
         }
 
     def _window_keys(self, length: int) -> float:
@@ -98,6 +101,5 @@ class LSHAttention(BandAttention):
         work, chunk = self.workload(length), self.config.chunk
         return work.band(chunk, self.shared_qk) if self.config.window == "band" else work.chunks(chunk)
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
-        rounds = rounds or self.config.rounds_in_evaluation
-        return BandCache.empty(batch, self.spec, rounds, self.buckets, self.window, like)
+    def cached_rounds(self, rounds: int | None) -> int:
+        return rounds or self.config.rounds_in_evaluation

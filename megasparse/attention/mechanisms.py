@@ -11,6 +11,7 @@ from megasparse.attention.linformer import LinformerAttention
 from megasparse.attention.local import LocalAttention
 from megasparse.attention.longformer import LongformerAttention
 from megasparse.attention.lsh import LSHAttention
+from megasparse.attention.ngram import NGramAttention
 from megasparse.attention.performer import PerformerAttention
 from megasparse.attention.random import RandomAttention
 from megasparse.attention.routing import RoutingAttention
@@ -34,5 +35,6 @@ MECHANISMS: dict[str, Callable[[Any, MechanismSpec], Attention]] = {
     "bigbird": BigBirdAttention,
     "performer": PerformerAttention,
     "linformer": LinformerAttention,
+    "ngram": NGramAttention,
 }
 """Each is built of its section of the configuration and its spec."""

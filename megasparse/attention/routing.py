@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, band_attention
+from megasparse.attention.band import BandAttention
 from megasparse.attention.clusters import Lists, clusters_by_document
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
@@ -47,10 +47,11 @@ class RoutingAttention(BandAttention):
         super().__init__(spec)
         self.config = config
         self.window = Window("band", min(config.chunk, spec.max_length))
+        self.local = config.local
         self.buckets = -(-spec.max_length // config.chunk)
         self.shared_qk = spec.causal
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
-        self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": False}
+        self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": True}
         self.register_buffer("centroids", torch.empty(spec.heads, self.buckets, spec.head_dim))  # (H, N, D)
         self.initialise(0, "")
         self._sums: Tensor | None = None  # of this step's members: (H, N, D + 1) float64, their number last
@@ -73,8 +74,7 @@ class RoutingAttention(BandAttention):
         routes = context.recompute.keep(lambda: self._decide(inputs, context))
         if self.config.window == "band":
             queries, keys = (codes.unsqueeze(2) for codes in routes)
-            out, _ = band_attention(inputs, queries, None if inputs.causal else keys, self.window, **self.rule)
-            return AttentionOutput(out, None, {})
+            return AttentionOutput(self.attend(inputs, queries, None if inputs.causal else keys), None, {})
         spec = ClusterAttentionSpec(inputs.causal, self.rule["scale"], count_clusters=True)
         out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, routes[0], routes[1], spec)
         real = torch.ones_like(lse, dtype=torch.bool)
@@ -157,7 +157,7 @@ class RoutingAttention(BandAttention):
         work, chunk = self.workload(length), self.config.chunk
         band = self.config.window == "band"
         keys = work.band(chunk, shared_codes=False) if band else work.clusters(self.buckets, chunk)
-        return work.pairs(keys) + self.kept_flops(length)
+        return work.pairs(keys) * (1 + self.local) + self.kept_flops(length)
 
     def kept_flops(self, length: int) -> Passes:
         """Products of q, and of a k of its own, with N centroids, forward only."""

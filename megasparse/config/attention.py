@@ -17,6 +17,8 @@ class MechanismSection(Section):
 
     bidirectional_only: ClassVar[str | None] = None
     """Why decoders cannot have it, or None where they can."""
+    causal_only: ClassVar[str | None] = None
+    """Why encoders cannot have it, or None where they can."""
     replaceable_by_full: ClassVar[bool] = False
     """Whether `full_below` applies: softmax attention inside what hashing alone finds, so that full attention has the
     very same weights. Of a mechanism that trains hashes or a sketch, full attention would leave those untrained."""
@@ -79,6 +81,9 @@ class LSHAttentionConfig(MechanismSection):
     """Only tokens of the same bucket see each other (the paper). false: all of the window, as HuggingFace does it."""
     count_rounds: bool = True
     """A pair seen in N rounds counts once (log N of appendix A). false: N times, as HuggingFace does it."""
+    local: bool = False
+    """A window beside the buckets: each head also sees the last `chunk` tokens (in an encoder on either side), in the
+    same softmax, a key that is in both once."""
 
     replaceable_by_full = True
 
@@ -137,6 +142,9 @@ class LHAAttentionConfig(MechanismSection):
     """`band`: the last N/B tokens of one's own (argmax) bucket, strictly causal; in an encoder N/B on either side.
     `top_k`: the paper's ⌊√2·N/B⌋ best queries and keys of every bucket; later tokens decide who is among them: not
     strictly causal."""
+    local: bool = False
+    """With band only: a window beside the buckets. Each head also sees the last `chunk` tokens (in an encoder on either
+    side), in the same softmax, a key that is in both once."""
     count_buckets: bool = True
     """With top_k only: whether a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1
     does it."""
@@ -222,6 +230,17 @@ class SmartBirdAttentionConfig(MechanismSection):
             raise ConfigError(f"{key}.objective", problem, f'Set it to "{predicted}"')
 
 
+class NGramAttentionConfig(MechanismSection):
+    lengths: list[Positive] = Field(default=[4], min_length=1)
+    """n of each round: a token sees what followed earlier occurrences of its last n tokens."""
+    chunk: Annotated[int, Field(ge=2)] = 64
+    """M: of each round the last M − 1 of these."""
+    window: Positive = 64
+    """Beside them a token sees its own chunk of this many positions and the chunk before, as in `local`."""
+
+    causal_only = "it sees what followed earlier tokens"
+
+
 class SMYRFAttentionConfig(MechanismSection):
     rounds: Positive = 2
     evaluation_rounds: Positive | None = None
@@ -245,6 +264,9 @@ class RoutingAttentionConfig(MechanismSection):
     window: Literal["band", "top_k"] = "band"
     """`band`: the last `chunk` tokens of one's own cluster, strictly causal. `top_k`: the paper's nearest tokens of
     each centroid; later tokens decide who is among them: not strictly causal."""
+    local: bool = False
+    """With band only: a window beside the clusters. Each head also sees the last `chunk` tokens (in an encoder on
+    either side), in the same softmax, a key that is in both once."""
     decay: Rate = 0.999
     """Decay of the centroids' moving average, a step."""
 
@@ -291,7 +313,7 @@ class LinformerAttentionConfig(MechanismSection):
 
 AttentionKind = Literal[
     "full", "local", "lsh", "lha", "yoso", "smart_bird", "smyrf", "routing", "random", "sparse_transformer",
-    "longformer", "bigbird", "performer", "linformer",
+    "longformer", "bigbird", "performer", "linformer", "ngram",
 ]  # fmt: skip
 HeadSplit = Annotated[dict[AttentionKind, Positive], Field(min_length=1)]
 
@@ -318,3 +340,4 @@ class AttentionConfig(Section):
     bigbird: BigBirdAttentionConfig = BigBirdAttentionConfig()
     performer: PerformerAttentionConfig = PerformerAttentionConfig()
     linformer: LinformerAttentionConfig = LinformerAttentionConfig()
+    ngram: NGramAttentionConfig = NGramAttentionConfig()

@@ -31,12 +31,18 @@ def check_heads(model: ModelConfig) -> None:
                 f"Make the numbers sum to {model.heads}",
             )
         for kind in split:
-            reason = section(model, kind).bidirectional_only
-            if model.kind == "decoder" and reason:
+            settings = section(model, kind)
+            if model.kind == "decoder" and settings.bidirectional_only:
                 raise ConfigError(
                     key,
-                    f'"{kind}" cannot be causal: {reason}',
+                    f'"{kind}" cannot be causal: {settings.bidirectional_only}',
                     'Choose another mechanism, or set model.kind to "encoder"',
+                )
+            if model.kind == "encoder" and settings.causal_only:
+                raise ConfigError(
+                    key,
+                    f'"{kind}" cannot see both ways: {settings.causal_only}',
+                    'Choose another mechanism, or set model.kind to "decoder"',
                 )
 
 

@@ -36,6 +36,8 @@ class Pass:
     padding: Padding
     targets: Targets | None = None
     source_mask: Tensor | None = None
+    tokens: Tensor | None = None
+    """What AttentionContext.tokens says."""
     statistics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """Statistics by name, and by the layers that have them."""
     gradient: Tensor | None = None
@@ -106,16 +108,16 @@ class AttentionBranch(Branch):
 
     def forward(self, x: Tensor, run: Pass, cache: Any = None) -> tuple[Tensor, Tensor | None]:
         """Run the residual branch. x: (B, L, E). Returns its output and the auxiliary loss."""
-        context = AttentionContext(
-            self.layer, run.rng, recompute=run.recompute["attention", self.layer], targets=run.targets
-        )
+        decisions = run.recompute["attention", self.layer]
+        context = AttentionContext(self.layer, run.rng, recompute=decisions, targets=run.targets, tokens=run.tokens)
         output = self.attention(self.read(x), context, run.padding, cache=cache)
         for name, value in output.statistics.items():
             run.statistics.setdefault(f"attention/{name}", {})[self.layer] = value
         return output.out, output.auxiliary_loss
 
-    def decode(self, x: Tensor, cache: Any, position: int, rng: RngContext) -> Tensor:
-        return self.attention.decode(self.read(x), cache, position, AttentionContext(self.layer, rng)).float()
+    def decode(self, x: Tensor, cache: Any, position: int, rng: RngContext, tokens: Tensor) -> Tensor:
+        context = AttentionContext(self.layer, rng, tokens=tokens)
+        return self.attention.decode(self.read(x), cache, position, context).float()
 
 
 class CrossAttentionBranch(Branch):
@@ -178,10 +180,10 @@ class Block(nn.Module):
         found.append((feed, lambda x: (feed(x, run), None)))
         return found
 
-    def decode(self, streams: Streams, cache: Any, position: int, rng: RngContext) -> Streams:
-        """One new token: streams of (B, 1, E)."""
+    def decode(self, streams: Streams, cache: Any, position: int, rng: RngContext, tokens: Tensor) -> Streams:
+        """One new token, (B, 1): streams of (B, 1, E)."""
         own, cross, feed = self.attention, self.cross_attention, self.feed_forward
-        branches: list[tuple[Branch, Compute]] = [(own, lambda x: (own.decode(x, cache, position, rng), None))]
+        branches: list[tuple[Branch, Compute]] = [(own, lambda x: (own.decode(x, cache, position, rng, tokens), None))]
         if cross is not None:
             branches.append((cross, lambda x: (cross.decode(x, cache["cross"], position, rng), None)))
         branches.append((feed, lambda x: (feed(x, Pass(rng, Padding())), None)))

@@ -78,7 +78,7 @@ class Causal(Transformer):
         assert cache.position < self.config.max_length, "the cache is full"
         streams = self._enter(token[:, None], cache.position, cache.rng)
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            streams = block.decode(streams, layer, cache.position, cache.rng)
+            streams = block.decode(streams, layer, cache.position, cache.rng, token[:, None])
         cache.position += 1
         return self.head(streams, None)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from fairscale.nn import checkpoint_wrapper
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -100,7 +101,8 @@ class Stack(nn.Module):
         empty ones, one a layer, which take in the whole sequence. source: what an encoder–decoder's cross-attention
         reads; caches have it already.
         """
-        run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask)
+        known = self._known(read, rng.first, padding.part)
+        run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, known)
         states = None if source is None else source.states
         streams, auxiliary = self._stack(self._enter(read, rng.first, rng), states, run, caches)
         return streams, auxiliary, average_over_layers(run.statistics, self.config.layers)
@@ -110,6 +112,13 @@ class Stack(nn.Module):
         for layer, block in enumerate(self.layers):
             for kind in block.attention.attention.split:
                 yield layer, block.attention.attention.mechanism(kind)
+
+    def _known(self, read: Tensor, first: int, part: SequencePart) -> Tensor | None:
+        """The newest token that each position of whole sequences knows, (B, L), for mechanisms that hash tokens."""
+        if read.is_floating_point() or not any(mechanism.reads_tokens for _, mechanism in self.mechanisms()):
+            return None
+        starts = first == 0 and self.config.kind != "encoder"
+        return part.gather(F.pad(read, (1, 0), value=-1) if starts else read, 1)
 
     def _enter(self, tokens: Tensor, first: int, rng: RngContext) -> Streams:
         x = self.embedding(tokens, first)

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from megasparse.attention.band import BandCache, band_attention
+from megasparse.attention.band import BandCache, band_attention, with_window
 from megasparse.attention.contract import AttentionInputs, MechanismSpec
 from megasparse.ops.bucketed_attention import Window
 
@@ -70,6 +70,35 @@ def test_separate_codes_are_as_defined_with_gradients(causal, length, buckets):
             torch.testing.assert_close(ours, dense, rtol=1e-9, atol=1e-9)
         if masks.get("key_mask") is not None:
             assert (results[0][0].transpose(1, 2)[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("separate", [True, False])
+def test_a_window_beside_the_buckets_is_in_their_softmax_and_counts_no_key_twice(causal, separate):
+    length, chunk = 40, WINDOW.chunk
+    heads, (queries, keys) = random_heads(length, causal), random_codes(length)
+    keys = keys if separate else queries
+    position = torch.arange(length)
+    distance = position[:, None] - position
+    seen = (distance >= 0) & (distance < chunk)
+    if not causal:  # as many ahead as a band has there
+        seen |= (distance < 0) & (distance >= (-chunk if separate else 1 - chunk))
+    same = queries[..., :, None] == keys[..., None, :]
+    for b, h, r, i in itertools.product(*map(range, queries.shape)) if separate else ():
+        mine = same[b, h, r, i].nonzero().flatten()
+        same[b, h, r, i] = torch.zeros(length, dtype=torch.bool)
+        same[b, h, r, i, mine[mine <= i][-chunk:]] = True
+        if not causal:
+            same[b, h, r, i, mine[mine > i][:chunk]] = True
+    if not separate:  # fewer than M tokens of the bucket away
+        rank = (same & (distance >= 0)).sum(-1)
+        same &= (rank[..., :, None] - rank[..., None, :]).abs() < chunk
+        same &= (distance >= 0) | (not causal)
+    seen = seen | same.any(2)
+    score = (0.6 * heads.q @ heads.k.transpose(-1, -2)).masked_fill(~seen, -torch.inf)
+    rule = dict(scale=0.6, exclude_self=False, count_rounds=True)
+    out, _ = band_attention(heads, with_window(queries), with_window(keys) if separate else None, WINDOW, **rule)
+    torch.testing.assert_close(out, torch.softmax(score, dim=-1) @ heads.v, rtol=1e-9, atol=1e-9)
 
 
 def test_a_query_that_sees_no_key_sees_itself():

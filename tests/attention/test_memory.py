@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megasparse.attention.heads import build_mechanism
-from tests.helpers.models import SMALL, VARIANTS, Single, all_names, causal_names, kind_of, small
+from tests.helpers.models import SMALL, VARIANTS, Single, all_names, causal_names, encoder_names, kind_of, small
 from tests.helpers.peak_memory import PeakMemory
 
 LONG = 16384
@@ -13,7 +13,9 @@ QUADRATIC_TIME = ["smart_bird", "yoso expectation", "lha exact, visible"]
 NOT_LINEAR = ["full", "full shared"]
 """The baseline: its memory is that of torch's kernel."""
 NAMES = [name for name in all_names() if name not in NOT_LINEAR and not name.startswith("smart_bird ")]
-CASES = [(name, True) for name in NAMES if name in causal_names()] + [(name, False) for name in NAMES]
+CASES = [(name, True) for name in NAMES if name in causal_names()] + [
+    (name, False) for name in NAMES if name in encoder_names()
+]
 
 
 def peak(name: str, causal: bool, length: int, longest: int) -> PeakMemory:

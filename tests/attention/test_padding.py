@@ -6,7 +6,7 @@ import torch
 from megasparse.attention.heads import Padding
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import EVERY, Single, named, random_tokens, small, strict_names
+from tests.helpers.models import EVERY, Single, known_tokens, named, random_tokens, small, strict_names
 
 
 @pytest.mark.parametrize("name", strict_names())
@@ -31,14 +31,17 @@ def test_padding_on_either_side_changes_no_real_token(name, causal, left, right)
     inputs = single.inputs(stop + right)
     mask = torch.zeros(2, stop + right, dtype=torch.bool)
     mask[:, left:stop] = True
-    padded = single(*inputs, key_mask=mask).out
+    tokens = known_tokens(2, stop + right)
+    padded = single(*inputs, key_mask=mask, tokens=tokens).out
     x, *heads = inputs
-    alone = single(x[:, left:stop], *(h[:, :, left:stop] for h in heads)).out
+    known = torch.cat([torch.full((2, 1), -1), tokens[:, left + 1 : stop]], dim=1)
+    alone = single(x[:, left:stop], *(h[:, :, left:stop] for h in heads), tokens=known).out
     torch.testing.assert_close(padded[:, :, left:stop], alone, rtol=1e-4, atol=1e-5)
     assert (padded[:, :, :left] == 0).all() and (padded[:, :, stop:] == 0).all()
     for other in (x[:, :left], x[:, stop:], *(h[:, :, :left] for h in heads), *(h[:, :, stop:] for h in heads)):
         other *= 1e4
-    torch.testing.assert_close(single(*inputs, key_mask=mask).out, padded, rtol=1e-5, atol=1e-6)
+    tokens[:, :left] = tokens[:, stop + 1 :] = 1
+    torch.testing.assert_close(single(*inputs, key_mask=mask, tokens=tokens).out, padded, rtol=1e-5, atol=1e-6)
 
 
 @EVERY
@@ -46,12 +49,14 @@ def test_packed_documents_never_see_each_other(name, causal):
     single = Single(name, causal)
     inputs = single.inputs(60)
     segments = torch.tensor([0] * 24 + [1] * 36).expand(2, -1)
-    packed = single(*inputs, segments=segments).out
+    tokens = known_tokens(2, 60)
+    packed = single(*inputs, segments=segments, tokens=tokens).out
     x, *heads = (t.clone() for t in inputs)
     x[:, :24] = x[:, :24].flip(1)
     for head in heads:
         head[:, :, :24] = head[:, :, :24].flip(2)
-    changed = single(x, *heads, segments=segments).out
+    tokens[:, 1:24] = tokens[:, 1:24].flip(1)
+    changed = single(x, *heads, segments=segments, tokens=tokens).out
     torch.testing.assert_close(changed[:, :, 24:], packed[:, :, 24:], rtol=1e-5, atol=1e-6)
 
 

@@ -25,9 +25,9 @@ from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import (
     AXIAL,
     VARIANTS,
-    all_names,
     attention,
     causal_names,
+    encoder_names,
     kind_of,
     named,
     random_tokens,
@@ -79,7 +79,7 @@ def batch_of(padded: bool) -> Tensor:
 
 def cases() -> list[tuple[str, str, bool]]:
     """(kind, name, padded): each with padding and documents and without; variants of a mechanism in a decoder with."""
-    names = {"decoder": [*causal_names(), *DECODERS], "encoder": [*all_names(), *ENCODERS]}
+    names = {"decoder": [*causal_names(), *DECODERS], "encoder": [*encoder_names(), *ENCODERS]}
     every = [(kind, name, padded) for kind in names for name in names[kind] for padded in (False, True)]
     return sorted(case for case in every if case[1] not in VARIANTS or case[2] == (case[0] == "decoder"))
 

@@ -30,6 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "bigbird": {"chunk": 8, "random": 2},
     "performer": {"features": 32, "chunk": 16},
     "linformer": {"projected": 16},
+    "ngram": {"lengths": [1, 3], "chunk": 8},
 }
 """Settings of each mechanism that make 128 tokens many windows."""
 
@@ -50,6 +51,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smart_bird top_k": ("smart_bird", {"sampling": "top_k"}),
     "smart_bird random": ("smart_bird", {"sampling": "random"}),
     "routing top_k": ("routing", {"window": "top_k"}),
+    "lsh local": ("lsh", {"local": True}),
+    "lsh separate, local": ("lsh", {"local": True, "shared_qk": False}),
+    "lha local": ("lha", {"local": True}),
+    "routing local": ("routing", {"local": True}),
+    "ngram one round": ("ngram", {"lengths": [2]}),
 }
 """Settings of a mechanism that take another path than its defaults."""
 
@@ -84,7 +90,12 @@ def causal_names() -> list[str]:
     return [name for name in all_names() if can_be_causal(kind_of(name))]
 
 
-CASES = [(name, True) for name in causal_names()] + [(name, False) for name in all_names()]
+def encoder_names() -> list[str]:
+    """Those that encoders can have."""
+    return [name for name in all_names() if getattr(AttentionConfig(), kind_of(name)).causal_only is None]
+
+
+CASES = [(name, True) for name in causal_names()] + [(name, False) for name in encoder_names()]
 CASE_NAMES = [f"{name}, {'causal' if causal else 'both'}" for name, causal in CASES]
 EVERY = pytest.mark.parametrize("name,causal", CASES, ids=CASE_NAMES)
 """Every mechanism and variant, in a decoder where it can be in one, and in an encoder."""
@@ -155,15 +166,23 @@ class Single:
         recompute: RecomputeCache | None = None,
         head_offset: int = 0,
         targets: Targets | None = None,
+        tokens: Tensor | None = None,
         **masks: Tensor,
     ) -> Any:
         if self.mechanism.shared_qk:
             k = torch.nn.functional.normalize(q, dim=-1)
         samples = torch.arange(len(q)) if samples is None else samples
         rng = RngContext(0, step, samples, training) if training else RngContext.evaluation(0, len(q))
-        context = AttentionContext(0, rng, head_offset, recompute or RecomputeCache(), targets)
+        tokens = known_tokens(len(q), q.shape[2]) if tokens is None else tokens
+        context = AttentionContext(0, rng, head_offset, recompute or RecomputeCache(), targets, tokens=tokens)
         inputs = AttentionInputs(q, k, v, masks.get("key_mask"), masks.get("segments"), self.causal)
         return self.mechanism(x, inputs, context)
+
+
+def known_tokens(batch: int, length: int) -> Tensor:
+    """What the positions of a decoder know, the same in each sequence; of few symbols, so many n-grams are equal."""
+    row = torch.cat([torch.full((1, 1), -1), random_tokens(1, length - 1, 3)], dim=1)
+    return row.expand(batch, -1).clone()
 
 
 def random_tokens(batch: int, length: int, vocabulary: int = 256, seed: int = 0) -> Tensor:

@@ -16,7 +16,7 @@ from megasparse.model.build import build_model, empty_model
 from megasparse.model.feed_forward import FeedForward
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
-from tests.helpers.models import all_names, attention, named, random_tokens, small, training_draws
+from tests.helpers.models import attention, encoder_names, named, random_tokens, small, training_draws
 
 STYLE = dict(
     kind="encoder",
@@ -100,7 +100,7 @@ def test_scores_and_gradients_are_those_of_huggingface(changes):
             assert error <= 1e-4 * parameter.grad.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("name", all_names())
+@pytest.mark.parametrize("name", encoder_names())
 def test_every_mechanism_trains_and_is_recomputed_as_it_was(name):
     tokens, found = random_tokens(2, 60), {}
     for activations, tiles in (("stored", 1), ("checkpoint", 3)):

@@ -10,7 +10,7 @@ from megasparse.attention.heads import Padding
 from megasparse.config.schema import MaskingConfig
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import all_names, named, random_tokens, small, training_draws
+from tests.helpers.models import encoder_names, named, random_tokens, small, training_draws
 
 MASK, VOCABULARY = 256, 260
 
@@ -114,7 +114,7 @@ def test_a_token_sees_both_sides(kind):
     assert not scored[0, [60, 62, 64]].all()
 
 
-@pytest.mark.parametrize("name", all_names())
+@pytest.mark.parametrize("name", encoder_names())
 def test_every_mechanism_trains_with_the_gradients_of_stored_activations(name):
     tokens, found = random_tokens(2, 60), {}
     for activations in ("reversible", "stored"):

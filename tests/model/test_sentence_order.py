@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megasparse.config.schema import MaskingConfig, SentenceOrderConfig
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import all_names, named, small, training_draws
+from tests.helpers.models import encoder_names, named, small, training_draws
 from tests.model.test_masking import BEGIN, MASK, PAD, SEPARATOR, VOCABULARY, pairs, text
 
 BERT = dict(style="bert", blocks="ordinary", activations="stored", token_types=2, tied_embeddings=True)
@@ -108,7 +108,7 @@ def test_token_types_follow_the_first_separator():
     assert torch.equal((after != found).any(-1), types.bool())
 
 
-@pytest.mark.parametrize("name", all_names())
+@pytest.mark.parametrize("name", encoder_names())
 def test_every_mechanism_gives_the_gradients_of_stored_activations(name):
     tokens, found = pairs(2, 60), {}
     for activations in ("reversible", "stored"):

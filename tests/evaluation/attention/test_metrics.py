@@ -20,7 +20,7 @@ from megasparse.evaluation.attention.metrics import (
 from megasparse.evaluation.attention.weights import attention_map, weights_of
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import all_names, causal_names, named, random_tokens, small
+from tests.helpers.models import causal_names, encoder_names, named, random_tokens, small
 
 
 def heads(length: int, seed: int = 0, batch: int = 2, width: int = 8) -> list[torch.Tensor]:
@@ -147,7 +147,7 @@ def observed(name: str, causal: bool, length: int = 40):
     return found
 
 
-@pytest.mark.parametrize("name,causal", [(n, True) for n in causal_names()] + [(n, False) for n in all_names()])
+@pytest.mark.parametrize("name,causal", [(n, True) for n in causal_names()] + [(n, False) for n in encoder_names()])
 def test_the_matrix_of_every_mechanism_gives_its_output(name, causal):
     (call,) = observed(name, causal)
     for mechanism in (call.mechanism.without_additions(), call.exact()):

@@ -1,0 +1,236 @@
+"""N-gram attention: a token sees what followed earlier occurrences of its last n tokens, and a window.
+
+B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasparse.attention.band import BandCache
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    Buckets,
+    MechanismSpec,
+)
+from megasparse.attention.costs import Passes, Work
+from megasparse.attention.sequence_part import SequencePart
+from megasparse.config.attention import NGramAttentionConfig
+from megasparse.errors import ConfigError
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.hashing.sign import code_dtype
+from megasparse.ops.random import derive, random_bits
+
+
+@dataclass
+class NGramCache:
+    """Keys and values of all tokens, and by bucket the last keys that followed its n-gram; the tokens that the next
+    n-gram needs, (B, n − 1), and the newest token's buckets, to which the next key belongs, (B, 1, R, 1).
+    """
+
+    band: BandCache
+    recent: Tensor
+    newest: Tensor
+
+    def select(self, rows: Tensor) -> None:
+        self.band.select(rows)
+        self.recent, self.newest = self.recent[rows], self.newest[rows]
+
+
+class SourceBias(nn.Module):
+    """What each head adds to the scores of keys that a round finds: (H, R), 0 at the start."""
+
+    def __init__(self, heads: int, rounds: int):
+        super().__init__()
+        self.rounds = rounds
+        self.bias = nn.Parameter(torch.zeros(heads * rounds))
+
+    def forward(self, part: SequencePart) -> Tensor:
+        return part.own(self.bias, 0).view(-1, self.rounds)
+
+
+class NGramAttention(Attention):
+    """Softmax attention to a window and to what induction heads look for (Olsson et al. 2022), found by a hash of
+    tokens in place of learned queries and keys.
+
+    The window is that of local attention. Round n shows the keys j <= i with
+
+        h_n(the n tokens before j) = h_n(the last n tokens that i knows),
+
+    the last M − 1 of them: what followed earlier occurrences. One softmax over all these: logits q·k/√D in the window,
+    q·k/√D + b_n in round n, b_n learned by each head; a key that several of them show counts in each. A key follows
+    nothing where its document begins.
+
+    Nothing of the hash is learned, so repetitions are found from the first step on; what is worth seeing among them,
+    queries, keys and b learn. Strictly causal: a decoder's position i knows the tokens before it.
+    """
+
+    reads_tokens = True
+
+    def __init__(self, config: NGramAttentionConfig, spec: MechanismSpec):
+        super().__init__(spec)
+        self.config = config
+        self.buckets = 1 << max(1, spec.max_length - 1).bit_length()
+        self.bias = SourceBias(spec.heads, len(config.lengths))
+        scale, window = spec.head_dim**-0.5, Window("chunk", min(config.window, spec.max_length))
+        self.near = BucketedAttentionSpec(window, causal=True, scale=scale, exclude_self=False)
+        # Where bucket-mates t < i are seen, their successors t + 1 <= i take part: keys and values move by one place.
+        moved = Window("band", config.chunk)
+        self.moved = BucketedAttentionSpec(moved, True, scale, exclude_self=True, buckets=self.buckets)
+        self.far = BucketedAttentionSpec(Window("band", config.chunk - 1), True, scale, exclude_self=False)
+
+    def assign(self, context: AttentionContext, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
+        """The buckets of queries, (B, R, L), the same of all heads."""
+        if context.tokens is None:
+            raise ConfigError(
+                "model.attention.pattern", "ngram hashes tokens, but this model reads none", "Choose another mechanism"
+            )
+        return self._codes(context.tokens, key_mask, segments)
+
+    def _codes(self, tokens: Tensor, key_mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        rounds = [ngram_codes(tokens, n, self.buckets, key_mask, segments) for n in self.config.lengths]
+        return torch.stack(rounds, dim=1)
+
+    def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
+        codes = self.assign(context, inputs.key_mask, inputs.segments)
+        queries, keys = (x.repeat(1, self.spec.heads, 1) for x in (codes, _following(codes, inputs, self.buckets)))
+        return Buckets(queries, keys, self.buckets + 1)
+
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        codes = context.recompute.keep(lambda: self.assign(context, inputs.key_mask, inputs.segments))
+        q, k, v, key_mask, segments, _ = inputs
+        found = [bucketed_attention(q, k, v, None, self.near, key_mask, segments)]
+        found += [self._round(inputs, own) for own in codes.unbind(1)]
+        outs, lses = zip(*found, strict=True)
+        lse = torch.stack(lses, dim=-1)  # (B, H, L, 1 + R)
+        lse = lse + F.pad(self.bias(context.part), (1, 0))[:, None]
+        if key_mask is not None:
+            lse = lse.masked_fill(~key_mask[:, None, :, None], 0.0)  # padding sees nothing, and its outputs are 0
+        weight = torch.softmax(lse, dim=-1).to(q.dtype)
+        out = sum(part * share.unsqueeze(-1) for part, share in zip(outs, weight.unbind(-1), strict=True))
+        return AttentionOutput(out, None, {})
+
+    def _round(self, inputs: AttentionInputs, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of what a round shows, 0 and −∞ where that is nothing. codes: (B, L)."""
+        q, k, v, key_mask, segments, _ = inputs
+        if key_mask is None:
+            k, v, codes_of_all = k.roll(-1, dims=2), v.roll(-1, dims=2), codes[:, None, None]
+            out, lse = bucketed_attention(q, k, v, codes_of_all, self.moved, None, segments)
+        else:  # what follows a real token may be padding, so keys have buckets of their own
+            keys = _following(codes[:, None], inputs, self.buckets)[:, None]
+            out, lse = bucketed_attention(q, k, v, codes[:, None, None], self.far, key_mask, segments, keys)
+        nothing = ~_has_mate(codes, inputs)[:, None]
+        return out.masked_fill(nothing.unsqueeze(-1), 0.0), lse.masked_fill(nothing, -torch.inf)
+
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> NGramCache:
+        lengths = self.config.lengths
+        band = BandCache.empty(batch, self.spec, len(lengths), self.buckets + 1, self.far.window, like, hashed_heads=1)
+        recent = torch.full((batch, max(lengths) - 1), -1, dtype=torch.int64, device=like.device)
+        return NGramCache(band, recent, recent.new_full((batch, 1, len(lengths), 1), self.buckets))
+
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: NGramCache, context: AttentionContext) -> None:
+        codes = self.assign(context, None, None)
+        cache.band.fill(inputs, codes[:, None], _following(codes, inputs, self.buckets)[:, None])
+        self._remember(cache, context, codes)
+
+    def decode(
+        self, x: Tensor, inputs: AttentionInputs, cache: NGramCache, position: int, context: AttentionContext
+    ) -> Tensor:
+        assert context.tokens is not None
+        codes, band, scale = self._codes(torch.cat([cache.recent, context.tokens], dim=1)), cache.band, self.near.scale
+        band.append(inputs, cache.newest, position)
+        seen, valid = (x.expand(-1, inputs.q.shape[1], -1, -1) for x in band.window(codes[:, None, :, -1:].long()))
+        far = band.score(inputs.q, seen, scale) + self.bias(context.part)[..., None]  # (B, H, R, M)
+        chunk = self.near.window.chunk
+        near = torch.arange(max(0, position // chunk - 1) * chunk, position + 1, device=seen.device)
+        near = near.expand(*seen.shape[:2], 1, -1)
+        score = [band.score(inputs.q, near, scale), far.masked_fill(~valid, -torch.inf)]
+        weight = torch.softmax(torch.cat([part.flatten(2) for part in score], dim=-1), dim=-1).unsqueeze(2)
+        values = band.values(torch.cat([near.flatten(2), seen.flatten(2)], dim=-1).unsqueeze(2))
+        self._remember(cache, context, codes)
+        return (weight @ values.to(weight.dtype)).to(inputs.v.dtype)
+
+    def _remember(self, cache: NGramCache, context: AttentionContext, codes: Tensor) -> None:
+        assert context.tokens is not None
+        kept = cache.recent.shape[1]
+        cache.recent = torch.cat([cache.recent, context.tokens], dim=1)[:, -kept:] if kept else cache.recent
+        cache.newest = codes[:, None, :, -1:].long()
+
+    def flops(self, length: int) -> Passes:
+        work, rounds = self.workload(length), len(self.config.lengths)
+        return work.pairs(work.chunks(self.near.window.chunk)) + work.pairs(self.config.chunk - 1) * rounds
+
+    def operators(self, length: int, size: int) -> dict[str, Work]:
+        """Codes and their order are those of all heads. A query may see any number of keys up to M − 1 in a round,
+        which is counted. The sources' outputs are written and read once more.
+        """
+        traffic, rounds = self.traffic(size), len(self.config.lengths)
+        merged = Passes((1 + rounds) * 2 * traffic.row, (1 + rounds) * 3 * traffic.row)
+        moved = traffic.softmax(1, ordered=False) + traffic.softmax(1, ordered=True) * rounds + merged
+        return {
+            "sort": Work(Passes(), traffic.sort(rounds).moved * (1 / self.spec.heads)),
+            "attention": Work(self.flops(length), moved),
+        }
+
+
+@torch.no_grad()
+def ngram_codes(
+    tokens: Tensor, n: int, buckets: int, key_mask: Tensor | None = None, segments: Tensor | None = None
+) -> Tensor:
+    """The bucket of the last n tokens at each position, (B, L), 0 <= code < buckets, a power of two.
+
+    tokens: (B, L) int64, the newest token that a position knows: the one before it, −1 for none. Tokens of another
+    document and padding count as none. A pure function of the n tokens: equal n-grams have equal buckets everywhere.
+    """
+    key = derive("n-gram", n)
+    code = torch.zeros_like(tokens)
+    for back in reversed(range(n)):
+        token = _earlier(tokens, back, -1)
+        for mask, of_other in ((key_mask, False), (segments, -1)):
+            if mask is not None:  # what a position knows is the token of the position before it
+                before = _earlier(mask, back + 1, of_other)
+                token = token.masked_fill(~before if mask.dtype == torch.bool else before != mask, -1)
+        code = random_bits(key, (code << 32) + token + 1, 1).squeeze(-1).long() & 0x7FFFFFFF
+    return (code & (buckets - 1)).to(code_dtype(buckets))
+
+
+def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:
+    """The buckets of keys (B, R, L), in which the positions before them are as queries. That of a document's first key
+    is `buckets`, which no query has.
+    """
+    return F.pad(codes.int(), (1, -1)).masked_fill(~_continues(inputs)[:, None], buckets)
+
+
+@torch.no_grad()
+def _has_mate(codes: Tensor, inputs: AttentionInputs) -> Tensor:
+    """Whether anything has followed an earlier token of each one's bucket and document: (B, L) bool."""
+    bucket = codes.long()
+    if inputs.segments is not None:
+        bucket = bucket + (inputs.segments.long() << 32)
+    bucket, order = bucket.sort(dim=-1, stable=True)
+    followed = F.pad(_continues(inputs), (0, 1))[:, 1:].expand_as(order).gather(-1, order).long()
+    before = followed.cumsum(-1) - followed
+    starts = F.pad(bucket[:, 1:] != bucket[:, :-1], (1, 0), value=True)
+    in_bucket = before - torch.where(starts, before, 0).cummax(-1).values
+    return torch.zeros_like(codes, dtype=torch.bool).scatter_(-1, order, in_bucket > 0)
+
+
+def _continues(inputs: AttentionInputs) -> Tensor:
+    """Whether a real token of the same document stands before each position, (B, L) or (1, L)."""
+    length = inputs.q.shape[2]
+    found = (torch.arange(length, device=inputs.q.device) > 0)[None]
+    if inputs.segments is not None:
+        found = found & (_earlier(inputs.segments, 1, -1) == inputs.segments)
+    if inputs.key_mask is not None:
+        found = found & _earlier(inputs.key_mask, 1, False)
+    return found
+
+
+def _earlier(x: Tensor, steps: int, fill: int | bool) -> Tensor:
+    """x (B, L) of so many positions before each one, `fill` before the first."""
+    return F.pad(x, (steps, 0), value=fill)[:, : x.shape[1]]

@@ -1,0 +1,116 @@
+"""N-gram attention against its dense definition, in both of its ways to compute it."""
+
+import pytest
+import torch
+
+from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
+from megasparse.attention.ngram import NGramAttention, ngram_codes
+from megasparse.config.attention import NGramAttentionConfig
+from megasparse.config.load import load_config
+from megasparse.errors import ConfigError
+from megasparse.ops.random import RngContext
+from tests.helpers.models import known_tokens
+
+CHUNK, WINDOW, LENGTH = 6, 7, 50
+
+
+def mechanism(*lengths):
+    spec = MechanismSpec(heads=2, head_dim=8, d_model=16, max_length=1 << 20, causal=True)  # many buckets
+    made = NGramAttention(NGramAttentionConfig(lengths=list(lengths), chunk=CHUNK, window=WINDOW), spec)
+    with torch.no_grad():
+        made.bias.bias.copy_(torch.linspace(-1.0, 1.5, made.bias.bias.numel()))
+    return made
+
+
+def heads(**masks):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, LENGTH, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    return AttentionInputs(q, k, v, masks.get("key_mask"), masks.get("segments"), True)
+
+
+def defined(inputs, tokens, mechanism):
+    """Position by position, from the tokens themselves: j is seen where the n tokens before it are those up to i."""
+    lengths, bias = mechanism.config.lengths, mechanism.bias.bias.view(2, -1).double()
+    shown = torch.zeros(1 + len(lengths), 2, LENGTH, LENGTH, dtype=torch.bool)  # (sources, B, L, L)
+    for b in range(2):
+        real = [True] * LENGTH if inputs.key_mask is None else inputs.key_mask[b].tolist()
+        document = [0] * LENGTH if inputs.segments is None else inputs.segments[b].tolist()
+        number = {place: sum(real[:place]) for place in range(LENGTH) if real[place]}  # chunks count real tokens
+
+        def history(i, n, b=b, real=real, document=document):
+            """The n tokens before position i, which position i knows; None for what is of no concern."""
+            places = range(i - n, i)
+            same = [p >= 0 and real[p] and document[p] == document[i] for p in places]
+            return [tokens[b, p + 1].item() if ok else None for p, ok in zip(places, same, strict=True)]
+
+        for i in number:
+            own = [j for j in number if j <= i and document[j] == document[i]]
+            near = [j for j in own if number[i] // WINDOW - number[j] // WINDOW <= 1]
+            follows = [j for j in own if j - 1 in number and document[j - 1] == document[i]]
+            rounds = [[j for j in follows if history(j - 1, n) == history(i, n)][1 - CHUNK :] for n in lengths]
+            for source, keys in enumerate([near, *rounds]):
+                shown[source, b, i, keys] = True
+    score = inputs.q @ inputs.k.transpose(-1, -2) * 8**-0.5  # (B, H, L, L)
+    extra = torch.cat([bias.new_zeros(2, 1), bias], dim=1)
+    parts = [score + extra[:, source, None, None] for source in range(1 + len(lengths))]
+    parts = [part.masked_fill(~seen[:, None], -torch.inf) for part, seen in zip(parts, shown, strict=True)]
+    return torch.softmax(torch.cat(parts, dim=-1), dim=-1).nan_to_num(0.0) @ inputs.v.repeat(1, 1, len(parts), 1)
+
+
+MASKS = {
+    "plain": {},
+    "documents": {"segments": (torch.arange(LENGTH) // 17).expand(2, -1)},
+    "padding": {"key_mask": torch.tensor([[True] * LENGTH, [False] * 4 + [True] * 20 + [False] * 3 + [True] * 23])},
+}
+MASKS["both"] = MASKS["documents"] | MASKS["padding"]
+
+
+@pytest.mark.parametrize("lengths", [[1], [3], [1, 2, 4]], ids=str)
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
+def test_it_is_as_defined_with_gradients(lengths, masks):
+    tokens, made, results = known_tokens(2, LENGTH), mechanism(*lengths), []
+    context = AttentionContext(0, RngContext.evaluation(0, 2), tokens=tokens)
+    for attend in (
+        lambda inputs: made(torch.zeros(2, LENGTH, 16), inputs, context).out,
+        lambda inputs: defined(inputs, tokens, made),
+    ):
+        inputs = heads(**masks)
+        leaves = [*(x.requires_grad_() for x in inputs[:3]), made.bias.bias]
+        out = attend(inputs)
+        results.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)))
+    for ours, dense in zip(*results, strict=True):
+        torch.testing.assert_close(ours, dense, rtol=1e-6, atol=1e-8)  # the bias is in fp32
+
+
+def test_a_mask_of_real_tokens_alone_changes_nothing():
+    """Two ways to compute the same: over keys that were moved, and over keys that have buckets of their own."""
+    context = AttentionContext(0, RngContext.evaluation(0, 2), tokens=known_tokens(2, LENGTH))
+    moved, masked = (
+        mechanism(2)(torch.zeros(2, LENGTH, 16), heads(**masks), context).out
+        for masks in ({}, {"key_mask": torch.ones(2, LENGTH, dtype=torch.bool)})
+    )
+    torch.testing.assert_close(moved, masked, rtol=1e-12, atol=1e-12)
+
+
+def test_equal_ngrams_and_only_these_share_a_bucket():
+    tokens = torch.tensor([[-1, 5, 6, 7, 8, 5, 6, 7, 9, 6, 7]])
+    codes = ngram_codes(tokens, 3, 1 << 15)[0].tolist()
+    assert codes[3] == codes[7] and len(set(codes)) == len(codes) - 1
+    pairs = ngram_codes(tokens, 2, 1 << 15)[0].tolist()
+    assert pairs[3] == pairs[7] == pairs[10]
+
+
+def test_buckets_are_filled_evenly():
+    tokens = torch.arange(1 << 16)[None]
+    counts = torch.bincount(ngram_codes(tokens, 1, 1 << 10)[0].long(), minlength=1 << 10).double()
+    assert abs(counts.var() / counts.mean() - 1) < 0.2  # Poisson, as of random codes
+
+
+def test_a_model_without_tokens_is_refused():
+    with pytest.raises(ConfigError, match="hashes tokens"):
+        mechanism(2)(torch.zeros(2, LENGTH, 16), heads(), AttentionContext(0, RngContext.evaluation(0, 2)))
+
+
+def test_an_encoder_is_refused():
+    with pytest.raises(ConfigError, match="cannot see both ways"):
+        load_config("masked_text", ['model.attention.pattern=["ngram"]'])
