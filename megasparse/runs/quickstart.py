@@ -3,7 +3,6 @@
 Each step is an ordinary command and is printed before it runs. Run again, finished steps are not repeated.
 """
 
-import hashlib
 import json
 import os
 import shlex
@@ -13,7 +12,8 @@ from pathlib import Path
 
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from megasparse.errors import DataError, UserError
+from megasparse.data.wheels import fetch_wheel
+from megasparse.errors import UserError
 from megasparse.evaluation.compress import bits_per_byte
 
 SHARDS = Path("data/quickstart")
@@ -21,7 +21,7 @@ RUN = Path("runs/quickstart")
 
 # A Wikipedia dump in enwik8's own format, 6 MB, is test data of the package gensim. One fixed platform tag is asked
 # for, so that every machine gets the same file, whatever it runs itself.
-WHEEL = Path("data/.download/gensim-4.4.0-cp311-cp311-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl")
+WHEEL = "gensim-4.4.0-cp311-cp311-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl"
 WHEEL_SHA256 = "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8"
 MEMBER = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 PLATFORM = ["--platform", "manylinux_2_24_x86_64", "--python-version", "3.11", "--implementation", "cp"]
@@ -30,8 +30,8 @@ PLATFORM = ["--platform", "manylinux_2_24_x86_64", "--python-version", "3.11", "
 def quickstart() -> None:
     """Run every step. Raises UserError where one fails."""
     say("1/4  a sample of Wikipedia, as webdataset shards")
-    fetch_wheel()
-    megasparse("prepare-data", "text", "--source", WHEEL, "--member", MEMBER, "--output", SHARDS)
+    wheel = fetch_wheel("gensim==4.4.0", WHEEL, WHEEL_SHA256, PLATFORM)
+    megasparse("prepare-data", "text", "--source", wheel, "--member", MEMBER, "--output", SHARDS)
     say("2/4  training (its curves: tensorboard --logdir runs)")
     megasparse(*training_command())
     say("3/4  bits/dim of held-out text, every byte of the test split scored")
@@ -49,16 +49,6 @@ def training_command() -> list[str]:
 
     alone = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
     return ["pretrain", "quickstart"] if alone else ["supervise", "--ranks", "2", "pretrain", "quickstart"]
-
-
-def fetch_wheel() -> None:
-    """Download the wheel by pip, unless it is there. Raises DataError where its content is another."""
-    if not WHEEL.exists():
-        wanted = ["--no-deps", "--only-binary=:all:", *PLATFORM, "--dest", WHEEL.parent, "gensim==4.4.0"]
-        run([sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *wanted])
-    digest = hashlib.sha256(WHEEL.read_bytes()).hexdigest() if WHEEL.exists() else "missing"
-    if digest != WHEEL_SHA256:
-        raise DataError(WHEEL, f"its sha256 is {digest}, not {WHEEL_SHA256}", "Delete it and run again")
 
 
 def summarize(result: Path) -> dict[str, float]:

@@ -33,6 +33,7 @@ from megasparse.data.corpora import (
     pairs,
     parallel,
     pg19,
+    recall,
     text,
     wikitext103,
 )
@@ -63,4 +64,5 @@ CORPORA = {
     "pairs": cast(Corpus, pairs),
     "parallel": cast(Corpus, parallel),
     "duplication": cast(Corpus, duplication),
+    "recall": cast(Corpus, recall),
 }

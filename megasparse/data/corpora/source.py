@@ -4,6 +4,7 @@ import argparse
 import bz2
 import codecs
 import difflib
+import fnmatch
 import gzip
 import hashlib
 import lzma
@@ -38,7 +39,11 @@ INTACT = "Check that it is complete and of the kind its name says"
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a corpus that is read from a source and cut into samples."""
     parser.add_argument("--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order")
-    parser.add_argument("--member", metavar="NAME", help="which file of a zip archive, where it has several")
+    parser.add_argument(
+        "--member",
+        metavar="NAME",
+        help="which file of a zip archive, where it has several; docs/*.txt: all that match, by path",
+    )
     parser.add_argument(
         "--sample-bytes",
         type=positive,
@@ -208,9 +213,9 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
     members = sorted(info.filename for info in found)
     _refuse_bomb(file, sum(info.file_size for info in found), file.stat().st_size)
     if kind == "stream" or member is not None:
-        members = [_member(file, [info.filename for info in found], member)]
+        members = _members(file, members, member)
     for chosen in members:
-        if chosen == member or not any(name.startswith((".", "__MACOSX")) for name in chosen.split("/")):
+        if member is not None or not any(name.startswith((".", "__MACOSX")) for name in chosen.split("/")):
             yield Part(file, chosen, chosen, False)
 
 
@@ -295,14 +300,15 @@ def reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _member(file: Path, names: list[str], member: str | None) -> str:
-    """`member`, or the archive's only one."""
+def _members(file: Path, names: list[str], member: str | None) -> list[str]:
+    """The one that `member` names, all that match it as a pattern, or without it the archive's only one."""
     if member is None and len(names) == 1:
-        return names[0]
+        return names
     if member is None:
         some = ", ".join(names[:5])
         raise DataError(file, f"this archive has {len(names)} files ({some}, …)", "Choose one with --member NAME")
-    if member not in names:
+    chosen = [member] if member in names else fnmatch.filter(names, member)
+    if not chosen:
         near = difflib.get_close_matches(member, names, n=5, cutoff=0.3)
         raise DataError(file, f'there is no "{member}" in this archive', did_you_mean(member, near or names[:5]))
-    return member
+    return chosen

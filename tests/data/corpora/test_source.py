@@ -48,8 +48,10 @@ def test_members_of_an_archive(tmp_path):
         archive.mkdir("books") if hasattr(archive, "mkdir") else None
         archive.writestr("books/one.txt", "1")
         archive.writestr("books/two.txt", "2")
+        archive.writestr("notes.md", "3")
     assert b"".join(open_source(path, member="books/two.txt").pieces()) == b"2"
-    with pytest.raises(DataError, match=r"x\.zip: this archive has 2 files \(books/one\.txt, .*--member NAME"):
+    assert b"".join(open_source(path, member="books/*.txt").pieces()) == b"12"
+    with pytest.raises(DataError, match=r"x\.zip: this archive has 3 files \(books/one\.txt, .*--member NAME"):
         open_source(path)
     with pytest.raises(DataError, match=r'no "books/tow\.txt" in this archive\. Did you mean "books/two\.txt"'):
         open_source(path, member="books/tow.txt")
