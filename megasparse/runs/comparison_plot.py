@@ -1,0 +1,68 @@
+"""A comparison's held-out curves: bits/dim of its arms against steps and against seconds of training."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megasparse.errors import DataError
+from megasparse.report.figure import COLOURS, new_figure, save_figure
+from megasparse.report.series import read_series
+
+HELD_OUT = "evaluation/bits_per_dim"
+
+
+def plot(output: Path, arms: Sequence[str], path: Path) -> None:
+    """Draw the mean over the seeds of every arm that has run in `output`, and its seeds faintly, into an SVG; the
+    numbers go into a JSON file beside it.
+
+    Raises DataError where none has evaluated held-out text, ConfigError without matplotlib.
+    """
+    curves = {arm: found for arm in arms if (found := read_curves(output, arm))}
+    if not curves:
+        hint = "Run `megasparse compare` first, of a configuration with evaluation.every above 0"
+        raise DataError(output, "no arm here has evaluated held-out text", hint)
+    path.with_suffix(".json").write_text(json.dumps(curves, indent=1) + "\n")
+    figure, (by_step, by_second) = new_figure(2)
+    for number, (arm, seeds) in enumerate(curves.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        for run in seeds.values() if len(seeds) > 1 else ():
+            by_step.plot(*points(run["held_out"]), color=colour, linewidth=0.6, alpha=0.5)
+        steps, values = points(mean([run["held_out"] for run in seeds.values()]))
+        seconds = min(run["step_seconds"] for run in seeds.values())
+        by_step.plot(steps, values, color=colour, label=arm)
+        by_second.plot([step * seconds for step in steps], values, color=colour)
+    by_step.set(title="held-out bits/dim over steps", xlabel="steps")
+    by_second.set(title="over seconds of training", xlabel="seconds")
+    save_figure(figure, path)
+
+
+def read_curves(output: Path, arm: str) -> dict[str, dict[str, Any]]:
+    """By seed: `held_out`, bits/dim by step; `test`, those of the evaluation after training, where it was made; and
+    `step_seconds`, a quiet step's: the fastest twentieth is below it, so a busy machine moves it little.
+    """
+    found, stem = {}, f"{arm.replace(' ', '_')}-"
+    for folder in sorted(output.glob(f"{stem}*")):
+        series, seed = read_series(folder / "metrics.jsonl"), folder.name[len(stem) :]
+        if not seed.isdigit() or HELD_OUT not in series:  # or of an arm with a longer name
+            continue
+        held_out = series[HELD_OUT]
+        seconds = sorted(series["speed/step_seconds"].finite.tolist())
+        result = folder / "evaluation.json"
+        found[seed] = {
+            "held_out": dict(zip(map(str, held_out.steps.tolist()), held_out.values.tolist(), strict=True)),
+            "test": json.loads(result.read_text())["bits_per_dim"] if result.exists() else None,
+            "step_seconds": seconds[len(seconds) // 20],
+        }
+    return found
+
+
+def mean(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean over the runs at the steps that all of them have."""
+    common = [step for step in runs[0] if all(step in run for run in runs)]
+    return {step: statistics.mean(run[step] for run in runs) for step in common}
+
+
+def points(curve: dict[str, float]) -> tuple[list[int], list[float]]:
+    return [int(step) for step in curve], list(curve.values())
