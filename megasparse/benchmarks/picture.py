@@ -5,7 +5,7 @@ from typing import Any
 
 from megasparse.config import strict_json
 from megasparse.errors import DataError
-from megasparse.report.figure import COLOURS, new_figure, save_figure
+from megasparse.evaluation.figure import COLOURS, new_figure, save_figure
 
 NAMES = {"sdpa": "full attention (SDPA)", "hf": "Reformer (HuggingFace)", "reformer-pytorch": "reformer-pytorch"}
 PANELS = {

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.errors import DataError
-from megasparse.report.figure import COLOURS, new_figure, save_figure
-from megasparse.report.series import read_series
+from megasparse.evaluation.figure import COLOURS, new_figure, save_figure
 
 HELD_OUT = "evaluation/bits_per_dim"
 
@@ -44,14 +43,16 @@ def read_curves(output: Path, arm: str) -> dict[str, dict[str, Any]]:
     """
     found, stem = {}, f"{arm.replace(' ', '_')}-"
     for folder in sorted(output.glob(f"{stem}*")):
-        series, seed = read_series(folder / "metrics.jsonl"), folder.name[len(stem) :]
-        if not seed.isdigit() or HELD_OUT not in series:  # or of an arm with a longer name
+        seed, metrics, result = folder.name[len(stem) :], folder / "metrics.jsonl", folder / "evaluation.json"
+        if not seed.isdigit() or not metrics.exists():  # or of an arm with a longer name
             continue
-        held_out = series[HELD_OUT]
-        seconds = sorted(series["speed/step_seconds"].finite.tolist())
-        result = folder / "evaluation.json"
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        held_out = {str(line["step"]): line[HELD_OUT] for line in lines if HELD_OUT in line}
+        if not held_out:
+            continue
+        seconds = sorted(line["speed/step_seconds"] for line in lines)
         found[seed] = {
-            "held_out": dict(zip(map(str, held_out.steps.tolist()), held_out.values.tolist(), strict=True)),
+            "held_out": held_out,
             "test": json.loads(result.read_text())["bits_per_dim"] if result.exists() else None,
             "step_seconds": seconds[len(seconds) // 20],
         }

@@ -1,12 +1,12 @@
 """Mutated configurations: each loads or is one clear line; no other exception ever."""
 
 import copy
-import json
 import random
 from pathlib import Path
 
 import pytest
 
+from megasparse.config.extends import read_values
 from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
@@ -47,7 +47,7 @@ def mutate(values: dict, draw: random.Random) -> dict:
 
 @pytest.mark.parametrize("name", ["quickstart.json", "reformer_64k.json", None])
 def test_a_mutated_configuration_loads_or_is_refused_in_one_line(name):
-    base = Config().model_dump(mode="json") if name is None else json.loads((ROOT / "configs" / name).read_text())
+    base = Config().model_dump(mode="json") if name is None else read_values(ROOT / "configs" / name)
     draw, loaded = random.Random(f"fuzz {name}"), 0
     for _ in range(200):
         values = mutate(base, draw)

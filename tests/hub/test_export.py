@@ -18,14 +18,15 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, loa
 from megasparse.training.checkpoints.manifest import seal
 from megasparse.training.checkpoints.rank_file import RankFile
 from tests.helpers.hub import SEED, checkpoint, decoder, encoder
-from tests.helpers.models import attention, can_be_causal, random_tokens, small_pair
+from tests.helpers.models import attention, causal_names, encoder_names, random_tokens, small_pair
 from tests.helpers.trained import prepared, trained
 
 
 @pytest.mark.parametrize("kind", [decoder, encoder])
 def test_every_mechanism_is_exported_with_all_its_weights(tmp_path, kind):
     """The function to_hf itself compares the outputs of both models, layer by layer."""
-    kinds = [name for name in MECHANISMS if kind is encoder or can_be_causal(name)]
+    fits = encoder_names() if kind is encoder else causal_names()
+    kinds = [name for name in MECHANISMS if name in fits]
     model, path = checkpoint(kind("full", attention=attention(*kinds), layers=len(kinds)), tmp_path / "run")
     folder = to_hf(path, tmp_path / "out")
     file = TensorFile.open(folder)

@@ -71,15 +71,15 @@ def test_axial_positions_are_all_different_and_factorised():
     with torch.no_grad():
         for axis in positions.axes:
             axis.copy_(torch.randn(axis.shape, generator=torch.Generator().manual_seed(axis.shape[0])))
-    table = positions(0, 128)
+    table = positions(0, 128, torch.device("cpu"))
     assert table.shape == (128, 32) and len(table.unique(dim=0)) == 128
     assert sum(p.numel() for p in positions.parameters()) == 8 * 12 + 16 * 20
     assert torch.equal(table[37], torch.cat([positions.axes[0][37 // 16], positions.axes[1][37 % 16]]))
-    assert torch.equal(positions(37, 2), table[37:39])
+    assert torch.equal(positions(37, 2, torch.device("cpu")), table[37:39])
 
 
 def test_sinusoidal_positions_are_the_published_ones():
-    table = Positions(small(positions=PositionsConfig(kind="sinusoidal")))(0, 50)
+    table = Positions(small(positions=PositionsConfig(kind="sinusoidal")))(0, 50, torch.device("cpu"))
     for position, i in [(0, 0), (7, 3), (49, 15)]:
         angle = position / 10000 ** (2 * i / 32)
         assert table[position, i].item() == pytest.approx(math.sin(angle), abs=1e-6)

@@ -100,7 +100,7 @@ def test_codes_are_kept_not_hashed_again():
 
 def test_an_auxiliary_loss_trains_what_only_it_reads():
     class WithAuxiliary(torch.nn.Module):
-        shared_qk, adds_positions, leak, task_weight = False, False, None, 1.0
+        shared_qk, adds_positions, reads_tokens, leak, task_weight = False, False, False, None, 1.0
 
         def __init__(self):
             super().__init__()

@@ -14,7 +14,7 @@ from tests.helpers.models import can_be_causal
 
 LENGTH, HEADS, DIM, SIZE = 64, 2, 8, 2
 ROW, NUMBER, CODE = 2 * 8 * 2, 2 * 4, 2 * 2  # bytes of both heads: a vector in bf16, a 4-byte number, a bucket
-WITH_KERNELS = ["full", "local", "lsh", "lha", "yoso", "smart_bird"]
+WITH_KERNELS = ["full", "local", "lsh", "lha", "yoso", "smart_bird", "ngram"]
 
 
 def built(kind, **settings) -> Attention:
