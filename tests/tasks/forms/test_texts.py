@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megasparse.errors import ConfigError, DataError
+from megasparse.ops import positions
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import MULTIPLE, fingerprint
 from megasparse.tasks.form import Form
@@ -219,5 +220,8 @@ def test_memory_is_predicted_of_as_many_examples_as_a_batch_of_tokens_has(data: 
     longest = -(-max(each.length for each in of_examples.train) // MULTIPLE) * MULTIPLE
     tokens = {"batch_unit": "tokens", "micro_batch": 4 * longest, "global_batch": 8 * longest}
     of_tokens = run_of(data, tmp_path / "tokens", training=tokens)
-    mine, theirs = (predict(run, Ranks()).pools[0].peak for run in (of_tokens, of_examples))
-    assert mine == theirs
+    peaks = []
+    for run in (of_tokens, of_examples):
+        positions._kept_sinusoids.cache_clear()  # a table that is there already is not allocated again
+        peaks.append(predict(run, Ranks()).pools[0].peak)
+    assert peaks[0] == peaks[1]
