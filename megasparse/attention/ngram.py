@@ -221,13 +221,13 @@ def _has_mate(codes: Tensor, inputs: AttentionInputs) -> Tensor:
 
 
 def _continues(inputs: AttentionInputs) -> Tensor:
-    """Whether a real token of the same document stands before each position, (B, L) or (1, L)."""
+    """Whether each token is real and follows a real one of its document, (B, L) or (1, L)."""
     length = inputs.q.shape[2]
     found = (torch.arange(length, device=inputs.q.device) > 0)[None]
     if inputs.segments is not None:
         found = found & (_earlier(inputs.segments, 1, -1) == inputs.segments)
     if inputs.key_mask is not None:
-        found = found & _earlier(inputs.key_mask, 1, False)
+        found = found & inputs.key_mask & _earlier(inputs.key_mask, 1, False)
     return found
 
 

@@ -82,6 +82,18 @@ def test_it_is_as_defined_with_gradients(lengths, masks):
         torch.testing.assert_close(ours, dense, rtol=1e-6, atol=1e-8)  # the bias is in fp32
 
 
+def test_what_only_padding_has_followed_is_nothing():
+    """Position 20 knows the token that position 4 knows, and no other does; what follows that one is padding."""
+    tokens = torch.arange(LENGTH).repeat(2, 1)
+    tokens[:, 0], tokens[:, 20] = -1, tokens[:, 4]
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[:, 5] = False
+    made, inputs = mechanism(1), heads(key_mask=mask)
+    context = AttentionContext(0, RngContext.evaluation(0, 2), tokens=tokens)
+    out = made(torch.zeros(2, LENGTH, 16), inputs, context).out
+    torch.testing.assert_close(out, defined(inputs, tokens, made), rtol=1e-6, atol=1e-8)
+
+
 def test_a_mask_of_real_tokens_alone_changes_nothing():
     """Two ways to compute the same: over keys that were moved, and over keys that have buckets of their own."""
     context = AttentionContext(0, RngContext.evaluation(0, 2), tokens=known_tokens(2, LENGTH))
