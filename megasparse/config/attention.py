@@ -41,6 +41,12 @@ class MechanismSection(Section):
         """
 
 
+def _check_local(key: str, local: bool, window: str) -> None:
+    if local and window != "band":
+        problem = f'true is a window beside a band, but window = "{window}"'
+        raise ConfigError(f"{key}.local", problem, 'Set it to false, or window to "band"')
+
+
 class FullAttentionConfig(MechanismSection):
     shared_qk: bool = False
     """Queries are the keys too (Reformer section 2): logits q·q/|q|, a token sees itself only as last resort."""
@@ -162,6 +168,9 @@ class LHAAttentionConfig(MechanismSection):
     sinusoidal_positions: bool = False
     """Sinusoidal positions added to the queries and keys of every such layer, as the paper does for WikiText-103."""
 
+    def check(self, key: str, model: "ModelConfig") -> None:
+        _check_local(key, self.local, self.window)
+
 
 class YOSOAttentionConfig(MechanismSection):
     hashes: Positive = 32
@@ -269,6 +278,9 @@ class RoutingAttentionConfig(MechanismSection):
     either side), in the same softmax, a key that is in both once."""
     decay: Rate = 0.999
     """Decay of the centroids' moving average, a step."""
+
+    def check(self, key: str, model: "ModelConfig") -> None:
+        _check_local(key, self.local, self.window)
 
 
 class RandomAttentionConfig(MechanismSection):

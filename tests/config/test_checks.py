@@ -53,6 +53,20 @@ def axial(shape: str, dims: str) -> list[str]:
         (["model.attention.lsh.buckets=[2, 2, 2]"], "model.attention.lsh.buckets", ["[2, 2, 2]", "3 factors"]),
         (["model.attention.lsh.buckets=[]"], "model.attention.lsh.buckets", ["[]", "0 factors"]),
         (["model.attention.lsh.buckets=130"], "model.attention.lsh.buckets", ["130", "multiple of 4"]),
+        (
+            ['model.attention.pattern=["lha"]', "model.attention.lha.local=true", "model.attention.lha.window=top_k"],
+            "model.attention.lha.local",
+            ["top_k"],
+        ),
+        (
+            [
+                'model.attention.pattern=["routing"]',
+                "model.attention.routing.local=true",
+                "model.attention.routing.window=top_k",
+            ],
+            "model.attention.routing.local",
+            ["top_k"],
+        ),
         (["model.attention.lsh.same_bucket=false"], "model.attention.lsh.same_bucket", ["false", "causal", '"chunk"']),
         (
             ["model.attention.lsh.window=chunk", "model.attention.lsh.shared_qk=false"],
