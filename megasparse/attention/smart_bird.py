@@ -48,11 +48,12 @@ class SketchCache:
 
 class SmartBirdAttention(Attention):
     """Each head attends to K keys a query: in training those of the highest s_ij ~ U(0, p_ij), p_ij = (1/log α_ij)²,
-    drawn by every head for itself (Eq. 2 and 3); α = softmax of the sketch (Eq. 1), which reads the layer's input.
+    drawn by every head for itself (Eq. 2 and 3); α = softmax of the sketch. Eq. 1 has a tiny Transformer on embeddings
+    of its own; the sketch here is one attention on the layer's input, without feed-forward, residual or norm.
 
     In evaluation the K highest p_ij, the same for all heads: nothing is drawn, and of equal ones the first are taken.
-    (sampling = random draws then too, there being nothing else to choose by.) A row with no more than K visible
-    keys attends to all of them. Causal rows are those of a causal sketch: α_i is normalised over j <= i, so no later
+    (sampling = random draws then too, there being nothing else to choose by.) The paper does not say that it draws no
+    more in evaluation. A row with no more than K visible keys attends to all of them. Causal rows are those of a causal sketch: α_i is normalised over j <= i, so no later
     token moves a choice.
     The choice is hard, so the task does not train the sketch: its own objective does, and reaches nothing but the
     sketch, which therefore reads a detached input.
@@ -211,8 +212,9 @@ class TokenObjective(nn.Module):
 
 
 class PooledObjective(nn.Module):
-    """The paper's: the outputs h_i of a sequence, pooled by attention Σ_i softmax_i(u·h_i) h_i, predict its label, or
-    each token of its answer alike. Mean nats a label, or a token that counts.
+    """The sketch's objective where a sequence has a label: its outputs h_i, pooled by attention Σ_i softmax_i(u·h_i) h_i,
+    predict it (section 3.1), or, which the paper does not have, each token of the answer alike. Mean nats a label, or
+    a token that counts.
     """
 
     def __init__(self, width: int, labels: int):

@@ -2,7 +2,8 @@
 
 CoLA/ MNLI/ MRPC/ QNLI/ QQP/ RTE/ SST-2/ STS-B/, each with train.tsv, dev.tsv and test.tsv; the labels of the test files
 are not public. A task's `source` is its own folder, or the one that holds them all. Metrics are the benchmark's; the
-first one is what papers report: F1 for MRPC and QQP, Matthews' correlation for CoLA, Pearson's for STS-B.
+first one is GLUE's own: F1 for MRPC and QQP (LHA's paper reports accuracy), Matthews' correlation for CoLA, Pearson's
+for STS-B.
 """
 
 import sys

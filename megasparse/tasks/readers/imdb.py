@@ -13,7 +13,8 @@ SENTENCE_END = "<sssss>"
 class IMDB(Task):
     """The files with splits that others made of these reviews: imdb.train.txt.ss, imdb.dev.txt.ss and imdb.test.txt.ss
     (67,426, 8,381 and 9,112 reviews; Tang, Qin and Liu, ACL 2015), or imdb-train.txt.ss and so on (their EMNLP 2015
-    paper, 348,415 reviews). Smart Bird has 108,500, 13,600 and 13,600, and does not say which.
+    paper, 348,415 reviews). Smart Bird's 108,500, 13,600 and 13,600 are neither, but JMARS' own 135,669 reviews (Diao
+    et al. 2014), split 8 : 1 : 1.
 
     Rows are user, product, rating and text, with two tabs between them. The mark between two sentences of a text,
     ` <sssss> `, becomes a space.
