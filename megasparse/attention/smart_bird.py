@@ -53,8 +53,8 @@ class SmartBirdAttention(Attention):
 
     In evaluation the K highest p_ij, the same for all heads: nothing is drawn, and of equal ones the first are taken.
     (sampling = random draws then too, there being nothing else to choose by.) The paper does not say that it draws no
-    more in evaluation. A row with no more than K visible keys attends to all of them. Causal rows are those of a causal sketch: α_i is normalised over j <= i, so no later
-    token moves a choice.
+    more in evaluation. A row with no more than K visible keys attends to all of them. Causal rows are those of a causal
+    sketch: α_i is normalised over j <= i, so no later token moves a choice.
     The choice is hard, so the task does not train the sketch: its own objective does, and reaches nothing but the
     sketch, which therefore reads a detached input.
     """
@@ -212,9 +212,9 @@ class TokenObjective(nn.Module):
 
 
 class PooledObjective(nn.Module):
-    """The sketch's objective where a sequence has a label: its outputs h_i, pooled by attention Σ_i softmax_i(u·h_i) h_i,
-    predict it (section 3.1), or, which the paper does not have, each token of the answer alike. Mean nats a label, or
-    a token that counts.
+    """The sketch's objective where a sequence has a label: its outputs h_i, pooled by attention Σ_i softmax_i(u·h_i)
+    h_i, predict it (section 3.1), or, which the paper does not have, each token of the answer alike. Mean nats a label,
+    or a token that counts.
     """
 
     def __init__(self, width: int, labels: int):
