@@ -107,17 +107,37 @@ def load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(str(path), "no such file", "Name a file of configs/comparisons/")
     comparison = parse(path.read_text(encoding="utf-8"), str(path))
-    if not isinstance(comparison, dict) or comparison.keys() - OPTIONAL != KEYS:
+    if not isinstance(comparison, dict) or "arms" not in comparison:
         raise ConfigError(str(path), "is no comparison", f"Give it exactly the keys {', '.join(sorted(KEYS))}")
+    for name, part in by_corpus(comparison).items():
+        if part.keys() - OPTIONAL != KEYS:
+            keys = f"the keys {', '.join(sorted(KEYS))}, or `corpora` in place of `prepare`"
+            raise ConfigError(f"{path}: {name}" if name else str(path), "is no comparison", f"Give it exactly {keys}")
     return comparison
 
 
-def chosen(names: Sequence[str] | None, arms: dict[str, Any]) -> list[str]:
-    """The names, or all arms where none are given. Raises ConfigError for an unknown one."""
+def by_corpus(comparison: dict[str, Any], names: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    """The comparison of each corpus, "" -> the comparison itself where it has one alone. names: only these.
+
+    A corpus gives `prepare` and `wheels`, and settings (`set`) that are added to those of every arm.
+    """
+    corpora = comparison.get("corpora", {"": {}})
+    found = {}
+    for name in chosen(names, corpora, option="--corpora"):
+        corpus = dict(corpora[name])
+        settings = corpus.pop("set", [])
+        arms = {arm: [*changes, *settings] for arm, changes in comparison["arms"].items()}
+        found[name] = {key: value for key, value in comparison.items() if key != "corpora"} | corpus | {"arms": arms}
+    return found
+
+
+def chosen(names: Sequence[str] | None, known: dict[str, Any], option: str = "--arms") -> list[str]:
+    """The names, or all that are known where none are given. Raises ConfigError for an unknown one."""
     for name in names or []:
-        if name not in arms:
-            raise ConfigError("--arms", f'there is no arm "{name}"', f"Choose among {', '.join(arms)}")
-    return list(names or arms)
+        if name not in known:
+            choice = f"Choose among {', '.join(known)}" if any(known) else "Leave it out: there is one corpus"
+            raise ConfigError(option, f'there is no "{name}"', choice)
+    return list(names or known)
 
 
 def train_and_evaluate(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megasparse.cli.main import main
 from megasparse.errors import ConfigError
-from megasparse.runs.comparison import chosen, commands, load, table
+from megasparse.runs.comparison import by_corpus, chosen, commands, load, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +75,27 @@ def test_the_commands_of_a_dry_run_are_those_that_would_run(tmp_path):
         commands(comparison, tmp_path / "runs", overrides=["training.stepz=1"])
 
 
+def test_each_corpus_has_its_data_its_settings_and_its_folder(tmp_path, capsys):
+    comparison = json.loads(small_comparison(tmp_path).read_text())
+    prepare = comparison.pop("prepare")
+    comparison["corpora"] = {name: {"prepare": [*prepare, name], "set": [f"data.path={name}"]} for name in "ab"}
+    (tmp_path / "two.json").write_text(json.dumps(comparison))
+    parts = by_corpus(load(tmp_path / "two.json"))
+    assert [part["prepare"][-1] for part in parts.values()] == ["a", "b"]
+    assert parts["b"]["arms"]["local"] == [*comparison["arms"]["local"], "data.path=b"]
+    main(["compare", str(tmp_path / "two.json"), "--dry-run", "--arms", "full", "--output", "out"])
+    printed = capsys.readouterr().out
+    assert "run.directory=out/a/full-0" in printed and "run.directory=out/b/full-0" in printed
+    with pytest.raises(ConfigError, match='--corpora: there is no "c"'):
+        by_corpus(comparison, ["c"])
+    with pytest.raises(ConfigError, match="there is one corpus"):
+        by_corpus(load(small_comparison(tmp_path)), ["c"])
+    comparison["corpora"]["b"]["prepar"] = comparison["corpora"]["b"].pop("prepare")
+    (tmp_path / "two.json").write_text(json.dumps(comparison))
+    with pytest.raises(ConfigError, match=r"two\.json: b"):
+        load(tmp_path / "two.json")
+
+
 def test_the_table_is_sorted_and_shows_the_spread():
     run = {"accuracy": 0.5, "loss": 1.0, "seconds": 10.0}
     lines = table({"worse": [run, run | {"accuracy": 0.3}], "better": [run | {"accuracy": 0.9}, run]})
@@ -87,7 +109,7 @@ def test_wrong_requests(tmp_path):
     (tmp_path / "other.json").write_text('{"arms": {}}')
     with pytest.raises(ConfigError, match="arms, config, evaluate, prepare"):
         load(tmp_path / "other.json")
-    with pytest.raises(ConfigError, match='no arm "lsh"'):
+    with pytest.raises(ConfigError, match='there is no "lsh"'):
         chosen(["lsh"], {"full": []})
     assert chosen(None, {"full": [], "local": []}) == ["full", "local"]
 
@@ -96,6 +118,6 @@ def test_wrong_requests(tmp_path):
 def test_every_shipped_comparison_loads(path):
     from megasparse.config.load import load_config
 
-    comparison = load(path)
-    for changes in comparison["arms"].values():
-        load_config(ROOT / comparison["config"], changes)
+    for comparison in by_corpus(load(path)).values():
+        for changes in comparison["arms"].values():
+            load_config(ROOT / comparison["config"], changes)
