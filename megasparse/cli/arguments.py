@@ -26,6 +26,15 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
 
 
+def add_coding(parser: argparse.ArgumentParser, output: str) -> None:
+    """A file, the checkpoint that codes it, and where the result goes; `output` says where by default."""
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a checkpoint's folder, or a run's (its newest checkpoint)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
+
+
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=JSON", help="override one key; may be repeated"

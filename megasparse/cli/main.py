@@ -16,6 +16,8 @@ COMMANDS = {
     "finetune": "fine-tune a pretrained model on a downstream task or a table of your own",
     "evaluate": "held-out bits/dim of a pretrained model, the metrics of a fine-tuned one",
     "generate": "generate text or images",
+    "compress": "compress a file with a decoder's predictions",
+    "decompress": "restore a compressed file, byte for byte",
     "predict": "predictions of a fine-tuned model for new examples",
     "supervise": "run several ranks, pass signals on, and restart them after a failure",
     "configs": "list the shipped configurations",
@@ -48,6 +50,7 @@ COMMANDS = {
 
 EXTRAS = {
     **dict.fromkeys(("transformers",), "hf"),
+    "constriction": "compress",
     **dict.fromkeys(("fsspec", "s3fs"), "remote"),
     **dict.fromkeys(("sklearn", "scipy", "peft", "accelerate", "sacrebleu", "rouge_score", "matplotlib"), "tasks"),
 }

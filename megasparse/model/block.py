@@ -17,6 +17,7 @@ from megasparse.attention.heads import AttentionLayer, Padding
 from megasparse.config.schema import ModelConfig
 from megasparse.model.feed_forward import FeedForward
 from megasparse.model.norm import Norm
+from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.random import RngContext, add_dropout, dropout
 
 Streams = tuple[Tensor, ...]
@@ -81,9 +82,10 @@ class Branch(nn.Module):
         return (self.norm(x) if self.post_norm else x,)
 
     def plus(self, stream: Tensor, out: Tensor, rng: RngContext, sign: int = 1) -> Tensor:
-        """Return stream + sign·dropout(out) in fp32."""
+        """Return stream + sign·dropout(out) in the stream's dtype, fp32 or wider."""
         if not self._drops(rng):
-            return stream + out.float() if sign == 1 else stream - out.float()
+            out = at_least_fp32(out)
+            return stream + out if sign == 1 else stream - out
         rows = rng.rows(out.shape[1], out.device)
         return add_dropout(stream, out, self.rate, rng.key(self.layer, self.purpose), rows, sign)
 
@@ -117,7 +119,7 @@ class AttentionBranch(Branch):
 
     def decode(self, x: Tensor, cache: Any, position: int, rng: RngContext, tokens: Tensor) -> Tensor:
         context = AttentionContext(self.layer, rng, tokens=tokens)
-        return self.attention.decode(self.read(x), cache, position, context).float()
+        return at_least_fp32(self.attention.decode(self.read(x), cache, position, context))
 
 
 class CrossAttentionBranch(Branch):
@@ -135,7 +137,7 @@ class CrossAttentionBranch(Branch):
         return self.attention.read(source, AttentionContext(self.layer, rng))
 
     def decode(self, x: Tensor, cache: SourceKeys, position: int, rng: RngContext) -> Tensor:
-        return self.attention(self.read(x), cache, AttentionContext(self.layer, rng), position).float()
+        return at_least_fp32(self.attention(self.read(x), cache, AttentionContext(self.layer, rng), position))
 
 
 class FeedForwardBranch(Branch):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megasparse.config.schema import ModelConfig
 from megasparse.model.norm import Norm
+from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.positions import sinusoids
 
 
@@ -68,19 +69,19 @@ class Embedding(nn.Module):
         """Embed tokens. tokens: (B, n), those of the positions [first, first + n); in a decoder those before each
         position, at first = 0 without the start: (B, n − 1).
 
-        Returns (B, n, E) fp32.
+        Returns (B, n, E) fp32, or fp64 of an fp64 model.
         """
         x = F.embedding(tokens, self.weight)
         if first == 0 and self.start is not None:
             x = torch.cat([self.start.expand(tokens.shape[0], 1, -1), x], dim=1)
         elif self.start is not None and torch.is_grad_enabled():
             x = x + 0.0 * self.start  # where ranks share a sequence, ZeRO expects a gradient of it from every one
-        x = x.float()
+        x = at_least_fp32(x)
         if self.token_types is not None:
-            x = x + self._types(tokens).float()
+            x = x + at_least_fp32(self._types(tokens))
         positions = self.positions(first, x.shape[1], x.device)
         if positions is not None:
-            x = x + positions.to(x.device, torch.float32)
+            x = x + positions.to(x.device, x.dtype)
         return x if self.norm is None else self.norm(x)
 
     def _types(self, tokens: Tensor) -> Tensor:

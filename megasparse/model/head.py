@@ -12,6 +12,7 @@ from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Streams
 from megasparse.ops.adaptive_softmax import adaptive_log_probabilities, adaptive_scores
 from megasparse.ops.cross_entropy import token_scores
+from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.layer_norm import layer_norm
 from megasparse.ops.tiled import tiled
 
@@ -52,7 +53,7 @@ class OutputHead(nn.Module):
         """
         weights = dict(self.named_parameters(recurse=False))
         if targets is None:
-            return self._logits(self._hidden([x[:, -1] for x in streams], weights), weights).float()
+            return at_least_fp32(self._logits(self._hidden([x[:, -1] for x in streams], weights), weights))
 
         def score(targets: Tensor, *rest: Tensor) -> Tensor:
             given = dict(zip(weights, rest[len(streams) :], strict=True))

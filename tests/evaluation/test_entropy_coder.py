@@ -1,0 +1,112 @@
+"""Tokens to bytes and back, by every strictly causal mechanism; no longer than evaluation promises; nothing damaged
+passes for text.
+"""
+
+import dataclasses
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megasparse.errors import DataError
+from megasparse.evaluation import entropy_coder
+from megasparse.evaluation.bits_per_dim import of_model, score
+from megasparse.evaluation.compressed_file import model_digest, pack, unpack
+from megasparse.evaluation.entropy_coder import DEEPEST, SCALE, Code, decode, encode, weights
+from megasparse.model.build import build_model
+from tests.helpers.models import named, random_tokens, small, strict_names
+
+
+class Text:
+    def __init__(self, tokens):
+        self.all, self.tokens = tokens, len(tokens)
+
+    def read(self, start, stop):
+        return self.all[start:stop]
+
+
+def coder_and_tokens(name, tokens=150, seed=0):
+    model = build_model(small(attention=named(name)), seed=3).double().eval()
+    return model, random_tokens(1, tokens, seed=seed)[0]
+
+
+@pytest.mark.parametrize("name", strict_names())
+def test_every_causal_mechanism_gives_the_tokens_back_at_the_promised_length(name):
+    model, tokens = coder_and_tokens(name)
+    code = encode(model, tokens, 60, seed=7)  # two whole windows and a ragged one
+    assert decode(model, code, len(tokens), 60, seed=7).equal(tokens)
+    promised = score(of_model(model), Text(tokens), 60, 7, batch=2).nats / math.log(2)
+    assert promised - 1 < 32 * len(code.words) < promised * 1.0001 + 64
+    if name == "lsh":  # other rotations, other predictions
+        assert not decode(model, code, len(tokens), 60, seed=8).equal(tokens)
+
+
+def test_probabilities_that_two_machines_round_apart_are_written_down():
+    """A decoder whose logits differ by less than MARGIN, and lie on a middle between two grid points."""
+    generator = torch.Generator().manual_seed(0)
+
+    class Toy:
+        config = small()
+        logits = -(torch.randint(0, 300, (40, config.vocabulary), generator=generator).double() + 0.5) / SCALE
+        error = 0.0
+
+        def parameters(self):
+            return iter([self.logits])
+
+        def window_logits(self, tokens, rng):
+            self.logits[:, 0] = 0.0
+            return self.logits[None, : tokens.shape[1]]
+
+        def new_cache(self, batch, seed):
+            return dataclasses.make_dataclass("Cache", ["rng", "position"])(None, 0)
+
+        def prefill(self, tokens, cache):
+            return self.logits[:1] * (1 + self.error)
+
+        def decode(self, token, cache):
+            cache.position += 1
+            return self.logits[cache.position : cache.position + 1] * (1 + self.error)
+
+    model, tokens = Toy(), random_tokens(1, 40)[0]
+    code = encode(model, tokens, 40, seed=0)
+    assert len(code.exceptions) == 40 * (Toy.config.vocabulary - 1)
+    for model.error in (1e-12, -1e-12):
+        assert decode(model, code, 40, 40, seed=0).equal(tokens)
+    model.error = 1e-2
+    assert not decode(model, code, 40, 40, seed=0).equal(tokens)
+
+
+def test_weights_are_exponentials():
+    expected = np.exp(-np.arange(DEEPEST + 1) / SCALE) * 2**24
+    assert np.abs(weights() - expected).max() <= 0.5 + 1e-6 and weights().min() >= 1
+
+
+def test_groups_of_windows_change_nothing_but_the_order(monkeypatch):
+    model, tokens = coder_and_tokens("lsh")
+    monkeypatch.setattr(entropy_coder, "AT_ONCE", 1)
+    code = encode(model, tokens, 40, seed=7)
+    assert decode(model, code, len(tokens), 40, seed=7).equal(tokens)
+
+
+def test_files_of_another_model_and_damaged_ones_are_refused():
+    model, tokens = coder_and_tokens("local")
+    digest, text, path = model_digest(model, 7, 60), bytes(tokens.tolist()), Path("x.msz")
+    code = Code(encode(model, tokens, 60, seed=7).words, np.array([[5, 1], [900, 0]]))
+    raw = pack(code, len(tokens), text, digest)
+    found, count, crc = unpack(path, raw, digest, 256)
+    assert np.array_equal(np.trim_zeros(found.words, "b"), np.trim_zeros(code.words, "b"))
+    assert (found.exceptions == code.exceptions).all()
+    assert (count, crc) == (len(tokens), zlib.crc32(text))
+    other = build_model(model.config, seed=4).double()
+    with pytest.raises(DataError, match="made with another model"):
+        unpack(path, raw, model_digest(other, 7, 60), 256)
+    assert model_digest(model, 8, 60) != digest != model_digest(model, 7, 61)
+    with pytest.raises(DataError, match="not made by megasparse compress"):
+        unpack(path, b"PK" + raw, digest, 256)
+    huge = raw[:9] + b"\xff" * 8 + b"\x01" + raw[11:]
+    for wrong in (raw[:8], raw[:10], huge, pack(code, 1 << 40, text, digest)):
+        with pytest.raises(DataError, match="damaged"):
+            unpack(path, wrong, digest, 256)
