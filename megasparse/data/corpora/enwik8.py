@@ -20,9 +20,7 @@ SPLITS = {"train": 90_000_000, "validation": 5_000_000, "test": 5_000_000}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments: enwik8 is not split in other ways, since figures on it are comparable only where everyone
-    splits it alike.
-    """
+    """Add no arguments: figures on enwik8 are comparable only where everyone splits it alike."""
     add_source_arguments(parser)
     add_tokenizer_argument(parser)
 
