@@ -149,9 +149,7 @@ class Inputs:
 
 
 def _ours(case: Case, heads: Inputs) -> Pass:
-    """Our mechanism, called as `attention.heads.AttentionLayer` calls it in training, what the mechanism itself learns
-    included.
-    """
+    """Our mechanism, called as `AttentionLayer` calls it in training; with what the mechanism itself learns."""
     model, kind = case.model, MECHANISMS.get(case.implementation, case.implementation)
     mechanism = build_mechanism(kind, model, model.heads)
     initialise(mechanism, model, case.seed)
@@ -180,9 +178,7 @@ def _leaves(*inputs: Tensor) -> list[Tensor]:
 
 
 def _passes(attend: Callable[[], list[Tensor]], leaves: list[Tensor], g: Tensor) -> Pass:
-    """Return a pass forward and backward. attend: gives the output, whose gradient is g, and an auxiliary loss where
-    there is one.
-    """
+    """Return a pass forward and backward. attend: gives the output, whose gradient is g, and any auxiliary loss."""
 
     def forward() -> Callable[[], None]:
         for leaf in leaves:

@@ -47,9 +47,7 @@ def bench_attention(settings: Settings, command: str, json_file: Path | None = N
 
 
 def measured(settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row for every implementation and length, as each is done. Lengths above one that ran out of memory are not
-    tried.
-    """
+    """A row for each implementation and length as it is done. Lengths above one that ran out of memory are left out."""
     implementations = [*settings.compare, *settings.mechanisms]
     total = len(implementations) * len(settings.lengths) * len(settings.heads) * len(settings.head_dim)
     with tqdm(total=total, unit="measurement", disable=None) as progress:

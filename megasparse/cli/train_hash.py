@@ -82,9 +82,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def windows(tokenizer: Any, paths: list[Path], length: int) -> list[list[int]]:
-    """Token ids of every window of every file, special tokens included, no longer than `length`. DataError for files
-    that cannot be read.
-    """
+    """Token ids of all windows of all files, `length` at most with special tokens. DataError: a file cannot be read."""
     files = [file for path in paths for file in (sorted(path.rglob("*.txt")) if path.is_dir() else [path])]
     found: list[list[int]] = []
     for file in files:

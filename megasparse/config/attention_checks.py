@@ -47,9 +47,7 @@ def check_heads(model: ModelConfig) -> None:
 
 
 def check_pretraining(model: ModelConfig) -> None:
-    """Raise ConfigError for the first mechanism that does not fit what pretraining predicts. Fine-tuning has rules of
-    its own.
-    """
+    """Raise ConfigError for the first mechanism that does not fit pretraining; fine-tuning has rules of its own."""
     for kind in kinds(model):
         section(model, kind).check_pretraining(f"model.attention.{kind}", "token")
     if model.source is not None:

@@ -117,9 +117,7 @@ def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, 
 
 
 def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> list[tuple[int, int, float]]:
-    """The 2·K likeliest continuations by one token, likeliest first: number in `live`, token, log-probability in all.
-    So many, because K of them may end.
-    """
+    """The 2·K likeliest continuations, likeliest first: number in `live`, token, log-probability. K of them may end."""
     log_probabilities = torch.log_softmax(restricted(logits, settings.vocabulary, settings.end).double(), dim=-1)
     totals = log_probabilities + torch.tensor(
         [[x.log_probability] for x in live], dtype=log_probabilities.dtype, device=log_probabilities.device

@@ -39,9 +39,7 @@ class Stream(typing.Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over scored symbols. nats: their sum over `dims` scored symbols. correct: how many of these the model held
-    to be the likeliest.
-    """
+    """Sums over `dims` scored symbols. nats: their cost. correct: how many the model held to be the likeliest."""
 
     nats: float
     correct: float

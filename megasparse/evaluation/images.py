@@ -48,9 +48,7 @@ def open_output(directory: str | None) -> Path:
 def draw_images(
     decoder: Any, shape: Shape, count: int, hash_seed: int, sampling: Sampling, directory: str | None
 ) -> None:
-    """Write `count` images, 0000.png and so on, each as soon as it is whole, and a sheet of all. Raises ConfigError
-    unless the directory is new or empty.
-    """
+    """Write `count` images, each as soon as it is whole, and a sheet of all. Raises ConfigError for a used folder."""
     if count < 1:
         raise ConfigError("--images", f"{count} images cannot be drawn", "Ask for 1 or more")
     sampling.check()

@@ -28,9 +28,7 @@ class Counts:
 
 
 def counts_of(protocol: Protocol, scored: int, tokens: int) -> Counts:
-    """The counts of `scored` tokens of a split that has `tokens`. Bytes and words of a part of a split are known only
-    where tokens are bytes.
-    """
+    """The counts of `scored` of a split's `tokens`. Bytes and words of a part are known only where tokens are bytes."""
     if scored == tokens:
         own = tokens if protocol.tokenizer["name"] == BYTES else None
         raw_bytes = own if protocol.split_bytes is None else protocol.split_bytes
@@ -40,9 +38,7 @@ def counts_of(protocol: Protocol, scored: int, tokens: int) -> Counts:
 
 
 def measures(nats: float, counts: Counts, tokenizer: str) -> dict[str, float | None]:
-    """The measures of a text that are usual for its tokens, None for those whose count is not known. The first is the
-    primary one.
-    """
+    """The measures usual for a text's tokens, the primary one first; None for those whose count is not known."""
     of_token, of_byte = bits(nats, counts.tokens), bits(nats, counts.raw_bytes)
     of_word = perplexity(nats, counts.words)
     if tokenizer == PIXELS:

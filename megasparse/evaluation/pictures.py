@@ -84,9 +84,7 @@ def write_png(path: Path, picture: Picture) -> None:
 
 
 def sheet(rows: Sequence[Sequence[Picture]], headings: Sequence[str] = (), labels: Sequence[str] = ()) -> Picture:
-    """Pictures of one size in a grid, row by row, small ones enlarged. headings: words over each column; labels: words
-    beside each row.
-    """
+    """A grid of pictures of one size, small ones enlarged. headings: words over columns; labels: words beside rows."""
     side, columns = rows[0][0].shape[0], max(len(row) for row in rows)
     scale = max(1, SHEET_SIDE // side)
     cell, top, left = side * scale + GAP, HEADING if headings else 0, LABEL if labels else 0

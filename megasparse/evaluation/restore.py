@@ -33,9 +33,7 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
 
 
 def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a configuration. Raises ConfigError where it is not the one that the checkpoint's tokens are of,
-    and where it cannot be read.
-    """
+    """The tokenizer of a configuration. Raises ConfigError where it cannot be read, or is not the checkpoint's."""
     tokenizer, trained = build_tokenizer(config.data.tokenizer), checkpoint.manifest["tokenizer"]
     identity = {"name": tokenizer.name, "sha256": tokenizer.sha256}
     if identity != trained:

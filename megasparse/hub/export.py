@@ -130,9 +130,7 @@ def check(opened: Checkpoint, config: Config, exported: Exported, format: Format
 
 
 def load_exported(exported: Exported, folder: Path) -> "PreTrainedModel":
-    """The model that transformers loads from a folder, in fp32. Raises HubError where it does not find a value for each
-    of its parameters, or finds more.
-    """
+    """The model that transformers loads from a folder, in fp32. Raises HubError unless each parameter has one value."""
     import transformers
 
     own, architecture = exported.config["model_type"] == "megasparse", exported.config["architectures"][0]

@@ -98,9 +98,7 @@ class HFModel:
             raise HubError(self.folder, problem, "Give a model that it loads") from None
 
     def compare(self) -> int:
-        """Run both models on the same random tokens; returns the number of them. Raises HubError naming the first
-        layer in which they differ.
-        """
+        """Run both models on the same random tokens; returns their number. Raises HubError naming what differs."""
         ours, theirs = self.build(comparable(self.format, self.config)), self.load_original()
         model, seed = self.config.model, self.config.run.seed
         length = compared_length(model)
@@ -146,9 +144,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
-    """The same sections, whose mask token is that of the tokenizer, where that says which it is. Raises HubError where
-    the model has too few tokens for it.
-    """
+    """The same sections, with the tokenizer's mask token, if it has one. Raises HubError where the model lacks it."""
     tokenizer = build_tokenizer(sections["data"]["tokenizer"])
     model = dict(sections["model"])
     if tokenizer.file is None:

@@ -54,9 +54,7 @@ def longest(config: Any) -> int:
 
 
 def buckets(config: Any) -> list[int]:
-    """The factors of `num_buckets`, least significant first. null: what HuggingFace's layer takes when the first
-    sequence it sees is the longest one.
-    """
+    """The factors of `num_buckets`, least significant first. null: as HuggingFace's layer takes it at full length."""
     if config.num_buckets is not None:
         return [config.num_buckets] if isinstance(config.num_buckets, int) else list(config.num_buckets)
     chunk = config.lsh_attn_chunk_length

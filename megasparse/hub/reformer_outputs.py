@@ -1,6 +1,4 @@
-"""Outputs of HuggingFace's Reformer, layer by layer, made comparable with ours. B batch, L length, H heads, R
-rounds, D head dim, V vocabulary.
-"""
+"""Outputs of HuggingFace's Reformer by layer. B batch, L length, H heads, R rounds, D head dim, V vocabulary."""
 
 import copy
 import sys

@@ -46,9 +46,7 @@ def hardware(name: str, peak_tflops: float | None) -> Hardware:
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """The bytes of "80GiB" or "0.5TB". Raises ConfigError where the unit is missing or unknown, or the size not above
-    0.
-    """
+    """The bytes of "80GiB" or "0.5TB". Raises ConfigError for a size without a known unit, or not above 0."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): size for unit, size in UNITS.items()}
     number = float(match[1]) if match else 0.0

@@ -39,9 +39,7 @@ SHORTEST = 1024
 
 
 class PassMemory:
-    """The memory of a model's passes on one rank. path: "measured" on the CPU with the blockwise torch that runs there,
-    or "counted" from the GPU's kernels.
-    """
+    """The memory of a rank's passes. path: "measured" by blockwise torch on the CPU, or "counted" by GPU kernels."""
 
     def __init__(self, config: Config, path: Path):
         self.config, self.path = config, path

@@ -41,14 +41,10 @@ class Assumptions:
 
 
 class Plan:
-    """The plan of a configuration. Raises ConfigError where the GPUs do not divide the batch, the sequence or the
-    nodes.
-    """
+    """The plan of a configuration. Raises ConfigError where GPUs divide not the batch, the sequence or the nodes."""
 
     def __init__(self, config: Config, on: Assumptions, passes: PassMemory | None = None):
-        """Plan a configuration on assumed hardware. passes: of a configuration with the same model, precision and
-        length, where one is at hand.
-        """
+        """Plan a configuration on assumed hardware. passes: of the same model, precision and length, if at hand."""
         self.config, self.on = config, on
         self.micro_batches = _micro_batches(config, on)
         self.zero = Zero.of(config.run.engine, config.deepspeed)
@@ -147,9 +143,7 @@ class Plan:
         return None if self.on.price is None else self.on.price * self.on.gpus * self.run_seconds / 3600
 
     def hides_from(self, seconds: float) -> int | None:
-        """The shortest sequence at whose length computing a step takes these seconds, all else the same; None where
-        none does that the model can have.
-        """
+        """The shortest sequence that takes a step so many seconds of computing; None where no possible one does."""
         model = self.config.model
         before = model.source.length if model.source else 0
         scale = self.config.training.global_batch / (self.on.mfu * self.on.gpu.peak * self.on.gpus)

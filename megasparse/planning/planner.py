@@ -1,6 +1,4 @@
-"""The planner of pretraining and fine-tuning: the longest length that fits, and what each change of the configuration
-saves.
-"""
+"""The planner of pretraining and fine-tuning: the longest length that fits, and what each change of a setting saves."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
@@ -38,9 +36,7 @@ def hints(peak: int, changes: Iterable[tuple[str, Callable[[], int]]]) -> list[H
 
 
 def longest_multiple(fits: Callable[[int], bool], unit: int, most: int) -> int | None:
-    """The largest multiple of `unit`, up to `most` of them, that fits; None where not even the first one does. By
-    bisection: what is longer takes more.
-    """
+    """The largest multiple of `unit`, at most `most` of them, that fits, by bisection; None where not even one does."""
     count = bisect_left(range(1, most + 1), True, key=lambda number: not fits(number * unit))
     return count * unit or None
 

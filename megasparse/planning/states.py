@@ -49,9 +49,7 @@ class Zero:
 
 @dataclass(frozen=True)
 class States:
-    """The weights of a run. moments: bytes of the optimizer's own numbers, over all trained ones. scratch: bytes
-    that its update needs beside them.
-    """
+    """The weights of a run. moments: bytes of the optimizer's state of all trained ones. scratch: of its update."""
 
     trained: int
     frozen: int
@@ -71,9 +69,7 @@ class States:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank by what they are, where they are: on its device, in its share of CPU memory, on its share of
-    NVMe.
-    """
+    """Bytes of a rank by what they are: on its device, in its share of CPU memory, on its share of NVMe."""
 
     device: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)

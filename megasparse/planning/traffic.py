@@ -59,9 +59,7 @@ class Communication:
 def communication(
     config: Config, states: States, zero: Zero, cluster: Cluster, micro_batches: int, gpu: Hardware
 ) -> Communication:
-    """A ring over all ranks crosses a node's network once for all its GPUs: each node takes in what the others hold,
-    (nodes − 1)/nodes of it.
-    """
+    """A ring over all ranks: each node takes in what others hold, (nodes − 1)/nodes of it, once for all its GPUs."""
     whole = states.trained * states.size
     times = {0: 2, 1: 2, 2: micro_batches + 1, 3: 3 * micro_batches}[zero.stage]
     sent = times * whole * (cluster.gpus - 1) / cluster.gpus

@@ -153,9 +153,7 @@ def _curve(line: Line, colour: int, x: Axis, y: Axis, points: int) -> list[str]:
 
 
 def _polyline(series: Series, kind: str, x: Axis, y: Axis, label: str | None) -> str:
-    """An SVG path, broken where a value is not finite, or not positive on a logarithmic axis. A curve with a label
-    shows its values under the pointer.
-    """
+    """An SVG path, broken where a value cannot be drawn. A curve with a label shows its values under the pointer."""
     drawable = np.isfinite(series.values) & ((series.values > 0) | (not y.log))
     places = zip(
         x.place(series.steps.astype(float)), y.place(np.where(drawable, series.values, y.low)), drawable, strict=True

@@ -91,9 +91,7 @@ UNITS = {
 
 
 def plan(names: Iterable[str], finetuning: bool) -> dict[str, list[Plan]]:
-    """Charts by section, of all scalars there are: the layers of one share a chart, and so do the mechanisms of one
-    measure of quality.
-    """
+    """Charts of all scalars by section; layers share a chart, and so do the mechanisms of one measure of quality."""
     names = set(names) - LEFT_OUT
     sections: defaultdict[str, list[Plan]] = defaultdict(list)
     used: set[str] = set()

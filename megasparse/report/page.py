@@ -128,9 +128,7 @@ def _lines(runs: Sequence[Run], plan: Plan) -> list[Line]:
 
 
 def shown(run: Run, budget: int) -> str:
-    """Pictures and texts from TensorBoard, some of each tag, the newest first to be kept where room is short. budget:
-    bytes of pictures, shared out evenly.
-    """
+    """Pictures and texts from TensorBoard, some of each tag, the newest kept first. budget: bytes of all pictures."""
     parts = []
     tags = {tag: _spread(every) for tag, every in run.board.items() if tag not in WRITTEN_ELSEWHERE}
     drawn = sum(isinstance(every[-1].content, bytes) for every in tags.values())

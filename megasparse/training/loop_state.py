@@ -33,9 +33,7 @@ class LoopState:
         return not (self.guard.skip and self.guard.is_spike(loss))
 
     def advance(self, data: Step, skipped_sequences: int, result: StepResult) -> bool:
-        """Count a step, of which `skipped_sequences` sequences were damaged over all ranks. Returns whether its loss
-        is a spike.
-        """
+        """Count a step with so many damaged sequences over all ranks. Returns whether its loss is a spike."""
         self.step += 1
         self.sequences = data.position
         self.skipped_sequences += skipped_sequences

@@ -2,9 +2,7 @@
 
 
 def alphabet() -> list[str]:
-    """The printable character that stands for each byte: itself where it is printable in Latin-1, else the next
-    character from U+0100 on.
-    """
+    """The printable character of each byte: itself where Latin-1 can print it, else the next one from U+0100 on."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in shown)
     replaced = {byte: chr(256 + number) for number, byte in enumerate(others)}

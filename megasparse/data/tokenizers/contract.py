@@ -45,9 +45,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
-        """The bytes that each token adds to a text: none for special tokens. Raises ValueError for a number that is no
-        token.
-        """
+        """The bytes each token adds to a text, none for special ones. Raises ValueError where a number is no token."""
 
     def decode(self, tokens: Tensor) -> bytes:
         """Bytes of tokens (length,). Raises ValueError for a number that is no token."""

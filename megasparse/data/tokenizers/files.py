@@ -34,9 +34,7 @@ def damaged(path: Path, problem: str, hint: str) -> ConfigError:
 
 
 def special_tokens(find: Callable[[str], int | None]) -> tuple[SpecialTokens | None, int | None]:
-    """The special tokens, where there are all four, and the separator of documents. find: the id of a special token's
-    name, None where there is none.
-    """
+    """The special tokens, where all four are there, and the documents' separator. find: a name's id, or None."""
     ids = [next((token for name in names if (token := find(name)) is not None), None) for names in USUAL]
     begin, separator, padding, mask = ids
     if begin is None or separator is None or padding is None or mask is None:

@@ -115,9 +115,7 @@ class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
         return Targets(values.masked_fill(~counted, 0), counted)
 
     def _into_cache(self, rows: Rows, keep: int) -> CausalLMOutputWithPast:
-        """All rows of a length go into a cache of their own; they are numbered as in the batch, on which draws may
-        depend.
-        """
+        """All rows of a length go into a cache of their own, numbered as in the batch, on which draws may depend."""
         self.refuse_leaks()
         self.check_length(rows.tokens.shape[1])
         groups, width = [], rows.tokens.shape[1]

@@ -26,16 +26,12 @@ AUTO = {
 
 
 class MegasparseCache:
-    """Cache of generation for a batch: a decoding cache for the rows of each length, since a decoding cache has one
-    position for all of its rows.
-    """
+    """Cache of generation for a batch: one for the rows of each length, as a decoding cache has a single position."""
 
     is_compileable = False
 
     def __init__(self, groups: list[tuple[Tensor, DecodingCache]], length: int):
-        """Make a cache of several groups of rows. groups: the numbers of the rows, and their cache. length: columns of
-        the input taken in.
-        """
+        """Make a cache of several groups of rows. groups: rows' numbers, and their cache. length: columns taken in."""
         self.groups, self.length = groups, length
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -89,9 +85,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
                     values[name].copy_(x)
 
     def run(self, rows: Rows, targets: Targets | None) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The final streams, (B, n, E) each in the rows' order, in a decoder (B, n + 1, E); and what the mechanisms
-        want to be minimised beside the task.
-        """
+        """The final streams, (B, n, E) in the rows' order, in a decoder (B, n + 1, E); and the auxiliary losses."""
         self.check_length(rows.tokens.shape[1])
         rng = self.rng(len(rows.tokens))
         padding = Padding(key_mask=rows.key_mask(start=self.config.is_decoder))

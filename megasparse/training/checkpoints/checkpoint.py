@@ -161,9 +161,7 @@ class Checkpoint:
 
     @property
     def config(self) -> Config:
-        """The configuration of the pretraining run that wrote it. Raises CheckpointError as `settings` does, and where
-        it was another kind of run.
-        """
+        """The configuration of the pretraining run that wrote it. Raises CheckpointError for another kind of run."""
         settings = self.settings
         if not isinstance(settings, Config):
             hint = "Use megasparse evaluate --task, or megasparse predict"

@@ -185,9 +185,7 @@ def _listed(then: dict[str, Any], now: dict[str, Any], keys: list[str]) -> str:
 
 
 def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> str | None:
-    """Rename checkpoints later than the one to go on from, so that they are not taken for this run's newest. Returns
-    what went wrong.
-    """
+    """Rename checkpoints later than the one to go on from: they are not this run's newest. Returns what went wrong."""
     for path in list_checkpoints(directory):
         if int(path.name) > checkpoint.step:
             aside = path.with_name(f"set-aside-{path.name}")

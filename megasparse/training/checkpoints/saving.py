@@ -247,9 +247,7 @@ class _Save:
         self._blocks = 0
 
     def attempt(self, work: Callable[[], Any]) -> Any:
-        """Do `work`. An exception becomes this rank's problem, which the other ranks hear of: else they would wait
-        for this one for ever.
-        """
+        """Do `work`. An exception becomes this rank's problem, of which all hear: else they would wait for ever."""
         try:
             return work()
         except OSError as error:
@@ -277,9 +275,7 @@ class _Save:
         self.attempt(work)
 
     def write_in_thread(self, file: RankFile) -> None:
-        """Write this rank's file in a thread, while training goes on. The thread reports no progress: that would hide
-        a training that makes none.
-        """
+        """Write this rank's file in a thread, which reports no progress: that would hide a training that makes none."""
 
         def count() -> None:
             self._blocks += 1

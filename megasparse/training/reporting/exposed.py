@@ -20,9 +20,7 @@ class ExposedCommunication:
     """
 
     def __init__(self, device: torch.device, weights: Iterable[Tensor], optimizer: torch.optim.Optimizer):
-        """Hook into the weights' gradients. weights: those that get a gradient. Made before anyone else hooks into
-        them.
-        """
+        """Hook into the gradients of `weights`. Made before anyone else hooks into them."""
         self._after_backward, self._optimizing, self.meeting = (Stopwatch(device) for _ in range(3))
         for weight in weights:
             weight.register_post_accumulate_grad_hook(self._computed)
