@@ -8,26 +8,15 @@ from megasparse.benchmarks import training as bench_training
 from megasparse.cli.main import door
 from megasparse.config.load import build_config
 from megasparse.planning.measure import MeasurementError
+from tests.helpers.commands import refused
+from tests.planning.test_dry_run import VALUES as SMALL
 
 main = door("bench training")
 
-VALUES = {
-    "run": {"directory": "runs/never", "device": "cpu"},
-    "model": {
-        "max_length": 64,
-        "layers": 4,
-        "d_model": 32,
-        "d_ff": 64,
-        "heads": 4,
-        "attention": {
-            "pattern": ["local", {"local": 1, "lsh": 3}, "lsh", "local"],
-            "local": {"chunk": 16},
-            "lsh": {"chunk": 16},
-        },
-    },
-    "data": {"path": "no/data", "sequence_length": 64},
-    "training": {"global_batch": 6, "micro_batch": 2},
-}
+PATTERN = ["local", {"local": 1, "lsh": 3}, "lsh", "local"]
+ATTENTION = SMALL["model"]["attention"] | {"pattern": PATTERN}
+VALUES = {**SMALL, "model": {**SMALL["model"], "layers": 4, "attention": ATTENTION}}
+SOURCE = '{"length": 16, "attention": {"pattern": ["local"]}}'
 
 
 def patterns(values):
@@ -78,20 +67,9 @@ def test_a_run_writes_a_table_and_all_its_figures(tmp_path, capsys, monkeypatch)
     [
         (["--steps", "0"], "--steps: 0 is too few"),
         (["--set", "model.heads=5"], "model.heads"),
-        (
-            [
-                "--set",
-                "model.kind=encoder_decoder",
-                "--set",
-                'model.source={"length": 16, "attention": {"pattern": ["local"]}}',
-            ],
-            "encoder_decoder",
-        ),
+        (["--set", "model.kind=encoder_decoder", "--set", f"model.source={SOURCE}"], "encoder_decoder"),
     ],
 )
 def test_a_wrong_request_is_one_line(given, words, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(VALUES))
-    with pytest.raises(SystemExit) as ended:
-        main(["--config", str(tmp_path / "config.json"), *given])
-    reported = capsys.readouterr().err
-    assert ended.value.code == 2 and reported.count("\n") == 1 and words in reported
+    assert words in refused(capsys, main, "--config", tmp_path / "config.json", *given)

@@ -4,25 +4,22 @@ import pytest
 
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
+from tests.helpers.refusals import refusal
 
 SMALL = {"model": {"max_length": 64, "d_model": 32, "heads": 4, "layers": 4}, "data": {"sequence_length": 64}}
 
 ENCODER = ["model.kind=encoder", "model.vocabulary=257"]
+ATTENTION, ZERO = "model.attention", "deepspeed.zero_optimization"
+PARAM, OPTIMIZER = f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer"
 
 
-def refused(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        build_config(SMALL, overrides)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def using(kind: str, *settings: str) -> list[str]:
+    """Overrides that give every layer this mechanism, with settings."""
+    return [f'model.attention.pattern=["{kind}"]', *(f"model.attention.{kind}.{setting}" for setting in settings)]
 
 
 def axial(shape: str, dims: str) -> list[str]:
-    return [
-        'model.positions={"kind": "axial"}',
-        f"model.positions.axial_shape={shape}",
-        f"model.positions.axial_dims={dims}",
-    ]
+    return ["model.positions.kind=axial", f"model.positions.axial_shape={shape}", f"model.positions.axial_dims={dims}"]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +29,7 @@ def axial(shape: str, dims: str) -> list[str]:
         (["model.heads=5", "model.d_model=1000000007"], "model.heads", ["5 heads", "such as 1"]),
         (["model.d_ff=2147483648"], "model.d_ff", ["2147483648", "too large", "2147483647"]),
         ([f"model.max_length={10**30}"], "model.max_length", ["too large"]),
-        ([f"model.attention.lsh.buckets=[2, {10**18}]"], "model.attention.lsh.buckets[1]", ["too large"]),
+        ([f"model.attention.lsh.buckets=[2, {10**18}]"], f"{ATTENTION}.lsh.buckets[1]", ["too large"]),
         ([f"run.seed={2**63}"], "run.seed", ["too large", str(2**63 - 1)]),
         (["model.positions.kind=rotary", "model.head_dim=7"], "model.positions.kind", ["rotary", "7", "even"]),
         (axial("[8, 7]", "[16, 16]"), "model.positions.axial_shape", ["56 positions", "max_length = 64"]),
@@ -48,63 +45,35 @@ def axial(shape: str, dims: str) -> list[str]:
         (["model.blocks=ordinary"], "model.activations", ['"reversible"', '"ordinary"', '"stored"']),
         (["model.activations=checkpoint"], "model.activations", ['"checkpoint"', "ordinary"]),
         (["model.activations=checkpoint_cpu"], "model.activations", ['"checkpoint_cpu"', "ordinary"]),
-        (["model.attention.lsh.buckets=7"], "model.attention.lsh.buckets", ["7 is odd", "Write 8"]),
-        (["model.attention.lsh.buckets=[4, 5]"], "model.attention.lsh.buckets", ["5 is odd", "Write 6"]),
-        (["model.attention.lsh.buckets=[2, 2, 2]"], "model.attention.lsh.buckets", ["[2, 2, 2]", "3 factors"]),
-        (["model.attention.lsh.buckets=[]"], "model.attention.lsh.buckets", ["[]", "0 factors"]),
-        (["model.attention.lsh.buckets=130"], "model.attention.lsh.buckets", ["130", "multiple of 4"]),
+        (["model.attention.lsh.buckets=7"], f"{ATTENTION}.lsh.buckets", ["7 is odd", "Write 8"]),
+        (["model.attention.lsh.buckets=[4, 5]"], f"{ATTENTION}.lsh.buckets", ["5 is odd", "Write 6"]),
+        (["model.attention.lsh.buckets=[2, 2, 2]"], f"{ATTENTION}.lsh.buckets", ["[2, 2, 2]", "3 factors"]),
+        (["model.attention.lsh.buckets=[]"], f"{ATTENTION}.lsh.buckets", ["[]", "0 factors"]),
+        (["model.attention.lsh.buckets=130"], f"{ATTENTION}.lsh.buckets", ["130", "multiple of 4"]),
+        (using("lha", "local=true", "window=top_k"), f"{ATTENTION}.lha.local", ["top_k"]),
+        (using("routing", "local=true", "window=top_k"), f"{ATTENTION}.routing.local", ["top_k"]),
+        (["model.attention.lsh.same_bucket=false"], f"{ATTENTION}.lsh.same_bucket", ["false", "causal", '"chunk"']),
         (
-            ['model.attention.pattern=["lha"]', "model.attention.lha.local=true", "model.attention.lha.window=top_k"],
-            "model.attention.lha.local",
-            ["top_k"],
-        ),
-        (
-            [
-                'model.attention.pattern=["routing"]',
-                "model.attention.routing.local=true",
-                "model.attention.routing.window=top_k",
-            ],
-            "model.attention.routing.local",
-            ["top_k"],
-        ),
-        (["model.attention.lsh.same_bucket=false"], "model.attention.lsh.same_bucket", ["false", "causal", '"chunk"']),
-        (
-            ["model.attention.lsh.window=chunk", "model.attention.lsh.shared_qk=false"],
+            using("lsh", "window=chunk", "shared_qk=false"),
             "model.attention.lsh.window",
-            ['"chunk"', "shared_qk = false", '"band"'],
+            ["shared_qk = false", '"band"'],
         ),
         (
-            ["model.attention.local.relative=true", "model.positions.kind=rotary"],
+            [*using("local", "relative=true"), "model.positions.kind=rotary"],
             "model.attention.local.relative",
-            ["rotary", "false"],
+            ["rotary"],
         ),
         (
-            ['model.attention.pattern=["smart_bird"]', "model.attention.smart_bird.objective=pooled"],
-            "model.attention.smart_bird.labels",
+            using("smart_bird", "objective=pooled"),
+            f"{ATTENTION}.smart_bird.labels",
             ["null", '"pooled"', "number of labels"],
         ),
-        (
-            ['model.attention.pattern=["smart_bird"]', "model.attention.smart_bird.objective=answer"],
-            "model.attention.smart_bird.objective",
-            ['"answer"', '"token"'],
-        ),
-        (
-            ['model.attention.pattern=["smart_bird"]', "model.attention.smart_bird.labels=3"],
-            "model.attention.smart_bird.labels",
-            ["3", '"token"', "null"],
-        ),
-        (["model.attention.lsh.chunk=65"], "model.attention.lsh.chunk", ["65", "max_length = 64"]),
-        (
-            ['model.attention.pattern=["yoso"]', "model.attention.yoso.code_bits=31"],
-            "model.attention.yoso.code_bits",
-            ["31", "30"],
-        ),
-        (
-            ['model.attention.pattern=["yoso"]', "model.attention.yoso.convolution=4"],
-            "model.attention.yoso.convolution",
-            ["4 is even", "Write 5"],
-        ),
-        (["model.layers=3"], "model.attention.pattern", ["4 layers", "model.layers = 3", "Shorten"]),
+        (using("smart_bird", "objective=answer"), f"{ATTENTION}.smart_bird.objective", ['"answer"', '"token"']),
+        (using("smart_bird", "labels=3"), f"{ATTENTION}.smart_bird.labels", ["3", '"token"', "null"]),
+        (["model.attention.lsh.chunk=65"], f"{ATTENTION}.lsh.chunk", ["65", "max_length = 64"]),
+        (using("yoso", "code_bits=31"), f"{ATTENTION}.yoso.code_bits", ["31", "30"]),
+        (using("yoso", "convolution=4"), f"{ATTENTION}.yoso.convolution", ["4 is even", "Write 5"]),
+        (["model.layers=3"], f"{ATTENTION}.pattern", ["4 layers", "model.layers = 3", "Shorten"]),
         (["model.vocabulary=255"], "model.vocabulary", ["255", "256"]),
         (["model.kind=encoder"], "model.vocabulary", ["256", "masking.token = 256", "to 257", "multiple of 8"]),
         ([*ENCODER, "model.masking.token=32"], "model.masking.token", ["32 is a byte", "256"]),
@@ -114,28 +83,15 @@ def axial(shape: str, dims: str) -> list[str]:
         (["model.masking.rate=0.3"], "model.masking", ["0.3", "decoder", '"encoder"']),
         (["training.global_batch=6", "training.micro_batch=4"], "training.global_batch", ["6", "micro_batch = 4"]),
         (
-            [
-                "optimizer.name=adafactor",
-                "deepspeed.zero_optimization.stage=3",
-                'deepspeed.zero_optimization.offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}',
-            ],
-            "deepspeed.zero_optimization.offload_optimizer.device",
-            ["nvme", "adafactor", '"cpu"', "adamw"],
+            ["optimizer.name=adafactor", f"{ZERO}.stage=3", f'{OPTIMIZER}={{"device": "nvme", "nvme_path": "/tmp"}}'],
+            *(f"{OPTIMIZER}.device", ["nvme", "adafactor", '"cpu"', "adamw"]),
         ),
-        (
-            ["deepspeed.zero_optimization.stage=2", "deepspeed.zero_optimization.offload_param.device=cpu"],
-            "deepspeed.zero_optimization.offload_param.device",
-            ['"cpu"', "stage 3", "stage = 2"],
-        ),
-        (
-            ["deepspeed.zero_optimization.offload_optimizer.device=cpu"],
-            "deepspeed.zero_optimization.offload_optimizer.device",
-            ['"cpu"', "stage 1 or more", "stage = 0"],
-        ),
+        ([f"{ZERO}.stage=2", f"{PARAM}.device=cpu"], f"{PARAM}.device", ['"cpu"', "stage 3", "stage = 2"]),
+        ([f"{OPTIMIZER}.device=cpu"], f"{OPTIMIZER}.device", ['"cpu"', "stage 1 or more", "stage = 0"]),
     ],
 )
 def test_rule(overrides, key, words):
-    message = refused(*overrides)
+    message = refusal(lambda: build_config(SMALL, overrides), ConfigError)
     assert message.startswith(f"{key}: "), message
     for word in words:
         assert word in message, message
@@ -160,14 +116,14 @@ def test_rule(overrides, key, words):
         ["model.attention.lsh.buckets=[8, 6]"],
         ["model.attention.lsh.buckets=132"],
         ["model.attention.lsh.chunk=64"],
-        ['model.attention.pattern=["yoso"]', "model.attention.yoso.code_bits=30", "model.attention.yoso.convolution=5"],
+        using("yoso", "code_bits=30", "convolution=5"),
         ["model.attention.lsh.window=chunk", "model.attention.lsh.same_bucket=false"],
         ['model.attention.pattern=["full"]', "model.attention.lsh.chunk=99"],
         ["training.global_batch=6", "training.micro_batch=3"],
-        ["optimizer.name=adafactor", "deepspeed.zero_optimization.stage=0"],
-        ["optimizer.name=adafactor", "training.precision=bf16", "deepspeed.zero_optimization.stage=3"],
-        ["deepspeed.zero_optimization.stage=1", "deepspeed.zero_optimization.offload_optimizer.device=cpu"],
-        ["deepspeed.zero_optimization.offload_param.device=none"],
+        ["optimizer.name=adafactor", f"{ZERO}.stage=0"],
+        ["optimizer.name=adafactor", "training.precision=bf16", f"{ZERO}.stage=3"],
+        [f"{ZERO}.stage=1", f"{OPTIMIZER}.device=cpu"],
+        [f"{PARAM}.device=none"],
     ],
 )
 def test_just_inside_the_rules(overrides):

@@ -11,6 +11,7 @@ from megasparse.config.schema import Config
 from megasparse.config.shipped import find_config, shipped_configs
 from megasparse.errors import ConfigError
 from megasparse.tasks import TASK_MODULES
+from tests.helpers.refusals import refusal
 
 
 @pytest.fixture
@@ -25,10 +26,7 @@ def write(tmp_path):
 
 
 def refused(path, overrides=(), kind=Config):
-    with pytest.raises(ConfigError) as caught:
-        load_settings(path, overrides, kind)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return refusal(lambda: load_settings(path, overrides, kind), ConfigError)
 
 
 def test_objects_are_merged_and_anything_else_is_replaced(write):

@@ -9,26 +9,24 @@ from megasparse.config.load import build_settings
 from megasparse.errors import ConfigError
 from megasparse.tasks import TASK_MODULES
 from megasparse.tasks.task import Task
+from tests.helpers.refusals import refusal
 
 BERT = {"start": {"huggingface": "models/bert"}}
 MODEL = {"model": {"kind": "encoder", "vocabulary": 264}}
 
 
-def refusal(values: dict[str, Any], *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        build_settings(values, overrides, FinetuneConfig)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def refused(values: dict[str, Any], *overrides: str) -> str:
+    return refusal(lambda: build_settings(values, overrides, FinetuneConfig), ConfigError)
 
 
 @pytest.mark.parametrize("name", TASK_MODULES)
-def test_every_task_has_a_module_that_names_it(name: str) -> None:
+def test_every_task_has_a_module_that_names_it(name):
     module = __import__(f"megasparse.tasks.readers.{TASK_MODULES[name]}", fromlist=["*"])
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Task)]
     assert [kind for kind in kinds if getattr(kind, "name", None) == name]
 
 
-def test_the_defaults() -> None:
+def test_the_defaults():
     """BERT's own recipe for its downstream tasks (Devlin et al. 2019), as far as there is one."""
     config = build_settings(BERT, [], FinetuneConfig)
     optimizer, training = config.optimizer, config.training
@@ -46,8 +44,8 @@ def test_the_defaults() -> None:
         ({"start": {"huggingface": "x", "checkpoint": "y"}}, "start: start.checkpoint and start.huggingface given"),
     ],
 )
-def test_there_is_one_beginning(values: dict[str, Any], said: str) -> None:
-    assert refusal(values).startswith(said)
+def test_there_is_one_beginning(values, said):
+    assert refused(values).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +77,11 @@ def test_there_is_one_beginning(values: dict[str, Any], said: str) -> None:
         (MODEL, ["model.heads=7"], "model.heads: 7 heads do not divide"),
     ],
 )
-def test_what_is_refused(values: dict[str, Any], overrides: list[str], said: str) -> None:
-    assert refusal(values, *overrides).startswith(said)
+def test_what_is_refused(values, overrides, said):
+    assert refused(values, *overrides).startswith(said)
 
 
-def test_an_encoder_decoder_reads_as_much_as_its_encoder_does() -> None:
+def test_an_encoder_decoder_reads_as_much_as_its_encoder_does():
     values = {"model": {"kind": "encoder_decoder", "max_length": 2048, "source": {"length": 64}}}
-    assert refusal(values).startswith("task.max_length: 512 tokens are more than model.source.length = 64. Lower it")
+    assert refused(values).startswith("task.max_length: 512 tokens are more than model.source.length = 64. Lower it")
     assert build_settings(values, ["task.max_length=64"], FinetuneConfig).task.max_length == 64

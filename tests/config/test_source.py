@@ -8,7 +8,9 @@ from megasparse.errors import ConfigError
 FULL = {"pattern": ["full"]}
 MODEL = {"kind": "encoder_decoder", "max_length": 60, "layers": 2, "attention": FULL}
 SOURCE = {"length": 40, "attention": FULL}
-SAME = {"layers": None}
+SAME, CROSS = {"layers": None}, {"cross_attention": "lsh"}
+BIRD = {"pattern": ["smart_bird"]}
+POOLED = {**BIRD, "smart_bird": {"objective": "pooled", "labels": 2}}
 
 
 def built(source, **changes):
@@ -23,30 +25,10 @@ def built(source, **changes):
         (SAME, {"kind": "decoder"}, "model.source", ["given", '"decoder"']),
         (SAME, {"score_from": 3}, "model.score_from", ["3"]),
         ({"attention": {"pattern": ["full"] * 3}}, {}, "model.source.attention.pattern", ["3 layers"]),
-        (
-            {"attention": {"pattern": ["smart_bird"]}},
-            {},
-            "model.source.attention.smart_bird.objective",
-            ['"token"', '"answer"'],
-        ),
-        (
-            {"attention": {"pattern": ["smart_bird"], "smart_bird": {"objective": "pooled", "labels": 2}}},
-            {},
-            "model.source.attention.smart_bird.objective",
-            ['"pooled"', '"answer"'],
-        ),
-        (
-            {"cross_attention": "lsh"},
-            {"attention": {**FULL, "lsh": {"buckets": 7, "chunk": 8}}},
-            "model.attention.lsh.buckets",
-            ["7", "8"],
-        ),
-        (
-            {"cross_attention": "lsh"},
-            {"attention": {**FULL, "lsh": {"chunk": 61}}},
-            "model.attention.lsh.chunk",
-            ["61", "60"],
-        ),
+        ({"attention": BIRD}, {}, "model.source.attention.smart_bird.objective", ['"token"', '"answer"']),
+        ({"attention": POOLED}, {}, "model.source.attention.smart_bird.objective", ['"pooled"', '"answer"']),
+        (CROSS, {"attention": {**FULL, "lsh": {"buckets": 7, "chunk": 8}}}, "model.attention.lsh.buckets", ["7", "8"]),
+        (CROSS, {"attention": {**FULL, "lsh": {"chunk": 61}}}, "model.attention.lsh.chunk", ["61", "60"]),
         ({"length": 100}, {}, "data.sequence_length", ["100", "target"]),
         ({"length": 39}, {}, "data.sequence_length", ["61", "60"]),
     ],
@@ -61,7 +43,7 @@ def test_rule(source, changes, key, words):
 
 def test_just_inside_the_rules():
     lsh = {"chunk": 60}  # of the longer side
-    built({"cross_attention": "lsh"}, attention={**FULL, "lsh": lsh})
-    built({"cross_attention": "lsh", "length": 90}, max_length=10, attention={**FULL, "lsh": {"chunk": 90}})
+    built(CROSS, attention={**FULL, "lsh": lsh})
+    built({**CROSS, "length": 90}, max_length=10, attention={**FULL, "lsh": {"chunk": 90}})
     built(SAME, attention={**FULL, "lsh": {"buckets": 7}})
     built({"attention": {"pattern": ["full", "smyrf"]}, "layers": 2}, padding_token=300, vocabulary=301)

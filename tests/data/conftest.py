@@ -3,12 +3,11 @@ import random
 import pytest
 
 from megasparse.data import fetching, urls
-from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
-from megasparse.data.prepare import prepare
 from megasparse.data.shard_cache import ShardCache
 from tests.data.folders import ramp, write_folder
 from tests.helpers.shard_server import serving
+from tests.helpers.trained import prepare_text
 
 
 @pytest.fixture
@@ -23,17 +22,9 @@ def make_index(tmp_path):
 
     def make(text: bytes, sample_bytes: int = 100, shard_bytes: int = 1000, split: str = "100,0,0") -> Index:
         (tmp_path / "source.txt").write_bytes(text)
-        output = tmp_path / "data"
-        prepare(
-            "text",
-            Source.open([str(tmp_path / "source.txt")], None, output / ".download"),
-            output,
-            options={"split": split},
-            sample_bytes=sample_bytes,
-            shard_bytes=shard_bytes,
-            command="made by a test",
+        return Index.load(
+            prepare_text(tmp_path / "source.txt", tmp_path / "data", sample_bytes, shard_bytes, split=split)
         )
-        return Index.load(output)
 
     return make
 

@@ -50,9 +50,7 @@ def write_folder(
     train = {key: sum(entry[key] for entry in entries) for key in ("tokens", "samples")} | {"shards": entries}
     index = {
         "tokenizer": {"name": ByteTokenizer.name, "sha256": ByteTokenizer.sha256},
-        "corpus": "test",
-        "command": "",
-        "source": {},
+        **{"corpus": "test", "command": "", "source": {}},
         "settings": {"sample_bytes": sample_tokens * width, **settings},
         "splits": {"train": train},
     }
@@ -79,14 +77,8 @@ def ramp(count: int, first: int, step: int = 1) -> np.ndarray:
 def batches(folders: Sequence[tuple[Index, float]], **changes: Any) -> TrainingBatches:
     """Sequences of 30 tokens, 12 a step, on one rank, read when asked for."""
     settings: dict[str, Any] = {
-        "sequence_length": 30,
-        "seed": 3,
-        "shuffle_shards": 2,
-        "global_batch": 12,
-        "micro_batch": 1,
-        "rank": 0,
-        "world_size": 1,
-        "prefetch": 0,
+        **{"sequence_length": 30, "seed": 3, "shuffle_shards": 2, "global_batch": 12, "micro_batch": 1},
+        **{"rank": 0, "world_size": 1, "prefetch": 0},
     }
     return TrainingBatches(folders, "train", **{**settings, **changes})
 

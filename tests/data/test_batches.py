@@ -37,10 +37,8 @@ def content(steps: list[Step]) -> list[tuple[int, list[list[int]], list[list[int
 def test_D8_ranks_share_the_global_batch(make_index, corpus, world_size, micro_batch):
     index = make_index(corpus)
     order = Order([shard.tokens for shard in index.split("train").shards], T, 3, 2)
-    ranks = [
-        take(batches(index, global_batch=36, micro_batch=micro_batch, rank=rank, world_size=world_size), 9)
-        for rank in range(world_size)
-    ]
+    way = {"global_batch": 36, "micro_batch": micro_batch, "world_size": world_size}
+    ranks = [take(batches(index, rank=rank, **way), 9) for rank in range(world_size)]
     for s in range(9):
         seen = []
         for rank, steps in enumerate(ranks):
@@ -74,13 +72,8 @@ def test_R3_from_two_ranks_to_one_and_back_inside_an_epoch(make_index, corpus, m
     index, order = make_index(corpus), Order([1000] * 7 + [13], T, 3, 2)
     position, global_batches, consumed = 0, [], []
     for (world_size, steps), micro_batch in zip([(2, 2), (1, 2), (2, 2)], micro_batches, strict=True):
-        ranks = [
-            take(
-                batches(index, global_batch=42, micro_batch=micro_batch, rank=r, world_size=world_size, start=position),
-                steps,
-            )
-            for r in range(world_size)
-        ]
+        way = {"global_batch": 42, "micro_batch": micro_batch, "world_size": world_size, "start": position}
+        ranks = [take(batches(index, rank=r, **way), steps) for r in range(world_size)]
         for s in range(steps):
             rows: dict[int, bytes] = {}
             for batch in (batch for rank in ranks for batch in rank[s].micro_batches):
@@ -193,11 +186,8 @@ def harm(index: Index) -> Index:
     """A shard is missing, one cut at its middle, one flipped, one with nothing but broken headers."""
     (index.directory / "train-000001.tar").unlink()
     os.truncate(index.directory / "train-000004.tar", 5 * 1024)
-    for file, harm in (
-        ("train-000002.tar", "bit flipped in the text"),
-        ("train-000005.tar", "bit flipped in a header"),
-    ):
-        path = index.directory / file
+    for shard, harm in ((2, "bit flipped in the text"), (5, "bit flipped in a header")):
+        path = index.directory / f"train-{shard:06d}.tar"
         path.write_bytes(HARMS[harm][0](path.read_bytes()))
     return Index.load(index.directory, tolerant=True)
 

@@ -200,10 +200,8 @@ def test_D4_what_cannot_be_an_index_is_not_even_read(tmp_path, kind):
     else:
         path.symlink_to("/dev/zero")
     tracemalloc.start()
-    with pytest.raises(
-        DataError,
-        match=r"index\.json: (1,073,741,825 bytes are too many|this is not a regular file|cannot be read: Is a dir)",
-    ):
+    problem = r"index\.json: (1,073,741,825 bytes are too many|this is not a regular file|cannot be read: Is a dir)"
+    with pytest.raises(DataError, match=problem):
         Index.load(tmp_path)
     assert tracemalloc.get_traced_memory()[1] < 5e6
     tracemalloc.stop()
@@ -218,21 +216,8 @@ def test_D4_no_mutation_of_an_index_crashes(make_index, corpus):
         mutant = bytearray(valid)
         for _ in range(draw.randrange(1, 4)):
             place = draw.randrange(len(mutant))
-            mutant[place : place + draw.choice([0, 1, 1, 30])] = draw.choice(
-                [
-                    b"",
-                    bytes([draw.randrange(256)]),
-                    b'"',
-                    b"[",
-                    b"{}",
-                    b"null",
-                    b"-1",
-                    b"1e9",
-                    b"NaN",
-                    b"\xff",
-                    b"\\u0000",
-                ]
-            )
+            values = [b"", bytes([draw.randrange(256)]), b'"', b"[", b"{}", b"null", b"-1", b"1e9", b"NaN", b"\xff"]
+            mutant[place : place + draw.choice([0, 1, 1, 30])] = draw.choice([*values, b"\\u0000"])
         path.write_bytes(mutant)
         try:
             Index.load(path.parent, tolerant=True)

@@ -20,15 +20,7 @@ from megasparse.errors import ConfigError, DataError
 from tests.data.folders import batches, ramp, read_folder, take, write_folder
 
 T = 30
-WEIGHTS = [
-    [1.0],
-    [0.7, 0.3],
-    [2, 1],
-    [1e-4, 1.0],
-    [1.0, 1e-9, 3.0, 1e-4],
-    [1 / 3, 1 / 3, 1 / 3],
-    [5, 1, 1, 1, 1, 1, 1],
-]
+WEIGHTS = [[1.0], [0.7, 0.3], [2, 1], [1e-4, 1.0], [1.0, 1e-9, 3.0, 1e-4], [1 / 3] * 3, [5, 1, 1, 1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)

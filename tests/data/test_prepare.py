@@ -72,11 +72,9 @@ def test_after_a_crash_at_any_replace_the_next_run_completes(make_index, corpus,
     assert "index.json" not in left
     assert {name: data for name, data in left.items() if name != ".progress.json"}.items() <= want.items()
 
-    written = []
-    write = prepare_module._write_shard
-    monkeypatch.setattr(
-        prepare_module, "_write_shard", lambda path, *rest: written.append(path.name) or write(path, *rest)
-    )
+    written, write = [], prepare_module._write_shard
+    noting = lambda path, *rest: written.append(path.name) or write(path, *rest)  # noqa: E731
+    monkeypatch.setattr(prepare_module, "_write_shard", noting)
     assert files(make().directory) == want
     known_to_be_whole = max(0, crash_at - 2) // 2  # replaces: progress, then (shard, progress) for each shard, index
     assert len(written) == len(want) - 1 - known_to_be_whole
@@ -99,9 +97,8 @@ def test_done_is_done(make_index, corpus, monkeypatch):
 def test_another_source_or_setting_is_refused(make_index, corpus):
     folder = make_index(corpus).directory
     want = files(folder)
-    with pytest.raises(
-        DataError, match=r"prepared with another source sha256 \w+ \(now \w+\)\. Choose another --output"
-    ):
+    source = r"prepared with another source sha256 \w+ \(now \w+\)\. Choose another --output"
+    with pytest.raises(DataError, match=source):
         make_index(corpus[::-1])
     with pytest.raises(DataError, match=r"another sample_bytes 100 \(now 50\)"):
         make_index(corpus, sample_bytes=50)
@@ -127,9 +124,8 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(make_index, corpus, tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(
-            DataError, match=r"data: cannot be written: No space left on device\. .*run the command again"
-        ):
+        problem = r"data: cannot be written: No space left on device\. .*run the command again"
+        with pytest.raises(DataError, match=problem):
             make_index(corpus)
         assert files(tmp_path / "data") == {}
     make_index(corpus)
@@ -142,13 +138,6 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, corpus):
     for changed in (corpus[::-1], corpus[:-1], corpus + b"x"):
         path.write_bytes(changed)
         with pytest.raises(DataError, match="it changed while it was read"):
-            prepare_module.prepare(
-                "text",
-                source,
-                tmp_path / "data",
-                options={"split": "90,5,5"},
-                sample_bytes=100,
-                shard_bytes=1000,
-                command="",
-            )
+            sizes = {"sample_bytes": 100, "shard_bytes": 1000}
+            prepare_module.prepare("text", source, tmp_path / "data", options={"split": "90,5,5"}, command="", **sizes)
         assert not (tmp_path / "data" / "index.json").exists()

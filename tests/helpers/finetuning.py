@@ -100,9 +100,7 @@ def our_body(**changes: Any) -> MegasparseBody:
 
 
 def settings(run: Path, source: Path, /, **sections: Any) -> dict[str, Any]:
-    """Settings of a run of 6 steps of 8 examples, 4 at once, that validates on a quarter of the table every second
-    step; sections: changes.
-    """
+    """Settings of 6 steps of 8 examples, 4 at once, validated on a quarter of the table every 2; sections: changes."""
     values: dict[str, Any] = {
         "run": {"directory": str(run), "engine": "torch", "device": "cpu"},
         "task": {"name": "table", "source": str(source), "max_length": 48, "validation_fraction": 0.25},

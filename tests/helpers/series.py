@@ -40,9 +40,7 @@ def write(file: Path, values: list[list[Any]], start: datetime = START, step: ti
 
 
 def series(file: Path, **changes: Any) -> Series:
-    """The task of a training file: 12 rows are read, 4 rows of all columns forecast. changes: of `forecast`, or of
-    max_length.
-    """
+    """The task of a training file: of 12 rows read, 4 are forecast. changes: of `forecast`, or of max_length."""
     settings = {"horizon": 4, "overlap": 6, **changes}
     length = settings.pop("max_length", 12)
     return Series(TaskConfig.model_validate({"source": str(file), "max_length": length, "forecast": settings}))

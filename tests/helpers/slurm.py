@@ -1,6 +1,4 @@
-"""A small Slurm on hosts of tests/helpers/hosts.py, with its own keys and configuration. Needs root, and Debian's
-slurm-wlm and munge.
-"""
+"""A small Slurm on hosts of tests/helpers/hosts.py. Needs root, and Debian's slurm-wlm and munge."""
 
 import os
 import secrets

@@ -68,9 +68,7 @@ def sleep():
 
 
 class Toy:
-    """The script launch/supervise.py on a script that is TOY and a few lines. Its clock stands still unless a test
-    turns it.
-    """
+    """The script launch/supervise.py on a script of TOY and a few lines. A test turns its clock."""
 
     def __init__(self, folder: Path):
         self.folder = folder

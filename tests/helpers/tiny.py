@@ -143,9 +143,13 @@ def tiny_run(
         yield run
 
 
-def metrics(config: RunSettings) -> list[dict[str, float]]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (Path(config.run.directory) / "metrics.jsonl").read_text().splitlines()]
+def read_metrics(run: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, or of another such file."""
+    return [json.loads(line) for line in (run / file).read_text().splitlines()]
+
+
+def metrics(config: RunSettings) -> list[dict[str, Any]]:
+    return read_metrics(Path(config.run.directory))
 
 
 def dummy_steps(config: Config, ranks: Ranks, steps: int) -> list[StepResult]:

@@ -12,13 +12,18 @@ from megasparse.runs.pretraining import pretrain
 from tests.helpers.tiny import metrics
 
 
+def prepare_text(file: Path, output: Path, sample_bytes: int = 256, shard_bytes: int = 2048, **options: str) -> Path:
+    """Shards of the corpus `text`, with its options. Returns their folder."""
+    sizes: dict[str, Any] = {"sample_bytes": sample_bytes, "shard_bytes": shard_bytes}
+    source = Source.open([str(file)], None, output / ".download")
+    prepare("text", source, output, options={"split": "80,10,10", **options}, command="a test", **sizes)
+    return output
+
+
 def prepared(folder: Path, size: int = 4000) -> Path:
     """Shards of random bytes: of 4,000 bytes 3,200 to train on, 400 to validate and 400 to test."""
     (folder / "source.txt").write_bytes(random.Random(0).randbytes(size))
-    source = Source.open([str(folder / "source.txt")], None, folder / "download")
-    options = {"split": "80,10,10"}
-    prepare("text", source, folder / "data", options=options, sample_bytes=256, shard_bytes=2048, command="a test")
-    return folder / "data"
+    return prepare_text(folder / "source.txt", folder / "data")
 
 
 def trained(

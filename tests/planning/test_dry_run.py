@@ -19,11 +19,7 @@ ROOT = Path(__file__).parents[2]
 VALUES = {
     "run": {"directory": "runs/never", "device": "cpu"},
     "model": {
-        "max_length": 64,
-        "layers": 2,
-        "d_model": 32,
-        "d_ff": 64,
-        "heads": 4,
+        **{"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 4},
         "attention": {"pattern": ["local", "lsh"], "local": {"chunk": 16}, "lsh": {"chunk": 16}},
     },
     "data": {"path": "no/data", "sequence_length": 64},

@@ -195,7 +195,7 @@ TILED = {"feed_forward_tiles": 2, "loss_tiles": 4}
         ({"blocks": "ordinary", "activations": "checkpoint_cpu"}, {"layers": 1}),
     ],
 )
-def test_hardware_flops_by_hand(changed: dict, again: dict) -> None:
+def test_hardware_flops_by_hand(changed, again):
     """Two layers of 4 heads of 8 in 64 tokens: 8/6 of the layers' FLOPs where they are recomputed."""
     config = model(layers=2, attention=attention("full"), **changed)
     feed_forward = 2 * 2 * 2 * 32 * 48

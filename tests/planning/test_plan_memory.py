@@ -231,11 +231,7 @@ def test_the_tool_prints_a_table_or_json(tmp_path):
 def test_counting_allocates_what_torch_allocates(monkeypatch):
     """What is counted without memory is what exists with it, where the same operators run."""
     monkeypatch.setenv("MEGASPARSE_OPS", "reference")
-    settings = {
-        "blocks": "ordinary",
-        "activations": "stored",
-        "attention": {"pattern": ["local"], "local": {"chunk": 32}},
-    }
+    settings = {"blocks": "ordinary", "activations": "stored", "attention": attention("local", local={"chunk": 32})}
     model = {"max_length": 256, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 2, **settings}
     config = build_config({"model": model, "data": {"sequence_length": 256}})
     counted, real = (

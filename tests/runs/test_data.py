@@ -1,6 +1,7 @@
 """The folders of a run: checked against its configuration, and what identifies them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
 from tests.data.damages import edit
 from tests.data.folders import ramp, write_folder
+from tests.helpers.refusals import refusal
 from tests.helpers.tiny import tiny_config
 
 
@@ -25,7 +27,7 @@ def config_of(folder: Path, model: dict[str, Any] | None = None, **data: Any) ->
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> dict[str, Path]:
+def folders(tmp_path):
     """Three with nothing in common."""
     return {name: write_folder(tmp_path / name, [ramp(300, 60 * i) % 256]) for i, name in enumerate("abc")}
 
@@ -34,7 +36,7 @@ def mixture(folders: dict[str, Path], **weights: float) -> dict[str, float]:
     return {str(folders[name]): weight for name, weight in weights.items()}
 
 
-def test_without_a_mixture_it_is_the_folder_of_data_path(folders: dict[str, Path]) -> None:
+def test_without_a_mixture_it_is_the_folder_of_data_path(folders):
     data = open_data(config_of(folders["a"]))
     assert data.mixture == [(data.evaluation, 1.0)]
     assert data.evaluation.directory == folders["a"]
@@ -42,7 +44,7 @@ def test_without_a_mixture_it_is_the_folder_of_data_path(folders: dict[str, Path
     assert data.tokenizer.name == "bytes"
 
 
-def test_a_mixture_is_trained_on_and_data_path_evaluated(folders: dict[str, Path]) -> None:
+def test_a_mixture_is_trained_on_and_data_path_evaluated(folders):
     data = open_data(config_of(folders["c"], mixture=mixture(folders, a=0.7, b=0.3)))
     assert data.evaluation.directory == folders["c"]
     assert {(index.directory, weight) for index, weight in data.mixture} == {(folders["a"], 0.7), (folders["b"], 0.3)}
@@ -52,7 +54,7 @@ def fingerprint(folders: dict[str, Path], **weights: float) -> str:
     return open_data(config_of(folders["c"], mixture=mixture(folders, **weights))).fingerprint
 
 
-def test_the_fingerprint_of_a_mixture_is_of_contents_and_weights(folders: dict[str, Path]) -> None:
+def test_the_fingerprint_of_a_mixture_is_of_contents_and_weights(folders):
     one = fingerprint(folders, a=2, b=1)
     assert fingerprint(folders, b=1, a=2) == one, "not the order they are written in"
     others = [fingerprint(folders, **w) for w in ({"a": 1, "b": 2}, {"a": 2, "b": 1, "c": 1}, {"a": 2, "c": 1})]
@@ -62,7 +64,7 @@ def test_the_fingerprint_of_a_mixture_is_of_contents_and_weights(folders: dict[s
     assert fingerprint(moved, a=2, b=1) == one, "not their paths"
 
 
-def test_what_is_trained_on_does_not_depend_on_paths_or_their_order(folders: dict[str, Path]) -> None:
+def test_what_is_trained_on_does_not_depend_on_paths_or_their_order(folders):
     def first_steps(where: dict[str, Path], **weights: float) -> list[list[int]]:
         config = config_of(where["c"], mixture=mixture(where, **weights))
         with training_batches(config, open_data(config), Ranks(), 0, RunHooks()) as steps:
@@ -75,16 +77,14 @@ def test_what_is_trained_on_does_not_depend_on_paths_or_their_order(folders: dic
 
 
 @pytest.mark.parametrize("where", ["path", "mixture"])
-def test_each_folder_is_checked(folders: dict[str, Path], where: str) -> None:
+def test_each_folder_is_checked(folders, where):
     """A folder of another tokenizer, or of records, is named, wherever it stands."""
 
     def refused(kind: type[Exception], problem: str) -> None:
         config = config_of(folders["a"], mixture=mixture(folders, b=1, c=2))
         if where == "path":
             config = config_of(folders["c"], mixture=mixture(folders, a=1, b=2))
-        with pytest.raises(kind, match=problem) as reported:
-            open_data(config)
-        assert "\n" not in str(reported.value)
+        assert re.search(problem, refusal(lambda: open_data(config), kind))
 
     index = Index.load(folders["c"])
     edit(index, lambda content: content["tokenizer"].update(name="words", sha256="1" * 64))
@@ -98,7 +98,7 @@ def test_each_folder_is_checked(folders: dict[str, Path], where: str) -> None:
     refused(DataError, r"/c: there is no data here")
 
 
-def test_a_tolerant_run_leaves_missing_shards_to_its_reader(folders: dict[str, Path]) -> None:
+def test_a_tolerant_run_leaves_missing_shards_to_its_reader(folders):
     (folders["b"] / "train-000000.tar").unlink()
     open_data(config_of(folders["a"], mixture=mixture(folders, a=1, b=1), max_damaged=0.5))
 
@@ -116,19 +116,17 @@ def test_a_tolerant_run_leaves_missing_shards_to_its_reader(folders: dict[str, P
     ],
 )
 def test_a_model_has_room_for_the_tokens_of_padded_records_and_knows_their_padding(
-    tmp_path: Path, width: int, record: int | None, model: dict[str, Any], problem: str | None
-) -> None:
+    tmp_path, width, record, model, problem
+):
     folder = write_folder(tmp_path / "data", [ramp(300, 0) % 256], width=width, record=record)
     config = config_of(folder, model)
     if problem is None:
         assert open_folder(folder, config, ByteTokenizer()).record == record
         return
-    with pytest.raises(ConfigError, match=problem) as reported:
-        open_folder(folder, config, ByteTokenizer())
-    assert "\n" not in str(reported.value)
+    assert re.search(problem, refusal(lambda: open_folder(folder, config, ByteTokenizer()), ConfigError))
 
 
-def test_the_target_begins_where_the_shards_say(tmp_path: Path) -> None:
+def test_the_target_begins_where_the_shards_say(tmp_path):
     folder = write_folder(tmp_path / "data", [ramp(300, 0) % 256], width=2, record=30, source_length=20)
 
     def opened(length: int) -> None:
@@ -141,7 +139,7 @@ def test_the_target_begins_where_the_shards_say(tmp_path: Path) -> None:
         opened(10)
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path):
     class Larger(ByteTokenizer):
         vocabulary = 30_000
 
@@ -151,19 +149,17 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> 
     open_folder(folder, config_of(folder, {"vocabulary": 30_000}), Larger())
 
 
-def test_pixels_are_no_bytes(folders: dict[str, Path]) -> None:
+def test_pixels_are_no_bytes(folders):
     with pytest.raises(ConfigError, match=r'data\.tokenizer: "pixels" .* were made with "bytes"'):
         open_folder(folders["a"], config_of(folders["a"]), PixelTokenizer())
 
 
-def test_weights_are_positive_numbers() -> None:
+def test_weights_are_positive_numbers():
     for weight in (0, -1.0):
         with pytest.raises(ValueError, match=r"greater than 0"):
             config_of(Path("a"), mixture={"b": weight})
-    assert json.loads(config_of(Path("a"), mixture={"b": 2, "c": 0.5}).model_dump_json())["data"]["mixture"] == {
-        "b": 2.0,
-        "c": 0.5,
-    }
+    dumped = json.loads(config_of(Path("a"), mixture={"b": 2, "c": 0.5}).model_dump_json())
+    assert dumped["data"]["mixture"] == {"b": 2.0, "c": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -173,28 +169,22 @@ def test_weights_are_positive_numbers() -> None:
         ("text", {}, r"model\.sentence_order: given, but .*data holds text\. Prepare pairs"),
         ("pairs", {"sentence_order": {"separator": 258}}, r"sentence_order\.separator: 258, but that .* is 259\. Set"),
         ("text", {"sentence_order": None, "masking": {"token": 260}}, None),
-        (
-            "text",
-            {"sentence_order": None, "masking": {"token": 97}},
-            r"model\.masking\.token: 97 is a .* Set it to 256",
-        ),
+        ("text", {"sentence_order": None, "masking": {"token": 97}}, r"model\.masking\.token: 97 is .* Set it to 256"),
     ],
 )
-def test_an_encoders_objectives_fit_the_folder(
-    tmp_path: Path, corpus: str, model: dict[str, Any], problem: str | None
-) -> None:
+def test_an_encoders_objectives_fit_the_folder(tmp_path, corpus, model, problem):
     folder = write_folder(tmp_path / "data", [ramp(300, 0) % 256], width=2, record=30)
     edit(Index.load(folder), lambda content: content.update(corpus=corpus))
     given = {"kind": "encoder", "vocabulary": 264, "padding_token": 257, "sentence_order": {"separator": 259}, **model}
     if problem is None:
         open_folder(folder, config_of(folder, given), ByteTokenizer())
         return
-    with pytest.raises(ConfigError, match=problem) as reported:
-        open_folder(folder, config_of(folder, given), ByteTokenizer())
-    assert "\n" not in str(reported.value)
+    assert re.search(
+        problem, refusal(lambda: open_folder(folder, config_of(folder, given), ByteTokenizer()), ConfigError)
+    )
 
 
-def test_an_encoder_decoder_reads_records(tmp_path: Path) -> None:
+def test_an_encoder_decoder_reads_records(tmp_path):
     model = {"kind": "encoder_decoder", "vocabulary": 264, "source": {"length": 10}}
     running = write_folder(tmp_path / "text", [ramp(300, 0) % 256])
     with pytest.raises(ConfigError, match=r'model\.kind: "encoder_decoder", but .*text holds running text\. Prepare'):

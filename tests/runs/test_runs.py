@@ -2,7 +2,6 @@
 
 import json
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.helpers.trained import prepared
 FULL = {"pattern": ["full"]}
 
 
-def test_pretraining_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_pretraining_goes_on_where_it_stopped(tmp_path):
     run = tmp_path / "run"
     settings = {
         "run": {"directory": str(run), "engine": "torch", "device": "cpu"},
@@ -39,7 +38,7 @@ def test_pretraining_goes_on_where_it_stopped(tmp_path: Path) -> None:
         pretrain(config, resume="never")
 
 
-def test_fine_tuning_names_its_best_checkpoint_when_it_is_complete(tmp_path: Path) -> None:
+def test_fine_tuning_names_its_best_checkpoint_when_it_is_complete(tmp_path):
     run = tmp_path / "run"
     start = {"huggingface": str(bert(tmp_path / "bert"))}
     config = configured(run, reviews(tmp_path / "reviews.csv", 24), start=start)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +15,9 @@ from megasparse.data.batches import Step
 from megasparse.errors import DataError, StorageError, TrainingError
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.loop import train
-from megasparse.training.ranks import Ranks
-from megasparse.training.reporting.monitor import Monitor
 from megasparse.training.schedule import learning_rate
 from megasparse.training.stopping.hooks import RunHooks, StopWanted
-from tests.helpers.tiny import TinyModel, metrics, tiny_config, tiny_run
+from tests.helpers.tiny import TinyModel, metrics, read_metrics, tiny_config, tiny_run
 
 
 class Interrupted(Exception):
@@ -52,25 +49,27 @@ def launch(
     return evaluated
 
 
+def curves(config: Config) -> list[list[float]]:
+    keys = ("step", "train/loss", "optimizer/gradient_norm", "optimizer/learning_rate")
+    return [[line[key] for key in keys] for line in metrics(config)]
+
+
 def interrupted(batches: Iterator[Step], count: int, error: Exception) -> Any:
     yield from itertools.islice(batches, count)
     raise error
 
 
-def test_a_run_stopped_at_a_step_goes_on_as_if_it_had_run_through(tmp_path: Path) -> None:
+def test_a_run_stopped_at_a_step_goes_on_as_if_it_had_run_through(tmp_path):
     """With a cosine schedule, which ends at training.steps whether the run stops before or not."""
     stopped, straight = tiny_config(tmp_path / "stopped"), tiny_config(tmp_path / "straight")
     launch(stopped, stop_at=7)
     assert [line["step"] for line in metrics(stopped)] == list(range(1, 8))
     launch(stopped)
     launch(straight)
-    for name in ("train/loss", "optimizer/gradient_norm", "optimizer/learning_rate"):
-        assert [line[name] for line in metrics(stopped)] == [line[name] for line in metrics(straight)]
+    assert curves(stopped) == curves(straight)
 
 
-def test_a_run_that_is_past_its_last_step_says_why_it_does_not_begin(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_past_its_last_step_says_why_it_does_not_begin(tmp_path, capsys):
     config = tiny_config(tmp_path)
     launch(config, stop_at=7)
     for stop, why in ((7, "step 7 is the run's step 7 of 20"), (5, "step 5 lies behind the run's step 7 of 20")):
@@ -79,12 +78,13 @@ def test_a_run_that_is_past_its_last_step_says_why_it_does_not_begin(
         message = capsys.readouterr().err
         assert f"--stop-at {stop}: {why}. Give a later one" in message and "nothing left" not in message
     launch(config)
+    done = (tmp_path / "metrics.jsonl").read_bytes()
     launch(config, stop_at=5)
     assert "nothing left to do: all 20 steps are done (training.steps)" in capsys.readouterr().err
-    assert [line["step"] for line in metrics(config)] == list(range(1, 21))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == done and len(metrics(config)) == 20
 
 
-def test_every_step_has_one_line_with_every_scalar(tmp_path: Path) -> None:
+def test_every_step_has_one_line_with_every_scalar(tmp_path):
     config = tiny_config(tmp_path, evaluation={"every": 6}, logging={"peak_tflops": 0.5})
     assert launch(config) == [6, 12, 18]
     written = metrics(config)
@@ -102,7 +102,7 @@ def test_every_step_has_one_line_with_every_scalar(tmp_path: Path) -> None:
     assert Config.model_validate_json((tmp_path / "config.json").read_text()) == config
 
 
-def test_tensorboard_has_the_scalars_and_the_texts(tmp_path: Path) -> None:
+def test_tensorboard_has_the_scalars_and_the_texts(tmp_path):
     config = tiny_config(tmp_path, evaluation={"every": 10}, logging={"every": 5})
     launch(config)
     board = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -112,7 +112,7 @@ def test_tensorboard_has_the_scalars_and_the_texts(tmp_path: Path) -> None:
     assert "evaluation/sample/text_summary" in board.Tags()["tensors"]
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path):
     straight, broken = tiny_config(tmp_path / "straight"), tiny_config(tmp_path / "broken")
     launch(straight)
     with pytest.raises(Interrupted):
@@ -121,22 +121,10 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> Non
     with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 15, "train/lo')
     launch(broken)
-    keys = ("step", "train/loss", "optimizer/gradient_norm", "optimizer/learning_rate")
-    assert [[line[key] for key in keys] for line in metrics(broken)] == [
-        [line[key] for key in keys] for line in metrics(straight)
-    ]
+    assert curves(broken) == curves(straight)
 
 
-def test_a_run_that_is_done_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny_config(tmp_path)
-    launch(config)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    launch(config)
-    assert "all 20 steps are done" in capsys.readouterr().err
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_skipped_step_is_reported_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_step_is_reported_and_counted(tmp_path, capsys):
     config, model = tiny_config(tmp_path), TinyModel()
     model.poisoned = {17: math.nan, 90: math.inf}  # of steps 3 and 12
     launch(config, model)
@@ -146,7 +134,7 @@ def test_a_skipped_step_is_reported_and_counted(tmp_path: Path, capsys: pytest.C
     assert (tmp_path / "metrics.jsonl").read_text().count("null") == 2, "what is not finite is null: NaN is no JSON"
 
 
-def test_N1_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
+def test_N1_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path):
     config, model = tiny_config(tmp_path, training={"max_skipped_steps": 3}), TinyModel()
     model.poisoned = {sample: math.nan for sample in (8, 16, *range(88, 200))}  # steps 2 and 3; from step 12 on all
     with pytest.raises(TrainingError, match=r"step 14: 3 steps in a row were not applied.*optimizer.learning_rate"):
@@ -155,21 +143,12 @@ def test_N1_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000010"]
 
 
-def test_the_last_step_is_saved_even_without_an_interval(tmp_path: Path) -> None:
+def test_the_last_step_is_saved_even_without_an_interval(tmp_path):
     launch(tiny_config(tmp_path, checkpoint={"every": 0}, training={"steps": 7}))
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000007"]
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path / "run")
-    with Monitor(config, Ranks(rank=1, world_size=2), 0) as monitor:
-        monitor.write(1, {"train/loss": 1.0})
-        monitor.text(1, "evaluation/sample", "text")
-        monitor.say("hello")
-    assert not (tmp_path / "run").exists()
-
-
-def test_S1_a_wanted_stop_saves_before_the_next_step_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
+def test_S1_a_wanted_stop_saves_before_the_next_step_and_the_run_goes_on_exactly(tmp_path):
     straight, stopped = tiny_config(tmp_path / "straight"), tiny_config(tmp_path / "stopped")
     launch(straight)
     reported: list[str] = []
@@ -178,10 +157,10 @@ def test_S1_a_wanted_stop_saves_before_the_next_step_and_the_run_goes_on_exactly
     assert [path.name for path in list_checkpoints(tmp_path / "stopped" / "checkpoints")] == ["00000010", "00000014"]
     launch(stopped, hooks=RunHooks(stop_wanted=lambda: True))  # nothing is done and nothing is saved twice
     launch(stopped)
-    assert [line["train/loss"] for line in metrics(stopped)] == [line["train/loss"] for line in metrics(straight)]
+    assert curves(stopped) == curves(straight)
 
 
-def test_S1_a_stop_breaks_an_evaluation_off(tmp_path: Path) -> None:
+def test_S1_a_stop_breaks_an_evaluation_off(tmp_path):
     config, wanted = tiny_config(tmp_path, evaluation={"every": 6}), []
 
     def evaluate(step: int) -> dict[str, float]:
@@ -196,7 +175,7 @@ def test_S1_a_stop_breaks_an_evaluation_off(tmp_path: Path) -> None:
     assert not any(name.startswith("evaluation") for line in metrics(config) for name in line)
 
 
-def test_data_that_cannot_be_read_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
+def test_data_that_cannot_be_read_ends_the_run_with_its_own_error(tmp_path):
     config = tiny_config(tmp_path)
     error = DataError("train-000003.tar", "damaged", "Prepare it again")
     with tiny_run(config) as run, pytest.raises(DataError, match=r"train-000003\.tar"):
@@ -205,13 +184,13 @@ def test_data_that_cannot_be_read_ends_the_run_with_its_own_error(tmp_path: Path
     assert len(metrics(config)) == 3
 
 
-def test_C8_an_asynchronous_run_is_the_same(tmp_path: Path) -> None:
+def test_C8_an_asynchronous_run_is_the_same(tmp_path):
     one, other = (
         tiny_config(tmp_path / str(a), checkpoint={"every": 3, "keep": 9, "asynchronous": a}) for a in (False, True)
     )
     launch(one)
     launch(other)
-    assert [line["train/loss"] for line in metrics(one)] == [line["train/loss"] for line in metrics(other)]
+    assert curves(one) == curves(other)
     found = [list_checkpoints(Path(config.run.directory) / "checkpoints") for config in (one, other)]
     assert [[int(path.name) for path in paths] for paths in found] == [[3, 6, 9, 12, 15, 18, 20]] * 2
     for path, same in zip(*found, strict=True):
@@ -229,20 +208,18 @@ def strange(batches: Iterator[Step], step: int) -> Any:
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_N3_a_loss_spike_is_reported_and_left_out_if_asked_for(tmp_path: Path, skip: bool) -> None:
+def test_N3_a_loss_spike_is_reported_and_left_out_if_asked_for(tmp_path, skip):
     config = tiny_config(tmp_path, training={"steps": 160, "skip_loss_spikes": skip})
     with tiny_run(config) as run:
         run.batches = strange(run.batches, 150)
         train(run)
     assert [line["train/loss_spikes"] for line in metrics(config)] == [0] * 149 + [1] * 11
     assert [line["train/skipped_steps"] for line in metrics(config)] == [0] * 149 + [int(skip)] * 11
-    (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (event,) = read_metrics(tmp_path, "events.jsonl")
     assert event["step"] == 150 and ("SKIPPED" in event["message"]) == skip and "loss spike" in event["message"]
 
 
-def test_C5_a_run_whose_last_checkpoint_fails_does_not_end_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_C5_a_run_whose_last_checkpoint_fails_does_not_end_well(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, checkpoint={"every": 10, "on_failure": "continue"})
     monkeypatch.setattr("megasparse.training.checkpoints.saving.free_bytes", lambda folder: 5)
     with pytest.raises(StorageError, match="step 20, the last, is not saved"):

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
-from tests.conftest import Report
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine, train_steps
@@ -30,7 +29,7 @@ FILE = "rank-00000.safetensors"
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def gate(monkeypatch):
     """No rank's file is written before this event."""
     event, write = threading.Event(), RankFile.write
 
@@ -43,9 +42,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event.set()
 
 
-def test_C8_training_goes_on_and_the_checkpoint_is_that_of_a_synchronous_save(
-    tmp_path: Path, gate: threading.Event
-) -> None:
+def test_C8_training_goes_on_and_the_checkpoint_is_that_of_a_synchronous_save(tmp_path, gate):
     files = {}
     for asynchronous in (True, False):
         saver, engine = prepare(tmp_path / "run", asynchronous=asynchronous)
@@ -71,7 +68,7 @@ def test_C8_training_goes_on_and_the_checkpoint_is_that_of_a_synchronous_save(
     assert files[True][0]["state"] == {"losses": [0.1]} and files[True][0]["optimizer_steps"] == 2
 
 
-def test_C8_one_save_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
+def test_C8_one_save_at_a_time(tmp_path, gate):
     saver, engine = prepare(tmp_path, asynchronous=True)
     saver.save(engine, 1, 8, {})
     threading.Timer(0.2, gate.set).start()
@@ -85,9 +82,7 @@ def test_C8_one_save_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
     assert not torch.equal(first.tensor("weight", "out.bias"), second.tensor("weight", "out.bias"))
 
 
-def test_C8_waiting_for_a_save_says_that_it_gets_on_but_only_while_it_does(
-    tmp_path: Path, gate: threading.Event
-) -> None:
+def test_C8_waiting_for_a_save_says_that_it_gets_on_but_only_while_it_does(tmp_path, gate):
     saver, engine = prepare(tmp_path, asynchronous=True)
     reported: list[str] = []
     saver.hooks = RunHooks(alive=reported.append)
@@ -98,7 +93,7 @@ def test_C8_waiting_for_a_save_says_that_it_gets_on_but_only_while_it_does(
     assert set(reported) == {"saving step 1"} and len(reported) <= 3
 
 
-def test_C8_a_failure_is_raised_when_the_save_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_C8_a_failure_is_raised_when_the_save_is_finished(tmp_path, monkeypatch):
     saver, engine = prepare(tmp_path, asynchronous=True)
 
     def full(*_: Any) -> str:
@@ -120,7 +115,7 @@ def test_C8_a_failure_is_raised_when_the_save_is_finished(tmp_path: Path, monkey
     assert names(saver.directory) == ["00000003", "latest"]
 
 
-def test_C8_on_two_ranks_of_which_one_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_C8_on_two_ranks_of_which_one_is_slower(tmp_path, monkeypatch):
     slow, write = threading.Event(), RankFile.write
 
     def waits(file: RankFile, path: Path, progress: Callable[[], None]) -> str:
@@ -164,7 +159,7 @@ DIES = """if True:
 
 
 @pytest.mark.parametrize("how", ["_exit", "exit"])
-def test_C8_the_process_ends_while_its_thread_writes(tmp_path: Path, how: str) -> None:
+def test_C8_the_process_ends_while_its_thread_writes(tmp_path, how):
     ended = subprocess.run([sys.executable, "-c", DIES, str(tmp_path), how], cwd=ROOT, timeout=900)
     assert ended.returncode == 9, "a process that ends waits for no writer"
     saver, engine = prepare(tmp_path)
@@ -195,10 +190,8 @@ SAVES = """if True:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_C9_a_complete_checkpoint_is_there_at_all_times(tmp_path: Path, asynchronous: bool, figures: Report) -> None:
-    """Saving has keep=2 while the process is killed in the middle of saving and deleting; a watcher opens them every 10
-    ms.
-    """
+def test_C9_a_complete_checkpoint_is_there_at_all_times(tmp_path, asynchronous, figures):
+    """The process is killed while it saves and deletes with keep=2; a watcher opens the checkpoints every 10 ms."""
     directory = tmp_path / "checkpoints"
     kills, looks, missing, ended = 12, 0, [], threading.Event()
 

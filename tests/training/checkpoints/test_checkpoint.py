@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
-from tests.conftest import Report
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, tiny_config, tiny_engine
 
@@ -23,7 +21,7 @@ FILES = (MANIFEST, "rank-00000.safetensors", "rank-00001.safetensors")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     """A checkpoint of two ranks after two steps."""
     config = tiny_config(tmp_path_factory.mktemp("run"))
 
@@ -39,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(saved: Path, tmp_path: Path) -> Path:
+def copy(saved, tmp_path):
     return Path(shutil.copytree(saved, tmp_path / saved.name))
 
 
@@ -53,7 +51,7 @@ def found(copy: Path, name: str) -> bool:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_C6_one_flipped_bit_is_found_wherever_it_is(copy: Path, file: str, figures: Report) -> None:
+def test_C6_one_flipped_bit_is_found_wherever_it_is(copy, file, figures):
     whole = (copy / file).read_bytes()
     generator = torch.Generator().manual_seed(0)
     places = [0, 7, 8, len(whole) - 1, *torch.randint(len(whole), (60,), generator=generator).tolist()]
@@ -69,7 +67,7 @@ def test_C6_one_flipped_bit_is_found_wherever_it_is(copy: Path, file: str, figur
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_C6_a_file_that_is_cut_or_gone_is_found(copy: Path, file: str, figures: Report) -> None:
+def test_C6_a_file_that_is_cut_or_gone_is_found(copy, file, figures):
     whole = (copy / file).read_bytes()
     detected, lengths = 0, (0, 1, 8, len(whole) // 2, len(whole) - 1)
     for length in lengths:
@@ -86,7 +84,7 @@ def test_C6_a_file_that_is_cut_or_gone_is_found(copy: Path, file: str, figures: 
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_C6_two_files_that_changed_places_are_found(copy: Path, world_size: int) -> None:
+def test_C6_two_files_that_changed_places_are_found(copy, world_size):
     first, second = (copy / name for name in FILES[1:])
     first.rename(copy / "aside")
     second.rename(first)
@@ -96,7 +94,7 @@ def test_C6_two_files_that_changed_places_are_found(copy: Path, world_size: int)
             Checkpoint.open(copy, rank, world_size)
 
 
-def test_C6_each_of_two_ranks_verifies_half_of_the_files(copy: Path) -> None:
+def test_C6_each_of_two_ranks_verifies_half_of_the_files(copy):
     for rank, name in enumerate(FILES[1:]):
         whole = (copy / name).read_bytes()
         (copy / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -107,13 +105,13 @@ def test_C6_each_of_two_ranks_verifies_half_of_the_files(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rank-00002.safetensors", "model.pt", ".hidden", "folder"])
-def test_C6_a_file_too_many_is_found(copy: Path, name: str) -> None:
+def test_C6_a_file_too_many_is_found(copy, name):
     (copy / name).mkdir() if name == "folder" else (copy / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"{name}: not part of this checkpoint"):
         Checkpoint.open(copy)
 
 
-def test_C6_what_is_no_regular_file_is_not_read(copy: Path) -> None:
+def test_C6_what_is_no_regular_file_is_not_read(copy):
     for name in FILES:
         (copy / name).rename(copy.parent / name)
         (copy / name).symlink_to(copy.parent / name)
@@ -126,7 +124,7 @@ def test_C6_what_is_no_regular_file_is_not_read(copy: Path) -> None:
     Checkpoint.open(copy)
 
 
-def test_C6_another_steps_checkpoint_under_this_name_is_found(copy: Path) -> None:
+def test_C6_another_steps_checkpoint_under_this_name_is_found(copy):
     copy.rename(copy.parent / "00000007")
     with pytest.raises(CheckpointError, match=r"00000007: is the checkpoint of step 2"):
         Checkpoint.open(copy.parent / "00000007")
@@ -153,7 +151,7 @@ def norm(manifest: dict, name: str = "weight") -> dict:
         (lambda m: m.pop("tensors"), r"tensors: Field required"),
     ],
 )
-def test_a_manifest_of_another_making_is_refused(copy: Path, edit: Callable[[dict], object], message: str) -> None:
+def test_a_manifest_of_another_making_is_refused(copy, edit, message):
     manifest = json.loads((copy / MANIFEST).read_text())
     edit(manifest)
     (copy / MANIFEST).write_text(seal(manifest))
@@ -163,7 +161,7 @@ def test_a_manifest_of_another_making_is_refused(copy: Path, edit: Callable[[dic
         load_weights(TinyModel(), opened)
 
 
-def test_any_part_of_a_tensor_can_be_read(saved: Path) -> None:
+def test_any_part_of_a_tensor_can_be_read(saved):
     checkpoint, model = Checkpoint.open(saved), TinyModel(seed=1)
     load_weights(model, checkpoint)
     for name, parameter in model.named_parameters():
@@ -176,7 +174,7 @@ def test_any_part_of_a_tensor_can_be_read(saved: Path) -> None:
         checkpoint.tensor("momentum", "out.bias")
 
 
-def test_the_newest_is_the_highest_step(tmp_path: Path) -> None:
+def test_the_newest_is_the_highest_step(tmp_path):
     assert find_newest(tmp_path / "nowhere") is None
     for name in ("00000009", "00000010", "123456789", ".tmp-00000300-a", "set-aside-00000400", "00000500.txt", "notes"):
         (tmp_path / name).mkdir()
@@ -185,7 +183,7 @@ def test_the_newest_is_the_highest_step(tmp_path: Path) -> None:
     assert find_newest(tmp_path) == tmp_path / "00000010"
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         Checkpoint.open(tmp_path / "00000001")
     (tmp_path / "00000001").mkdir()

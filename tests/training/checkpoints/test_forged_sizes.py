@@ -6,10 +6,8 @@ Each is honestly sealed, as an attacker would have it. Nothing is timed: what mu
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ from megasparse.tasks.restore import restore_task
 from megasparse.training.checkpoints import checkpoint, manifest
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from megasparse.training.checkpoints.manifest import MANIFEST, seal
+from tests.helpers.commands import refused
 from tests.helpers.finetuning import ENCODER, launch, reviews, settings
 from tests.helpers.trained import prepared, trained
 
@@ -32,7 +31,7 @@ HUGE = 10**9
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A folder of data/, and run/ with a checkpoint of one step."""
     folder = tmp_path_factory.mktemp("forged")
     trained(prepared(folder), folder / "run", ["local", "lsh"], 1)
@@ -40,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(whole: Path, tmp_path: Path) -> Path:
+def run(whole, tmp_path):
     return Path(shutil.copytree(whole / "run", tmp_path / "run"))
 
 
@@ -61,7 +60,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, *names: tuple[Any, str]) -> None:
 
 
 @pytest.fixture
-def nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_made(monkeypatch):
     """No weight gets its initial value, and no file is hashed."""
     forbid(monkeypatch, (build, "initialise"), (checkpoint, "file_sha256"))
 
@@ -88,9 +87,7 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize("what", CLAIMS)
-def test_X6_a_configuration_of_a_huge_model(
-    run: Path, what: str, nothing_made: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_X6_a_configuration_of_a_huge_model(run, what, nothing_made, monkeypatch):
     edit, said = CLAIMS[what]
     path = forge(run, edit)
     if "layers" in said:
@@ -100,7 +97,7 @@ def test_X6_a_configuration_of_a_huge_model(
     assert caught.value.path == str(path)
 
 
-def test_X6_a_file_of_holes(run: Path, nothing_made: None) -> None:
+def test_X6_a_file_of_holes(run, nothing_made):
     path = find_checkpoint(run)
     os.truncate(path / FILE, 10**12)
     with pytest.raises(CheckpointError, match=rf"{FILE}: {10**12} bytes instead of"):
@@ -110,7 +107,7 @@ def test_X6_a_file_of_holes(run: Path, nothing_made: None) -> None:
         Checkpoint.open(path)
 
 
-def test_X6_a_tensor_of_holes(run: Path, nothing_made: None) -> None:
+def test_X6_a_tensor_of_holes(run, nothing_made):
     """Listed, and in the file's header: only the model has none such."""
     path, numel = find_checkpoint(run), 1 << 24
     contents = (path / FILE).read_bytes()
@@ -133,7 +130,7 @@ def test_X6_a_tensor_of_holes(run: Path, nothing_made: None) -> None:
         restore(run)
 
 
-def test_X6_a_manifest_without_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_X6_a_manifest_without_end(run, monkeypatch):
     path = find_checkpoint(run)
     os.truncate(path / MANIFEST, manifest.LARGEST_MANIFEST + 1)
     forbid(monkeypatch, (Path, "read_bytes"))
@@ -141,7 +138,7 @@ def test_X6_a_manifest_without_end(run: Path, monkeypatch: pytest.MonkeyPatch) -
         Checkpoint.open(path)
 
 
-def test_X6_a_finetuned_models_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_X6_a_finetuned_models_record(tmp_path, monkeypatch):
     place, folder = tmp_path / "place", tmp_path / "run"
     place.mkdir()
     launch(folder, reviews(place / "reviews.csv", 40), model=ENCODER, task={"max_length": 128})
@@ -167,30 +164,17 @@ def test_X6_a_finetuned_models_record(tmp_path: Path, monkeypatch: pytest.Monkey
             restore_task(folder)
 
 
-def stopped(capsys: pytest.CaptureFixture[str], launcher: ModuleType, *arguments: Any) -> str:
-    capsys.readouterr()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
-        patch.setattr(sys, "argv", ["launcher", *map(str, arguments)])
-        launcher.main()
-    error = capsys.readouterr().err
-    assert caught.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
-    return error
-
-
-def test_X6_one_line_of_every_command(
-    whole: Path, run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_X6_one_line_of_every_command(whole, run, capsys, tmp_path, monkeypatch):
     forge(run, claim(layers=HUGE))
     forbid(monkeypatch, (build, "initialise"), (build, "Decoder"))
     said = f"{HUGE} layers"
-    assert said in stopped(capsys, evaluate, "--checkpoint", run, "--data", whole / "data")
-    assert said in stopped(capsys, generate, "--checkpoint", run, "--prompt", "a")
+    assert said in refused(capsys, evaluate, "--checkpoint", run, "--data", whole / "data")
+    assert said in refused(capsys, generate, "--checkpoint", run, "--prompt", "a")
     values = settings(tmp_path / "tuned", reviews(tmp_path / "reviews.csv", 40), start={"checkpoint": str(run)})
     (tmp_path / "tuned.json").write_text(json.dumps(values))
-    assert said in stopped(capsys, finetune, "--config", tmp_path / "tuned.json")
+    assert said in refused(capsys, finetune, "--config", tmp_path / "tuned.json")
     with pytest.raises(CheckpointError, match=said):
         to_hf(run, tmp_path / "exported")
-    resumed = stopped(
-        capsys, pretrain, "--config", whole / "run" / "config.json", "--set", f"run.directory={json.dumps(str(run))}"
-    )
+    elsewhere = f"run.directory={json.dumps(str(run))}"
+    resumed = refused(capsys, pretrain, "--config", whole / "run" / "config.json", "--set", elsewhere)
     assert f"model.layers: {HUGE} -> 2" in resumed

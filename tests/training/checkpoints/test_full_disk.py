@@ -38,9 +38,7 @@ def refused(saver: Saver, save: Callable[[], Any], match: str) -> None:
     assert Checkpoint.open(saver.directory / "00000001").step == 1
 
 
-def test_C5_too_little_room_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_C5_too_little_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     saver, engine = prepare(tmp_path)
     path = saver.save(engine, 1, 8, {})
     assert path is not None
@@ -57,9 +55,7 @@ def test_C5_too_little_room_is_refused_before_anything_is_written(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO"])
 @pytest.mark.parametrize("call", ["mkdir", "open", "fsync"])
-def test_C5_whatever_fails_is_named_and_a_later_save_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: str, asynchronous: bool
-) -> None:
+def test_C5_whatever_fails_is_named_and_a_later_save_works(tmp_path, monkeypatch, call, code, asynchronous):
     saver, engine = prepare(tmp_path, asynchronous=asynchronous)
     saver.save(engine, 1, 8, {})
     saver.finish()
@@ -79,9 +75,7 @@ def test_C5_whatever_fails_is_named_and_a_later_save_works(
 
 
 @pytest.mark.parametrize("call", range(5))
-def test_C5_a_disk_that_refuses_at_any_fsync_leaves_no_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
-) -> None:
+def test_C5_a_disk_that_refuses_at_any_fsync_leaves_no_trace(tmp_path, monkeypatch, call):
     """Syncs of a rank's file, the manifest, the new directory, the directory above, and `latest`."""
     saver, engine = prepare(tmp_path)
     saver.save(engine, 1, 8, {})
@@ -103,7 +97,7 @@ def test_C5_a_disk_that_refuses_at_any_fsync_leaves_no_trace(
     assert saver.save(engine, 2, 16, {}) is not None
 
 
-def test_C5_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_C5_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path, monkeypatch):
     saver, engine = prepare(tmp_path)
     saver.save(engine, 1, 8, {})
 
@@ -117,7 +111,7 @@ def test_C5_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path: Path, monk
     assert saver.save(engine, 2, 16, {}) is not None
 
 
-def test_C5_a_folder_that_vanishes_is_named(tmp_path: Path) -> None:
+def test_C5_a_folder_that_vanishes_is_named(tmp_path):
     saver, engine = prepare(tmp_path)
     saver.save(engine, 1, 8, {})
 
@@ -129,7 +123,7 @@ def test_C5_a_folder_that_vanishes_is_named(tmp_path: Path) -> None:
     refused(saver, lambda: saver.save(engine, 2, 16, {}), rf"manifest.json: No such file or directory {ROOM}")
 
 
-def test_C5_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path: Path) -> None:
+def test_C5_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path):
     """In the middle of the second save, in a process of its own; without the limit it works."""
     script = """if True:
         import resource, sys
@@ -158,9 +152,7 @@ def test_C5_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_C5_training_goes_on_to_the_next_interval_if_configured_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asynchronous: bool
-) -> None:
+def test_C5_training_goes_on_to_the_next_interval_if_configured_so(tmp_path, monkeypatch, capsys, asynchronous):
     """On two ranks, of which the second cannot write: both go on without, and both have the next checkpoint."""
     checkpoint = {"on_failure": "continue", "asynchronous": asynchronous}
     config = tiny_config(tmp_path, checkpoint=checkpoint)

@@ -39,7 +39,7 @@ class Touch:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     saver, engine = prepare(tmp_path / "run")
     path = saver.save(engine, 2, 16, {})
     assert path is not None
@@ -97,7 +97,7 @@ def refused(path: Path, marker: Path, match: str) -> None:
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_X1_the_payloads_are_live(tmp_path: Path, payload: Callable[[Touch, Path], None]) -> None:
+def test_X1_the_payloads_are_live(tmp_path, payload):
     file = tmp_path / "payload"
     payload(Touch(tmp_path / "marker"), file)
     try:
@@ -108,25 +108,21 @@ def test_X1_the_payloads_are_live(tmp_path: Path, payload: Callable[[Touch, Path
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_X1_a_pickle_in_place_of_the_tensors(
-    saved: Path, tmp_path: Path, payload: Callable[[Touch, Path], None]
-) -> None:
+def test_X1_a_pickle_in_place_of_the_tensors(saved, tmp_path, payload):
     payload(Touch(tmp_path / "marker"), saved / FILE)
     reseal(saved)
     refused(saved, tmp_path / "marker", rf"{FILE}: is no safetensors file")
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_X1_a_pickle_as_the_manifest(saved: Path, tmp_path: Path, payload: Callable[[Touch, Path], None]) -> None:
+def test_X1_a_pickle_as_the_manifest(saved, tmp_path, payload):
     payload(Touch(tmp_path / "marker"), saved / MANIFEST)
     refused(saved, tmp_path / "marker", rf"{MANIFEST}: cannot be read")
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pkl", "rng_state.pth", ".metadata", "data.pyd"])
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_X1_a_pickle_beside_the_files(
-    saved: Path, tmp_path: Path, payload: Callable[[Touch, Path], None], name: str
-) -> None:
+def test_X1_a_pickle_beside_the_files(saved, tmp_path, payload, name):
     payload(Touch(tmp_path / "marker"), saved / name)
     refused(saved, tmp_path / "marker", rf"{name}: not part of this checkpoint")
 
@@ -139,9 +135,7 @@ def test_X1_a_pickle_beside_the_files(
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_X1_a_pickle_named_as_another_ranks_file(
-    saved: Path, tmp_path: Path, payload: Callable[[Touch, Path], None]
-) -> None:
+def test_X1_a_pickle_named_as_another_ranks_file(saved, tmp_path, payload):
     payload(Touch(tmp_path / "marker"), saved / "rank-00001.safetensors")
     reseal(saved, lambda manifest: manifest["files"].update({"rank-00001.safetensors": {"bytes": 0, "sha256": ""}}))
     reseal(saved)  # now with its digest
@@ -186,26 +180,26 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("change", HEADERS)
-def test_X1_a_header_that_says_something_else(saved: Path, tmp_path: Path, change: str) -> None:
+def test_X1_a_header_that_says_something_else(saved, tmp_path, change):
     rewrite(saved / FILE, HEADERS[change])
     reseal(saved)
     refused(saved, tmp_path / "marker", rf"{FILE}: ")
 
 
 @pytest.mark.parametrize("length", [0, 1, 1 << 30, 1 << 60, (1 << 64) - 1])
-def test_X1_a_header_that_claims_another_length(saved: Path, tmp_path: Path, length: int) -> None:
+def test_X1_a_header_that_claims_another_length(saved, tmp_path, length):
     contents = (saved / FILE).read_bytes()
     (saved / FILE).write_bytes(length.to_bytes(8, "little") + contents[8:])
     reseal(saved)
     refused(saved, tmp_path / "marker", rf"{FILE}: is no safetensors file")
 
 
-def test_X1_a_manifest_that_nests_too_deeply(saved: Path, tmp_path: Path) -> None:
+def test_X1_a_manifest_that_nests_too_deeply(saved, tmp_path):
     (saved / MANIFEST).write_text("[" * 100_000)
     refused(saved, tmp_path / "marker", rf"{MANIFEST}: cannot be read")
 
 
-def test_an_honest_reseal_opens(saved: Path) -> None:
+def test_an_honest_reseal_opens(saved):
     rewrite(saved / FILE, lambda header: None)
     reseal(saved)
     assert Checkpoint.open(saved).step == 2

@@ -1,6 +1,5 @@
 """Where a run starts: never silently at 0, never with another configuration or other data, never past a damaged one."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ BYTES = {"name": "bytes", "sha256": "b"}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Config:
+def run(tmp_path):
     """A run with checkpoints of steps 1, 2 and 3."""
     config = tiny_config(tmp_path / "run", checkpoint={"keep": 3})
     engine = tiny_engine(config)
@@ -38,68 +37,41 @@ def checkpoints(config: Config) -> Path:
     return Path(config.run.directory) / "checkpoints"
 
 
-def test_auto_takes_the_newest_and_a_new_run_starts_at_none(run: Config, tmp_path: Path) -> None:
+def test_auto_takes_the_newest_and_a_new_run_starts_at_none(run, tmp_path):
     found = start(run)
-    assert found is not None and (found.step, found.sequences) == (3, 24)
+    assert (found.step, found.sequences) == (3, 24)
     assert start(tiny_config(tmp_path / "new")) is None
     assert start(tiny_config(tmp_path / "new"), "never") is None
 
 
-def test_never_does_not_overwrite_a_run(run: Config) -> None:
+def test_never_does_not_overwrite_a_run(run):
     with pytest.raises(CheckpointError, match=r"Choose another run.directory"):
         start(run, "never")
 
 
-def missing(latest: Path) -> None:
-    pass
+TEXTS = (b"", b"00000001\n", b"00000099\n", b"../../etc\n", b"\0", b"7" * 10_000, b"\0" * 10_000)
 
 
-def link(latest: Path) -> None:
-    latest.symlink_to(latest.with_name("00000001"))
-
-
-def folder(latest: Path) -> None:
-    latest.mkdir()
-
-
-def text(contents: bytes) -> Callable[[Path], Any]:
-    return lambda latest: latest.write_bytes(contents)
-
-
-@pytest.mark.parametrize(
-    "hint",
-    [missing, link, folder]
-    + [text(t) for t in (b"", b"00000001\n", b"00000099\n", b"../../etc\n", b"\0", b"7" * 10_000, b"\0" * 10_000)],
-)
-def test_C7_the_hint_is_never_trusted(run: Config, hint: Callable[[Path], Any]) -> None:
+@pytest.mark.parametrize("hint", ["missing", "link", "folder", *TEXTS])
+def test_C7_the_hint_is_never_trusted(run, hint):
     latest = checkpoints(run) / "latest"
     latest.unlink()
-    hint(latest)
-    found = start(run)
-    assert found is not None and found.step == 3
+    if hint == "link":
+        latest.symlink_to(latest.with_name("00000001"))
+    elif hint == "folder":
+        latest.mkdir()
+    elif hint != "missing":
+        latest.write_bytes(hint)
+    assert start(run).step == 3
 
 
-def file_entry(path: Path) -> None:
-    path.write_text("")
-
-
-def link_entry(path: Path) -> None:
-    path.symlink_to(path.with_name("00000003"))
-
-
-def dangling_entry(path: Path) -> None:
-    path.symlink_to(path.with_name("nowhere"))
-
-
-@pytest.mark.parametrize("entry", [file_entry, link_entry, dangling_entry, Path.mkdir])
-def test_C7_a_numbered_entry_that_is_no_checkpoint_is_refused_by_name(
-    run: Config, entry: Callable[[Path], None]
-) -> None:
-    entry(checkpoints(run) / "00000004")
+@pytest.mark.parametrize("link", ["00000003", "nowhere", "file", "folder"])
+def test_C7_a_numbered_entry_that_is_no_checkpoint_is_refused_by_name(run, link):
+    entry = checkpoints(run) / "00000004"
+    {"file": entry.touch, "folder": entry.mkdir}.get(link, lambda: entry.symlink_to(entry.with_name(link)))()
     with pytest.raises(CheckpointError, match=r"00000004.*damaged.*--resume \S*00000003") as caught:
         start(run)
-    found = start(run, str(caught.value).rpartition("--resume ")[2])
-    assert found is not None and found.step == 3
+    assert start(run, str(caught.value).rpartition("--resume ")[2]).step == 3
     assert not (checkpoints(run) / "00000004").exists(), "what is later was set aside"
 
 
@@ -112,31 +84,29 @@ def forget(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, forget])
-def test_C6_a_damaged_newest_is_refused_and_an_older_one_named(run: Config, damage: Callable[[Path], None]) -> None:
+def test_C6_a_damaged_newest_is_refused_and_an_older_one_named(run, damage):
     damage(checkpoints(run) / "00000003")
     damage(checkpoints(run) / "00000002")
     with pytest.raises(CheckpointError, match=r"00000003.*damaged.*--resume \S*00000001") as caught:
         start(run)
     older = str(caught.value).rpartition("--resume ")[2]
-    found = start(run, older)
-    assert found is not None and found.step == 1
+    assert start(run, older).step == 1
     left = sorted(path.name for path in checkpoints(run).iterdir())
     assert left == ["00000001", "latest", "set-aside-00000002", "set-aside-00000003"]
     assert find_newest(checkpoints(run)) == checkpoints(run) / "00000001"
 
 
 @pytest.mark.parametrize("damage", [truncate, forget])
-def test_C7_when_all_are_damaged_the_run_does_not_start_at_zero(run: Config, damage: Callable[[Path], None]) -> None:
+def test_C7_when_all_are_damaged_the_run_does_not_start_at_zero(run, damage):
     for path in checkpoints(run).glob("0*"):
         damage(path)
     with pytest.raises(CheckpointError, match="no older complete checkpoint"):
         start(run)
 
 
-def test_another_runs_checkpoint_starts_a_new_directory_only(run: Config, tmp_path: Path) -> None:
+def test_another_runs_checkpoint_starts_a_new_directory_only(run, tmp_path):
     newest = str(checkpoints(run) / "00000003")
-    found = start(tiny_config(tmp_path / "new"), newest)
-    assert found is not None and found.step == 3
+    assert start(tiny_config(tmp_path / "new"), newest).step == 3
     own = tiny_config(tmp_path / "own")
     engine = tiny_engine(own)
     Saver(identity_of(own, tokenizer=BYTES), Ranks()).save(engine, 7, 56, {})
@@ -144,7 +114,7 @@ def test_another_runs_checkpoint_starts_a_new_directory_only(run: Config, tmp_pa
         start(own, newest)
 
 
-def test_C11_an_edited_configuration_is_refused_key_by_key(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
+def test_C11_an_edited_configuration_is_refused_key_by_key(run, capsys):
     changed = {"attention": {"pattern": ["full"]}, "layers": 3, "vocabulary": 300}
     edited = tiny_config(run.run.directory, optimizer={"learning_rate": 0.02}, model=changed)
     with pytest.raises(CheckpointError) as caught:
@@ -155,13 +125,12 @@ def test_C11_an_edited_configuration_is_refused_key_by_key(run: Config, capsys: 
     assert "model.layers: 12 -> 3" in message and "model.vocabulary: 256 -> 300" in message
     assert "Put them back, choose another run.directory" in message and "--allow-changed-config" in message
     assert "checkpoint.keep" not in message
-    found = start(edited, allow_changed_config=True)
-    assert found is not None and found.step == 3
+    assert start(edited, allow_changed_config=True).step == 3
     logged = capsys.readouterr().err
     assert "as asked" in logged and "optimizer.learning_rate: 0.01 -> 0.02" in logged and "model.layers" in logged
 
 
-def test_C11_what_does_not_change_the_run_may_be_edited(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
+def test_C11_what_does_not_change_the_run_may_be_edited(run, capsys):
     edited = tiny_config(
         run.run.directory,
         "deepspeed",
@@ -178,16 +147,14 @@ def test_C11_what_does_not_change_the_run_may_be_edited(run: Config, capsys: pyt
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_C11_other_data_or_another_tokenizer_is_refused_even_where_the_configuration_may_change(
-    run: Config, allowed: bool
-) -> None:
+def test_C11_other_data_or_another_tokenizer_is_refused_even_where_the_configuration_may_change(run, allowed):
     with pytest.raises(CheckpointError, match=r'other data: data: "data" -> "other"\. Point data.path'):
         start(run, data="other", allow_changed_config=allowed)
     with pytest.raises(CheckpointError, match=r'other data: tokenizer.sha256: "b" -> "c"\. Point'):
         start(run, tokenizer={"name": "bytes", "sha256": "c"}, allow_changed_config=allowed)
 
 
-def test_C11_another_mixture_is_told_and_moved_folders_are_the_same(run: Config) -> None:
+def test_C11_another_mixture_is_told_and_moved_folders_are_the_same(run):
     mixed = tiny_config(run.run.directory, data={"mixture": {"a": 2.0, "b": 1.0}})
     reported = r'other data: data: "data" -> "other"; data\.mixture: \{\} -> '
     with pytest.raises(CheckpointError, match=reported + r"\{.a.: 2\.0, .b.: 1\.0\}\. Point data\.path or data\.mix"):
@@ -195,7 +162,7 @@ def test_C11_another_mixture_is_told_and_moved_folders_are_the_same(run: Config)
     assert start(mixed) is not None
 
 
-def test_what_cannot_be_set_aside_is_told(run: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_set_aside_is_told(run, monkeypatch):
     def fail(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -204,7 +171,7 @@ def test_what_cannot_be_set_aside_is_told(run: Config, monkeypatch: pytest.Monke
         start(run, str(checkpoints(run) / "00000002"))
 
 
-def test_opening_says_that_it_gets_on(run: Config) -> None:
+def test_opening_says_that_it_gets_on(run):
     reported: list[str] = []
     hooks = RunHooks(alive=reported.append)
     assert find_start(identity_of(run, tokenizer=BYTES), Ranks(), hooks) is not None

@@ -71,7 +71,7 @@ def die_at(monkeypatch: pytest.MonkeyPatch, saver: Saver, moment: int) -> Callab
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_C2_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
+def test_C2_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path, asynchronous):
     moment, finished, outcomes = 0, False, []
     while not finished:
         saver, engine = prepare(tmp_path / str(moment), asynchronous=asynchronous)
@@ -91,13 +91,13 @@ def test_C2_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path, a
         assert complete in ([1, 2], [1, 2, 3], [2, 3])
         outcomes.append(complete)
         start = find_start(saver.run, Ranks())
-        assert start is not None and start.step == complete[-1]
+        assert start.step == complete[-1]
         assert not list(saver.directory.glob(".tmp-*")), "the next start cleans up"
         moment += 1
     assert moment > 15 and outcomes[0] == [1, 2] and outcomes[-1] == [2, 3] and [1, 2, 3] in outcomes
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_the_newest_are_kept(tmp_path):
     saver, engine = prepare(tmp_path)
     for step in range(1, 6):
         assert saver.save(engine, step, step * 8, {}) == saver.directory / f"{step:08d}"
@@ -105,7 +105,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert (saver.directory / "latest").read_text() == "00000005\n"
 
 
-def test_the_newest_is_kept_beside_a_stranger_of_a_later_step(tmp_path: Path) -> None:
+def test_the_newest_is_kept_beside_a_stranger_of_a_later_step(tmp_path):
     saver, engine = prepare(tmp_path, keep=1)
     (saver.directory / "99999999").mkdir(parents=True)
     for step in (1, 2):
@@ -113,7 +113,7 @@ def test_the_newest_is_kept_beside_a_stranger_of_a_later_step(tmp_path: Path) ->
     assert names(saver.directory) == ["00000002", "99999999", "latest"]
 
 
-def test_what_could_not_be_cleaned_up_goes_with_the_next_save(tmp_path: Path) -> None:
+def test_what_could_not_be_cleaned_up_goes_with_the_next_save(tmp_path):
     saver, engine = prepare(tmp_path)
     (saver.directory / ".tmp-00000001-a").mkdir(parents=True)
     (saver.directory / ".tmp-latest-b").write_text("")
@@ -122,21 +122,20 @@ def test_what_could_not_be_cleaned_up_goes_with_the_next_save(tmp_path: Path) ->
     assert names(saver.directory) == ["00000002", "latest"] and tmp_path.exists()
 
 
-def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
+def test_a_checkpoint_is_never_written_over(tmp_path):
     saver, engine = prepare(tmp_path)
     path = saver.save(engine, 1, 8, {})
-    assert path is not None
     before = (path / MANIFEST).read_bytes()
     with pytest.raises(CheckpointError, match="00000001: exists already"):
         saver.save(engine, 1, 8, {})
     assert (path / MANIFEST).read_bytes() == before and names(saver.directory) == ["00000001", "latest"]
 
 
-def test_the_loops_state_comes_back_exactly(tmp_path: Path) -> None:
+def test_the_loops_state_comes_back_exactly(tmp_path):
     saver, engine = prepare(tmp_path)
     state = {"losses": [0.1, 1 / 3, 5e-324, 1.7976931348623157e308], "skipped": 3, "deep": {"names": ["ä", None]}}
     path = saver.save(engine, 1, 8, state)
-    assert path is not None and Checkpoint.open(path).state == state
+    assert Checkpoint.open(path).state == state
     manifest = json.loads((path / MANIFEST).read_text())
     del manifest["state"]  # as an older version wrote it
     (path / MANIFEST).write_text(seal(manifest))
@@ -145,7 +144,7 @@ def test_the_loops_state_comes_back_exactly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_N2_what_is_not_finite_is_not_saved(tmp_path: Path, number: float, asynchronous: bool) -> None:
+def test_N2_what_is_not_finite_is_not_saved(tmp_path, number, asynchronous):
     saver, engine = prepare(tmp_path, asynchronous=asynchronous)
     saver.save(engine, 1, 8, {})
     saver.finish()
@@ -159,7 +158,7 @@ def test_N2_what_is_not_finite_is_not_saved(tmp_path: Path, number: float, async
     assert Checkpoint.open(find_newest(saver.directory) or "").step == 1
 
 
-def test_pieces_that_do_not_add_up_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_that_do_not_add_up_are_not_saved(tmp_path, monkeypatch):
     saver, engine = prepare(tmp_path)
     fragments = engine.fragments()
     for wrong in (fragments[1:] + fragments[2:3], [dataclasses.replace(fragments[0], start=1), *fragments[1:]]):
@@ -169,10 +168,9 @@ def test_pieces_that_do_not_add_up_are_not_saved(tmp_path: Path, monkeypatch: py
     assert names(saver.directory) == []
 
 
-def test_files_are_ordinary_safetensors(tmp_path: Path) -> None:
+def test_files_are_ordinary_safetensors(tmp_path):
     saver, engine = prepare(tmp_path)
     path = saver.save(engine, 1, 8, {})
-    assert path is not None
     stored = load_file(path / "rank-00000.safetensors")
     weights = Checkpoint.open(path).manifest["tensors"]["weight"]
     for name, parameter in engine.module.named_parameters():
@@ -181,16 +179,14 @@ def test_files_are_ordinary_safetensors(tmp_path: Path) -> None:
         assert weights[name]["shape"] == list(parameter.shape)
 
 
-def test_large_tensors_are_written_and_reported_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_written_and_reported_in_blocks(tmp_path, monkeypatch):
     saver, engine = prepare(tmp_path)
     whole = saver.save(engine, 1, 8, {})
-    assert whole is not None
     monkeypatch.setattr(rank_file, "BLOCK", 100)
     monkeypatch.setattr(rank_file, "SYNC_EVERY", 4096)
     reported: list[str] = []
     saver.hooks = RunHooks(alive=reported.append)
     cut = saver.save(engine, 2, 16, {})
-    assert cut is not None
     assert (cut / "rank-00000.safetensors").read_bytes() == (whole / "rank-00000.safetensors").read_bytes()
     assert reported == ["saving step 2"] * sum(-(-f.numel // 100) for f in engine.fragments())
     reported.clear()
@@ -199,20 +195,19 @@ def test_large_tensors_are_written_and_reported_in_blocks(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("umask", [0, 0o027, 0o077])
-def test_X5_nothing_is_writable_by_others_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+def test_X5_nothing_is_writable_by_others_whatever_the_umask(tmp_path, umask):
     saver, engine = prepare(tmp_path / "run")
     before = os.umask(umask)
     try:
         path = saver.save(engine, 1, 8, {})
     finally:
         os.umask(before)
-    assert path is not None
     for entry in (tmp_path / "run", saver.directory, *saver.directory.iterdir(), *path.iterdir()):
         mode = stat.S_IMODE(entry.stat().st_mode)
         assert mode == (0o755 if entry.is_dir() else 0o644) & ~umask, entry
 
 
-def test_X5_a_planted_link_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_X5_a_planted_link_is_not_written_through(tmp_path, monkeypatch):
     saver, engine = prepare(tmp_path / "run")
     victim = tmp_path / "victim"
     victim.write_text("precious")

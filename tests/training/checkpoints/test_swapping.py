@@ -131,11 +131,7 @@ def test_room_for_all_that_is_swapped_is_asked_for_first(tmp_path, monkeypatch):
     monkeypatch.setattr(SwapFolder, "free_bytes", lambda self: needed)
     swap = Swap(zero, model, Ranks())
     (folder,) = tmp_path.iterdir()
-    assert swap.section() == {
-        "stage": 3,
-        "offload_optimizer": nvme(folder),
-        "offload_param": nvme(folder),
-    }
+    assert swap.section() == {"stage": 3, "offload_optimizer": nvme(folder), "offload_param": nvme(folder)}
     swap.close()
     assert list(tmp_path.iterdir()) == []
 
