@@ -1,7 +1,7 @@
 """Which tests `make test-fast` leaves out, and figures that the long tests report (`make soak` prints them)."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,9 +20,7 @@ SLOW = (
     *("ops/test_autocast.py", "test_bucketed_attention.py", "test_hash_table_attention.py", "ops/test_sketch.py"),
     *("test_backend.py", "training/test_loop.py", "test_encoder_decoder.py", "test_download.py", "test_run_lock.py"),
 )
-"""Patterns of the files that `make test-fast` leaves out: over 4 seconds each on a quiet core, and whole folders of
-which most are.
-"""
+"""Patterns of files that `make test-fast` leaves out: over 4 seconds on a quiet core, or in folders of such files."""
 
 FIGURES = pytest.StashKey[dict[str, float]]()
 LARGEST = ("seconds", "ratio", "slope")
@@ -38,7 +36,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def figures(request: pytest.FixtureRequest) -> Iterator[Report]:
+def figures(request):
     """Call it with figures by their names: kills=20, bit_differences=0, longest_detection_seconds=1.2."""
     reported: dict[str, float] = {}
     yield lambda **values: reported.update(values)

@@ -70,13 +70,13 @@ def ids_in_names() -> set[str]:
     return found
 
 
-def test_every_row_has_a_test() -> None:
+def test_every_row_has_a_test():
     found = ids_in_names()
     missing = [f"{row} ({what})" for row, what in ROWS.items() if row not in found]
     assert not missing, f"no test is named test_ROW_... for {', '.join(missing)}"
 
 
-def test_every_pattern_of_slow_files_names_some() -> None:
+def test_every_pattern_of_slow_files_names_some():
     tests = Path(__file__).parent
     unused = [pattern for pattern in SLOW if not any(tests.glob(f"**/{pattern}"))]
     assert not unused, f"tests/conftest.py: no file is named {', '.join(unused)}"

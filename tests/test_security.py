@@ -83,7 +83,7 @@ def findings(source: str) -> Iterator[str]:
             yield f"{where}: trust_remote_code="
 
 
-def test_X4_nothing_in_our_source_executes_what_it_reads() -> None:
+def test_X4_nothing_in_our_source_executes_what_it_reads():
     found = [
         f"{path.relative_to(ROOT)}: {offence}" for path in SOURCES for offence in findings(path.read_text("utf-8"))
     ]
@@ -112,11 +112,11 @@ def test_X4_nothing_in_our_source_executes_what_it_reads() -> None:
         *("import tempfile\ntempfile.mktemp()", "from tempfile import mktemp", "import runpy\nrunpy.run_path('x')"),
     ],
 )
-def test_X4_the_gate_sees_it(source: str) -> None:
+def test_X4_the_gate_sees_it(source):
     assert list(findings(source))
 
 
-def test_X4_the_gate_lets_the_safe_forms_pass() -> None:
+def test_X4_the_gate_lets_the_safe_forms_pass():
     safe = """
 import re, subprocess, numpy as np, torch
 torch.load("x", weights_only=True)
@@ -141,7 +141,7 @@ re.compile("x"); model.eval(); torch.compile(model); table.load("x")
         *("__import__('os').system('touch MARKER')", "; touch MARKER", "| touch MARKER", "pipe:touch MARKER"),
     ],
 )
-def test_X3_a_value_is_the_text_that_stands_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_X3_a_value_is_the_text_that_stands_there(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)
     value = value.replace("MARKER", "marker")
     path = tmp_path / "run.json"
@@ -167,9 +167,7 @@ def test_X3_a_value_is_the_text_that_stands_there(tmp_path: Path, monkeypatch: p
         ("run.json", '@include "other.json"'),
     ],
 )
-def test_X3_a_configuration_that_is_no_json_is_refused_in_one_line_and_never_executed(
-    tmp_path: Path, name: str, text: str
-) -> None:
+def test_X3_a_configuration_that_is_no_json_is_refused_in_one_line_and_never_executed(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     code = f"from megasparse.config.load import load_config; load_config({str(tmp_path / name)!r})"
     program = f"from megasparse.errors import report_user_errors\n@report_user_errors\ndef main():\n    {code}\nmain()"
@@ -182,7 +180,7 @@ def test_X3_a_configuration_that_is_no_json_is_refused_in_one_line_and_never_exe
 
 
 @pytest.mark.parametrize("key", ["include", "extends", "$ref", "__class__", "_target_", "defaults", "<<"])
-def test_X3_no_key_brings_in_other_files_or_classes(key: str) -> None:
+def test_X3_no_key_brings_in_other_files_or_classes(key):
     for place in ({key: "os.system"}, {"run": {key: "os.system"}}, {"deepspeed": {key: "os.system"}}):
         with pytest.raises(ConfigError, match="unknown key"):
             build_config(place)

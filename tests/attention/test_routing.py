@@ -19,9 +19,7 @@ from tests.helpers.tiny import DummyBatches, identity_of, tiny_config
 
 
 def similarities(single, q, k):
-    """Similarities μ·x of every token and centroid, (B, H, L, N), of queries and of keys; in a decoder the queries are
-    the keys.
-    """
+    """Similarities μ·x of every token and centroid, (B, H, L, N), of queries and keys; a decoder has one kind."""
     centroids = single.mechanism.centroids.double()[None]
     return [F.normalize(x.double(), dim=-1) @ centroids.transpose(-1, -2) for x in (q, q if single.causal else k)]
 

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ main = door("average")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def runs(tmp_path_factory):
     """A pretraining run of 4 steps and a fine-tuning run of 6, each with a checkpoint a step."""
     folder = tmp_path_factory.mktemp("averaged")
     every = {"every": 1, "keep": 9}
@@ -36,7 +35,7 @@ def checkpoints(run: Path) -> list[Checkpoint]:
 
 
 @pytest.mark.parametrize("kind, last", [("pretrained", 4), ("pretrained", 1), ("finetuned", 3)])
-def test_weights_are_the_mean_of_the_last_ones(runs: Path, tmp_path: Path, kind: str, last: int) -> None:
+def test_weights_are_the_mean_of_the_last_ones(runs, tmp_path, kind, last):
     main([str(runs / kind), "--last", str(last), "--output", str(tmp_path / "mean")])
     (written,), given = checkpoints(tmp_path / "mean"), checkpoints(runs / kind)[-last:]
     assert written.step == given[-1].step and written.optimizer_steps == 0
@@ -53,7 +52,7 @@ def test_weights_are_the_mean_of_the_last_ones(runs: Path, tmp_path: Path, kind:
     assert moved > 5 or last == 1
 
 
-def test_a_pretrained_mean_is_restored(runs: Path, tmp_path: Path) -> None:
+def test_a_pretrained_mean_is_restored(runs, tmp_path):
     main([str(runs / "pretrained"), "--last", "2", "--output", str(tmp_path / "mean")])
     model, config, checkpoint, _ = restore(str(tmp_path / "mean"), [])
     assert config.run.directory == str(tmp_path / "mean")
@@ -62,9 +61,7 @@ def test_a_pretrained_mean_is_restored(runs: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "mean" / "config.json").read_text())["model"]["max_length"] == 64
 
 
-def test_a_finetuned_mean_is_restored_without_its_run(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finetuned_mean_is_restored_without_its_run(runs, tmp_path, monkeypatch):
     copy = shutil.copytree(runs / "finetuned", tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     main(["run", "--last", "4", "--output", "mean"])
@@ -75,9 +72,7 @@ def test_a_finetuned_mean_is_restored_without_its_run(
         assert torch.equal(weight.detach(), found.checkpoint.tensor("weight", name))
 
 
-def test_what_cannot_be_averaged_is_refused(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_averaged_is_refused(runs, tmp_path, capsys, monkeypatch):
     def refused(*arguments: str) -> str:
         with pytest.raises(SystemExit) as caught:
             main(arguments)

@@ -17,7 +17,7 @@ main = door("compare-trainer")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A tiny BERT without dropout, and a table."""
     folder = tmp_path_factory.mktemp("trainer")
     bert(folder / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -45,9 +45,7 @@ class Seen:
         patch.setattr(transformers.Trainer, "__init__", record)
 
 
-def test_two_steps_beside_ours(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_steps_beside_ours(place, tmp_path, capsys, monkeypatch):
     given = {"start": {"huggingface": str(place / "bert")}, "training": {"steps": 2}}
     launch(tmp_path / "ours", place / "reviews.csv", **given)
     ours = json.loads((tmp_path / "ours" / "best.json").read_text())
@@ -76,9 +74,7 @@ def test_two_steps_beside_ours(
     assert not Path(trainer.args.output_dir).exists()
 
 
-def test_it_trains_on_our_examples_by_its_own_tokenizer(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_trains_on_our_examples_by_its_own_tokenizer(place, tmp_path, monkeypatch):
     seen, file = Seen(monkeypatch), configuration(place, tmp_path / "run.json")
     main(["--config", str(file)])
     config = configured(tmp_path / "run", place / "reviews.csv", start={"huggingface": str(place / "bert")})
@@ -90,7 +86,7 @@ def test_it_trains_on_our_examples_by_its_own_tokenizer(
         assert [row["input_ids"] for row in rows] == [tokenizer(e.inputs[0])["input_ids"] for e in examples]
 
 
-def test_the_first_step_is_ours(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_is_ours(place, tmp_path, monkeypatch):
     """On a batch of all the examples, with the same head, loss and gradient norm. Later ones have another learning
     rate: Trainer's first step has that of step 0.
     """
@@ -124,7 +120,7 @@ def test_the_first_step_is_ours(place: Path, tmp_path: Path, monkeypatch: pytest
     assert reported[0]["grad_norm"] == pytest.approx(ours[0]["optimizer/gradient_norm"], rel=1e-4)
 
 
-def test_numbers(place: Path, tmp_path: Path) -> None:
+def test_numbers(place, tmp_path):
     rows = [[f"{'the ' * (i + 1)}model", f"{i / 2}"] for i in range(12)]
     source = table(tmp_path / "numbers.csv", rows)
     file = configuration(place, tmp_path / "run.json", task={"labels": [], "source": str(source)})
@@ -133,9 +129,7 @@ def test_numbers(place: Path, tmp_path: Path) -> None:
     assert set(found["validations"][0]) == {"step", "pearson", "spearman", "loss"} and -1 <= found["value"] <= 1
 
 
-def test_replaced_attention_is_left_out_and_told(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replaced_attention_is_left_out_and_told(place, tmp_path, capsys):
     start = {"huggingface": str(place / "bert"), "attention": {"pattern": ["lha"], "lha": {"chunk": 8}}}
     main(["--config", str(configuration(place, tmp_path / "run.json", start=start))])
     assert "start.attention is left out" in capsys.readouterr().err
@@ -154,9 +148,7 @@ def test_replaced_attention_is_left_out_and_told(
         (["task.name=listops"], "task.name:"),
     ],
 )
-def test_what_is_refused(
-    place: Path, tmp_path: Path, overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused(place, tmp_path, overrides, said, capsys):
     file = configuration(place, tmp_path / "run.json")
     with pytest.raises(SystemExit) as caught:
         main(["--config", str(file), *(word for each in overrides for word in ("--set", each))])
@@ -164,9 +156,7 @@ def test_what_is_refused(
     assert caught.value.code == 2 and last.startswith("error: ") and said in last
 
 
-def test_a_task_of_another_form_is_refused(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_of_another_form_is_refused(place, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Table, "form", "texts")
     with pytest.raises(SystemExit):
         main(["--config", str(configuration(place, tmp_path / "run.json"))])
@@ -174,9 +164,7 @@ def test_a_task_of_another_form_is_refused(
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"metric": "evaluation/f1", "value": 0.5, "step": 1}'])
-def test_a_run_of_ours_that_cannot_be_compared(
-    place: Path, tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_ours_that_cannot_be_compared(place, tmp_path, content, capsys):
     (tmp_path / "ours").mkdir()
     if content is not None:
         (tmp_path / "ours" / "best.json").write_text(content)

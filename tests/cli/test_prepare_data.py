@@ -48,7 +48,7 @@ door("prepare-data")()
 """
 
 
-def test_killed_in_the_middle_of_a_shard_it_completes_with_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_in_the_middle_of_a_shard_it_completes_with_the_same_bytes(tmp_path):
     (tmp_path / "book.txt").write_bytes(TEXT)
     options = ["--sample-bytes", 1000, "--shard-bytes", 5000]
     command = ["text", "--source", tmp_path / "book.txt", *options]
@@ -75,7 +75,7 @@ def test_killed_in_the_middle_of_a_shard_it_completes_with_the_same_bytes(tmp_pa
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
-def test_the_help_of_each_corpus_has_an_example_that_works(corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_each_corpus_has_an_example_that_works(corpus, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([corpus, "--help"])
     example = f"megasparse prepare-data {corpus} {CORPORA[corpus].EXAMPLE}"
@@ -91,7 +91,7 @@ def test_the_help_of_each_corpus_has_an_example_that_works(corpus: str, capsys: 
         (["text", "--source", __file__, "--output", "x", "--sample-bytes", "0"], "0 is not above 0"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
     done = run(*arguments)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ SETTINGS = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     return prepared(tmp_path_factory.mktemp("data"))
 
 
@@ -76,7 +75,7 @@ class TwoNodes:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+def pair(tmp_path_factory):
     """Two hosts, node-a and node-b, joined."""
     require("ip", "unshare", "nsenter", "setpriv")
     names = tmp_path_factory.mktemp("names") / "hosts"
@@ -90,7 +89,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 
 @pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory: pytest.TempPathFactory, pair: list[Host]) -> TwoNodes:
+def two_nodes(tmp_path_factory, pair):
     require("ssh-keygen", "sshd", "pdsh")
     folder = tmp_path_factory.mktemp("ssh")
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
@@ -100,13 +99,13 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory, pair: list[Host]) -> Two
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory, pair: list[Host]) -> Slurm:
+def slurm(tmp_path_factory, pair):
     require("munged", "slurmctld", "slurmd", "sbatch")
     return Slurm(tmp_path_factory.mktemp("slurm"), pair)
 
 
 @pytest.fixture(scope="session")
-def clean(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
+def clean(tmp_path_factory, data):
     """The same on two ranks of one machine, undisturbed."""
     run = cluster_run(tmp_path_factory.mktemp("clean"), data)
     with running(run):

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import ENVIRONMENT, STEPS, cluster_run
-from tests.conftest import Report
 from tests.helpers.faults import Run
-from tests.helpers.hosts import Host, require
+from tests.helpers.hosts import require
 from tests.helpers.slurm import Slurm
 
 pytestmark = pytest.mark.cluster
@@ -21,7 +20,7 @@ SCRIPT = "launch/slurm/pretrain.sbatch"
 
 
 @pytest.fixture
-def run(tmp_path: Path, data: Path) -> Run:
+def run(tmp_path, data):
     return cluster_run(tmp_path / "run", data)
 
 
@@ -40,13 +39,13 @@ def wait_for_step(slurm: Slurm, run: Run, step: int) -> None:
     slurm.wait_until(lambda: max(run.losses(), default=0) >= step)
 
 
-def test_the_script_is_clean() -> None:
+def test_the_script_is_clean():
     require("shellcheck")
     found = subprocess.run(["shellcheck", ROOT / SCRIPT], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
 
 
-def test_requeued_preempted_and_out_of_time_it_goes_on_to_the_end(slurm: Slurm, run: Run, clean: Run) -> None:
+def test_requeued_preempted_and_out_of_time_it_goes_on_to_the_end(slurm, run, clean):
     job = submit(slurm, run)
     wait_for_step(slurm, run, 20)
     slurm.first.do("scontrol", "requeue", job)
@@ -64,7 +63,7 @@ def test_requeued_preempted_and_out_of_time_it_goes_on_to_the_end(slurm: Slurm, 
     assert run.losses() == clean.losses()
 
 
-def test_a_killed_rank_is_restarted_without_the_queue(slurm: Slurm, pair: list[Host], run: Run, clean: Run) -> None:
+def test_a_killed_rank_is_restarted_without_the_queue(slurm, pair, run, clean):
     job = submit(slurm, run)
     wait_for_step(slurm, run, 20)
     (rank,) = set(pair[1].processes("launch/pretrain.py", "--config")) - set(pair[1].processes("supervise"))
@@ -74,14 +73,14 @@ def test_a_killed_rank_is_restarted_without_the_queue(slurm: Slurm, pair: list[H
     assert run.losses() == clean.losses()
 
 
-def test_a_mistake_is_not_queued_again(slurm: Slurm, run: Run) -> None:
+def test_a_mistake_is_not_queued_again(slurm, run):
     job = submit(slurm, run, "--set", "model.heads=7")
     state = slurm.wait_for(job, "COMPLETED", "FAILED")
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0"), said(run)
     assert "model.heads" in said(run) and "queued again" not in said(run)
 
 
-def test_a_cancelled_job_saves_and_is_not_queued_again(slurm: Slurm, run: Run) -> None:
+def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, run):
     job = submit(slurm, run)
     wait_for_step(slurm, run, 5)
     slurm.first.do("scancel", job)
@@ -90,7 +89,7 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(slurm: Slurm, run: Run) -
     assert max(run.checkpoints()) == max(run.losses()) < STEPS
 
 
-def test_the_real_time_limit_and_the_limit_of_requeues(slurm: Slurm, run: Run, figures: Report) -> None:
+def test_the_real_time_limit_and_the_limit_of_requeues(slurm, run, figures):
     """One minute, with a signal half a minute before: of a run that needs longer than that."""
     options = ("--time=1", "--signal=B:USR1@20")
     job = submit(slurm, run, "--set", "training.steps=100000", options=options, MEGASPARSE_REQUEUES="1")

@@ -5,30 +5,25 @@ and what DeepSpeed's launcher says of wrong hostfiles. Needs root; see docs/node
 import os
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from megasparse.errors import HANG
 from tests.cluster.conftest import NOBODY, STEPS, TwoNodes, cluster_run
-from tests.conftest import Report
 from tests.helpers.faults import Run, patience
 
 pytestmark = pytest.mark.cluster
 
 HOSTFILE = "node-a slots=1\nnode-b slots=1\n"
 BROKEN_CONNECTION = 255
-"""Exit code of ssh that lost its host, or whose command there was killed; pdsh, and so `deepspeed`, ends with the
-largest of its hosts'.
-"""
+"""Exit code of ssh that lost its host, or whose command was killed; pdsh ends with the largest of its hosts'."""
 RANK = ("launch/pretrain.py", "--config")
 NOTICED = 12
 """Seconds in which ssh gives up a silent host with ServerAliveInterval 5 and ServerAliveCountMax 2, and a bit."""
 
 
 @pytest.fixture
-def run(two_nodes: TwoNodes, tmp_path: Path, data: Path) -> Iterator[Run]:
+def run(two_nodes, tmp_path, data):
     run = cluster_run(tmp_path / "run", data)
     try:
         yield run
@@ -48,7 +43,7 @@ def goes_on(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
     assert run.losses() == clean.losses()
 
 
-def test_two_nodes_train_as_two_ranks_of_one(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
+def test_two_nodes_train_as_two_ranks_of_one(two_nodes, run, clean):
     two_nodes.start(run, HOSTFILE)
     ended = run.wait()
     assert ended.code == 0, ended.said
@@ -56,9 +51,7 @@ def test_two_nodes_train_as_two_ranks_of_one(two_nodes: TwoNodes, run: Run, clea
     assert "node-a" in ended.said and "node-b" in ended.said
 
 
-def test_a_node_that_is_cut_off_is_named_and_the_run_goes_on(
-    two_nodes: TwoNodes, run: Run, clean: Run, figures: Report
-) -> None:
+def test_a_node_that_is_cut_off_is_named_and_the_run_goes_on(two_nodes, run, clean, figures):
     """Host node-b loses its network, and with it the disk that it shares with node-a."""
     two_nodes.start(run, HOSTFILE)
     run.wait_for_step(25)
@@ -83,7 +76,7 @@ def test_a_node_that_is_cut_off_is_named_and_the_run_goes_on(
     goes_on(two_nodes, run, clean)
 
 
-def test_a_node_whose_processes_are_killed(two_nodes: TwoNodes, run: Run, clean: Run, figures: Report) -> None:
+def test_a_node_whose_processes_are_killed(two_nodes, run, clean, figures):
     two_nodes.start(run, HOSTFILE)
     run.wait_for_step(25)
     for pid in two_nodes.b.processes(*RANK):
@@ -95,10 +88,8 @@ def test_a_node_whose_processes_are_killed(two_nodes: TwoNodes, run: Run, clean:
     goes_on(two_nodes, run, clean)
 
 
-def test_two_nodes_one_and_two_again_go_on_with_the_same_batch(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
-    """On as many nodes as before to the last bit; on another number sums have another order. The order of samples is
-    checked in tests/reliability.
-    """
+def test_two_nodes_one_and_two_again_go_on_with_the_same_batch(two_nodes, run, clean):
+    """To the last bit on as many nodes as before; on another number sums have another order."""
     for hostfile, stop in ((HOSTFILE, 40), ("node-a slots=1\n", 80), (HOSTFILE, STEPS)):
         two_nodes.start(run, hostfile, stop_at=stop)
         ended = run.wait()
@@ -110,7 +101,7 @@ def test_two_nodes_one_and_two_again_go_on_with_the_same_batch(two_nodes: TwoNod
         assert float.fromhex(run.losses()[step]) == pytest.approx(float.fromhex(loss), rel=1e-5), step
 
 
-def test_supervisors_on_both_nodes_start_again_by_themselves(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
+def test_supervisors_on_both_nodes_start_again_by_themselves(two_nodes, run, clean):
     two_nodes.supervise(run, "--restarts", "2")
     run.wait_for_step(25)
     (rank,) = set(two_nodes.b.processes(*RANK)) - set(two_nodes.b.processes("supervise.py"))
@@ -123,7 +114,7 @@ def test_supervisors_on_both_nodes_start_again_by_themselves(two_nodes: TwoNodes
     assert ended.said.count("starting again in 1 s") == 2
 
 
-def test_one_signal_to_one_node_stops_both(two_nodes: TwoNodes, run: Run) -> None:
+def test_one_signal_to_one_node_stops_both(two_nodes, run):
     two_nodes.supervise(run)
     run.wait_for_step(5)
     os.kill(min(two_nodes.b.processes("supervise.py")), signal.SIGUSR1)
@@ -140,7 +131,7 @@ def test_one_signal_to_one_node_stops_both(two_nodes: TwoNodes, run: Run) -> Non
         ("node-a slots=one\n", "Hostfile contains a bad entry: node-a slots=one"),
     ],
 )
-def test_a_wrong_hostfile_ends_at_once(two_nodes: TwoNodes, run: Run, hostfile: str, said: str) -> None:
+def test_a_wrong_hostfile_ends_at_once(two_nodes, run, hostfile, said):
     two_nodes.start(run, hostfile)
     ended = run.wait(limit=60)
     assert ended.code == 1 and said in ended.said.splitlines()[-1], ended.said
@@ -155,9 +146,7 @@ def test_a_wrong_hostfile_ends_at_once(two_nodes: TwoNodes, run: Run, hostfile: 
     ],
     ids=["second host", "address"],
 )
-def test_what_is_out_of_reach_ends_in_time(
-    two_nodes: TwoNodes, run: Run, hostfile: str, options: tuple[str, ...], code: int
-) -> None:
+def test_what_is_out_of_reach_ends_in_time(two_nodes, run, hostfile, options, code):
     two_nodes.start(run, hostfile, *options)
     ended = run.wait()
     assert ended.code == code, ended.said

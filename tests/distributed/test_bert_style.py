@@ -1,6 +1,4 @@
-"""Encoders with both of BERT's objectives on two ranks under ZeRO: the losses of one process of plain torch, and an
-exact resume.
-"""
+"""Encoders with both of BERT's objectives on two ranks under ZeRO: losses of one process, and an exact resume."""
 
 from functools import partial
 from pathlib import Path
@@ -25,27 +23,13 @@ STAGES = (1, 2, 3)
 STEPS = 6
 PADDING, BEGIN, SEPARATOR = 257, 258, 259
 MODEL: dict[str, Any] = {
-    "kind": "encoder",
-    "style": "bert",
-    "vocabulary": 260,
-    "max_length": 24,
-    "layers": 2,
-    "d_model": 33,
-    "d_ff": 17,
-    "heads": 3,
-    "blocks": "ordinary",
-    "activations": "checkpoint",
-    "dropout": 0.1,
-    "feed_forward_tiles": 3,
-    "loss_tiles": 2,
-    "tied_embeddings": True,
-    "token_types": 2,
-    "padding_token": PADDING,
-    "sentence_order": {"separator": SEPARATOR},
-    "masking": {"whole_words": True},
+    "kind": "encoder", "style": "bert", "vocabulary": 260, "max_length": 24, "layers": 2, "d_model": 33, "d_ff": 17,
+    "heads": 3, "blocks": "ordinary", "activations": "checkpoint", "dropout": 0.1, "feed_forward_tiles": 3,
+    "loss_tiles": 2, "tied_embeddings": True, "token_types": 2, "padding_token": PADDING,
+    "sentence_order": {"separator": SEPARATOR}, "masking": {"whole_words": True},
     "positions": {"kind": "learned", "offset": 2},
     "attention": {"pattern": ["yoso", {"lsh": 1, "full": 2}], "yoso": {"hashes": 4}, "lsh": {"chunk": 8}},
-}
+}  # fmt: skip
 
 
 REVERSIBLE = {"style": "reformer", "token_types": 0, "blocks": "reversible", "activations": "reversible"}
@@ -102,12 +86,12 @@ def on_two_ranks(folder: str) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
+def found(tmp_path_factory):
     return run_ranks(on_two_ranks, timeout=900, folder=str(tmp_path_factory.mktemp("two")))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_are_one_and_resume_exactly(found: list[dict[str, list[float]]], stage: int, tmp_path: Path) -> None:
+def test_two_ranks_are_one_and_resume_exactly(found, stage, tmp_path):
     alone = losses(config_of(tmp_path), Ranks())
     assert alone[-2] < alone[0]
     for rank in found:
@@ -115,7 +99,7 @@ def test_two_ranks_are_one_and_resume_exactly(found: list[dict[str, list[float]]
         assert rank[f"{stage} resumed"] == rank[f"{stage}"]
 
 
-def test_reversible_ones_too(found: list[dict[str, list[float]]], tmp_path: Path) -> None:
+def test_reversible_ones_too(found, tmp_path):
     alone = losses(config_of(tmp_path, changes=REVERSIBLE), Ranks(), last=3)
     for rank in found:
         assert rank["reversible"] == pytest.approx(alone, rel=1e-5)

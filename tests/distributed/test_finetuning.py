@@ -74,7 +74,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finetuning")
     bert(folder / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     reviews(folder / "reviews.csv", 44)
@@ -87,7 +87,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["ours", "bert"])
-def test_two_ranks_have_the_losses_of_one(report: dict[str, Any], name: str) -> None:
+def test_two_ranks_have_the_losses_of_one(report, name):
     for mine, theirs in zip(report["ranks"][name]["losses"], report["alone"][name]["losses"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
     first, *_, last = (loss for loss, _, _ in report["alone"][name]["losses"])
@@ -95,7 +95,7 @@ def test_two_ranks_have_the_losses_of_one(report: dict[str, Any], name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["ours", "bert"])
-def test_a_validation_on_two_ranks_is_that_of_one(report: dict[str, Any], name: str) -> None:
+def test_a_validation_on_two_ranks_is_that_of_one(report, name):
     """The same bits before training, where the weights are the same."""
     mine, theirs = report["ranks"][name], report["alone"][name]
     assert mine["reported"] == theirs["reported"] and len(mine["reported"]) == 11

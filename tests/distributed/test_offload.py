@@ -121,31 +121,31 @@ def one_rank(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory):
     return str(tmp_path_factory.mktemp("offload"))
 
 
 @pytest.fixture(scope="module")
-def report(folder: str) -> dict[str, Any]:
+def report(folder):
     first, second = run_ranks(two_ranks, timeout=900, folder=folder)
     assert first == second, "the ranks disagree"
     return first
 
 
 @pytest.mark.parametrize(("case", "memory"), IN_MEMORY.items())
-def test_losses_are_those_of_a_run_in_memory_to_the_last_bit(report: dict[str, Any], case: str, memory: str) -> None:
+def test_losses_are_those_of_a_run_in_memory_to_the_last_bit(report, case, memory):
     losses = report[case]["losses"]
     assert losses == report[memory]["losses"] and losses[1] == "skipped"
     assert float.fromhex(losses[5]) < float.fromhex(losses[0]), "nothing was learnt"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_resume_is_exact(report: dict[str, Any], case: str) -> None:
+def test_resume_is_exact(report, case):
     assert report[case]["again"] == report[case]["losses"][3:]
     assert report[case]["same state"]
 
 
-def test_it_lies_on_the_disk(report: dict[str, Any]) -> None:
+def test_it_lies_on_the_disk(report):
     optimizer, weights = ["exp_avg-", "exp_avg_sq-", "gradient"], ["param"]
     found = {case: report[case]["files"] for case in CASES}
     assert found == {
@@ -158,16 +158,16 @@ def test_it_lies_on_the_disk(report: dict[str, Any]) -> None:
     }
 
 
-def test_a_run_goes_on_from_disk_to_memory_and_back(report: dict[str, Any]) -> None:
+def test_a_run_goes_on_from_disk_to_memory_and_back(report):
     assert report["optimizer to memory"] == report["memory to optimizer"] == report["memory"]["losses"][3:]
     assert report["memory bf16 to both bf16"] == report["memory bf16"]["losses"][3:]
 
 
-def test_nothing_is_left(report: dict[str, Any]) -> None:
+def test_nothing_is_left(report):
     assert report["left"] == []
 
 
-def test_one_rank_goes_on_from_two(report: dict[str, Any], folder: str) -> None:
+def test_one_rank_goes_on_from_two(report, folder):
     (alone,) = run_ranks(one_rank, world_size=1, timeout=900, folder=folder)
     for case, found in alone.items():
         expected = report[case]["losses"][3:]

@@ -23,14 +23,9 @@ STAGES = (0, 2, 3)
 
 def config_of(folder: Path, engine: str, **sections: dict[str, Any]) -> Config:
     model = {
-        "max_length": 24,
-        "layers": 2,
-        "d_model": 16,
-        "d_ff": 16,
-        "heads": 2,
-        "positions": {"kind": "learned"},
+        "max_length": 24, "layers": 2, "d_model": 16, "d_ff": 16, "heads": 2, "positions": {"kind": "learned"},
         "attention": {"pattern": ["routing"], "routing": {"chunk": 4, "decay": 0.5}},
-    }
+    }  # fmt: skip
     return tiny_config(folder, engine, model=model, training={"precision": "bf16"}, **sections)
 
 
@@ -55,15 +50,13 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     return folder, run_ranks(on_two_ranks, folder=str(folder))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_have_the_centroids_of_one(
-    found: tuple[Path, list[dict[str, Any]]], tmp_path: Path, stage: int
-) -> None:
+def test_two_ranks_have_the_centroids_of_one(found, tmp_path, stage):
     folder, (first, second) = found
     assert first == second
     config = config_of(tmp_path, "torch")

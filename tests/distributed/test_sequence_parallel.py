@@ -164,25 +164,25 @@ def on_two_ranks() -> dict[str, dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, float]]:
+def found():
     return run_ranks(on_two_ranks, timeout=900)[0]
 
 
-def test_every_mechanism_is_there() -> None:
+def test_every_mechanism_is_there():
     assert {kind_of(name) for kind, name, _ in cases() if name not in EXTRA} == set(MECHANISMS)
 
 
-def test_the_exchange_is_that_of_deepspeeds_distributed_attention(found: dict[str, dict[str, float]]) -> None:
+def test_the_exchange_is_that_of_deepspeeds_distributed_attention(found):
     assert set(found["deepspeed"]) == {"out", "q", "k", "v"}
     assert max(found["deepspeed"].values()) < 1e-6
 
 
 @pytest.mark.parametrize(("kind", "padded"), RAGGED)
-def test_a_ragged_window_scores_as_on_one_rank(found: dict[str, dict[str, float]], kind: str, padded: bool) -> None:
+def test_a_ragged_window_scores_as_on_one_rank(found, kind, padded):
     assert max(found[f"ragged {kind} {padded}"].values()) < 1e-6
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: " ".join(map(str, case)))
-def test_two_ranks_are_one(found: dict[str, dict[str, float]], case: tuple[str, str, bool]) -> None:
+def test_two_ranks_are_one(found, case):
     worst = found[" ".join(map(str, case))]
     assert {name: value for name, value in worst.items() if not value <= 1e-5} == {}

@@ -1,6 +1,4 @@
-"""Tokens that an encoder may mask: never padding, separators or the beginning of a pair; whole words; always as many as
-it counts.
-"""
+"""Tokens that an encoder may mask: never padding, separators or a pair's beginning; whole words; as many as counted."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""The hashing kernels, in Triton's interpreter: a code may differ from another only where two scores are equal up to
-rounding, by float64.
-"""
+"""The hashing kernels, in Triton's interpreter: codes differ only where scores are equal up to rounding (float64)."""
 
 import pytest
 import torch

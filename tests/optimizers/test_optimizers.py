@@ -47,14 +47,14 @@ class SignSGDSpec(OptimizerSpec):
 
 
 @pytest.fixture(autouse=True)
-def sign_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
+def sign_sgd(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "sign_sgd", SignSGDSpec())
 
 
 every_optimizer = pytest.mark.parametrize("name", ["adamw", "adafactor", "sign_sgd"])
 
 
-def test_the_parameters_of_these_tests_name_every_optimizer() -> None:
+def test_the_parameters_of_these_tests_name_every_optimizer():
     assert list(OPTIMIZERS) == every_optimizer.args[1]
 
 
@@ -64,7 +64,7 @@ def weights() -> list[Tensor]:
 
 
 @every_optimizer
-def test_a_first_step_creates_the_initial_state_and_the_planned_bytes(name: str) -> None:
+def test_a_first_step_creates_the_initial_state_and_the_planned_bytes(name):
     """At learning rate 0 it changes no weight."""
     config = OptimizerConfig(name=name, weight_decay=0.5)
     before, stepped, created = weights(), weights(), weights()
@@ -86,7 +86,7 @@ def test_a_first_step_creates_the_initial_state_and_the_planned_bytes(name: str)
     assert steps_done(ours) == 7
 
 
-def test_adamw_against_its_definition_and_vectors_do_not_decay() -> None:
+def test_adamw_against_its_definition_and_vectors_do_not_decay():
     config = OptimizerConfig(weight_decay=0.5, betas=(0.9, 0.98), eps=1e-8)
     matrix, vector = weights()[:2]
     old = [matrix.detach().clone(), vector.detach().clone()]
@@ -108,7 +108,7 @@ SMALL = {
 }
 
 
-def test_an_added_optimizer_trains_a_step_and_is_planned() -> None:
+def test_an_added_optimizer_trains_a_step_and_is_planned():
     config = build_config(SMALL, ["optimizer.name=sign_sgd"])
     engine, batch = trial_engine(config, Ranks())
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -123,7 +123,7 @@ def test_an_added_optimizer_trains_a_step_and_is_planned() -> None:
     assert (states.moments, states.scratch) == (4 * states.trained, 0)
 
 
-def test_an_unknown_optimizer_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_optimizer_is_refused_with_the_known_ones():
     message = 'optimizer.name: "sgd" does not fit. It must be "adamw" or "adafactor" or "sign_sgd"'
     with pytest.raises(ConfigError, match=message):
         build_config({}, ["optimizer.name=sgd"])

@@ -87,7 +87,7 @@ def by_pieces(shapes: dict[str, tuple[int, ...]], ends: list[int], decay: float)
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("ends", [[40, 83, 148], [3, 4, 148], [35, 107, 148], [148, 148, 148]])
-def test_matrices_in_pieces_are_trained_as_whole_ones(ends: list[int], decay: float) -> None:
+def test_matrices_in_pieces_are_trained_as_whole_ones(ends, decay):
     whole, torchs, weights = by_torch(SHAPES, decay)
     assert len(whole) == ends[-1]
     optimizers = by_pieces(SHAPES, ends, decay)
@@ -102,7 +102,7 @@ def test_matrices_in_pieces_are_trained_as_whole_ones(ends: list[int], decay: fl
 
 
 @pytest.mark.parametrize("ends", [[5, 12, 15], [15, 15, 15]])
-def test_vectors_in_pieces_are_trained_as_whole_ones(ends: list[int]) -> None:
+def test_vectors_in_pieces_are_trained_as_whole_ones(ends):
     whole, _, _ = by_torch(VECTORS, 0.0)
     optimizers = by_pieces(VECTORS, ends, 0.0)
     found = torch.cat([optimizer.param_groups[0]["params"][0].detach() for optimizer in optimizers])
@@ -110,7 +110,7 @@ def test_vectors_in_pieces_are_trained_as_whole_ones(ends: list[int]) -> None:
     assert not [factor for optimizer in optimizers for factor in optimizer.factors()]
 
 
-def test_state_is_a_row_and_a_column_of_each_matrix() -> None:
+def test_state_is_a_row_and_a_column_of_each_matrix():
     """A hundredth of Adam's two moments for a matrix of 400 × 400."""
     config = OptimizerConfig(name="adafactor")
     weight = torch.randn(400, 400).requires_grad_()

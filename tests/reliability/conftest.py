@@ -1,7 +1,5 @@
 """The data of the runs that are harmed here, and the run that nothing happens to."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.helpers.faults import Run, running
@@ -9,12 +7,12 @@ from tests.helpers.trained import prepared
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     return prepared(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
-def clean(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
+def clean(tmp_path_factory, data):
     """Twenty steps on two ranks, undisturbed."""
     run = Run(tmp_path_factory.mktemp("clean"), data)
     with running(run):

@@ -25,7 +25,7 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Story:
+def story(tmp_path_factory, data):
     """Two ranks whose launcher gets SIGTERM in step 4, one rank that gets SIGUSR1 in step 7, two to the end."""
     run = Run(tmp_path_factory.mktemp("ranks"), data)
     story = Story(run)
@@ -42,7 +42,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Story:
     return story
 
 
-def test_S1_a_signal_to_launcher_or_rank_saves_after_the_step_and_ends_well(story: Story) -> None:
+def test_S1_a_signal_to_launcher_or_rank_saves_after_the_step_and_ends_well(story):
     assert [end.code for end in story.ends] == [0, 0, 0], [end.said for end in story.ends]
     assert story.saved == [4, 7, 20]
     assert "SIGTERM: saving and stopping" in story.ends[0].said
@@ -61,7 +61,7 @@ def sequences_of(data: Path) -> list[bytes]:
     return sequences
 
 
-def test_R3_every_sequence_of_the_epoch_comes_once(story: Story, clean: Run, data: Path) -> None:
+def test_R3_every_sequence_of_the_epoch_comes_once(story, clean, data):
     assert story.run.samples() == clean.samples()
     sequences = sequences_of(data)
     assert 7 * 4 < len(sequences) < 20 * 4, "the epoch ends after the changes, and within the run"
@@ -70,7 +70,7 @@ def test_R3_every_sequence_of_the_epoch_comes_once(story: Story, clean: Run, dat
     assert Counter(trained[n] for n in range(len(sequences))) == Counter(map(zlib.crc32, sequences))
 
 
-def test_R3_losses_are_those_of_the_same_number_of_ranks_throughout(story: Story, clean: Run) -> None:
+def test_R3_losses_are_those_of_the_same_number_of_ranks_throughout(story, clean):
     found = {step: float.fromhex(loss) for step, loss in story.run.losses().items()}
     expected = {step: float.fromhex(loss) for step, loss in clean.losses().items()}
     assert list(found) == list(range(1, 21))
@@ -83,7 +83,7 @@ BATCH = 12
 
 
 @pytest.mark.soak
-def test_R3_two_four_three_one_two_ranks_of_the_same_global_batch(tmp_path: Path, data: Path) -> None:
+def test_R3_two_four_three_one_two_ranks_of_the_same_global_batch(tmp_path, data):
     """Through nearly five epochs, with every number of ranks that was not there before: nothing lost or repeated."""
     batch = {"steps": 20, "global_batch": BATCH, "micro_batch": 1}
     clean, run = (Run(tmp_path / name, data, training=batch) for name in ("clean", "run"))
@@ -109,7 +109,7 @@ def test_R3_two_four_three_one_two_ranks_of_the_same_global_batch(tmp_path: Path
         assert float.fromhex(run.losses()[step]) == pytest.approx(float.fromhex(loss), rel=1e-5), step
 
 
-def test_R3_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(tmp_path: Path, data: Path) -> None:
+def test_R3_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(tmp_path, data):
     run = Run(tmp_path / "run", data, training={"steps": 2, "global_batch": 9, "micro_batch": 1})
     with running(run):
         run.start()

@@ -6,14 +6,12 @@ import re
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.run_lock import LOCK
-from tests.conftest import Report
 from tests.helpers.faults import Ended, Run, fault, is_alive, is_complete, patience, running
 
 KILLS = int(os.environ.get("MEGASPARSE_SOAK_KILLS", "20"))
@@ -86,7 +84,7 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Story:
+def story(tmp_path_factory, data):
     """One supervised job on two ranks that crashes at every point in turn, and goes on by itself."""
     run = Run(tmp_path_factory.mktemp("crashes"), data)
     with running(run), Watcher(run, len(CRASHES)) as watcher:
@@ -95,7 +93,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Story:
         return Story(run, watcher, ended, run.leftovers(), run.new_shared_memory())
 
 
-def test_C2_a_crash_at_any_point_of_a_save_changes_nothing(story: Story, clean: Run) -> None:
+def test_C2_a_crash_at_any_point_of_a_save_changes_nothing(story, clean):
     assert story.ended.code == 0, story.ended.said
     assert story.run.losses() == clean.losses()
     assert story.run.samples() == clean.samples()
@@ -105,22 +103,22 @@ def test_C2_a_crash_at_any_point_of_a_save_changes_nothing(story: Story, clean: 
     assert left == ["00000018", "00000020", "latest"]
 
 
-def test_C12_every_restart_locks_the_folder_again(story: Story) -> None:
+def test_C12_every_restart_locks_the_folder_again(story):
     assert f"pid {story.run.rank(0)}, since " in (story.run.directory / LOCK).read_text()
     assert "is in use" not in story.ended.said and "cannot be locked" not in story.ended.said
 
 
-def test_C3_a_rank_that_is_late_and_dies_leaves_the_older_checkpoint_the_newest(story: Story) -> None:
+def test_C3_a_rank_that_is_late_and_dies_leaves_the_older_checkpoint_the_newest(story):
     death = story.watcher.deaths[0]
     assert death["died"] - death["time"] > DELAY - 0.5
     assert death["newest"] == 2
 
 
-def test_C9_a_complete_checkpoint_is_there_at_every_moment(story: Story) -> None:
+def test_C9_a_complete_checkpoint_is_there_at_every_moment(story):
     assert story.watcher.polls > 500 and story.watcher.polls_without == 0
 
 
-def test_S2_the_others_of_a_killed_rank_end_at_once_and_nothing_is_left(story: Story) -> None:
+def test_S2_the_others_of_a_killed_rank_end_at_once_and_nothing_is_left(story):
     assert max(death["seconds"] for death in story.watcher.deaths.values()) < 5 * patience()
     assert story.leftovers == [] and story.shared_memory == set()
     for crash, _ in CRASHES:
@@ -131,12 +129,8 @@ def test_S2_the_others_of_a_killed_rank_end_at_once_and_nothing_is_left(story: S
 
 @pytest.mark.soak
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_C1_C9_a_job_killed_at_any_moment_loses_no_more_than_an_interval(
-    data: Path, tmp_path: Path, asynchronous: bool, figures: Report
-) -> None:
-    """SIGKILL of launcher and ranks, while each rank's writing is held up by 0 to 2 s of its own. Steps are slowed, so
-    that half of the moments fall between saves.
-    """
+def test_C1_C9_a_job_killed_at_any_moment_loses_no_more_than_an_interval(data, tmp_path, asynchronous, figures):
+    """SIGKILL of launcher and ranks; a rank's writing takes 0 to 2 s more, and half of the kills fall between saves."""
     every, draw = 5, random.Random(int(asynchronous))
     sections = {"training": {"steps": 100_000}, "checkpoint": {"every": every, "asynchronous": asynchronous}}
     run, straight = Run(tmp_path / "killed", data, **sections), Run(tmp_path / "straight", data, **sections)

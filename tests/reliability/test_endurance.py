@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import Report
 from tests.helpers.faults import Run, fault, running
 
 MINUTES = float(os.environ.get("MEGASPARSE_SOAK_MINUTES", "20"))
@@ -116,7 +115,7 @@ class Driver:
 
 
 @pytest.mark.soak
-def test_E1_a_run_under_random_faults_ends_as_one_without(data: Path, tmp_path: Path, figures: Report) -> None:
+def test_E1_a_run_under_random_faults_ends_as_one_without(data, tmp_path, figures):
     sections: dict[str, dict[str, Any]] = {
         "run": {"hang_timeout": 5.0},
         "training": {"steps": 1_000_000},

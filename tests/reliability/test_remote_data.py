@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
 from megasparse.data.prepare import prepare
 from tests.helpers.faults import Run, running
-from tests.helpers.shard_server import ShardServer, serving
+from tests.helpers.shard_server import serving
 from tests.helpers.trained import trained
 
 STEPS = 40
@@ -21,7 +20,7 @@ STEPS = 40
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Thirteen shards to train on, of four sequences each."""
     (tmp_path / "source.txt").write_bytes(random.Random(0).randbytes(4000))
     source, output = Source.open([str(tmp_path / "source.txt")], None, tmp_path / "download"), tmp_path / "data"
@@ -32,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[ShardServer]:
+def server(folder):
     with serving(folder) as server:
         yield server
 
@@ -50,15 +49,13 @@ def run(path: Path | str, tmp_path: Path, name: str, **changes: Any) -> list[str
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     monkeypatch.setattr(urls, "STALL_SECONDS", 0.3)
     monkeypatch.setattr(fetching, "LONGEST_PAUSE", 0.01)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_R1_a_run_over_http_with_faults_is_the_run_on_the_folder(
-    folder: Path, server: ShardServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_R1_a_run_over_http_with_faults_is_the_run_on_the_folder(folder, server, tmp_path, capsys):
     want = run(folder, tmp_path, "local")
     faults: list[int | str] = ["refuse", 500, "stall", "cut", "wrong", "longer unannounced", "shorter", 503]
     for number, path in enumerate(sorted(folder.glob("*.tar"))):
@@ -72,9 +69,7 @@ def test_R1_a_run_over_http_with_faults_is_the_run_on_the_folder(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_R1_a_run_that_loses_its_server_goes_on_exactly(
-    folder: Path, server: ShardServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_R1_a_run_that_loses_its_server_goes_on_exactly(folder, server, tmp_path, capsys):
     want = run(folder, tmp_path, "local")
     lost, hidden = sorted(folder.glob("train-*.tar"))[4], tmp_path / "hidden"
     lost.rename(hidden)
@@ -91,7 +86,7 @@ def test_R1_a_run_that_loses_its_server_goes_on_exactly(
 
 
 @pytest.mark.soak
-def test_S3_a_slow_server_is_no_hang(tmp_path: Path) -> None:
+def test_S3_a_slow_server_is_no_hang(tmp_path):
     """Each shard takes four times as long as run.hang_timeout: bytes that come are progress."""
     (tmp_path / "long.txt").write_bytes(random.Random(1).randbytes(20_000))
     source, output = Source.open([str(tmp_path / "long.txt")], None, tmp_path / "download"), tmp_path / "long"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Report
 from tests.helpers.faults import Ended, Fault, Run, fault, is_complete, patience, running
 
 GRACE = 3.0
@@ -41,7 +40,7 @@ def stopped_well(run: Run, ended: Ended, step: int | None = None) -> None:
     assert run.leftovers() == []
 
 
-def test_S1_an_interrupt_during_a_stalled_read_does_not_wait_for_it(data: Path, tmp_path: Path) -> None:
+def test_S1_an_interrupt_during_a_stalled_read_does_not_wait_for_it(data, tmp_path):
     run = alone(tmp_path, data)
     with running(run):
         run.start(ranks=None, faults=[fault(r"read 21 data", "sleep 10000")])
@@ -53,7 +52,7 @@ def test_S1_an_interrupt_during_a_stalled_read_does_not_wait_for_it(data: Path, 
     stopped_well(run, ended, step=5)
 
 
-def test_S1_a_second_signal_during_a_slow_save_ends_at_once(data: Path, tmp_path: Path) -> None:
+def test_S1_a_second_signal_during_a_slow_save_ends_at_once(data, tmp_path):
     run = alone(tmp_path, data)
     with running(run):
         run.start(
@@ -70,7 +69,7 @@ def test_S1_a_second_signal_during_a_slow_save_ends_at_once(data: Path, tmp_path
     assert all(is_complete(path) for path in (run.directory / "checkpoints").glob("0*"))
 
 
-def test_S1_a_signal_during_an_evaluation_breaks_it_off(data: Path, tmp_path: Path) -> None:
+def test_S1_a_signal_during_an_evaluation_breaks_it_off(data, tmp_path):
     run = alone(tmp_path, data, evaluation={"every": 3, "sequences": 5})
     with running(run):
         run.start(ranks=None, faults=[fault("evaluate", "sleep 1.5"), fault("evaluate", "sleep 1", every=True)])
@@ -82,7 +81,7 @@ def test_S1_a_signal_during_an_evaluation_breaks_it_off(data: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("place", ["handled", "build"])
-def test_S1_a_signal_at_the_start_ends_before_the_first_step(data: Path, tmp_path: Path, place: str) -> None:
+def test_S1_a_signal_at_the_start_ends_before_the_first_step(data, tmp_path, place):
     run = alone(tmp_path, data)
     with running(run):
         run.start(ranks=None, faults=[fault(place, "sleep 0.5")])
@@ -93,7 +92,7 @@ def test_S1_a_signal_at_the_start_ends_before_the_first_step(data: Path, tmp_pat
     assert "SIGTERM" in ended.said
 
 
-def test_S4_an_error_of_the_thread_that_reads_ahead_ends_the_run(data: Path, tmp_path: Path) -> None:
+def test_S4_an_error_of_the_thread_that_reads_ahead_ends_the_run(data, tmp_path):
     run = alone(tmp_path, data)
     with running(run):
         run.start(ranks=None, faults=[fault(r"read 21 data", "raise the disk is gone")])
@@ -104,7 +103,7 @@ def test_S4_an_error_of_the_thread_that_reads_ahead_ends_the_run(data: Path, tmp
     assert run.checkpoints() == [2, 4]
 
 
-def test_S5_the_traceback_of_the_rank_that_failed_comes_first_and_is_the_only_one(data: Path, tmp_path: Path) -> None:
+def test_S5_the_traceback_of_the_rank_that_failed_comes_first_and_is_the_only_one(data, tmp_path):
     run = Run(tmp_path / "run", data)
     with running(run):
         run.start(faults=[fault("forward 3$", "raise this rank is on fire", rank=1)])
@@ -119,7 +118,7 @@ def test_S5_the_traceback_of_the_rank_that_failed_comes_first_and_is_the_only_on
     assert re.search(r"rank 1\b.* exit code 1", ended.said.splitlines()[-1])
 
 
-def test_F2_ranks_that_are_given_different_configurations_do_not_start(data: Path, tmp_path: Path) -> None:
+def test_F2_ranks_that_are_given_different_configurations_do_not_start(data, tmp_path):
     run = Run(tmp_path / "run", data, deepspeed={})
     with running(run):
         run.start(faults=[fault("start", "set model.dropout=0.2", rank=1)], supervise=["--restarts", "3"])
@@ -142,9 +141,7 @@ PLACES: dict[str, list[Fault]] = {
 @pytest.mark.parametrize("to", ["launcher", "rank 0", "rank 1", "all"])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 @pytest.mark.parametrize("place", PLACES)
-def test_S1_every_signal_everywhere(
-    data: Path, tmp_path: Path, clean: Run, place: str, name: str, to: str, figures: Report
-) -> None:
+def test_S1_every_signal_everywhere(data, tmp_path, clean, place, name, to, figures):
     """Then the run is started again, and is the one that nobody stopped."""
     run = Run(tmp_path / "run", data, evaluation={"every": 5})
     with running(run):
@@ -166,7 +163,7 @@ def test_S1_every_signal_everywhere(
 
 
 @pytest.mark.soak
-def test_S1_ranks_save_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> None:
+def test_S1_ranks_save_when_their_launcher_is_killed(data, tmp_path):
     run = Run(tmp_path / "run", data)
     with running(run):
         run.start(faults=[fault("forward 5$", "sleep 1", rank=1)])

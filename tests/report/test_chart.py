@@ -10,7 +10,7 @@ from megasparse.report.layout import plan
 from megasparse.report.series import Series, smoothed
 
 
-def test_points_lie_where_their_axes_say() -> None:
+def test_points_lie_where_their_axes_say():
     series = Series(np.array([0, 10, 20]), np.array([1.0, np.nan, 3.0]))
     found = chart("T", "u", [Line("a", series)], [Mark(10, "spike", "x"), Mark(99, "spike", "outside")])
     low, high, log = (float(x) for x in re.search(r'data-y="([^"]*)"', found)[1].split(","))  # type: ignore[index]
@@ -23,7 +23,7 @@ def test_points_lie_where_their_axes_say() -> None:
     assert chart("T", "u", [Line("a", Series(np.array([1]), np.array([np.nan])))]) == ""
 
 
-def test_a_wide_range_of_positive_values_is_logarithmic() -> None:
+def test_a_wide_range_of_positive_values_is_logarithmic():
     steps = np.arange(4)
     found = chart("T", "u", [Line("a", Series(steps, np.array([1.0, 10.0, 100.0, 1000.0])))])
     assert "u, logarithmic" in found
@@ -33,13 +33,13 @@ def test_a_wide_range_of_positive_values_is_logarithmic() -> None:
         assert "logarithmic" not in chart("T", "u", [Line("a", Series(steps, np.array(values)))])
 
 
-def test_running_means_leave_out_what_is_not_finite() -> None:
+def test_running_means_leave_out_what_is_not_finite():
     values = np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan, np.nan])
     found = smoothed(Series(np.arange(7), values), 3).values
     assert found[:5] == pytest.approx([1.0, 2.0, 4.0, 4.0, 5.0]) and np.isnan(found[5:]).all()
 
 
-def test_every_scalar_is_in_one_chart_at_least() -> None:
+def test_every_scalar_is_in_one_chart_at_least():
     names = {"train/loss", "evaluation/loss", "model/objective", "quality/lsh/x", "quality/y"}
     names |= {"a", "b/c", "b/c/layer_3"}
     planned = plan(names, finetuning=False)
@@ -54,5 +54,5 @@ def test_every_scalar_is_in_one_chart_at_least() -> None:
         (np.inf, "not finite"),
     ],
 )
-def test_numbers_are_short(value: float, text: str) -> None:
+def test_numbers_are_short(value, text):
     assert number_text(value) == text

@@ -1,7 +1,5 @@
 """Texts and pictures read from TensorBoard's files, against its own reader."""
 
-from pathlib import Path
-
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
@@ -9,7 +7,7 @@ from torch.utils.tensorboard import SummaryWriter
 from megasparse.report.pictures import read_board
 
 
-def test_texts_and_pictures_are_those_of_tensorboards_own_reader(tmp_path: Path) -> None:
+def test_texts_and_pictures_are_those_of_tensorboards_own_reader(tmp_path):
     pictures = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     for start in (0, 2):  # two processes, the second of which does step 2 again
         with SummaryWriter(str(tmp_path), filename_suffix=str(start)) as board:

@@ -23,7 +23,7 @@ ranks.start_ranks(RunConfig(directory="unused", device="cpu", hang_timeout=0.1))
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["the first waits", "the first is not there"])
-def test_ranks_that_do_not_meet_say_so_and_end_as_hung(rank: int) -> None:
+def test_ranks_that_do_not_meet_say_so_and_end_as_hung(rank):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -36,7 +36,7 @@ def test_ranks_that_do_not_meet_say_so_and_end_as_hung(rank: int) -> None:
     assert ended.stderr.splitlines()[-1].startswith(f"HANG: {where} waited 1 s for the 2 ranks to meet at")
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("LOCAL_RANK", "8")

@@ -4,7 +4,6 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Callable
 
 import pytest
 
@@ -39,14 +38,14 @@ def test_N3_the_rule_is_the_definition():
     assert guard.is_spike(edge * (1 + 1e-9)) and not guard.is_spike(edge * (1 - 1e-9))
 
 
-def test_N3_no_step_of_a_noisy_falling_loss_is_taken_for_a_spike(figures: Callable[..., None]):
+def test_N3_no_step_of_a_noisy_falling_loss_is_taken_for_a_spike(figures):
     flagged = sum(after(curve(10_000, seed)).spikes for seed in range(5))
     figures(losses_compared=50_000, false_spikes=flagged)
     assert flagged == 0
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
-def test_N3_rounding_noise_on_a_loss_that_stands_still_is_no_spike(scale: float):
+def test_N3_rounding_noise_on_a_loss_that_stands_still_is_no_spike(scale):
     guard = after([scale] * HISTORY)
     assert not guard.is_spike(scale) and not guard.is_spike(scale * (1 + 1e-6))
     assert guard.is_spike(scale * 1.01)

@@ -68,9 +68,7 @@ def test_measures_of_local_attention_are_those_of_its_band():
 
 
 def planted(seed: int) -> list[Call]:
-    """Queries of 8 directions, and keys of 8 others. A query of each kind attends to one kind of key, which nothing but
-    the attention itself can show.
-    """
+    """Queries and keys of 8 directions each. A query attends to one kind of key, which only the attention can show."""
     directions = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     answers = 4 * torch.linalg.pinv(directions).T
     generator = torch.Generator().manual_seed(seed)

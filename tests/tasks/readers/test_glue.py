@@ -1,6 +1,4 @@
-"""GLUE's files, in small files of the official form: what is read is what the form says, and what is malformed is named
-by file and line.
-"""
+"""GLUE's files, in small files of the official form: what is read, and malformed rows named by file and line."""
 
 import pytest
 

@@ -55,9 +55,7 @@ def finetuning(folder: Path) -> Callable[[int], list[Any]]:
 
 
 @pytest.mark.parametrize("kind", [pretraining, finetuning])
-def test_C12_a_second_run_is_refused_in_one_line_before_it_writes(
-    tmp_path: Path, kind: Callable[[Path], Callable[[int], list[Any]]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_C12_a_second_run_is_refused_in_one_line_before_it_writes(tmp_path, kind, capsys):
     run, start = tmp_path / "run", kind(tmp_path)
     start(2)
     with run_lock(run, Ranks()):
@@ -79,7 +77,7 @@ def test_C12_a_second_run_is_refused_in_one_line_before_it_writes(
     assert [row["step"] for row in start(3)] == [1, 2, 3]
 
 
-def test_C12_a_killed_run_keeps_nobody_out_though_its_children_live(tmp_path: Path) -> None:
+def test_C12_a_killed_run_keeps_nobody_out_though_its_children_live(tmp_path):
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     children: list[int] = []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -101,7 +99,7 @@ def test_C12_a_killed_run_keeps_nobody_out_though_its_children_live(tmp_path: Pa
             os.kill(child, signal.SIGKILL)
 
 
-def test_C12_all_ranks_of_a_job_hold_the_folder_and_all_are_refused_together(tmp_path: Path) -> None:
+def test_C12_all_ranks_of_a_job_hold_the_folder_and_all_are_refused_together(tmp_path):
     def work(ranks: Ranks) -> None:
         with run_lock(tmp_path, ranks):
             ranks.gather(None)  # all of them are inside
@@ -114,9 +112,7 @@ def test_C12_all_ranks_of_a_job_hold_the_folder_and_all_are_refused_together(tmp
 
 
 @pytest.mark.parametrize("problem", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_C12_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problem: int
-) -> None:
+def test_C12_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(tmp_path, monkeypatch, capsys, problem):
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(problem, os.strerror(problem))
 
@@ -130,7 +126,7 @@ def test_C12_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("text", [b"", b"two\nlines", b"\x1b[2J", b"\xff\0"])
-def test_C12_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path: Path, text: bytes) -> None:
+def test_C12_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path, text):
     with run_lock(tmp_path, Ranks()):
         (tmp_path / LOCK).write_bytes(text)
         with pytest.raises(UserError) as refused, run_lock(tmp_path, Ranks()):
@@ -138,7 +134,7 @@ def test_C12_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path
     assert f"({tmp_path / LOCK} does not say which)" in str(refused.value)
 
 
-def test_C12_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_C12_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(UserError, match=r"^run\.directory: .*file/run cannot be made \(Not a directory\)"),

@@ -2,8 +2,6 @@
 
 import math
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, t
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 8])
-def test_accumulation_does_not_change_the_run(tmp_path: Path, micro_batch: int) -> None:
+def test_accumulation_does_not_change_the_run(tmp_path, micro_batch):
     whole = tiny_config(tmp_path, training={"micro_batch": 8})
     cut = tiny_config(tmp_path, training={"micro_batch": micro_batch})
     expected = train_steps(tiny_engine(whole), whole, 1, 10)
@@ -29,7 +27,7 @@ def test_accumulation_does_not_change_the_run(tmp_path: Path, micro_batch: int) 
 
 
 @pytest.mark.parametrize("ids", [{}, {"document_separator": 101}, {"padding_token": 101}], ids=str)
-def test_accumulation_does_not_change_an_encoders_run(tmp_path: Path, ids: dict[str, int]) -> None:
+def test_accumulation_does_not_change_an_encoders_run(tmp_path, ids):
     """Sequences have equally many masked tokens, unless some of theirs are no text: these are counted."""
     losses = []
     for micro_batch in (8, 1):
@@ -40,7 +38,7 @@ def test_accumulation_does_not_change_an_encoders_run(tmp_path: Path, ids: dict[
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_micro_batches_without_a_scored_token_do_not_shrink_the_loss(tmp_path: Path) -> None:
+def test_micro_batches_without_a_scored_token_do_not_shrink_the_loss(tmp_path):
     """One masked token in four micro-batches: the mean is of that one, as in a single micro-batch of them all."""
     ids, objectives = {"padding_token": 101}, []
     tokens = torch.full((4, 32), 101)
@@ -56,7 +54,7 @@ def test_micro_batches_without_a_scored_token_do_not_shrink_the_loss(tmp_path: P
     assert objectives[1] == pytest.approx(objectives[0], rel=1e-5)
 
 
-def test_a_step_against_its_definition(tmp_path: Path) -> None:
+def test_a_step_against_its_definition(tmp_path):
     """Loss, statistics, gradient norm and clipping of the first step, from the model alone."""
     config = tiny_config(tmp_path, training={"gradient_clipping": 0.25}, optimizer={"weight_decay": 0.0, "eps": 1.0})
     data = next(DummyBatches(config, Ranks()))
@@ -80,7 +78,7 @@ def test_a_step_against_its_definition(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_loss_that_is_not_finite_changes_nothing(tmp_path: Path, poison: float, precision: str) -> None:
+def test_a_loss_that_is_not_finite_changes_nothing(tmp_path, poison, precision):
     config = tiny_config(tmp_path, training={"precision": precision})
     model = TinyModel()
     model.poisoned = {3: poison}
@@ -91,7 +89,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(tmp_path: Path, poison: float
     assert all(torch.equal(a, b.read()) for a, b in zip(before, engine.fragments(), strict=True))
 
 
-def test_bf16_keeps_fp32_weights(tmp_path: Path) -> None:
+def test_bf16_keeps_fp32_weights(tmp_path):
     config = tiny_config(tmp_path, training={"precision": "bf16"})
     engine = tiny_engine(config)
     losses = train_steps(engine, config, 1, 20)
@@ -105,7 +103,7 @@ def test_bf16_keeps_fp32_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sections", [{}, {"training": {"precision": "bf16"}}, {"optimizer": {"name": "adafactor"}}])
-def test_resume_is_bit_identical(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_resume_is_bit_identical(tmp_path, sections):
     config = tiny_config(tmp_path, **sections)
     straight = train_steps(tiny_engine(config), config, 1, 20)
     engine = tiny_engine(config)
@@ -116,7 +114,7 @@ def test_resume_is_bit_identical(tmp_path: Path, sections: dict[str, Any]) -> No
     assert before + train_steps(resumed, config, 11, 20) == straight
 
 
-def test_a_checkpoint_before_the_first_update_serves_its_own_model_only(tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_first_update_serves_its_own_model_only(tmp_path):
     config = tiny_config(tmp_path)
     engine = tiny_engine(config)
     saved = Checkpoint.open(Saver(identity_of(config), Ranks()).save(engine, 1, 8, {}))
@@ -126,13 +124,13 @@ def test_a_checkpoint_before_the_first_update_serves_its_own_model_only(tmp_path
         tiny_engine(config, model=TinyModel(width=7), start=saved)
 
 
-def test_plain_torch_on_two_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_on_two_ranks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"run.engine"):
         start_ranks(tiny_config(tmp_path).run)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_gpu_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"run.device"):
         start_ranks(tiny_config(tmp_path, run={"device": "cuda"}).run)

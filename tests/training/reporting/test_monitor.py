@@ -41,11 +41,11 @@ def no_file_longer_than(size: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def reported() -> list[str]:
+def reported():
     return []
 
 
-def test_a_line_that_did_not_fit_is_cut_off_and_written_when_it_fits(tmp_path: Path, reported: list[str]) -> None:
+def test_a_line_that_did_not_fit_is_cut_off_and_written_when_it_fits(tmp_path, reported):
     file = JsonLines(tmp_path / "metrics.jsonl", reported.append, last_step=0)
     whole = 0
     with no_file_longer_than(1000):
@@ -64,9 +64,7 @@ def test_a_line_that_did_not_fit_is_cut_off_and_written_when_it_fits(tmp_path: P
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.ESTALE])
 @pytest.mark.parametrize("calls", [["pwrite"], ["open"], ["pwrite", "ftruncate"], ["pwrite", "open", "close"]])
-def test_whatever_fails_no_line_is_lost(
-    tmp_path: Path, reported: list[str], monkeypatch: pytest.MonkeyPatch, code: int, calls: list[str]
-) -> None:
+def test_whatever_fails_no_line_is_lost(tmp_path, reported, monkeypatch, code, calls):
     """Half of the data reaches the file before the error, and cutting it off may fail too."""
     path = tmp_path / "metrics.jsonl"
     real_pwrite, real_open = os.pwrite, os.open
@@ -97,7 +95,7 @@ def test_whatever_fails_no_line_is_lost(
     assert len(reported) == 2 * failures
 
 
-def test_storage_that_fails_from_the_start_and_for_good(tmp_path: Path, reported: list[str]) -> None:
+def test_storage_that_fails_from_the_start_and_for_good(tmp_path, reported):
     file = JsonLines(tmp_path / "missing" / "metrics.jsonl", reported.append, last_step=0)
     for step in (1, 2):
         file.append({"step": step})
@@ -106,9 +104,7 @@ def test_storage_that_fails_from_the_start_and_for_good(tmp_path: Path, reported
     assert len(reported) == 2 and "2 lines could not be written and are lost" in reported[1]
 
 
-def test_what_could_not_be_cut_at_the_start_is_cut_later(
-    tmp_path: Path, reported: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_not_be_cut_at_the_start_is_cut_later(tmp_path, reported, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     with no_file_longer_than(0):
@@ -120,7 +116,7 @@ def test_what_could_not_be_cut_at_the_start_is_cut_later(
     file.close()
 
 
-def test_cutting_drops_later_and_broken_lines(tmp_path: Path) -> None:
+def test_cutting_drops_later_and_broken_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     cut_lines(path, 3)
     assert not path.exists()
@@ -130,7 +126,7 @@ def test_cutting_drops_later_and_broken_lines(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_file_that_cannot_be_rewritten_whole_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_rewritten_whole_stays_as_it_was(tmp_path):
     path = tmp_path / "metrics.jsonl"
     text = "".join(f'{{"step": {step}}}\n' for step in range(100))
     path.write_text(text)
@@ -139,7 +135,7 @@ def test_a_file_that_cannot_be_rewritten_whole_stays_as_it_was(tmp_path: Path) -
     assert path.read_text() == text and [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_events_are_reported_written_and_kept_over_restarts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_are_reported_written_and_kept_over_restarts(tmp_path, capsys):
     config = tiny_config(tmp_path)
     with Monitor(config, Ranks(), 0) as monitor:
         monitor.event(9, "LOSS SPIKE at step 9")
@@ -160,7 +156,7 @@ def test_events_are_reported_written_and_kept_over_restarts(tmp_path: Path, caps
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
-def test_a_run_goes_on_while_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_while_nothing_can_be_written(tmp_path, capsys):
     config = tiny_config(tmp_path, training={"steps": 100})
     monitor = Monitor(config, Ranks(), 0)
     with no_file_longer_than(1500):
@@ -180,7 +176,7 @@ def test_a_run_goes_on_while_nothing_can_be_written(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_run_can_start_and_end_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_can_start_and_end_on_a_full_disk(tmp_path, capsys):
     config = tiny_config(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with no_file_longer_than(0), Monitor(config, Ranks(), 0) as monitor:
@@ -192,14 +188,14 @@ def test_a_run_can_start_and_end_on_a_full_disk(tmp_path: Path, capsys: pytest.C
         assert Config.model_validate_json((tmp_path / "config.json").read_text()) == config
 
 
-def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run.directory: .*file/run cannot be made \(Not a directory\)"):
         Monitor(tiny_config(tmp_path / "file" / "run"), Ranks(), 0)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_that_is_gone_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+def test_a_terminal_that_is_gone_ends_nothing(tmp_path, monkeypatch, terminal):
     class Gone(io.StringIO):
         def isatty(self) -> bool:
             return terminal
@@ -220,7 +216,7 @@ def test_a_terminal_that_is_gone_ends_nothing(tmp_path: Path, monkeypatch: pytes
     assert len(lines(tmp_path / "metrics.jsonl")) == 20 and len(lines(tmp_path / "events.jsonl")) == 1
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+def test_other_ranks_write_nothing(tmp_path):
     with Monitor(tiny_config(tmp_path / "run"), Ranks(rank=1, world_size=2), 0) as monitor:
         monitor.write(1, SCALARS)
         monitor.text(1, "evaluation/sample", "text")

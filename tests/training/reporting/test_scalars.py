@@ -58,7 +58,7 @@ def missing(lines: list[dict[str, float]]) -> set[str]:
     return {name for line in lines for name in line if name != "step" and not table.fullmatch(name)}
 
 
-def test_the_table_tells_names_and_no_others() -> None:
+def test_the_table_tells_names_and_no_others():
     table = documented()
     for name in ("train/loss", "model/encoder/attention/lha/kl_keys/layer_11", "quality/lsh/bucket_ratio"):
         assert table.fullmatch(name)
@@ -66,7 +66,7 @@ def test_the_table_tells_names_and_no_others() -> None:
         assert not table.fullmatch(name)
 
 
-def test_every_scalar_of_pretraining_is_in_the_table(tmp_path: Path) -> None:
+def test_every_scalar_of_pretraining_is_in_the_table(tmp_path):
     data = prepared(tmp_path)
     shard = sorted(data.glob("train-*.tar"))[0]
     shard.write_bytes(flip(520)(shard.read_bytes()))
@@ -99,7 +99,7 @@ def test_every_scalar_of_pretraining_is_in_the_table(tmp_path: Path) -> None:
     assert last["speed/hardware_flops_utilisation"] > last["speed/model_flops_utilisation"]
 
 
-def test_every_scalar_of_an_encoder_decoder_is_in_the_table(tmp_path: Path) -> None:
+def test_every_scalar_of_an_encoder_decoder_is_in_the_table(tmp_path):
     lha = {"pattern": ["lha"], "lha": {"chunk": 16}}
     size = {"max_length": 14, "layers": 2, "d_model": 32, "d_ff": 48, "heads": 4, "attention": lha}
     source = {"length": 10, "attention": lha}
@@ -130,7 +130,7 @@ def on_two_ranks(folder: str) -> list[list[dict[str, float]]]:
     return found
 
 
-def test_what_two_ranks_spend_and_hold(tmp_path: Path) -> None:
+def test_what_two_ranks_spend_and_hold(tmp_path):
     runs, _ = run_ranks(on_two_ranks, folder=str(tmp_path))
     whole = sum(p.numel() for p in TinyModel().parameters()) * 4
     for stage, lines in zip((1, 3), runs, strict=True):
@@ -159,7 +159,7 @@ class Clock:
         self.now += seconds
 
 
-def test_exposed_is_what_follows_the_last_gradient_but_for_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exposed_is_what_follows_the_last_gradient_but_for_the_optimizer(monkeypatch):
     clock = Clock(monkeypatch)
     weight = torch.nn.Parameter(torch.ones(3))
 
@@ -191,7 +191,7 @@ def test_exposed_is_what_follows_the_last_gradient_but_for_the_optimizer(monkeyp
         assert exposed.seconds() == pytest.approx(2 * 1.0 + 5.0 + 2.0)
 
 
-def test_memory_counts_what_holds_the_tensors_once() -> None:
+def test_memory_counts_what_holds_the_tensors_once():
     whole = torch.zeros(100)
     views = [whole[:10], whole[50:], torch.zeros(7, dtype=torch.bfloat16), torch.zeros(5, device="meta")]
     assert bytes_of(views, torch.device("cpu")) == (414, 20)
@@ -201,7 +201,7 @@ def test_memory_counts_what_holds_the_tensors_once() -> None:
     assert 1e7 < scalars["memory/resident_bytes"] <= scalars["memory/peak_bytes"] * 1.05
 
 
-def test_on_a_gpu_memory_has_more_kinds_and_they_are_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_memory_has_more_kinds_and_they_are_in_the_table(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 600)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 800)
     held = {"weights": (100, 0), "gradients": (50, 10), "optimizer": (0, 300)}
@@ -211,7 +211,7 @@ def test_on_a_gpu_memory_has_more_kinds_and_they_are_in_the_table(monkeypatch: p
     assert scalars["memory/reserved_bytes"] == 800 and scalars["memory/fragmentation"] == 0.25
 
 
-def test_layers_are_vectors_with_nan_for_those_without() -> None:
+def test_layers_are_vectors_with_nan_for_those_without():
     one, two, three = (torch.tensor(x) for x in (1.0, 2.0, 3.0))
     found = average_over_layers({"a": {0: one, 3: three}, "b": {1: two}}, 4)
     assert {name: value.tolist() for name, value in found.items() if value.dim() == 0} == {"a": 2.0, "b": 2.0}
@@ -220,7 +220,7 @@ def test_layers_are_vectors_with_nan_for_those_without() -> None:
     assert found["a/layers"][[0, 3]].tolist() == [1.0, 3.0]
 
 
-def test_the_table_of_ranks_has_medians_and_the_slowest_first(tmp_path: Path) -> None:
+def test_the_table_of_ranks_has_medians_and_the_slowest_first(tmp_path):
     table = RankTable(3)
     for step in range(20):
         table.add(
@@ -241,7 +241,7 @@ def test_the_table_of_ranks_has_medians_and_the_slowest_first(tmp_path: Path) ->
     assert written["ranks"][0] == {"rank": 0, "data": 0.0, "forward": 1.0, "communication": 0.5}
 
 
-def test_the_loop_keeps_the_table_of_one_rank_to_itself(tmp_path: Path) -> None:
+def test_the_loop_keeps_the_table_of_one_rank_to_itself(tmp_path):
     lines = run(TinyModel(), tiny_config(tmp_path, training={"steps": 2}), Ranks())
     assert not (tmp_path / "ranks.json").exists()
     assert not any("exposed" in name for name in lines[-1])

@@ -57,7 +57,7 @@ def traces(folder: Path) -> dict[str, int]:
     return {path.name: updates(path) for path in sorted((folder / "traces").iterdir())}
 
 
-def test_a_range_of_steps_is_traced_and_changes_no_loss(tmp_path: Path) -> None:
+def test_a_range_of_steps_is_traced_and_changes_no_loss(tmp_path):
     plain = losses(tiny_config(tmp_path / "plain"))
     traced = losses(tiny_config(tmp_path / "traced", logging={"profile_steps": (7, 9)}))
     assert traced == plain
@@ -65,12 +65,12 @@ def test_a_range_of_steps_is_traced_and_changes_no_loss(tmp_path: Path) -> None:
     assert not (tmp_path / "plain" / "traces").exists()
 
 
-def test_a_range_that_the_run_ends_in_is_traced_up_to_there(tmp_path: Path) -> None:
+def test_a_range_that_the_run_ends_in_is_traced_up_to_there(tmp_path):
     losses(tiny_config(tmp_path, logging={"profile_steps": (19, 25)}))
     assert traces(tmp_path) == {"step-00000019-rank-00000.json.gz": 2}
 
 
-def test_each_request_traces_the_next_steps(tmp_path: Path) -> None:
+def test_each_request_traces_the_next_steps(tmp_path):
     reported: list[str] = []
 
     def wanted() -> bool:
@@ -83,7 +83,7 @@ def test_each_request_traces_the_next_steps(tmp_path: Path) -> None:
     assert traces(tmp_path) == {f"step-{step:08d}-rank-00000.json.gz": STEPS for step in (4, 12)}
 
 
-def test_storage_that_fails_costs_the_trace_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_storage_that_fails_costs_the_trace_alone(tmp_path, capfd):
     plain = losses(tiny_config(tmp_path / "plain"))
     run = tmp_path / "run"
     run.mkdir()
@@ -94,9 +94,7 @@ def test_storage_that_fails_costs_the_trace_alone(tmp_path: Path, capfd: pytest.
     )
 
 
-def test_a_trace_that_the_exporter_could_not_finish_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_that_the_exporter_could_not_finish_is_none(tmp_path, monkeypatch, capfd):
     """Torch's exporter may not report a full disk."""
 
     def torn(self: object, path: str) -> None:
@@ -108,7 +106,7 @@ def test_a_trace_that_the_exporter_could_not_finish_is_none(
     assert list((tmp_path / "traces").iterdir()) == []
 
 
-def test_a_signal_asks_for_a_trace_of_a_running_process(tmp_path: Path) -> None:
+def test_a_signal_asks_for_a_trace_of_a_running_process(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", RUN, str(tmp_path)],
         stderr=subprocess.PIPE,
@@ -140,6 +138,6 @@ def _wait(condition, process: subprocess.Popen[str]) -> None:  # type: ignore[no
 
 
 @pytest.mark.parametrize("steps", [[5, 4], [1, 11]])
-def test_a_range_that_is_none_or_too_long_is_refused(steps: list[int]) -> None:
+def test_a_range_that_is_none_or_too_long_is_refused(steps):
     with pytest.raises(ConfigError, match=r"logging.profile_steps: .* is no range of 1 to 10 steps"):
         build_config({"logging": {"profile_steps": steps}})
