@@ -228,10 +228,8 @@ def test_searches_side_by_side_are_those_of_each_alone():
     """Sources of several lengths, which are padded, and hypotheses that end at different steps."""
     model = build_model(small(vocabulary=8, kind="encoder_decoder", source={"length": 12}, padding_token=7), seed=7)
     sources = [random_tokens(1, length, 7, seed=length)[0] for length in (12, 3, 7, 5)]
-    rule, nothing = (
-        BeamSettings(beams=3, tokens=20, end=6, alpha=3.0, vocabulary=6),
-        torch.empty(1, 0, dtype=torch.long),
-    )
+    rule = BeamSettings(beams=3, tokens=20, end=6, alpha=3.0, vocabulary=6)
+    nothing = torch.empty(1, 0, dtype=torch.long)
     alone = [search(EncodedSource(model, source[None], 0), nothing, 0, rule)[0] for source in sources]
     group = torch.nn.utils.rnn.pad_sequence(sources, batch_first=True, padding_value=7)
     together = search(EncodedSource(model, group, 0), nothing.expand(4, 0), 0, rule)

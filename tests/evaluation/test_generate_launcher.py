@@ -16,6 +16,7 @@ from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.restore import restore
 from megasparse.ops.random import RngContext
 from tests.helpers.commands import refused, run
+from tests.helpers.tiny import read_metrics
 from tools import prepare_data
 
 MODEL = {"layers": 2, "d_model": 32, "d_ff": 64, "heads": 4, "attention": {"pattern": ["local", "lsh"]}}
@@ -40,7 +41,7 @@ def trained(folder: Path, corpus: list[Any], length: int, sections: dict[str, An
 
 
 @pytest.fixture(scope="module")
-def pixels(tmp_path_factory) -> Path:
+def pixels(tmp_path_factory):
     """A model of images of 4×4."""
     folder = tmp_path_factory.mktemp("pixels")
     (folder / "source").mkdir()
@@ -57,7 +58,7 @@ def pixels(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def translator(tmp_path_factory) -> Path:
+def translator(tmp_path_factory):
     """An encoder–decoder that predicts the numbers after those that it reads."""
     folder = tmp_path_factory.mktemp("translator")
     numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"] * 20
@@ -67,10 +68,7 @@ def translator(tmp_path_factory) -> Path:
     (folder / "source").write_text("\n".join((folder / "source").read_text().split("\n")[:-3]) + "\n")
     sections = {
         "model": {
-            "kind": "encoder_decoder",
-            "vocabulary": 260,
-            "max_length": 24,
-            "padding_token": 257,
+            **{"kind": "encoder_decoder", "vocabulary": 260, "max_length": 24, "padding_token": 257},
             "source": {"length": 16, "attention": {"pattern": ["full"]}},
         },
         "optimizer": {"learning_rate": 0.01},
@@ -114,7 +112,7 @@ def test_samples_of_pixels_are_pictures_on_the_board(pixels):
     board.Reload()
     (event,) = board.Images("evaluation/sample")
     assert (event.step, event.width, event.height) == (3, 4, 4)
-    (line,) = [json.loads(each) for each in (pixels / "metrics.jsonl").read_text().splitlines()][-1:]
+    line = read_metrics(pixels)[-1]
     assert line["evaluation/bits_per_dim"] > 0 and "evaluation/sample" not in line
 
 
@@ -146,7 +144,7 @@ def greedy(run_: Path, source: bytes) -> bytes:
 
 
 def test_training_reports_how_well_targets_are_predicted(translator):
-    line = json.loads((translator / "metrics.jsonl").read_text().splitlines()[-1])
+    line = read_metrics(translator)[-1]
     assert "evaluation/bits_per_dim" not in line
     stream = EvaluationStream(Index.load(translator.parent / "data"), "validation")
     model, *_ = restore(translator)

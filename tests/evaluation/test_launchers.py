@@ -3,10 +3,7 @@
 import copy
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +11,29 @@ import pytest
 import torch
 
 from launch import evaluate, generate, pretrain
-from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
-from megasparse.data.prepare import prepare
 from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.restore import restore
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from tests.helpers.commands import refused, run
+from tests.helpers.tiny import read_metrics
+from tests.helpers.trained import prepare_text
 
 ROOT = Path(__file__).parents[2]
 MODEL = {
-    "max_length": 64,
-    "layers": 2,
-    "d_model": 32,
-    "d_ff": 64,
-    "heads": 4,
+    **{"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 4},
     "attention": {"pattern": ["local", "lsh"], "local": {"chunk": 16}, "lsh": {"chunk": 8, "rounds": 1}},
 }
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A folder of data/: a little text, a tenth of it for testing. Three steps of training each: run/, leaky/ with a
-    leaking window, encoder/.
-    """
+def folder(tmp_path_factory):
+    """A folder of data/, a tenth of it for testing. Three steps each: run/, leaky/ (its window), encoder/."""
     folder = tmp_path_factory.mktemp("launchers")
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(50)]
     (folder / "source.txt").write_text(" ".join(draw.choices(words, k=1500)))
-    source = Source.open([str(folder / "source.txt")], None, folder / "download")
-    prepare(
-        "text",
-        source,
-        folder / "data",
-        options={"split": "80,10,10"},
-        sample_bytes=256,
-        shard_bytes=2048,
-        command="a test",
-    )
+    prepare_text(folder / "source.txt", folder / "data")
     for name in ("run", "leaky", "encoder"):
         config: dict[str, dict[str, Any]] = {
             "run": {"directory": str(folder / name), "engine": "torch", "device": "cpu"},
@@ -95,16 +77,8 @@ def test_evaluate_writes_the_number_with_its_protocol(folder, capsys):
     protocol = found["protocol"]
     assert protocol["checkpoint_step"] == 3
     assert protocol["data_fingerprint"] == protocol["trained_on_fingerprint"] == index.fingerprint
-    for key, value in {
-        "split": "test",
-        "sequence_length": 64,
-        "stride": 64,
-        "rounds": None,
-        "configured_rounds": {"lsh": 1},
-        "seeds": [0],
-        "leaks": [],
-    }.items():
-        assert protocol[key] == value
+    wanted = {"split": "test", "sequence_length": 64, "stride": 64, "rounds": None, "seeds": [0], "leaks": []}
+    assert protocol | wanted | {"configured_rounds": {"lsh": 1}} == protocol
     line = f"{found['bits_per_dim']:.4f} bits/dim, accuracy {100 * found['accuracy']:.2f} %"
     assert line in capsys.readouterr().out
 
@@ -165,7 +139,7 @@ def test_mistakes_are_one_line(folder, capsys, tmp_path):
 
 
 def test_training_logged_its_held_out_evaluation(folder):
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(folder / "run")
     assert ["evaluation/bits_per_dim" in line for line in lines] == [False, True, False]
     assert lines[1]["evaluation/bits_per_dim"] == pytest.approx(lines[1]["evaluation/loss"] / math.log(2))
     there = ["--checkpoint", folder / "run" / "checkpoints" / "00000002", "--data", folder / "data"]
@@ -204,7 +178,7 @@ def test_an_encoder_is_scored_on_the_tokens_it_masks(folder, capsys):
 
 
 def test_an_encoder_logs_losses_of_masked_tokens_and_no_code_length(folder):
-    lines = [json.loads(line) for line in (folder / "encoder" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(folder / "encoder")
     assert not any(name.endswith(("bits_per_dim", "sample")) for line in lines for name in line)
     assert all({"train/loss", "model/accuracy"} <= line.keys() for line in lines)
     assert lines[0]["speed/tokens_per_second"] * lines[0]["speed/step_seconds"] == pytest.approx(2 * 64)
@@ -218,12 +192,3 @@ def test_an_encoder_logs_losses_of_masked_tokens_and_no_code_length(folder):
 def test_an_encoder_writes_no_text(folder, capsys):
     message = refused(capsys, generate, "--checkpoint", folder / "encoder", "--tokens", 3)
     assert "an encoder predicts masked tokens and writes no text" in message
-
-
-@pytest.mark.parametrize("name", ["evaluate", "generate"])
-def test_the_scripts_start(name):
-    command = [sys.executable, str(ROOT / "launch" / f"{name}.py"), "--help"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert found.returncode == 0, found.stderr
-    assert "--checkpoint" in found.stdout

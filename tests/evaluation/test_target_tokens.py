@@ -25,15 +25,9 @@ PADDING, SOURCE, TARGET = 256, 6, 8
 
 @pytest.fixture(scope="module")
 def model():
-    config = small(
-        ("lsh",),
-        layers=1,
-        kind="encoder_decoder",
-        vocabulary=260,
-        padding_token=PADDING,
-        label_smoothing=0.1,
-        source={"length": SOURCE, "positions": {"kind": "sinusoidal"}},
-    )
+    source = {"length": SOURCE, "positions": {"kind": "sinusoidal"}}
+    ids = {"vocabulary": 260, "padding_token": PADDING, "label_smoothing": 0.1}
+    config = small(("lsh",), layers=1, kind="encoder_decoder", source=source, **ids)
     model = build_model(config, 0).eval()
     with torch.no_grad():
         model.head.norm_bias += 0.3
