@@ -41,11 +41,7 @@ def bench_offload(config: Config, lengths: Sequence[int], disk: Path, steps: int
 def measure(config: Config, length: int, disk: Path, steps: int, ranks: Ranks) -> list[list[float]]:
     """Seconds of each step without offload, with it to CPU memory, and with it to a disk."""
     cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(disk.absolute())}
-    offloads = [
-        {},
-        {"offload_param": cpu, "offload_optimizer": cpu},
-        {"offload_param": cpu, "offload_optimizer": nvme},
-    ]
+    offloads = [{}, {"offload_param": cpu, "offload_optimizer": cpu}, {"offload_param": cpu, "offload_optimizer": nvme}]
     with ExitStack() as stack:
         engines = [stack.enter_context(closing(engine_of(config, length, offload, ranks))) for offload in offloads]
         tokens = dummy_records(config.model, 1, length, config.run.seed)

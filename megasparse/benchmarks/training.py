@@ -36,11 +36,7 @@ def bench_training(config: Config, steps: int, command: str, json_file: Path | N
     device = config.run.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[str, Any] = {
-        "command": command,
-        "machine": alone(machine, torch.device(device)),
-        "rows": [],
-    }
+    found: dict[str, Any] = {"command": command, "machine": alone(machine, torch.device(device)), "rows": []}
     for name, changed in tqdm(models(config).items(), unit="model", disable=None):
         try:
             row = alone(measure, changed, steps)

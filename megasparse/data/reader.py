@@ -175,12 +175,7 @@ class ShardReader:
     """
 
     def __init__(
-        self,
-        index: Index,
-        split: str,
-        open_files: int = 16,
-        damage: Damage | None = None,
-        progress: Progress = silent,
+        self, index: Index, split: str, open_files: int = 16, damage: Damage | None = None, progress: Progress = silent
     ):
         self.index = index
         self._progress = progress

@@ -27,10 +27,7 @@ FIRST = Path("checkpoints", "00000000")
 
 
 def write_checkpoint(
-    config: Config,
-    tensors: Mapping[str, Callable[[], Tensor]],
-    output: str | Path,
-    tokenizer: Path | None = None,
+    config: Config, tensors: Mapping[str, Callable[[], Tensor]], output: str | Path, tokenizer: Path | None = None
 ) -> Path:
     """Write OUTPUT/checkpoints/00000000, a checkpoint of weights alone, and OUTPUT/config.json; returns its path.
 

@@ -46,11 +46,7 @@ class LossGuard:
 
     def state(self) -> dict[str, Any]:
         """The state as JSON, which keeps every bit of a finite float."""
-        return {
-            "losses": list(self._losses),
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "spikes": self.spikes,
-        }
+        return {"losses": list(self._losses), "skipped_in_a_row": self.skipped_in_a_row, "spikes": self.spikes}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state()`; {} begins anew."""

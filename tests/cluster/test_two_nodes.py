@@ -140,10 +140,7 @@ def test_a_wrong_hostfile_ends_at_once(two_nodes, run, hostfile, said):
 
 @pytest.mark.parametrize(
     ("hostfile", "options", "code"),
-    [
-        ("node-a slots=1\nnode-c slots=1\n", (), BROKEN_CONNECTION),
-        (HOSTFILE, ("--master_addr", NOBODY), HANG),
-    ],
+    [("node-a slots=1\nnode-c slots=1\n", (), BROKEN_CONNECTION), (HOSTFILE, ("--master_addr", NOBODY), HANG)],
     ids=["second host", "address"],
 )
 def test_what_is_out_of_reach_ends_in_time(two_nodes, run, hostfile, options, code):

@@ -182,8 +182,7 @@ def test_what_does_not_fit_is_one_line_and_nothing_is_written(make, books, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("sizes", "split"),
-    [([10] * 8 + [1], "80,10,10"), ([10] * 6, "60,20,20"), ([10], "100,0,0"), ([1, 99], "100,0,0")],
+    ("sizes", "split"), [([10] * 8 + [1], "80,10,10"), ([10] * 6, "60,20,20"), ([10], "100,0,0"), ([1, 99], "100,0,0")]
 )
 def test_too_few_documents_come_with_a_split_that_works(make, tmp_path, sizes, split):
     (tmp_path / "books").mkdir()

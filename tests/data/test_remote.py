@@ -105,13 +105,7 @@ FINAL: dict[str, tuple[list[int | str], str, int]] = {
 @pytest.mark.parametrize(("faults", "problem", "asked"), FINAL.values(), ids=FINAL)
 @pytest.mark.parametrize("max_damaged", [0.0, 1.0])
 def test_D6_a_server_that_does_not_recover_is_named_and_the_next_start_goes_on(
-    folder,
-    server,
-    cache,
-    faults,
-    problem,
-    asked,
-    max_damaged,
+    folder, server, cache, faults, problem, asked, max_damaged
 ):
     index = Index.load(server.url, cache=cache)
     server.faults[FIRST].extend(faults)

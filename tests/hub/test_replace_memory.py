@@ -30,11 +30,7 @@ def check_memory(attention, longest):
     assert whole.largest < longest**2, "a tensor of a size that grows with the square"
 
 
-LONG = [
-    {"kind": "lha", "chunk": 64},
-    {"kind": "yoso", "hashes": 4, "code_bits": 4},
-    {"kind": "lsh", "chunk": 64},
-]
+LONG = [{"kind": "lha", "chunk": 64}, {"kind": "yoso", "hashes": 4, "code_bits": 4}, {"kind": "lsh", "chunk": 64}]
 BIRD = {"kind": "smart_bird", "keys": 8, "objective": "pooled", "labels": 2}
 """It compares all pairs, a tile at a time: the full lengths among the soak tests."""
 

@@ -70,10 +70,7 @@ def test_lha():
 def test_yoso():
     found = operators("yoso", hashes=3, code_bits=5, backward="tables")["attention"]
     table = 32 * DIM * 4 * HEADS / LENGTH
-    moved = (
-        2 * ROW + 2 * 3 * CODE + 3 * (ROW + 2 * CODE + table) + ROW,
-        3 * (4 * ROW + 2 * CODE + table) + 4 * ROW,
-    )
+    moved = (2 * ROW + 2 * 3 * CODE + 3 * (ROW + 2 * CODE + table) + ROW, 3 * (4 * ROW + 2 * CODE + table) + 4 * ROW)
     bits = 2 * 5 * 3 * 3  # fast Hadamard of 8 numbers
     close(found, (3 * HEADS * (bits + 2 * DIM), 3 * HEADS * (2 * DIM + 8 * DIM**2)), moved)
 

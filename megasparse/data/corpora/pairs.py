@@ -19,13 +19,7 @@ import numpy as np
 from megasparse.data.corpora.cutting import add_split_argument, split_at, split_sizes
 from megasparse.data.corpora.padded import PaddedEncoder
 from megasparse.data.corpora.sentences import ENDS, documents, packed, text_documents
-from megasparse.data.corpora.source import (
-    Document,
-    Source,
-    add_source_arguments,
-    add_tokenizer_argument,
-    positive,
-)
+from megasparse.data.corpora.source import Document, Source, add_source_arguments, add_tokenizer_argument, positive
 from megasparse.data.encoding import Encoded
 from megasparse.errors import ConfigError, DataError
 

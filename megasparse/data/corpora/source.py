@@ -122,13 +122,7 @@ class Source:
     """The sha256 over names and sizes of the parts, where files are kept apart."""
 
     @classmethod
-    def open(
-        cls,
-        locations: Sequence[str],
-        member: str | None,
-        downloads: Path,
-        kind: Kind = "stream",
-    ) -> "Source":
+    def open(cls, locations: Sequence[str], member: str | None, downloads: Path, kind: Kind = "stream") -> "Source":
         """Find (or download into `downloads`) every file, and read all of it once to know its size and digests.
 
         kind: "stream", one stream of bytes, archives of several files are refused without `member`; "files", kept

@@ -118,8 +118,7 @@ def test_what_cannot_go_on_starts_over(server, tmp_path, change):
 
 
 @pytest.mark.parametrize(
-    ("path", "problem"),
-    [("/missing", "404"), ("/redirect", "ftp"), ("/unknown-length", "does not say how long")],
+    ("path", "problem"), [("/missing", "404"), ("/redirect", "ftp"), ("/unknown-length", "does not say how long")]
 )
 def test_refusals_name_the_url(server, tmp_path, path, problem):
     with pytest.raises(DataError, match=problem) as caught:

@@ -14,6 +14,7 @@ from megasparse.data.reader import EvaluationStream
 from megasparse.errors import ConfigError, DataError
 from tests.data.corpora.pictures import write_tar
 from tests.data.folders import write_folder
+from tests.helpers.commands import refused
 
 prepare_data = door("prepare-data")
 
@@ -160,8 +161,4 @@ def test_the_command(tmp_path, capsys):
     prepare_data(["shards", "--source", str(folder)])
     assert f"{folder}: indexed" in capsys.readouterr().out
     assert shlex.split(Index.load(folder).file.command)[1:] == ["prepare-data", "shards", "--source", str(folder)]
-    with pytest.raises(SystemExit) as ended:
-        prepare_data(["shards", "--source", str(folder)])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
+    refused(capsys, prepare_data, "shards", "--source", folder)
