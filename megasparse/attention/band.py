@@ -39,7 +39,7 @@ def band_attention(
     """
     spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self, count_rounds, buckets)
     return bucketed_attention(
-        inputs.q, inputs.k, inputs.v, query_codes, spec, inputs.key_mask, inputs.segments, key_codes
+        inputs.q, inputs.k, inputs.v, query_codes, spec, inputs.key_mask, inputs.segments, key_codes, inputs.dropout
     )
 
 

@@ -95,4 +95,5 @@ def _tokens(blocks: Tensor, chunk: int, length: int) -> Tensor:
 
 def _clusters(inputs: AttentionInputs, query_index: Tensor, key_index: Tensor) -> Tensor:
     spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, count_clusters=False)
-    return cluster_attention(inputs.q, inputs.k, inputs.v, query_index, key_index, spec, inputs.key_mask)[0]
+    heads = (inputs.q, inputs.k, inputs.v)
+    return cluster_attention(*heads, query_index, key_index, spec, inputs.key_mask, dropout=inputs.dropout)[0]

@@ -11,13 +11,14 @@ from megasparse.attention.costs import Passes, Traffic, Work, Workload
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.errors import ConfigError
 from megasparse.ops.autocast import without_autocast
-from megasparse.ops.random import RngContext
+from megasparse.ops.random import PairDropout, RngContext
 
 
 class AttentionInputs(NamedTuple):
     """Queries, keys and values of one layer. q: (B, H, Lq, D). k, v: (B, H, Lk, D); with shared QK, k is q/|q|.
 
-    key_mask: (B, Lk) bool, true for real tokens, or None. segments: (B, L) document numbers, or None.
+    key_mask: (B, Lk) bool, true for real tokens, or None. segments: (B, L) document numbers, or None. dropout: of the
+    probabilities, or None.
     Where ranks share sequences: whole ones, of this rank's heads.
     """
 
@@ -27,6 +28,7 @@ class AttentionInputs(NamedTuple):
     key_mask: Tensor | None
     segments: Tensor | None
     causal: bool
+    dropout: PairDropout | None = None
 
     def of_one_dtype(self) -> "AttentionInputs":
         """With k and v in the dtype of q; torch.autocast leaves some in bf16 and some in fp32."""
@@ -123,6 +125,8 @@ class MechanismSpec:
     layers: int = 1
     """Number of layers that hold this mechanism, over which auxiliary losses are averaged."""
     vocabulary: int = 256
+    dropout: float = 0.0
+    """Rate of dropout of attention probabilities, in training."""
 
 
 class Attention(nn.Module, ABC):
@@ -177,6 +181,14 @@ class Attention(nn.Module, ABC):
 
     def start_from_pretrained(self) -> None:
         """Sets parameters so that pretrained values pass unchanged, before fine-tuning in a pretrained model."""
+
+    def pair_dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
+        """Dropout of the probabilities of the queries q (B, H, L, D), all those of this rank's heads; None without."""
+        rng, first = context.rng, context.head_offset
+        if not rng.training or self.spec.dropout == 0.0:
+            return None
+        key, rows = rng.key(context.layer, "attention probability dropout"), rng.rows(q.shape[2], q.device)
+        return PairDropout.of(self.spec.dropout, key, rows, range(first, first + q.shape[1]))
 
     # Decoding with a cache, of causal mechanisms
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.costs import Passes, product
+from megasparse.attention.full import attend_to_all
 from megasparse.attention.heads import head_dim, merge_heads, projection, split_heads
 from megasparse.config.buckets import lsh_buckets
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.bucketed_attention import windows_by_key_rank
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.hashing import angular_hash
-from megasparse.ops.random import rotations
+from megasparse.ops.random import PairDropout, rotations
 
 
 class Source(NamedTuple):
@@ -63,6 +63,7 @@ class CrossAttention(nn.Module):
         longest = max(config.max_length, config.source.length)
         self.factors = lsh_buckets(self.lsh, longest) if self.hashed else []
         self.chunk = min(self.lsh.chunk, longest)
+        self.dropout = config.attention.dropout
         width = self.heads * self.head_dim
         self.query, self.key, self.value = (projection(config.d_model, width, biased=False) for _ in range(3))
         self.output = projection(width, config.d_model, biased=False)
@@ -99,11 +100,14 @@ class CrossAttention(nn.Module):
         return Passes(float(self.lsh.rounds * self.heads * self.head_dim * sum(self.factors) * (source + target)))
 
     def _full(self, q: Tensor, keys: SourceKeys, context: AttentionContext, first_position: int) -> Tensor:
-        if keys.key_mask is None:
-            return F.scaled_dot_product_attention(q, keys.k, keys.v)
-        blind = ~keys.key_mask.any(-1)[:, None, None, None]  # a softmax of nothing would be NaN
-        mask = keys.key_mask[:, None, None] | blind
-        return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=mask).masked_fill(blind, 0.0)
+        return attend_to_all(q, keys.k, keys.v, keys.key_mask, self._dropout(q, context))
+
+    def _dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
+        rng = context.rng
+        if not rng.training or self.dropout == 0.0:
+            return None
+        key = rng.key(context.layer, "cross-attention probability dropout")
+        return PairDropout.of(self.dropout, key, rng.rows(q.shape[2], q.device), range(self.heads))
 
     def _hashed(self, q: Tensor, keys: SourceKeys, context: AttentionContext, first_position: int) -> Tensor:
         assert keys.codes is not None
@@ -116,7 +120,8 @@ class CrossAttention(nn.Module):
             distinct=self.lsh.count_rounds,
             first_query=first_position,
         )
-        return gathered_attention(q, keys.k, keys.v, index, scale=self.head_dim**-0.5)[0]
+        dropout = self._dropout(q, context)
+        return gathered_attention(q, keys.k, keys.v, index, scale=self.head_dim**-0.5, dropout=dropout)[0]
 
     @torch.no_grad()
     def _codes(self, x: Tensor, context: AttentionContext) -> Tensor:

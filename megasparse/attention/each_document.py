@@ -1,6 +1,7 @@
 """Attention of packed documents, each as if it were alone. B batch, H heads, L length, D head dim, n tokens of one."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +26,10 @@ def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Ten
 def alone(inputs: AttentionInputs, document: Document) -> AttentionInputs:
     """The heads of one document's real tokens, without masks."""
     q, k, v = (document.take(x) for x in (inputs.q, inputs.k, inputs.v))
-    return inputs._replace(q=q, k=k, v=v, key_mask=None, segments=None)
+    dropout = inputs.dropout
+    if dropout is not None:
+        dropout = replace(dropout, queries=document.take(dropout.queries))
+    return inputs._replace(q=q, k=k, v=v, key_mask=None, segments=None, dropout=dropout)
 
 
 def join(parts: Sequence[Tensor], each: Sequence[Document], like: Tensor) -> Tensor:

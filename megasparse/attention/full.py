@@ -11,6 +11,9 @@ from torch import Tensor
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes, Work
 from megasparse.config.attention import FullAttentionConfig
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
+from megasparse.ops.random import PairDropout
 
 
 @dataclass
@@ -48,6 +51,8 @@ class FullAttention(Attention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         inputs = inputs.of_one_dtype()
+        if inputs.dropout is not None:
+            return AttentionOutput(self._dropped(inputs), None, {})
         if self.shared_qk:
             return AttentionOutput(self._shared(inputs), None, {})
         mask = _mask(inputs, exclude_self=False)
@@ -55,6 +60,13 @@ class FullAttention(Attention):
             inputs.q, inputs.k, inputs.v, attn_mask=mask, is_causal=inputs.causal and mask is None
         )
         return AttentionOutput(_without_padding(out, inputs.key_mask), None, {})
+
+    def _dropped(self, inputs: AttentionInputs) -> Tensor:
+        """By blocks, a window of all tokens: torch's own dropout draws from a global generator."""
+        q, k, v, key_mask, segments, causal, dropout = inputs
+        scale = 1.0 if self.shared_qk else q.shape[-1] ** -0.5
+        spec = BucketedAttentionSpec(Window("band", q.shape[2]), causal, scale, exclude_self=self.shared_qk)
+        return bucketed_attention(q, k, v, None, spec, key_mask, segments, dropout=dropout)[0]
 
     def _shared(self, inputs: AttentionInputs) -> Tensor:
         q, k, v = inputs.q, inputs.k, inputs.v
@@ -90,6 +102,22 @@ class FullAttention(Attention):
         scale = 1.0 if self.shared_qk else None
         k, v = (cached[:, :, :stop].to(inputs.q.dtype) for cached in (cache.k, cache.v))
         return F.scaled_dot_product_attention(inputs.q, k, v, scale=scale)
+
+
+def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: PairDropout | None) -> Tensor:
+    """Compute softmax(qkᵀ/√D)v, dropout of the probabilities included; what sees no real key gets 0.
+
+    q: (B, H, Lq, D). k, v: (B, H, Lk, D). key_mask: (B, Lk) bool, true for real keys.
+    """
+    if dropout is not None:
+        queries, keys = (torch.arange(x.shape[2], device=x.device)[None, None, None] for x in (q, k))
+        spec = ClusterAttentionSpec(causal=False, scale=q.shape[-1] ** -0.5, count_clusters=False)
+        return cluster_attention(q, k, v, queries, keys, spec, key_mask, dropout=dropout)[0]
+    if key_mask is None:
+        return F.scaled_dot_product_attention(q, k, v)
+    blind = ~key_mask.any(-1)[:, None, None, None]  # a softmax of nothing would be NaN
+    mask = key_mask[:, None, None] | blind
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).masked_fill(blind, 0.0)
 
 
 def _mask(inputs: AttentionInputs, exclude_self: bool) -> Tensor | None:

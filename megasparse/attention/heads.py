@@ -36,6 +36,7 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
         causal=model.kind != "encoder",
         layers=layers_with(model, kind),
         vocabulary=model.vocabulary,
+        dropout=model.attention.dropout,
     )
     built = MECHANISMS[kind](getattr(model.attention, kind), spec)
     return FullAttention(FullAttentionConfig(shared_qk=built.shared_qk), spec) if attends_fully(model, kind) else built
@@ -169,7 +170,8 @@ def split_heads_by_mechanism(
             mine, keys, values = part.to_heads(mine, keys, values)
         offset = context.head_offset + first + part.rank * (heads // part.size)
         own = dataclasses.replace(context, head_offset=offset, rng=whole, part=part)
-        yield kind, AttentionInputs(mine, keys, values, padding.key_mask, padding.segments, causal), own
+        dropped = mechanism.pair_dropout(mine, own)
+        yield kind, AttentionInputs(mine, keys, values, padding.key_mask, padding.segments, causal, dropped), own
         first += heads
 
 

@@ -125,7 +125,7 @@ class LHAAttention(BandAttention):
         assert assigned.query_members is not None and assigned.key_members is not None
         spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, self.config.count_buckets)
         members = assigned.query_members, assigned.key_members
-        out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, *members, spec)
+        out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, *members, spec, dropout=inputs.dropout)
         alone = lse.isneginf()
         if inputs.key_mask is not None:
             alone = alone & inputs.key_mask[:, None]

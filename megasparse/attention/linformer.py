@@ -1,13 +1,13 @@
 """Linformer attention (Wang et al. 2020). B batch, H heads, L length, D head dim, P projected length."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes, product
 from megasparse.attention.documents import begins_with_real_tokens, documents
 from megasparse.attention.each_document import alone, join
+from megasparse.attention.full import attend_to_all
 from megasparse.config.attention import LinformerAttentionConfig
 
 
@@ -43,8 +43,8 @@ class LinformerAttention(Attention):
         each = list(documents(inputs.key_mask, inputs.segments))
         pieces = [alone(inputs, document) for document in each]
         keys, values = self.keys([piece.k for piece in pieces]), self.values([piece.v for piece in pieces])
-        queries = (piece.q for piece in pieces)
-        parts = [F.scaled_dot_product_attention(*part) for part in zip(queries, keys, values, strict=True)]
+        split = zip(pieces, keys, values, strict=True)
+        parts = [attend_to_all(piece.q, k, v, None, piece.dropout) for piece, k, v in split]
         return AttentionOutput(join(parts, each, inputs.q), None, {})
 
     def flops(self, length: int) -> Passes:
@@ -54,8 +54,8 @@ class LinformerAttention(Attention):
     def _whole(self, inputs: AttentionInputs) -> Tensor:
         q, k, v = inputs.q, inputs.k, inputs.v
         if inputs.key_mask is None:
-            return F.scaled_dot_product_attention(q, self.keys([k])[0], self.values([v])[0])
+            return attend_to_all(q, self.keys([k])[0], self.values([v])[0], None, inputs.dropout)
         padding = ~inputs.key_mask[:, None, :, None]
         k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
-        out = F.scaled_dot_product_attention(q, self.keys([k])[0], self.values([v])[0])
+        out = attend_to_all(q, self.keys([k])[0], self.values([v])[0], None, inputs.dropout)
         return out.masked_fill(padding, 0.0)

@@ -63,16 +63,16 @@ class LocalAttention(Attention):
         self.relative = RelativePositions(spec) if config.relative else None
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        q, k, v, key_mask, segments, causal = inputs
+        q, k, v, key_mask, segments, causal, dropout = inputs
         scale = self.spec.head_dim**-0.5
         if self.relative is not None:
             r, u, w = self.relative(self.chunk, causal, context.part)
             relative = LocalAttentionSpec(self.chunk, causal, scale)
-            out = relative_local_attention(q, k, v, r, u, w, relative, key_mask, segments)
+            out = relative_local_attention(q, k, v, r, u, w, relative, key_mask, segments, dropout)
         else:
             window = Window("chunk", self.chunk, ahead=not causal)
             plain = BucketedAttentionSpec(window, causal, scale, exclude_self=False)
-            out, _ = bucketed_attention(q, k, v, None, plain, key_mask, segments)
+            out, _ = bucketed_attention(q, k, v, None, plain, key_mask, segments, dropout=dropout)
         return AttentionOutput(out, None, {})
 
     def flops(self, length: int) -> Passes:

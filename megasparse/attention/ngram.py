@@ -3,7 +3,7 @@
 B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -103,8 +103,8 @@ class NGramAttention(Attention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         codes = context.recompute.keep(lambda: self.assign(context, inputs.key_mask, inputs.segments))
-        q, k, v, key_mask, segments, _ = inputs
-        found = [bucketed_attention(q, k, v, None, self.near, key_mask, segments)]
+        q, k, v, key_mask, segments, _, dropout = inputs
+        found = [bucketed_attention(q, k, v, None, self.near, key_mask, segments, dropout=dropout)]
         found += [self._round(inputs, own) for own in codes.unbind(1)]
         outs, lses = zip(*found, strict=True)
         lse = torch.stack(lses, dim=-1)  # (B, H, L, 1 + R)
@@ -117,13 +117,15 @@ class NGramAttention(Attention):
 
     def _round(self, inputs: AttentionInputs, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of what a round shows, 0 and −∞ where that is nothing. codes: (B, L)."""
-        q, k, v, key_mask, segments, _ = inputs
+        q, k, v, key_mask, segments, _, dropout = inputs
         if key_mask is None:
             k, v, codes_of_all = k.roll(-1, dims=2), v.roll(-1, dims=2), codes[:, None, None]
-            out, lse = bucketed_attention(q, k, v, codes_of_all, self.moved, None, segments)
+            moved = None if dropout is None else replace(dropout, shift=1)
+            out, lse = bucketed_attention(q, k, v, codes_of_all, self.moved, None, segments, dropout=moved)
         else:  # what follows a real token may be padding, so keys have buckets of their own
             keys = _following(codes[:, None], inputs, self.buckets)[:, None]
-            out, lse = bucketed_attention(q, k, v, codes[:, None, None], self.far, key_mask, segments, keys)
+            codes_of_all = codes[:, None, None]
+            out, lse = bucketed_attention(q, k, v, codes_of_all, self.far, key_mask, segments, keys, dropout)
         nothing = ~_has_mate(codes, inputs)[:, None]
         return out.masked_fill(nothing.unsqueeze(-1), 0.0), lse.masked_fill(nothing, -torch.inf)
 

@@ -77,7 +77,8 @@ class SmartBirdAttention(Attention):
             statistics["sketch_loss"] = loss.detach()
             loss = loss * (self.config.weight / self.spec.layers)
         index = context.recompute.keep(lambda: self._choose_whole(x, inputs, context))
-        out, _ = gathered_attention(inputs.q, inputs.k, inputs.v, index, scale=inputs.q.shape[-1] ** -0.5)
+        heads, scale = (inputs.q, inputs.k, inputs.v), inputs.q.shape[-1] ** -0.5
+        out, _ = gathered_attention(*heads, index, scale=scale, dropout=inputs.dropout)
         return AttentionOutput(out, loss, statistics)
 
     def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:

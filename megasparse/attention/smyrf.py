@@ -45,7 +45,7 @@ class SMYRFAttention(Attention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
         spec = ClusterAttentionSpec(causal=False, scale=inputs.q.shape[-1] ** -0.5, count_clusters=False)
-        out, _ = cluster_attention(inputs.q, inputs.k, inputs.v, queries, keys, spec)
+        out, _ = cluster_attention(inputs.q, inputs.k, inputs.v, queries, keys, spec, dropout=inputs.dropout)
         return AttentionOutput(out, None, {})
 
     def flops(self, length: int) -> Passes:

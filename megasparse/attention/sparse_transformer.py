@@ -38,7 +38,7 @@ class SparseTransformerAttention(FixedPatternAttention):
     def _near(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Over the other tokens nearer than S; the token itself is among the strided ones."""
         spec = BucketedAttentionSpec(Window("band", self.stride), inputs.causal, inputs.q.shape[-1] ** -0.5)
-        out, lse = bucketed_attention(inputs.q, inputs.k, inputs.v, None, spec)
+        out, lse = bucketed_attention(inputs.q, inputs.k, inputs.v, None, spec, dropout=inputs.dropout)
         alone = torch.arange(lse.shape[-1], device=lse.device) == 0
         if self.stride == 1 or lse.shape[-1] == 1:
             alone = torch.ones_like(alone)
@@ -52,7 +52,7 @@ class SparseTransformerAttention(FixedPatternAttention):
         token = torch.arange(rows * stride, device=inputs.q.device)
         token = token.masked_fill(token >= length, -1).view(rows, stride).T[None, None]  # (1, 1, S, L/S)
         spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, count_clusters=False)
-        return cluster_attention(inputs.q, inputs.k, inputs.v, token, token, spec)
+        return cluster_attention(inputs.q, inputs.k, inputs.v, token, token, spec, dropout=inputs.dropout)
 
     def flops(self, length: int) -> Passes:
         """The last S positions (both ways S on either side) and every S-th one."""

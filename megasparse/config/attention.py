@@ -22,6 +22,8 @@ class MechanismSection(Section):
     replaceable_by_full: ClassVar[bool] = False
     """Whether `full_below` applies: softmax attention inside what hashing alone finds, so that full attention has the
     very same weights. Of a mechanism that trains hashes or a sketch, full attention would leave those untrained."""
+    no_probabilities: ClassVar[bool] = False
+    """Whether it forms no softmax over keys, so that there are no probabilities to drop."""
     rounds_key: ClassVar[str | None] = None
     """The key that holds the hash rounds (YOSO: hashes) of training, fewer of which take less memory; None where there
     are none."""
@@ -193,6 +195,7 @@ class YOSOAttentionConfig(MechanismSection):
     """Decoders on a CPU only: tables grow chunk by chunk; inside a chunk collisions are found pair by pair."""
 
     rounds_key = "hashes"
+    no_probabilities = True
 
     @property
     def rounds_in_evaluation(self) -> int:
@@ -315,6 +318,8 @@ class PerformerAttentionConfig(MechanismSection):
     chunk: Positive = 128
     """Decoders only: pairs of tokens this near are scored one by one, farther ones meet in running sums."""
 
+    no_probabilities = True
+
 
 class LinformerAttentionConfig(MechanismSection):
     projected: Positive = 256
@@ -338,6 +343,11 @@ class AttentionConfig(Section):
     """In a model whose max_length is below this, full attention takes the place of `lsh` and `smyrf`, on the same
     weights. null never. It changes the function, so neither the machine nor a batch's length has a say in it;
     megasparse bench attention --write-crossover measures from which length on hashing is faster, and writes it here."""
+    dropout: Rate = 0.0
+    """Dropout of attention probabilities, after the softmax, each pair of query and key by itself. It is computed by
+    blocks, on a GPU too, where that is slower than the kernels."""
+    output_dropout: Rate | None = None
+    """Dropout of the output of attention, before it is added to the residual stream; null takes `model.dropout`."""
     full: FullAttentionConfig = FullAttentionConfig()
     local: LocalAttentionConfig = LocalAttentionConfig()
     lsh: LSHAttentionConfig = LSHAttentionConfig()

@@ -11,6 +11,9 @@ def check_attention(model: ModelConfig) -> None:
     """Raise ConfigError for the first rule that the attention of one stack breaks."""
     for kind in kinds(model):
         section(model, kind).check(f"model.attention.{kind}", model)
+        if model.attention.dropout > 0.0 and section(model, kind).no_probabilities:
+            problem = f'{model.attention.dropout} is given, but "{kind}" forms no probabilities that could be dropped'
+            raise ConfigError("model.attention.dropout", problem, "Set it to 0")
     replaceable = replaceable_kinds(model)
     if model.attention.full_below is not None and not set(replaceable) & set(kinds(model)):
         raise ConfigError(

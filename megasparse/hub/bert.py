@@ -126,7 +126,7 @@ class BERTFormat:
     def hf_attention(self, model: ModelConfig) -> dict[str, Any]:
         """Keys of config.json. Raises HubError naming our key that they cannot express."""
         self.must_be("attention.full.shared_qk", model.attention.full.shared_qk, False)
-        return {"attention_probs_dropout_prob": 0.0}
+        return {"attention_probs_dropout_prob": model.attention.dropout}
 
     def attention_weights(self, model: ModelConfig, ours: str, theirs: str) -> Iterator[Weight]:
         """Weights beside the projections; ours, theirs: how the names of a layer's attention begin."""

@@ -117,8 +117,8 @@ def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
         "hidden_act": "relu",
         "layer_norm_eps": model.norm_eps,
         "hidden_dropout_prob": model.dropout,
-        "local_attention_probs_dropout_prob": 0.0,
-        "lsh_attention_probs_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": model.attention.dropout,
+        "lsh_attention_probs_dropout_prob": model.attention.dropout,
         "hash_seed": None,  # a seed would set torch's global generator at each call, and sampling with it
     }
     if model.positions.kind == "axial":

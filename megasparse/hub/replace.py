@@ -68,9 +68,9 @@ def replace_attention(
     seed: of new parameters and of all draws. A training pass draws anew, evaluation always the same.
 
     What mechanisms learn beside the task (LHA's hashes, Smart Bird's sketch) is part of `outputs.loss` in training,
-    else `auxiliary_loss` gives it. Dropout of attention probabilities, which no sparse mechanism has, is gone; all
-    other dropout stays. Replacing again starts from new parameters. Raises HubError for another architecture, and
-    ConfigError for settings that do not fit.
+    else `auxiliary_loss` gives it. Dropout of attention probabilities is what `attention` says (`dropout`, 0 by
+    default); all other dropout stays. Replacing again starts from new parameters. Raises HubError for another
+    architecture, and ConfigError for settings that do not fit.
 
     >>> config = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
     >>> bert = transformers.BertModel(config)
@@ -103,6 +103,8 @@ def replace_attention(
     model.set_attn_implementation(NAME)
     used = {kind: getattr(config.attention, kind).model_dump(mode="json") for kind in kinds(config)}
     common = config.attention.model_dump(mode="json", include={"pattern", "full_below"})
+    if config.attention.dropout > 0.0:
+        common["dropout"] = config.attention.dropout
     setattr(model.config, ENTRY, {"attention": common | used, "max_length": config.max_length, "seed": seed})
     return model
 
@@ -261,6 +263,9 @@ def _model_config(model: PreTrainedModel, attention: dict[str, Any] | AttentionC
     except ValidationError as error:
         raise as_config_error(error, ModelConfig, values, prefix="model") from None
     check_model(config)
+    if config.attention.output_dropout is not None:
+        problem = f"{config.attention.output_dropout} is given, but the output's dropout is the pretrained model's own"
+        raise ConfigError("attention.output_dropout", problem, "Leave it out")
     return config
 
 

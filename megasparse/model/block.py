@@ -101,11 +101,17 @@ class Branch(nn.Module):
         return rng.training and self.rate > 0.0
 
 
+def _output_rate(config: ModelConfig) -> float:
+    own = config.attention.output_dropout
+    return config.dropout if own is None else own
+
+
 class AttentionBranch(Branch):
     purpose = "attention dropout"
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
+        self.rate = _output_rate(config)
         self.attention = AttentionLayer(config, layer)
 
     def forward(self, x: Tensor, run: Pass, cache: Any = None) -> tuple[Tensor, Tensor | None]:
@@ -127,6 +133,7 @@ class CrossAttentionBranch(Branch):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
+        self.rate = _output_rate(config)
         self.attention = CrossAttention(config)
 
     def forward(self, x: Tensor, run: Pass, source: Source | SourceKeys) -> Tensor:

@@ -18,19 +18,26 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def implementation(
-    x: Tensor, dtypes: tuple[torch.dtype, ...] = _DTYPES, largest_width: int | None = LARGEST_HEAD_DIM
+    x: Tensor,
+    dtypes: tuple[torch.dtype, ...] = _DTYPES,
+    largest_width: int | None = LARGEST_HEAD_DIM,
+    *,
+    dropout: object = None,
 ) -> Implementation:
     """The implementation for vectors x (..., D): kernels on a GPU for fp32, bf16 and fp16 up to D = 256 (or for the
     dtypes and widths given, None being any width), else blockwise torch. Of tensors without memory (torch's meta
-    device) what a GPU would run, so that its memory can be counted without one.
+    device) what a GPU would run, so that its memory can be counted without one. dropout: of attention probabilities,
+    which no kernel has: blockwise torch computes it on a GPU too.
 
     The environment variable MEGASPARSE_OPS=reference|blockwise|triton forces one; kernels then run on a CPU too, in
     Triton's interpreter. ConfigError for another value, or where the forced kernels cannot take x.
     """
     forced = os.environ.get(VARIABLE)
     fits = x.dtype in dtypes and (largest_width is None or x.shape[-1] <= largest_width)
+    if forced == "triton" and dropout is not None:
+        raise ConfigError(VARIABLE, "the kernels have no dropout of attention probabilities", "Unset it")
     if forced is None:
-        return "triton" if (x.is_cuda or x.is_meta) and fits and _has_triton() else "blockwise"
+        return "triton" if (x.is_cuda or x.is_meta) and fits and dropout is None and _has_triton() else "blockwise"
     if forced not in get_args(Implementation):
         raise ConfigError(
             VARIABLE, f"{forced!r} is no implementation", "Set reference, blockwise or triton, or unset it"

@@ -187,6 +187,40 @@ def _drop(
     return out.view(x.shape).to(dtype)
 
 
+@dataclass(frozen=True)
+class PairDropout:
+    """Dropout of attention probabilities: the mask is a function of (key, global sample, global head, query, key), so
+    a pair has the same one in every round, block, recomputation and implementation, and nothing is kept.
+
+    queries: (B, H, Lq) int32, a mixed number of each query. shift: the key at place j is number (j + shift) mod Lk.
+    """
+
+    rate: float
+    key: int
+    queries: Tensor
+    shift: int = 0
+
+    @staticmethod
+    def of(rate: float, key: int, rows: Tensor, heads: range) -> "PairDropout":
+        """Draw for the queries `rows` (B, L), see `RngContext.rows`, of the global head numbers `heads`."""
+        head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) + _halves(key)[0]
+        return PairDropout(rate, key, _mix_(_seeds(key, rows, 0)[0].unsqueeze(1) + _mix_(head).unsqueeze(1)))
+
+    def keys(self, count: int) -> Tensor:
+        """The mixed numbers of the keys, (Lk,) int32."""
+        number = (torch.arange(count, device=self.queries.device) + self.shift) % count
+        return _mix_(number.to(torch.int32) + _halves(self.key)[1])
+
+    def factors(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+        """The factors of probabilities, 0 or 1/(1 − rate), of pairs of mixed numbers, which broadcast."""
+        kept = _mix_(queries + keys) >= round(self.rate * 2**32) - 2**31
+        return kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
+
+    def dense(self, count: int, dtype: torch.dtype) -> Tensor:
+        """The factors of all pairs of queries and `count` keys, (B, H, Lq, Lk)."""
+        return self.factors(self.queries.unsqueeze(-1), self.keys(count), dtype)
+
+
 def normal(key: int, rows: Tensor, columns: int) -> Tensor:
     """(*rows.shape, columns) fp32 standard normal numbers, each a function of (key, row number, column number).
 

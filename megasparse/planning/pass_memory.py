@@ -42,7 +42,8 @@ class PassMemory:
     """The memory of a rank's passes. path: "measured" by blockwise torch on the CPU, or "counted" by GPU kernels."""
 
     def __init__(self, config: Config, path: Path):
-        self.config, self.path = config, path
+        # Dropout of attention probabilities has no kernels to count; its blocks are no larger than what it replaces.
+        self.config, self.path = _without_attention_dropout(config), path
         self._device = torch.device("cpu" if path == "measured" else "meta")
 
     @cached_property
@@ -108,6 +109,15 @@ class PassMemory:
         place = as_on_a_gpu() if self.path == "counted" else nullcontext()
         with torch.random.fork_rng([]), self._device, place, smaller_blocks(length / self.length):
             return phases(model, lambda: model(tokens, rng)[0], self._device, learns=True)
+
+
+def _without_attention_dropout(config: Config) -> Config:
+    model, source = config.model, config.model.source
+    changes: dict[str, Any] = {"attention": model.attention.model_copy(update={"dropout": 0.0})}
+    if source is not None and source.attention is not None:
+        attention = source.attention.model_copy(update={"dropout": 0.0})
+        changes["source"] = source.model_copy(update={"attention": attention})
+    return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
 @contextmanager

@@ -15,7 +15,7 @@ WEIGHTS_BY_HEAD = {"lha", "ngram", "routing", "local relative", "yoso gaussian, 
 @EVERY
 def test_the_same_place_gives_the_same_output_to_the_last_bit(name, causal):
     first, second = (
-        Single(name, causal)(*Single(name, causal).inputs(60), training=True, step=7).out for _ in range(2)
+        Single(name, causal, 0.2)(*Single(name, causal).inputs(60), training=True, step=7).out for _ in range(2)
     )
     assert torch.equal(first, second)
 
@@ -23,7 +23,7 @@ def test_the_same_place_gives_the_same_output_to_the_last_bit(name, causal):
 @EVERY
 def test_a_sequence_does_not_depend_on_its_batch(name, causal):
     """Neither the number of ranks nor the micro-batch matters."""
-    single = Single(name, causal)
+    single = Single(name, causal, 0.2)
     inputs = single.inputs(60)
     both = single(*inputs, training=True, step=3, samples=torch.tensor([5, 9])).out
     alone = single(*(t[1:] for t in inputs), training=True, step=3, samples=torch.tensor([9])).out
@@ -33,7 +33,7 @@ def test_a_sequence_does_not_depend_on_its_batch(name, causal):
 @pytest.mark.parametrize("name", [n for n in all_names() if not {n, kind_of(n)} & WEIGHTS_BY_HEAD])
 def test_a_head_draws_by_its_global_number(name):
     """Ranks that share out the heads see the same draws."""
-    single = Single(name, False)
+    single = Single(name, False, 0.2)
     x, *heads = single.inputs(60)
     both = single(x, *heads, training=True).out
     alone = single(x, *(h[:, 1:] for h in heads), training=True, head_offset=1).out
@@ -43,7 +43,7 @@ def test_a_head_draws_by_its_global_number(name):
 @pytest.mark.parametrize("name,causal", [case for case in CASES if kind_of(case[0]) != "yoso"])
 def test_a_recomputation_decides_nothing_again(name, causal):
     """A reversible backward rebuilds x, q and k with other last bits. YOSO hashes again: see its flip rate."""
-    single, recompute = Single(name, causal), RecomputeCache()
+    single, recompute = Single(name, causal, 0.2), RecomputeCache()
     inputs = single.inputs(100)
     out = single(*inputs, training=True, recompute=recompute).out
     recompute.replay()
@@ -58,7 +58,7 @@ def test_reversible_gradients_are_those_of_stored_activations(name, causal):
     gradients = []
     for activations in ("reversible", "stored"):
         config = small(
-            attention=named(name), kind="decoder" if causal else "encoder", vocabulary=260, dropout=0.1,
+            attention=named(name, 0.2), kind="decoder" if causal else "encoder", vocabulary=260, dropout=0.1,
             activations=activations,
         )  # fmt: skip
         model = build_model(config, 0)

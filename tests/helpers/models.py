@@ -66,10 +66,13 @@ def attention(*pattern: Any, **sections: dict[str, Any]) -> AttentionConfig:
     return AttentionConfig.model_validate({"pattern": list(pattern), **merged})
 
 
-def named(name: str) -> AttentionConfig:
-    """The configuration of a mechanism, or of a variant, that every layer has."""
+def named(name: str, dropout: float = 0.0) -> AttentionConfig:
+    """The configuration of a mechanism, or of a variant, that every layer has. dropout: of attention probabilities,
+    where it has any.
+    """
     kind, settings = VARIANTS.get(name, (name, {}))
-    return attention(kind, **{kind: settings})
+    found = attention(kind, **{kind: settings})
+    return found if getattr(found, kind).no_probabilities else found.model_copy(update={"dropout": dropout})
 
 
 def kind_of(name: str) -> str:
@@ -137,9 +140,9 @@ def padded_pairs(batch: int, target: int, source: int = 40, padding: int = 258, 
 class Single:
     """One mechanism by itself on random inputs: 2 sequences, 2 heads, 16 wide, as in `small`."""
 
-    def __init__(self, name: str, causal: bool, **changes: Any):
+    def __init__(self, name: str, causal: bool, dropout: float = 0.0, **changes: Any):
         self.kind, self.causal = kind_of(name), causal
-        config = small(attention=named(name), kind="decoder" if causal else "encoder", **changes)
+        config = small(attention=named(name, dropout), kind="decoder" if causal else "encoder", **changes)
         self.mechanism = build_mechanism(self.kind, config, heads=2)
         generator = torch.Generator().manual_seed(11)
         with torch.no_grad():
@@ -175,7 +178,8 @@ class Single:
         rng = RngContext(0, step, samples, training) if training else RngContext.evaluation(0, len(q))
         tokens = known_tokens(len(q), q.shape[2]) if tokens is None else tokens
         context = AttentionContext(0, rng, head_offset, recompute or RecomputeCache(), targets, tokens=tokens)
-        inputs = AttentionInputs(q, k, v, masks.get("key_mask"), masks.get("segments"), self.causal)
+        dropped = self.mechanism.pair_dropout(q, context)
+        inputs = AttentionInputs(q, k, v, masks.get("key_mask"), masks.get("segments"), self.causal, dropped)
         return self.mechanism(x, inputs, context)
 
 

@@ -18,6 +18,7 @@ from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.bucketed_attention.chunks import LOWEST, Rows, Tiling, lay_out_rows, row_groups, take_rows
 from megasparse.ops.bucketed_attention.ranges import attention_by_key_rank
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
+from megasparse.ops.random import PairDropout
 
 _LOG2_E = math.log2(math.e)
 
@@ -32,12 +33,13 @@ def bucketed_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
+    dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `operator.bucketed_attention`. A score is to be less than 2^90 in size."""
     if key_codes is not None:
         assert codes is not None
-        return attention_by_key_rank(q, k, v, codes, key_codes, spec, key_mask, segments)
-    out, lse = _BucketedAttention.apply(q, k, v, codes, spec, key_mask, segments)
+        return attention_by_key_rank(q, k, v, codes, key_codes, spec, key_mask, segments, dropout)
+    out, lse = _BucketedAttention.apply(q, k, v, codes, spec, key_mask, segments, dropout)
     return out, lse
 
 
@@ -45,20 +47,20 @@ class _BucketedAttention(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, spec: BucketedAttentionSpec,
-        key_mask: Tensor | None, segments: Tensor | None,
+        key_mask: Tensor | None, segments: Tensor | None, dropout: PairDropout | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         lse2 = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
         order, slot = lay_out_rows(q, codes, key_mask, segments, spec.window)
-        for rows in row_groups(q, k, v, order, slot, Tiling(spec)):
+        for rows in row_groups(q, k, v, order, slot, Tiling(spec), dropout):
             _forward_rows(rows, out.flatten(0, 1)[rows.place], lse2.flatten(0, 1)[rows.place])
         blind = lse2 < 0.5 * LOWEST
         lse = (lse2 / _LOG2_E).masked_fill_(blind, -torch.inf)
         alone = None
         if spec.exclude_self:  # who sees no other token has its own value, with its own score
             alone = blind.nonzero(as_tuple=True)
-            out[alone] = v[alone].to(dtype)
+            out[alone] = _own_value(v[alone].to(dtype), alone, dropout, v.shape[2])
             lse[alone] = (q[alone].to(dtype) * k[alone]).sum(-1) * spec.scale
         if key_mask is not None:
             out.masked_fill_(~key_mask[:, None, :, None], 0.0)
@@ -66,7 +68,7 @@ class _BucketedAttention(Function):
             blind |= ~key_mask[:, None]
         lse2.masked_fill_(blind, torch.inf)  # exp2(score − ∞) = 0: no tile gives these queries a gradient
         out = out.to(q.dtype)
-        ctx.spec, ctx.alone = spec, alone
+        ctx.spec, ctx.alone, ctx.dropout = spec, alone, dropout
         ctx.save_for_backward(q, k, v, order, slot, key_mask, out, lse, lse2)
         return out, lse
 
@@ -79,7 +81,7 @@ class _BucketedAttention(Function):
         if key_mask is not None:
             grad_out = grad_out.masked_fill(~key_mask[:, None, :, None], 0.0)
         dq, dk, dv = (torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format) for _ in range(3))
-        for rows in row_groups(q, k, v, order, slot, Tiling(spec)):
+        for rows in row_groups(q, k, v, order, slot, Tiling(spec), ctx.dropout):
             sources = [take_rows(x, rows.place) for x in (grad_out, out, grad_lse, lse2)]
             _backward_rows(rows, *sources, *(x.flatten(0, 1)[rows.place] for x in (dq, dk, dv)))
         if ctx.alone is not None:  # out = v and lse = scale·q·k there
@@ -87,8 +89,16 @@ class _BucketedAttention(Function):
             own = grad_lse[alone].unsqueeze(-1) * spec.scale
             dq[alone] += own * k[alone]
             dk[alone] += own * q[alone]
-            dv[alone] += grad_out[alone]
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+            dv[alone] += _own_value(grad_out[alone], alone, ctx.dropout, v.shape[2])
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
+
+
+def _own_value(x: Tensor, alone: tuple[Tensor, ...], dropout: PairDropout | None, keys: int) -> Tensor:
+    """Drops the values (n, D) of the tokens `alone`, which see themselves with probability 1."""
+    if dropout is None:
+        return x
+    own = dropout.factors(dropout.queries[alone], dropout.keys(keys)[alone[2]], x.dtype)
+    return x * own.unsqueeze(-1)
 
 
 def _forward_rows(rows: Rows, out: Tensor, lse2: Tensor) -> None:
@@ -102,6 +112,8 @@ def _forward_rows(rows: Rows, out: Tensor, lse2: Tensor) -> None:
         highest = score.amax(-1, keepdim=True).clamp_min_(LOWEST)
         weight = score.sub_(highest).exp2_()
         total = weight.sum(-1, keepdim=True).clamp_min_(torch.finfo(lse2.dtype).tiny)
+        if rows.dropout is not None:
+            weight *= block.factors(rows.dropout)
         part = torch.bmm(weight, block.keys(rows.v)).div_(total)
         this = merged = highest.add_(total.log2_()).squeeze(-1)
         if not block.first_round:
@@ -127,8 +139,13 @@ def _backward_rows(
         q, grad = block.queries(rows.q).mul_(rows.tiling.spec.scale * _LOG2_E), block.queries(grad_out)
         k, v = block.keys(rows.k), block.keys(rows.v)
         weight = block.scores(q, k).sub_(block.queries(lse2).unsqueeze(-1)).exp2_()
-        block.add_to_keys(dv, weight, grad)
-        score_grad = torch.bmm(grad, v.transpose(1, 2)).sub_(block.queries(delta).unsqueeze(-1)).mul_(weight)
+        score_grad, kept = torch.bmm(grad, v.transpose(1, 2)), weight
+        if rows.dropout is not None:
+            factors = block.factors(rows.dropout)
+            kept = weight * factors
+            score_grad *= factors
+        block.add_to_keys(dv, kept, grad)
+        score_grad.sub_(block.queries(delta).unsqueeze(-1)).mul_(weight)
         block.add_to_queries(dq, torch.bmm(score_grad, k))
         block.add_to_keys(dk, score_grad, q)
     dq.mul_(rows.tiling.spec.scale)

@@ -10,7 +10,7 @@ block, T queries a tile, S·T keys a tile, P places: sorted indices with S − 1
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention.layout import lay_out
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec, Window
+from megasparse.ops.random import PairDropout
 
 _SCORE_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32
 _LAYOUT_ELEMENTS = 1 << 21  # tokens sorted at a time
@@ -80,7 +81,9 @@ class Tiling:
 
 @dataclass
 class Rows:
-    """A group of G rows with their layout. `place`: which rows. q, k, v: (G, L, D). order, slot: (G, R, L)."""
+    """A group of G rows with their layout. `place`: which rows. q, k, v: (G, L, D). order, slot: (G, R, L). dropout: of
+    the probabilities, its queries those of the group, (G, L).
+    """
 
     place: slice
     q: Tensor
@@ -90,6 +93,7 @@ class Rows:
     slot: Tensor
     tiling: Tiling
     dtype: torch.dtype
+    dropout: PairDropout | None = None
 
     def blocks(self) -> Iterator["Block"]:
         """All tiles of all rounds, round after round."""
@@ -195,6 +199,13 @@ class Block:
         hidden = self._hidden().flatten(0, 1).to(q.dtype)
         return hidden.baddbmm_(q, k.transpose(1, 2), beta=-_HIDDEN)
 
+    def factors(self, dropout: PairDropout) -> Tensor:
+        """The factors of probabilities that dropout gives the pairs of `scores`, (G·W, T, S·T)."""
+        length, tile = self.round.length, self.tiling.tile
+        queries = dropout.queries.flatten()[self.query_tokens].view(-1, tile, 1)
+        keys = dropout.keys(length)[self.key_tokens % length].unfold(1, self.tiling.span * tile, tile)
+        return dropout.factors(queries, keys.flatten(0, 1).unsqueeze(1), self.round.rows.dtype)
+
     def _hidden(self) -> Tensor:
         """The number of reasons that hide a key from a query, (G, W, T, S·T); an earlier round that shows it is one."""
         tiling, round_ = self.tiling, self.round
@@ -246,7 +257,9 @@ def lay_out_rows(
     return order, slot
 
 
-def row_groups(q: Tensor, k: Tensor, v: Tensor, order: Tensor, slot: Tensor, tiling: Tiling) -> Iterator[Rows]:
+def row_groups(
+    q: Tensor, k: Tensor, v: Tensor, order: Tensor, slot: Tensor, tiling: Tiling, dropout: PairDropout | None
+) -> Iterator[Rows]:
     """Groups of whole rows that fit into a block, or single rows. order, slot: what `lay_out_rows` gives."""
     batch, heads, length, _ = q.shape
     order, slot = (x.expand(-1, heads, -1, -1) for x in (order, slot))
@@ -256,7 +269,8 @@ def row_groups(q: Tensor, k: Tensor, v: Tensor, order: Tensor, slot: Tensor, til
     for start in range(0, batch * heads, step):
         place = slice(start, min(start + step, batch * heads))
         q_rows, k_rows, v_rows, order_rows, slot_rows = (take_rows(x, place) for x in (q, k, v, order, slot))
-        yield Rows(place, q_rows, k_rows, v_rows, order_rows, slot_rows, tiling, dtype)
+        own = None if dropout is None else replace(dropout, queries=take_rows(dropout.queries, place))
+        yield Rows(place, q_rows, k_rows, v_rows, order_rows, slot_rows, tiling, dtype, own)
 
 
 def take_rows(x: Tensor, place: slice) -> Tensor:

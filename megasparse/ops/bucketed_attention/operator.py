@@ -6,6 +6,7 @@ from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.bucketed_attention import blockwise, reference
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
+from megasparse.ops.random import PairDropout
 
 
 @without_autocast
@@ -18,6 +19,7 @@ def bucketed_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
+    dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute out_i = Σ_r Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the keys j visible in round r (Reformer
     Eq. 2–6, appendix A).
@@ -27,16 +29,16 @@ def bucketed_attention(
     for real tokens: padding sees nothing and is never seen. segments: (B, L) document numbers >= 0: documents never see
     each other. key_codes: (B, H, R, L), the keys' own buckets; then codes are the queries', the window is a band, of
     the last M keys of the query's bucket at or before it and, where not causal, the M after it, and a query that sees
-    nothing sees itself in any case.
+    nothing sees itself in any case. dropout: of the probabilities; lse is that of all pairs.
     Returns out (B, H, L, D) in q's dtype and lse (B, H, L), the log of the sum, in fp32 at least; padding gets 0 and
     −∞. Scores, softmax statistics and gradients are computed in fp32 at least.
     """
     assert key_codes is None or spec.window.kind == "band", "the chunk window needs codes that queries and keys share"
     k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
-    chosen = implementation(q)
+    chosen = implementation(q, dropout=dropout)
     if chosen == "triton":
         from megasparse.ops.bucketed_attention import gpu  # imported only where Triton is installed
 
         return gpu.bucketed_attention(q, k, v, codes, spec, key_mask, segments, key_codes)
     module = reference if chosen == "reference" else blockwise
-    return module.bucketed_attention(q, k, v, codes, spec, key_mask, segments, key_codes)
+    return module.bucketed_attention(q, k, v, codes, spec, key_mask, segments, key_codes, dropout)

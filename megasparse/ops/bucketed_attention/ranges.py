@@ -11,6 +11,7 @@ from torch import Tensor
 from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
 from megasparse.ops.gathered_attention import gathered_attention
+from megasparse.ops.random import PairDropout
 
 _PIECE_ELEMENTS = 1 << 20  # key numbers found at a time: 8 MB of int64
 
@@ -24,12 +25,13 @@ def attention_by_key_rank(
     spec: BucketedAttentionSpec,
     key_mask: Tensor | None,
     segments: Tensor | None,
+    dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`operator.bucketed_attention` in blockwise torch, where keys have codes of their own."""
     chunk, distinct = spec.window.chunk, spec.count_rounds
     index = windows_by_key_rank(query_codes, key_codes, chunk, spec.causal, key_mask, segments, distinct=distinct)
     index = _see_self_at_last(index, key_mask, spec.exclude_self)
-    return gathered_attention(q, k, v, index, scale=spec.scale)
+    return gathered_attention(q, k, v, index, scale=spec.scale, dropout=dropout)
 
 
 def _see_self_at_last(index: Tensor, key_mask: Tensor | None, exclude_self: bool) -> Tensor:

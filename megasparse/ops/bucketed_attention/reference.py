@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec, Window
+from megasparse.ops.random import PairDropout
 
 
 def visible(
@@ -75,6 +76,7 @@ def bucketed_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
+    dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute out_i = Σ_r Σ_j exp(q_i·k_j·scale − log N_ij − lse_i) v_j over the keys j visible in round r (Reformer
     Eq. 2–6, appendix A).
@@ -100,4 +102,6 @@ def bucketed_attention(
     blind = (logits == -torch.inf).all(-1)  # padding: kept out of the softmax, whose gradient would be NaN
     probability = torch.softmax(logits.masked_fill(blind[..., None], 0.0), dim=-1)
     lse = torch.logsumexp(logits.masked_fill(blind[..., None], 0.0), dim=-1)
+    if dropout is not None:
+        probability = probability * dropout.dense(length, q.dtype)
     return (probability @ v).masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)

@@ -17,6 +17,7 @@ from torch import Tensor
 from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.blocks import at_most
 from megasparse.ops.cluster_attention.specification import ClusterAttentionSpec
+from megasparse.ops.random import PairDropout
 
 _CPU_BLOCK_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32, so that it stays in cache
 _GPU_BLOCK_ELEMENTS = 1 << 24
@@ -32,9 +33,10 @@ def cluster_attention(
     spec: ClusterAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
+    dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `operator.cluster_attention` in blocks."""
-    out, lse = _ClusterAttention.apply(q, k, v, query_index, key_index, spec, key_mask, segments)
+    out, lse = _ClusterAttention.apply(q, k, v, query_index, key_index, spec, key_mask, segments, dropout)
     return out, lse
 
 
@@ -42,20 +44,22 @@ class _ClusterAttention(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, query_index: Tensor, key_index: Tensor, spec: ClusterAttentionSpec,
-        key_mask: Tensor | None, segments: Tensor | None,
+        key_mask: Tensor | None, segments: Tensor | None, dropout: PairDropout | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
-        for block in _blocks(q, k, v, query_index, key_index, spec, key_mask, segments):
+        for block in _blocks(q, k, v, query_index, key_index, spec, key_mask, segments, dropout):
             score = block.scores()
             highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
             weight = score.sub_(highest).exp_()
             total = weight.sum(-1, keepdim=True)
+            if block.factors is not None:
+                weight *= block.factors
             part = torch.bmm(weight, block.v).mul_(torch.where(total > 0, 1.0 / total, 0.0))
             _merge(out.flatten(0, 2), lse.flatten(), block.query, part, (highest + total.log()).squeeze(-1))
         out = out.to(q.dtype)
-        ctx.spec = spec
+        ctx.spec, ctx.dropout = spec, dropout
         ctx.save_for_backward(q, k, v, query_index, key_index, key_mask, segments, out, lse)
         return out, lse
 
@@ -70,23 +74,26 @@ class _ClusterAttention(Function):
         dq, dk, dv = (
             torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format).flatten(0, 2) for x in (q, k, v)
         )
-        for block in _blocks(q, k, v, query_index, key_index, ctx.spec, key_mask, segments):
+        for block in _blocks(q, k, v, query_index, key_index, ctx.spec, key_mask, segments, ctx.dropout):
             weight = block.scores().sub_(flat_lse[block.query].unsqueeze(-1)).exp_()
             grad = grad_out[block.query]
-            _add(dv, block.key, torch.bmm(weight.transpose(1, 2), grad))
-            score_grad = torch.bmm(grad, block.v.transpose(1, 2))
+            score_grad, kept = torch.bmm(grad, block.v.transpose(1, 2)), weight
+            if block.factors is not None:
+                kept = weight * block.factors
+                score_grad *= block.factors
+            _add(dv, block.key, torch.bmm(kept.transpose(1, 2), grad))
             score_grad.sub_(delta[block.query].unsqueeze(-1)).mul_(weight).mul_(ctx.spec.scale)
             _add(dq, block.query, torch.bmm(score_grad, block.k))
             _add(dk, block.key, torch.bmm(score_grad.transpose(1, 2), block.q))
         found = (dx.view(x.shape).to(x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v)))
-        return *found, None, None, None, None, None
+        return *found, None, None, None, None, None, None
 
 
 @dataclass
 class _Block:
     """Queries and keys of some clusters. q: (n, m, D), m queries of each of n clusters. k, v: (n, Mk, D). query, key:
     (n, m) and (n, Mk), rows of the flattened heads (empty places name a row that nothing of theirs reaches). seen: (n,
-    m, Mk). count: N, or None.
+    m, Mk). count: N, or None. factors: of the probabilities, by dropout, (n, m, Mk), or None.
     """
 
     q: Tensor
@@ -96,6 +103,7 @@ class _Block:
     key: Tensor
     seen: Tensor
     count: Tensor | None
+    factors: Tensor | None
     scale: float
 
     def scores(self) -> Tensor:
@@ -139,6 +147,7 @@ def _blocks(
     spec: ClusterAttentionSpec,
     key_mask: Tensor | None,
     segments: Tensor | None,
+    dropout: PairDropout | None,
 ) -> Iterator[_Block]:
     batch, heads, length, head_dim = q.shape
     clusters, places, keys = *query_index.shape[2:], key_index.shape[3]
@@ -175,7 +184,11 @@ def _blocks(
                 count = torch.bmm(member[0].of(query + query_row[:, None] * length, dtype), key_member.transpose(1, 2))
             flat = query + row[:, None] * length
             q_block = q_rows[flat].to(dtype)
-            yield _Block(q_block, k_block, v_block, flat, key_flat, seen, count, spec.scale)
+            factors = None
+            if dropout is not None:
+                i, j = dropout.queries.flatten()[flat].unsqueeze(2), dropout.keys(key_length)[token].unsqueeze(1)
+                factors = dropout.factors(i, j, dtype)
+            yield _Block(q_block, k_block, v_block, flat, key_flat, seen, count, factors, spec.scale)
 
 
 def _take(index: Tensor, b: Tensor, h: Tensor, cluster: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.cluster_attention.specification import ClusterAttentionSpec
+from megasparse.ops.random import PairDropout
 
 
 def members(index: Tensor, length: int) -> Tensor:
@@ -23,6 +24,7 @@ def cluster_attention(
     spec: ClusterAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
+    dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute out_i = Σ_j N_ij exp(scale·q_i·k_j − lse_i) v_j with N_ij the number of clusters that hold query i and
     key j, at most 1 with spec.count_clusters. lse_i: the log of the sum without v_j. A query without any key gets 0 and
@@ -41,5 +43,8 @@ def cluster_attention(
     score = spec.scale * q @ k.transpose(-1, -2) + count.log()
     blind = (count == 0).all(-1)  # kept out of the softmax, whose gradient would be NaN
     score = score.masked_fill(blind[..., None], 0.0)
-    out = (torch.softmax(score, dim=-1) @ v).masked_fill(blind[..., None], 0.0)
+    probability = torch.softmax(score, dim=-1)
+    if dropout is not None:
+        probability = probability * dropout.dense(k.shape[2], q.dtype)
+    out = (probability @ v).masked_fill(blind[..., None], 0.0)
     return out, torch.logsumexp(score, dim=-1).masked_fill(blind, -torch.inf)

@@ -14,33 +14,40 @@ from torch import Tensor
 
 from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.blocks import at_most
+from megasparse.ops.random import PairDropout
 
 _GATHERED_ELEMENTS = 1 << 18  # numbers in a block's gathered keys: 1 MB of fp32, so that it stays in cache
 
 
 @without_autocast
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float, dropout: PairDropout | None = None
+) -> tuple[Tensor, Tensor]:
     """Computes `operator.gathered_attention` in blocks of queries."""
-    out, lse = _GatheredAttention.apply(q, k, v, index, scale)
+    out, lse = _GatheredAttention.apply(q, k, v, index, scale, dropout)
     return out, lse
 
 
 class _GatheredAttention(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float, dropout: PairDropout | None
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
         outs, flat_lse = out.flatten(0, 2), lse.flatten()
-        for block in _blocks(q, k, v, index, dtype):
+        for block in _blocks(q, k, v, index, dtype, dropout):
             score = block.scores(scale)
             highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
             weight = score.sub_(highest).exp_()
             total = weight.sum(-1, keepdim=True)
             weight *= torch.where(total > 0, 1.0 / total, 0.0)
+            if block.factors is not None:
+                weight *= block.factors
             outs[block.place] = torch.bmm(weight[:, None], block.v).squeeze(1).to(q.dtype)
             flat_lse[block.place] = (highest + total.log()).squeeze(-1)
-        ctx.scale = scale
+        ctx.scale, ctx.dropout = scale, dropout
         ctx.save_for_backward(q, k, v, index, out, lse)
         return out, lse
 
@@ -55,15 +62,18 @@ class _GatheredAttention(Function):
         grad_out = grad_out.flatten(0, 2)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
         to_q, to_k, to_v = (x.flatten(0, 2) for x in (dq, dk, dv))
-        for block in _blocks(q, k, v, index, dtype):
+        for block in _blocks(q, k, v, index, dtype, ctx.dropout):
             weight = block.scores(ctx.scale).sub_(flat_lse[block.place, None]).exp_()
             grad = grad_out[block.place, None].to(dtype)  # (n, 1, D)
-            to_v.index_add_(0, block.keys, (weight[..., None] * grad).flatten(0, 1))
-            score_grad = torch.bmm(grad, block.v.transpose(1, 2)).squeeze(1)
+            score_grad, kept = torch.bmm(grad, block.v.transpose(1, 2)).squeeze(1), weight
+            if block.factors is not None:
+                kept = weight * block.factors
+                score_grad *= block.factors
+            to_v.index_add_(0, block.keys, (kept[..., None] * grad).flatten(0, 1))
             score_grad.sub_(delta[block.place, None]).mul_(weight).mul_(ctx.scale)
             to_q[block.place] = torch.bmm(score_grad[:, None], block.k).squeeze(1)
             to_k.index_add_(0, block.keys, (score_grad[..., None] * block.q).flatten(0, 1))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 class _Block(NamedTuple):
@@ -78,6 +88,7 @@ class _Block(NamedTuple):
     v: Tensor
     keys: Tensor
     empty: Tensor
+    factors: Tensor | None
 
     def scores(self, scale: float) -> Tensor:
         """Return scale·q·k, −∞ at empty places: (n, K)."""
@@ -85,7 +96,9 @@ class _Block(NamedTuple):
         return score.mul_(scale).masked_fill_(self.empty, -torch.inf)
 
 
-def _blocks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, dtype: torch.dtype) -> Iterator[_Block]:
+def _blocks(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, dtype: torch.dtype, dropout: PairDropout | None
+) -> Iterator[_Block]:
     (_, heads, queries, head_dim), keys, places = q.shape, k.shape[2], index.shape[3]
     flat_q, flat_k, flat_v, flat_index = (x.flatten(0, 2) for x in (q, k, v, index))
     # How far the index moves on from one sequence, and from one head, to the next.
@@ -100,4 +113,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, dtype: torch.dtype) 
         flat = (own.clamp_min_(0) + row[:, None] * keys).flatten()
         place = slice(start, start + len(number))
         block_k, block_v = (x.index_select(0, flat).view(-1, places, head_dim).to(dtype) for x in (flat_k, flat_v))
-        yield _Block(place, flat_q[place, None].to(dtype), block_k, block_v, flat, empty)
+        factors = None
+        if dropout is not None:
+            factors = dropout.factors(dropout.queries.flatten()[place, None], dropout.keys(keys)[own], dtype)
+        yield _Block(place, flat_q[place, None].to(dtype), block_k, block_v, flat, empty, factors)

@@ -6,8 +6,12 @@ B batch, H heads, Lq queries, Lk keys, K index places.
 import torch
 from torch import Tensor
 
+from megasparse.ops.random import PairDropout
 
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float, dropout: PairDropout | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute out_i = Σ_j n_ij exp(scale·q_i·k_j − lse_i) v_j, n_ij the number of times that row i of the index names
     key j.
 
@@ -19,5 +23,8 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale:
     logits = scale * (q @ k.transpose(-1, -2)) + count.log()
     blind = (logits == -torch.inf).all(-1)  # kept out of the softmax, whose gradient would be NaN
     logits = logits.masked_fill(blind[..., None], 0.0)
-    out = torch.softmax(logits, dim=-1) @ v
+    probability = torch.softmax(logits, dim=-1)
+    if dropout is not None:
+        probability = probability * dropout.dense(k.shape[2], q.dtype)
+    out = probability @ v
     return out.masked_fill(blind[..., None], 0.0), torch.logsumexp(logits, dim=-1).masked_fill(blind, -torch.inf)

@@ -14,6 +14,7 @@ from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
 from megasparse.ops.local_attention.layout import PADDING, by_document
 from megasparse.ops.local_attention.specification import LocalAttentionSpec
+from megasparse.ops.random import PairDropout
 from megasparse.ops.tiled import tiled
 
 _SCORE_ELEMENTS = 1 << 20  # scores in a tile: 4 MB of fp32
@@ -37,6 +38,7 @@ def relative_local_attention(
     spec: LocalAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
+    dropout: PairDropout | None = None,
 ) -> Tensor:
     """Computes `operator.relative_local_attention` in tiles of chunks, in fp32 at least."""
     batch, heads, length, _ = q.shape
@@ -54,9 +56,18 @@ def relative_local_attention(
     keys, values = (F.pad(x, (0, 0, *around)).unfold(2, span * chunk, chunk).transpose(1, 2) for x in (k, v))
     of_query = F.pad(document, (0, whole), value=PADDING).unflatten(1, (chunks, chunk))  # (B, W, C)
     of_key = F.pad(document, around, value=PADDING).unfold(1, span * chunk, chunk)  # (B, W, S·C)
-    attend = partial(_attend, spec=spec)
+    inputs = [queries, keys, values, of_query, of_key]
+    if dropout is not None:  # mixed numbers of queries (B, W, H, C) and keys (B, W, S·C)
+        mixed, numbers = dropout.queries, dropout.keys(length).expand(batch, -1)
+        if order is not None:
+            mixed, numbers = mixed.gather(2, order[:, None].expand_as(mixed)), numbers.gather(1, order)
+        inputs += [
+            F.pad(mixed, (0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2),
+            F.pad(numbers, around).unfold(1, span * chunk, chunk),
+        ]
+    attend = partial(_attend, spec=spec, dropout=dropout)
     tiles = -(-batch * heads * chunks * chunk * r.shape[1] // at_most(_SCORE_ELEMENTS))
-    out = tiled(attend, [queries, keys, values, of_query, of_key], [r, u, w], tiles)  # (B, W, H, C, D)
+    out = tiled(attend, inputs, [r, u, w], tiles)  # (B, W, H, C, D)
     out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]
     return out if order is None else _take(out, order.argsort(dim=-1))
 
@@ -72,13 +83,14 @@ def _attend(
     v: Tensor,
     of_query: Tensor,
     of_key: Tensor,
-    r: Tensor,
-    u: Tensor,
-    w: Tensor,
-    *,
+    *others: Tensor,
     spec: LocalAttentionSpec,
+    dropout: PairDropout | None,
 ) -> Tensor:
-    """Some chunks of queries. q: (B, W, H, C, D). k, v: (B, W, H, D, S·C). of_query: (B, W, C), of_key: (B, W, S·C)."""
+    """Some chunks of queries. q: (B, W, H, C, D). k, v: (B, W, H, D, S·C). of_query: (B, W, C), of_key: (B, W, S·C).
+    others: with dropout the mixed numbers of queries and keys; r, u and w.
+    """
+    *numbers, r, u, w = others
     dtype = torch.promote_types(q.dtype, torch.float32)
     wide, bias, chunk = q.to(dtype), [x.to(dtype)[:, None] for x in (u, w)], q.shape[3]
     score = (wide + bias[0]) @ k.to(dtype)
@@ -92,6 +104,8 @@ def _attend(
     weight = torch.exp(score - highest)
     total = weight.sum(dim=-1, keepdim=True)
     weight = weight / total.masked_fill(total == 0, 1.0)  # padding sees nothing
+    if dropout is not None:
+        weight = weight * dropout.factors(numbers[0].unsqueeze(-1), numbers[1][:, :, None, None], dtype)
     return (weight @ v.to(dtype).transpose(-1, -2)).to(q.dtype)
 
 

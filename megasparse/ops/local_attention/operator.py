@@ -8,6 +8,7 @@ from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.local_attention import blockwise, reference
 from megasparse.ops.local_attention.specification import LocalAttentionSpec
+from megasparse.ops.random import PairDropout
 
 
 @without_autocast
@@ -21,21 +22,21 @@ def relative_local_attention(
     spec: LocalAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
+    dropout: PairDropout | None = None,
 ) -> Tensor:
     """Compute softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j of i's chunk and the one before
     it, and where not causal the one after it (Dai et al. 2019, Transformer-XL, section 3.3).
 
     q, k, v: (B, H, L, D). r: (H, E, D), a vector for each of `distances`. u, w: (H, D). key_mask: (B, L) bool, true for
     real tokens. segments: (B, L) document numbers >= 0: documents never see each other. Chunks and distances count
-    real tokens in the order of (document, position), so that padding moves nothing.
+    real tokens in the order of (document, position), so that padding moves nothing. dropout: of the probabilities.
     Returns (B, H, L, D) in q's dtype; padding gets 0. Softmax in fp32 at least.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
-    name = implementation(q)
+    name = implementation(q, dropout=dropout)
     if name == "triton":
         from megasparse.ops.local_attention import gpu
 
-        attend = gpu.relative_local_attention
-    else:
-        attend = (reference if name == "reference" else blockwise).relative_local_attention
-    return attend(q, k, v, r, u, w, spec, key_mask, segments)
+        return gpu.relative_local_attention(q, k, v, r, u, w, spec, key_mask, segments)
+    module = reference if name == "reference" else blockwise
+    return module.relative_local_attention(q, k, v, r, u, w, spec, key_mask, segments, dropout)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.local_attention.specification import LocalAttentionSpec
+from megasparse.ops.random import PairDropout
 
 
 def relative_local_attention(
@@ -18,6 +19,7 @@ def relative_local_attention(
     spec: LocalAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
+    dropout: PairDropout | None = None,
 ) -> Tensor:
     """Compute softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over i's chunk, the one before it, and where not
     causal the one after it. Arguments and result as those of `ops.local_attention.relative_local_attention`.
@@ -44,4 +46,7 @@ def relative_local_attention(
     score = ((q + u[:, None]) @ k.transpose(-1, -2) + relative) * spec.scale
     blind = ~real[:, None, :, None]
     score = score.masked_fill(~seen[:, None], -torch.inf).masked_fill(blind, 0.0)
-    return (torch.softmax(score, dim=-1) @ v).masked_fill(blind, 0.0).to(asked)
+    probability = torch.softmax(score, dim=-1)
+    if dropout is not None:
+        probability = probability * dropout.dense(length, dtype)
+    return (probability @ v).masked_fill(blind, 0.0).to(asked)

@@ -1,0 +1,125 @@
+"""Dropout of attention probabilities: every mechanism against P ∘ M, of its own probabilities P and masks M made here."""
+
+import pytest
+import torch
+
+from megasparse.attention.contract import AttentionContext
+from megasparse.config.checks import check_model
+from megasparse.errors import ConfigError
+from megasparse.ops.random import PairDropout, RngContext
+from tests.helpers.models import CASE_NAMES, CASES, Single, assert_same_with_gradients, kind_of, named, small
+
+RATE, LENGTH = 0.3, 40
+DROPPING = [case for case in CASES if kind_of(case[0]) not in ("yoso", "performer", "linformer")]
+
+
+def mixed(x: int) -> int:
+    """The mixer of `ops.random`, on Python's whole numbers."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        x = ((x ^ (x >> shift)) * factor) % 2**32
+    return x
+
+
+def mask(key: int, samples: list[int], heads: range, queries: int, keys: int) -> torch.Tensor:
+    """0 where a pair is dropped, else 1/(1 − rate): (B, H, Lq, Lk)."""
+    low, high = key % 2**32, key >> 32
+    found = torch.zeros(len(samples), len(heads), queries, keys, dtype=torch.float64)
+    columns = [mixed((j + high) % 2**32) for j in range(keys)]
+    for b, sample in enumerate(samples):
+        for h, head in enumerate(heads):
+            for i in range(queries):
+                row = mixed(mixed((i + low) % 2**32) ^ mixed((sample + high) % 2**32))
+                query = mixed((row + mixed((head + low) % 2**32)) % 2**32)
+                for j in range(keys):
+                    bits = mixed((query + columns[j]) % 2**32)
+                    signed = bits - 2**32 if bits >= 2**31 else bits
+                    found[b, h, i, j] = (signed >= round(RATE * 2**32) - 2**31) / (1 - RATE)
+    return found
+
+
+@pytest.fixture(scope="module")
+def masks():
+    key = RngContext(0, 0, torch.arange(2), True).key(0, "attention probability dropout")
+    return mask(key, [0, 1], range(3, 5), LENGTH, LENGTH)
+
+
+@pytest.mark.parametrize("name,causal", DROPPING, ids=[CASE_NAMES[CASES.index(case)] for case in DROPPING])
+def test_a_mechanism_drops_its_probabilities_by_pairs(name, causal, masks):
+    dropping, whole = (Single(name, causal, rate) for rate in (RATE, 0.0))
+    for single in (dropping, whole):
+        single.mechanism.double()
+    x, *heads = (t.double() for t in whole.inputs(LENGTH))
+
+    def probabilities(q, k):
+        """(B, H, L, L): the outputs of unit vectors for values, as many at a time as the head dim."""
+        unit = torch.eye(LENGTH, 48, dtype=q.dtype).expand(*q.shape[:2], -1, -1)
+        parts = [whole(x, q, k, v, training=True, head_offset=3).out for v in unit.split(16, dim=-1)]
+        return torch.cat(parts, dim=-1)[..., :LENGTH]
+
+    assert_same_with_gradients(
+        lambda q, k, v: dropping(x, q, k, v, training=True, head_offset=3).out,
+        lambda q, k, v: (probabilities(q, k) * masks) @ v,
+        heads,
+        unread=[1] if whole.mechanism.shared_qk else [],
+    )
+
+
+@pytest.mark.parametrize("name,causal", [("lsh", True), ("lha top_k", False), ("smart_bird", True)])
+def test_the_definition_drops_as_blocks_do_and_kernels_are_refused(name, causal, monkeypatch):
+    single = Single(name, causal, RATE)
+    found = []
+    for chosen in ("blockwise", "reference"):
+        monkeypatch.setenv("MEGASPARSE_OPS", chosen)
+        found.append(single(*single.inputs(LENGTH), training=True).out)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
+    with pytest.raises(ConfigError, match="kernels have no dropout of attention probabilities"):
+        single(*single.inputs(LENGTH), training=True)
+
+
+def test_in_expectation_nothing_is_dropped():
+    """4,000 samples of one sequence; the mean of each output within 5 standard errors."""
+    single = Single("full", True, RATE)
+    x, *heads = (t[:1] for t in single.inputs(12))
+    many = [t.expand(4000, *t.shape[1:]) for t in (x, *heads)]
+    out = single(*many, training=True).out
+    error = out.std(0) / 4000**0.5
+    assert ((out.mean(0) - single(x, *heads).out[0]).abs() <= 5 * error + 1e-6).all()
+    assert (out.std(0)[:, 1:] > 0).all()  # a sample, and so each step, has draws of its own
+
+
+def test_evaluation_drops_nothing():
+    dropping, whole = (Single("lsh", True, rate) for rate in (RATE, 0.0))
+    assert torch.equal(dropping(*whole.inputs(LENGTH)).out, whole(*whole.inputs(LENGTH)).out)
+
+
+def test_a_projected_sequence_is_dropped_too():
+    """Linformer's keys are projections of the sequence, numbered by themselves."""
+    single = Single("linformer", False, RATE)
+    single.mechanism.double()
+    x, q, k, v = (t.double() for t in single.inputs(LENGTH))
+    mechanism, rng = single.mechanism, RngContext(0, 0, torch.arange(2), True)
+    keys, values = mechanism.keys([k])[0], mechanism.values([v])[0]
+    drawn = mask(rng.key(0, "attention probability dropout"), [0, 1], range(2), LENGTH, keys.shape[2])
+    probability = torch.softmax(q @ keys.transpose(-1, -2) / 4.0, dim=-1)
+    torch.testing.assert_close(single(x, q, k, v, training=True).out, (probability * drawn) @ values)
+
+
+def test_a_mechanism_without_probabilities_refuses_the_rate():
+    attention = named("yoso").model_copy(update={"dropout": RATE})
+    with pytest.raises(ConfigError, match=r'attention\.dropout: 0\.3 is given, but "yoso" forms'):
+        check_model(small(attention=attention))
+
+
+def test_rounds_of_a_step_have_masks_of_their_own():
+    rng, other = (RngContext(0, step, torch.arange(2), True) for step in (0, 1))
+    drawn = []
+    for place in (rng, other):
+        context = AttentionContext(0, place)
+        found = Single("full", True, RATE).mechanism.pair_dropout(torch.zeros(2, 2, LENGTH, 16), context)
+        assert isinstance(found, PairDropout)
+        drawn.append(found.dense(LENGTH, torch.float32))
+    kept = torch.stack(drawn) > 0
+    assert abs(kept.float().mean() - (1 - RATE)) < 0.02
+    for pair in ((kept[0], kept[1]), (kept[0, 0], kept[0, 1]), (kept[0, :, 0], kept[0, :, 1])):  # steps, samples, heads
+        assert abs((pair[0] == pair[1]).float().mean() - (RATE**2 + (1 - RATE) ** 2)) < 0.03
