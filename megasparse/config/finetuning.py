@@ -93,6 +93,9 @@ class TaskConfig(Section):
     """Inputs of more than `max_length` tokens: keep their beginning and report how many, or stop at the first."""
     empty: Literal["refuse", "keep"] = "refuse"
     """Inputs without any token: stop at the first, or keep them and report how many there are."""
+    max_skipped: Rate = 0.01
+    """Part of an official file's rows that may be malformed: they are skipped, counted and named. 0 stops at the first
+    one, as a table of one's own always does."""
     limit: Count = 0
     """Train on so many examples only, chosen by `run.seed`; 0 takes all."""
     text: list[str] = Field(default=["text"], min_length=1, max_length=2)

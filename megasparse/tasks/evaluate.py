@@ -18,7 +18,7 @@ from megasparse.tasks.intervals import RESAMPLES, bootstrap_interval, t_interval
 from megasparse.tasks.metrics import METRICS, require_metrics
 from megasparse.tasks.predictions import Row, predicted, predictions, read
 from megasparse.tasks.restore import Finetuned, chosen_checkpoint, restore_task
-from megasparse.tasks.run import require_labels
+from megasparse.tasks.run import labelled, read_files
 from megasparse.tasks.scoring import Prediction, answers
 from megasparse.tasks.sources import chosen_files, sha256_of
 from megasparse.tasks.text_metrics import signature
@@ -31,7 +31,7 @@ class EvaluatedCheckpoint:
     """A checkpoint, and its predictions on the examples."""
 
     form: Form
-    examples: list[Encoded]
+    examples: Sequence[Encoded]
     tables: list[list[Prediction]]
     """The predictions by each seed of the draws."""
     entry: dict[str, Any]
@@ -129,8 +129,7 @@ def _runs_named(runs: list[dict[str, Any]]) -> str:
 def _evaluate(
     found: Finetuned, split: str, files: list[Path], draws: int, say: Callable[[str], None]
 ) -> EvaluatedCheckpoint:
-    examples = [example for file in files for example in found.task.read(file)]
-    require_labels(examples, split, files[0])
+    examples = labelled(read_files(found.task, files), split, files[0])
     encoded = read(found, examples, split, say)
     seeds = [found.config.run.seed + number for number in range(draws)]
     tables = [predicted(found, encoded, seed) for seed in seeds]

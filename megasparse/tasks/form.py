@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,7 +47,11 @@ class Form(ABC):
         rebuilt for a checkpoint lacks what only a start needs, such as a pooler.
         """
 
-    def sketch_labels(self, train: Sequence[Example]) -> int:
+    def collected(self, encoded: Iterable[Encoded]) -> Sequence[Encoded]:
+        """Encoded examples in memory."""
+        return list(encoded)
+
+    def sketch_labels(self, train: Iterable[Example]) -> int:
         """Number of classes of a sequence that a Smart Bird sketch learns to predict."""
         return 2
 

@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megasparse.evaluation.outputs import whole_file
 from megasparse.tasks.encoding import Encoded
 from megasparse.tasks.form import Form
 from megasparse.tasks.restore import Finetuned
-from megasparse.tasks.run import encode_all
+from megasparse.tasks.run import encode_all, read_files
 from megasparse.tasks.scoring import Prediction, predict_examples
 from megasparse.tasks.sources import chosen_files
 from megasparse.tasks.task import Example, SourceLocation
@@ -26,9 +26,9 @@ Row = dict[str, Any]
 where it has none), `predicted`, and what the task's form adds, such as `probabilities` of classes."""
 
 
-def read(found: Finetuned, examples: Sequence[Example], name: str, say: Callable[[str], None]) -> list[Encoded]:
+def read(found: Finetuned, examples: Iterable[Example], name: str, say: Callable[[str], None]) -> Sequence[Encoded]:
     """Encode examples for the model. say: prints their counts."""
-    return list(encode_all(found.encoder, name, list(examples), say))
+    return found.form.collected(encode_all(found.encoder, name, examples, say))
 
 
 def predicted(found: Finetuned, examples: Sequence[Encoded], seed: int | None = None) -> list[Prediction]:
@@ -67,10 +67,9 @@ def predictions(form: Form, examples: Sequence[Encoded], table: Sequence[Predict
 def predict(found: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
     """Predictions for every example of the files, in their order. Raises DataError where there is none."""
     _, files = chosen_files(found.task, sources, None)
-    examples = [example for file in files for example in found.task.read(file)]
-    if not examples:
+    encoded = read(found, read_files(found.task, files), "new", say)
+    if not encoded:
         raise DataError(sources[0], "has no examples", "Give files that have some")
-    encoded = read(found, examples, "new", say)
     return predictions(found.form, encoded, predicted(found, encoded))
 
 

@@ -1,7 +1,7 @@
 """A fine-tuning run before its first step: task, examples, model, and the configuration with nothing left open."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ class TaskRun:
     start: Start
     model: Any
     """The model of `form.model` around the start's body."""
-    train: list[Encoded]
-    validation: list[Encoded]
+    train: Sequence[Encoded]
+    validation: Sequence[Encoded]
 
     @property
     def fingerprint(self) -> str:
@@ -85,30 +85,38 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     if config.lora is not None:
         add_adapters(start.body, config.lora, config.run.seed)
     model, encoder = form.model(start.body), form.encoder(start)
-    encoded = [list(encode_all(encoder, split, examples, say)) for split, examples in (
+    encoded = [form.collected(encode_all(encoder, split, examples, say)) for split, examples in (
         ("training", train), ("validation", validation),
     )]  # fmt: skip
     return TaskRun(_resolved(config, task, start, model, encoded[0]), task, form, start, model, *encoded)
 
 
-def encode_all(encoder: Encoder, split: str, examples: list[Example], say: Callable[[str], None]) -> Iterator[Encoded]:
+def encode_all(
+    encoder: Encoder, split: str, examples: Iterable[Example], say: Callable[[str], None]
+) -> Iterator[Encoded]:
     """Encode with a progress bar, and print the counts at the end."""
     yield from encoder.encode(tqdm(examples, desc=f"reading {split} examples", unit="", leave=False, disable=None))
     for line in encoder.counts.lines(split, encoder.task.config.max_length):
         say(line)
 
 
-def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], list[Example]]:
-    """Training and validation examples, all of them labelled. Raises DataError where there are none, or one has no
-    label.
+def read_examples(task: Task, config: FinetuneConfig) -> tuple[Iterable[Example], Iterable[Example]]:
+    """Training and validation examples, all of them labelled; of a task that streams they are read when they are asked
+    for, once, where no part is held out or left out. Raises DataError where there are none, or one has no label.
     """
-    settings, seed = config.task, config.run.seed
-    train = read_split(task, Path(settings.source), "train")
-    if settings.validation is not None:
-        other = Path(settings.validation)
-        held_out = read_split(task, other, "validation") if other.is_dir() else list(task.read(other))
-    elif "validation" in task.files(Path(settings.source)):
-        held_out = read_split(task, Path(settings.source), "validation")
+    settings, seed, source = config.task, config.run.seed, Path(config.task.source)
+    other = source if settings.validation is None else Path(settings.validation)
+    files = split_files(task, source, "train")
+    official = settings.validation is not None or "validation" in task.files(source)
+    if task.streams and official and not settings.limit:
+        held_out_files = _validation_files(task, other)
+        return (
+            labelled(read_files(task, files), "training", source),
+            labelled(read_files(task, held_out_files), "validation", source),
+        )
+    train = list(read_files(task, files))
+    if official:
+        held_out = list(read_files(task, _validation_files(task, other)))
     else:
         order = permutation(len(train), seed, HELD_OUT)
         count = max(1, round(settings.validation_fraction * len(train)))
@@ -118,24 +126,35 @@ def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], li
         train = [train[i] for i in sorted(order[count:])]
     if settings.limit and settings.limit < len(train):
         train = [train[i] for i in sorted(permutation(len(train), seed, HELD_OUT, 1)[: settings.limit])]
-    for name, examples in (("training", train), ("validation", held_out)):
-        require_labels(examples, name, settings.source)
-    return train, held_out
+    return list(labelled(train, "training", source)), list(labelled(held_out, "validation", source))
+
+
+def _validation_files(task: Task, other: Path) -> list[Path]:
+    return split_files(task, other, "validation") if other.is_dir() else [other]
 
 
 def read_split(task: Task, folder: Path, split: str) -> list[Example]:
+    """The examples of a split, all of them."""
+    return list(read_files(task, split_files(task, folder, split)))
+
+
+def read_files(task: Task, files: Sequence[Path]) -> Iterator[Example]:
     """The examples of all files of a split."""
-    return [example for file in split_files(task, folder, split) for example in task.read(file)]
+    for file in files:
+        yield from task.read(file)
 
 
-def require_labels(examples: list[Example], name: str, source: str | Path) -> None:
-    """Raise DataError where there are no examples, or one has no label."""
-    if not examples:
-        raise DataError(source, f"has no {name} examples", "Give files that have some")
+def labelled(examples: Iterable[Example], name: str, source: str | Path) -> Iterator[Example]:
+    """The examples. Raises DataError where there are none, or one has no label."""
+    found = False
     for example in examples:
+        found = True
         if example.label is None:
             hint = "Give a labelled file; megasparse predict labels others"
             raise DataError(str(example.location), "has no label to learn from or to compare with", hint)
+        yield example
+    if not found:
+        raise DataError(source, f"has no {name} examples", "Give files that have some")
 
 
 def scheduled(config: FinetuneConfig, number: int, batch: int | None = None) -> FinetuneConfig:
@@ -158,7 +177,7 @@ def scheduled(config: FinetuneConfig, number: int, batch: int | None = None) -> 
     )
 
 
-def _resolved(config: FinetuneConfig, task: Task, start: Start, model: Any, train: list[Any]) -> FinetuneConfig:
+def _resolved(config: FinetuneConfig, task: Task, start: Start, model: Any, train: Sequence[Any]) -> FinetuneConfig:
     """The configuration with what depends on the data and the pretrained weights. Epochs of packs are taken to be as
     long as the first one.
     """

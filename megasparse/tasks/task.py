@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import numpy as np
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError, did_you_mean
+from megasparse.tasks.skipping import Skipping
 
 Input = str | np.ndarray
 """A text, or int64 token ids (L,) of the task's own vocabulary."""
@@ -51,6 +53,8 @@ class Task(ABC):
     """Number of inputs of an example."""
     towers: ClassVar[bool] = False
     """Whether the two inputs of a pair are read apart and then compared, rather than as one sequence."""
+    streams: ClassVar[bool] = False
+    """Whether official splits are encoded as they are read, without holding all examples, of which there are many."""
     source_is_file: ClassVar[bool] = False
     """Whether `task.source` is the file to train on, rather than the folder of the official files."""
     vocabulary: ClassVar[int | None] = None
@@ -78,6 +82,13 @@ class Task(ABC):
 
         Raises DataError for what is missing or malformed, naming file and line and what to do.
         """
+
+    @contextmanager
+    def skipping(self, file: Path) -> Iterator[Skipping]:
+        """Skip malformed rows of an official file within `task.max_skipped`, and name them when it has been read."""
+        rows = Skipping(self.config.max_skipped)
+        yield rows
+        rows.finish(file)
 
     def class_of(self, label: str, location: SourceLocation) -> int:
         """The number of a class by its name. Raises DataError naming the location."""

@@ -101,7 +101,7 @@ def finetuned(config: FinetuneConfig, task: Task, metric: str) -> dict[str, Any]
     """Train on one seed. Returns the best validation by the metric, and the last."""
     from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, set_seed
 
-    examples, held_out = read_examples(task, config)
+    examples, held_out = (list(split) for split in read_examples(task, config))
     config = scheduled(config, len(examples))
     folder = Path(str(config.start.huggingface))
     set_seed(config.run.seed)

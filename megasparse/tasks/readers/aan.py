@@ -28,6 +28,8 @@ class AAN(Task):
         return existing(folder, {split: f"new_aan_pairs.{name}.tsv" for split, name in names.items()})
 
     def read(self, file: Path) -> Iterator[Example]:
-        for location, row in tab_separated(file, COLUMNS):
-            label = self.class_of(NUMBERS.get(row["label"], row["label"]), location)
-            yield Example((row["text1"], row["text2"]), label, location, f"{row['id1']} {row['id2']}")
+        with self.skipping(file) as skipping:
+            for location, row in tab_separated(file, COLUMNS, skipping):
+                with skipping:
+                    label = self.class_of(NUMBERS.get(row["label"], row["label"]), location)
+                    yield Example((row["text1"], row["text2"]), label, location, f"{row['id1']} {row['id2']}")

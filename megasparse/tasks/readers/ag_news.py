@@ -27,10 +27,12 @@ class AGNews(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         indices = [str(number + 1) for number in range(len(self.classes))]
-        for number, (location, row) in enumerate(comma_separated(file, COLUMNS)):
-            index = row["class index"]
-            if index not in indices:
-                problem = f'"{index[:80]}" is no class index of ag_news'
-                raise DataError(str(location), problem, "Write 1 (World), 2 (Sports), 3 (Business) or 4 (Sci/Tech)")
-            text = f"{row['title']} {row['description']}"
-            yield Example((text,), indices.index(index), location, str(number))
+        hint = "Write 1 (World), 2 (Sports), 3 (Business) or 4 (Sci/Tech)"
+        with self.skipping(file) as skipping:
+            for number, (location, row) in enumerate(comma_separated(file, COLUMNS, skipping)):
+                with skipping:
+                    index = row["class index"]
+                    if index not in indices:
+                        raise DataError(str(location), f'"{index[:80]}" is no class index of ag_news', hint)
+                    text = f"{row['title']} {row['description']}"
+                    yield Example((text,), indices.index(index), location, str(number))

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megasparse.errors import DataError
 from megasparse.tasks.readers.parts import is_in, parts_of, split_name
 from megasparse.tasks.readers.rows import field, json_lines
-from megasparse.tasks.task import Example, Task
+from megasparse.tasks.task import Example, SourceLocation, Task
 
 FILES = ("reviews_Electronics_5.json", "reviews_Electronics_5.json.gz")
 STARS = (1, 2, 3, 4, 5)
@@ -30,13 +31,18 @@ class Amazon(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         file, part = split_name(file)
-        for number, (location, row) in enumerate(json_lines(file)):
-            if not is_in(part, number):
-                continue
-            text, stars = field(row, "reviewText", location), field(row, "overall", location)
-            if not isinstance(text, str):
-                raise DataError(str(location), "reviewText is no text", "Put it right, or take the official file")
-            if type(stars) not in (int, float) or stars not in STARS:
-                problem = f"overall is {json.dumps(stars)[:80]}, no number of stars"
-                raise DataError(str(location), problem, "Write 1.0, 2.0, 3.0, 4.0 or 5.0")
-            yield Example((text,), STARS.index(stars), location, str(number))
+        with self.skipping(file) as skipping:
+            for number, (location, row) in enumerate(json_lines(file, skipping)):
+                with skipping:
+                    if is_in(part, number):
+                        yield _review(row, location, number)
+
+
+def _review(row: dict[str, Any], location: SourceLocation, number: int) -> Example:
+    text, stars = field(row, "reviewText", location), field(row, "overall", location)
+    if not isinstance(text, str):
+        raise DataError(str(location), "reviewText is no text", "Put it right, or take the official file")
+    if type(stars) not in (int, float) or stars not in STARS:
+        problem = f"overall is {json.dumps(stars)[:80]}, no number of stars"
+        raise DataError(str(location), problem, "Write 1.0, 2.0, 3.0, 4.0 or 5.0")
+    return Example((text,), STARS.index(stars), location, str(number))

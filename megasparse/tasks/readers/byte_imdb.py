@@ -24,9 +24,12 @@ class ByteIMDb(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         """The reviews of a folder with neg and pos: first neg's, each class by the numbers in the files' names."""
-        for label, name in enumerate(self.classes):
-            reviews = sorted((file / name).glob("*.txt"), key=lambda path: natural(path.name))
-            if not reviews:
-                raise DataError(file / name, "holds no *.txt", "Give a folder with neg/*.txt and pos/*.txt")
-            for review in reviews:
-                yield Example((whole_text(review),), label, SourceLocation(review), f"{name}/{review.stem}")
+        with self.skipping(file) as skipping:
+            for label, name in enumerate(self.classes):
+                reviews = sorted((file / name).glob("*.txt"), key=lambda path: natural(path.name))
+                if not reviews:
+                    raise DataError(file / name, "holds no *.txt", "Give a folder with neg/*.txt and pos/*.txt")
+                skipping.rows += len(reviews)
+                for review in reviews:
+                    with skipping:
+                        yield Example((whole_text(review),), label, SourceLocation(review), f"{name}/{review.stem}")

@@ -42,8 +42,10 @@ class CNNDailyMail(ParallelText):
         if file.suffix == ".story":
             yield story(file)
         elif file.name in LISTS.values():
-            for location, url in lines(file):
-                yield story(_story_file(url, location))
+            with self.skipping(file) as skipping:
+                for location, url in lines(file, skipping):
+                    with skipping:
+                        yield story(_story_file(url, location))
         else:
             yield from super().read(file)
 

@@ -6,14 +6,14 @@ first one is GLUE's own: F1 for MRPC and QQP (LHA's paper reports accuracy), Mat
 for STS-B.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.tasks.readers.rows import as_row, field, lines, tab_separated
+from megasparse.tasks.readers.rows import field, lines, tab_separated
 from megasparse.tasks.readers.sts_benchmark import similarity
+from megasparse.tasks.skipping import Skipping
 from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
 Rows = Iterator[tuple[SourceLocation, dict[str, str]]]
@@ -39,13 +39,15 @@ class GLUETask(Task):
         return existing(folder, self.splits, self.folder)
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (location, row) in enumerate(self.rows(file)):
-            inputs = tuple(field(row, column, location) for column in self.texts)
-            label = self.value(row[self.label], location) if self.label in row else None
-            yield Example(inputs, label, location, row.get(self.identifier, str(number)))
+        with self.skipping(file) as skipping:
+            for number, (location, row) in enumerate(self.rows(file, skipping)):
+                with skipping:
+                    inputs = tuple(field(row, column, location) for column in self.texts)
+                    label = self.value(row[self.label], location) if self.label in row else None
+                    yield Example(inputs, label, location, row.get(self.identifier, str(number)))
 
-    def rows(self, file: Path) -> Rows:
-        return tab_separated(file)
+    def rows(self, file: Path, skipping: Skipping) -> Rows:
+        return tab_separated(file, skipping=skipping)
 
     def value(self, label: str, location: SourceLocation) -> int | float:
         """The value of a label as the file has it. Raises DataError naming the location."""
@@ -61,11 +63,11 @@ class CoLA(GLUETask):
     classes = ("0", "1")
     texts = ("sentence",)
 
-    def rows(self, file: Path) -> Rows:
+    def rows(self, file: Path, skipping: Skipping) -> Rows:
         """Training and validation files have no line of column names, the test file has one."""
         first = next(lines(file), None)
         header = first is not None and first[1].split("\t") == ["index", "sentence"]
-        return tab_separated(file, None if header else ["source", "label", "mark", "sentence"])
+        return tab_separated(file, None if header else ["source", "label", "mark", "sentence"], skipping)
 
 
 class MNLI(GLUETask):
@@ -119,8 +121,7 @@ class QQP(GLUETask):
 
     In eleven pairs of Quora's release a question has a line end inside. GLUE dealt the release's 404,301 lines out to
     training and validation one by one, so that 22 of theirs are halves of these pairs, far from their other halves:
-    21 in train.tsv, 1 in dev.tsv. They are left out, as published results do (363,849 and 40,430 pairs remain), and
-    their number and lines are printed on stderr. Any other malformed line is an error.
+    21 in train.tsv, 1 in dev.tsv. They are skipped, as in published results (363,849 and 40,430 pairs remain).
     """
 
     name = "qqp"
@@ -130,21 +131,6 @@ class QQP(GLUETask):
     texts = ("question1", "question2")
     label = "is_duplicate"
     identifier = "id"
-
-    def rows(self, file: Path) -> Rows:
-        names: list[str] | None = None
-        halves: list[int | None] = []
-        for location, line in lines(file):
-            fields = line.split("\t")
-            if names is None:
-                names = fields
-            elif len(fields) != len(names) and is_half(fields):
-                halves.append(location.line)
-            else:
-                yield location, as_row(names, fields, location)
-        if halves:
-            left_out = f"{file}: left out {len(halves)} lines, halves of pairs that are broken in the official file"
-            print(f"{left_out}: lines {', '.join(map(str, halves))}", file=sys.stderr)
 
 
 class RTE(GLUETask):
@@ -176,37 +162,3 @@ class STSB(GLUETask):
 
     def value(self, label: str, location: SourceLocation) -> int | float:
         return similarity(label, location)
-
-
-FIRST_HALVES = {
-    ("2332", "4637", "4638"),
-    ("12330", "23766", "23767"),
-    ("65477", "113627", "113628"),
-    ("174372", "268758", "268759"),
-    ("196865", "297681", "297682"),
-    ("198200", "99321", "4637"),
-    ("227767", "336684", "336685"),
-    ("264607", "381419", "381420"),
-    ("282584", "216251", "402550"),
-    ("283933", "404107", "404108"),
-    ("364931", "19408", "402550"),
-}
-"""Ids of the broken pairs of QQP."""
-SECOND_HALVES = (
-    "What is the best water purifier available in India?",
-    "Was Muhammad a real historical figure? What is the evidence for his existence?",
-    "given the set of busy-time intervals of two people, as in a calendar?",
-    "What does the Quran say about homosexuality?",
-    'specifically teach them something in School."',
-    '-5 [-7 0 0 5]; 2. 3 [6 4 5 -5 3 1]?"',
-)
-"""Ends of the last questions of those pairs whose second half has more than a quotation mark."""
-
-
-def is_half(fields: list[str]) -> bool:
-    """Whether a line of QQP's official files is a half of one of its broken pairs."""
-    if len(fields) in (4, 5):
-        return tuple(fields[:3]) in FIRST_HALVES
-    if fields == ['"', "0"]:
-        return True
-    return len(fields) in (2, 3) and fields[-1] == "0" and fields[-2].endswith(SECOND_HALVES)

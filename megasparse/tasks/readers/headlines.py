@@ -27,14 +27,14 @@ class Headlines(TextTask):
     def read(self, file: Path) -> Iterator[Example]:
         file, part = split_name(file)
         lacking: list[int | None] = []
-        for number, (location, row) in enumerate(comma_separated(file)):
-            if not is_in(part, number):
-                continue
-            text, title = field(row, "text", location).strip(), row.get("title", "").strip()
-            if part is not None and not (text and title):
-                lacking.append(location.line)
-            else:
-                yield Example((text,), title or None, location, row.get("article_id", str(number)))
+        with self.skipping(file) as skipping:
+            for number, (location, row) in enumerate(comma_separated(file, skipping=skipping)):
+                with skipping:
+                    text, title = field(row, "text", location).strip(), row.get("title", "").strip()
+                    if part is not None and not (text and title):
+                        lacking += [location.line] if is_in(part, number) else []
+                    elif is_in(part, number):
+                        yield Example((text,), title or None, location, row.get("article_id", str(number)))
         if lacking:
             left_out = f"{file}#{part}: left out {len(lacking)} articles without a title or a text"
             print(f"{left_out}: lines {', '.join(map(str, lacking))}", file=sys.stderr)

@@ -30,8 +30,10 @@ class IMDB(Task):
         return next((found for each in released if (found := existing(folder, each))), {})
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (location, line) in enumerate(lines(file)):
-            values = line.split("\t\t", len(FIELDS) - 1)
-            row = as_row(FIELDS, values, location, "Put two tabs between them, or take the official file")
-            text = " ".join(sentence.strip() for sentence in row["text"].split(SENTENCE_END))
-            yield Example((text,), self.class_of(row["rating"], location), location, str(number))
+        with self.skipping(file) as skipping:
+            for number, (location, line) in enumerate(lines(file, skipping)):
+                with skipping:
+                    values = line.split("\t\t", len(FIELDS) - 1)
+                    row = as_row(FIELDS, values, location, "Put two tabs between them, or take the official file")
+                    text = " ".join(sentence.strip() for sentence in row["text"].split(SENTENCE_END))
+                    yield Example((text,), self.class_of(row["rating"], location), location, str(number))

@@ -13,7 +13,7 @@ import numpy as np
 
 from megasparse.errors import DataError
 from megasparse.tasks.readers.rows import field, tab_separated
-from megasparse.tasks.task import Example, Task, existing
+from megasparse.tasks.task import Example, SourceLocation, Task, existing
 
 DIGITS = tuple("0123456789")
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -35,12 +35,17 @@ class ListOps(Task):
         return existing(folder, names)
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (location, row) in enumerate(tab_separated(file)):
-            source, target = field(row, "Source", location), field(row, "Target", location)
-            tokens = [token for token in source.split() if token not in PARENTHESES]
-            try:
-                ids = np.array([IDS[token] for token in tokens], dtype=np.int64)
-            except KeyError as error:
-                problem = f'Source has "{error.args[0][:80]}", which is no token of ListOps'
-                raise DataError(str(location), problem, f"Its tokens are: ( ) {' '.join(TOKENS)}") from None
-            yield Example((ids,), self.class_of(target, location), location, str(number))
+        with self.skipping(file) as skipping:
+            for number, (location, row) in enumerate(tab_separated(file, skipping=skipping)):
+                with skipping:
+                    source, target = field(row, "Source", location), field(row, "Target", location)
+                    yield Example((_ids(source, location),), self.class_of(target, location), location, str(number))
+
+
+def _ids(source: str, location: SourceLocation) -> np.ndarray:
+    tokens = [token for token in source.split() if token not in PARENTHESES]
+    try:
+        return np.array([IDS[token] for token in tokens], dtype=np.int64)
+    except KeyError as error:
+        problem = f'Source has "{error.args[0][:80]}", which is no token of ListOps'
+        raise DataError(str(location), problem, f"Its tokens are: ( ) {' '.join(TOKENS)}") from None

@@ -27,6 +27,7 @@ class MIND(Task):
 
     name = "mind"
     form = "ranking"
+    streams = True
     metrics = ("auc", "mrr", "ndcg5", "ndcg10")
     segments = 2
 
@@ -38,9 +39,9 @@ class MIND(Task):
         return {}
 
     def read(self, file: Path) -> Iterator[Example]:
-        """The impressions of a behaviors.tsv. Raises DataError also for a news id that the news.tsv beside the file
-        lacks, a label other than 0 and 1, and a labelled impression without a click, or with clicks alone, for which no
-        metric is defined.
+        """The impressions of a behaviors.tsv. Malformed are also a news id that the news.tsv beside the file lacks, a
+        label other than 0 and 1, and a labelled impression without a click, or with clicks alone, for which no metric
+        is defined.
         """
         titles = self._titles(file.with_name(NEWS))
         kept: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -53,25 +54,29 @@ class MIND(Task):
                     raise DataError(str(location), f'"{name[:80]}" is no news of {file.with_name(NEWS)}', hint)
             return tuple(titles[name] for name in names)
 
-        for location, row in tab_separated(file, COLUMNS):
-            clicked = of(row["history"].split(), location)[-last:]
-            names, label = _shown(row["impressions"].split(), location)
-            inputs: Any = (kept.setdefault(clicked, clicked), of(names, location))
-            label = None if label is None else kept.setdefault(label, label)
-            yield Example(inputs, label, location, row["impression id"])
+        with self.skipping(file) as skipping:
+            for location, row in tab_separated(file, COLUMNS, skipping):
+                with skipping:
+                    clicked = of(row["history"].split(), location)[-last:]
+                    names, label = _shown(row["impressions"].split(), location)
+                    inputs: Any = (kept.setdefault(clicked, clicked), of(names, location))
+                    label = None if label is None else kept.setdefault(label, label)
+                    yield Example(inputs, label, location, row["impression id"])
 
     def _titles(self, file: Path) -> dict[str, str]:
         """The titles of a news.tsv, by news id."""
         titles: dict[str, str] = {}
         kept: dict[str, str] = {}
-        for location, row in tab_separated(file, NEWS_COLUMNS):
-            name, title = row["id"], row["title"]
-            if not title.strip() and self.config.empty == "refuse":
-                hint = 'Give it one, or keep such news, which are counted: --set task.empty="keep"'
-                raise DataError(str(location), f'the title of "{name[:80]}" is empty', hint)
-            if name in titles:
-                raise DataError(str(location), f'"{name[:80]}" stands there twice', "Remove one of them")
-            titles[name] = kept.setdefault(title, title)
+        with self.skipping(file) as skipping:
+            for location, row in tab_separated(file, NEWS_COLUMNS, skipping):
+                with skipping:
+                    name, title = row["id"], row["title"]
+                    if not title.strip() and self.config.empty == "refuse":
+                        hint = 'Give it one, or keep such news, which are counted: --set task.empty="keep"'
+                        raise DataError(str(location), f'the title of "{name[:80]}" is empty', hint)
+                    if name in titles:
+                        raise DataError(str(location), f'"{name[:80]}" stands there twice', "Remove one of them")
+                    titles[name] = kept.setdefault(title, title)
         return titles
 
 

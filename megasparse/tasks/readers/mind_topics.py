@@ -32,7 +32,9 @@ class MINDTopics(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         file, part = split_name(file)
-        for number, (location, row) in enumerate(tab_separated(file, COLUMNS)):
-            if is_in(part, number):
-                text = " ".join(part for part in (row["title"], row["abstract"]) if part)
-                yield Example((text,), self.class_of(row["category"], location), location, row["id"])
+        with self.skipping(file) as skipping:
+            for number, (location, row) in enumerate(tab_separated(file, COLUMNS, skipping)):
+                with skipping:
+                    if is_in(part, number):
+                        text = " ".join(part for part in (row["title"], row["abstract"]) if part)
+                        yield Example((text,), self.class_of(row["category"], location), location, row["id"])

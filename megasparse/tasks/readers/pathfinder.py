@@ -7,7 +7,7 @@ spite of their names, a line an image: `imgs/N sample_M.png M LABEL` and the dra
 Tay et al. train on the first 80 % of a level's images, validate on the next 10 % and test on the last, in the shuffled
 order of their conversion. Here it is so of the metadata files in the order of their numbers (of 200 with 1,000 images
 each 160, 20 and 20); the labels in them were drawn image by image. They pass over images whose file is empty, as one of
-curv_baseline is; here such a file is an error.
+curv_baseline is; so does `task.max_skipped` here.
 """
 
 import re
@@ -47,15 +47,16 @@ class Pathfinder(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         _refuse_arrays(file)
-        for location, line in lines(file):
-            fields = line.split(" ")
-            if len(fields) < 4 or not FOLDER.fullmatch(fields[0]) or not FILE.fullmatch(fields[1]):
-                raise DataError(
-                    str(location), f'"{line[:80]}" is no line of metadata', "Write: imgs/0 sample_7.png 7 1"
-                )
-            folder, name, _, label = fields[:4]
-            path = file.parent.parent / folder / name
-            yield Example((_pixels(path, location),), self.class_of(label, location), location, f"{folder}/{name}")
+        hint = "Write: imgs/0 sample_7.png 7 1"
+        with self.skipping(file) as skipping:
+            for location, line in lines(file, skipping):
+                with skipping:
+                    fields = line.split(" ")
+                    if len(fields) < 4 or not FOLDER.fullmatch(fields[0]) or not FILE.fullmatch(fields[1]):
+                        raise DataError(str(location), f'"{line[:80]}" is no line of metadata', hint)
+                    folder, name, _, label = fields[:4]
+                    pixels = _pixels(file.parent.parent / folder / name, location)
+                    yield Example((pixels,), self.class_of(label, location), location, f"{folder}/{name}")
 
 
 def _refuse_arrays(file: Path) -> None:

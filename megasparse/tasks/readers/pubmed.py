@@ -28,13 +28,15 @@ class PubMed(TextTask):
         return existing(folder, names, "pubmed-dataset")
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (location, row) in enumerate(json_lines(file)):
-            text = " ".join(_sentences(row, "article_text", location))
-            label = None
-            if "abstract_text" in row:
-                abstract = _sentences(row, "abstract_text", location)
-                label = "\n".join(each.removeprefix(BEGIN).removesuffix(END).strip() for each in abstract)
-            yield Example((text,), label, location, str(row.get("article_id", number)))
+        with self.skipping(file) as skipping:
+            for number, (location, row) in enumerate(json_lines(file, skipping)):
+                with skipping:
+                    text = " ".join(_sentences(row, "article_text", location))
+                    label = None
+                    if "abstract_text" in row:
+                        abstract = _sentences(row, "abstract_text", location)
+                        label = "\n".join(each.removeprefix(BEGIN).removesuffix(END).strip() for each in abstract)
+                    yield Example((text,), label, location, str(row.get("article_id", number)))
 
 
 def _sentences(row: dict[str, Any], column: str, location: SourceLocation) -> list[str]:

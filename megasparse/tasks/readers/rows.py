@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.errors import DataError, did_you_mean
+from megasparse.tasks.skipping import Skipping
 from megasparse.tasks.task import SourceLocation
 
 LONGEST_FIELD = 1 << 30
@@ -22,26 +23,31 @@ UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError)
 """Errors of opening or decompressing; RuntimeError is that of an encrypted archive."""
 
 
-def lines(file: Path) -> Iterator[tuple[SourceLocation, str]]:
+def lines(file: Path, skipping: Skipping | None = None) -> Iterator[tuple[SourceLocation, str]]:
     """The lines of a UTF-8 file without their ends, which are LF or CR LF and nothing else (a text may have U+2028).
 
-    Raises DataError where it cannot be read, and for what is no UTF-8.
+    Raises DataError where it cannot be read, and for what is no UTF-8. skipping: counts the lines, and takes those
+    that are no UTF-8.
     """
-    for location, line in _whole_lines(file):
+    for location, line in _whole_lines(file, skipping):
         yield location, line.removesuffix("\n").removesuffix("\r")
 
 
-def _whole_lines(file: Path) -> Iterator[tuple[SourceLocation, str]]:
+def _whole_lines(file: Path, skipping: Skipping | None = None) -> Iterator[tuple[SourceLocation, str]]:
     """The lines of a UTF-8 file with their ends."""
     try:
         with _opened(file) as stream:
             for number, raw in enumerate(stream, start=1):
                 location = SourceLocation(file, number)
+                if skipping is not None:
+                    skipping.rows += 1
                 try:
                     text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
                     problem = f"is no UTF-8 (byte 0x{raw[error.start]:02x} in column {error.start + 1})"
-                    raise DataError(str(location), problem, "Convert the file: iconv -f latin1 -t utf-8") from None
+                    wrong = DataError(str(location), problem, "Convert the file: iconv -f latin1 -t utf-8")
+                    _skip(skipping, wrong)
+                    continue
                 yield location, text
     except UNREADABLE as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -62,30 +68,38 @@ def _opened(file: Path) -> Iterator[Iterable[bytes]]:
             yield inside
 
 
-def tab_separated(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[SourceLocation, dict[str, str]]]:
+def tab_separated(
+    file: Path, columns: Sequence[str] | None = None, skipping: Skipping | None = None
+) -> Iterator[tuple[SourceLocation, dict[str, str]]]:
     """Rows of fields with tabs between them, in which a quotation mark is an ordinary character (GLUE's files).
 
-    columns: their names; None where the first line has them. Raises DataError for a row of another number of fields.
+    columns: their names; None where the first line has them. Raises DataError for a row of another number of fields,
+    or gives it to `skipping`.
     """
     names = list(columns) if columns is not None else None
-    for location, line in lines(file):
+    for location, line in lines(file, skipping):
         fields = line.split("\t")
         if names is None:
             names = _column_names(fields, location)
             continue
-        yield location, as_row(names, fields, location)
+        try:
+            row = as_row(names, fields, location)
+        except DataError as error:
+            _skip(skipping, error)
+        else:
+            yield location, row
     if names is None:
         raise _empty(file)
 
 
 def comma_separated(
-    file: Path, columns: Sequence[str] | None = None
+    file: Path, columns: Sequence[str] | None = None, skipping: Skipping | None = None
 ) -> Iterator[tuple[SourceLocation, dict[str, str]]]:
     """Rows of a CSV file (RFC 4180: quoted fields may hold commas, quotation marks and line ends). Empty
     lines are skipped.
 
     columns: their names; None where the first row has them. A row's location is the line it begins on. Raises
-    DataError.
+    DataError; skipping: counts the rows, and takes those of another number of fields.
     """
     csv.field_size_limit(LONGEST_FIELD)
     last = 0
@@ -111,27 +125,41 @@ def comma_separated(
             names = _column_names(fields, location)
         elif fields:
             hint = "Put it right: a field with a comma stands in quotation marks"
-            yield location, as_row(names, fields, location, hint)
+            if skipping is not None:
+                skipping.rows += 1
+            try:
+                row = as_row(names, fields, location, hint)
+            except DataError as error:
+                _skip(skipping, error)
+            else:
+                yield location, row
     if names is None:
         raise _empty(file)
 
 
-def json_lines(file: Path) -> Iterator[tuple[SourceLocation, dict[str, Any]]]:
+def json_lines(file: Path, skipping: Skipping | None = None) -> Iterator[tuple[SourceLocation, dict[str, Any]]]:
     """JSON objects, one a line; empty lines are skipped. Raises DataError for anything else, and for what only Python
-    takes for JSON: a key given twice, NaN, infinity.
+    takes for JSON: a key given twice, NaN, infinity. skipping: counts the lines, and takes these errors.
     """
-    for location, line in lines(file):
+    for location, line in lines(file, skipping):
         if not line.strip():
             continue
         try:
             value = json.loads(line, object_pairs_hook=_without_repeats, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            raise DataError(str(location), f"is no JSON ({error})", "Write one object a line: {...}") from None
+            _skip(skipping, DataError(str(location), f"is no JSON ({error})", "Write one object a line: {...}"))
+            continue
         if not isinstance(value, dict):
-            raise DataError(
-                str(location), "is no JSON object", 'Write one object a line: {"text": "...", "label": "..."}'
-            )
+            hint = 'Write one object a line: {"text": "...", "label": "..."}'
+            _skip(skipping, DataError(str(location), "is no JSON object", hint))
+            continue
         yield location, value
+
+
+def _skip(skipping: Skipping | None, error: DataError) -> None:
+    if skipping is None:
+        raise error from None
+    skipping.add(error)
 
 
 def as_row(

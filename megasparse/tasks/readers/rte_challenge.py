@@ -36,14 +36,17 @@ class RTEChallenge(Task):
         return existing(folder, names, "rte")
 
     def read(self, file: Path) -> Iterator[Example]:
-        for location, attributes, texts in pairs(file):
-            if "id" not in attributes:
-                raise DataError(str(location), "a pair without an id", HINT)
-            if missing := [name for name in ("t", "h") if name not in texts]:
-                raise DataError(str(location), f"pair {attributes['id']} has no <{missing[0]}>", HINT)
-            answer = attributes.get("entailment", attributes.get("value"))
-            label = None if answer is None else self.class_of(ENTAILMENT.get(answer, answer), location)
-            yield Example((texts["t"], texts["h"]), label, location, attributes["id"])
+        with self.skipping(file) as skipping:
+            for location, attributes, texts in pairs(file):
+                skipping.rows += 1
+                with skipping:
+                    if "id" not in attributes:
+                        raise DataError(str(location), "a pair without an id", HINT)
+                    if missing := [name for name in ("t", "h") if name not in texts]:
+                        raise DataError(str(location), f"pair {attributes['id']} has no <{missing[0]}>", HINT)
+                    answer = attributes.get("entailment", attributes.get("value"))
+                    label = None if answer is None else self.class_of(ENTAILMENT.get(answer, answer), location)
+                    yield Example((texts["t"], texts["h"]), label, location, attributes["id"])
 
 
 def pairs(file: Path) -> Iterator[tuple[SourceLocation, dict[str, str], dict[str, str]]]:

@@ -29,14 +29,17 @@ class STSBenchmark(Task):
         return existing(folder, names, "stsbenchmark")
 
     def read(self, file: Path) -> Iterator[Example]:
-        for number, (location, line) in enumerate(lines(file)):
-            fields = line.split("\t")
-            if len(fields) not in (len(COLUMNS), len(COLUMNS) + len(LICENCE)):
-                problem = f"{len(fields)} fields where there are 7 ({', '.join(COLUMNS)}), or 9 with the licences"
-                raise DataError(str(location), problem, "Put it right, or take the official file")
-            row = dict(zip((*COLUMNS, *LICENCE), fields, strict=False))
-            label = similarity(row["score"], location)
-            yield Example((row["sentence1"], row["sentence2"]), label, location, str(number))
+        counts = (len(COLUMNS), len(COLUMNS) + len(LICENCE))
+        with self.skipping(file) as skipping:
+            for number, (location, line) in enumerate(lines(file, skipping)):
+                with skipping:
+                    fields = line.split("\t")
+                    if len(fields) not in counts:
+                        problem = f"{len(fields)} fields where there are 7 ({', '.join(COLUMNS)}), or 9 with licences"
+                        raise DataError(str(location), problem, "Put it right, or take the official file")
+                    row = dict(zip((*COLUMNS, *LICENCE), fields, strict=False))
+                    label = similarity(row["score"], location)
+                    yield Example((row["sentence1"], row["sentence2"]), label, location, str(number))
 
 
 def similarity(text: str, location: SourceLocation) -> float:

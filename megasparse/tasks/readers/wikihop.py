@@ -39,13 +39,17 @@ class WikiHop(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         seen: set[str] = set()
-        for number, row in enumerate(_array(file), start=1):
-            example = _example(row, SourceLocation(file, number))
-            if example.name in seen:
-                problem = f'example {number}: the id "{example.name[:80]}" is another example\'s too'
-                raise DataError(str(example.location), problem, "Give each an id of its own")
-            seen.add(example.name)
-            yield example
+        rows = _array(file)
+        with self.skipping(file) as skipping:
+            skipping.rows = len(rows)
+            for number, row in enumerate(rows, start=1):
+                with skipping:
+                    example = _example(row, SourceLocation(file, number))
+                    if example.name in seen:
+                        problem = f'example {number}: the id "{example.name[:80]}" is another example\'s too'
+                        raise DataError(str(example.location), problem, "Give each an id of its own")
+                    seen.add(example.name)
+                    yield example
 
 
 def _array(file: Path) -> list[Any]:

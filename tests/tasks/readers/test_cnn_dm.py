@@ -63,6 +63,14 @@ def test_a_story_without_highlights_has_no_label(task, tmp_path, text):
     assert found.inputs == ("New news.",) and found.label is None
 
 
+def test_an_absent_story_among_many_is_skipped_and_named(task, tmp_path, capsys):
+    corpus(tmp_path, tmp_path)
+    file = tmp_path / "all_train.txt"
+    file.write_text(f"{url(0)}\n" * 150 + f"{url(9)}\n")
+    assert len(list(task.read(file))) == 150
+    assert f"skipped: {file}:151: there is no " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("inner", [".", "url_lists"])
 @pytest.mark.parametrize(
     "stories", [("cnn/stories", "dailymail/stories"), ("cnn_stories_tokenized", "dm_stories_tokenized")]

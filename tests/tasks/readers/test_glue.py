@@ -132,23 +132,18 @@ QQP = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
 WHOLE = "7\t1\t2\tWhy?\tHow come?\t1"
 
 
-def test_the_halves_in_the_official_qqp_files_are_left_out_and_named(tmp_path, capsys):
-    """Those of three of Quora's eleven broken pairs: a line end in the first question, and in the second."""
-    file = write(
-        tmp_path,
-        "train.tsv",
-        QQP,
-        '12330\t23766\t23767\tWhy did she cut her hair?\t"Is she at her best in season 8?',
-        WHOLE,
-        '"\tWas Muhammad a real historical figure? What is the evidence for his existence?\t0',
-        '"\t0',
-        '283933\t404107\t404108\t"What does the Quran say about the Bible?',
-        WHOLE.replace("7", "8", 1),
-        '\\1. -5 [-7 0 0 5]; 2. 3 [6 4 5 -5 3 1]?"\t0',
-    )
-    assert [(each[1], each[2]) for each in found("qqp", file)] == [(1, "7"), (1, "8")]
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"{file}: left out 5 lines") and printed.endswith(": lines 2, 4, 5, 6, 8\n")
+@pytest.mark.parametrize("half", ["7\t1\t2\tWhy?\tHow come?", "Why?\t0", '"\t1', f"{WHOLE}\t0", ""])
+def test_halves_of_pairs_in_qqp_are_skipped_and_named_within_the_limit(tmp_path, half, capsys):
+    rows = [WHOLE.replace("7", str(number), 1) for number in range(198)]
+    file = write(tmp_path, "train.tsv", QQP, *rows, half)
+    assert [each[2] for each in found("qqp", file)] == [str(number) for number in range(198)]
+    fields = len(half.split("\t"))
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[0].startswith(f"skipped: {file}:200: {fields} fields where there are 6 columns (id, qid1, ")
+    assert printed[1:] == [f"{file}: skipped 1 of 200 rows"]
+    file = write(tmp_path, "train.tsv", QQP, half, *rows, half, half)
+    assert problem("qqp", file).startswith(f"{file}: 3 of 202 rows are malformed, the first one: {file}:2: {fields} ")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

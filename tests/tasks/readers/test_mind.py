@@ -1,15 +1,20 @@
 """MIND's impressions, in small folders of their form."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megasparse.config.finetuning import RecommendationConfig, TaskConfig
+from megasparse.config.finetuning import FinetuneConfig, RecommendationConfig, TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task
+from megasparse.tasks.encoding import Segments
+from megasparse.tasks.forms.ranking import Impression, ImpressionTable
+from megasparse.tasks.run import read_examples
 from megasparse.tasks.sources import chosen_files
-from megasparse.tasks.task import Task, split_files
+from megasparse.tasks.task import Example, SourceLocation, Task, split_files
 from tests.helpers.mind import behaviors_row, mind, news_row, split_folder
 
 NEWS = [
@@ -108,6 +113,39 @@ def test_empty_titles_are_kept_where_that_is_asked_for(tmp_path: Path) -> None:
     file = split_folder(tmp_path, [*NEWS, news_row("N5", "")], [behaviors_row("1", "N5", "N1-0 N2-1")])
     (found,) = task(empty="keep").read(file)
     assert found.inputs[0] == ("",)
+
+
+def test_an_odd_impression_among_many_is_skipped_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [behaviors_row("1", "N1", "N1-0 N2-1")] * 150 + [behaviors_row("2", "N1", "N1-1 N2-1")]
+    file = split_folder(tmp_path, NEWS, rows)
+    assert len(list(task().read(file))) == 150
+    assert f"skipped: {file}:151: a click on every news shown" in capsys.readouterr().err
+
+
+def test_impressions_are_read_when_asked_for_and_kept_as_numbers(tmp_path: Path) -> None:
+    mind(tmp_path, 30, 8)
+    config = FinetuneConfig(task={"name": "mind", "source": str(tmp_path)})
+    read = read_examples(task(), config)
+    assert not any(isinstance(split, list) for split in read)
+    segments: dict[str, Segments] = {}
+
+    def encoded(example: Example) -> Impression:
+        for text in (text for texts in example.inputs for text in texts):
+            segments.setdefault(text, Segments(np.frombuffer(text.encode(), dtype=np.uint8), np.zeros(0)))
+        history, shown = (tuple(segments[text] for text in texts) for texts in example.inputs)
+        return Impression(shown, example.label, example.location, example.name, history)
+
+    whole = [encoded(example) for file in split_files(task(), tmp_path, "train") for example in task().read(file)]
+    whole.append(dataclasses.replace(whole[0], label=None, location=SourceLocation(tmp_path)))
+    table = ImpressionTable(iter([*map(encoded, read[0]), whole[-1]]))
+    assert len(table) == 31 and table[2:4][1].name == whole[3].name
+    for kept, given in zip(table, whole, strict=True):
+        assert list(kept.content()) == list(given.content())
+        assert (kept.label, kept.location, kept.name) == (given.label, given.location, given.name)
+    (tmp_path / "train/behaviors.tsv").write_text(behaviors_row("1", "", "NX-0 N2-1"))
+    lazy, _ = read_examples(task(), config)
+    with pytest.raises(DataError, match='"NX" is no news'):
+        list(lazy)
 
 
 def test_a_missing_news_file_is_refused(tmp_path: Path) -> None:

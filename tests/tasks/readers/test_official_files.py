@@ -162,6 +162,40 @@ def test_a_malformed_row_is_named_by_file_and_line(
     assert message.startswith(f"{file}:2: {problem}")
 
 
+ODD = {
+    "aan": (AAN, "1\ta"),
+    "ag_news": ('"1","a","b"', '"7","a","b"'),
+    "amazon": (json.dumps({"reviewText": "text", "overall": 1.0}), "{"),
+    "imdb": ("u\t\tp\t\t7\t\tgood", "u\t\tp\t\t17\t\tgood"),
+    "listops": (f"{TREE}\t0", "( [MIN 0 ) 12 ]\t0"),
+    "mind_topics": (news_row("N0", "text")[:-1], "N1\tnews\ta title"),
+    "pubmed": (json.dumps({"article_text": ["a"], "abstract_text": ["b"]}), json.dumps({"article_text": 7})),
+    "sts_benchmark": (sts(), sts(score="much")),
+    "qqp": ("7\t1\t2\tA\tB\t1", "7\t1\t2\tA"),
+}
+"""A row of each file, and one that is malformed."""
+HEADERS = {"listops": "Source\tTarget\n", "qqp": "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_rows_are_skipped_counted_and_named_within_the_limit(name: str, tmp_path: Path, capsys) -> None:
+    file, header, (good, odd) = tmp_path / "rows.txt", HEADERS.get(name, ""), ODD[name]
+    first = 1 + header.count("\n")
+    latin = name != "ag_news"  # a row of CSV may have several lines, of which none is left out
+    file.write_bytes(f"{header}{odd}\n".encode() + f"{good}\n".encode() * 200 + b"\xff\n" * latin)
+    task = build_task(TaskConfig(name=name))
+    assert len(list(task.read(file))) == 200
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"skipped: {file}:{first}: ") and f"{file}: skipped {1 + latin} of " in printed
+    strict = build_task(TaskConfig(name=name, max_skipped=0.0))
+    assert refusal(lambda: strict.read(file)).startswith(f"{file}:{first}: ")
+    file.write_text(header + f"{odd}\n" * 3 + f"{good}\n" * 200)
+    rows = 203 + header.count("\n")
+    found = refusal(lambda: task.read(file))
+    assert found.startswith(f"{file}: 3 of {rows} rows are malformed, the first one: {file}:{first}: ")
+    assert found.endswith("That is more than task.max_skipped = 0.01 allows")
+
+
 def test_mind_takes_the_large_release_and_mixes_none(tmp_path: Path) -> None:
     for inner in ("MINDsmall_train", "MINDsmall_dev", "MINDlarge_train"):
         (tmp_path / inner).mkdir()

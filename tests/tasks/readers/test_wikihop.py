@@ -72,6 +72,15 @@ def test_a_malformed_example_is_named_by_file_number_and_id(changes: dict[str, A
     assert refusal(lambda: read(file)).startswith(f"{file}:2: example 2{which}: {said}")
 
 
+def test_an_odd_example_among_many_is_skipped_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{**ROWS[1], "id": f"WH_{number}"} for number in range(150)]
+    file = written_rows(tmp_path / "dev.json", [*rows, {**rows[0], "id": "WH_odd", "candidates": ["a", "a"]}])
+    assert len(read(file)) == 150
+    named, counted = capsys.readouterr().err.splitlines()
+    assert named.startswith(f'skipped: {file}:151: example 151 ("WH_odd"): "a" is twice among the candidates')
+    assert counted == f"{file}: skipped 1 of 151 rows"
+
+
 @pytest.mark.parametrize("key", ["id", "query", "candidates", "supports"])
 def test_a_missing_key_is_refused(key: str, tmp_path: Path) -> None:
     row = {name: value for name, value in ROWS[0].items() if name != key}
