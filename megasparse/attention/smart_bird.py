@@ -24,6 +24,7 @@ from megasparse.config.attention import SmartBirdAttentionConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.blocks import at_most
 from megasparse.ops.gathered_attention import gathered_attention
+from megasparse.ops.positions import sinusoids
 from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, sketched_attention
 from megasparse.ops.tiled import tiled
 
@@ -48,13 +49,13 @@ class SketchCache:
 
 class SmartBirdAttention(Attention):
     """Each head attends to K keys a query: in training those of the highest s_ij ~ U(0, p_ij), p_ij = (1/log α_ij)²,
-    drawn by every head for itself (Eq. 2 and 3); α = softmax of the sketch. Eq. 1 has a tiny Transformer on embeddings
-    of its own; the sketch here is one attention on the layer's input, without feed-forward, residual or norm.
+    drawn by every head for itself (Eq. 2 and 3); α = softmax of the sketch. The sketch is one attention on the layer's
+    input, without feed-forward, residual or norm, or Eq. 1's tiny Transformer on embeddings of its own.
 
-    In evaluation the K highest p_ij, the same for all heads: nothing is drawn, and of equal ones the first are taken.
-    (sampling = random draws then too, there being nothing else to choose by.) The paper does not say that it draws no
-    more in evaluation. A row with no more than K visible keys attends to all of them. Causal rows are those of a causal
-    sketch: α_i is normalised over j <= i, so no later token moves a choice.
+    In evaluation the K highest p_ij, the same for all heads: nothing is drawn, and of equal ones the first are taken;
+    or, the paper not saying which, draws as in training (evaluation = draws). sampling = random always draws, there
+    being nothing else to choose by. A row with no more than K visible keys attends to all of them. Causal rows are
+    those of a causal sketch: α_i is normalised over j <= i, so no later token moves a choice.
     The choice is hard, so the task does not train the sketch: its own objective does, and reaches nothing but the
     sketch, which therefore reads a detached input.
     """
@@ -62,7 +63,11 @@ class SmartBirdAttention(Attention):
     def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):
         super().__init__(spec)
         self.config = config
-        self.query, self.key, self.value = (Projection(spec.d_model, config.sketch_dim) for _ in range(3))
+        self.reads_tokens = config.sketch == "transformer"
+        self.width = config.sketch_dim if self.reads_tokens else spec.d_model
+        self.query, self.key, self.value = (Projection(self.width, config.sketch_dim) for _ in range(3))
+        self.embedding = SketchEmbedding(spec, self.width) if self.reads_tokens else None
+        self.layer = SketchLayer(self.width) if self.reads_tokens else None
         self.objective: nn.Module
         if config.objective == "token":
             self.objective = TokenObjective(config.sketch_dim, spec.vocabulary)
@@ -70,7 +75,7 @@ class SmartBirdAttention(Attention):
             self.objective = PooledObjective(config.sketch_dim, config.labels or spec.vocabulary)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        x = x.detach()
+        x = self._read(x, inputs, context)
         loss, statistics = None, {}
         if context.targets is not None:
             loss = self._objective(x, inputs, context.targets, context.part)
@@ -90,24 +95,44 @@ class SmartBirdAttention(Attention):
                 f'"{self.config.objective}" does not fit this task, which asks for {ASKED[wanted]}',
                 f'Set it to "{wanted}"',
             )
-        q, k, v = (part.gather(project(x), 1) for project in (self.query, self.key, self.value))
+        q, k, v = (self._whole(project(x), part) for project in (self.query, self.key, self.value))
         h, _ = _sketch(q, k, v, inputs)
+        if self.layer is not None:
+            h = self.layer(x, h)
         if wanted == "token":
             counted = None if targets.counted is None else part.gather(targets.counted, 1)
             targets = Targets(part.gather(targets.values, 1), counted)
         return self.objective(h, targets, inputs.key_mask)
+
+    def _read(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, position: int = 0) -> Tensor:
+        """The input of the sketch, which the task's loss does not reach: the layer's, of the tokens that are here, or
+        embeddings of the whole sequences, in decoding of the token at `position`.
+        """
+        if self.embedding is None:
+            return x.detach()
+        if context.tokens is None:
+            problem = '"transformer" embeds tokens, but this model reads none'
+            raise ConfigError("model.attention.smart_bird.sketch", problem, 'Set it to "attention"')
+        numbers = _numbers(context.tokens, inputs.key_mask, inputs.segments) + position
+        return self.embedding(context.tokens, numbers)
+
+    def _whole(self, x: Tensor, part: SequencePart) -> Tensor:
+        return x if self.reads_tokens else part.gather(x, 1)
 
     def flops(self, length: int) -> Passes:
         return self.workload(length).pairs(self.config.keys) + self._sketch_flops(length)
 
     def _sketch_flops(self, length: int) -> Passes:
         """The sketch, one of all heads: 12·d a key, 2·d more to choose by, its projections of an input without gradient
-        (4 a weight), and its objective's output over the vocabulary.
+        (4 a weight), the rest of its layer, and its objective's output over the vocabulary.
         """
-        visible, weights = self.workload(length).visible, 3 * self.spec.d_model
+        visible, weights = self.workload(length).visible, 3 * self.width
         outputs = self.spec.vocabulary if self.config.objective == "token" else 0
         attended = product(4.0 * visible) + Passes(2.0 * visible)
-        return (attended + Passes(2.0 * weights, 2.0 * weights) + product(2.0 * outputs)) * self.config.sketch_dim
+        layer = 9 * self.width if self.layer is not None else 0
+        return (attended + Passes(2.0 * weights, 2.0 * weights) + product(2.0 * (outputs + layer))) * (
+            self.config.sketch_dim
+        )
 
     def operators(self, length: int, size: int) -> dict[str, Work]:
         """The sketch reads the layer's input, in the backward again, and writes K numbers a query and head. K keys and
@@ -130,19 +155,20 @@ class SmartBirdAttention(Attention):
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, context: AttentionContext) -> None:
         cache.heads.put(inputs.k, inputs.v)
-        cache.sketch[:, : x.shape[1]] = _exactly(self.key, x)
+        cache.sketch[:, : x.shape[1]] = _exactly(self.key, self._read(x, inputs, context))
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, position: int, context: AttentionContext
     ) -> Tensor:
         cache.heads.put(inputs.k, inputs.v, position)
+        x = self._read(x, inputs, context, position)
         cache.sketch[:, position : position + 1] = _exactly(self.key, x)
         seen = cache.sketch[:, : position + 1]
         index = self._choose(_exactly(self.query, x), seen, inputs, context, position)
         return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, index, scale=inputs.q.shape[-1] ** -0.5)[0]
 
     def _choose_whole(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
-        q, k = (context.part.gather(_exactly(project, x), 1) for project in (self.query, self.key))
+        q, k = (self._whole(_exactly(project, x), context.part) for project in (self.query, self.key))
         return self._choose(q, k, inputs, context)
 
     @torch.no_grad()
@@ -152,12 +178,15 @@ class SmartBirdAttention(Attention):
         """The index (B, H or 1, Lq, K) of the queries (B, Lq, d) from position `first_query` on."""
         sampling, rng = self.config.sampling, context.rng
         noise, lse = None, None
-        if sampling == "random" or (rng.training and sampling != "top_k"):
+        if sampling == "random" or (sampling != "top_k" and (rng.training or self.config.evaluation == "draws")):
             rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
             numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
             noise = Noise(rng.key(context.layer, "sampled keys"), numbers, rows)
             if sampling.startswith("inverse_log"):
-                _, lse = _sketch(q.float(), k.float(), k.float(), inputs)
+                if first_query:  # decoding: the one query sees all keys there are
+                    lse = torch.logsumexp((q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5, dim=-1)
+                else:
+                    _, lse = _sketch(q.float(), k.float(), k.float(), inputs)
         spec = KeyChoiceSpec(self.config.keys, inputs.causal, sampling)
         return chosen_keys(q, k, spec, noise, lse, inputs.key_mask, inputs.segments, first_query)
 
@@ -171,6 +200,54 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
+
+
+class SketchEmbedding(nn.Module):
+    """Embeddings of tokens and sinusoidal positions, (B, L, d) in fp32 at least; of a token of −1 the position alone."""
+
+    def __init__(self, spec: MechanismSpec, width: int):
+        super().__init__()
+        self.weight, self.longest = nn.Parameter(torch.empty(spec.vocabulary, width)), spec.max_length
+
+    def forward(self, tokens: Tensor, numbers: Tensor) -> Tensor:
+        """Embed tokens. tokens, numbers: (B, L) int64, the numbers those of positions."""
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        embedded = F.embedding(tokens.clamp_min(0), self.weight).to(dtype) * (tokens >= 0).unsqueeze(-1)
+        table = sinusoids(0, self.longest, self.weight.shape[1], tokens.device)
+        return embedded + F.embedding(numbers, table)
+
+
+class SketchLayer(nn.Module):
+    """The rest of a Transformer layer around an attention of width d (Vaswani et al. 2017): LN(x + W·a), then LN(y +
+    W2·relu(W1·y)) with 4d hidden units.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.merge = Projection(width, width)
+        self.hidden, self.back = Projection(width, 4 * width), Projection(4 * width, width)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(2))
+        self.shifts = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(2))
+
+    def forward(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Run the layer. x: (B, L, d), what the attention read. attended: (B, L, d), its output."""
+        x = self._norm(0, x + self.merge(attended))
+        return self._norm(1, x + self.back(torch.relu(self.hidden(x))))
+
+    def _norm(self, number: int, x: Tensor) -> Tensor:
+        scale, shift = (each[number].to(x.dtype) for each in (self.scales, self.shifts))
+        return F.layer_norm(x, x.shape[-1:], scale, shift)
+
+
+def _numbers(tokens: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
+    """The number of each token in its document, (B, L) int64, padding left out."""
+    real = torch.ones_like(tokens) if key_mask is None else key_mask.long()
+    number = (real.cumsum(1) - 1).clamp_min(0)
+    if segments is None:
+        return number
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return number - torch.where(begins, number, 0).cummax(1).values
 
 
 @torch.no_grad()

@@ -218,6 +218,11 @@ class SmartBirdAttentionConfig(MechanismSection):
     """K, keys a query attends to."""
     sketch_dim: Positive = 4
     """Width d of the single-head sketch."""
+    sketch: Literal["attention", "transformer"] = "attention"
+    """`attention`: one narrow attention on the layer's input. `transformer`: a Transformer layer of `sketch_dim` on
+    embeddings of tokens of its own, with sinusoidal positions (Eq. 1)."""
+    evaluation: Literal["top_k", "draws"] = "top_k"
+    """Evaluation takes the K largest weights, the same keys for all heads, or draws by head as training does."""
     sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
     """How a sketched weight becomes a sampling score (the paper's Figure 4)."""
     objective: Literal["token", "pooled", "answer"] = "token"

@@ -5,12 +5,13 @@ import torch
 import torch.nn.functional as F
 
 import megasparse.attention.smart_bird as smart_bird
-from megasparse.attention.contract import RecomputeCache, Targets
+from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache, Targets
 from megasparse.attention.heads import build_mechanism
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.gathered_attention.reference import gathered_attention as gathered
-from megasparse.ops.random import RngContext
+from megasparse.ops.positions import sinusoids
+from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.ops.sketch.reference import best_keys as defined
 from megasparse.ops.sketch.reference import sketched_weights
 from tests.helpers.models import Single, attention, named, random_tokens, small, training_draws
@@ -51,6 +52,42 @@ def test_evaluation_attends_to_the_k_largest_weights_of_the_sketch(causal):
     index = defined(alpha, seen, 6, sampling="inverse_log_squared", uniform=None)
     expected, _ = gathered(q, k, v, index, scale=16**-0.5)
     torch.testing.assert_close(single(x, q, k, v).out, expected)
+
+
+def test_evaluation_by_draws_is_that_of_training_at_the_step_of_evaluation():
+    single, inputs = Single("smart_bird draws", True), Single("smart_bird", True).inputs(60)
+    index = index_of(single, inputs)
+    assert index.shape == (2, 2, 60, 6) and not torch.equal(index[:, 0], index[:, 1])
+    assert torch.equal(index, index_of(Single("smart_bird", True), inputs, training=True, step=EVALUATION_STEP))
+
+
+def test_the_tiny_transformer_reads_tokens_and_positions_alone():
+    """Eq. 1 by torch's own Transformer layer, and a document begins its positions anew."""
+    single = Single("smart_bird transformer", False)
+    m = single.mechanism.double()
+    x, *heads = single.inputs(30, dtype=torch.float64)
+    tokens = random_tokens(2, 30)
+    targets = words(30)
+    loss = single(x, *heads, training=True, targets=targets, tokens=tokens).statistics["sketch_loss"]
+    layer = torch.nn.TransformerEncoderLayer(4, 1, 16, 0.0, batch_first=True, dtype=torch.float64)
+    layer.self_attn.in_proj_bias.data.zero_()
+    layer.self_attn.in_proj_weight.data.copy_(torch.cat([m.query.weight, m.key.weight, m.value.weight]))
+    layer.self_attn.out_proj.load_state_dict({"weight": m.layer.merge.weight, "bias": torch.zeros(4)})
+    layer.linear1.load_state_dict({"weight": m.layer.hidden.weight, "bias": torch.zeros(16)})
+    layer.linear2.load_state_dict({"weight": m.layer.back.weight, "bias": torch.zeros(4)})
+    for number, norm in enumerate((layer.norm1, layer.norm2)):
+        norm.load_state_dict({"weight": m.layer.scales[number], "bias": m.layer.shifts[number]})
+    h = layer(m.embedding.weight[tokens] + sinusoids(0, 30, 4).double())
+    logits = h @ m.objective.weight.T + m.objective.bias
+    torch.testing.assert_close(loss, F.cross_entropy(logits.transpose(1, 2), targets.values), rtol=1e-6, atol=1e-6)
+    other = single(x + 1, *heads, training=True, targets=targets, tokens=tokens).statistics["sketch_loss"]
+    assert torch.equal(loss, other)
+    segments = torch.tensor([0] * 11 + [1] * 19).expand(2, -1)
+    mask = (torch.arange(30) != 14).expand(2, -1)
+    numbers = smart_bird._numbers(tokens, mask, segments)[0].tolist()
+    assert numbers[:14] == [*range(11), 0, 1, 2] and numbers[15:] == list(range(3, 18))
+    with pytest.raises(ConfigError, match="embeds tokens, but this model reads none"):
+        m(x, AttentionInputs(*heads, None, None, False), AttentionContext(0, training_draws(2)))
 
 
 @pytest.mark.parametrize("causal", [True, False])

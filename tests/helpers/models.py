@@ -50,6 +50,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "yoso gaussian, convolution": ("yoso", {"projection": "gaussian", "convolution": 5}),
     "smart_bird top_k": ("smart_bird", {"sampling": "top_k"}),
     "smart_bird random": ("smart_bird", {"sampling": "random"}),
+    "smart_bird transformer": ("smart_bird", {"sketch": "transformer"}),
+    "smart_bird draws": ("smart_bird", {"evaluation": "draws"}),
     "routing top_k": ("routing", {"window": "top_k"}),
     "lsh local": ("lsh", {"local": True}),
     "lsh separate, local": ("lsh", {"local": True, "shared_qk": False}),
