@@ -203,7 +203,7 @@ class Projection(nn.Module):
 
 
 class SketchEmbedding(nn.Module):
-    """Embeddings of tokens and sinusoidal positions, (B, L, d) in fp32 at least; of a token of −1 the position alone."""
+    """Embeddings of tokens and sinusoidal positions, (B, L, d) in fp32 at least; a token of −1 is its position."""
 
     def __init__(self, spec: MechanismSpec, width: int):
         super().__init__()

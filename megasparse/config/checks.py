@@ -48,6 +48,9 @@ def _check_start(config: FinetuneConfig) -> None:
         hint = f"Keep one of them, and set the other to null, such as --set {names[-1]}=null"
         raise ConfigError("start", f"{' and '.join(names)} given", hint)
     if config.model is None:
+        if start.glove is not None:
+            hint = "Set it to null, or give `model` in place of what it starts from"
+            raise ConfigError("start.glove", f"{show(start.glove)}, but the embeddings are pretrained", hint)
         return
     check_model(config.model)
     for key, value in (("attention", start.attention), ("activations", start.activations), ("sha256", start.sha256)):

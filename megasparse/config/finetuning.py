@@ -21,6 +21,9 @@ class StartConfig(Section):
     """Replaces the self-attention of a BERT, RoBERTa, XLM-RoBERTa or DistilBERT; in a model of ours it stands in place
     of `model.attention`, with the same weights (YOSO's expectation in place of samples, another number of rounds).
     null keeps what there is."""
+    glove: str | None = None
+    """With `model` only: a GloVe text file, whose vectors of the tokenizer's words the token embeddings start from (of
+    more numbers than model.d_model their principal components), and Smart Bird's sketches from their components."""
     activations: Literal["stored", "checkpoint", "checkpoint_cpu"] | None = None
     """What the backward reads, as `model.activations` has it; null keeps a checkpoint's own, and stores all of a
     HuggingFace model's."""

@@ -21,7 +21,7 @@ TASK_MODULES = {
     "grey_cifar10": "grey_cifar10",
     "pathfinder": "pathfinder",
     "ag_news": "ag_news",
-    "amazon": "amazon",
+    **dict.fromkeys(("amazon", "amazon_50k"), "amazon"),
     "imdb": "imdb",
     "mind_topics": "mind_topics",
     "mind": "mind",

@@ -19,8 +19,10 @@ from megasparse.config.model_checks import check_model
 from megasparse.config.schema import ModelConfig
 from megasparse.data.files import file_sha256, replacing
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
+from megasparse.data.tokenizers.contract import words_of
 from megasparse.errors import CheckpointError, ConfigError, HubError
 from megasparse.model.build import empty_model, initialise
+from megasparse.model.glove import initialise_from_glove
 from megasparse.tasks.activations import checkpoint_layers
 from megasparse.tasks.adapters import add_adapters
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody
@@ -155,7 +157,10 @@ def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int
         wanted = '"encoder_decoder"' if form.two_sided else '"encoder" or "decoder"'
         raise ConfigError("model.kind", f'"{model.kind}", and {form.task.name} has another form', f"Set it to {wanted}")
     body = _megasparse_body(_for_task(model, form, labels, config.start), form, config.run.seed)
-    return Start(body, build_tokenizer(config.task.tokenizer), _record(body), None)
+    tokenizer = build_tokenizer(config.task.tokenizer)
+    if config.start.glove is not None:
+        initialise_from_glove(body.stack, config.start.glove, words_of(tokenizer))
+    return Start(body, tokenizer, _record(body), None)
 
 
 def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) -> Start:

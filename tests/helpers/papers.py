@@ -21,7 +21,7 @@ FIELDS = ("data", "cost", "paper", "ours", "deviations")
 EXAMPLES = {
     **{"cola": 8_551, "mnli": 392_702, "mrpc": 3_668, "qnli": 104_743, "qqp": 363_849},
     **{"rte": 2_490, "sst2": 67_349, "stsb": 5_749, "wikihop": 43_738},
-    **{"ag_news": 108_000, "amazon": 40_000, "imdb": 67_426, "mind_topics": 128_800, "mind": 2_232_748},
+    **{"ag_news": 108_000, "amazon_50k": 40_000, "imdb": 67_426, "mind_topics": 128_800, "mind": 2_232_748},
     **{"cnn_dm": 287_113, "pubmed": 119_924, "etth1": 8_593, "ettm1": 34_465},
 }
 """Training examples of the official files, as their publishers count them."""

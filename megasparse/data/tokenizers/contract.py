@@ -65,6 +65,12 @@ class Tokenizer(ABC):
         """Whether a token of each id begins a word: bool (highest id + 1,)."""
 
 
+def words_of(tokenizer: Tokenizer) -> list[str]:
+    """The word that each token is, "" of one that is none: special, or a piece that a word does not begin with."""
+    starts = tokenizer.word_starts().tolist()[: tokenizer.vocabulary]
+    return ["".join(tokenizer.text([token])).strip() if start else "" for token, start in enumerate(starts)]
+
+
 def utf8(text: str | bytes) -> bytes:
     """A text's bytes, as `Tokenizer.encode` takes them."""
     return text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text

@@ -8,6 +8,7 @@ import pytest
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task
+from megasparse.tasks.task import split_files
 
 STARS = [5.0, 1.0, 3.0, 4.0, 2.0]
 
@@ -76,3 +77,14 @@ def test_a_review_without_a_text_is_refused_and_an_empty_one_is_read(task, folde
     file.write_text(json.dumps(row))
     with pytest.raises(DataError, match=r'other\.json:1: has no column "reviewText"'):
         list(task.read(file))
+
+
+def test_the_sample_is_every_33rd_review_in_parts_of_eight_one_and_one(tmp_path, monkeypatch):
+    rows = (json.dumps({"reviewText": f"text {n}", "overall": 1.0}) for n in range(33 * 25))
+    (tmp_path / "reviews_Electronics_5.json").write_text("\n".join(rows))
+    task = build_task(TaskConfig(name="amazon_50k"))
+    monkeypatch.setattr(type(task), "most", 20)
+    splits = ("train", "validation", "test")
+    found = {s: [int(e.name) for f in split_files(task, tmp_path, s) for e in task.read(f)] for s in splits}
+    train = [33 * n for n in range(20) if n % 10 > 1]
+    assert found == {"train": train, "validation": [33, 363], "test": [0, 330]}
