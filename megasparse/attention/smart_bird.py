@@ -26,6 +26,7 @@ from megasparse.ops.blocks import at_most
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, sketched_attention
+from megasparse.ops.sketch.reference import sketched_weights
 from megasparse.ops.tiled import tiled
 
 ASKED = {"token": "a token a position", "pooled": "a label a sequence", "answer": "the tokens of an answer"}
@@ -115,6 +116,13 @@ class SmartBirdAttention(Attention):
             raise ConfigError("model.attention.smart_bird.sketch", problem, 'Set it to "attention"')
         numbers = _numbers(context.tokens, inputs.key_mask, inputs.segments) + position
         return self.embedding(context.tokens, numbers)
+
+    @torch.no_grad()
+    def weights(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        """The sketch's weights α of all pairs, and which of them are visible: (B, L, L) each, in float64."""
+        x = self._read(x, inputs, context)
+        q, k = (self._whole(_exactly(project, x), context.part) for project in (self.query, self.key))
+        return sketched_weights(q, k, inputs.causal, inputs.key_mask, inputs.segments)
 
     def _whole(self, x: Tensor, part: SequencePart) -> Tensor:
         return x if self.reads_tokens else part.gather(x, 1)

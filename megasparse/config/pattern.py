@@ -30,8 +30,8 @@ def layers_with(model: ModelConfig, kind: str) -> int:
 
 def replaceable_kinds(model: ModelConfig) -> list[str]:
     """The mechanisms whose place full attention can take, whether the model has them or not."""
-    sections = [name for name in type(model.attention).model_fields if name not in ("pattern", "full_below")]
-    return [kind for kind in sections if section(model, kind).replaceable_by_full]
+    sections = [(kind, getattr(model.attention, kind)) for kind in type(model.attention).model_fields]
+    return [kind for kind, own in sections if isinstance(own, MechanismSection) and own.replaceable_by_full]
 
 
 def attends_fully(model: ModelConfig, kind: str) -> bool:

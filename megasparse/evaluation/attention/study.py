@@ -18,6 +18,7 @@ from megasparse.attention.hash_training import hash_scores
 from megasparse.attention.lha import LHAAttention
 from megasparse.attention.lsh import LSHAttention
 from megasparse.attention.observation import Call
+from megasparse.attention.smart_bird import SmartBirdAttention
 from megasparse.attention.yoso import YOSOAttention
 from megasparse.config.attention import AttentionConfig
 from megasparse.evaluation.attention.assignment import balanced, cut, lsh_scores, random_codes, smyrf_values
@@ -97,13 +98,13 @@ def study(
 
     record: number of a window -> the calls of the model's mechanisms on it. hashes: LHA's of every call, trained.
     attention: settings of the mechanisms whose output errors are measured. Returns {"layers": [{"name", "utility",
-    "recall", "imbalance", "output_error"}], "all": the same over all layers, "paper_imbalance", "protocol"}; every
-    number is {"mean", "half", "windows": [a number each]}.
+    "recall", "imbalance", "output_error", and of Smart Bird "sketch"}], "all": the same over all layers,
+    "paper_imbalance", "protocol"}; every number is {"mean", "half", "windows": [a number each]}.
     """
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for window in tqdm(range(protocol.windows), desc="windows", unit="window", disable=None):
         for i, (call, mechanism) in enumerate(zip(record(window), hashes, strict=True)):
-            found = _quality(call, mechanism, protocol, window) | _output_errors(call, attention)
+            found = _quality(call, mechanism, protocol, window) | _output_errors(call, attention) | _sketch(call)
             for name, value in found.items():
                 values[f"{i:03d} layer {call.context.layer} {call.kind}"][name].append(value)
     layers = [{"name": name[4:], **_report(found)} for name, found in sorted(values.items())]
@@ -172,6 +173,23 @@ def _output_errors(call: Call, attention: AttentionConfig) -> dict[str, float]:
         for rounds in ROUNDS.get(kind, (None,)):
             error = relative_error(placed.run(mechanism, rounds=rounds), exact)
             found[f"output_error/{kind}/{rounds or 'as configured'}"] = float(error.mean())
+    return found
+
+
+@torch.no_grad()
+def _sketch(call: Call) -> dict[str, float]:
+    """Return sketch/SCORE/TENTH -> the part of the visible pairs whose weight α, 1/|log α| or (1/log α)² is in this
+    tenth of [0, 1], what is above 1 in the last: Smart Bird's Figure 6.
+    """
+    if not isinstance(call.mechanism, SmartBirdAttention):
+        return {}
+    alpha, seen = call.mechanism.weights(call.x, call.inputs, call.context)
+    inverse = 1.0 / alpha[seen].log().abs()
+    scores = {"weight": alpha[seen], "inverse_log": inverse, "inverse_log_squared": inverse.square()}
+    found = {}
+    for name, score in scores.items():
+        parts = torch.histc(score.clamp(0.0, 1.0), bins=10, min=0.0, max=1.0) / score.numel()
+        found |= {f"sketch/{name}/{tenth / 10}": part for tenth, part in enumerate(parts.tolist())}
     return found
 
 

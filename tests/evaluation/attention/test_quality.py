@@ -1,6 +1,7 @@
 """Attention quality inside training: what is measured, when, and that it changes nothing. Training LHA's hashes."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,13 +9,13 @@ import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasparse.attention.hash_training import hash_scores, train_hashes
-from megasparse.attention.observation import Call
+from megasparse.attention.observation import Call, calls
 from megasparse.evaluation.attention.metrics import attention_utility, attention_weights, same_bucket
 from megasparse.evaluation.attention.quality import measure, record_calls
-from megasparse.evaluation.attention.study import Interval
+from megasparse.evaluation.attention.study import Interval, _sketch
 from megasparse.evaluation.attention.weights import weights_of
 from megasparse.model.build import build_model
-from tests.helpers.models import random_tokens, small
+from tests.helpers.models import Single, random_tokens, small
 from tests.helpers.trained import prepared, trained
 
 NAMES = {"output_error", "recall_top", "utility", "utility_bound", "utility_floor"}
@@ -97,3 +98,23 @@ def test_interval_of_a_mean():
     interval = Interval.of([float(x) for x in range(10)])
     assert interval.mean == 4.5
     assert interval.half == pytest.approx(2.262157 * (82.5 / 9) ** 0.5 / 10**0.5, rel=2e-4)
+
+
+@pytest.mark.parametrize("name", ["smart_bird", "smart_bird transformer"])
+def test_the_shares_of_a_sketchs_scores_are_counted_over_visible_pairs(name):
+    single = Single(name, True)
+    inputs = [t[:1] for t in single.inputs(12)]
+    with calls(single.mechanism) as found:
+        single(*inputs)
+    alpha, seen = found[0].mechanism.weights(found[0].x, found[0].inputs, found[0].context)
+    pairs = [float(alpha[0, i, j]) for i in range(12) for j in range(i + 1)]
+    assert int(seen.sum()) == len(pairs) and sum(pairs) == pytest.approx(12)
+    shares = _sketch(found[0])
+    for kind, score in {
+        "weight": lambda a: a,
+        "inverse_log": lambda a: math.inf if a == 1 else -1 / math.log(a),
+        "inverse_log_squared": lambda a: math.inf if a == 1 else math.log(a) ** -2,
+    }.items():
+        tenths = [min(9, int(10 * min(score(a), 1.0))) for a in pairs]
+        expected = {f"sketch/{kind}/{i / 10}": tenths.count(i) / len(pairs) for i in range(10)}
+        assert {key: shares[key] for key in expected} == pytest.approx(expected)
