@@ -152,10 +152,10 @@ def _check_expressible(model: ModelConfig) -> None:
         ("blocks", model.blocks, "reversible"),
         ("tied_embeddings", model.tied_embeddings, False),
         ("adaptive_cutoffs", model.adaptive_cutoffs, []),
+        ("attention.output_dropout", model.attention.output_dropout, None),
     ]
     if "local" in found:
         wanted.append(("attention.local.relative", model.attention.local.relative, False))
-    wanted.append(("attention.output_dropout", model.attention.output_dropout, None))
     if "lsh" in found:
         wanted += [
             ("attention.lsh.shared_qk", lsh.shared_qk, True),
