@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +12,9 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.readers.rows import comma_separated, field, json_lines, tab_separated
 from megasparse.tasks.task import Example, SourceLocation, Task
 
-READERS = {".csv": comma_separated, ".tsv": tab_separated, ".jsonl": json_lines}
+READERS: dict[str, Callable[[Path], Iterator[tuple[SourceLocation, dict[str, Any]]]]] = {
+    ".csv": comma_separated, ".tsv": tab_separated, ".jsonl": json_lines,
+}  # fmt: skip
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
