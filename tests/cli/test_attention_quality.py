@@ -10,6 +10,7 @@ from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.runs import attention_quality
 from tests.data.folders import ramp, write_folder
+from tests.helpers.commands import refused, run
 from tests.helpers.trained import prepared, trained
 
 main = door("attention-quality")
@@ -24,7 +25,7 @@ def folder(tmp_path_factory):
 
 def measured(folder, *arguments):
     basics = ["--checkpoint", folder / "run", "--windows", 3, "--length", 32, "--hash-steps", 3, "--top", 4]
-    main([str(word) for word in [*basics, *arguments]])
+    run(main, *basics, *arguments)
 
 
 def test_it_measures_every_layer_and_writes_what_it_says(folder, capsys):
@@ -76,11 +77,7 @@ def test_the_same_command_gives_the_same_numbers(folder):
     ],
 )
 def test_mistakes_are_told_in_a_line(folder, capsys, arguments, message):
-    with pytest.raises(SystemExit) as caught:
-        measured(folder, *arguments)
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in refused(capsys, lambda words: measured(folder, *words), *arguments)
 
 
 @pytest.mark.parametrize("record", [1, 30])

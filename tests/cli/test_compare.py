@@ -37,15 +37,8 @@ def small_comparison(folder):
 
 def test_arms_are_trained_and_evaluated_once(tmp_path):
     path = small_comparison(tmp_path)
-    command = [
-        sys.executable,
-        "tools/compare_attention.py",
-        str(path),
-        "--jobs",
-        "2",
-        "--output",
-        str(tmp_path / "runs"),
-    ]
+    options = ["--jobs", "2", "--output", str(tmp_path / "runs")]
+    command = [sys.executable, "tools/compare_attention.py", str(path), *options]
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert first.returncode == 0, first.stderr
     assert {f"{arm}; {given}" for arm in ("full", "local") for given in ("two", "one")} == {

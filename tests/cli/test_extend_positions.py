@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -12,27 +11,20 @@ from megasparse.cli.main import door
 from megasparse.evaluation.restore import restore
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
+from tests.helpers import commands
+from tests.helpers.commands import refused
 from tests.helpers.models import random_tokens
+from tests.helpers.tiny import read_metrics
 from tests.helpers.trained import prepared, trained
 
 main = door("extend-positions")
 
 YOSO = {"hashes": 4, "code_bits": 4}
 MODEL = {
-    "kind": "encoder",
-    "style": "bert",
-    "vocabulary": 257,
-    "max_length": 32,
-    "layers": 2,
-    "d_model": 32,
-    "d_ff": 64,
-    "heads": 4,
-    "blocks": "ordinary",
-    "activations": "stored",
-    "tied_embeddings": True,
-    "positions": {"kind": "learned", "offset": 2},
-    "attention": {"pattern": ["full", "yoso"], "yoso": YOSO},
-}
+    "kind": "encoder", "style": "bert", "vocabulary": 257, "max_length": 32, "layers": 2, "d_model": 32, "d_ff": 64,
+    "heads": 4, "blocks": "ordinary", "activations": "stored", "tied_embeddings": True,
+    "positions": {"kind": "learned", "offset": 2}, "attention": {"pattern": ["full", "yoso"], "yoso": YOSO},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +38,9 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_longer_sequences_are_trained_on(run, tmp_path, monkeypatch):
-    main(["--checkpoint", str(run / "run"), "--max-length", "128", "--output", str(tmp_path / "longer"),
-          "--set", "model.attention.yoso.code_bits=6"])  # fmt: skip
+def test_longer_sequences_are_trained_on(run, tmp_path):
+    longer = ["--max-length", 128, "--set", "model.attention.yoso.code_bits=6", "--output", tmp_path / "longer"]
+    commands.run(main, "--checkpoint", run / "run", *longer)
     written = tmp_path / "longer" / "checkpoints" / "00000000"
     before, after = Checkpoint.open(run / "run" / "checkpoints" / "00000003"), Checkpoint.open(written)
     table = "embedding.positions.table"
@@ -68,10 +60,8 @@ def test_longer_sequences_are_trained_on(run, tmp_path, monkeypatch):
         "optimizer": {"learning_rate": 1e-3},
     }
     (tmp_path / "next.json").write_text(json.dumps(config))
-    command = ["--config", str(tmp_path / "next.json"), "--resume", str(written)]
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", *command])
-    pretrain.main()
-    lines = [json.loads(line) for line in (tmp_path / "next" / "metrics.jsonl").read_text().splitlines()]
+    commands.run(pretrain, "--config", tmp_path / "next.json", "--resume", written)
+    lines = read_metrics(tmp_path / "next")
     assert len(lines) == 2 and all(math.isfinite(line["train/loss"]) for line in lines)
 
 
@@ -101,9 +91,5 @@ def test_what_cannot_be_extended_is_one_line(run, tmp_path, capsys, length, posi
         folder = tmp_path / "run"
         model = {**MODEL, "layers": 1, "attention": {"pattern": ["full"]}, "positions": positions}
         trained(run / "data", folder, [], 1, model=model, data={"path": str(run / "data"), "sequence_length": 32})
-        capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(["--checkpoint", str(folder), "--max-length", length, "--output", str(tmp_path / "out")])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and reported in error and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    options = ("--checkpoint", folder, "--max-length", length, "--output", tmp_path / "out")
+    assert reported in refused(capsys, main, *options) and not (tmp_path / "out").exists()

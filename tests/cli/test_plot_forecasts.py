@@ -12,6 +12,7 @@ from megasparse.cli.main import door
 from megasparse.tasks import forecast_plots
 from megasparse.tasks.forms.forecast import ForecastForm, Window
 from tests.helpers import finetuning
+from tests.helpers.commands import refused
 from tests.helpers.series import FORECASTER, TASK, numbers, write
 
 main = door("plot-forecasts")
@@ -22,7 +23,7 @@ ROWS = 120
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A folder of series.csv and run/, whose model predicts two columns."""
     folder = tmp_path_factory.mktemp("plots")
     file = write(folder / "series.csv", numbers(ROWS), step=SIX_HOURS)
@@ -38,7 +39,7 @@ def table(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     return (values - train.mean(0)) / train.std(0), np.arange(96, ROWS - 6 + 1)
 
 
-def test_errors_and_pictures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_and_pictures(folder, capsys):
     out = folder / "out"
     main([str(folder / "run"), "--output", str(out), "--windows", "3"])
     result = json.loads((out / "forecasts.json").read_text())
@@ -54,15 +55,14 @@ def test_errors_and_pictures(folder: Path, capsys: pytest.CaptureFixture[str]) -
     printed, kept = capsys.readouterr().out, (out / "forecasts.md").read_text()
     assert printed.endswith(kept)
     (line,) = [line for line in kept.splitlines() if line.startswith("| seasonal")]
-    assert [float(cell) for cell in line.split("|")[2:4]] == [
-        round(result["errors"]["seasonal"][metric], 4) for metric in ("mse", "mae")
-    ]
+    seasonal = [round(result["errors"]["seasonal"][metric], 4) for metric in ("mse", "mae")]
+    assert [float(cell) for cell in line.split("|")[2:4]] == seasonal
     assert sorted(file.name for file in out.glob("*.png")) == ["00_OT.png", "01_load.png"]
     with Image.open(out / "00_OT.png") as picture:
         assert picture.size[0] > 800 and len(picture.convert("L").getcolors(1 << 20) or []) > 10
 
 
-def test_the_models_errors_are_those_of_evaluation(folder: Path) -> None:
+def test_the_models_errors_are_those_of_evaluation(folder):
     out = folder / "validation"
     main([str(folder / "run"), "--split", "validation", "--output", str(out)])
     best = json.loads((folder / "run" / "best.json").read_text())["scalars"]
@@ -70,7 +70,7 @@ def test_the_models_errors_are_those_of_evaluation(folder: Path) -> None:
     assert found == {metric: pytest.approx(best[f"evaluation/{metric}"], rel=1e-9) for metric in ("mse", "mae")}
 
 
-def test_lines_of_a_picture_are_history_truth_and_forecast(folder: Path) -> None:
+def test_lines_of_a_picture_are_history_truth_and_forecast(folder):
     file = folder / "series.csv"
     task = {**TASK, "forecast": {"horizon": 6, "overlap": 6, "targets": ["OT", "load"]}}
     run = finetuning.opened(folder / "x", file, model=FORECASTER, task=task)
@@ -88,7 +88,7 @@ def test_lines_of_a_picture_are_history_truth_and_forecast(folder: Path) -> None
     assert str(dates["truth"][0]) == window.name
 
 
-def test_no_seasonal_baseline_where_no_day_was_read(folder: Path, tmp_path: Path) -> None:
+def test_no_seasonal_baseline_where_no_day_was_read(folder, tmp_path):
     file = write(tmp_path / "hourly.csv", numbers(ROWS))  # 12 of a day's 24 rows are read
     run = finetuning.opened(tmp_path / "x", file, model=FORECASTER, task=TASK)
     assert isinstance(run.form, ForecastForm)
@@ -104,15 +104,11 @@ def test_no_seasonal_baseline_where_no_day_was_read(folder: Path, tmp_path: Path
         (["--source", "missing.csv"], "missing.csv: no such file"),
     ],
 )
-def test_what_is_refused(folder: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([str(folder / "run"), "--output", str(folder / "refused"), *arguments])
-    assert caught.value.code == 2 and said in capsys.readouterr().err
+def test_what_is_refused(folder, arguments, said, capsys):
+    assert said in refused(capsys, main, folder / "run", "--output", folder / "refused", *arguments)
 
 
-def test_a_run_of_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_texts_is_refused(tmp_path, capsys):
     run = tmp_path / "run"
     finetuning.launch(run, finetuning.reviews(tmp_path / "a.csv", 12), model=finetuning.ENCODER, training={"steps": 1})
-    with pytest.raises(SystemExit):
-        main([str(run), "--output", str(tmp_path / "out")])
-    assert '"table" forecasts nothing' in capsys.readouterr().err
+    assert '"table" forecasts nothing' in refused(capsys, main, run, "--output", tmp_path / "out")

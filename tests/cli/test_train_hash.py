@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedT
 
 from megasparse.cli.train_hash import windows
 from megasparse.hub.replaced_folder import load_replaced
+from tests.helpers import commands
 from tools import replace_attention, train_hash
 
 WORDS = [f"w{number}" for number in range(40)]
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
 
 
 def run(tool, folder, model, output, *arguments):
-    tool.main([str(word) for word in ("--model", folder / model, "--output", folder / output, *arguments)])
+    commands.run(tool, "--model", folder / model, "--output", folder / output, *arguments)
 
 
 def train(folder, output, *arguments):
@@ -107,20 +108,14 @@ def test_mistakes_are_told_in_a_line(folder, capsys, tool, arguments, message):
     basics = ["--model", folder / "lha", "--output", folder / "never"]
     if tool is train_hash:
         basics += ["--texts", folder / "texts"]
-    with pytest.raises(SystemExit) as caught:
-        tool.main([str(word) for word in [*basics, *arguments]])
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in commands.refused(capsys, tool, *basics, *arguments)
     assert not (folder / "never").exists()
 
 
 def test_a_model_without_lha_or_without_safetensors_is_refused(folder, capsys, tmp_path):
-    with pytest.raises(SystemExit):
-        run(train_hash, folder, "bert", "never", "--texts", folder / "texts")
-    assert "has no entry megasparse_attention" in capsys.readouterr().err
+    given = ["--model", folder / "bert", "--output", folder / "never", "--texts", folder / "texts"]
+    assert "has no entry megasparse_attention" in commands.refused(capsys, train_hash, *given)
     (tmp_path / "config.json").write_text((folder / "bert" / "config.json").read_text())
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(SystemExit):
-        run(replace_attention, tmp_path, ".", "never", "--attention", '{"kind": "lha"}')
-    assert "pytorch_model.bin: is a pickle" in capsys.readouterr().err
+    given = ["--model", tmp_path, "--output", tmp_path / "never", "--attention", '{"kind": "lha"}']
+    assert "pytorch_model.bin: is a pickle" in commands.refused(capsys, replace_attention, *given)

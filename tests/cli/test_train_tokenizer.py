@@ -1,7 +1,6 @@
 import bz2
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ def train(kind: str, *options: object) -> None:
 
 
 @pytest.fixture
-def books(tmp_path: Path) -> Path:
+def books(tmp_path):
     """A folder of files, one compressed, one without an end of its last line."""
     folder = tmp_path / "books"
     folder.mkdir()
@@ -34,18 +33,14 @@ def books(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_a_model_is_made_the_same_again(tmp_path: Path, books: Path, capfd: Any, kind: str) -> None:
+def test_a_model_is_made_the_same_again(tmp_path, books, capfd, kind):
     for name in ("one", "two"):
         train(
             "sentencepiece", "--source", books, "--vocabulary", 500, "--model-type", kind, "--sample-bytes", 15_000,
             "--character-coverage", 0.999, "--output", tmp_path / "new" / f"{name}.model",
         )  # fmt: skip
     reported = capfd.readouterr().out
-    assert (
-        "one.model: 500 tokens" in reported
-        and "bytes a token on" in reported
-        and "they came back unchanged" in reported
-    )
+    assert all(text in reported for text in ("one.model: 500 tokens", "bytes a token on", "they came back unchanged"))
     made = [path.read_bytes() for path in sorted((tmp_path / "new").iterdir())]
     assert len(made) == 2 and made[0] == made[1]
     model = build_tokenizer(str(tmp_path / "new" / "one.model"))
@@ -53,7 +48,7 @@ def test_a_model_is_made_the_same_again(tmp_path: Path, books: Path, capfd: Any,
     assert model.decode(model.encode(b" a\n\xff\t  b ")) == b" a\n\xff\t  b "
 
 
-def test_words_are_counted(tmp_path: Path, books: Path, capfd: Any) -> None:
+def test_words_are_counted(tmp_path, books, capfd):
     train("words", "--source", books, "--output", tmp_path / "all.txt")
     train("words", "--source", books, "--vocabulary", 20, "--output", tmp_path / "some.txt")
     lines = (tmp_path / "all.txt").read_text().split("\n")
@@ -63,14 +58,14 @@ def test_words_are_counted(tmp_path: Path, books: Path, capfd: Any) -> None:
     assert "does not come back unchanged" in capfd.readouterr().out
 
 
-def test_the_end_of_a_file_ends_its_last_word_and_line(tmp_path: Path) -> None:
+def test_the_end_of_a_file_ends_its_last_word_and_line(tmp_path):
     (tmp_path / "a").write_text("one")
     (tmp_path / "b").write_text("two\n")
     assert b"".join(Sample(opened(tmp_path / "a", tmp_path / "b"), 0).all()) == b"one\ntwo\n"
 
 
 @pytest.mark.parametrize("size", [1_000, 30_000, 10_000_000])
-def test_a_sample_is_bounded_spread_evenly_and_holds_lines_out(tmp_path: Path, size: int) -> None:
+def test_a_sample_is_bounded_spread_evenly_and_holds_lines_out(tmp_path, size):
     drawn = random.Random(0)
     lines = [f"{number} " + "x" * drawn.randrange(30) for number in range(5_000)]
     (tmp_path / "a").write_text("\n".join(lines) + "\n")
@@ -88,14 +83,14 @@ def test_a_sample_is_bounded_spread_evenly_and_holds_lines_out(tmp_path: Path, s
     assert abs(halves[0] - halves[1]) < 0.1 * len(numbers) + 5
 
 
-def test_a_source_of_few_lines_is_measured_on_itself(tmp_path: Path) -> None:
+def test_a_source_of_few_lines_is_measured_on_itself(tmp_path):
     (tmp_path / "a").write_text("one\n\ntwo\n")
     sample = Sample(opened(tmp_path / "a"), 100)
     assert list(sample.lines()) == ["one", "two"]
     assert sample.held_out == b"one\n\ntwo\n" and not sample.is_held_out
 
 
-def test_wrong_requests_are_refused_and_leave_nothing(tmp_path: Path, books: Path, capfd: Any) -> None:
+def test_wrong_requests_are_refused_and_leave_nothing(tmp_path, books, capfd):
     (tmp_path / "there.model").write_text("x")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.txt").write_bytes(b"")
@@ -126,7 +121,7 @@ def test_wrong_requests_are_refused_and_leave_nothing(tmp_path: Path, books: Pat
     assert (tmp_path / "there.model").read_text() == "x"
 
 
-def test_what_does_not_come_back_is_not_kept(tmp_path: Path, books: Path, monkeypatch: Any) -> None:
+def test_what_does_not_come_back_is_not_kept(tmp_path, books, monkeypatch):
     from megasparse.data.tokenizers import sentence_piece
 
     encode = sentence_piece.SentencePieceTokenizer.encode

@@ -1,7 +1,6 @@
 """Checkpoints of weights that were not trained here, and runs that start from them."""
 
 import json
-import sys
 import weakref
 
 import pytest
@@ -15,6 +14,8 @@ from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.training.checkpoints.checkpoint import Checkpoint, persistent_buffers
 from megasparse.training.checkpoints.rank_file import RankFile
+from tests.helpers.commands import refused, run
+from tests.helpers.tiny import read_metrics
 from tests.helpers.trained import prepared
 
 MODEL = {
@@ -110,7 +111,7 @@ def test_a_full_disk_and_a_folder_that_exists_leave_everything_as_it_was(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def start(monkeypatch, tmp_path, config, *arguments, **sections):
+def start(tmp_path, config, *arguments, **sections):
     """Run launch/pretrain.py on synthetic data, 2 steps that are too small to move a weight."""
     if not (tmp_path / "data").exists():
         prepared(tmp_path)
@@ -125,31 +126,29 @@ def start(monkeypatch, tmp_path, config, *arguments, **sections):
     for name, section in changes.items():
         values[name] |= section
     (tmp_path / "config.json").write_text(json.dumps(values))
-    monkeypatch.setattr(sys, "argv", ["pretrain", "--config", str(tmp_path / "config.json"), *map(str, arguments)])
-    pretrain.main()
+    run(pretrain, "--config", tmp_path / "config.json", *arguments)
 
 
-def test_a_run_starts_from_it_on_any_data_and_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_run_starts_from_it_on_any_data_and_goes_on(tmp_path, capsys):
     """Step 1 is the first, with new data, another optimizer and another batch; later it goes on from its own."""
     config, weights = configured()
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
-    start(monkeypatch, tmp_path, config, "--resume", path)
+    start(tmp_path, config, "--resume", path)
     assert "changed" not in capsys.readouterr().err
-    lines = (tmp_path / "trained" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert [line["step"] for line in read_metrics(tmp_path / "trained")] == [1, 2]
     trained = Checkpoint.open(tmp_path / "trained" / "checkpoints" / "00000002")
     assert trained.manifest["data_fingerprint"] != "none" and trained.optimizer_steps == 2
     for name, value in weights.items():
         if "centroids" not in name:  # which move without a gradient
             torch.testing.assert_close(trained.tensor("weight", name), value.detach(), rtol=0, atol=1e-25)
-    start(monkeypatch, tmp_path, config, training={"steps": 3, "global_batch": 2})
+    start(tmp_path, config, training={"steps": 3, "global_batch": 2})
     assert (tmp_path / "trained" / "checkpoints" / "00000003").exists()
 
 
-def test_its_own_folder_is_a_run_to_go_on_with(tmp_path, monkeypatch):
+def test_its_own_folder_is_a_run_to_go_on_with(tmp_path):
     config, weights = configured()
     write_checkpoint(config, readers(weights), tmp_path / "imported")
-    start(monkeypatch, tmp_path, config, run={"directory": str(tmp_path / "imported")})
+    start(tmp_path, config, run={"directory": str(tmp_path / "imported")})
     names = {path.name for path in (tmp_path / "imported" / "checkpoints").iterdir()}
     assert {"00000000", "00000002"} <= names
 
@@ -158,22 +157,18 @@ def test_its_own_folder_is_a_run_to_go_on_with(tmp_path, monkeypatch):
     ("sections", "message"),
     [({"model": {"d_ff": 64}}, "model.d_ff: 32 -> 64"), ({"model": {"heads": 4}}, "model.heads: 2 -> 4")],
 )
-def test_a_run_of_another_model_is_refused(sections, message, tmp_path, monkeypatch, capsys):
+def test_a_run_of_another_model_is_refused(sections, message, tmp_path, capsys):
     config, weights = configured()
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
-    with pytest.raises(SystemExit) as stop:
-        start(monkeypatch, tmp_path, config, "--resume", path, **sections)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert message in refused(capsys, lambda words: start(tmp_path, config, *words, **sections), "--resume", path)
 
 
 def test_a_run_of_another_tokenizer_is_refused(tmp_path, monkeypatch, capsys):
     config, weights = configured()
     monkeypatch.setattr(importing, "_identity", lambda config: {"name": "words", "sha256": "0"})
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
-    with pytest.raises(SystemExit) as stop:
-        start(monkeypatch, tmp_path, config, "--resume", path)
-    message = capsys.readouterr().err
-    assert stop.value.code == 2 and 'tokenizer.name: "words" -> "bytes"' in message and '"none"' not in message
+    message = refused(capsys, lambda words: start(tmp_path, config, *words), "--resume", path)
+    assert 'tokenizer.name: "words" -> "bytes"' in message and '"none"' not in message
 
 
 def test_a_changed_file_is_found(tmp_path):

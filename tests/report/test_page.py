@@ -92,7 +92,7 @@ def line(step: int, **more: float | None) -> dict[str, Any]:
     }
 
 
-def test_a_run_in_full(tmp_path: Path) -> None:
+def test_a_run_in_full(tmp_path):
     lines = [line(step, **({"evaluation/bits_per_dim": 8.0 / step} if step % 10 == 0 else {})) for step in range(1, 41)]
     for each in lines:
         each |= {f"model/attention/lha/kl_keys/layer_{layer}": 0.1 * layer for layer in (2, 10)}
@@ -126,18 +126,14 @@ def test_a_run_in_full(tmp_path: Path) -> None:
     marks = [path["class"] for path in found.all("path") if (path.get("class") or "").startswith("m ")]
     assert set(marks) == {"m skipped", "m straggler", "m restart"}
     assert all(message in found.text_shown for message in messages)
-    assert (
-        "00000040" in found.text_shown
-        and "2000B" in found.text_shown
-        and "step-00000030-rank-00000.json.gz" in found.text_shown
-    )
+    assert all(text in found.text_shown for text in ("00000040", "2000B", "step-00000030-rank-00000.json.gz"))
     assert "2 settings differ from the defaults" in found.text_shown and "0.125" in found.text_shown
     assert text.count('<tr class="changed">') == 2 and "0 in every step: train/skipped_steps" in found.text_shown
     assert "2.00" in found.text_shown, "rank 1 against rank 0"
 
 
 @pytest.mark.parametrize("missing", ["nothing", "metrics", "everything but metrics", "steps"])
-def test_a_run_of_which_there_is_little(tmp_path: Path, missing: str) -> None:
+def test_a_run_of_which_there_is_little(tmp_path, missing):
     run = folder(tmp_path / "run", [] if missing == "steps" else [line(1)])
     if missing == "metrics":
         (run / "metrics.jsonl").unlink()
@@ -148,7 +144,7 @@ def test_a_run_of_which_there_is_little(tmp_path: Path, missing: str) -> None:
     assert ("No step has been logged yet" in found.text_shown) == (missing in ("metrics", "steps"))
 
 
-def test_broken_files_cost_what_is_broken(tmp_path: Path) -> None:
+def test_broken_files_cost_what_is_broken(tmp_path):
     run = folder(tmp_path / "run", [line(1), line(2, **{"train/loss": None}), line(3)])
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'[5]\n{"step": "7", "a": 1}\n{"a": 2}\n\xff\xfe\n' + b"[" * 200_000 + b"\n")
@@ -182,14 +178,14 @@ def test_broken_files_cost_what_is_broken(tmp_path: Path) -> None:
     ],
     ids=["no list", "rank", "numbers", "rank of a heartbeat", "best", "seconds"],
 )
-def test_values_of_another_kind_cost_what_they_show(tmp_path: Path, file: str, content: dict[str, Any]) -> None:
+def test_values_of_another_kind_cost_what_they_show(tmp_path, file, content):
     run = folder(tmp_path / "run", [line(1)])
     (run / file).parent.mkdir(exist_ok=True)
     (run / file).write_text(json.dumps(content) + "\n")
     assert "Configuration" in page_of(run)[0].text_shown
 
 
-def test_nothing_that_a_file_says_becomes_more_than_text(tmp_path: Path) -> None:
+def test_nothing_that_a_file_says_becomes_more_than_text(tmp_path):
     lines = [line(step, **{f"evil/{EVIL}": 1.0, f"model/attention/{EVIL}/layer_1": 2.0}) for step in range(1, 4)]
     run = folder(tmp_path / EVIL.replace("/", "⁄")[:60], lines, data={"path": EVIL})
     evil = {"step": 2, "time": EVIL, "message": f"SKIPPED {EVIL}"}
@@ -214,7 +210,7 @@ def test_nothing_that_a_file_says_becomes_more_than_text(tmp_path: Path) -> None
     assert policy is not None and "default-src 'none'" in policy and "script-src 'sha256-" in policy
 
 
-def test_a_long_run_is_a_short_page_and_keeps_its_extremes(tmp_path: Path) -> None:
+def test_a_long_run_is_a_short_page_and_keeps_its_extremes(tmp_path):
     """100,000 steps of 60 scalars would be some 100 MB of points."""
     steps, names = 100_000, [f"model/attention/lha/name_{n}/layer_{layer}" for n in range(12) for layer in range(5)]
     run = folder(tmp_path / "run", [], training={"steps": steps})
@@ -234,7 +230,7 @@ def test_a_long_run_is_a_short_page_and_keeps_its_extremes(tmp_path: Path) -> No
     assert {1, 12_346, 77_778, steps} <= set(kept.steps.tolist()) and (np.diff(kept.steps) > 0).all()
 
 
-def test_several_runs_share_their_charts(tmp_path: Path) -> None:
+def test_several_runs_share_their_charts(tmp_path):
     (tmp_path / "other").mkdir()
     runs = [folder(tmp_path / "run", [line(1), line(2)]), folder(tmp_path / "other" / "run", [line(1), line(3)])]
     found, _ = page_of(*runs)
@@ -243,7 +239,7 @@ def test_several_runs_share_their_charts(tmp_path: Path) -> None:
     assert {str(run) for run in runs} <= labels, "paths, where names are the same"
 
 
-def test_a_fine_tuning_run_shows_its_metrics_and_its_best_checkpoint(tmp_path: Path) -> None:
+def test_a_fine_tuning_run_shows_its_metrics_and_its_best_checkpoint(tmp_path):
     lines = [line(step, **{"evaluation/f1": 0.1 * step, "evaluation/loss": 1.0}) for step in range(1, 5)]
     run = folder(tmp_path / "run", lines)
     values = {"task": {"name": "table"}, "model": {"layers": 3, "heads": 8}, "training": {"steps": 4}}
@@ -251,18 +247,14 @@ def test_a_fine_tuning_run_shows_its_metrics_and_its_best_checkpoint(tmp_path: P
     (run / "best.json").write_text(json.dumps({"metric": "evaluation/f1", "step": 3, "value": 0.3}))
     (run / "checkpoints" / "00000003").mkdir(parents=True)
     found, text = page_of(run)
-    assert (
-        "best f1" in found.text_shown
-        and "mean of an example" in found.text_shown
-        and "held-out loss" in found.text_shown
-    )
+    assert all(text in found.text_shown for text in ("best f1", "mean of an example", "held-out loss"))
     assert "f1" in [figure["aria-label"] for figure in found.all("svg")]
     assert re.search(r"00000003.*good.*best", text)
     changed = re.findall(r'<tr class="changed"><td><code>([^<]*)', text)
     assert "model.layers" in changed and "model.heads" not in changed, "against the model's own defaults"
 
 
-def test_a_run_is_held_to_be_alive_by_its_heartbeats(tmp_path: Path) -> None:
+def test_a_run_is_held_to_be_alive_by_its_heartbeats(tmp_path):
     run = folder(tmp_path / "run", [line(1)])
     (run / "heartbeats").mkdir()
     for rank, (launch, ended) in enumerate([("old", False), ("new", True), ("new", False)]):
