@@ -33,6 +33,7 @@ COMMANDS = {
     "replace-attention": "replace the attention of a HuggingFace encoder",
     "train-hash": "train LHA's hash functions inside a HuggingFace encoder",
     "attention-quality": "measure how well hashes find a trained model's attention",
+    "attention-coverage": "measure what share of full attention windows, hashes and n-grams cover",
     "repetitions": "measure how far back a corpus repeats itself",
     "compare": "train and evaluate several attention mechanisms alike",
     "sweep": "fine-tune with every combination of some settings",
