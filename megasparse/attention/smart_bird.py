@@ -114,8 +114,10 @@ class SmartBirdAttention(Attention):
         if context.tokens is None:
             problem = '"transformer" embeds tokens, but this model reads none'
             raise ConfigError("model.attention.smart_bird.sketch", problem, 'Set it to "attention"')
-        numbers = _numbers(context.tokens, inputs.key_mask, inputs.segments) + position
-        return self.embedding(context.tokens, numbers)
+        tokens, numbers = context.tokens, _numbers(context.tokens, inputs.key_mask, inputs.segments) + position
+        if inputs.causal:  # a decoder's first token knows none of its document
+            tokens = tokens.masked_fill(numbers == 0, -1)
+        return self.embedding(tokens, numbers)
 
     @torch.no_grad()
     def weights(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor]:
