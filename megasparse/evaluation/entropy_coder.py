@@ -111,8 +111,8 @@ def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progres
             logit = (np.array(starts)[w] + t) * vocabulary + v
             exceptions.append(np.stack([logit, points.reshape(-1)[found] & 1], axis=1))
         symbols = windows.T.cpu().numpy().astype(np.int32)
-        for t in range(size):  # all windows' first tokens, then their second ones: as the decoder has them
-            coder.encode(np.ascontiguousarray(symbols[t]), family, probabilities(points[t]))
+        for row in range(size):  # all windows' first tokens, then their second ones: as the decoder has them
+            coder.encode(np.ascontiguousarray(symbols[row]), family, probabilities(points[row]))
         progress(len(starts) * size)
     kept = np.concatenate(exceptions) if exceptions else np.empty((0, 2), dtype=np.int64)
     return Code(coder.get_compressed(), kept[np.argsort(kept[:, 0])])
