@@ -11,6 +11,7 @@ from megasparse.attention.costs import Passes, Traffic, Work, Workload
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.errors import ConfigError
 from megasparse.ops.autocast import without_autocast
+from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import PairDropout, RngContext
 
 
@@ -144,7 +145,9 @@ class Attention(nn.Module, ABC):
     reads_tokens: bool = False
     """Whether it hashes the tokens themselves, see AttentionContext.tokens."""
     adds_positions: bool = False
-    """Whether sinusoidal positions are added to its queries and keys in each layer."""
+    """Whether `positions` are added to its queries and keys in each layer."""
+    layer_norm_qk: bool = False
+    """Whether each head's queries and keys are layer-normalised, without gain and bias, after that."""
     task_weight: float = 1.0
     """Weight of the task's loss beside the auxiliary loss (LHA's convex combination)."""
     leak: str | None = None
@@ -172,6 +175,13 @@ class Attention(nn.Module, ABC):
 
         The auxiliary loss comes already weighted, as the part of it that is added to the model's objective.
         """
+
+    def positions(self, first: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """What is added to queries q (B, H, L, D) and their keys, of the positions from `first` on; each broadcasts to
+        q.
+        """
+        found = sinusoids(first, q.shape[2], q.shape[3], q.device).to(q.dtype)
+        return found, found
 
     def after_step(self, applied: bool, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Moves what the optimizer does not, once a step. applied: whether the step's gradients were finite.

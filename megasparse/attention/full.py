@@ -47,7 +47,7 @@ class FullAttention(Attention):
 
     def __init__(self, config: FullAttentionConfig, spec: MechanismSpec):
         super().__init__(spec)
-        self.shared_qk = config.shared_qk
+        self.shared_qk, self.adds_positions = config.shared_qk, config.sinusoidal_positions
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         inputs = inputs.of_one_dtype()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
@@ -20,7 +21,7 @@ from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import FullAttentionConfig
 from megasparse.config.pattern import attends_fully, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig
-from megasparse.ops.positions import rotate, sinusoids
+from megasparse.ops.positions import rotate
 from megasparse.ops.unit_keys import unit_keys
 
 
@@ -161,8 +162,10 @@ def split_heads_by_mechanism(
             keys = k[:, first_key : first_key + heads]
             first_key += heads
         if mechanism.adds_positions:
-            positions = sinusoids(first_position, q.shape[2], q.shape[3], q.device).to(q.dtype)
-            mine, keys = mine + positions, keys + positions
+            of_queries, of_keys = mechanism.positions(first_position, mine)
+            mine, keys = mine + of_queries, keys + of_keys
+        if mechanism.layer_norm_qk:
+            mine, keys = (F.layer_norm(x, x.shape[-1:], eps=1e-6).to(x.dtype) for x in (mine, keys))
         if mechanism.shared_qk:
             mine, values = part.to_heads(mine, values)
             mine, keys = unit_keys(mine)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from megasparse.attention.band import BandAttention
 from megasparse.attention.clusters import Lists, clusters_by_document
@@ -40,6 +41,7 @@ from megasparse.ops.attention_utility import (
 )
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
+from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import random_bits
 from megasparse.ops.random_features import orthogonal_projections, positive_features
 
@@ -67,7 +69,9 @@ class LHAAttention(BandAttention):
     def __init__(self, config: LHAAttentionConfig, spec: MechanismSpec):
         super().__init__(spec)
         self.config = config
-        self.adds_positions = config.sinusoidal_positions
+        self.adds_positions, self.layer_norm_qk = config.sinusoidal_positions, config.normalize
+        sides = ("query", "key") if config.project_positions else ()
+        self.position_projections = nn.ModuleDict({side: _projection(spec) for side in sides})
         self.window = Window("band", min(config.chunk, spec.max_length))
         self.local = config.local
         self.buckets = -(-spec.max_length // config.chunk)
@@ -87,6 +91,14 @@ class LHAAttention(BandAttention):
             return AttentionOutput(out, None, statistics)
         loss, learned = self._learn(inputs, assigned, context)
         return AttentionOutput(out, loss, statistics | learned)
+
+    def positions(self, first: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.config.project_positions:
+            return super().positions(first, q)
+        table = sinusoids(first, q.shape[2], self.spec.d_model, q.device).to(q.dtype)
+        projected = (self.position_projections[side](table) for side in ("query", "key"))
+        of_queries, of_keys = (x.unflatten(-1, (-1, q.shape[3])).transpose(0, 1) for x in projected)  # (H, L, D)
+        return of_queries, of_keys
 
     @torch.no_grad()
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Assignment:
@@ -148,8 +160,15 @@ class LHAAttention(BandAttention):
             of_keys = self._examples((keys, queries), True, inputs, assigned, context)
             return *divergence(of_queries, queries.weights), *divergence(of_keys, keys.weights)
 
-        queries, kept, keys, _ = (total / _real(inputs) for total in self.hash(job, inputs.q, context))
-        statistics = {"kl_queries": queries, "kl_keys": keys, "attention_utility": kept}
+        found = self.hash(job, inputs.q, context)
+        queries, kept, negative_q, keys, _, negative_k = (total / _real(inputs) for total in found)
+        statistics = {
+            "kl_queries": queries,
+            "kl_keys": keys,
+            "attention_utility": kept,
+            "negative_entropy_queries": negative_q,
+            "negative_entropy_keys": negative_k,
+        }
         loss = self.config.weight / self.spec.layers * (queries + keys)
         return loss, {name: value.detach() for name, value in statistics.items()}
 
@@ -241,6 +260,11 @@ class LHAAttention(BandAttention):
         if self.config.window == "band":
             return work.band(self.config.chunk, shared_codes=False)
         return work.clusters(self.buckets, self.bucket_size)
+
+
+def _projection(spec: MechanismSpec) -> nn.Linear:
+    width, device = spec.heads * spec.head_dim, torch.get_default_device()
+    return skip_init(nn.Linear, spec.d_model, width, bias=False, device=device)
 
 
 def _sides(inputs: AttentionInputs, query: Weights, key: Weights) -> tuple[Sides, Sides]:

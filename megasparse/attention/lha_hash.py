@@ -99,13 +99,14 @@ class Example(NamedTuple):
     weight: float = 1.0
 
 
-def divergence(examples: Iterable[Example], weights: tuple[Weights, ...]) -> tuple[Tensor, Tensor]:
-    """Σ KL(ψ ‖ softmax(H)) over all examples' tokens and heads (Eq. 13), and Σ ψ[bucket], the utility of their buckets.
+def divergence(examples: Iterable[Example], weights: tuple[Weights, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ KL(ψ ‖ softmax(H)) over all examples' tokens and heads (Eq. 13); Σ ψ[bucket], the utility of their buckets; and
+    Σ ψ·ln ψ, the negative entropy of their utilities (Figure 4).
 
     A token whose ψ is 0 adds nothing. Only the first has a gradient, that of the weights.
     """
     sums = _Divergence.apply(examples, len(weights), torch.is_grad_enabled(), *(w for side in weights for w in side))
-    return sums[0], sums[1].detach()
+    return sums[0], *sums[1:].detach().unbind()
 
 
 class _Divergence(torch.autograd.Function):
@@ -116,13 +117,15 @@ class _Divergence(torch.autograd.Function):
         wide = [w.detach().to(torch.promote_types(w.dtype, torch.float32)).requires_grad_(learn) for w in weights]
         each = len(wide) // sides
         grouped = [tuple(wide[i * each : (i + 1) * each]) for i in range(sides)]
-        sums = torch.zeros(2, dtype=torch.float64, device=weights[0].device)
+        sums = torch.zeros(3, dtype=torch.float64, device=weights[0].device)
         grads = [torch.zeros_like(w, requires_grad=False) for w in wide]
         for inputs, utility, codes, weight in examples:
             with torch.set_grad_enabled(learn):
                 scores = scores_of(inputs, grouped)
             logarithm = scores.detach().log_softmax(-1)
-            sums[0] += weight * (torch.xlogy(utility, utility) - utility * logarithm).sum()
+            information = torch.xlogy(utility, utility)
+            sums[0] += weight * (information - utility * logarithm).sum()
+            sums[2] += weight * information.sum()
             sums[1] += weight * utility.gather(-1, codes.long().unsqueeze(-1)).sum()
             if learn:
                 error = weight * (logarithm.exp_() * utility.sum(-1, keepdim=True) - utility)

@@ -4,6 +4,7 @@
     megasparse pretrain quickstart --dry-run                           # one step on dummy data
     megasparse supervise --ranks 2 --restarts 3 pretrain quickstart    # several, looked after
     deepspeed launch/pretrain.py --config configs/quickstart.json      # every GPU of this machine, or its CPU
+    megasparse pretrain yoso_table3 --start models/bert-base-uncased   # a BERT's weights, another attention
 
 Started again, the run resumes from its newest checkpoint in `run.directory`. SIGTERM, SIGINT and SIGUSR1 make it save
 and end after the current step.
@@ -13,15 +14,26 @@ import argparse
 
 from megasparse.cli.arguments import add_training, config_from
 from megasparse.config.schema import Config
+from megasparse.errors import ConfigError
 from megasparse.training.stopping.signals import StopSignals
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
+    parser.add_argument(
+        "--start",
+        metavar="FOLDER",
+        help="begin with the weights of a checkpoint of ours or of a HuggingFace model, whose attention may be another;"
+        " what it has not begins with initial ones",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     config = config_from(args, Config)
+    if args.start is not None and args.resume != "auto":
+        raise ConfigError(
+            "--start", f"the weights of --resume {args.resume} are asked for too", "Leave one of them out"
+        )
     signals = StopSignals()
     if not args.dry_run:
         signals.follow_launcher()
@@ -32,4 +44,11 @@ def run(args: argparse.Namespace) -> None:
         print(pretrain_dry_run(config))
         return
     resume, changed = args.resume, args.allow_changed_config
-    pretrain(config, resume=resume, allow_changed_config=changed, stop_at=args.stop_at, signals=signals)
+    pretrain(
+        config,
+        resume=resume,
+        start=args.start,
+        allow_changed_config=changed,
+        stop_at=args.stop_at,
+        signals=signals,
+    )

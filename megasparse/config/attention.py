@@ -52,6 +52,8 @@ def _check_local(key: str, local: bool, window: str) -> None:
 class FullAttentionConfig(MechanismSection):
     shared_qk: bool = False
     """Queries are the keys too (Reformer section 2): logits q·q/|q|, a token sees itself only as last resort."""
+    sinusoidal_positions: bool = False
+    """Sinusoidal positions added to the queries and keys of every such layer, as in the model of LHA's appendix A.1."""
 
 
 class LocalAttentionConfig(MechanismSection):
@@ -169,9 +171,18 @@ class LHAAttentionConfig(MechanismSection):
     """Weight λ of Eq. 19: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
     sinusoidal_positions: bool = False
     """Sinusoidal positions added to the queries and keys of every such layer, as the paper does for WikiText-103."""
+    project_positions: bool = False
+    """With sinusoidal_positions: they are d_model wide, and each layer projects them to its heads, once for queries and
+    once for keys, as in the released code. false: they are a head wide, and added as they are."""
+    normalize: bool = False
+    """Queries and keys of each head are layer-normalised, without gain and bias, as in the released code: none is
+    longer than the square root of the head dim, so random features approximate their products well."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
         _check_local(key, self.local, self.window)
+        if self.project_positions and not self.sinusoidal_positions:
+            problem = "true projects positions, but sinusoidal_positions = false adds none"
+            raise ConfigError(f"{key}.project_positions", problem, "Set it to false, or sinusoidal_positions to true")
 
 
 class YOSOAttentionConfig(MechanismSection):

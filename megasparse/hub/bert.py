@@ -67,6 +67,8 @@ class BERTFormat:
     """Values that config.json must have."""
     ignored: tuple[str, ...] = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
     """How names of tensors begin that may be there and are not read."""
+    head = "cls.predictions."
+    """How the names of the head's tensors begin."""
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         """See formats.Format."""
@@ -76,19 +78,25 @@ class BERTFormat:
         return Exported(self._hf_config(model), partial(self._export, model, weight), files)
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
-        """See formats.Format."""
+        """See formats.Format. A model without its head, whose tensors may lack the prefix of its type, has no weights
+        for ours.
+        """
         path = tensors.path / "config.json"
         config = self._read_config(hf_config, path)
         model = self._model(config, path)
-        weights = list(self._weights(model))
-        stored = {weight.ours: _stored_name(weight.theirs, tensors) for weight in weights}
+        names = tensors.names()
+        headless = not any(name.startswith(self.head) for name in names)
+        weights = [w for w in self._weights(model) if not (headless and w.ours.startswith("head."))]
+        stored = {weight.ours: self._stored_name(weight.theirs, names) for weight in weights}
         shapes = {stored[weight.ours]: weight.shape for weight in weights}
-        copies = [HEAD, SECOND_BIAS] if model.tied_embeddings else [HEAD_BIAS]
-        beside = [name for name in tensors.names() if name in copies or name.startswith(self.ignored)]
+        head, bias, second = (self.their_name(name) for name in (HEAD, HEAD_BIAS, SECOND_BIAS))
+        copies = [head, second] if model.tied_embeddings else [bias]
+        ignored = tuple(self._stored_name(start, names) for start in self.ignored)
+        beside = [name for name in names if name in copies or name.startswith(ignored)]
         tensors.check(shapes | {name: tensors.shape(name) for name in beside})
         if model.tied_embeddings:
-            _check_tied(tensors, HEAD, stored["embedding.weight"])
-            _check_tied(tensors, SECOND_BIAS, HEAD_BIAS)
+            _check_tied(tensors, head, stored["embedding.weight"])
+            _check_tied(tensors, second, bias)
         found: dict[str, Callable[[], Tensor]] = {
             weight.ours: partial(_read, tensors, stored[weight.ours], weight) for weight in weights
         }
@@ -110,12 +118,22 @@ class BERTFormat:
             watched[f"layer {number} feed-forward"] = layer.output.dense
         hooks = [module.register_forward_hook(partial(keep, name)) for name, module in watched.items()]
         try:
-            logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+            logits = model(attention_mask=torch.ones_like(tokens), **self.inputs(tokens)).logits
         finally:
             for hook in hooks:
                 hook.remove()
         yield from found
         yield "logits", logits
+
+    # What another architecture has under other names.
+
+    def their_name(self, name: str) -> str:
+        """The name of a tensor, given BERT's with the prefix of this type."""
+        return name
+
+    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Arguments of HuggingFace's model by which every token is real and has its own position."""
+        return {"input_ids": tokens}
 
     # What the attention adds to the two configurations and to the parameters.
 
@@ -256,17 +274,27 @@ class BERTFormat:
             yield Weight("head.weight", HEAD, (vocabulary, width))
         yield Weight("head.bias", HEAD_BIAS if model.tied_embeddings else SECOND_BIAS, (vocabulary,))
 
+    def _stored_name(self, name: str, names: list[str]) -> str:
+        """The name in a file with `names`: a model without its head may lack the prefix, and the first BERTs have
+        LayerNorm.gamma and LayerNorm.beta.
+        """
+        name, prefix = self.their_name(name), f"{self.name}."
+        if not any(each.startswith(prefix) for each in names):
+            name = name.removeprefix(prefix)
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        return old if old in names else name
+
     def _export(self, model: ModelConfig, weight: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         for one in self._weights(model):
             if one.ours == TYPES and not model.token_types:
-                yield one.theirs, torch.zeros(one.shape)
+                yield self.their_name(one.theirs), torch.zeros(one.shape)
                 continue
             value = weight(one.ours)
             if one.ours == TABLE:
                 value = F.pad(value, (0, 0, one.shape[0] - len(value), 0))
-            yield one.theirs, value.reshape(one.shape)
+            yield self.their_name(one.theirs), value.reshape(one.shape)
             if one.theirs == SECOND_BIAS:
-                yield HEAD_BIAS, value
+                yield self.their_name(HEAD_BIAS), value
 
 
 FORMAT = BERTFormat()
@@ -281,12 +309,6 @@ def _pair(ours: str, our_bias: str, theirs: str, shape: tuple[int, ...]) -> Iter
     """Weight and bias of a linear layer or a norm."""
     yield Weight(ours, f"{theirs}.weight", shape)
     yield Weight(our_bias, f"{theirs}.bias", shape[:1])
-
-
-def _stored_name(name: str, tensors: TensorFile) -> str:
-    """The name in the file: the first BERTs have LayerNorm.gamma and LayerNorm.beta."""
-    old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
-    return old if old in tensors.names() else name
 
 
 def _read(tensors: TensorFile, name: str, weight: Weight) -> Tensor:

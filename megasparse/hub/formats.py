@@ -63,6 +63,7 @@ FORMATS = {
     "bert": "megasparse.hub.bert",
     "megasparse": "megasparse.hub.megasparse_format",
     "reformer": "megasparse.hub.reformer",
+    "roberta": "megasparse.hub.roberta",
     "yoso": "megasparse.hub.yoso",
 }
 """The module of each, whose FORMAT it is; imported only when it is asked for, for it may need transformers."""

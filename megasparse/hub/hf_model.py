@@ -50,7 +50,7 @@ class HFModel:
         folder = find_folder(name)
         values = read_config(folder)
         kind = format_named(_known_type(values, folder))
-        if kind.name == "bert" and not (folder / FILE).is_file():
+        if kind.name in ("bert", "roberta") and not (folder / FILE).is_file():
             hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
             raise HubError(folder / FILE, "is missing, without which its tokens mean nothing", hint)
         imported = kind.load(values, TensorFile.open(folder))
@@ -72,8 +72,12 @@ class HFModel:
         """Our model with its weights, in evaluation mode. config: another one with the same weights."""
         config = config or self.config
         model = build_model(config.model, config.run.seed)
+        weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
+        if lost := [name for name in weights if name not in self.tensors]:
+            problem = f"has no weight for {lost[0]}, as a model without the head that predicts tokens"
+            raise HubError(self.folder, problem, "Start a run from it: megasparse pretrain CONFIG --start FOLDER")
         with torch.no_grad():
-            for name, weight in {**dict(model.named_parameters()), **persistent_buffers(model)}.items():
+            for name, weight in weights.items():
                 weight.copy_(self.tensors[name]())
         return model.eval()
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from megasparse.config.schema import Config
 from megasparse.evaluation.held_out import held_out
+from megasparse.hub.starting import resumed_from
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
@@ -21,6 +22,7 @@ def pretrain(
     config: Config,
     *,
     resume: str = "auto",
+    start: str | None = None,
     allow_changed_config: bool = False,
     stop_at: int | None = None,
     signals: StopSignals | None = None,
@@ -29,6 +31,7 @@ def pretrain(
 
     resume: "auto" goes on from the newest checkpoint of that folder, "never" begins anew and refuses a folder that has
         checkpoints, a path names the checkpoint to go on from.
+    start: a folder with weights that a run without checkpoints begins with, see `hub.starting`; resume is then "auto".
     allow_changed_config: go on although the configuration would make it another run.
     stop_at: save and end after this step.
     signals: stop when they arrive. None, as in a notebook, leaves the process's signals alone.
@@ -40,6 +43,8 @@ def pretrain(
     """
     data = open_data(config)
     ranks = start_ranks(config.run, config.parallel.sequence)
+    if start is not None:
+        resume = resumed_from(config, start, ranks)
 
     def model() -> Any:
         built: Any = build_model(config.model, config.run.seed)

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 
 import megasparse.ops.attention_utility.blockwise as utility_eager
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache
-from megasparse.attention.heads import build_mechanism
+from megasparse.attention.heads import Padding, build_mechanism
+from megasparse.attention.observation import calls
+from megasparse.config.schema import PositionsConfig
 from megasparse.model.build import build_model
 from megasparse.ops.attention_utility.reference import utilities
 from megasparse.ops.random import RngContext
@@ -99,7 +101,7 @@ def test_the_loss_is_that_of_equation_19(masks, causal, utility, visible, monkey
     projection = orthogonal_projections(
         RngContext(0, 5, torch.arange(2), True).key(0, "lha features"), range(2), 16, 16, q.device
     )
-    kl = torch.zeros(2, dtype=torch.float64)
+    kl, information = torch.zeros(2, 2, dtype=torch.float64)
     kept, count = 0.0, 0
     for row, tokens in groups(masks.get("key_mask"), masks.get("segments")):
         own = [x[row : row + 1][:, :, tokens] for x in (q, k, query_scores, key_scores)]
@@ -112,14 +114,55 @@ def test_the_loss_is_that_of_equation_19(masks, causal, utility, visible, monkey
         psi = utilities(kernel, *best, visible and causal)
         for side in range(2):
             predicted = torch.log_softmax(own[2 + side], -1)
+            information[side] += torch.xlogy(psi[side], psi[side]).sum()
             kl[side] += (torch.xlogy(psi[side], psi[side]) - psi[side] * predicted).sum()
         kept += psi[0].gather(-1, codes[..., None]).sum()
         count += 2 * len(tokens)
     torch.testing.assert_close(result.statistics["kl_queries"], kl[0] / count)
     torch.testing.assert_close(result.statistics["kl_keys"], kl[1] / count)
+    torch.testing.assert_close(result.statistics["negative_entropy_queries"], information[0] / count)
+    torch.testing.assert_close(result.statistics["negative_entropy_keys"], information[1] / count)
     torch.testing.assert_close(result.statistics["attention_utility"], kept / count)
     torch.testing.assert_close(result.auxiliary_loss, 0.2 * kl.sum() / count / 3)  # 3 layers
     assert mechanism.task_weight == 0.8
+
+
+@pytest.mark.parametrize(
+    "kind,settings",
+    [
+        ("full", {"sinusoidal_positions": True}),
+        ("lha", {"sinusoidal_positions": True}),
+        ("lha", {"normalize": True}),
+        ("lha", {"sinusoidal_positions": True, "project_positions": True, "normalize": True}),
+    ],
+    ids=str,
+)
+def test_positions_and_normalisation_of_queries_and_keys(kind, settings):
+    """Projections of x, plus sinusoids as they are or projected to the heads of a layer, then (y − mean)/deviation."""
+    config = small(attention=attention(kind, **{kind: settings}), positions=PositionsConfig(kind="none"))
+    model = build_model(config, seed=3, dtype=torch.float64)
+    layer, x = model.layers[1].attention.attention, torch.randn(2, 5, 32, dtype=torch.float64)
+    with calls(layer) as found:
+        layer(x, AttentionContext(1, RngContext.evaluation(0, 2)), Padding())
+    for side, given in (("query", found[0].inputs.q), ("key", found[0].inputs.k)):
+        wanted = x @ getattr(layer, side).weight.T
+        if settings.get("project_positions"):
+            weight = layer.mechanisms["lha"].position_projections[side].weight
+            wanted = wanted + sinusoids_by_hand(5, 32) @ weight.T
+        wanted = wanted.view(2, 5, 2, 16).transpose(1, 2)
+        if "sinusoidal_positions" in settings and not settings.get("project_positions"):
+            wanted = wanted + sinusoids_by_hand(5, 16)
+        if settings.get("normalize"):
+            wanted = (wanted - wanted.mean(-1, keepdim=True)) / (
+                wanted.var(-1, correction=0, keepdim=True) + 1e-6
+            ).sqrt()
+        torch.testing.assert_close(given, wanted, rtol=1e-7, atol=1e-7)
+
+
+def sinusoids_by_hand(length, width):
+    """All sines first, then all cosines."""
+    angle = [[p / 10000 ** (2 * i / width) for i in range(width // 2)] for p in range(length)]
+    return torch.tensor([[*map(math.sin, row), *map(math.cos, row)] for row in angle], dtype=torch.float64)
 
 
 def test_a_sample_of_queries_stands_for_all():

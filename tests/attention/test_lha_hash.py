@@ -49,8 +49,8 @@ def test_a_token_whose_utility_underflowed_teaches_nothing():
     weight.requires_grad_()
     utility = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]])[None, None]
     codes = torch.zeros(1, 1, 2, dtype=torch.int16)
-    both, _ = divergence([Example((x,), utility, codes)], ((weight,),))
-    first, _ = divergence([Example((x[:, :, :1],), utility[:, :, :1], codes[..., :1])], ((weight,),))
+    both, *_ = divergence([Example((x,), utility, codes)], ((weight,),))
+    first, *_ = divergence([Example((x[:, :, :1],), utility[:, :, :1], codes[..., :1])], ((weight,),))
     assert both == first > 0
     for a, b in zip(*(torch.autograd.grad(y, weight) for y in (both, first)), strict=True):
         torch.testing.assert_close(a, b)

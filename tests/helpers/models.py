@@ -43,6 +43,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lsh chunk": ("lsh", {"window": "chunk", "rounds": 1}),
     "lsh separate": ("lsh", {"shared_qk": False}),
     "lha linear, sinusoidal": ("lha", {"hash": "linear", "sinusoidal_positions": True}),
+    "lha projected, normalized": (
+        "lha",
+        {"sinusoidal_positions": True, "project_positions": True, "normalize": True, "utility": "features"},
+    ),
     "lha random": ("lha", {"hash": "random"}),
     "lha top_k": ("lha", {"window": "top_k"}),
     "lha exact, visible": ("lha", {"utility": "exact", "visible_utility": True}),

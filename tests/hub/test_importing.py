@@ -180,3 +180,36 @@ def test_a_changed_file_is_found(tmp_path):
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match="sha256"):
         Checkpoint.open(path)
+
+
+def test_a_run_starts_from_weights_of_another_attention_and_task(tmp_path, monkeypatch, capsys):
+    """Every weight that both have, bit for bit; the hash functions are new. Then it goes on from its own."""
+    config, weights = configured(attention={"pattern": ["lsh"], "lsh": {"chunk": 8, "shared_qk": False}})
+    path = write_checkpoint(config, readers(weights), tmp_path / "imported")
+    hashed, _ = configured(attention={"pattern": ["lha"], "lha": {"chunk": 8}})
+    start(monkeypatch, tmp_path, hashed, "--start", path.parents[1])
+    assert "new weights: blocks.0.attention.attention.mechanisms.lha.hash.query_weight1" in capsys.readouterr().err
+    places = "start/checkpoints/00000000", "checkpoints/00000002"
+    began, trained = (Checkpoint.open(tmp_path / "trained" / place) for place in places)
+    initial = dict(build_model(hashed.model, 0).named_parameters())
+    for name, value in initial.items():
+        wanted = weights.get(name, value)
+        assert torch.equal(began.tensor("weight", name), wanted.detach()), name
+        torch.testing.assert_close(trained.tensor("weight", name), wanted.detach(), rtol=0, atol=1e-25)
+    start(monkeypatch, tmp_path, hashed, "--start", path.parents[1], training={"steps": 3, "global_batch": 2})
+    assert (tmp_path / "trained" / "checkpoints" / "00000003").exists()
+
+
+def test_a_start_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch, capsys):
+    config, weights = configured()
+    path = write_checkpoint(config, readers(weights), tmp_path / "imported")
+    for arguments, sections, message in (
+        (["--start", path], {"model": {"d_ff": 64}}, "feed_forward.up has shape"),
+        (["--start", tmp_path / "nothing"], {}, "nothing"),
+        (["--start", path, "--resume", "never"], {}, "--start: the weights of --resume never are asked for too"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            start(monkeypatch, tmp_path, config, *arguments, **sections)
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert stop.value.code == 2 and message in lines[-1]
+        assert not (tmp_path / "trained" / "start").exists()

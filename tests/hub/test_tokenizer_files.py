@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
 
 from megasparse.cli.main import door
 from megasparse.config.load import build_config
@@ -18,6 +19,7 @@ from megasparse.hub.export import to_hf
 from megasparse.hub.fast_tokenizer import of_bytes, of_unigram
 from megasparse.hub.hf_model import HFModel
 from megasparse.hub.importing import write_checkpoint
+from megasparse.hub.starting import write_start
 from megasparse.hub.tokenizer_files import files_with_start, found_tokenizer, tokenizer_files
 from megasparse.training.checkpoints.checkpoint import Checkpoint, persistent_buffers
 from tests.helpers.hub import SEED, decoder, encoder, made
@@ -193,7 +195,7 @@ def test_a_reformer_takes_its_tokenizer_along(tmp_path):
     assert theirs("the [MASK]\n")["input_ids"] == [420, *ours.encode("the [MASK]\n").tolist()]
 
 
-def bert(folder, **changes):
+def bert(folder, model_class=BertForMaskedLM, **changes):
     """A BERT of HuggingFace's, with its tokenizer."""
     vocabulary = len(wordpiece()["model"]["vocab"])
     torch.manual_seed(0)
@@ -201,7 +203,7 @@ def bert(folder, **changes):
         vocab_size=vocabulary + 3, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
         max_position_embeddings=48, **changes,
     )  # fmt: skip
-    BertForMaskedLM(config).save_pretrained(folder)
+    model_class(config).save_pretrained(folder)
     return written(folder, wordpiece())
 
 
@@ -219,6 +221,29 @@ def test_a_bert_comes_in_with_its_tokenizer(tmp_path, capsys):
         AutoTokenizer.from_pretrained(folder)(text)["input_ids"] for folder in (again, tmp_path / "bert")
     )
     assert found == expected and found[0] == 2 and found[-1] == 3
+
+
+def test_a_bert_without_its_head_is_one_to_start_from(tmp_path):
+    bert(tmp_path / "bert", BertModel)
+    found = HFModel.open(tmp_path / "bert")
+    with pytest.raises(HubError, match=r"has no weight for head\.norm_weight.*--start FOLDER"):
+        found.build()
+    attention = found.config.model.attention.model_copy(update={"pattern": ["yoso"]})
+    model = found.config.model.model_copy(update={"attention": attention})
+    config = found.config.model_copy(update={"model": model})
+    new = write_start(config, tmp_path / "bert", tmp_path / "run")
+    assert {name.split(".")[0] for name in new} == {"head"}
+    began = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000000")
+    theirs = load_file(tmp_path / "bert" / "model.safetensors")
+    key = "attention.attention.key.weight", "attention.self.key.weight"
+    for ours, name in (
+        ("embedding.weight", "embeddings.word_embeddings.weight"),
+        (f"blocks.1.{key[0]}", f"encoder.layer.1.{key[1]}"),
+    ):
+        assert torch.equal(began.tensor("weight", ours), theirs[name])
+    other = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": "bytes"})})
+    with pytest.raises(HubError, match="its tokenizer"):
+        write_start(other, tmp_path / "bert", tmp_path / "other")
 
 
 def test_a_bert_without_a_sound_tokenizer_is_refused(tmp_path):

@@ -6,13 +6,22 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, BertConfig, BertForMaskedLM, BertForPreTraining, YosoConfig, YosoForMaskedLM
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    YosoConfig,
+    YosoForMaskedLM,
+)
 
 from megasparse.attention.heads import Padding
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, HubError
-from megasparse.hub import bert, yoso
+from megasparse.hub import bert, roberta, yoso
 from megasparse.hub.compare import first_difference, our_outputs
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
@@ -25,13 +34,18 @@ ODD = dict(
     vocab_size=301, hidden_size=30, num_hidden_layers=3, num_attention_heads=5, intermediate_size=17,
     max_position_embeddings=41, hidden_dropout_prob=0.1,
 )  # fmt: skip
-CLASSES = {"yoso": (YosoConfig, YosoForMaskedLM, yoso.FORMAT), "bert": (BertConfig, BertForMaskedLM, bert.FORMAT)}
+CLASSES = {
+    "yoso": (YosoConfig, YosoForMaskedLM, yoso.FORMAT),
+    "bert": (BertConfig, BertForMaskedLM, bert.FORMAT),
+    "roberta": (RobertaConfig, RobertaForMaskedLM, roberta.FORMAT),
+}
 SHAPES = {
     "yoso": ("yoso", {}),
     "yoso with convolution": ("yoso", {"conv_window": 5, "hash_code_len": 7, "type_vocab_size": 3}),
     "yoso sampled": ("yoso", {"use_expectation": False, "num_hash": 6, "use_fast_hash": False, "mask_token_id": 260}),
     "yoso untied": ("yoso", {"tie_word_embeddings": False, "layer_norm_eps": 1e-5}),
     "bert": ("bert", {}),
+    "roberta": ("roberta", {"max_position_embeddings": 43}),
     "bert untied": ("bert", {"tie_word_embeddings": False, "num_hidden_layers": 1}),
 }
 
@@ -104,7 +118,7 @@ def test_every_layer_computes_the_same(tmp_path, name):
     assert names[:3] == ["embedding", "layer 0 attention", "layer 0 feed-forward"] and names[-1] == "logits"
     if name != "yoso sampled":
         logits = dict(our_outputs(mine, tokens, 0))["logits"]
-        torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(**form.inputs(tokens)).logits, logits, rtol=0, atol=1e-5)
     assert_same_bits(model.state_dict(), before)
     with torch.no_grad():
         mine.blocks[-1].feed_forward.feed_forward.down[0, 0] += 1.0

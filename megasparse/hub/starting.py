@@ -1,0 +1,100 @@
+"""A run of ours that begins with the weights of another model, whose attention and task may be others."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from megasparse.config import strict_json
+from megasparse.config.schema import Config
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.errors import HubError, UserError
+from megasparse.hub import require_transformers
+from megasparse.hub.importing import FIRST, write_checkpoint
+from megasparse.model.build import build_model, empty_model
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, persistent_buffers
+from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.ranks import Ranks
+
+Readers = dict[str, Callable[[], Tensor]]
+
+
+def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
+    """What a run that starts from `source` resumes from: its newest checkpoint where it has any, else the one that
+    `write_start` makes in RUN/start, once, on the first rank. Every rank calls it.
+
+    Raises UserError, on all ranks, where the weights cannot be used.
+    """
+    run = Path(config.run.directory)
+    problem = None
+    own = find_newest(run / "checkpoints") is not None
+    if ranks.rank == 0 and not own and not (run / "start" / FIRST).exists():
+        try:
+            new = write_start(config, Path(source), run / "start")
+            print(f"started from {source}; new weights: {', '.join(new) or 'none'}", file=sys.stderr)
+        except UserError as error:
+            problem = str(error)
+    if (problem := ranks.gather(problem)[0]) is not None:
+        raise UserError(problem)
+    return "auto" if own else str(run / "start" / FIRST)
+
+
+def write_start(config: Config, source: Path, output: Path) -> list[str]:
+    """Write OUTPUT/checkpoints/00000000, the model of `config` before its first step: each weight is the pretrained
+    model's of that name, where it has one, and else initial. Returns the names of the initial ones.
+
+    source: a checkpoint or a run's folder, or a HuggingFace model's, with or without the head that predicts tokens.
+    What it has beyond the model, such as another attention's own weights, is left out. Raises HubError where a weight
+    has another shape, or the tokens are another tokenizer's.
+    """
+    found, tokenizer = (_of_huggingface if _is_huggingface(source) else _of_checkpoint)(source)
+    own = build_tokenizer(config.data.tokenizer)
+    if tokenizer != {"name": own.name, "sha256": own.sha256}:
+        problem = f"its tokenizer ({tokenizer['name']}) is another than data.tokenizer = {config.data.tokenizer}"
+        raise HubError(source, problem, "Prepare the data with the model's own tokenizer, and name it there")
+    model = build_model(config.model, config.run.seed)
+    weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    if "embedding.weight" not in found:
+        raise HubError(source, "has no embedding of tokens", "Give a pretrained decoder or encoder")
+    readers: Readers = {
+        name: partial(_pretrained, source, name, found[name], weight)
+        if name in found
+        else partial(Tensor.detach, weight)
+        for name, weight in weights.items()
+    }
+    write_checkpoint(config, readers, output)
+    return [name for name in weights if name not in found]
+
+
+def _pretrained(source: Path, name: str, read: Callable[[], Tensor], weight: Tensor) -> Tensor:
+    value = read()
+    if value.shape != weight.shape:
+        problem = f"{name} has shape {list(value.shape)}, and {list(weight.shape)} in the configured model"
+        raise HubError(source, problem, "Give the model the sizes of what it starts from (model.*)")
+    return value
+
+
+def _is_huggingface(source: Path) -> bool:
+    """A run of ours has a config.json too, which names no type."""
+    try:
+        values = strict_json.parse((source / "config.json").read_text(encoding="utf-8"), str(source))
+    except (OSError, UnicodeDecodeError):
+        return False
+    return isinstance(values, dict) and "model_type" in values
+
+
+def _of_huggingface(source: Path) -> tuple[Readers, dict[str, str]]:
+    require_transformers()
+    from megasparse.hub.hf_model import HFModel
+
+    model = HFModel.open(source)
+    tokenizer = build_tokenizer(model.config.data.tokenizer)
+    return model.tensors, {"name": tokenizer.name, "sha256": tokenizer.sha256}
+
+
+def _of_checkpoint(source: Path) -> tuple[Readers, dict[str, str]]:
+    checkpoint = Checkpoint.open(find_checkpoint(source), build=empty_model)
+    names = checkpoint.manifest["tensors"]["weight"]
+    return {name: partial(checkpoint.tensor, "weight", name) for name in names}, checkpoint.manifest["tokenizer"]
