@@ -200,6 +200,9 @@ class YOSOAttentionConfig(MechanismSection):
     backward: Literal["auto", "tables", "pairs"] = "auto"
     """Gradients of q and k on a CPU: over the hash tables (cost L·m·D²), or over colliding pairs; `auto` takes the
     cheaper. On a GPU there is one way, whose cost is linear in L however the tokens collide."""
+    normalization: Literal["length", "sum"] = "length"
+    """`length`: each output is scaled to length 1, as in the paper's experiments. `sum`: it is divided by B·1, the sum
+    of its weights."""
     convolution: Positive | None = None
     """Kernel size (odd) of a depth-wise convolution of the values that is added to the output; null for none."""
     chunk: Positive = 128

@@ -14,8 +14,9 @@ from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.evaluation.attention.quality import attention_quality
-from megasparse.evaluation.bits_per_dim import of_engine, score
+from megasparse.evaluation.bits_per_dim import Score, Scorer, of_engine, score
 from megasparse.evaluation.generate import generate
+from megasparse.evaluation.masked_tokens import order_sums
 from megasparse.evaluation.pictures import image_shape, picture_of
 from megasparse.model.padding import cut
 from megasparse.training.engines.contract import Engine
@@ -56,9 +57,25 @@ class HeldOut:
         return found
 
     def _losses(self) -> Found:
-        config, ranks, model = self.config, self.engine.ranks, self.engine.module
-        result = score(
-            of_engine(self._window),
+        config, model = self.config, self.engine.module
+        result = self._score(of_engine(self._window))
+        found: Found = {"evaluation/loss": result.nats / result.dims, "evaluation/accuracy": result.accuracy}
+        if config.model.kind == "decoder":
+            found["evaluation/bits_per_dim"] = result.bits_per_dim
+        if config.model.sentence_order is not None:
+            order = self._score(self._order)
+            found |= {
+                "evaluation/sentence_order_nats": order.nats / max(1, order.dims),
+                "evaluation/sentence_order_accuracy": order.correct / max(1, order.dims),
+            }
+        if self.draw is not None and not model.leaks:
+            found["evaluation/sample"] = self.draw()
+        return found
+
+    def _score(self, scorer: Scorer) -> Score:
+        config, ranks = self.config, self.engine.ranks
+        return score(
+            scorer,
             self.stream,
             config.data.sequence_length,
             config.run.seed,
@@ -67,12 +84,11 @@ class HeldOut:
             device=ranks.device,
             ranks_a_window=ranks.sequence_size,
         )
-        found: Found = {"evaluation/loss": result.nats / result.dims, "evaluation/accuracy": result.accuracy}
-        if config.model.kind == "decoder":
-            found["evaluation/bits_per_dim"] = result.bits_per_dim
-        if self.draw is not None and not model.leaks:
-            found["evaluation/sample"] = self.draw()
-        return found
+
+    def _order(self, tokens: Tensor, rng: Any, skip: int) -> tuple[Tensor, Tensor, Tensor]:
+        check_stop(self.hooks, self.engine.ranks, "evaluation of sentence order")
+        model: Any = self.engine.module
+        return order_sums(model, tokens, rng)
 
     def _window(self, tokens: Tensor, rng: Any) -> tuple[Tensor, dict[str, Tensor]]:
         check_stop(self.hooks, self.engine.ranks, "evaluation")

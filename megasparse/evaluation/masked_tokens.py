@@ -50,17 +50,21 @@ def evaluate(
 def _sentence_order(
     encoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
 ) -> dict[str, Any]:
-    def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
-        nats, correct, scored = encoder.sentence_order_scores(tokens, rng)
-        return nats[scored].double().sum(), correct[scored].sum(), scored.sum()
-
-    scores = score_seeds(encoder, stream, protocol, batch, limit, device, sums)
+    scores = score_seeds(
+        encoder, stream, protocol, batch, limit, device, lambda tokens, rng, skip: order_sums(encoder, tokens, rng)
+    )
     pairs = sum(s.dims for s in scores)
     return {
         "loss": math.fsum(s.nats for s in scores) / max(1, pairs),
         "accuracy": sum(s.correct for s in scores) / max(1, pairs),
         "pairs": pairs,
     }
+
+
+def order_sums(encoder: Any, tokens: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
+    """Nats, number of right predictions, and number of the pairs among sequences (B, L), whose order is predicted."""
+    nats, correct, scored = encoder.sentence_order_scores(tokens, rng)
+    return nats[scored].double().sum(), correct[scored].sum(), scored.sum()
 
 
 def summary(result: dict[str, Any]) -> str:

@@ -43,7 +43,7 @@ def add_adapters(body: Backbone, config: LoRAConfig, seed: int) -> None:
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # GPT-2's transposed layers: peft puts it right
         inject_adapter_in_model(settings, body)
     own = {id(weight) for module in body.modules() if isinstance(module, Attention) for weight in module.parameters()}
-    if isinstance(body, MegasparseBody):
+    if isinstance(body, MegasparseBody) and body.norm is not None:
         own |= {id(weight) for weight in body.norm.parameters()}
     for module in body.modules():
         if isinstance(module, Embedding):

@@ -43,14 +43,16 @@ class Backbone(nn.Module, ABC):
 
 
 class MegasparseBody(Backbone):
-    """The embedding and the blocks of one of our models, and a new norm over the concatenated final streams."""
+    """The embedding and the blocks of one of our models, and a new norm over the concatenated final streams; none where
+    a pretrained pooler reads them.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.stack = Stack(config)
         self.causal, self.vocabulary, self.longest = config.kind != "encoder", config.vocabulary, config.max_length
         self.width = config.d_model * (2 if config.blocks == "reversible" else 1)
-        self.norm = nn.LayerNorm(self.width, eps=config.norm_eps)
+        self.norm: nn.LayerNorm | None = nn.LayerNorm(self.width, eps=config.norm_eps)
         self.task_weight = min(mechanism.task_weight for _, mechanism in self.stack.mechanisms())
         self.pooled_sketch = config.attention.smart_bird.objective == "pooled"
 
@@ -62,7 +64,8 @@ class MegasparseBody(Backbone):
         streams, auxiliary, _ = self.stack.streams(read.tokens, rng, Padding(mask), targets)
         states = torch.cat([x.float() for x in streams], dim=-1)
         states = states[:, 1:] if self.causal else states  # position p has read p tokens
-        norm = self.norm
+        if (norm := self.norm) is None:
+            return states, auxiliary
         return nn.functional.layer_norm(
             states, (self.width,), norm.weight.float(), norm.bias.float(), norm.eps
         ), auxiliary

@@ -38,6 +38,11 @@ class Form(ABC):
         """Raise ConfigError where settings of the run do not fit."""
         self.task, self.config = task, config
 
+    @property
+    def reads_pooler(self) -> bool:
+        """Whether the model of the task reads a pretrained pooler, where the body has one."""
+        return False
+
     def body(self, model: ModelConfig) -> Backbone:
         """A body of our own, its weights yet to be filled."""
         return MegasparseBody(model)

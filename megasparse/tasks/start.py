@@ -93,8 +93,15 @@ def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, To
     with _record_of(run) as (record, tokenizer):
         if record["kind"] == "megasparse":
             model = ModelConfig.model_validate_json(json.dumps(record["model"]))
-            _check_body(on_meta(checkpoint, model, lambda: form.body(model)), checkpoint)
-            return form.body(model), tokenizer
+
+            def body() -> Any:
+                made: Any = form.body(model)
+                if record.get("pooler"):
+                    made.norm = None
+                return made
+
+            _check_body(on_meta(checkpoint, model, body), checkpoint)
+            return body(), tokenizer
         model = _empty_transformer(record["config"], checkpoint)
         return _huggingface_body(model, record["causal"], record["activations"]), tokenizer
 
@@ -178,6 +185,9 @@ def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) 
         return checkpoint.tensor("weight", name) if name in stored else None
 
     _fill(body, read, checkpoint.path)
+    weight, bias = read("sentence_order.dense"), read("sentence_order.dense_bias")
+    if weight is not None and bias is not None and model.style == "bert" and form.reads_pooler:
+        body.pooler, body.norm = (weight, bias), None
     return Start(body, trained_tokenizer(pretrained, checkpoint), _record(body), checkpoint.manifest["sha256"])
 
 
@@ -303,7 +313,8 @@ def _megasparse_body(model: ModelConfig, form: Form, seed: int) -> Any:
 
 
 def _record(body: Any) -> dict[str, Any]:
-    return {"kind": "megasparse", "model": json.loads(body.stack.config.model_dump_json())}
+    record = {"kind": "megasparse", "model": json.loads(body.stack.config.model_dump_json())}
+    return record if body.pooler is None else {**record, "pooler": True}
 
 
 def _for_task(model: ModelConfig, form: Form, labels: int, start: StartConfig) -> ModelConfig:

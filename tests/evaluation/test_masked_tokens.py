@@ -1,12 +1,17 @@
 """An encoder's evaluation of sentence order beside its masked tokens."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megasparse.config.schema import Config, DataConfig
 from megasparse.evaluation import masked_tokens
+from megasparse.evaluation.held_out import HeldOut
 from megasparse.ops.random import RngContext
+from megasparse.training.ranks import Ranks
+from megasparse.training.stopping.hooks import RunHooks
 from tests.helpers.scoring import Stream, protocol_with
 from tests.model.test_masking import pairs
 from tests.model.test_sentence_order import BERT, encoder
@@ -32,6 +37,18 @@ def test_sentence_order_is_reported_with_its_loss_accuracy_and_pairs():
     assert order["loss"] == pytest.approx(sum(nats) / 14, rel=1e-5)
     line = masked_tokens.summary(result)
     assert f"sentence order: {order['loss']:.4f} nats a pair" in line and "(14 pairs)" in line
+
+
+def test_the_evaluation_inside_training_is_that_of_a_checkpoint():
+    model, stream = encoder(layers=1, **BERT), Stream(pairs(7, LENGTH))
+    config = Config(model=model.config).model_copy(update={"data": DataConfig(sequence_length=LENGTH)})
+    engine = SimpleNamespace(module=model, ranks=Ranks(), evaluate=model)
+    found = HeldOut(engine, config, RunHooks(), stream, None, None)._losses()
+    result = masked_tokens.evaluate(model.eval(), stream, protocol([0]), 3, config.evaluation.sequences, "cpu")
+    order = result["sentence_order"]
+    assert found["evaluation/loss"] == pytest.approx(result["loss"], rel=1e-5)
+    assert found["evaluation/sentence_order_nats"] == pytest.approx(order["loss"], rel=1e-5)
+    assert found["evaluation/sentence_order_accuracy"] == order["accuracy"]
 
 
 def test_without_it_nothing_is_said_of_it():

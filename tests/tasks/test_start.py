@@ -19,6 +19,7 @@ from transformers import (
 
 from megasparse.attention.heads import Padding
 from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.schema import SentenceOrderConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, HubError
 from megasparse.hub.export import to_hf
@@ -26,7 +27,7 @@ from megasparse.hub.replace import mechanisms, replace_attention
 from megasparse.hub.replaced_folder import save_replaced
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody, MegasparseBody
-from megasparse.tasks.batches import Padded, collate
+from megasparse.tasks.batches import Inputs, Padded, collate
 from megasparse.tasks.start import Start, rebuild
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
 from megasparse.training.checkpoints.identity import RunIdentity
@@ -317,6 +318,27 @@ def test_a_pooler_makes_the_head_that_transformers_has(tmp_path: Path) -> None:
         expected = theirs(read.tokens, attention_mask=mask.long(), token_type_ids=read.types).logits
         predicted, _ = run.model.eval().predicted(inputs, RngContext.evaluation(0, 4))
     assert torch.allclose(predicted, expected, atol=1e-5)
+
+
+def test_the_pooler_of_sentence_order_makes_the_head_of_our_own(tmp_path: Path) -> None:
+    """It reads the post-norm state of the first token itself, as in pretraining."""
+    order = {"sentence_order": SentenceOrderConfig(separator=3), "padding_token": 0}
+    model, path = checkpoint(OURS["bert"].model_copy(update=order), tmp_path / "pretrained")
+    wanted = config_of(tmp_path, {"checkpoint": str(path)})
+    start = open_start(wanted, 2)
+    pooler = {name: parameter for name, parameter in model.sentence_order.named_parameters()}
+    form = form_for(wanted)
+    task_model: Any = form.model(start.body)
+    assert task_model.pooling == "pooler" and torch.equal(task_model.head.dense.weight, pooler["dense"])
+    read, rng = read_of(250), RngContext(0, EVALUATION_STEP, torch.arange(2), training=False)
+    whole: Any = model
+    with torch.no_grad():
+        (stream,), _, _ = whole.streams(read.tokens, rng, Padding(read.mask), None)
+        pooled = torch.tanh(stream[:, 0] @ pooler["dense"].T + pooler["dense_bias"])
+        expected = task_model.head.output(pooled)
+        found, _ = task_model.eval().predicted(Inputs((read,), None), rng)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_built_again(start, wanted, tmp_path / "pretrained")
 
 
 def test_a_pooler_fits_a_head_of_its_width_alone(tmp_path: Path) -> None:

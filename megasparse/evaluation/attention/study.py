@@ -26,6 +26,7 @@ from megasparse.evaluation.attention.metrics import (
     attention_utility,
     attention_weights,
     imbalance,
+    largest_error,
     recall_of_top,
     relative_error,
     same_bucket,
@@ -157,7 +158,8 @@ def _key(call: Call, protocol: Protocol) -> int:
 
 @torch.no_grad()
 def _output_errors(call: Call, attention: AttentionConfig) -> dict[str, float]:
-    """Return output_error/KIND/ROUNDS -> error of the output against what the kind approximates, mean over heads.
+    """Return output_error/KIND/ROUNDS -> error of the output against what the kind approximates, mean over heads, and
+    largest_error/KIND/ROUNDS, in the largest number.
 
     The kinds are LSH (on the model's own queries and keys), YOSO, and the layer's own attention, unless it is exact.
     """
@@ -171,8 +173,9 @@ def _output_errors(call: Call, attention: AttentionConfig) -> dict[str, float]:
         placed = call.replaced(mechanism)
         exact = placed.run(placed.exact())
         for rounds in ROUNDS.get(kind, (None,)):
-            error = relative_error(placed.run(mechanism, rounds=rounds), exact)
-            found[f"output_error/{kind}/{rounds or 'as configured'}"] = float(error.mean())
+            out, name = placed.run(mechanism, rounds=rounds), f"{kind}/{rounds or 'as configured'}"
+            found[f"output_error/{name}"] = float(relative_error(out, exact).mean())
+            found[f"largest_error/{name}"] = float(largest_error(out, exact).mean())
     return found
 
 
@@ -224,9 +227,10 @@ def summary(result: dict[str, Any]) -> str:
     for share, text in (("ratio", "query:key ratio outside 1:2 … 2:1"), ("size", "size off by more than 2×")):
         found = ", ".join(f"{kind} {100 * each[share]['mean']:.1f} %" for kind, each in rows[-1]["imbalance"].items())
         lines.append(f"buckets of the plain hash, {text}: {found} (the paper's LSH: {100 * paper[share]:.1f} %)")
-    for kind, errors in rows[-1]["output_error"].items():
-        found = ", ".join(f"{rounds}: {_shown(error)}" for rounds, error in errors.items())
-        lines.append(f"relative output error of {kind} by rounds: {found}")
+    for name, norm in (("output_error", "Frobenius"), ("largest_error", "largest number")):
+        for kind, errors in rows[-1][name].items():
+            found = ", ".join(f"{rounds}: {_shown(error)}" for rounds, error in errors.items())
+            lines.append(f"relative output error of {kind} by rounds, {norm}: {found}")
     return "\n".join(lines)
 
 

@@ -29,6 +29,10 @@ class LabelForm(Form):
         if self.task.towers or head.hidden not in (0, body.width):
             raise ConfigError("head.pooling", '"pooler" is as wide as the model, and of one sequence', hint)
 
+    @property
+    def reads_pooler(self) -> bool:
+        return self.config.head.pooling in (None, "pooler") and not self.task.towers and not self.config.head.hidden
+
     def sketch_labels(self, train: Sequence[Example]) -> int:
         if self.task.classes is not None:
             return len(self.task.classes)

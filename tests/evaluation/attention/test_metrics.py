@@ -12,6 +12,7 @@ from megasparse.evaluation.attention.metrics import (
     attention_utility,
     attention_weights,
     imbalance,
+    largest_error,
     recall_of_top,
     relative_error,
     same_bucket,
@@ -67,6 +68,12 @@ def test_relative_error():
     out, exact = torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [6.0, 8.0]])
     assert relative_error(out, exact) == pytest.approx((25 + 100) ** 0.5 / 10)
     assert relative_error(exact, exact) == 0.0 and relative_error(0 * out, 0 * exact) == 0.0
+
+
+def test_largest_error():
+    exact = torch.tensor([[[3.0, -8.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 2.0]]])
+    out = torch.tensor([[[5.0, -8.0], [-4.0, 1.0]], [[1.0, 0.0], [0.0, 2.0]]])
+    assert largest_error(out, exact).tolist() == [0.5, 0.0] and largest_error(0 * out, 0 * exact).tolist() == [0.0, 0.0]
 
 
 def test_imbalance_of_buckets():
@@ -153,7 +160,7 @@ def test_the_matrix_of_every_mechanism_gives_its_output(name, causal):
     for mechanism in (call.mechanism.without_additions(), call.exact()):
         weights = weights_of(call, mechanism)
         out = weights @ call.inputs.v
-        out = unit(out) if call.kind == "yoso" else out
+        out = unit(out) if mechanism.normalises else out
         torch.testing.assert_close(out, call.run(mechanism), rtol=1e-4, atol=1e-5)
     sums = weights_of(call, call.exact()).sum(-1)
     torch.testing.assert_close(sums, torch.ones_like(sums))
