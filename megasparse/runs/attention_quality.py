@@ -76,7 +76,7 @@ def attention_quality(
     if picture:
         picture.mkdir(parents=True, exist_ok=True)
         for number, (call, mechanism) in enumerate(zip(measured(0), hashes, strict=True)):
-            pixels = maps(call, mechanism, protocol).cpu().numpy()
+            pixels = maps(call, mechanism, protocol, config.model.attention).cpu().numpy()
             Image.fromarray(pixels).save(picture / f"{number:02d}_layer{call.context.layer}_{call.kind}.png")
     return result
 

@@ -32,7 +32,7 @@ from megasparse.evaluation.attention.metrics import (
     same_bucket,
     upper_bound,
 )
-from megasparse.evaluation.attention.weights import attention_map
+from megasparse.evaluation.attention.weights import attention_map, weights_of
 from megasparse.evaluation.pictures import sheet
 from megasparse.ops.random import derive
 
@@ -46,6 +46,8 @@ ROUNDS: dict[str, Sequence[int | None]] = {
     "yoso": (8, 16, 32, 64, 128),
 }
 """Hash rounds, or YOSO's hashes, at which the error of the output is measured."""
+YOSO_SHOWN = (8, 32, 128)
+"""Hashes of the maps."""
 
 
 @dataclass(frozen=True)
@@ -197,17 +199,23 @@ def _sketch(call: Call) -> dict[str, float]:
 
 
 @torch.no_grad()
-def maps(call: Call, mechanism: LHAAttention, protocol: Protocol, heads: int = 4) -> Tensor:
-    """Attention maps of a call's first window, with headings: a head a row; full attention without a mask, then what
-    each method of METHODS sees of it. (S, S′, 3) uint8.
+def maps(call: Call, mechanism: LHAAttention, protocol: Protocol, attention: AttentionConfig, heads: int = 4) -> Tensor:
+    """Attention maps of a call's first window, with headings: a head a row; full attention without a mask, what each
+    method of METHODS sees of it, and YOSO's weights of few and many hashes (YOSO's Figure 4). (S, S′, 3) uint8.
     """
     weights = attention_weights(call.inputs.q, call.inputs.k, call.scale)[0, :heads]
     codes = assignments(call, mechanism, protocol.buckets, _key(call, protocol), 0)
     seen = [torch.ones_like(weights, dtype=torch.bool)]
     seen += [same_bucket(*codes[method]["balanced"])[0, :heads] for method in METHODS]
-    columns = [attention_map(weights, visible).cpu().numpy() for visible in seen]
+    columns = [attention_map(weights, visible) for visible in seen]
+    for hashes in YOSO_SHOWN:
+        settings = attention.yoso.model_copy(update={"convolution": None, "evaluation_hashes": hashes})
+        sampled = weights_of(call, YOSOAttention(settings, call.spec))[0, :heads]
+        columns.append(attention_map(sampled, sampled > 0))
     labels = [f"head {call.context.head_offset + head}" for head in range(len(weights))]
-    return torch.tensor(sheet(list(zip(*columns, strict=True)), ["full, unmasked", *METHODS], labels))
+    headings = ["full, unmasked", *METHODS, *(f"yoso, {hashes} hashes" for hashes in YOSO_SHOWN)]
+    rows = zip(*(column.cpu().numpy() for column in columns), strict=True)
+    return torch.tensor(sheet(list(rows), headings, labels))
 
 
 def summary(result: dict[str, Any]) -> str:
