@@ -101,8 +101,8 @@ def study(
 
     record: number of a window -> the calls of the model's mechanisms on it. hashes: LHA's of every call, trained.
     attention: settings of the mechanisms whose output errors are measured. Returns {"layers": [{"name", "utility",
-    "recall", "imbalance", "output_error", and of Smart Bird "sketch"}], "all": the same over all layers,
-    "paper_imbalance", "protocol"}; every number is {"mean", "half", "windows": [a number each]}.
+    "recall", "imbalance", "output_error", "largest_error", and of Smart Bird "sketch"}], "all": the same over all
+    layers, "paper_imbalance", "protocol"}; every number is {"mean", "half", "windows": [a number each]}.
     """
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for window in tqdm(range(protocol.windows), desc="windows", unit="window", disable=None):
