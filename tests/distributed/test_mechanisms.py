@@ -40,17 +40,10 @@ PAIRS = {  # of 10 and 14 tokens, among which those with id 7 are left out: not 
 def config_of(folder: Path, engine: str, kind: str, **sections: dict[str, Any]) -> Config:
     settings = SMALL | {"yoso": SMALL["yoso"] | {"convolution": 3}, "local": {"chunk": 8, "relative": True}}
     model = {
-        "kind": kind,
-        "vocabulary": 257,
-        "max_length": 24,
-        "layers": len(PATTERNS[kind]),
-        "d_model": 33,
-        "d_ff": 17,
-        "heads": 3,
-        "dropout": 0.1,
-        "positions": {"kind": "learned"},
-        "attention": {"pattern": PATTERNS[kind], **settings},
-    } | (PAIRS if kind == "encoder_decoder" else {})
+        "kind": kind, "vocabulary": 257, "max_length": 24, "layers": len(PATTERNS[kind]), "d_model": 33, "d_ff": 17,
+        "heads": 3, "dropout": 0.1, "positions": {"kind": "learned"},
+        "attention": {"pattern": PATTERNS[kind], **settings}, **(PAIRS if kind == "encoder_decoder" else {}),
+    }  # fmt: skip
     return tiny_config(folder, engine, model=model, **sections)
 
 
@@ -71,16 +64,16 @@ def on_two_ranks(folder: str) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
+def found(tmp_path_factory):
     return run_ranks(on_two_ranks, timeout=900, folder=str(tmp_path_factory.mktemp("two")))
 
 
-def test_every_mechanism_is_there() -> None:
+def test_every_mechanism_is_there():
     assert {kind for pattern in PATTERNS.values() for split in pattern for kind in split} == set(MECHANISMS)
 
 
 @pytest.mark.parametrize(("kind", "stage"), CASES)
-def test_two_ranks_are_one(found: list[dict[str, list[float]]], kind: str, stage: int) -> None:
+def test_two_ranks_are_one(found, kind, stage):
     for rank in found:
         assert rank[f"{kind} {stage}"] == pytest.approx(alone(kind), rel=1e-5)
 

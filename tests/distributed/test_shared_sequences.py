@@ -23,9 +23,10 @@ from megasparse.data.index import Index
 from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.data.folders import batches
+from tests.helpers.commands import run
 from tests.helpers.models import SMALL
 from tests.helpers.run_ranks import ROOT, run_ranks
-from tests.helpers.tiny import dummy_steps, tiny_config
+from tests.helpers.tiny import dummy_steps, read_metrics, tiny_config
 from tests.helpers.trained import prepared
 
 STAGES = (0, 1, 2, 3)
@@ -66,21 +67,10 @@ def write_run(path: Path, data: Path, **sections: Any) -> Path:
         "training": {"steps": 6, "global_batch": 2, "micro_batch": 1},
         "evaluation": {"every": 2},
         **sections,
-        "run": {"directory": str(path), "device": "cpu", "engine": sections.get("engine", "torch")},
+        "run": {"directory": str(path), "device": "cpu", "engine": "deepspeed" if "deepspeed" in sections else "torch"},
     }
-    config.pop("engine", None)
     path.with_suffix(".json").write_text(json.dumps(config))
     return path.with_suffix(".json")
-
-
-def pretrained(config: str | Path, *options: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["pretrain.py", "--config", str(config), *options])
-        pretrain.main()
-
-
-def metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def on_two_ranks(folder: str) -> dict[str, list[float]]:
@@ -102,14 +92,14 @@ def on_four_ranks(folder: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     prepared(folder, 4010)  # the last held-out window is of 17 tokens
     return folder
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> list[dict[str, list[float]]]:
+def found(folder):
     return run_ranks(on_two_ranks, timeout=900, folder=str(folder))
 
 
@@ -119,26 +109,25 @@ def alone() -> list[float]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_are_one(found: list[dict[str, list[float]]], stage: int) -> None:
+def test_two_ranks_are_one(found, stage):
     for rank in found:
         assert rank[str(stage)] == pytest.approx(alone(), rel=1e-5)
 
 
 @pytest.mark.soak
-def test_two_pairs_are_one(tmp_path: Path) -> None:
+def test_two_pairs_are_one(tmp_path):
     for rank in run_ranks(on_four_ranks, 4, timeout=900, folder=str(tmp_path)):
         assert rank == pytest.approx(alone(), rel=1e-5)
 
 
-def test_a_launched_run_goes_on_alone(folder: Path) -> None:
+def test_a_launched_run_goes_on_alone(folder):
     """Four steps on two ranks and two on one, against six on one: with the held-out losses, of a ragged window too."""
-    pretrained(write_run(folder / "alone", folder / "data"))
+    run(pretrain, "--config", write_run(folder / "alone", folder / "data"))
     shared, zero = folder / "shared", {"zero_optimization": {"stage": 2}}
-    run = write_run(shared, folder / "data", engine="deepspeed", deepspeed=zero, **SHARED)
-    run_ranks(launched, timeout=900, run=str(run))
-    assert [line["step"] for line in metrics(shared)] == [1, 2, 3, 4]
-    pretrained(write_run(shared, folder / "data"))
-    expected, reported = metrics(folder / "alone"), metrics(shared)
+    run_ranks(launched, timeout=900, run=str(write_run(shared, folder / "data", deepspeed=zero, **SHARED)))
+    assert [line["step"] for line in read_metrics(shared)] == [1, 2, 3, 4]
+    run(pretrain, "--config", write_run(shared, folder / "data"))
+    expected, reported = read_metrics(folder / "alone"), read_metrics(shared)
     assert len(reported) == len(expected) == 6
     for one, other in zip(reported, expected, strict=True):
         for name in ("train/loss", "evaluation/loss", "evaluation/accuracy", "optimizer/gradient_norm"):
@@ -146,7 +135,7 @@ def test_a_launched_run_goes_on_alone(folder: Path) -> None:
             assert one.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=1e-5), (name, one["step"])
 
 
-def test_each_rank_reads_its_part_of_every_sequence(folder: Path) -> None:
+def test_each_rank_reads_its_part_of_every_sequence(folder):
     parts = [(place, 3) for place in range(3)]
     readers = [batches([(Index.load(folder / "data"), 1.0)], part=part) for part in [(0, 1), *parts]]
     for whole, *others in itertools.islice(zip(*readers, strict=True), 4):
@@ -165,7 +154,7 @@ def test_each_rank_reads_its_part_of_every_sequence(folder: Path) -> None:
         ({"model": {"sentence_order": {"separator": 9}}}, "model.sentence_order: given"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_shared_is_refused(tmp_path, changes, message):
     values = config_of(tmp_path, "deepspeed", **SHARED).model_dump(mode="json")
     for section, keys in changes.items():
         values[section] |= keys
@@ -173,6 +162,6 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, changes: dict[str, Any
         check_parallel(Config.model_validate_json(json.dumps(values)))
 
 
-def test_a_number_of_ranks_that_is_no_multiple_is_refused(tmp_path: Path) -> None:
+def test_a_number_of_ranks_that_is_no_multiple_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"parallel\.sequence: 3 ranks .* the 1 ranks are no multiple of that"):
         start_ranks(config_of(tmp_path, "deepspeed").run, 3)

@@ -1,15 +1,13 @@
 """A rank that stands still ends the run in time and is named; one that is slow is named too, and nothing else."""
 
-import json
 import re
 import time
-from pathlib import Path
 
 import pytest
 
 from megasparse.errors import HANG
-from tests.conftest import Report
 from tests.helpers.faults import Fault, Run, fault, running
+from tests.helpers.tiny import read_metrics
 
 TIMEOUT = 10.0
 HANGS: dict[str, Fault] = {
@@ -22,7 +20,7 @@ HANGS: dict[str, Fault] = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", HANGS)
-def test_S3_a_rank_that_hangs_is_named_in_time(data: Path, tmp_path: Path, how: str, figures: Report) -> None:
+def test_S3_a_rank_that_hangs_is_named_in_time(data, tmp_path, how, figures):
     run = Run(tmp_path / "run", data, run={"hang_timeout": TIMEOUT})
     with running(run):
         run.start(faults=[HANGS[how]])
@@ -49,7 +47,7 @@ def test_S3_a_rank_that_hangs_is_named_in_time(data: Path, tmp_path: Path, how: 
 
 
 @pytest.mark.soak
-def test_S3_a_save_that_is_slow_on_one_rank_is_no_hang(data: Path, tmp_path: Path) -> None:
+def test_S3_a_save_that_is_slow_on_one_rank_is_no_hang(data, tmp_path):
     """Each block of it is progress, so that the ranks that wait do not fire; see also tests/training."""
     run = Run(tmp_path / "run", data, run={"hang_timeout": 2.0}, training={"steps": 6})
     with running(run):
@@ -59,7 +57,7 @@ def test_S3_a_save_that_is_slow_on_one_rank_is_no_hang(data: Path, tmp_path: Pat
 
 
 @pytest.mark.soak
-def test_S6_a_slow_rank_is_reported_within_20_steps(data: Path, tmp_path: Path, figures: Report) -> None:
+def test_S6_a_slow_rank_is_reported_within_20_steps(data, tmp_path, figures):
     """Half a second a step on one of two ranks, of which each has two micro-batches a step."""
     run = Run(tmp_path / "run", data, training={"steps": 40}, checkpoint={"every": 0})
     usual = fault("forward", "sleep 0.1", every=True)
@@ -68,7 +66,7 @@ def test_S6_a_slow_rank_is_reported_within_20_steps(data: Path, tmp_path: Path, 
         run.start(faults=[usual, slow])
         ended = run.wait()
     assert ended.code == 0, ended.said
-    events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
+    events = read_metrics(run.directory, "events.jsonl")
     reported = [event for event in events if "straggler" in event["message"]]
     assert [event["step"] <= 20 for event in reported] == [True], events
     found = re.search(r"rank 1 is a straggler: ([\d.]+) .*\(([\d.]+) s against ([\d.]+) s\)", reported[0]["message"])
@@ -77,5 +75,4 @@ def test_S6_a_slow_rank_is_reported_within_20_steps(data: Path, tmp_path: Path, 
     true = other + 0.5
     figures(straggler_error_ratio=abs(ratio / (true / other) - 1))
     assert ratio == pytest.approx(true / other, rel=0.1) and own == pytest.approx(true, rel=0.1)
-    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["speed/straggler_ratio"] == pytest.approx(true / other, rel=0.1)
+    assert read_metrics(run.directory)[-1]["speed/straggler_ratio"] == pytest.approx(true / other, rel=0.1)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,19 @@ from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.model.decoder import Decoder
 from megasparse.model.encoder import Encoder
 from megasparse.training.checkpoints.run_folder import find_newest
+from tests.helpers import commands
 from tests.helpers.models import attention, can_be_causal, causal_names, kind_of, named
+from tests.helpers.tiny import read_metrics
 from tests.helpers.trained import prepared
 
 STEPS, STEPS_AN_EPOCH = 12, 5
 """50 sequences of 64 bytes, 10 of them a step."""
 TIMES = ("speed/", "memory/", "checkpoint/")
+BOTH = attention("lsh", "lha").model_dump(mode="json")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     return prepared(tmp_path_factory.mktemp("prepared"))
 
 
@@ -74,9 +76,8 @@ def configuration(data: Path, run: Path, attention: dict[str, Any], /, **section
 def launch(config: Path, *arguments: str, fail_at: int | None = None) -> list[tuple[int, list[int], str]]:
     with pytest.MonkeyPatch.context() as patch:
         read = Read(patch, fail_at)
-        patch.setattr("sys.argv", ["pretrain", "--config", str(config), *arguments])
         try:
-            pretrain.main()
+            commands.run(pretrain, "--config", config, *arguments)
         except Died:
             assert fail_at is not None
     return read.batches
@@ -84,25 +85,35 @@ def launch(config: Path, *arguments: str, fail_at: int | None = None) -> list[tu
 
 def reported(run: Path) -> list[dict[str, float]]:
     """Every number of metrics.jsonl that is not of time, memory or saving."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in read_metrics(run)]
 
 
 def state(run: Path) -> dict[str, bytes]:
     """Weights, moments and buffers of the newest checkpoint, as bytes."""
-    newest = find_newest(run / "checkpoints")
-    assert newest is not None
-    return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
+    return {path.name: path.read_bytes() for path in find_newest(run / "checkpoints").glob("*.safetensors")}
 
 
-@pytest.fixture(scope="module")
-def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
-    run = tmp_path_factory.mktemp("straight") / "run"
-    read = launch(configuration(data, run, attention("lsh", "lha").model_dump(mode="json")))
+def outcome(run: Path, read: list[Any]) -> tuple[Any, ...]:
+    """All that a run was given, reported and saved."""
     return read, reported(run), state(run)
 
 
-def test_R1_the_run_has_epochs_and_accumulates(straight: tuple[Any, Any, Any]) -> None:
+def goes_on_exactly(data: Path, folder: Path, attention: dict[str, Any], stop: int, **sections: Any) -> list[Any]:
+    """A run stopped at a step and started again is the run in a stretch. Returns the metrics."""
+    straight, stopped = (configuration(data, folder / name, attention, **sections) for name in ("straight", "stopped"))
+    whole = outcome(folder / "straight", launch(straight))
+    read = launch(stopped, "--stop-at", str(stop)) + launch(stopped)
+    assert outcome(folder / "stopped", read) == whole
+    return whole[1]
+
+
+@pytest.fixture(scope="module")
+def straight(data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("straight") / "run"
+    return outcome(run, launch(configuration(data, run, BOTH)))
+
+
+def test_R1_the_run_has_epochs_and_accumulates(straight):
     read, lines, _ = straight
     assert [step for step, _, _ in read] == [step for step in range(1, STEPS + 1) for _ in range(2)]
     digests = [digest for _, _, digest in read]
@@ -114,30 +125,25 @@ def test_R1_the_run_has_epochs_and_accumulates(straight: tuple[Any, Any, Any]) -
 @pytest.mark.parametrize(
     "stop", [1, 3, STEPS_AN_EPOCH, STEPS], ids=["the first", "mid-epoch", "the end of an epoch", "the last"]
 )
-def test_R1_stopped_after_any_step_everything_later_has_the_same_bits(
-    data: Path, tmp_path: Path, straight: tuple[Any, Any, Any], stop: int
-) -> None:
-    config = configuration(data, tmp_path / "run", attention("lsh", "lha").model_dump(mode="json"))
+def test_R1_stopped_after_any_step_everything_later_has_the_same_bits(data, tmp_path, straight, stop):
+    config = configuration(data, tmp_path / "run", BOTH)
     read = launch(config, "--stop-at", str(stop))
     assert [line["step"] for line in reported(tmp_path / "run")] == list(range(1, stop + 1))
-    read += launch(config)
-    assert (read, reported(tmp_path / "run"), state(tmp_path / "run")) == straight
+    assert outcome(tmp_path / "run", read + launch(config)) == straight
 
 
-def test_R1_stopped_at_every_step(data: Path, tmp_path: Path, straight: tuple[Any, Any, Any]) -> None:
-    config = configuration(data, tmp_path / "run", attention("lsh", "lha").model_dump(mode="json"))
+def test_R1_stopped_at_every_step(data, tmp_path, straight):
+    config = configuration(data, tmp_path / "run", BOTH)
     read = [batch for stop in range(1, STEPS + 1) for batch in launch(config, "--stop-at", str(stop))]
-    assert (read, reported(tmp_path / "run"), state(tmp_path / "run")) == straight
+    assert outcome(tmp_path / "run", read) == straight
 
 
-def test_R1_killed_in_the_middle_of_an_accumulation(data: Path, tmp_path: Path, straight: tuple[Any, Any, Any]) -> None:
+def test_R1_killed_in_the_middle_of_an_accumulation(data, tmp_path, straight):
     """The first of step 8's two micro-batches is done; the checkpoint is of step 6."""
-    attentions = attention("lsh", "lha").model_dump(mode="json")
-    config = configuration(data, tmp_path / "run", attentions, checkpoint={"every": 3})
+    config = configuration(data, tmp_path / "run", BOTH, checkpoint={"every": 3})
     read = launch(config, fail_at=15)
     assert read[-1][0] == 8 and len(reported(tmp_path / "run")) == 7
-    read = read[:12] + launch(config)
-    assert (read, reported(tmp_path / "run"), state(tmp_path / "run")) == straight
+    assert outcome(tmp_path / "run", read[:12] + launch(config)) == straight
 
 
 @pytest.mark.parametrize(
@@ -150,22 +156,13 @@ def test_R1_killed_in_the_middle_of_an_accumulation(data: Path, tmp_path: Path, 
     ],
     ids=str,
 )
-def test_R1_whatever_the_precision_the_optimizer_and_the_blocks(
-    data: Path, tmp_path: Path, sections: dict[str, dict[str, Any]]
-) -> None:
-    runs, attentions = [], attention("local", "yoso").model_dump(mode="json")
+def test_R1_whatever_the_precision_the_optimizer_and_the_blocks(data, tmp_path, sections):
     sections = {**sections, "training": {"steps": 6, **sections.get("training", {})}}
-    for run, stops in ((tmp_path / "straight", []), (tmp_path / "stopped", ["--stop-at", "3"])):
-        config = configuration(data, run, attentions, **sections)
-        read = launch(config, *stops)
-        if stops:
-            read += launch(config)
-        runs.append((read, reported(run), state(run)))
-    assert runs[0] == runs[1]
+    goes_on_exactly(data, tmp_path, attention("local", "yoso").model_dump(mode="json"), 3, **sections)
 
 
 @pytest.fixture
-def deterministic_kernels() -> Iterator[None]:
+def deterministic_kernels():
     """What run.deterministic switches on is of the whole process."""
     yield
     torch.use_deterministic_algorithms(False)
@@ -178,18 +175,15 @@ def deterministic_kernels() -> Iterator[None]:
         pytest.param("cuda", 100, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")),
     ],
 )
-def test_N6_the_same_seed_twice_gives_the_same_bits(
-    data: Path, tmp_path: Path, device: str, steps: int, deterministic_kernels: None, figures: Callable[..., None]
-) -> None:
+def test_N6_the_same_seed_twice_gives_the_same_bits(data, tmp_path, device, steps, deterministic_kernels, figures):
     """On a GPU with deterministic kernels, and what those cost."""
 
     def run_once(name: str, deterministic: bool) -> tuple[Any, float]:
         run, mechanisms = tmp_path / name, attention("lsh", "lha", "yoso", "local").model_dump(mode="json")
         where = {"device": device, "deterministic": deterministic}
         config = configuration(data, run, mechanisms, run=where, training={"steps": steps}, model={"layers": 4})
-        read = launch(config)
-        lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-        return (read, reported(run), state(run)), statistics.median(line["speed/step_seconds"] for line in lines)
+        found = outcome(run, launch(config))
+        return found, statistics.median(line["speed/step_seconds"] for line in read_metrics(run))
 
     fast = run_once("fast", False)[1]
     (first, seconds), (second, _) = run_once("first", True), run_once("second", True)
@@ -203,18 +197,11 @@ CASES = [(name, "decoder") for name in causal_names()] + [(n, "encoder") for n i
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=[f"{name}, {kind}" for name, kind in CASES])
-def test_R2_every_mechanism_goes_on_with_the_same_bits(data: Path, tmp_path: Path, name: str, kind: str) -> None:
+def test_R2_every_mechanism_goes_on_with_the_same_bits(data, tmp_path, name, kind):
     """Hash functions, rotations, samples, dropout, masks, centroids: all drawn, moved and read as if never stopped."""
     settings = named(name).model_dump(mode="json")
     model: dict[str, Any] = {"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 2, "dropout": 0.1}
     model |= {"attention": settings, "kind": kind, "vocabulary": 256 if kind == "decoder" else 257}
-    small = {"training": {"steps": 6, "global_batch": 2, "micro_batch": 1}, "evaluation": {"every": 0}}
-    runs = []
-    for run, stops in ((tmp_path / "straight", []), (tmp_path / "stopped", ["--stop-at", "3"])):
-        config = configuration(data, run, settings, model=model, **small)
-        read = launch(config, *stops)
-        if stops:
-            read += launch(config)
-        runs.append((read, reported(run), state(run)))
-    assert runs[0] == runs[1]
-    assert len(runs[0][1]) == 6 and settings["pattern"] == [kind_of(name)]
+    small = {"training": {"steps": 4, "global_batch": 2, "micro_batch": 1}, "evaluation": {"every": 0}}
+    lines = goes_on_exactly(data, tmp_path, settings, 2, model=model, **small)
+    assert len(lines) == 4 and settings["pattern"] == [kind_of(name)]
