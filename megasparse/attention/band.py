@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.full import KeyValueCache
+from megasparse.attention.sinks import Places, merge, sink_index
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.gathered_attention import gathered_attention
 
 
 def band_attention(
@@ -26,18 +29,20 @@ def band_attention(
     exclude_self: bool,
     count_rounds: bool,
     buckets: int | None = None,
+    self_at_last: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query to the keys in its bucket near it: the last M at or before it, itself included.
 
     query_codes, key_codes: (B, H, R, L) buckets in each round, any integer type; key_codes None: the queries' are the
     keys' too. Where heads.causal is false the band is two-sided: with shared codes the keys less than M ranks away,
     else the M at or before the query and the M after it.
-    exclude_self: a token sees itself only when it sees nothing else; a token that sees nothing sees itself in any case.
+    exclude_self: a token sees itself only when it sees nothing else; a token that sees nothing sees itself in any case,
+    or, with self_at_last false, gets 0 and −∞.
     count_rounds: a key seen in N rounds counts once, else N times. The chunk window needs shared codes. buckets: a
     number that all codes are below, or None.
     Returns out (B, H, L, D) in q's dtype and the log-sum-exp lse (B, H, L), in fp32 at least; padding gets 0 and −∞.
     """
-    spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self, count_rounds, buckets)
+    spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self, count_rounds, buckets, self_at_last)
     return bucketed_attention(
         inputs.q, inputs.k, inputs.v, query_codes, spec, inputs.key_mask, inputs.segments, key_codes, inputs.dropout
     )
@@ -117,22 +122,28 @@ class BandCache:
         scale: float,
         exclude_self: bool,
         count_rounds: bool,
+        sinks: int = 0,
     ) -> Tensor:
         """Causal `band_attention` of the one new token at `position`, which is taken into the cache: (B, H, 1, D).
-        query_code, key_code: (B, H, R, 1).
+        query_code, key_code: (B, H, R, 1). sinks: so many first tokens are seen beside the buckets, whose buckets no
+        query has.
         """
         code = query_code.to(torch.int64)
         self.append(inputs, code if key_code is None else key_code.to(torch.int64), position)
         seen, valid = self.window(code)
+        first = torch.arange(min(sinks, position + 1), device=code.device)
+        log_count = torch.zeros(())
+        if count_rounds:
+            log_count = F.pad(self._log_count(seen, code).flatten(2), (0, len(first)))
+        seen = torch.cat([seen.flatten(2), first.expand(*seen.shape[:2], -1)], dim=-1).unsqueeze(2)
+        valid = F.pad(valid.flatten(2), (0, len(first)), value=True).unsqueeze(2)
         if exclude_self:
             valid = valid & (seen != position)
-        log_count = self._log_count(seen, code) if count_rounds else torch.zeros(())
-        heads = inputs.q.shape[1]
-        seen, valid = (x.expand(-1, heads, -1, -1) for x in (seen, valid))
-        score = self.score(inputs.q, seen, scale)  # (B, H, R, M)
+        seen, valid = (x.expand(-1, inputs.q.shape[1], -1, -1) for x in (seen, valid))
+        score = self.score(inputs.q, seen, scale).squeeze(2)  # (B, H, R·M + n)
         score = score - log_count.to(score.dtype)
-        score = score.masked_fill(~valid, -torch.inf).flatten(2)
-        alone = ~valid.flatten(2).any(-1)[..., None]
+        score = score.masked_fill(~valid.squeeze(2), -torch.inf)
+        alone = ~valid.any(-1)
         weight = torch.softmax(score.masked_fill(alone, 0.0), dim=-1).unsqueeze(2)
         out = (weight @ self.values(seen).to(weight.dtype)).to(inputs.v.dtype)
         return torch.where(alone[..., None], inputs.v, out)
@@ -182,6 +193,8 @@ class BandAttention(Attention):
     """Scale, exclude_self and count_rounds, as `band_attention` takes them."""
     local: bool = False
     """Whether each head sees a window too, see `with_window`."""
+    sinks: int = 0
+    """First tokens that every later one sees, in the same softmax. They stand in no bucket, and in no window."""
 
     @abstractmethod
     def band_codes(
@@ -192,7 +205,34 @@ class BandAttention(Attention):
     def attend(self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None) -> Tensor:
         """`band_attention` with the window that the mechanism has beside its buckets. Codes (B, H, R, L)."""
         codes = self._seen_codes(query_codes, key_codes)
+        if self.sinks:
+            return self._attend_with_sinks(inputs, *codes)
         return band_attention(inputs, *codes, self.window, buckets=self.buckets, **self.rule)[0]
+
+    def _attend_with_sinks(self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None) -> Tensor:
+        """The buckets without the sinks' keys, merged with the sinks. A decoder's sinks see nothing but sinks, so they
+        are padding to the buckets; in an encoder they are queries in the buckets.
+        """
+        sink = Places.of(inputs).rank < self.sinks
+        real = inputs.key_mask
+        others, buckets = inputs, self.buckets
+        if inputs.causal:
+            mask = (~sink if real is None else ~sink & real).expand(len(inputs.q), -1)
+            others = inputs._replace(key_mask=mask)
+        else:
+            keys = query_codes if key_codes is None else key_codes
+            key_codes, buckets = keys.int().masked_fill(sink[:, None, None], self.buckets), self.buckets + 1
+        index = sink_index(self.sinks, inputs, exclude_self=self.rule["exclude_self"])
+        parts = [
+            band_attention(
+                others, query_codes, key_codes, self.window, buckets=buckets, self_at_last=False, **self.rule
+            ),
+            gathered_attention(inputs.q, inputs.k, inputs.v, index, scale=self.rule["scale"]),
+        ]
+        out, alone = merge(parts)
+        if real is not None:
+            alone = alone & real[:, None]
+        return torch.where(alone.unsqueeze(-1), inputs.v, out)
 
     def _seen_codes(self, query_codes: Tensor, key_codes: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if not self.local:
@@ -200,15 +240,15 @@ class BandAttention(Attention):
         return with_window(query_codes), None if key_codes is None else with_window(key_codes)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
-        rounds = self.local + self.cached_rounds(rounds)
-        return BandCache.empty(batch, self.spec, rounds, self.buckets, self.window, like)
+        rounds, buckets = self.local + self.cached_rounds(rounds), self.buckets + (self.sinks > 0)
+        return BandCache.empty(batch, self.spec, rounds, buckets, self.window, like)
 
     def cached_rounds(self, rounds: int | None) -> int:
         """Hash rounds of a cache. rounds: in place of the configured ones, or None."""
         return 1
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(inputs, *self._seen_codes(*self.band_codes(inputs, 0, context)))
+        cache.fill(inputs, *self._cached_codes(inputs, 0, context))
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
@@ -216,8 +256,18 @@ class BandAttention(Attention):
         if self.leak is not None:
             problem = f"{type(self).__name__} cannot decode token by token: {self.leak}"
             raise ConfigError("model.attention.pattern", problem, "Train with the strictly causal setting")
-        codes = self._seen_codes(*self.band_codes(inputs, position, context))
-        return cache.decode(inputs, *codes, position, **self.rule)
+        codes = self._cached_codes(inputs, position, context)
+        return cache.decode(inputs, *codes, position, **self.rule, sinks=self.sinks)
+
+    def _cached_codes(
+        self, inputs: AttentionInputs, position: int, context: AttentionContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """The keys of sinks have a bucket that no query has."""
+        queries, keys = self._seen_codes(*self.band_codes(inputs, position, context))
+        if position < self.sinks:
+            keys = (queries if keys is None else keys).to(torch.int64, copy=True)
+            keys[..., : self.sinks - position] = self.buckets
+        return queries, keys
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:

@@ -68,6 +68,10 @@ class Workload:
             return ((own + self.length) / 2 + before) / self.length
         return (own + 2 * before) / self.length
 
+    def beyond(self, chunk: int, sinks: int) -> float:
+        """Mean number of sinks that a query sees beside those in its own chunk and its neighbours."""
+        return sinks * max(0, self.length - 2 * chunk) / self.length
+
     def clusters(self, count: int, size: int) -> float:
         """Mean number of keys a query sees in `count` clusters of `size` queries and keys each."""
         size = min(size, self.length)
@@ -108,6 +112,15 @@ class Traffic:
         order = self.number if ordered else 0.0
         once = self.row + self.number
         return Passes(rounds * (3 * self.row + order) + once, rounds * (4 * self.row + order) + once + 3 * self.row)
+
+    def merged(self, sources: int) -> Passes:
+        """Outputs of so many softmaxes, written and read once more where they become one."""
+        return Passes(sources * 2 * self.row, sources * 3 * self.row)
+
+    def sinks(self, count: int) -> Passes:
+        """A softmax over `count` tokens, whose numbers all heads share, merged with another one; 0 without sinks."""
+        index = 4.0 * count
+        return self.softmax(1, ordered=False) + Passes(index, index) + self.merged(2) if count else Passes()
 
     def sort(self, orders: int) -> Work:
         """Sorting of tokens by their codes."""

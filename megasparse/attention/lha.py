@@ -73,7 +73,7 @@ class LHAAttention(BandAttention):
         sides = ("query", "key") if config.project_positions else ()
         self.position_projections = nn.ModuleDict({side: _projection(spec) for side in sides})
         self.window = Window("band", min(config.chunk, spec.max_length))
-        self.local = config.local
+        self.local, self.sinks = config.local, config.sinks
         self.buckets = -(-spec.max_length // config.chunk)
         self.bucket_size = math.floor(math.sqrt(2) * spec.max_length / self.buckets)
         self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": True}
@@ -221,7 +221,9 @@ class LHAAttention(BandAttention):
         return of_queries, of_keys
 
     def flops(self, length: int) -> Passes:
-        return self.workload(length).pairs(self._window_keys(length)) * (1 + self.local) + self._hashing_flops(length)
+        work = self.workload(length)
+        pairs = work.pairs(self._window_keys(length)) * (1 + self.local) + work.pairs(self.sinks)
+        return pairs + self._hashing_flops(length)
 
     def _hashing_flops(self, length: int) -> Passes:
         """Both hash functions (random ones forward only), and the utilities that they learn, forward only: the scores
@@ -246,12 +248,12 @@ class LHAAttention(BandAttention):
         hashed = 1 if work.causal else 2
         bucket = max(1.0, work.visible * self.config.chunk / self.spec.max_length)
         window = self._window_keys(length)
-        pairs = work.pairs(min(window, bucket)) + work.pairs(window) * self.local
+        pairs = work.pairs(min(window, bucket)) + work.pairs(window) * self.local + work.pairs(self.sinks)
         hashing = Passes(learned * 2 * traffic.row + hashed * traffic.code)
         return {
             "hashing": Work(self._hashing_flops(length), hashing),
             "sort": traffic.sort(hashed),
-            "attention": Work(pairs, traffic.softmax(1 + self.local, ordered=True)),
+            "attention": Work(pairs, traffic.softmax(1 + self.local, ordered=True) + traffic.sinks(self.sinks)),
         }
 
     def _window_keys(self, length: int) -> float:

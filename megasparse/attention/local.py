@@ -11,8 +11,10 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.costs import Passes, Work
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
+from megasparse.attention.sinks import merge, sink_index
 from megasparse.config.attention import LocalAttentionConfig
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
 from megasparse.ops.positions import sinusoids
 
@@ -40,7 +42,9 @@ class RelativePositions(nn.Module):
 
 @dataclass
 class LocalCache:
-    """The last 2C tokens, the one at position p in place p mod 2C, and what `RelativePositions` gives, or None."""
+    """The last 2C tokens, the one at position p in place p mod 2C, behind them the sinks, and what `RelativePositions`
+    gives, or None.
+    """
 
     tokens: KeyValueCache
     relative: tuple[Tensor, Tensor, Tensor] | None
@@ -54,12 +58,13 @@ class LocalAttention(Attention):
     configuration of Reformer; in an encoder up to ⌊i/C⌋ + 1.
 
     The one-bucket, one-round case of bucketed attention. Chunk borders are fixed by position, so they leak nothing.
-    With relative positions the logits are ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D.
+    With relative positions the logits are ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D. Sinks beyond the window are in the
+    same softmax.
     """
 
     def __init__(self, config: LocalAttentionConfig, spec: MechanismSpec):
         super().__init__(spec)
-        self.chunk = min(config.chunk, spec.max_length)
+        self.chunk, self.sinks = min(config.chunk, spec.max_length), config.sinks
         self.relative = RelativePositions(spec) if config.relative else None
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
@@ -72,36 +77,46 @@ class LocalAttention(Attention):
         else:
             window = Window("chunk", self.chunk, ahead=not causal)
             plain = BucketedAttentionSpec(window, causal, scale, exclude_self=False)
-            out, _ = bucketed_attention(q, k, v, None, plain, key_mask, segments, dropout=dropout)
+            out, lse = bucketed_attention(q, k, v, None, plain, key_mask, segments, dropout=dropout)
+            if self.sinks:
+                index = sink_index(self.sinks, inputs, chunk=self.chunk)
+                out, _ = merge([(out, lse), gathered_attention(q, k, v, index, scale=scale)])
         return AttentionOutput(out, None, {})
 
     def flops(self, length: int) -> Passes:
         """Relative positions have scores of their own: 6·D more a key."""
         work = self.workload(length)
-        return work.pairs(work.chunks(self.chunk)) * (1.5 if self.relative else 1.0)
+        keys = work.chunks(self.chunk) + work.beyond(self.chunk, self.sinks)
+        return work.pairs(keys) * (1.5 if self.relative else 1.0)
 
     def operators(self, length: int, size: int) -> dict[str, Work]:
-        return self.one_kernel(length, size)
+        traffic = self.traffic(size)
+        return {"attention": Work(self.flops(length), traffic.softmax(1, ordered=False) + traffic.sinks(self.sinks))}
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> LocalCache:
         # The chunk at hand and the one before it share two places by turns.
-        tokens = KeyValueCache.empty(batch, self.spec, 2 * self.chunk, like)
+        tokens = KeyValueCache.empty(batch, self.spec, 2 * self.chunk + self.sinks, like)
         return LocalCache(tokens, None if self.relative is None else self.relative(self.chunk, causal=True))
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: LocalCache, context: AttentionContext) -> None:
         length, capacity = inputs.k.shape[2], 2 * self.chunk
         recent = torch.arange(max(0, length - capacity), length, device=inputs.k.device)
-        cache.tokens.k[:, :, recent % capacity] = inputs.k[:, :, recent].to(cache.tokens.k.dtype)
-        cache.tokens.v[:, :, recent % capacity] = inputs.v[:, :, recent].to(cache.tokens.v.dtype)
+        first = torch.arange(min(self.sinks, length), device=inputs.k.device)
+        token, place = torch.cat([recent, first]), torch.cat([recent % capacity, capacity + first])
+        cache.tokens.k[:, :, place] = inputs.k[:, :, token].to(cache.tokens.k.dtype)
+        cache.tokens.v[:, :, place] = inputs.v[:, :, token].to(cache.tokens.v.dtype)
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: LocalCache, position: int, context: AttentionContext
     ) -> Tensor:
         capacity, dtype = 2 * self.chunk, torch.promote_types(inputs.q.dtype, torch.float32)
         cache.tokens.put(inputs.k, inputs.v, position % capacity)
+        if position < self.sinks:
+            cache.tokens.put(inputs.k, inputs.v, capacity + position)
         first = max(0, position // self.chunk - 1) * self.chunk
         seen = torch.arange(first, position + 1, device=inputs.q.device)
-        k, v = (cached[:, :, seen % capacity].to(dtype) for cached in (cache.tokens.k, cache.tokens.v))
+        place = torch.cat([seen % capacity, capacity + torch.arange(min(self.sinks, first), device=seen.device)])
+        k, v = (cached[:, :, place].to(dtype) for cached in (cache.tokens.k, cache.tokens.v))
         q = inputs.q.to(dtype)
         if cache.relative is None:
             score = q @ k.transpose(-1, -2)

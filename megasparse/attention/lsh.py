@@ -41,7 +41,7 @@ class LSHAttention(BandAttention):
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
         self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": config.count_rounds}
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
-        self.local = config.local
+        self.local, self.sinks = config.local, config.sinks
         if config.window == "chunk":
             self.leak = (
                 "the chunk window's borders depend on later tokens; attention.lsh.window = band is strictly causal"
@@ -72,8 +72,8 @@ class LSHAttention(BandAttention):
         return AttentionOutput(self.attend(inputs, queries, keys), None, {})
 
     def flops(self, length: int) -> Passes:
-        keys = self._window_keys(length)
-        return self.workload(length).pairs(keys) * (self.config.rounds + self.local) + self.kept_flops(length)
+        work, keys = self.workload(length), self._window_keys(length)
+        return work.pairs(keys) * (self.config.rounds + self.local) + work.pairs(self.sinks) + self.kept_flops(length)
 
     def kept_flops(self, length: int) -> Passes:
         """Forward only: in each round 2·D for each of half as many rotation vectors as there are buckets (the sum of
@@ -87,13 +87,12 @@ class LSHAttention(BandAttention):
         work, traffic, rounds = self.workload(length), self.traffic(size), self.config.rounds
         hashed = 1 if self.shared_qk else 2
         window = self._window_keys(length)
-        pairs = (
-            work.pairs(min(window, max(1.0, work.visible / self.buckets))) * rounds + work.pairs(window) * self.local
-        )
+        pairs = work.pairs(min(window, max(1.0, work.visible / self.buckets))) * rounds
+        pairs += work.pairs(window) * self.local + work.pairs(self.sinks)
         return {
             "hashing": Work(self.kept_flops(length), Passes(hashed * (traffic.row + rounds * traffic.code))),
             "sort": traffic.sort(hashed * rounds),
-            "attention": Work(pairs, traffic.softmax(rounds + self.local, ordered=True)),
+            "attention": Work(pairs, traffic.softmax(rounds + self.local, ordered=True) + traffic.sinks(self.sinks)),
         }
 
     def _window_keys(self, length: int) -> float:

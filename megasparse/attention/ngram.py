@@ -20,9 +20,11 @@ from megasparse.attention.contract import (
 )
 from megasparse.attention.costs import Passes, Work
 from megasparse.attention.sequence_part import SequencePart
+from megasparse.attention.sinks import merge, sink_index
 from megasparse.config.attention import NGramAttentionConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.hashing.sign import code_dtype
 from megasparse.ops.random import derive, random_bits
 
@@ -58,7 +60,7 @@ class NGramAttention(Attention):
     """Softmax attention to a window and to what induction heads look for (Olsson et al. 2022), found by a hash of
     tokens in place of learned queries and keys.
 
-    The window is that of local attention. Round n shows the keys j <= i with
+    The window is that of local attention, its sinks included. Round n shows the keys j <= i with
 
         h_n(the n tokens before j) = h_n(the last n tokens that i knows),
 
@@ -81,8 +83,11 @@ class NGramAttention(Attention):
         self.near = BucketedAttentionSpec(window, causal=True, scale=scale, exclude_self=False)
         # Where bucket-mates t < i are seen, their successors t + 1 <= i take part: keys and values move by one place.
         moved = Window("band", config.chunk)
-        self.moved = BucketedAttentionSpec(moved, True, scale, exclude_self=True, buckets=self.buckets)
-        self.far = BucketedAttentionSpec(Window("band", config.chunk - 1), True, scale, exclude_self=False)
+        self.moved = BucketedAttentionSpec(
+            moved, True, scale, exclude_self=True, buckets=self.buckets, self_at_last=False
+        )
+        far = Window("band", config.chunk - 1)
+        self.far = BucketedAttentionSpec(far, True, scale, exclude_self=False, self_at_last=False)
 
     def assign(self, context: AttentionContext, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
         """The buckets of queries, (B, R, L), the same of all heads."""
@@ -105,15 +110,12 @@ class NGramAttention(Attention):
         codes = context.recompute.keep(lambda: self.assign(context, inputs.key_mask, inputs.segments))
         q, k, v, key_mask, segments, _, dropout = inputs
         found = [bucketed_attention(q, k, v, None, self.near, key_mask, segments, dropout=dropout)]
+        if sinks := self.config.sinks:
+            index = sink_index(sinks, inputs, chunk=self.near.window.chunk)
+            found.append(gathered_attention(q, k, v, index, scale=self.near.scale))
+        bias = F.pad(self.bias(context.part), (len(found), 0))[:, None]
         found += [self._round(inputs, own) for own in codes.unbind(1)]
-        outs, lses = zip(*found, strict=True)
-        lse = torch.stack(lses, dim=-1)  # (B, H, L, 1 + R)
-        lse = lse + F.pad(self.bias(context.part), (1, 0))[:, None]
-        if key_mask is not None:
-            lse = lse.masked_fill(~key_mask[:, None, :, None], 0.0)  # padding sees nothing, and its outputs are 0
-        weight = torch.softmax(lse, dim=-1).to(q.dtype)
-        out = sum(part * share.unsqueeze(-1) for part, share in zip(outs, weight.unbind(-1), strict=True))
-        return AttentionOutput(out, None, {})
+        return AttentionOutput(merge(found, bias)[0], None, {})
 
     def _round(self, inputs: AttentionInputs, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of what a round shows, 0 and −∞ where that is nothing. codes: (B, L)."""
@@ -121,13 +123,10 @@ class NGramAttention(Attention):
         if key_mask is None:
             k, v, codes_of_all = k.roll(-1, dims=2), v.roll(-1, dims=2), codes[:, None, None]
             moved = None if dropout is None else replace(dropout, shift=1)
-            out, lse = bucketed_attention(q, k, v, codes_of_all, self.moved, None, segments, dropout=moved)
-        else:  # what follows a real token may be padding, so keys have buckets of their own
-            keys = _following(codes[:, None], inputs, self.buckets)[:, None]
-            codes_of_all = codes[:, None, None]
-            out, lse = bucketed_attention(q, k, v, codes_of_all, self.far, key_mask, segments, keys, dropout)
-        nothing = ~_has_mate(codes, inputs)[:, None]
-        return out.masked_fill(nothing.unsqueeze(-1), 0.0), lse.masked_fill(nothing, -torch.inf)
+            return bucketed_attention(q, k, v, codes_of_all, self.moved, None, segments, dropout=moved)
+        # What follows a real token may be padding, so keys have buckets of their own.
+        keys = _following(codes[:, None], inputs, self.buckets)[:, None]
+        return bucketed_attention(q, k, v, codes[:, None, None], self.far, key_mask, segments, keys, dropout)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> NGramCache:
         lengths = self.config.lengths
@@ -149,7 +148,9 @@ class NGramAttention(Attention):
         seen, valid = (x.expand(-1, inputs.q.shape[1], -1, -1) for x in band.window(codes[:, None, :, -1:].long()))
         far = band.score(inputs.q, seen, scale) + self.bias(context.part)[..., None]  # (B, H, R, M)
         chunk = self.near.window.chunk
-        near = torch.arange(max(0, position // chunk - 1) * chunk, position + 1, device=seen.device)
+        first = max(0, position // chunk - 1) * chunk
+        sinks = torch.arange(min(self.config.sinks, first), device=seen.device)
+        near = torch.cat([sinks, torch.arange(first, position + 1, device=seen.device)])
         near = near.expand(*seen.shape[:2], 1, -1)
         score = [band.score(inputs.q, near, scale), far.masked_fill(~valid, -torch.inf)]
         weight = torch.softmax(torch.cat([part.flatten(2) for part in score], dim=-1), dim=-1).unsqueeze(2)
@@ -165,15 +166,17 @@ class NGramAttention(Attention):
 
     def flops(self, length: int) -> Passes:
         work, rounds = self.workload(length), len(self.config.lengths)
-        return work.pairs(work.chunks(self.near.window.chunk)) + work.pairs(self.config.chunk - 1) * rounds
+        chunk = self.near.window.chunk
+        near = work.chunks(chunk) + work.beyond(chunk, self.config.sinks)
+        return work.pairs(near) + work.pairs(self.config.chunk - 1) * rounds
 
     def operators(self, length: int, size: int) -> dict[str, Work]:
         """Codes and their order are those of all heads. A query may see any number of keys up to M − 1 in a round,
         which is counted. The sources' outputs are written and read once more.
         """
         traffic, rounds = self.traffic(size), len(self.config.lengths)
-        merged = Passes((1 + rounds) * 2 * traffic.row, (1 + rounds) * 3 * traffic.row)
-        moved = traffic.softmax(1, ordered=False) + traffic.softmax(1, ordered=True) * rounds + merged
+        moved = traffic.softmax(1, ordered=False) + traffic.softmax(1, ordered=True) * rounds
+        moved += traffic.merged(1 + rounds) + traffic.sinks(self.config.sinks)
         return {
             "sort": Work(Passes(), traffic.sort(rounds).moved * (1 / self.spec.heads)),
             "attention": Work(self.flops(length), moved),
@@ -206,20 +209,6 @@ def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:
     is `buckets`, which no query has.
     """
     return F.pad(codes.int(), (1, -1)).masked_fill(~_continues(inputs)[:, None], buckets)
-
-
-@torch.no_grad()
-def _has_mate(codes: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Whether anything has followed an earlier token of each one's bucket and document: (B, L) bool."""
-    bucket = codes.long()
-    if inputs.segments is not None:
-        bucket = bucket + (inputs.segments.long() << 32)
-    bucket, order = bucket.sort(dim=-1, stable=True)
-    followed = F.pad(_continues(inputs), (0, 1))[:, 1:].expand_as(order).gather(-1, order).long()
-    before = followed.cumsum(-1) - followed
-    starts = F.pad(bucket[:, 1:] != bucket[:, :-1], (1, 0), value=True)
-    in_bucket = before - torch.where(starts, before, 0).cummax(-1).values
-    return torch.zeros_like(codes, dtype=torch.bool).scatter_(-1, order, in_bucket > 0)
 
 
 def _continues(inputs: AttentionInputs) -> Tensor:

@@ -47,7 +47,7 @@ class RoutingAttention(BandAttention):
         super().__init__(spec)
         self.config = config
         self.window = Window("band", min(config.chunk, spec.max_length))
-        self.local = config.local
+        self.local, self.sinks = config.local, config.sinks
         self.buckets = -(-spec.max_length // config.chunk)
         self.shared_qk = spec.causal
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
@@ -157,7 +157,7 @@ class RoutingAttention(BandAttention):
         work, chunk = self.workload(length), self.config.chunk
         band = self.config.window == "band"
         keys = work.band(chunk, shared_codes=False) if band else work.clusters(self.buckets, chunk)
-        return work.pairs(keys) * (1 + self.local) + self.kept_flops(length)
+        return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + self.kept_flops(length)
 
     def kept_flops(self, length: int) -> Passes:
         """Products of q, and of a k of its own, with N centroids, forward only."""

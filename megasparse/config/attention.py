@@ -1,8 +1,9 @@
 """The schema of `model.attention`: a section for each mechanism, and which layer has which."""
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+import json
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megasparse.config.buckets import lsh_buckets
 from megasparse.config.section import Count, Positive, Rate, Section
@@ -43,10 +44,11 @@ class MechanismSection(Section):
         """
 
 
-def _check_local(key: str, local: bool, window: str) -> None:
-    if local and window != "band":
-        problem = f'true is a window beside a band, but window = "{window}"'
-        raise ConfigError(f"{key}.local", problem, 'Set it to false, or window to "band"')
+def _check_band(key: str, window: str, local: bool, sinks: int) -> None:
+    for name, given, none in (("local", local, False), ("sinks", sinks, 0)):
+        if given and window != "band":
+            problem = f'{json.dumps(given)} stands beside a band, but window = "{window}"'
+            raise ConfigError(f"{key}.{name}", problem, f'Set it to {json.dumps(none)}, or window to "band"')
 
 
 class FullAttentionConfig(MechanismSection):
@@ -61,6 +63,9 @@ class LocalAttentionConfig(MechanismSection):
     """A token sees its own chunk of this many positions and the chunk before; an encoder's also the chunk after."""
     relative: bool = False
     """Relative positions as in Transformer-XL, in place of what `model.positions` gives."""
+    sinks: Count = 0
+    """First tokens of each document that every later one sees (in an encoder every one), in the same softmax, each
+    once."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
         if self.relative and model.positions.kind == "rotary":
@@ -70,6 +75,9 @@ class LocalAttentionConfig(MechanismSection):
                 "them",
                 "Set it to false, or model.positions.kind to another",
             )
+        if self.relative and self.sinks:
+            problem = f"{self.sinks} may be farther away than relative = true knows distances"
+            raise ConfigError(f"{key}.sinks", problem, "Set it to 0, or relative to false")
 
 
 class LSHAttentionConfig(MechanismSection):
@@ -94,6 +102,9 @@ class LSHAttentionConfig(MechanismSection):
     local: bool = False
     """A window beside the buckets: each head also sees the last `chunk` tokens (in an encoder on either side), in the
     same softmax, a key that is in both once."""
+    sinks: Count = 0
+    """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
+    softmax. They stand in no bucket and no window, so each counts once."""
 
     replaceable_by_full = True
 
@@ -123,6 +134,7 @@ class LSHAttentionConfig(MechanismSection):
                 "of their own",
                 'Set window to "band", or shared_qk to true',
             )
+        _check_band(key, self.window, False, self.sinks)  # a window may stand beside chunks too
         self._check_buckets(f"{key}.buckets", model.max_length)
 
     def _check_buckets(self, key: str, max_length: int) -> None:
@@ -155,6 +167,9 @@ class LHAAttentionConfig(MechanismSection):
     local: bool = False
     """With band only: a window beside the buckets. Each head also sees the last `chunk` tokens (in an encoder on either
     side), in the same softmax, a key that is in both once."""
+    sinks: Count = 0
+    """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
+    softmax. They stand in no bucket and no window, so each counts once."""
     count_buckets: bool = True
     """With top_k only: whether a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1
     does it."""
@@ -179,7 +194,7 @@ class LHAAttentionConfig(MechanismSection):
     longer than the square root of the head dim, so random features approximate their products well."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
-        _check_local(key, self.local, self.window)
+        _check_band(key, self.window, self.local, self.sinks)
         if self.project_positions and not self.sinusoidal_positions:
             problem = "true projects positions, but sinusoidal_positions = false adds none"
             raise ConfigError(f"{key}.project_positions", problem, "Set it to false, or sinusoidal_positions to true")
@@ -210,6 +225,17 @@ class YOSOAttentionConfig(MechanismSection):
 
     rounds_key = "hashes"
     no_probabilities = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_softmax(cls, values: Any) -> Any:
+        asked = [key for key in ("local", "sinks") if isinstance(values, dict) and key in values]
+        if asked:
+            raise ValueError(
+                f"{asked[0]} joins a softmax, but YOSO has no softmax, and weighs every token already. A window beside "
+                'it is convolution, or other heads, {"local": 2, "yoso": 2}'
+            )
+        return values
 
     @property
     def rounds_in_evaluation(self) -> int:
@@ -268,6 +294,8 @@ class NGramAttentionConfig(MechanismSection):
     """M: of each round the last M − 1 of these."""
     window: Positive = 64
     """Beside them a token sees its own chunk of this many positions and the chunk before, as in `local`."""
+    sinks: Count = 0
+    """First tokens of each document that every later one sees beside its window, in the same softmax."""
 
     causal_only = "it sees what followed earlier tokens"
 
@@ -298,11 +326,14 @@ class RoutingAttentionConfig(MechanismSection):
     local: bool = False
     """With band only: a window beside the clusters. Each head also sees the last `chunk` tokens (in an encoder on
     either side), in the same softmax, a key that is in both once."""
+    sinks: Count = 0
+    """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
+    softmax. They stand in no cluster and no window, so each counts once."""
     decay: Rate = 0.999
     """Decay of the centroids' moving average, a step."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
-        _check_local(key, self.local, self.window)
+        _check_band(key, self.window, self.local, self.sinks)
 
 
 class RandomAttentionConfig(MechanismSection):

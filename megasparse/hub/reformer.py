@@ -155,13 +155,15 @@ def _check_expressible(model: ModelConfig) -> None:
         ("attention.output_dropout", model.attention.output_dropout, None),
     ]
     if "local" in found:
-        wanted.append(("attention.local.relative", model.attention.local.relative, False))
+        local = model.attention.local
+        wanted += [("attention.local.relative", local.relative, False), ("attention.local.sinks", local.sinks, 0)]
     if "lsh" in found:
         wanted += [
             ("attention.lsh.shared_qk", lsh.shared_qk, True),
             ("attention.lsh.window", lsh.window, "chunk"),
             ("attention.lsh.same_bucket", lsh.same_bucket, False),
             ("attention.lsh.count_rounds", lsh.count_rounds, False),
+            ("attention.lsh.local", lsh.local, False),
         ]
         if attends_fully(model, "lsh"):
             wanted.append(("attention.full_below", model.attention.full_below, None))

@@ -5,7 +5,10 @@ import torch
 
 from megasparse.attention.band import BandCache, band_attention, with_window
 from megasparse.attention.contract import AttentionInputs, MechanismSpec
+from megasparse.attention.lsh import LSHAttention
+from megasparse.config.attention import LSHAttentionConfig
 from megasparse.ops.bucketed_attention import Window
+from tests.helpers.models import assert_same_with_gradients
 
 WINDOW = Window("band", 4)
 
@@ -21,15 +24,24 @@ def random_codes(length, rounds=2, buckets=3):
     return [torch.randint(0, buckets, (2, 2, rounds, length), generator=generator) for _ in range(2)]
 
 
-def defined(heads, query_codes, key_codes, window, *, scale, exclude_self, count_rounds):
-    """Query by query: the M keys of its bucket at or before it, and the M after it where attention is not causal."""
+def together(heads, b):
+    """Which tokens of sequence b are real and of one document, (L, L)."""
+    length = heads.q.shape[2]
+    real = torch.ones(length, dtype=torch.bool) if heads.key_mask is None else heads.key_mask[b]
+    document = torch.zeros(length) if heads.segments is None else heads.segments[b]
+    return real & real[:, None] & (document == document[:, None])
+
+
+def defined(heads, query_codes, key_codes, window, *, scale, exclude_self, count_rounds, sinks=0):
+    """Query by query: the M keys of its bucket at or before it, and the M after it where attention is not causal. Sinks
+    are the first real tokens of its document, which stand in no bucket.
+    """
     seen = torch.zeros(*query_codes.shape, heads.k.shape[2], dtype=torch.bool)  # (B, H, R, L, L)
     for b, h, r, i in itertools.product(*map(range, query_codes.shape)):
-        same = key_codes[b, h, r] == query_codes[b, h, r, i]
-        if heads.key_mask is not None:
-            same = same & heads.key_mask[b] & heads.key_mask[b, i]
-        if heads.segments is not None:
-            same = same & (heads.segments[b] == heads.segments[b, i])
+        same = (key_codes[b, h, r] == query_codes[b, h, r, i]) & together(heads, b)[i]
+        first = together(heads, b)[i].nonzero().flatten()[:sinks]
+        same[first] = False
+        seen[b, h, r, i, first[first <= i] if heads.causal else first] = True
         keys = same.nonzero().flatten()
         seen[b, h, r, i, keys[keys <= i][-window.chunk :]] = True
         if not heads.causal:
@@ -99,6 +111,31 @@ def test_a_window_beside_the_buckets_is_in_their_softmax_and_counts_no_key_twice
     rule = dict(scale=0.6, exclude_self=False, count_rounds=True)
     out, _ = band_attention(heads, with_window(queries), with_window(keys) if separate else None, WINDOW, **rule)
     torch.testing.assert_close(out, torch.softmax(score, dim=-1) @ heads.v, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("sinks", [1, 3])
+def test_sinks_are_in_the_softmax_of_buckets_and_window_once(causal, shared, local, sinks):
+    length = 21
+    spec = MechanismSpec(heads=2, head_dim=6, d_model=12, max_length=64, causal=causal)
+    config = LSHAttentionConfig(chunk=WINDOW.chunk, buckets=40, shared_qk=shared, local=local, sinks=sinks)
+    mechanism, (queries, keys) = LSHAttention(config, spec), random_codes(length, buckets=8)
+    keys = queries if shared else keys
+    mask = torch.rand(2, length, generator=torch.Generator().manual_seed(2)) > 0.3
+    documents = torch.tensor([0] * 2 + [1] * 9 + [2] * 10).expand(2, -1)
+    for masks in ({}, {"key_mask": mask}, {"segments": documents}, {"key_mask": mask, "segments": documents}):
+        heads = random_heads(length, causal, **masks)
+
+        def ours(q, k, v, heads=heads):
+            return mechanism.attend(heads._replace(q=q, k=k, v=v), queries, None if shared else keys)
+
+        def dense(q, k, v, heads=heads):
+            codes = (with_window(queries), with_window(keys)) if local else (queries, keys)
+            return defined(heads._replace(q=q, k=k, v=v), *codes, WINDOW, sinks=sinks, **mechanism.rule)[0]
+
+        assert_same_with_gradients(ours, dense, heads[:3])
 
 
 def test_a_query_that_sees_no_key_sees_itself():

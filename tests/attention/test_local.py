@@ -3,11 +3,12 @@ import torch
 
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
+from megasparse.ops.bucketed_attention.reference import visible
 from megasparse.ops.local_attention import LocalAttentionSpec
 from megasparse.ops.local_attention.reference import relative_local_attention as defined_relative
 from megasparse.ops.positions import sinusoids
 from tests.helpers.huggingface import WIDTH, ours, run, theirs_local, without_wrap
-from tests.helpers.models import Single
+from tests.helpers.models import Single, assert_same_with_gradients
 
 CHUNK, LENGTH = 8, 64
 
@@ -37,6 +38,30 @@ def test_it_is_the_definition(causal):
     spec = BucketedAttentionSpec(Window("chunk", CHUNK, ahead=not causal), causal, 0.25, exclude_self=False)
     expected, _ = defined(q, k, v, codes, spec)
     torch.testing.assert_close(single(x, q, k, v).out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_sinks_are_in_the_softmax_of_the_window_once(causal, masked):
+    single, length = Single("local sinks", causal), 50
+    x, *heads = single.inputs(length, dtype=torch.float64)
+    masks, number = {}, torch.arange(length).expand(2, -1)  # of each token in its document
+    if masked:
+        real = torch.rand(2, length, generator=torch.Generator().manual_seed(2)) > 0.3
+        document = torch.tensor([0] * 2 + [1] * 18 + [2] * 30).expand(2, -1)
+        masks = {"key_mask": real, "segments": document}
+        same = real[:, None] & real[:, :, None] & (document[:, None] == document[:, :, None])
+        number = torch.where(real, same.tril(-1).sum(-1), length)
+    codes = torch.zeros(2, 1, 1, length, dtype=torch.int64)
+    near = visible(codes, Window("chunk", CHUNK, ahead=not causal), causal, **masks)[:, :, 0]
+    own = visible(codes, Window("chunk", length, ahead=not causal), causal, **masks)[:, :, 0]  # all of the document
+    seen = near | own & (number < 3)[:, None, None]
+
+    def dense(q, k, v):
+        score = (0.25 * q @ k.transpose(-1, -2)).masked_fill(~seen, -1e30)
+        return (torch.softmax(score, dim=-1) @ v).masked_fill(~near.any(-1, keepdim=True), 0.0)
+
+    assert_same_with_gradients(lambda *heads: single(x, *heads, **masks).out, dense, heads)
 
 
 @pytest.mark.parametrize("causal", [True, False])

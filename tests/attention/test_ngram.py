@@ -14,9 +14,10 @@ from tests.helpers.models import known_tokens
 CHUNK, WINDOW, LENGTH = 6, 7, 50
 
 
-def mechanism(*lengths):
+def mechanism(*lengths, sinks=0):
     spec = MechanismSpec(heads=2, head_dim=8, d_model=16, max_length=1 << 20, causal=True)  # many buckets
-    made = NGramAttention(NGramAttentionConfig(lengths=list(lengths), chunk=CHUNK, window=WINDOW), spec)
+    config = NGramAttentionConfig(lengths=list(lengths), chunk=CHUNK, window=WINDOW, sinks=sinks)
+    made = NGramAttention(config, spec)
     with torch.no_grad():
         made.bias.bias.copy_(torch.linspace(-1.0, 1.5, made.bias.bias.numel()))
     return made
@@ -45,7 +46,8 @@ def defined(inputs, tokens, mechanism):
 
         for i in number:
             own = [j for j in number if j <= i and document[j] == document[i]]
-            near = [j for j in own if number[i] // WINDOW - number[j] // WINDOW <= 1]
+            sinks = own[: mechanism.config.sinks]
+            near = [j for j in own if number[i] // WINDOW - number[j] // WINDOW <= 1 or j in sinks]
             follows = [j for j in own if j - 1 in number and document[j - 1] == document[i]]
             rounds = [[j for j in follows if history(j - 1, n) == history(i, n)][1 - CHUNK :] for n in lengths]
             for source, keys in enumerate([near, *rounds]):
@@ -67,8 +69,9 @@ MASKS["both"] = MASKS["documents"] | MASKS["padding"]
 
 @pytest.mark.parametrize("lengths", [[1], [3], [1, 2, 4]], ids=str)
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
-def test_it_is_as_defined_with_gradients(lengths, masks):
-    tokens, made, results = known_tokens(2, LENGTH), mechanism(*lengths), []
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_it_is_as_defined_with_gradients(lengths, masks, sinks):
+    tokens, made, results = known_tokens(2, LENGTH), mechanism(*lengths, sinks=sinks), []
     context = AttentionContext(0, RngContext.evaluation(0, 2), tokens=tokens)
     for attend in (
         lambda inputs: made(torch.zeros(2, LENGTH, 16), inputs, context).out,

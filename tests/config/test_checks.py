@@ -54,6 +54,14 @@ def axial(shape: str, dims: str) -> list[str]:
         (using("routing", "local=true", "window=top_k"), f"{ATTENTION}.routing.local", ["top_k"]),
         (["model.attention.lsh.same_bucket=false"], f"{ATTENTION}.lsh.same_bucket", ["false", "causal", '"chunk"']),
         (
+            using("lsh", "sinks=4", "window=chunk"),
+            f"{ATTENTION}.lsh.sinks",
+            ["4 stands beside a band", '"chunk"', "to 0"],
+        ),
+        (using("local", "sinks=4", "relative=true"), f"{ATTENTION}.local.sinks", ["4", "relative"]),
+        (using("yoso", "local=true"), f"{ATTENTION}.yoso", ["local", "no softmax", "convolution"]),
+        (using("yoso", "sinks=2"), f"{ATTENTION}.yoso", ["sinks", "no softmax", "convolution"]),
+        (
             using("lsh", "window=chunk", "shared_qk=false"),
             "model.attention.lsh.window",
             ["shared_qk = false", '"band"'],

@@ -58,11 +58,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smart_bird transformer": ("smart_bird", {"sketch": "transformer"}),
     "smart_bird draws": ("smart_bird", {"evaluation": "draws"}),
     "routing top_k": ("routing", {"window": "top_k"}),
-    "lsh local": ("lsh", {"local": True}),
+    "local sinks": ("local", {"sinks": 3}),
+    "lsh local, sinks": ("lsh", {"local": True, "sinks": 3}),
     "lsh separate, local": ("lsh", {"local": True, "shared_qk": False}),
-    "lha local": ("lha", {"local": True}),
+    "lha local, sinks": ("lha", {"local": True, "sinks": 10}),
     "routing local": ("routing", {"local": True}),
-    "ngram one round": ("ngram", {"lengths": [2]}),
+    "routing sinks": ("routing", {"sinks": 1}),
+    "ngram one round, sinks": ("ngram", {"lengths": [2], "sinks": 3}),
 }
 """Settings of a mechanism that take another path than its defaults."""
 

@@ -295,6 +295,7 @@ OTHERS = [
         "model.attention.pattern[1]: {'local': 1, 'lsh': 1}",
     ),
     ({"attention": {"pattern": ["local"], "local": {"relative": True}}}, "model.attention.local.relative: True"),
+    ({"attention": {"pattern": ["local"], "local": {"sinks": 2}}}, "model.attention.local.sinks: 2"),
     ({"attention": {"pattern": ["lsh"]}}, "model.attention.lsh.window: 'band'"),
     ({"attention": {"pattern": ["lsh"], "lsh": {"window": "chunk"}}}, "model.attention.lsh.same_bucket: True"),
     (

@@ -44,6 +44,19 @@ def test_local_attention():
     close(found, (pairs, 2 * pairs), (4 * ROW + NUMBER, 8 * ROW + NUMBER))
 
 
+@pytest.mark.parametrize("kind,settings", [("local", {"chunk": 16}), ("lsh", {"chunk": 8}), ("lha", {"chunk": 8})])
+def test_sinks(kind, settings):
+    """Their softmax, numbers of 3 tokens for all heads, and two outputs written and read to be merged."""
+    plain, found = (operators(kind, sinks=sinks, **settings)["attention"] for sinks in (0, 3))
+    pairs = 4 * HEADS * DIM * (3 * 32 / 64 if kind == "local" else 3)  # the window of the first 32 has them
+    moved = (4 * ROW + NUMBER + 12 + 4 * ROW, 8 * ROW + NUMBER + 12 + 6 * ROW)
+    more = (found.flops.forward - plain.flops.forward, found.flops.backward - plain.flops.backward)
+    assert more == pytest.approx((pairs, 2 * pairs))
+    assert (found.moved.forward - plain.moved.forward, found.moved.backward - plain.moved.backward) == moved
+    flops = [built(kind, sinks=sinks, **settings).flops(LENGTH).forward for sinks in (0, 3)]
+    assert flops[1] - flops[0] == pytest.approx(pairs)
+
+
 def test_lsh_attention():
     """16 buckets of 4 tokens in each of 3 rounds: a query sees 32.5/16 keys on average, of a window of 8."""
     found = operators("lsh", chunk=8, rounds=3)

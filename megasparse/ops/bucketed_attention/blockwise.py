@@ -58,7 +58,7 @@ class _BucketedAttention(Function):
         blind = lse2 < 0.5 * LOWEST
         lse = (lse2 / _LOG2_E).masked_fill_(blind, -torch.inf)
         alone = None
-        if spec.exclude_self:  # who sees no other token has its own value, with its own score
+        if spec.exclude_self and spec.self_at_last:  # who sees no other token has its own value, with its own score
             alone = blind.nonzero(as_tuple=True)
             out[alone] = _own_value(v[alone].to(dtype), alone, dropout, v.shape[2])
             lse[alone] = (q[alone].to(dtype) * k[alone]).sum(-1) * spec.scale

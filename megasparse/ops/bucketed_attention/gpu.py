@@ -173,7 +173,7 @@ class _Call:
             "COUNT": intervals.token_place is not None,
             "RULE": _order_rule(spec, separate),
             "JUMP": separate,
-            "SELF": spec.exclude_self or separate,  # who sees nothing sees itself
+            "SELF": spec.self_at_last and (spec.exclude_self or separate),  # who sees nothing sees itself
             "PRECISION": precision(),
         }
 

@@ -29,7 +29,8 @@ def bucketed_attention(
     for real tokens: padding sees nothing and is never seen. segments: (B, L) document numbers >= 0: documents never see
     each other. key_codes: (B, H, R, L), the keys' own buckets; then codes are the queries', the window is a band, of
     the last M keys of the query's bucket at or before it and, where not causal, the M after it, and a query that sees
-    nothing sees itself in any case. dropout: of the probabilities; lse is that of all pairs.
+    nothing sees itself in any case (unless spec.self_at_last is false). dropout: of the probabilities; lse is that of
+    all pairs.
     Returns out (B, H, L, D) in q's dtype and lse (B, H, L), the log of the sum, in fp32 at least; padding gets 0 and
     −∞. Scores, softmax statistics and gradients are computed in fp32 at least.
     """

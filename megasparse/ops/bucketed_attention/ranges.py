@@ -30,17 +30,18 @@ def attention_by_key_rank(
     """`operator.bucketed_attention` in blockwise torch, where keys have codes of their own."""
     chunk, distinct = spec.window.chunk, spec.count_rounds
     index = windows_by_key_rank(query_codes, key_codes, chunk, spec.causal, key_mask, segments, distinct=distinct)
-    index = _see_self_at_last(index, key_mask, spec.exclude_self)
+    index = _see_self_at_last(index, key_mask, spec)
     return gathered_attention(q, k, v, index, scale=spec.scale, dropout=dropout)
 
 
-def _see_self_at_last(index: Tensor, key_mask: Tensor | None, exclude_self: bool) -> Tensor:
-    """The windows (B, H, L, K) of self-attention: whoever sees nothing sees itself, and padding nothing."""
+def _see_self_at_last(index: Tensor, key_mask: Tensor | None, spec: BucketedAttentionSpec) -> Tensor:
+    """The windows (B, H, L, K) of self-attention: whoever sees nothing sees itself, if it may, and padding nothing."""
     own = torch.arange(index.shape[2], dtype=index.dtype, device=index.device)
-    if exclude_self:
+    if spec.exclude_self:
         index = index.masked_fill_(index == own[:, None], -1)
-    alone = (index < 0).all(dim=-1)
-    index[..., 0] = torch.where(alone, own, index[..., 0])
+    if spec.self_at_last:
+        alone = (index < 0).all(dim=-1)
+        index[..., 0] = torch.where(alone, own, index[..., 0])
     if key_mask is not None:
         index = index.masked_fill_(~key_mask[:, None, :, None], -1)
     return index

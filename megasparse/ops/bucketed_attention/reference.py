@@ -82,7 +82,7 @@ def bucketed_attention(
     Eq. 2–6, appendix A).
 
     Arguments and result are those of `operator.bucketed_attention`. With exclude_self or key_codes a token that sees
-    nothing gets its own value, and its own score as lse.
+    nothing gets its own value, and its own score as lse (spec.self_at_last).
     """
     length = q.shape[2]
     if codes is None:
@@ -95,7 +95,7 @@ def bucketed_attention(
     weight = (counts > 0).to(q.dtype).log() if spec.count_rounds else counts.to(q.dtype).log()
     logits = score + weight
     real = torch.ones_like(q[:, :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, None]
-    if spec.exclude_self or key_codes is not None:
+    if spec.self_at_last and (spec.exclude_self or key_codes is not None):
         alone = (counts.sum(-1) == 0) & real
         own = torch.eye(length, dtype=torch.bool, device=q.device) & alone[..., None]
         logits = torch.where(own, score, logits)

@@ -38,7 +38,9 @@ class BucketedAttentionSpec:
 
     causal: only keys at or before the query are visible. scale: factor of q·k. exclude_self: a token sees itself only
     when it sees nothing else. count_rounds: a key visible in N rounds counts once, else N times. buckets: a number that
-    all codes are below, or None; it saves passes of the sort.
+    all codes are below, or None; it saves passes of the sort. self_at_last: a token that sees nothing else sees itself,
+    where exclude_self or key codes of their own leave it alone; else its output is 0 and its log-sum-exp −∞, for a
+    merge with other keys.
     """
 
     window: Window
@@ -47,3 +49,4 @@ class BucketedAttentionSpec:
     exclude_self: bool = True
     count_rounds: bool = True
     buckets: int | None = None
+    self_at_last: bool = True
