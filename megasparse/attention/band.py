@@ -13,10 +13,9 @@ from torch import Tensor
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.full import KeyValueCache
-from megasparse.attention.sinks import Places, merge, sink_index
+from megasparse.attention.sinks import Places, merge, sink_attention
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
-from megasparse.ops.gathered_attention import gathered_attention
 
 
 def band_attention(
@@ -222,17 +221,16 @@ class BandAttention(Attention):
         else:
             keys = query_codes if key_codes is None else key_codes
             key_codes, buckets = keys.int().masked_fill(sink[:, None, None], self.buckets), self.buckets + 1
-        index = sink_index(self.sinks, inputs, exclude_self=self.rule["exclude_self"])
         parts = [
             band_attention(
                 others, query_codes, key_codes, self.window, buckets=buckets, self_at_last=False, **self.rule
             ),
-            gathered_attention(inputs.q, inputs.k, inputs.v, index, scale=self.rule["scale"]),
+            sink_attention(self.sinks, inputs, scale=self.rule["scale"], exclude_self=self.rule["exclude_self"]),
         ]
         out, alone = merge(parts)
         if real is not None:
             alone = alone & real[:, None]
-        return torch.where(alone.unsqueeze(-1), inputs.v, out)
+        return torch.where(alone.unsqueeze(-1), inputs.v.to(out.dtype), out)
 
     def _seen_codes(self, query_codes: Tensor, key_codes: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if not self.local:

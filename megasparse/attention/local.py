@@ -11,10 +11,9 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.costs import Passes, Work
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import merge, sink_index
+from megasparse.attention.sinks import merge, sink_attention
 from megasparse.config.attention import LocalAttentionConfig
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
-from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
 from megasparse.ops.positions import sinusoids
 
@@ -79,8 +78,8 @@ class LocalAttention(Attention):
             plain = BucketedAttentionSpec(window, causal, scale, exclude_self=False)
             out, lse = bucketed_attention(q, k, v, None, plain, key_mask, segments, dropout=dropout)
             if self.sinks:
-                index = sink_index(self.sinks, inputs, chunk=self.chunk)
-                out, _ = merge([(out, lse), gathered_attention(q, k, v, index, scale=scale)])
+                sinks = sink_attention(self.sinks, inputs, scale=scale, chunk=self.chunk)
+                out, _ = merge([(out, lse), sinks])
         return AttentionOutput(out, None, {})
 
     def flops(self, length: int) -> Passes:

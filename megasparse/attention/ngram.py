@@ -20,11 +20,10 @@ from megasparse.attention.contract import (
 )
 from megasparse.attention.costs import Passes, Work
 from megasparse.attention.sequence_part import SequencePart
-from megasparse.attention.sinks import merge, sink_index
+from megasparse.attention.sinks import merge, sink_attention
 from megasparse.config.attention import NGramAttentionConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
-from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.hashing.sign import code_dtype
 from megasparse.ops.random import derive, random_bits
 
@@ -111,8 +110,7 @@ class NGramAttention(Attention):
         q, k, v, key_mask, segments, _, dropout = inputs
         found = [bucketed_attention(q, k, v, None, self.near, key_mask, segments, dropout=dropout)]
         if sinks := self.config.sinks:
-            index = sink_index(sinks, inputs, chunk=self.near.window.chunk)
-            found.append(gathered_attention(q, k, v, index, scale=self.near.scale))
+            found.append(sink_attention(sinks, inputs, scale=self.near.scale, chunk=self.near.window.chunk))
         bias = F.pad(self.bias(context.part), (len(found), 0))[:, None]
         found += [self._round(inputs, own) for own in codes.unbind(1)]
         return AttentionOutput(merge(found, bias)[0], None, {})

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.contract import AttentionInputs
+from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.local_attention.layout import PADDING, by_document
 
 
@@ -55,6 +56,38 @@ def sink_index(sinks: int, inputs: AttentionInputs, *, exclude_self: bool = Fals
     if chunk is not None:
         seen = seen & ((number // chunk - place // chunk).abs() > 1)
     return token.masked_fill(~seen, -1)[:, None].to(torch.int32)
+
+
+def sink_attention(
+    sinks: int, inputs: AttentionInputs, *, scale: float, exclude_self: bool = False, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention to the sinks of `sink_index`: output (B, H, L, D) and log-sum-exp (B, H, L), 0 and −∞ where a
+    token sees none.
+    """
+    q, k, v = inputs.of_one_dtype()[:3]
+    index = sink_index(sinks, inputs, exclude_self=exclude_self, chunk=chunk)
+    if inputs.segments is not None or q.dtype not in (torch.float32, torch.float64):
+        return gathered_attention(q, k, v, index, scale=scale)
+    # All queries of a row have the same sinks: products with them cost less than gathering, and no copy of q in fp32.
+    shared = index.amax(2).clamp_min(0).long().unsqueeze(-1)
+    keys, values = (x.gather(2, shared.expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))
+    nothing = (index < 0).all(-1, keepdim=True)
+    score = (scale * (q @ keys.transpose(-1, -2))).masked_fill(index < 0, -torch.inf).masked_fill(nothing, 0.0)
+    out = torch.softmax(score, dim=-1).masked_fill(nothing, 0.0) @ values
+    return out, torch.logsumexp(score, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)
+
+
+def without_seen(index: Tensor, inputs: AttentionInputs, sinks: int, chunk: int | None) -> Tensor:
+    """The keys of an index (B, H or 1, L, K) without those that a token sees beside it, which become −1: sinks, and
+    with a chunk also its own chunk of so many tokens and the neighbouring ones.
+    """
+    _, number, rank = (x.expand(len(index), -1) for x in Places.of(inputs))
+    key, shape = index.clamp_min(0).long().flatten(1), index.shape
+    seen = (rank.gather(1, key) < sinks).view(shape)
+    if chunk is not None:
+        distance = (number // chunk)[:, None, :, None] - (number.gather(1, key) // chunk).view(shape)
+        seen = seen | (distance.abs() <= 1)
+    return index.masked_fill(seen, -1)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

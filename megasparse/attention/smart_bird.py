@@ -20,9 +20,11 @@ from megasparse.attention.contract import (
 from megasparse.attention.costs import Passes, Work, product
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import SequencePart
+from megasparse.attention.sinks import merge, sink_index, without_seen
 from megasparse.config.attention import SmartBirdAttentionConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.blocks import at_most
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, sketched_attention
@@ -56,7 +58,8 @@ class SmartBirdAttention(Attention):
     In evaluation the K highest p_ij, the same for all heads: nothing is drawn, and of equal ones the first are taken;
     or, the paper not saying which, draws as in training (evaluation = draws). sampling = random always draws, there
     being nothing else to choose by. A row with no more than K visible keys attends to all of them. Causal rows are
-    those of a causal sketch: α_i is normalised over j <= i, so no later token moves a choice.
+    those of a causal sketch: α_i is normalised over j <= i, so no later token moves a choice. A window (that of local
+    attention) and sinks join the chosen keys in one softmax, each once.
     The choice is hard, so the task does not train the sketch: its own objective does, and reaches nothing but the
     sketch, which therefore reads a detached input.
     """
@@ -64,6 +67,8 @@ class SmartBirdAttention(Attention):
     def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):
         super().__init__(spec)
         self.config = config
+        window = Window("chunk", min(config.chunk, spec.max_length), ahead=not spec.causal)
+        self.near = BucketedAttentionSpec(window, spec.causal, spec.head_dim**-0.5, exclude_self=False)
         self.reads_tokens = config.sketch == "transformer"
         self.width = config.sketch_dim if self.reads_tokens else spec.d_model
         self.query, self.key, self.value = (Projection(self.width, config.sketch_dim) for _ in range(3))
@@ -83,9 +88,22 @@ class SmartBirdAttention(Attention):
             statistics["sketch_loss"] = loss.detach()
             loss = loss * (self.config.weight / self.spec.layers)
         index = context.recompute.keep(lambda: self._choose_whole(x, inputs, context))
-        heads, scale = (inputs.q, inputs.k, inputs.v), inputs.q.shape[-1] ** -0.5
-        out, _ = gathered_attention(*heads, index, scale=scale, dropout=inputs.dropout)
-        return AttentionOutput(out, loss, statistics)
+        return AttentionOutput(self._attend(inputs, index), loss, statistics)
+
+    def _attend(self, inputs: AttentionInputs, index: Tensor) -> Tensor:
+        """Attention to the chosen keys, the sinks and the window."""
+        q, k, v, key_mask, segments, _, dropout = inputs
+        sinks, chunk = self.config.sinks, self.near.window.chunk if self.config.local else None
+        if sinks or chunk:
+            index = without_seen(index, inputs, sinks, chunk)
+        if sinks:
+            first = sink_index(sinks, inputs, chunk=chunk)
+            index = torch.cat([index, first.expand(*index.shape[:2], -1, -1)], dim=-1)
+        chosen = gathered_attention(q, k, v, index, scale=self.near.scale, dropout=dropout)
+        if chunk is None:
+            return chosen[0]
+        near = bucketed_attention(q, k, v, None, self.near, key_mask, segments, dropout=dropout)
+        return merge([near, chosen])[0]
 
     def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
         """The sketch's own loss. Where ranks share sequences, each has the whole loss, from the projections of all."""
@@ -130,7 +148,14 @@ class SmartBirdAttention(Attention):
         return x if self.reads_tokens else part.gather(x, 1)
 
     def flops(self, length: int) -> Passes:
-        return self.workload(length).pairs(self.config.keys) + self._sketch_flops(length)
+        return self._gathered_flops(length) + self._window_flops(length) + self._sketch_flops(length)
+
+    def _gathered_flops(self, length: int) -> Passes:
+        return self.workload(length).pairs(self.config.keys + self.config.sinks)
+
+    def _window_flops(self, length: int) -> Passes:
+        work = self.workload(length)
+        return work.pairs(work.chunks(self.near.window.chunk)) * self.config.local
 
     def _sketch_flops(self, length: int) -> Passes:
         """The sketch, one of all heads: 12·d a key, 2·d more to choose by, its projections of an input without gradient
@@ -146,17 +171,22 @@ class SmartBirdAttention(Attention):
 
     def operators(self, length: int, size: int) -> dict[str, Work]:
         """The sketch reads the layer's input, in the backward again, and writes K numbers a query and head. K keys and
-        values are gathered, q read and out written; in the backward also q and dout of as many queries a key.
+        values are gathered, q read and out written; in the backward also q and dout of as many queries a key. Sinks are
+        keys more; a window is a softmax of its own, merged with theirs.
         """
-        work, traffic = self.workload(length), self.traffic(size)
+        traffic = self.traffic(size)
         row, number = traffic.row, traffic.number
-        keys = min(self.config.keys, work.visible)
+        keys = min(self.config.keys + self.config.sinks, self.workload(length).visible)
         index, read = keys * number, (self.spec.d_model + 6.0 * self.config.sketch_dim) * size
         gather = Passes(2 * keys * row + 2 * row + index + number, 4 * keys * row + 6 * row + 2 * index + number)
-        return {
+        work = {
             "sketch": Work(self._sketch_flops(length), Passes(read + index, read)),
-            "gather": Work(work.pairs(self.config.keys), gather),
+            "gather": Work(self._gathered_flops(length), gather),
         }
+        if self.config.local:
+            moved = traffic.softmax(1, ordered=False) + traffic.merged(2)
+            work["window"] = Work(self._window_flops(length), moved)
+        return work
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> SketchCache:
         capacity = self.spec.max_length
@@ -175,7 +205,14 @@ class SmartBirdAttention(Attention):
         cache.sketch[:, position : position + 1] = _exactly(self.key, x)
         seen = cache.sketch[:, : position + 1]
         index = self._choose(_exactly(self.query, x), seen, inputs, context, position)
-        return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, index, scale=inputs.q.shape[-1] ** -0.5)[0]
+        chunk = self.near.window.chunk
+        first = max(0, position // chunk - 1) * chunk if self.config.local else position + 1  # of the window
+        sinks = min(self.config.sinks, first)
+        numbers = torch.arange(position + 1, dtype=index.dtype, device=index.device)
+        beside = torch.cat([numbers[:sinks], numbers[first:]])
+        index = index.masked_fill((index < sinks) | (index >= first), -1)
+        index = torch.cat([index, beside.expand(*index.shape[:3], -1)], dim=-1)
+        return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, index, scale=self.near.scale)[0]
 
     def _choose_whole(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
         q, k = (self._whole(_exactly(project, x), context.part) for project in (self.query, self.key))

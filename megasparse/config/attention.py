@@ -274,6 +274,14 @@ class SmartBirdAttentionConfig(MechanismSection):
     """With pooled only: number of labels."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Weight of the sketch's objective. Nothing else trains the sketch, and it trains nothing else."""
+    local: bool = False
+    """A window beside the chosen keys, in the same softmax, a key in both once: a token's own chunk of positions and
+    the chunk before, in an encoder also the chunk after."""
+    chunk: Positive = 64
+    """With local only: positions a chunk."""
+    sinks: Count = 0
+    """First tokens of each document that every later one sees (in an encoder every one), in the same softmax, each
+    once."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
         if (self.objective == "pooled") != (self.labels is not None):

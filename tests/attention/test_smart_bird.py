@@ -14,7 +14,15 @@ from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.ops.sketch.reference import best_keys as defined
 from megasparse.ops.sketch.reference import sketched_weights
-from tests.helpers.models import Single, attention, named, random_tokens, small, training_draws
+from tests.helpers.models import (
+    Single,
+    assert_same_with_gradients,
+    attention,
+    named,
+    random_tokens,
+    small,
+    training_draws,
+)
 
 LABELS = Targets(torch.tensor([2, 0]), None)
 
@@ -88,6 +96,48 @@ def test_the_tiny_transformer_reads_tokens_and_positions_alone():
     assert numbers[:14] == [*range(11), 0, 1, 2] and numbers[15:] == list(range(3, 18))
     with pytest.raises(ConfigError, match="embeds tokens, but this model reads none"):
         m(x, AttentionInputs(*heads, None, None, False), AttentionContext(0, training_draws(2)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("local,sinks", [(True, 0), (False, 3), (True, 3)])
+def test_a_window_and_sinks_are_in_the_softmax_of_the_chosen_keys_once(causal, masked, local, sinks):
+    length, chunk = 50, 8
+    mechanism = build_mechanism(
+        "smart_bird",
+        small(
+            attention=attention("smart_bird", smart_bird={"keys": 6, "local": local, "chunk": chunk, "sinks": sinks}),
+            kind="decoder" if causal else "encoder",
+        ),
+        heads=2,
+    )
+    single = Single("smart_bird", causal)
+    mechanism.load_state_dict(single.mechanism.state_dict())
+    x, *heads = single.inputs(length, dtype=torch.float64)
+    real, document = torch.ones(2, length, dtype=torch.bool), torch.zeros(2, length, dtype=torch.int64)
+    masks = {}
+    if masked:
+        real = torch.rand(2, length, generator=torch.Generator().manual_seed(2)) > 0.3
+        document = torch.tensor([0] * 2 + [1] * 18 + [2] * 30).expand(2, -1)
+        masks = {"key_mask": real, "segments": document}
+    index = index_of(single, [x, *heads], training=True, **masks).long()
+    single.mechanism = mechanism
+    seen = torch.zeros(2, 2, length, length + 1, dtype=torch.bool).scatter_(3, index.where(index >= 0, length), True)
+    for b in range(2):
+        number = real[b].cumsum(0) - 1
+        for i in real[b].nonzero().flatten():
+            own = (real[b] & (document[b] == document[b, i])).nonzero().flatten()
+            visible = own[own <= i] if causal else own
+            chunks = (number[i] // chunk - number[visible] // chunk).abs()
+            seen[b, :, i, visible[chunks <= 1] if local else []] = True
+            seen[b, :, i, own[:sinks][own[:sinks] <= i] if causal else own[:sinks]] = True
+    seen = seen[..., :length]
+
+    def dense(q, k, v):
+        score = (0.25 * q @ k.transpose(-1, -2)).masked_fill(~seen, -1e30)
+        return (torch.softmax(score, dim=-1) @ v).masked_fill(~real[:, None, :, None], 0.0)
+
+    assert_same_with_gradients(lambda *heads: single(x, *heads, training=True, **masks).out, dense, heads)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -57,6 +57,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smart_bird random": ("smart_bird", {"sampling": "random"}),
     "smart_bird transformer": ("smart_bird", {"sketch": "transformer"}),
     "smart_bird draws": ("smart_bird", {"evaluation": "draws"}),
+    "smart_bird local, sinks": ("smart_bird", {"local": True, "chunk": 8, "sinks": 3}),
     "routing top_k": ("routing", {"window": "top_k"}),
     "local sinks": ("local", {"sinks": 3}),
     "lsh local, sinks": ("lsh", {"local": True, "sinks": 3}),

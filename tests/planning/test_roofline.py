@@ -95,6 +95,11 @@ def test_smart_bird():
     close(found["gather"], (pairs, 2 * pairs), moved)
     read = (16 + 3 * 4 * 2) * SIZE
     assert found["sketch"].moved == Passes(read + 5 * NUMBER, read)
+    beside = operators("smart_bird", keys=5, sinks=2, local=True, chunk=16)
+    assert beside["gather"].flops.forward == pytest.approx(4 * HEADS * DIM * 7)
+    near = operators("local", chunk=16)["attention"]
+    moved = (near.moved.forward + 4 * ROW, near.moved.backward + 6 * ROW)
+    close(beside["window"], (near.flops.forward, near.flops.backward), moved)
 
 
 @pytest.mark.parametrize("kind", WITH_KERNELS)
