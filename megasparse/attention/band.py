@@ -230,7 +230,10 @@ class BandAttention(Attention):
         out, alone = merge(parts)
         if real is not None:
             alone = alone & real[:, None]
-        return torch.where(alone.unsqueeze(-1), inputs.v.to(out.dtype), out)
+        own = inputs.v.to(out.dtype)
+        if (dropout := inputs.dropout) is not None:
+            own = own * dropout.factors(dropout.queries, dropout.keys(own.shape[2]), own.dtype).unsqueeze(-1)
+        return torch.where(alone.unsqueeze(-1), own, out)
 
     def _seen_codes(self, query_codes: Tensor, key_codes: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if not self.local:

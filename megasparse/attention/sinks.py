@@ -66,8 +66,8 @@ def sink_attention(
     """
     q, k, v = inputs.of_one_dtype()[:3]
     index = sink_index(sinks, inputs, exclude_self=exclude_self, chunk=chunk)
-    if inputs.segments is not None or q.dtype not in (torch.float32, torch.float64):
-        return gathered_attention(q, k, v, index, scale=scale)
+    if inputs.segments is not None or inputs.dropout is not None or q.dtype not in (torch.float32, torch.float64):
+        return gathered_attention(q, k, v, index, scale=scale, dropout=inputs.dropout)
     # All queries of a row have the same sinks: products with them cost less than gathering, and no copy of q in fp32.
     shared = index.amax(2).clamp_min(0).long().unsqueeze(-1)
     keys, values = (x.gather(2, shared.expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))
