@@ -28,7 +28,6 @@ from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, buc
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, sketched_attention
-from megasparse.ops.sketch.reference import sketched_weights
 from megasparse.ops.tiled import tiled
 
 ASKED = {"token": "a token a position", "pooled": "a label a sequence", "answer": "the tokens of an answer"}
@@ -137,12 +136,11 @@ class SmartBirdAttention(Attention):
             tokens = tokens.masked_fill(numbers == 0, -1)
         return self.embedding(tokens, numbers)
 
-    @torch.no_grad()
-    def weights(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor]:
-        """The sketch's weights α of all pairs, and which of them are visible: (B, L, L) each, in float64."""
+    def sketched(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        """The sketch's queries and keys of whole sequences, (B, L, d) each, in float64."""
         x = self._read(x, inputs, context)
         q, k = (self._whole(_exactly(project, x), context.part) for project in (self.query, self.key))
-        return sketched_weights(q, k, inputs.causal, inputs.key_mask, inputs.segments)
+        return q, k
 
     def _whole(self, x: Tensor, part: SequencePart) -> Tensor:
         return x if self.reads_tokens else part.gather(x, 1)

@@ -35,6 +35,7 @@ from megasparse.evaluation.attention.metrics import (
 from megasparse.evaluation.attention.weights import attention_map, weights_of
 from megasparse.evaluation.pictures import sheet
 from megasparse.ops.random import derive
+from megasparse.ops.sketch.reference import sketched_weights
 
 PAPER_IMBALANCE = {"ratio": 0.613, "size": 0.359}
 """The paper's shares for LSH in all layers of a 16-layer model, 4 buckets, 1,024 tokens (LHA section 3.2)."""
@@ -188,7 +189,9 @@ def _sketch(call: Call) -> dict[str, float]:
     """
     if not isinstance(call.mechanism, SmartBirdAttention):
         return {}
-    alpha, seen = call.mechanism.weights(call.x, call.inputs, call.context)
+    inputs = call.inputs
+    q, k = call.mechanism.sketched(call.x, inputs, call.context)
+    alpha, seen = sketched_weights(q, k, inputs.causal, inputs.key_mask, inputs.segments)
     inverse = 1.0 / alpha[seen].log().abs()
     scores = {"weight": alpha[seen], "inverse_log": inverse, "inverse_log_squared": inverse.square()}
     found = {}

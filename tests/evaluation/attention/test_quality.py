@@ -15,6 +15,7 @@ from megasparse.evaluation.attention.quality import measure, record_calls
 from megasparse.evaluation.attention.study import Interval, _sketch
 from megasparse.evaluation.attention.weights import weights_of
 from megasparse.model.build import build_model
+from megasparse.ops.sketch.reference import sketched_weights
 from tests.helpers.models import Single, random_tokens, small
 from tests.helpers.trained import prepared, trained
 
@@ -106,7 +107,8 @@ def test_the_shares_of_a_sketchs_scores_are_counted_over_visible_pairs(name):
     inputs = [t[:1] for t in single.inputs(12)]
     with calls(single.mechanism) as found:
         single(*inputs)
-    alpha, seen = found[0].mechanism.weights(found[0].x, found[0].inputs, found[0].context)
+    q, k = found[0].mechanism.sketched(found[0].x, found[0].inputs, found[0].context)
+    alpha, seen = sketched_weights(q, k, causal=True)
     pairs = [float(alpha[0, i, j]) for i in range(12) for j in range(i + 1)]
     assert int(seen.sum()) == len(pairs) and sum(pairs) == pytest.approx(12)
     shares = _sketch(found[0])
