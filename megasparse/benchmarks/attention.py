@@ -60,27 +60,40 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of each repeat. extra_bytes: peak of memory beyond inputs and the outputs' gradient. least: seconds by
-    the roofline of this GPU, or None. note: what else was chosen here.
+    """Seconds of each repeat. extra_bytes: peak of memory beyond inputs and the outputs' gradient. testing_bytes: that
+    of a forward pass without gradients. kept_bytes: what a forward pass keeps for the backward, inputs included. least:
+    seconds by the roofline of this GPU, or None. note: what else was chosen here.
     """
 
     forward: list[float]
     both: list[float]
     extra_bytes: int
+    testing_bytes: int
+    kept_bytes: int
     least: Passes | None
     note: str
 
 
-def model_of(kind: str, length: int, heads: int, dim: int, rounds: int, window: int) -> ModelConfig:
-    """A decoder whose layers have this mechanism. LSH has the paper's 2·L/M buckets, YOSO its 32 hashes."""
+def model_of(
+    kind: str, length: int, heads: int, dim: int, rounds: int, window: int, hashes: int = 32, causal: bool = True
+) -> ModelConfig:
+    """A decoder, or an encoder, whose layers have this mechanism. LSH has the paper's 2·L/M buckets. hashes: YOSO's."""
     attention = {
         "pattern": [kind],
         "lsh": {"rounds": rounds, "chunk": min(window, length)},
         "lha": {"chunk": min(window, length)},
+        "yoso": {"hashes": hashes},
         "local": {"chunk": window},
     }
     made = AttentionConfig.model_validate(attention)
-    return ModelConfig(max_length=length, heads=heads, head_dim=dim, d_model=heads * dim, attention=made)
+    return ModelConfig(
+        kind="decoder" if causal else "encoder",
+        max_length=length,
+        heads=heads,
+        head_dim=dim,
+        d_model=heads * dim,
+        attention=made,
+    )
 
 
 def measure(case: Case) -> Measurement:
@@ -94,7 +107,26 @@ def measure(case: Case) -> Measurement:
     before = reset_peak(device)
     seconds = time_passes(run, device, case.repeats, warm_up)
     extra = peak(device) - before
-    return Measurement([s[0] for s in seconds], [s[1] for s in seconds], extra, _least(case, device), note)
+    before = reset_peak(device)
+    with torch.no_grad():
+        run()
+    testing = peak(device) - before
+    times = [s[0] for s in seconds], [s[1] for s in seconds]
+    return Measurement(*times, extra, testing, _kept(run), _least(case, device), note)
+
+
+def _kept(run: Pass) -> int:
+    """Bytes of the tensors that a forward pass keeps for its backward, each once."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        backward = run()
+    del backward
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
 
 
 def _least(case: Case, device: torch.device) -> Passes | None:

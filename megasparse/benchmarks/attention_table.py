@@ -31,6 +31,8 @@ class Settings:
     dtype: str
     compare: list[str]
     repeat: int
+    hashes: int = 32
+    bidirectional: bool = False
 
 
 def bench_attention(settings: Settings, command: str, json_file: Path | None = None) -> dict[str, Any]:
@@ -68,7 +70,9 @@ def measured(settings: Settings) -> Iterator[dict[str, Any]]:
 def one(settings: Settings, name: str, heads: int, dim: int, length: int) -> dict[str, Any]:
     batch, own = (heads // 8, 8) if heads % 8 == 0 else (1, heads)
     kind = MECHANISMS.get(name, "lsh")
-    model = model_of(kind, length, own, dim, settings.rounds, settings.window)
+    model = model_of(
+        kind, length, own, dim, settings.rounds, settings.window, settings.hashes, not settings.bidirectional
+    )
     return figures(Case(name, model, batch, settings.dtype, settings.device, settings.repeat, SEED))
 
 
@@ -84,6 +88,8 @@ def figures(case: Case) -> dict[str, Any]:
         "forward": spread(found.forward),
         "forward_backward": spread(found.both),
         "extra_bytes": found.extra_bytes,
+        "testing_bytes": found.testing_bytes,
+        "kept_bytes": found.kept_bytes,
         "of_roofline": None if found.least is None else found.least.both / both,
         "note": ", ".join(filter(None, [found.note, fewer])),
     }
@@ -130,9 +136,10 @@ def report(found: dict[str, Any], settings: Settings) -> Iterator[str]:
     for heads in settings.heads:
         for dim in settings.head_dim:
             yield ""
+            seen = "both sides" if settings.bidirectional else "causal"
             yield (
                 f"batch × heads {heads}, head dim {dim}, {settings.dtype}, {settings.rounds} rounds, M = "
-                f"{settings.window}, causal: median (least to greatest) of {settings.repeat}"
+                f"{settings.window}, {seen}: median (least to greatest) of {settings.repeat}"
             )
             yield ""
             yield from table(
@@ -146,7 +153,16 @@ def report(found: dict[str, Any], settings: Settings) -> Iterator[str]:
 
 def table(rows: list[dict[str, Any]], settings: Settings) -> Iterator[str]:
     roofline = any(row.get("of_roofline") for row in rows)
-    heading = ["attention", "tokens", "forward, ms", "forward + backward, ms", "ns a token", "extra memory, GB"]
+    heading = [
+        "attention",
+        "tokens",
+        "forward, ms",
+        "forward + backward, ms",
+        "ns a token",
+        "extra memory, GB",
+        "in testing, GB",
+        "kept, GB",
+    ]
     heading += [f"faster than {peer} × / its memory ×" for peer in settings.compare]
     heading += ["of its roofline, %"] * roofline
     yield f"| {' | '.join(heading)} |"
@@ -158,7 +174,8 @@ def table(rows: list[dict[str, Any]], settings: Settings) -> Iterator[str]:
         else:
             both = row["forward_backward"]["median"]
             cells += [milliseconds(row["forward"]), milliseconds(row["forward_backward"])]
-            cells += [f"{both / row['length'] * 1e9:,.0f}", f"{row['extra_bytes'] / 1e9:.3f}"]
+            cells += [f"{both / row['length'] * 1e9:,.0f}"]
+            cells += [f"{row[f'{name}_bytes'] / 1e9:.3f}" for name in ("extra", "testing", "kept")]
             cells += [beside(row["beside"].get(peer)) for peer in settings.compare]
             cells += [f"{100 * row['of_roofline']:.0f}" if row["of_roofline"] else ""] * roofline
         yield f"| {' | '.join(cells)} |"

@@ -10,14 +10,16 @@ r"""Measure time and memory of the attention operation, heads in and heads out, 
 Each implementation is measured at each length in a process of its own, on the same random queries, keys and values:
 normalisation of keys, hashing, sorting, attention and, with the mechanisms that learn their hashes, that learning. A
 warm-up, then --repeat runs, forward and backward: median and range of their times (CUDA events on a GPU), and the peak
-of memory beyond inputs and the outputs' gradient (resident memory on a CPU). What runs out of memory is a row that says
-so, and is not tried at greater lengths.
+of memory beyond inputs and the outputs' gradient (resident memory on a CPU), in training and in a forward pass without
+gradients, beside what the forward pass keeps for the backward, inputs included. What runs out of memory is a row that
+says so, and is not tried at greater lengths.
 
 LSH has shared queries and keys, --rounds rounds and --window tokens a chunk (of half a chunk a bucket); HuggingFace's
 LSHSelfAttention (its projections left out) and reformer-pytorch's LSHAttention have the same. LHA (window: a bucket)
-and local attention have the same window, YOSO 32 hashes, Smart Bird 20 keys, torch's SDPA the fastest of its backends,
-all of them causal. YOSO's time depends on which queries and keys collide: yoso-clustered has each of them near one of
-L/64 random centres (two of a cluster have a cosine of about 0.9), as trained ones have, which random ones have not.
+and local attention have the same window, YOSO --hashes hashes, Smart Bird 20 keys, torch's SDPA the fastest of its
+backends, all of them causal unless --bidirectional is given. YOSO's time depends on which queries and keys collide:
+yoso-clustered has each of them near one of L/64 random centres (two of a cluster have a cosine of about 0.9), as
+trained ones have, which random ones have not.
 
 --write-crossover measures the hashed mechanism of a configuration, with its heads, rounds, window and precision,
 beside full attention of the same queries and keys, and writes the length from which on it is faster into
@@ -72,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", metavar="N,N", help="(a CPU: 64; a GPU: 64,128)")
     parser.add_argument("--rounds", metavar="N", help="hash rounds of LSH and its peers (a CPU: 4, a GPU: 2)")
     parser.add_argument("--window", metavar="N", help="M, tokens of a chunk (a CPU: 64, a GPU: 128)")
+    parser.add_argument("--hashes", metavar="N", help="YOSO's (32)")
+    parser.add_argument("--bidirectional", action="store_true", help="as in an encoder; --compare sdpa or none")
     parser.add_argument("--dtype", choices=list(DTYPES), help="(a CPU: fp32, a GPU: bf16)")
     parser.add_argument("--compare", metavar="A,B", help=f"of {', '.join(PEERS)}, or none (all that are installed)")
     parser.add_argument("--repeat", metavar="N", help="measured runs (a CPU: 3, a GPU: 10)")
@@ -123,7 +127,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
         dtype=args.dtype or default["dtype"],
         compare=[] if args.compare == "none" else names("--compare", args.compare, PEERS) or installed,
         repeat=number("--repeat", args.repeat) or default["repeat"],
+        hashes=number("--hashes", args.hashes) or 32,
+        bidirectional=args.bidirectional,
     )
+    if args.bidirectional and (causal := sorted(set(NEEDS) & set(made.compare))):
+        raise ConfigError("--bidirectional", f"{causal[0]} is measured as a decoder's", "Write --compare sdpa")
     for peer in made.compare:
         if not has(peer):
             raise ConfigError(

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,6 +43,13 @@ def test_every_implementation_runs_forward_and_backward(name):
     assert len(found.forward) == len(found.both) == 2
     assert all(0 < forward < both for forward, both in zip(found.forward, found.both, strict=True))
     assert found.least is None  # no GPU
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_the_backward_needs_is_counted_once(causal):
+    """Queries, keys, values and the output, (1, 2, 64, 8) of 4 bytes each, and a log-sum-exp of every query."""
+    built = replace(case("sdpa"), model=model_of("lsh", 64, 2, 8, rounds=2, window=8, causal=causal))
+    assert 4 * 4096 <= measure(built).kept_bytes <= 4 * 4096 + 2 * 512
 
 
 @pytest.mark.parametrize("name", ["lsh", "sdpa", "hf", "reformer-pytorch"])
@@ -94,7 +102,15 @@ def test_a_run_writes_a_table_and_all_its_figures(tmp_path, capsys, monkeypatch,
             return {"error": "out of memory"}
         times = {"lsh": 1.0, "sdpa": 3.0}[case.implementation] * case.model.max_length
         spread = attention_table.spread([times, 2 * times, 1.5 * times])
-        return {"forward": spread, "forward_backward": spread, "extra_bytes": 5, "of_roofline": 0.5, "note": ""}
+        return {
+            "forward": spread,
+            "forward_backward": spread,
+            "extra_bytes": 5,
+            "testing_bytes": 4,
+            "kept_bytes": 3,
+            "of_roofline": 0.5,
+            "note": "",
+        }
 
     monkeypatch.setattr(attention_table, "figures", figures)
     monkeypatch.setattr(crossovers, "figures", figures)
