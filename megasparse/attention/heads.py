@@ -17,11 +17,12 @@ from torch.nn.utils import skip_init
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.full import FullAttention
 from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.attention.norm import Norm
+from megasparse.attention.rotary import Rotary
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import FullAttentionConfig
 from megasparse.config.pattern import attends_fully, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig
-from megasparse.ops.positions import rotate
 from megasparse.ops.unit_keys import unit_keys
 
 
@@ -61,7 +62,8 @@ class Padding:
 class AttentionLayer(nn.Module):
     """Multi-head attention whose heads one mechanism has, or several share.
 
-    A mechanism with shared QK has no key projection: k = q/|q| (Reformer section 2).
+    A mechanism with shared QK has no key projection: k = q/|q| (Reformer section 2). With `model.key_heads` G, each of
+    G heads of keys and values is that of H/G neighbouring heads of queries, whatever the mechanism.
 
     >>> from megasparse.attention.contract import AttentionContext
     >>> from megasparse.attention.heads import Padding
@@ -76,16 +78,20 @@ class AttentionLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.heads, self.head_dim = config.heads, head_dim(config)
-        self.causal, self.rotary = config.kind != "encoder", config.positions.kind == "rotary"
+        self.causal, self.group = config.kind != "encoder", config.heads // (config.key_heads or config.heads)
+        self.rotary = Rotary(config.positions, self.head_dim) if config.positions.kind == "rotary" else None
         self.split = heads_of_layer(config, layer)
         built = {kind: build_mechanism(kind, config, heads) for kind, heads in self.split.items()}
         self.mechanisms = nn.ModuleDict(built)
-        biased = config.style == "bert"
-        keyed = sum(heads for kind, heads in self.split.items() if not built[kind].shared_qk)
+        biases = config.attention_biases or ("all" if config.style == "bert" else "none")
+        biased = biases != "none"
+        keyed = sum(heads for kind, heads in self.split.items() if not built[kind].shared_qk) // self.group
         self.query = projection(config.d_model, self.heads * self.head_dim, biased)
         self.key = projection(config.d_model, keyed * self.head_dim, biased) if keyed else None
-        self.value = projection(config.d_model, self.heads * self.head_dim, biased)
-        self.output = projection(self.heads * self.head_dim, config.d_model, biased)
+        self.value = projection(config.d_model, self.heads // self.group * self.head_dim, biased)
+        self.output = projection(self.heads * self.head_dim, config.d_model, biases == "all")
+        self.query_norm = Norm(config, self.head_dim) if config.query_key_norm else None
+        self.key_norm = Norm(config, self.head_dim) if config.query_key_norm and keyed else None
 
     def forward(self, x: Tensor, context: AttentionContext, padding: Padding, cache: Any = None) -> AttentionOutput:
         """Run the layer on a whole sequence. x: (B, L, E). Returns the layer's output (B, L, E), the sum of the
@@ -125,8 +131,12 @@ class AttentionLayer(nn.Module):
         """Each mechanism's share of the heads, and its context."""
         q, v = (split_heads(part(x), self.head_dim) for part in (self.query, self.value))
         k = q[:, :0] if self.key is None else split_heads(self.key(x), self.head_dim)
-        if self.rotary:
-            q, k = rotate(q, first_position), rotate(k, first_position)
+        if self.query_norm is not None:
+            q, k = self.query_norm(q), k if self.key_norm is None else self.key_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(q, first_position), self.rotary(k, first_position)
+        if self.group > 1:
+            k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))
         mechanisms = {kind: self.mechanism(kind) for kind in self.split}
         yield from split_heads_by_mechanism(
             mechanisms, self.split, (q, k, v), padding, self.causal, context, first_position

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from megasparse.config.attention_checks import check_attention, check_heads
 from megasparse.config.messages import show
 from megasparse.config.parts import decoder_part, encoder_part
-from megasparse.config.pattern import kinds
+from megasparse.config.pattern import heads_of_layer, kinds
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 
@@ -58,6 +58,7 @@ SOURCE_KEYS = ("layers", "positions", "attention")
 def _check_stack(model: ModelConfig) -> None:
     _check_model(model)
     _check_positions(model.positions, model)
+    _check_rotary(model.positions, model)
     check_attention(model)
 
 
@@ -85,6 +86,7 @@ def _check_model(model: ModelConfig) -> None:
             f"Shorten the pattern to {model.layers} or fewer, or raise model.layers",
         )
     check_heads(model)
+    _check_key_heads(model)
 
 
 def _check_style(model: ModelConfig) -> None:
@@ -104,10 +106,28 @@ def _check_style(model: ModelConfig) -> None:
         )
 
 
+def _check_key_heads(model: ModelConfig) -> None:
+    if model.key_heads is None:
+        return
+    if model.heads % model.key_heads:
+        problem = f"{model.key_heads} does not divide model.heads = {model.heads}"
+        raise ConfigError("model.key_heads", problem, "Set it to a divisor, or to null")
+    group = model.heads // model.key_heads
+    for number in range(len(model.attention.pattern)):
+        for kind, heads in heads_of_layer(model, number).items():
+            if heads % group:
+                raise ConfigError(
+                    f"model.attention.pattern[{number}]",
+                    f"{heads} heads of {kind} are no whole groups of {group}, which share keys by model.key_heads",
+                    f"Make it a multiple of {group}",
+                )
+
+
 def _check_tokens(model: ModelConfig) -> None:
     separator = model.sentence_order.separator if model.sentence_order else None
     special = {
         "model.padding_token": model.padding_token,
+        "model.start_token": model.start_token,
         "model.document_separator": model.document_separator,
         "model.sentence_order.separator": separator,
     }
@@ -115,10 +135,13 @@ def _check_tokens(model: ModelConfig) -> None:
         if token is not None and token >= model.vocabulary:
             hint = f"Set it below {model.vocabulary}, or raise model.vocabulary"
             raise ConfigError(key, f"{token} is no token of model.vocabulary = {model.vocabulary}", hint)
-        if token is not None and key != "model.padding_token" and token == model.padding_token:
+        if token is not None and key.endswith("separator") and token == model.padding_token:
             raise ConfigError(key, f"{token} is model.padding_token too", "Give each its own id")
         if token is not None and model.kind == "encoder" and token == model.masking.token:
             raise ConfigError(key, f"{token} is model.masking.token too", "Give each its own id")
+    if model.start_token is not None and model.kind != "decoder":
+        problem = f'{model.start_token} is given, but model.kind = "{model.kind}"'
+        raise ConfigError("model.start_token", problem, "Set it to null")
     cutoffs = model.adaptive_cutoffs
     if cutoffs != sorted(set(cutoffs)) or (cutoffs and cutoffs[-1] >= model.vocabulary):
         raise ConfigError(
@@ -236,3 +259,38 @@ def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
             f"{dims} sums to {sum(dims)}, but model.d_model = {model.d_model}",
             f"Make the widths sum to {model.d_model}",
         )
+
+
+SCALED_BY = {
+    "original_length": ("yarn", "llama3"),
+    "low_frequency": ("llama3",),
+    "high_frequency": ("llama3",),
+    "fast": ("yarn",),
+    "slow": ("yarn",),
+    "attention_factor": ("yarn",),
+}
+"""Keys of model.positions.scaling that not every kind has."""
+
+
+def _check_rotary(positions: PositionsConfig, model: ModelConfig) -> None:
+    for key, value in (("base", positions.base), ("scaling", positions.scaling)):
+        if positions.kind != "rotary" and value != PositionsConfig.model_fields[key].default:
+            problem = f'given, but model.positions.kind = "{positions.kind}" has no frequencies'
+            hint = 'Leave it out, or set model.positions.kind to "rotary"'
+            raise ConfigError(f"model.positions.{key}", problem, hint)
+    if (scaling := positions.scaling) is None:
+        return
+    section = "model.positions.scaling"
+    for key, having in SCALED_BY.items():
+        if key in scaling.model_fields_set and getattr(scaling, key) is not None and scaling.kind not in having:
+            problem = f'{getattr(scaling, key)} is given, but "{scaling.kind}" has none'
+            raise ConfigError(f"{section}.{key}", problem, "Leave it out")
+    if scaling.kind in SCALED_BY["original_length"] and scaling.original_length is None:
+        problem = f'null, but "{scaling.kind}" scales what is long beside the length of the training before'
+        raise ConfigError(f"{section}.original_length", problem, "Give that length, in tokens")
+    for low, high in (("low_frequency", "high_frequency"), ("slow", "fast")):
+        if getattr(scaling, low) >= getattr(scaling, high):
+            problem = f"{getattr(scaling, low)} is not below {high} = {getattr(scaling, high)}"
+            raise ConfigError(f"{section}.{low}", problem, "Make it smaller")
+    if scaling.kind == "ntk" and (model.head_dim or model.d_model // model.heads) < 4:
+        raise ConfigError(f"{section}.kind", '"ntk" needs heads of 4 or more coordinates', "Raise model.head_dim")

@@ -24,6 +24,26 @@ class RunConfig(Section):
     """Use only deterministic GPU kernels, so that a resumed run is bit-identical there too. On the CPU it always is."""
 
 
+class RotaryScalingConfig(Section):
+    """Scaling of rotary frequencies to longer sequences than a model was trained on, see attention/rotary.py."""
+
+    kind: Literal["linear", "ntk", "yarn", "llama3"]
+    factor: Annotated[float, Field(ge=1.0)]
+    """How many times as long as the original length sequences may be."""
+    original_length: Positive | None = None
+    """Length of the training before, which yarn and llama3 need; others have none."""
+    low_frequency: Annotated[float, Field(gt=0.0)] = 1.0
+    """llama3 only: frequencies of fewer turns in the original length are divided by `factor`."""
+    high_frequency: Annotated[float, Field(gt=0.0)] = 4.0
+    """llama3 only: frequencies of more turns stay as they are."""
+    fast: Annotated[float, Field(gt=0.0)] = 32.0
+    """yarn only: frequencies of more turns stay as they are."""
+    slow: Annotated[float, Field(gt=0.0)] = 1.0
+    """yarn only: frequencies of fewer turns are divided by `factor`."""
+    attention_factor: Annotated[float, Field(gt=0.0)] | None = None
+    """yarn only: what queries and keys are multiplied by; null takes 0.1·ln(factor) + 1."""
+
+
 class PositionsConfig(Section):
     kind: Literal["axial", "sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
     axial_shape: list[Positive] | None = None
@@ -32,6 +52,10 @@ class PositionsConfig(Section):
     """Axial only: the width of each axis' embedding; they sum to `model.d_model`."""
     offset: Count = 0
     """Learned only: rows of the table before the first position's, which nothing reads (HuggingFace's YOSO has 2)."""
+    base: Annotated[float, Field(gt=1.0)] = 10000.0
+    """Rotary only: base of the frequencies base^(−2i/D), HuggingFace's rope_theta."""
+    scaling: RotaryScalingConfig | None = None
+    """Rotary only: scaling to sequences longer than those of the training before."""
 
 
 class MaskingConfig(Section):
@@ -69,6 +93,10 @@ class SourceConfig(Section):
     """One table of token embeddings for both sides."""
 
 
+FeedForwardKind = Literal["relu", "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"]
+GATED = ("swiglu", "geglu", "geglu_tanh")
+
+
 class ModelConfig(Section):
     kind: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
     """`decoder`: a causal language model. `encoder`: every token sees both sides, and masked tokens are predicted.
@@ -87,6 +115,18 @@ class ModelConfig(Section):
     heads: Positive = 8
     head_dim: Positive | None = None
     """Width of a head; null takes d_model/heads."""
+    key_heads: Positive | None = None
+    """Heads of keys and values in self-attention, each of which heads/key_heads neighbouring queries' heads share
+    (grouped-query attention, Ainslie et al. 2023); null: every head has its own."""
+    attention_biases: Literal["none", "qkv", "all"] | None = None
+    """Biases of the projections of self-attention: none, those to queries, keys and values, or the output's too. null
+    is none, with `style` bert all."""
+    query_key_norm: bool = False
+    """Each head's queries and keys are normalised, with one weight for all heads, before rotary positions."""
+    feed_forward: FeedForwardKind | None = None
+    """Activation of the feed-forward; null is relu, with `style` bert gelu. `gelu_tanh` approximates GELU by tanh. The
+    gated swiglu, geglu and geglu_tanh (Shazeer 2020) multiply silu, gelu or gelu_tanh of one product by another."""
+    feed_forward_biases: bool = True
     blocks: Literal["reversible", "ordinary"] = "reversible"
     """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary residual blocks on one."""
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
@@ -96,7 +136,10 @@ class ModelConfig(Section):
     """Rate after the embedding, after each attention, and inside (`style` bert: not there) and after each
     feed-forward."""
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
-    """Added to the variance in every layer normalisation; BERT and its kin have 1e-12."""
+    """Added to the variance in every normalisation; BERT and its kin have 1e-12."""
+    norm: Literal["layer", "rms"] = "layer"
+    """`layer`: layer normalisation. `rms`: RMS normalisation (Zhang and Sennrich 2019), neither centred nor with a
+    bias."""
     feed_forward_tiles: Positive = 1
     """Pieces of the sequence that the feed-forward works on one after another, backward included."""
     loss_tiles: Positive = 1
@@ -116,6 +159,11 @@ class ModelConfig(Section):
     """The output projection is the token embedding."""
     output_bias: bool = False
     """The output projection has a bias, as published Reformers have. With `style` bert it has one in any case."""
+    logit_scale: Annotated[float, Field(gt=0.0)] | None = None
+    """What the output projection is multiplied by, before its bias. null is 1; tied, but not with `style` bert,
+    d_model^−½."""
+    start_token: Count | None = None
+    """Decoders only: the token whose embedding stands before the first one. null: a learned vector."""
     token_types: Count = 0
     """`style` bert, or with `sentence_order`: number of token types with an embedding (BERT has 2). Every token is of
     the first, with `sentence_order` those behind the first separator of the second."""

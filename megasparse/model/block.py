@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from megasparse.attention.contract import AttentionContext, RecomputeCache, Targets
 from megasparse.attention.cross import CrossAttention, Source, SourceKeys
 from megasparse.attention.heads import AttentionLayer, Padding
+from megasparse.attention.norm import Norm
 from megasparse.config.schema import ModelConfig
 from megasparse.model.feed_forward import FeedForward
-from megasparse.model.norm import Norm
 from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.random import RngContext, add_dropout, dropout
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasparse.attention.norm import Norm
 from megasparse.config.schema import ModelConfig
-from megasparse.model.norm import Norm
 from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.positions import sinusoids
 
@@ -51,15 +51,18 @@ class Positions(nn.Module):
 
 class Embedding(nn.Module):
     """The input at position t, in fp32: position t plus the embedding of token t in an encoder, of token t − 1 in a
-    decoder (a learned start vector at 0). With `style` bert the embedding of the first token type is added, behind the
-    first separator of model.sentence_order that of the second one, and the sum is normalised.
+    decoder (at 0 a learned start vector, or the embedding of `model.start_token`). With `style` bert the embedding of
+    the first token type is added, behind the first separator of model.sentence_order that of the second one, and the
+    sum is normalised.
     """
 
     def __init__(self, config: ModelConfig, weight: nn.Parameter | None = None):
         """Make the table of embeddings. weight: (V, E), of another embedding that shares it."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.d_model)) if weight is None else weight
-        self.start = nn.Parameter(torch.empty(1, config.d_model)) if config.kind != "encoder" else None
+        self.start_token = config.start_token
+        learned = config.kind != "encoder" and self.start_token is None
+        self.start = nn.Parameter(torch.empty(1, config.d_model)) if learned else None
         self.token_types = nn.Parameter(torch.empty(config.token_types, config.d_model)) if config.token_types else None
         self.separator = config.sentence_order.separator if config.sentence_order else None
         self.positions = Positions(config)
@@ -71,6 +74,8 @@ class Embedding(nn.Module):
 
         Returns (B, n, E) fp32, or fp64 of an fp64 model.
         """
+        if first == 0 and self.start_token is not None:
+            tokens = F.pad(tokens, (1, 0), value=self.start_token)
         x = F.embedding(tokens, self.weight)
         if first == 0 and self.start is not None:
             x = torch.cat([self.start.expand(tokens.shape[0], 1, -1), x], dim=1)

@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
+from megasparse.attention.norm import Norm
 from megasparse.config.parts import encoder_part
 from megasparse.config.schema import ModelConfig
 from megasparse.model.decoder import Causal, DecodingCache
-from megasparse.model.norm import Norm
 from megasparse.model.padding import padding_of
 from megasparse.model.stack import Stack, TokenScores
 from megasparse.ops.random import RngContext, derive

@@ -22,7 +22,7 @@ class OutputHead(nn.Module):
 
     Untied, a reversible stack's two streams are normalised and projected side by side, 2·E wide, as in the published
     Reformer; tied, their mean is, against the token embedding / √E. With `style` bert it is
-    softmax(W·norm(gelu(D·stream + d)) + b), and W, tied or not, is not scaled.
+    softmax(W·norm(gelu(D·stream + d)) + b), and W, tied or not, is not scaled. `model.logit_scale` scales W otherwise.
     """
 
     def __init__(self, config: ModelConfig, embedding: nn.Parameter):
@@ -33,9 +33,10 @@ class OutputHead(nn.Module):
         self.smoothing, self.cutoffs = config.label_smoothing, config.adaptive_cutoffs
         width = config.d_model if self.tied else streams * config.d_model
         bert = config.style == "bert"
+        self.scale = config.logit_scale or (config.d_model**-0.5 if self.tied and not bert else 1.0)
         # Parameters of this very module: under ZeRO 3 its call gathers them once for all tiles.
         self.norm_weight = nn.Parameter(torch.ones(width))
-        self.norm_bias = nn.Parameter(torch.zeros(width))
+        self.norm_bias = nn.Parameter(torch.zeros(width)) if config.norm == "layer" else None
         self.weight = embedding if self.tied else nn.Parameter(torch.empty(config.vocabulary, width))
         self.dense = nn.Parameter(torch.empty(width, width)) if bert else None
         self.dense_bias = nn.Parameter(torch.zeros(width)) if bert else None
@@ -71,13 +72,14 @@ class OutputHead(nn.Module):
         return token_scores(self._logits(hidden, weights), targets, self.smoothing if training else 0.0)
 
     def _hidden(self, streams: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Tensor:
-        gain, shift, width = weights["norm_weight"], weights["norm_bias"], weights["weight"].shape[1]
+        gain, shift = weights["norm_weight"], weights.get("norm_bias")
+        if self.scale != 1.0:
+            gain, shift = gain * self.scale, None if shift is None else shift * self.scale
         if "dense" in weights:
             (x,) = streams
             x = F.gelu(F.linear(x.to(weights["dense"].dtype), weights["dense"], weights["dense_bias"])).float()
         elif self.tied:
             x = torch.stack(list(streams)).mean(0)
-            gain, shift = gain * width**-0.5, shift * width**-0.5
         else:
             x = torch.cat(list(streams), dim=-1)
         return layer_norm(x, gain, shift, self.eps, weights["weight"].dtype)

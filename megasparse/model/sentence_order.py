@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasparse.attention.norm import Norm
 from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Streams
-from megasparse.model.norm import Norm
 from megasparse.ops.random import RngContext, random_bits
 
 

@@ -32,15 +32,15 @@ def _kept_sinusoids(first: int, count: int, width: int, device: torch.device) ->
         return _sinusoids(first, count, width, device)
 
 
-def rotate(x: Tensor, first_position: int) -> Tensor:
-    """Rotary positions (Su et al., RoFormer): the pair (x_i, x_{i+D/2}) turned by position·10000^(−2i/D). x: (B, H,
-    L, D).
+def rotate(x: Tensor, first_position: int, frequency: Tensor, scale: float = 1.0) -> Tensor:
+    """Rotary positions (Su et al., RoFormer): the pair (x_i, x_{i+D/2}) turned by position·frequency_i, times `scale`.
+    x: (B, H, L, D). frequency: (D/2,) float64.
     """
     half = x.shape[-1] // 2
-    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
     position = torch.arange(first_position, first_position + x.shape[2], dtype=torch.float64, device=x.device)
     angle = position[:, None] * frequency  # (L, D/2)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide if scale == 1.0 else wide * scale
     cosine, sine = torch.cos(angle).to(wide.dtype), torch.sin(angle).to(wide.dtype)
     first, second = wide[..., :half], wide[..., half:]
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)

@@ -13,7 +13,7 @@ from megasparse.attention.cross import CrossAttention
 from megasparse.attention.heads import build_mechanism
 from megasparse.config.parts import decoder_part, encoder_part
 from megasparse.config.pattern import heads_of_layer
-from megasparse.config.schema import ModelConfig
+from megasparse.config.schema import GATED, ModelConfig
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
@@ -80,14 +80,16 @@ def _head(model: ModelConfig) -> Passes:
 
 
 def _feed_forward(model: ModelConfig) -> Passes:
-    return product(2.0 * 2 * model.layers * model.d_model * model.d_ff)
+    products = 3 if model.feed_forward in GATED else 2
+    return product(2.0 * products * model.layers * model.d_model * model.d_ff)
 
 
 def _attention(model: ModelConfig, sequence_length: int) -> Passes:
     """Attention of all layers, with its projections, but without cross-attention."""
     total = Passes()
     for mechanism in _mechanisms(model):
-        projections = 3 if mechanism.shared_qk else 4  # queries, keys, values, output; shared QK has no keys
+        grouped = 1 if mechanism.shared_qk else 2  # values, and keys, which shared QK has not
+        projections = 2 + grouped * (model.key_heads or model.heads) / model.heads  # and queries, and output
         width = mechanism.spec.heads * mechanism.spec.head_dim
         total += product(2.0 * projections * model.d_model * width) + mechanism.flops(sequence_length)
     return total

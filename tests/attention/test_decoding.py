@@ -5,19 +5,22 @@ import dataclasses
 import pytest
 import torch
 
+from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import attention, causal_names, named, random_tokens, small, strict_names
+from tests.helpers.models import PARTS, attention, causal_names, named, random_tokens, small, strict_names
 
 LEAKING = [name for name in causal_names() if name not in strict_names()]
+GROUPED = [name for name in strict_names() if name in MECHANISMS]
 CONFIGS = {name: small(attention=named(name)) for name in strict_names()} | {
     "mixed, ordinary, tied": small(blocks="ordinary", activations="stored", tied_embeddings=True),
     "split heads": small(attention=attention({"local": 1, "lsh": 1}, "full")),
     "rotary": small(positions={"kind": "rotary"}),
     "learned": small(positions={"kind": "learned"}, head_dim=12),
     "sinusoidal": small(positions={"kind": "sinusoidal"}, tied_embeddings=True),
+    **{f"{kind}, parts": small(attention=named(kind), start_token=3, **PARTS) for kind in GROUPED},
 }
 
 

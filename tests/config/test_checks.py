@@ -1,5 +1,7 @@
 """The rules between keys: each message names the key, its value and a hint; what is just inside a rule loads."""
 
+import json
+
 import pytest
 
 from megasparse.config.load import build_config
@@ -22,6 +24,11 @@ def axial(shape: str, dims: str) -> list[str]:
     return ["model.positions.kind=axial", f"model.positions.axial_shape={shape}", f"model.positions.axial_dims={dims}"]
 
 
+def scaled(positions: str, kind: str, **settings: float) -> list[str]:
+    values = {"kind": positions, "scaling": {"kind": kind, "factor": 2.0, **settings}}
+    return [f"model.positions={json.dumps(values)}"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
@@ -33,6 +40,24 @@ def axial(shape: str, dims: str) -> list[str]:
         ([f"run.seed={2**63}"], "run.seed", ["too large", str(2**63 - 1)]),
         (["model.positions.kind=rotary", "model.head_dim=7"], "model.positions.kind", ["rotary", "7", "even"]),
         (axial("[8, 7]", "[16, 16]"), "model.positions.axial_shape", ["56 positions", "max_length = 64"]),
+        (["model.key_heads=3"], "model.key_heads", ["3 does not divide", "heads = 4"]),
+        (
+            ["model.key_heads=2", 'model.attention.pattern=[{"local": 1, "lsh": 3}]'],
+            "model.attention.pattern[0]",
+            ["1 heads of local", "groups of 2"],
+        ),
+        ([*ENCODER, "model.start_token=3"], "model.start_token", ["3 is given", '"encoder"']),
+        (["model.start_token=256"], "model.start_token", ["256", "vocabulary = 256"]),
+        (["model.positions.base=500.0"], "model.positions.base", ['"sinusoidal" has no frequencies', '"rotary"']),
+        (scaled("sinusoidal", "linear"), "model.positions.scaling", ['"sinusoidal"']),
+        (scaled("rotary", "yarn"), "model.positions.scaling.original_length", ["null", "Give that length"]),
+        (scaled("rotary", "linear", fast=2.0), "model.positions.scaling.fast", ['2.0 is given, but "linear"']),
+        (
+            scaled("rotary", "llama3", original_length=8, low_frequency=4.0),
+            "model.positions.scaling.low_frequency",
+            ["4.0 is not below high_frequency = 4.0"],
+        ),
+        ([*scaled("rotary", "ntk"), "model.head_dim=2"], "model.positions.scaling.kind", ["4 or more"]),
         (axial("[8, 8]", "[16, 8]"), "model.positions.axial_dims", ["sums to 24", "d_model = 32"]),
         (axial("[8, 8]", "[32]"), "model.positions.axial_dims", ["1 axes", "has 2"]),
         (axial("null", "[32]"), "model.positions.axial_shape", ["null", "[128, 512]"]),

@@ -24,6 +24,7 @@ from megasparse.ops.random import RngContext
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import (
     AXIAL,
+    PARTS,
     VARIANTS,
     attention,
     causal_names,
@@ -51,6 +52,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "checkpoint": {"attention": attention(*SPLIT), **ORDINARY, "activations": "checkpoint"},
     "score_from": {"attention": attention("lsh"), "score_from": 70},
     "whole words": {"attention": attention("lsh"), "masking": {"whole_words": True}},
+    "parts": {"attention": attention(*SPLIT), **PARTS, "key_heads": 2},
     "bert": {"attention": named("yoso expectation"), "style": "bert", **ORDINARY, "token_types": 2},
 }
 RAGGED = [(kind, padded) for kind in ("decoder", "encoder") for padded in (False, True)]

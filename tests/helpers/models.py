@@ -34,6 +34,13 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """Settings of each mechanism that make 128 tokens many windows."""
 
+PARTS: dict[str, Any] = {
+    "norm": "rms", "feed_forward": "swiglu", "feed_forward_biases": False, "key_heads": 1, "attention_biases": "qkv",
+    "query_key_norm": True, "logit_scale": 0.5, "tied_embeddings": True,
+    "positions": {"kind": "rotary", "base": 500.0, "scaling": {"kind": "yarn", "factor": 4.0, "original_length": 64}},
+}  # fmt: skip
+"""Parts of today's decoders, all at once, for 2 heads."""
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "full shared": ("full", {"shared_qk": True}),
     "local relative": ("local", {"relative": True}),

@@ -29,9 +29,13 @@ def head_and_streams(length=37, **changes):
 def probabilities(head, streams):
     """Return softmax(W·norm(x) + b), or the adaptive softmax with W, in float64 by the formulas."""
     x = sum(s.double() for s in streams) / len(streams) if head.tied else torch.cat(streams, -1).double()
-    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
-    x = x * head.norm_weight.double() + head.norm_bias.double()
-    weight = head.weight.double() / 32**0.5 if head.tied else head.weight.double()
+    if head.norm_bias is None:
+        x = x / ((x * x).mean(-1, keepdim=True) + 1e-5).sqrt() * head.norm_weight.double() * 0.7  # its logit_scale
+        weight = head.weight.double()
+    else:
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+        x = x * head.norm_weight.double() + head.norm_bias.double()
+        weight = head.weight.double() / 32**0.5 if head.tied else head.weight.double()
     scores = x @ weight.T + (0.0 if head.bias is None else head.bias.double())
     if not head.cutoffs:
         return torch.softmax(scores, -1)
@@ -60,6 +64,8 @@ def defined(head, streams, targets):
         {"blocks": "ordinary", "activations": "stored"},
         {"output_bias": True},
         {"output_bias": True, "tied_embeddings": True},
+        {"norm": "rms", "logit_scale": 0.7},
+        {"norm": "rms", "logit_scale": 0.7, "tied_embeddings": True},
         {"adaptive_cutoffs": CUTOFFS},
         {"adaptive_cutoffs": CUTOFFS, "tied_embeddings": True},
         {"adaptive_cutoffs": CUTOFFS, "blocks": "ordinary", "activations": "stored"},

@@ -7,7 +7,7 @@ from megasparse.attention.contract import AttentionOutput
 from megasparse.model import feed_forward
 from megasparse.model.build import build_model
 from megasparse.ops.random import relu_dropout
-from tests.helpers.models import attention, random_tokens, small, training_draws
+from tests.helpers.models import PARTS, attention, random_tokens, small, training_draws
 
 
 def gradients(model, tokens, step=0):
@@ -29,8 +29,9 @@ def reversible_and_stored(dtype=torch.float32, **changes):
     return build_model(config, 0, dtype), build_model(stored, 0, dtype)
 
 
-def test_gradients_at_depth_12_with_dropout_and_lsh_in_fp32():
-    ours, stored = reversible_and_stored(layers=12, dropout=0.1, attention=attention("local", "lsh"))
+@pytest.mark.parametrize("parts", [{}, PARTS, {**PARTS, "feed_forward": "geglu", "feed_forward_tiles": 3}])
+def test_gradients_at_depth_12_with_dropout_and_lsh_in_fp32(parts):
+    ours, stored = reversible_and_stored(layers=12, dropout=0.1, attention=attention("local", "lsh"), **parts)
     tokens = random_tokens(2, 128)
     (loss, a), (exact_loss, b) = gradients(ours, tokens), gradients(stored, tokens)
     assert loss == exact_loss

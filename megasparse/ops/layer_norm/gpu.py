@@ -13,7 +13,7 @@ from megasparse.ops.layer_norm import kernels
 _PROGRAMS = 512  # that add up the weights' gradients, whatever the number of rows: sums are the same on every GPU
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
     """Computes `operator.layer_norm` by kernels.
 
     Cost: forward reads x and writes the result; backward reads x and the gradient and writes x's, and 8·512·E bytes of
@@ -24,11 +24,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
 
 class _LayerNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x, dtype=dtype)
-        launch(kernels.norm, (_rows(x),), x, weight, bias, out, x.shape[-1], eps, **_settings(x))
-        ctx.eps = eps
+        ctx.eps, ctx.centred = eps, bias is not None
+        launch(kernels.norm, (_rows(x),), x, weight, bias, out, x.shape[-1], eps, CENTRED=ctx.centred, **_settings(x))
         ctx.save_for_backward(x, weight)
         return out
 
@@ -38,11 +38,11 @@ class _LayerNorm(Function):
         rows, width = _rows(x), x.shape[-1]
         programs = min(_PROGRAMS, rows)
         dx = torch.empty_like(x)
-        sums = torch.empty(programs, 2, width, dtype=torch.float32, device=x.device)
+        sums = torch.empty(programs, 1 + ctx.centred, width, dtype=torch.float32, device=x.device)
         arguments = (x, weight, grads[0].contiguous(), dx, sums, rows, width, programs, ctx.eps)
-        launch(kernels.norm_gradient, (programs,), *arguments, **_settings(x))
-        d_weight, d_bias = sums.sum(0).to(weight.dtype)
-        return dx, d_weight, d_bias, None, None
+        launch(kernels.norm_gradient, (programs,), *arguments, CENTRED=ctx.centred, **_settings(x))
+        d_weight, *d_bias = sums.sum(0).to(weight.dtype)
+        return dx, d_weight, d_bias[0] if d_bias else None, None, None
 
 
 def _rows(x: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Layer normalisation: the definition, torch's, or kernels that also convert."""
+"""Layer and RMS normalisation: the definition, torch's, or kernels that also convert."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,11 @@ _WIDEST = 16384
 """Numbers of a row that one program holds."""
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """Normalise x (..., E) over its last dimension (Ba et al. 2016), in the dtype of x, fp32 at least in kernels.
 
-    weight, bias: (E,), of any dtype. dtype: of the result, by default that of x. Returns (..., E).
+    weight, bias: (E,), of any dtype; without a bias it is RMS normalisation (Zhang and Sennrich 2019), which does not
+    centre. dtype: of the result, by default that of x. Returns (..., E).
     """
     dtype = dtype or x.dtype
     chosen = implementation(x, largest_width=_WIDEST)

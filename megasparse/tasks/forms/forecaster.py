@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding, projection
+from megasparse.attention.norm import Norm
 from megasparse.config.parts import encoder_part
 from megasparse.config.schema import ModelConfig
 from megasparse.model.embedding import Positions
 from megasparse.model.encoder_decoder import SourceEncoder
-from megasparse.model.norm import Norm
 from megasparse.model.stack import Stack
 from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import Backbone, attention_settings

@@ -1,0 +1,65 @@
+"""Frequencies of rotary positions, and their scaling to sequences longer than a model was trained on. D head dim."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megasparse.config.schema import PositionsConfig, RotaryScalingConfig
+from megasparse.ops.positions import rotate
+
+
+class Rotary:
+    """Rotation of queries and keys by f_i = base^(−2i/D), or by what `model.positions.scaling` makes of these:
+
+    linear: f_i/factor (Chen et al. 2023). ntk: those of base·factor^(D/(D−2)). llama3: f_i of wavelengths up to
+    original_length/high_frequency, f_i/factor from original_length/low_frequency on, between them in proportion to the
+    number of turns. yarn (Peng et al. 2023, "NTK by parts"): likewise between `fast` and `slow` turns in
+    original_length, in proportion to i, and queries and keys are multiplied by attention_factor.
+    """
+
+    def __init__(self, positions: PositionsConfig, head_dim: int):
+        self.base, self.scaling, self.half = positions.base, positions.scaling, head_dim // 2
+        scaling = self.scaling
+        self.scale = 1.0
+        if scaling is not None and scaling.kind == "yarn":
+            self.scale = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+
+    def __call__(self, x: Tensor, first_position: int) -> Tensor:
+        """Rotate x (B, H, L, D), of the positions from `first_position` on."""
+        return rotate(x, first_position, self.frequencies(x.device), self.scale)
+
+    def frequencies(self, device: torch.device | str = "cpu") -> Tensor:
+        """Angles that the pairs turn by from one position to the next, (D/2,) float64."""
+        base, scaling = self.base, self.scaling
+        if scaling is not None and scaling.kind == "ntk":
+            base *= scaling.factor ** (self.half / (self.half - 1))
+        number = torch.arange(self.half, dtype=torch.float64, device=device)
+        found = base ** (-number / self.half)
+        if scaling is None or scaling.kind == "ntk":
+            return found
+        if scaling.kind == "linear":
+            return found / scaling.factor
+        kept = self._kept_by_number(number, scaling) if scaling.kind == "yarn" else _kept_by_turns(found, scaling)
+        return found * (kept + (1 - kept) / scaling.factor)
+
+    def _kept_by_number(self, number: Tensor, scaling: RotaryScalingConfig) -> Tensor:
+        """Share of each frequency that YaRN leaves as it is."""
+        assert scaling.original_length is not None
+
+        def pair(turns: float) -> float:
+            """Number of the pair that makes so many turns in the original length."""
+            assert scaling.original_length is not None
+            return self.half * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(self.base)
+
+        first = max(math.floor(pair(scaling.fast)), 0)
+        last = min(math.ceil(pair(scaling.slow)), 2 * self.half - 1)
+        return 1 - ((number - first) / max(last - first, 0.001)).clamp(0, 1)
+
+
+def _kept_by_turns(frequency: Tensor, scaling: RotaryScalingConfig) -> Tensor:
+    """Share of each frequency that Llama 3's scaling leaves as it is."""
+    assert scaling.original_length is not None
+    turns = scaling.original_length * frequency / (2 * math.pi)
+    low, high = scaling.low_frequency, scaling.high_frequency
+    return ((turns - low) / (high - low)).clamp(0, 1)
