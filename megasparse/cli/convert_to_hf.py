@@ -4,11 +4,13 @@
     megasparse convert to-hf --checkpoint runs/enwik8/checkpoints/00020000 --output export/enwik8 \\
       --evaluation runs/enwik8/test.json
     megasparse convert to-hf --checkpoint runs/local --to reformer --output export/reformer
+    megasparse convert to-hf --checkpoint runs/smollm --to llama --output export/smollm
 
 `megasparse`, the default, takes any of our models: the folder holds the code, and AutoModelForCausalLM,
 AutoModelForMaskedLM or AutoModelForSeq2SeqLM load it with trust_remote_code=True where only torch and transformers are
-installed; so do AutoModelForSequenceClassification and pipeline(), except for an encoder-decoder. `bert`, `reformer`
-and `yoso` are transformers' own architectures, for the models that they can express. The tokenizer is included.
+installed; so do AutoModelForSequenceClassification and pipeline(), except for an encoder-decoder. The others are
+transformers' own architectures, for the models that they can express. The tokenizer is included, of an imported decoder
+with its chat template.
 
 The written model is run beside ours on the same text, and OUT appears only where their outputs agree to 1e-4.
 """

@@ -9,7 +9,7 @@ from megasparse.config.attention_checks import check_attention, check_heads
 from megasparse.config.messages import show
 from megasparse.config.parts import decoder_part, encoder_part
 from megasparse.config.pattern import heads_of_layer, kinds
-from megasparse.config.schema import ModelConfig, PositionsConfig
+from megasparse.config.schema import ModelConfig, PositionsConfig, RotaryScalingConfig
 from megasparse.errors import ConfigError
 
 LARGEST = 2**31 - 1
@@ -282,8 +282,9 @@ def _check_rotary(positions: PositionsConfig, model: ModelConfig) -> None:
         return
     section = "model.positions.scaling"
     for key, having in SCALED_BY.items():
-        if key in scaling.model_fields_set and getattr(scaling, key) is not None and scaling.kind not in having:
-            problem = f'{getattr(scaling, key)} is given, but "{scaling.kind}" has none'
+        value = getattr(scaling, key)
+        if value != RotaryScalingConfig.model_fields[key].default and scaling.kind not in having:
+            problem = f'{value} is given, but "{scaling.kind}" has none'
             raise ConfigError(f"{section}.{key}", problem, "Leave it out")
     if scaling.kind in SCALED_BY["original_length"] and scaling.original_length is None:
         problem = f'null, but "{scaling.kind}" scales what is long beside the length of the training before'

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from megasparse.config.model_checks import check_model
 from megasparse.config.pattern import heads_of_layer
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import HubError
-from megasparse.hub.formats import Exported, Imported
+from megasparse.hub.compare import watched_outputs
+from megasparse.hub.formats import Exported, Imported, check_parts, must_be
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import tokenizer_files
 
@@ -95,8 +96,8 @@ class BERTFormat:
         beside = [name for name in names if name in copies or name.startswith(ignored)]
         tensors.check(shapes | {name: tensors.shape(name) for name in beside})
         if model.tied_embeddings:
-            _check_tied(tensors, head, stored["embedding.weight"])
-            _check_tied(tensors, second, bias)
+            check_tied(tensors, head, stored["embedding.weight"])
+            check_tied(tensors, second, bias)
         found: dict[str, Callable[[], Tensor]] = {
             weight.ours: partial(_read, tensors, stored[weight.ours], weight) for weight in weights
         }
@@ -106,24 +107,16 @@ class BERTFormat:
     @torch.no_grad()
     def outputs(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
         """See formats.Format. The output of a branch is what is added to the stream."""
-        found: list[tuple[str, Tensor]] = []
-
-        def keep(name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
-            found.append((name, output))
-
         base: Any = getattr(model, self.name)
         watched = {"embedding": base.embeddings}
         for number, layer in enumerate(base.encoder.layer):
             watched[f"layer {number} attention"] = layer.attention.output.dense
             watched[f"layer {number} feed-forward"] = layer.output.dense
-        hooks = [module.register_forward_hook(partial(keep, name)) for name, module in watched.items()]
-        try:
-            logits = model(attention_mask=torch.ones_like(tokens), **self.inputs(tokens)).logits
-        finally:
-            for hook in hooks:
-                hook.remove()
-        yield from found
-        yield "logits", logits
+        def logits() -> Tensor:
+            found: Tensor = model(attention_mask=torch.ones_like(tokens), **self.inputs(tokens)).logits
+            return found
+
+        return watched_outputs(watched, logits)
 
     # What another architecture has under other names.
 
@@ -151,11 +144,7 @@ class BERTFormat:
         return iter(())
 
     def must_be(self, key: str, value: Any, *only: Any) -> None:
-        """Raise HubError for a value of our configuration that HuggingFace's architecture has not."""
-        if value not in only:
-            there = " or ".join(map(repr, only))
-            problem = f"{value!r} is not in HuggingFace's {self.name}, which has only {there} there"
-            raise HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
+        must_be(self.name, key, value, *only)
 
     def _check_expressible(self, model: ModelConfig) -> None:
         self.must_be("kind", model.kind, "encoder")
@@ -163,6 +152,7 @@ class BERTFormat:
         self.must_be("positions.kind", model.positions.kind, "learned")
         self.must_be("positions.offset", model.positions.offset, *range(self.offset + 1))
         self.must_be("head_dim", model.head_dim, None, model.d_model / model.heads)
+        check_parts(self.name, model)
         for number, entry in enumerate(model.attention.pattern):
             if heads_of_layer(model, number) != {self.attention: model.heads}:
                 self.must_be(f"attention.pattern[{number}]", entry, self.attention)
@@ -191,16 +181,7 @@ class BERTFormat:
 
     def _read_config(self, values: dict[str, Any], path: Path) -> Any:
         """HuggingFace's configuration. Raises HubError naming `path` for what is none, or not expressible here."""
-        from huggingface_hub.errors import StrictDataclassError
-        from transformers import CONFIG_MAPPING
-
-        if values.get("model_type") != self.name:
-            raise HubError(path, f"its model_type is {values.get('model_type')!r}", f"Give a model of {self.name!r}")
-        try:
-            config = CONFIG_MAPPING[self.name].from_dict(values)
-        except (StrictDataclassError, TypeError, ValueError) as error:
-            problem = f"is no configuration of {self.name} ({' '.join(str(error).split())})"
-            raise HubError(path, problem, OWN_CONFIG) from None
+        config = read_configuration(self.name, values, path)
         for key, only in self.wanted.items():
             if (value := getattr(config, key, only)) != only:
                 raise not_ours(path, key, value, repr(only))
@@ -232,14 +213,7 @@ class BERTFormat:
             "attention": self.attention_of(config, path),
             "masking": {"token": config.vocab_size - 1 if mask is None else mask},
         }
-        try:
-            model = ModelConfig.model_validate(section)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in ("model", *first["loc"]))
-            raise HubError(path, f"gives {key} = {first['input']!r} ({first['msg']})", OWN_CONFIG) from None
-        check_model(model)
-        return model
+        return model_of(section, path)
 
     def _weights(self, model: ModelConfig) -> Iterator[Weight]:
         width, inner, vocabulary = model.d_model, model.d_ff, model.vocabulary
@@ -300,6 +274,34 @@ class BERTFormat:
 FORMAT = BERTFormat()
 
 
+def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
+    """HuggingFace's configuration of a model_type. Raises HubError naming `path` for what is none."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    if values.get("model_type") != name:
+        raise HubError(path, f"its model_type is {values.get('model_type')!r}", f"Give a model of {name!r}")
+    try:
+        return CONFIG_MAPPING[name].from_dict(values)
+    except (StrictDataclassError, TypeError, ValueError, LookupError) as error:
+        problem = f"is no configuration of {name} ({' '.join(str(error).split())})"
+        raise HubError(path, problem, OWN_CONFIG) from None
+
+
+def model_of(section: dict[str, Any], path: Path) -> ModelConfig:
+    """Our configuration of the values that were read from `path`. Raises HubError, or ConfigError for values that do
+    not go together.
+    """
+    try:
+        model = ModelConfig.model_validate(section)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in ("model", *first["loc"]))
+        raise HubError(path, f"gives {key} = {first['input']!r} ({first['msg']})", OWN_CONFIG) from None
+    check_model(model)
+    return model
+
+
 def not_ours(path: Path, key: str, value: Any, only: str) -> HubError:
     """The error that config.json has a value that ours cannot express."""
     return HubError(path, f"{key} is {value!r}, and ours has only {only} there", "Such a model cannot be imported")
@@ -316,7 +318,7 @@ def _read(tensors: TensorFile, name: str, weight: Weight) -> Tensor:
     return value if weight.our_shape is None else value.view(weight.our_shape)
 
 
-def _check_tied(tensors: TensorFile, copy: str, of: str) -> None:
+def check_tied(tensors: TensorFile, copy: str, of: str) -> None:
     """Raise HubError where the file has a tied parameter twice, with different values."""
     if copy in tensors.names() and not torch.equal(tensors.read(copy), tensors.read(of)):
         problem = f"{copy} and {of} differ, though by its config.json they are one"

@@ -1,7 +1,8 @@
 """Two models on the same tokens, layer by layer. B batch, L length, S of them a source's, E d_model, V vocabulary."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,6 +96,22 @@ def observed(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def watched_outputs(modules: dict[str, torch.nn.Module], logits: Callable[[], Tensor]) -> Outputs:
+    """The output of each module as `logits` runs, in the order of their calls, and what that returns."""
+    found: list[tuple[str, Tensor]] = []
+
+    def keep(name: str, module: Any, inputs: Any, output: Tensor) -> None:
+        found.append((name, output))
+
+    hooks = [module.register_forward_hook(partial(keep, name)) for name, module in modules.items()]
+    try:
+        last = logits()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return iter([*found, ("logits", last)])
 
 
 def first_difference(

@@ -39,7 +39,7 @@ def to_hf(
     """Write the weights of a checkpoint as a HuggingFace model: OUTPUT, which appears whole or not at all.
 
     checkpoint: a checkpoint's folder, or a run's (its newest), of any number of ranks and ZeRO stage. to: the
-    architecture, "megasparse", "reformer", "yoso" or "bert". evaluation: a result of megasparse evaluate for the model
+    architecture, one of `formats.FORMATS`. evaluation: a result of megasparse evaluate for the model
     card; where left out, those in the run's folder.
     Before OUTPUT gets its name, both models are run on the same text in fp32, ours first, then the one that
     transformers loads from the written files.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import Tensor
 
-from megasparse.config.schema import Config
-from megasparse.errors import ConfigError, did_you_mean
+from megasparse.config.schema import Config, ModelConfig
+from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub.tensor_file import TensorFile
 
 if TYPE_CHECKING:
@@ -59,14 +59,17 @@ class Format(Protocol):
         """
 
 
+DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+
 FORMATS = {
     "bert": "megasparse.hub.bert",
+    **dict.fromkeys(DECODERS, "megasparse.hub.decoders"),
     "megasparse": "megasparse.hub.megasparse_format",
     "reformer": "megasparse.hub.reformer",
     "roberta": "megasparse.hub.roberta",
     "yoso": "megasparse.hub.yoso",
 }
-"""The module of each, whose FORMAT it is; imported only when it is asked for, for it may need transformers."""
+"""The module of each, whose FORMAT it is or has; imported only when it is asked for, for it may need transformers."""
 
 
 TASKS = {"decoder": "ForCausalLM", "encoder": "ForMaskedLM", "encoder_decoder": "ForSeq2SeqLM"}
@@ -77,7 +80,29 @@ def format_named(name: str) -> Format:
     """Raises ConfigError where there is none of this name."""
     if name not in FORMATS:
         raise ConfigError("format", f'there is none named "{name}"', did_you_mean(name, FORMATS))
-    return cast(Format, importlib.import_module(FORMATS[name]).FORMAT)
+    found = importlib.import_module(FORMATS[name]).FORMAT
+    return cast(Format, found[name] if isinstance(found, dict) else found)
+
+
+PARTS = (
+    "key_heads", "attention_biases", "query_key_norm", "feed_forward", "feed_forward_biases", "norm", "logit_scale",
+    "start_token",
+)  # fmt: skip
+"""Keys of `model` that encoders and Reformers of HuggingFace's have one value of."""
+
+
+def must_be(architecture: str, key: str, value: Any, *only: Any) -> None:
+    """Raise HubError for a value of our configuration that an architecture of HuggingFace's has not."""
+    if value not in only:
+        there = " or ".join(map(repr, only))
+        problem = f"{value!r} is not in HuggingFace's {architecture}, which has only {there} there"
+        raise HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
+
+
+def check_parts(architecture: str, model: ModelConfig) -> None:
+    """Raise HubError for another value of one of PARTS than its default."""
+    for key in PARTS:
+        must_be(architecture, key, getattr(model, key), ModelConfig.model_fields[key].default)
 
 
 def comparable(format: Format, config: Config) -> Config:

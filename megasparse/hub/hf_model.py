@@ -1,8 +1,11 @@
 """A model of HuggingFace's in a local folder: which one it is, and what it is as one of ours."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +17,9 @@ from megasparse.config.schema import Config, ModelConfig, SourceConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError, did_you_mean
 from megasparse.hub.compare import compared_length, first_difference, our_outputs, padded
-from megasparse.hub.formats import FORMATS, TASKS, Format, comparable, format_named
+from megasparse.hub.formats import DECODERS, FORMATS, TASKS, Format, comparable, format_named
 from megasparse.hub.tensor_file import TensorFile
-from megasparse.hub.tokenizer_files import FILE, found_tokenizer
+from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, beside, found_tokenizer
 from megasparse.model.build import Model, build_model
 from megasparse.training.checkpoints.checkpoint import persistent_buffers
 
@@ -38,19 +41,22 @@ class HFModel:
     """Configuration of our model, which is in no run yet."""
     tensors: dict[str, Callable[[], Tensor]]
     """Our name of every weight, and its value, read when called."""
+    temporary: TemporaryDirectory[str] | None = None
+    """What the folder lies in, where it is of a GGUF file."""
 
     @staticmethod
     def open(name: str | Path) -> "HFModel":
-        """Open a model. name: a folder, or the name of a model in transformers' local cache. Nothing is downloaded, and
-        no code that comes with a model is run.
+        """Open a model. name: a folder, a GGUF file, or the name of a model in transformers' local cache. Nothing is
+        downloaded, and no code that comes with a model is run.
 
         Raises HubError for what is missing, damaged or of an architecture that ours does not express; ConfigError where
         the settings it gives do not go together.
         """
-        folder = find_folder(name)
+        found = unpacked(Path(name)) if Path(name).suffix == ".gguf" else None
+        folder = find_folder(name if found is None else found.name)
         values = read_config(folder)
         kind = format_named(_known_type(values, folder))
-        if kind.name in ("bert", "roberta") and not (folder / FILE).is_file():
+        if kind.name in ("bert", "roberta", *DECODERS) and not (folder / FILE).is_file():
             hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
             raise HubError(folder / FILE, "is missing, without which its tokens mean nothing", hint)
         imported = kind.load(values, TensorFile.open(folder))
@@ -61,12 +67,21 @@ class HFModel:
         data = {"sequence_length": length, **imported.config.get("data", {})}
         data["tokenizer"] = found_tokenizer(folder, data.get("tokenizer"))
         sections = _with_special(folder, {**imported.config, "data": data})
-        return HFModel(folder, kind, build_config(sections), imported.tensors)
+        return HFModel(folder, kind, build_config(sections), imported.tensors, found)
 
     @property
     def tokenizer_file(self) -> Path | None:
         """Path of the tokenizer's file in the folder; None where the tokenizer needs none."""
         return build_tokenizer(self.config.data.tokenizer).file
+
+    @property
+    def beside(self) -> Files:
+        """A decoder's chat template, and what else lies beside its tokenizer; the tokens that end and pad a text."""
+        if self.format.name not in DECODERS:
+            return {}
+        values = read_config(self.folder)
+        ids = {key: values[key] for key in SPECIAL if values.get(key) is not None}
+        return {GENERATION: json.dumps(ids, indent=2) + "\n", **beside(self.folder)}
 
     def build(self, config: Config | None = None) -> Model:
         """Our model with its weights, in evaluation mode. config: another one with the same weights."""
@@ -117,6 +132,30 @@ class HFModel:
         layer, difference = differences[0]
         problem = f"our model differs from it, first in {layer}, by {difference:.2g}"
         raise HubError(self.folder, problem, "Report it, with the model's config.json")
+
+
+def unpacked(path: Path) -> TemporaryDirectory[str]:
+    """A folder of the model in a GGUF file, dequantised to fp32 by transformers. Raises HubError."""
+    if find_spec("gguf") is None:
+        raise HubError("gguf", "is not installed, which reads GGUF files", "Install it: pip install gguf")
+    import transformers
+
+    from megasparse.hub.export import write_tensors
+
+    place = {"gguf_file": path.name, "local_files_only": True}
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **place)
+    except Exception as error:  # what gguf raises is no special error
+        problem = f"transformers does not load it ({' '.join(str(error).split())})"
+        raise HubError(path, problem, "Give a GGUF file that it loads") from None
+    folder = TemporaryDirectory()
+    tokenizer.save_pretrained(folder.name)
+    values = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    (Path(folder.name) / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    write_tensors(((name, x) for name, x in model.state_dict().items() if name not in tied), Path(folder.name))
+    return folder
 
 
 def find_folder(name: str | Path) -> Path:

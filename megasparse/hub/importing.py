@@ -27,14 +27,18 @@ FIRST = Path("checkpoints", "00000000")
 
 
 def write_checkpoint(
-    config: Config, tensors: Mapping[str, Callable[[], Tensor]], output: str | Path, tokenizer: Path | None = None
+    config: Config,
+    tensors: Mapping[str, Callable[[], Tensor]],
+    output: str | Path,
+    tokenizer: Path | None = None,
+    beside: Mapping[str, str | bytes] | None = None,
 ) -> Path:
     """Write OUTPUT/checkpoints/00000000, a checkpoint of weights alone, and OUTPUT/config.json; returns its path.
 
     A run goes on from it with `megasparse pretrain --resume PATH`, on any data of its tokenizer and with any settings
     but those of its model. tensors: the value (fp32) of every parameter and persistent buffer of `config.model`, read
-    one at a time. tokenizer: its file, which is copied to `data.tokenizer`, a file in OUTPUT. OUTPUT appears whole or
-    not at all.
+    one at a time. tokenizer: its file, which is copied to `data.tokenizer`, a file in OUTPUT. beside: content of
+    further files, by name. OUTPUT appears whole or not at all.
     Raises HubError where OUTPUT exists, cannot be written, or a tensor is missing, unexpected, of another shape or not
     finite.
     """
@@ -67,6 +71,8 @@ def write_checkpoint(
         _write(temporary / "config.json", (config.model_dump_json(indent=2) + "\n").encode())
         if tokenizer is not None:
             _write(temporary / Path(config.data.tokenizer).name, tokenizer.read_bytes())
+        for name, content in (beside or {}).items():
+            _write(temporary / name, content.encode() if isinstance(content, str) else content)
     return output / FIRST
 
 

@@ -23,7 +23,7 @@ from megasparse.hub.bundle import AUTO_MAP, bundle
 from megasparse.hub.compare import observed, sides
 from megasparse.hub.formats import TASKS, Exported, Imported
 from megasparse.hub.tensor_file import TensorFile
-from megasparse.hub.tokenizer_files import own_name, separator, tokenizer_files
+from megasparse.hub.tokenizer_files import GENERATION, chat_files, own_name, separator
 from megasparse.model.build import empty_model
 from megasparse.training.checkpoints.checkpoint import persistent_buffers
 
@@ -54,9 +54,10 @@ class MegasparseFormat:
             **special_tokens(config),
         }
         longest = model.max_length - (model.kind == "decoder") if model.source is None else model.source.length
-        files = {**bundle(), **tokenizer_files(config, longest)}
+        files = {**bundle(), **chat_files(config, longest)}
         if model.kind != "encoder":
-            files["generation_config.json"] = json.dumps(generation(config), indent=2) + "\n"
+            given = json.loads(files.get(GENERATION, "{}"))
+            files[GENERATION] = json.dumps(given | generation(config), indent=2) + "\n"
         return Exported(hf_config, lambda: ((PREFIX + name, weight(name)) for name in names), files)
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:

@@ -14,7 +14,7 @@ from megasparse.config.load import build_config
 from megasparse.config.pattern import attends_fully, heads_of_layer, kinds
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import HubError
-from megasparse.hub.formats import Exported, Imported
+from megasparse.hub.formats import Exported, Imported, check_parts
 from megasparse.hub.reformer_config import hf_config, model_section, other_files, read_config
 from megasparse.hub.reformer_outputs import outputs
 from megasparse.hub.tensor_file import TensorFile
@@ -82,6 +82,7 @@ class ReformerFormat:
         """See formats.Format."""
         model = config.model
         _check_expressible(model)
+        check_parts(self.name, model)
         start = weight("embedding.start")
         rows = (weight("embedding.weight").view(torch.int32) == start.view(torch.int32)).all(dim=1).nonzero()
         bos = int(rows[0]) if len(rows) else model.vocabulary

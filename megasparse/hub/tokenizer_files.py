@@ -10,7 +10,13 @@ from megasparse.data.tokenizers.files import BEGIN, MASK, PADDING, SEPARATOR
 from megasparse.errors import HubError
 from megasparse.hub.fast_tokenizer import is_of_bytes, name_of, of_bytes, of_unigram, of_words, with_end, with_start
 
-FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+FILE, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+BESIDE = (
+    SETTINGS, GENERATION, "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model",
+)  # fmt: skip
+"""What else a folder may hold of a decoder's tokenizer, chat template and generation."""
+SPECIAL = ("eos_token_id", "pad_token_id")
 TRAINED = "training_tokenizer.json"
 """The file of the training, where `FILE` is another one."""
 
@@ -44,6 +50,28 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
     if end is not None:
         return {**_ended(values, longest, end), **files}
     return {FILE: _json(values, 1), SETTINGS: _json(_settings(longest, mask is None, _names(values))), **files}
+
+
+def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
+    """The files of a tokenizer: where a decoder's was imported with its chat template and settings, those themselves;
+    else those of `tokenizer_files`.
+    """
+    file = build_tokenizer(config.data.tokenizer).file
+    imported = file is not None and file.name == FILE and (file.parent / SETTINGS).is_file()
+    if file is None or not imported or config.model.kind != "decoder":
+        return tokenizer_files(config, longest, room)
+    return {FILE: file.read_bytes(), **beside(file.parent)}
+
+
+def beside(folder: Path) -> Files:
+    """Name and content of what lies beside a tokenizer.json in a folder of a decoder."""
+    return {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
+
+
+def special_ids(files: Files) -> dict[str, Any]:
+    """The tokens, or null, that end and pad a text by generation_config.json."""
+    values = json.loads(files.get(GENERATION, "{}"))
+    return {key: values.get(key) for key in SPECIAL}
 
 
 def byte_files(

@@ -18,7 +18,7 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, loa
 from megasparse.training.checkpoints.manifest import seal
 from megasparse.training.checkpoints.rank_file import RankFile
 from tests.helpers.hub import SEED, checkpoint, decoder, encoder
-from tests.helpers.models import attention, causal_names, encoder_names, random_tokens, small_pair
+from tests.helpers.models import PARTS, attention, causal_names, encoder_names, random_tokens, small_pair
 from tests.helpers.trained import prepared, trained
 
 
@@ -41,12 +41,13 @@ def test_every_mechanism_is_exported_with_all_its_weights(tmp_path, kind):
         decoder("local", tied_embeddings=True, activations="stored"),
         decoder("lsh", blocks="ordinary", activations="checkpoint_cpu", tied_embeddings=True),
         decoder("full", positions={"kind": "rotary"}, head_dim=8, score_from=3),
+        decoder("lsh", **PARTS, start_token=3),
         decoder("full", max_length=700, positions={"kind": "learned"}, vocabulary=300),
         encoder("full", style="bert", blocks="ordinary", activations="stored", positions={"kind": "learned"}),
         small_pair(source={"cross_attention": "lsh", "shared_embedding": False}, tied_embeddings=True),
         small_pair(blocks="ordinary", activations="checkpoint", source={"attention": attention("smyrf", "lha")}),
     ],
-    ids=["tied", "ordinary", "rotary", "long", "bert", "encoder-decoder", "encoder-decoder shared"],
+    ids=["tied", "ordinary", "rotary", "parts", "long", "bert", "encoder-decoder", "encoder-decoder shared"],
 )
 def test_a_model_comes_back_bit_for_bit(tmp_path, config):
     model, path = checkpoint(config, tmp_path / "run")

@@ -1,0 +1,182 @@
+"""HuggingFace's decoders in and out: weights to the bit, logits, tokenizers, and what is refused."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from megasparse.cli.main import door
+from megasparse.config.load import build_config
+from megasparse.errors import HubError
+from megasparse.hub import from_pretrained
+from megasparse.hub.formats import format_named
+from megasparse.hub.hf_model import HFModel
+from megasparse.ops.random import RngContext
+from tests.helpers.models import random_tokens
+from tests.helpers.tokenizers import byte_level, written
+
+SIZES = dict(vocab_size=270, bos_token_id=0, eos_token_id=2, pad_token_id=1)
+LLAMA = SIZES | dict(
+    hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=70, rms_norm_eps=1e-6,
+)  # fmt: skip
+GPT2 = SIZES | dict(n_embd=30, n_layer=2, n_head=5, n_positions=70)
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 20, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "rope_theta": 500.0}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 3.5, "original_max_position_embeddings": 20, "rope_theta": 500.0,
+        "beta_fast": 20.0, "beta_slow": 2.0}  # fmt: skip
+KINDS = {
+    "llama": LLAMA,
+    "llama as SmolLM": {**LLAMA, "tie_word_embeddings": True, "rope_theta": 100000.0, "num_attention_heads": 8},
+    "llama with biases, scaled": {**LLAMA, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    "llama of gelu": {**LLAMA, "hidden_act": "gelu_pytorch_tanh", "head_dim": 12, "num_key_value_heads": 4},
+    "mistral": {**LLAMA, "head_dim": 10, "sliding_window": None},
+    "qwen2": {**LLAMA, "bos_token_id": None, "rope_parameters": YARN},
+    "qwen3": {**LLAMA, "head_dim": 16, "tie_word_embeddings": True},
+    "gpt2": GPT2,
+    "gpt2 untied": {**GPT2, "tie_word_embeddings": False, "n_inner": 50, "activation_function": "gelu"},
+}
+TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
+
+
+def theirs(name):
+    """HuggingFace's model, every weight random."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name.split()[0], **KINDS[name])).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def saved(name, folder):
+    """The folder of a model with its tokenizer, and the model."""
+    model = theirs(name)
+    model.save_pretrained(folder)
+    written(folder, byte_level())
+    AutoTokenizer.from_pretrained(folder, chat_template=TEMPLATE).save_pretrained(folder)
+    written(folder, byte_level())
+    return model
+
+
+def logits_of(model, tokens):
+    """Logits of the token after each."""
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_in_and_out_again_is_the_same_model(tmp_path, name, capsys):
+    original, kind = saved(name, tmp_path / "theirs"), name.split()[0]
+    door("convert from-hf")(["--model", str(tmp_path / "theirs"), "--output", str(tmp_path / "run")])
+    assert "the same as ours in every layer, on 70 tokens" in capsys.readouterr().err
+
+    start = original.config.bos_token_id if original.config.bos_token_id is not None else 2
+    tokens = torch.cat([torch.full((2, 1), start), random_tokens(2, 69)], 1)
+    expected, ours = logits_of(original, tokens), from_pretrained(tmp_path / "theirs")
+    cache = ours.new_cache(2, seed=0)
+    found = [ours.prefill(tokens[:, 1:40], cache), *(ours.decode(token, cache) for token in tokens[:, 40:].unbind(1))]
+    torch.testing.assert_close(torch.stack(found, 1), expected[:, 39:], rtol=0, atol=1e-4)
+    nats = ours.token_scores(tokens[:, 1:], RngContext.evaluation(0, 2)).nats
+    exact = -torch.log_softmax(expected[:, :-1], -1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(nats, exact, rtol=0, atol=1e-4)
+
+    door("convert to-hf")(["--checkpoint", f"{tmp_path}/run", "--output", f"{tmp_path}/out", "--to", kind])
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits_of(again, tokens), expected)
+    before, after = (load_file(tmp_path / part / "model.safetensors") for part in ("theirs", "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    given, written_config = original.config.to_dict(), again.config.to_dict()
+    left_out = {
+        "_name_or_path",
+        "bos_token_id",
+        "architectures",
+        "attention_dropout",
+        "embd_pdrop",
+        "n_inner",
+        "layer_types",
+    }
+    for key in given.keys() - left_out:
+        assert written_config[key] == given[key], key
+    chat, prompts = [{"role": "user", "content": "the end"}], []
+    for part in ("theirs", "out"):
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / part)
+        prompts.append((tokenizer.apply_chat_template(chat, tokenize=False), tokenizer("Is it?").input_ids))
+    assert prompts[0] == prompts[1] and prompts[0][0] == "<s>the end</s>"
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_old_files_of_gpt2_are_read(tmp_path, buffer):
+    """Without the prefix of their names, with the masks as buffers."""
+    model, file = saved("gpt2", tmp_path), tmp_path / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    if buffer:
+        tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 70, 70) for i in range(2)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    weights = dict(from_pretrained(tmp_path).named_parameters())
+    assert torch.equal(weights["embedding.weight"], model.transformer.wte.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ("llama", {"bos_token_id": None, "eos_token_id": None}, "neither bos_token_id nor eos_token_id"),
+        ("llama", {"num_key_value_heads": 3}, "3 does not divide model.heads = 4"),
+        ("mistral", {"sliding_window": 40}, 'sliding_window is 40.*Set "max_position_embeddings" to 40'),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ("gpt2", {"model_type": "smollm3"}, "model_type is 'smollm3', which cannot be imported"),
+    ],
+)
+def test_what_ours_cannot_express_is_one_line(tmp_path, name, change, problem):
+    saved(name, tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    if "rope_scaling" in change:
+        values.pop("rope_parameters")
+    path.write_text(json.dumps(values | change))
+    with pytest.raises(Exception, match=problem) as error:
+        HFModel.open(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_its_tokenizer_and_gguf_without_its_package(tmp_path, monkeypatch):
+    saved("llama", tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(HubError, match=r"tokenizer\.json: is missing"):
+        HFModel.open(tmp_path)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(HubError, match=r"gguf: is not installed.*pip install gguf"):
+        HFModel.open(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("to", "changes", "key"),
+    [
+        ("llama", {}, "model.blocks"),
+        ("llama", {"attention": {"pattern": ["lsh"]}}, "model.attention.pattern[0]"),
+        ("llama", {"start_token": None}, "model.start_token"),
+        ("mistral", {"feed_forward_biases": True}, "model.feed_forward_biases"),
+        ("qwen2", {}, "model.attention_biases"),
+        ("qwen3", {}, "model.query_key_norm"),
+        ("gpt2", {}, "model.norm"),
+        ("reformer", {}, "model.key_heads"),
+    ],
+)
+def test_what_theirs_cannot_express_is_one_line(to, changes, key):
+    ordinary = {"blocks": "ordinary", "activations": "stored"}
+    parts = {"norm": "rms", "feed_forward": "swiglu", "feed_forward_biases": False, "logit_scale": 1.0}
+    settings = {"layers": 1, "key_heads": 4, "start_token": 0, "positions": {"kind": "rotary"}, **parts, **changes}
+    if key not in ("model.blocks", "model.key_heads"):
+        settings |= ordinary
+    model = {"max_length": 64, "d_model": 32, "attention": {"pattern": ["full"]}, **settings}
+    if to == "reformer":
+        model |= {"positions": {"kind": "sinusoidal"}, "attention": {"pattern": ["local"]}}
+    config = build_config({"model": model, "data": {"sequence_length": 64}})
+    with pytest.raises(HubError) as error:
+        format_named(to).export(config, lambda name: torch.zeros(1))
+    assert error.value.path == key
