@@ -112,6 +112,7 @@ class BERTFormat:
         for number, layer in enumerate(base.encoder.layer):
             watched[f"layer {number} attention"] = layer.attention.output.dense
             watched[f"layer {number} feed-forward"] = layer.output.dense
+
         def logits() -> Tensor:
             found: Tensor = model(attention_mask=torch.ones_like(tokens), **self.inputs(tokens)).logits
             return found
