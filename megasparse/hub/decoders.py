@@ -213,7 +213,7 @@ class LlamaFormat(DecoderFormat):
         }
 
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
-        activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+        activations: dict[str | None, str] = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
         biases = model.attention_biases or "none"
         self.must_be("norm", model.norm, "rms")
         self.must_be("positions.kind", model.positions.kind, "rotary")

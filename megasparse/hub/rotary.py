@@ -37,7 +37,7 @@ def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
         raise not_ours(path, "truncate", False, "true")
     scaling = {"kind": kind, "factor": float(rope["factor"])}
     scaling |= {key: rope[KEYS[key]] for key in OF_KIND[kind] if rope.get(KEYS[key]) is not None}
-    both = rope.get("mscale"), rope.get("mscale_all_dim")
+    both = [float(rope.get(key) or 0.0) for key in ("mscale", "mscale_all_dim")]
     if kind == "yarn" and all(both) and "attention_factor" not in scaling:
         above, below = (0.1 * scale * math.log(rope["factor"]) + 1.0 for scale in both)
         scaling["attention_factor"] = above / below

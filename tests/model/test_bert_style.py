@@ -185,7 +185,7 @@ def test_rows_before_the_first_position_are_not_read():
     assert grads["embedding.token_types"][0].any() and not grads["embedding.token_types"][1].any()
 
 
-@pytest.mark.parametrize("changed", [{}, {"tied_embeddings": False}])
+@pytest.mark.parametrize("changed", [{}, {"tied_embeddings": False}, {"key_heads": 1, "feed_forward": "swiglu"}])
 def test_flops_are_those_of_its_matrices(changed):
     config = bert(attention=attention("full"), layers=2, **changed)
     matrices = {name: p.numel() for name, p in build_model(config, 0).named_parameters() if p.dim() == 2}
