@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.ops.attention_utility import tiles
@@ -136,6 +137,7 @@ class _Divergence(torch.autograd.Function):
         return sums.to(wide[0].dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grads = [(grad_outputs[0][0] * g).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return None, None, None, *grads

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _exchanged(grads[0], ctx.group), None
 

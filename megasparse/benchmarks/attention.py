@@ -102,8 +102,8 @@ def measure(case: Case) -> Measurement:
     warm_up = WARM_UP[device.type]
     short = min(max(256, 4 * case.model.attention.lsh.chunk), case.model.max_length)
     tiny = replace(case, model=case.model.model_copy(update={"max_length": short}))
-    time_passes(_build(tiny, device)[0], device, 1, 0)  # what libraries take for themselves is not the operation's
-    run, note = _build(case, device)
+    time_passes(build(tiny, device)[0], device, 1, 0)  # what libraries take for themselves is not the operation's
+    run, note = build(case, device)
     before = reset_peak(device)
     seconds = time_passes(run, device, case.repeats, warm_up)
     extra = peak(device) - before
@@ -112,7 +112,7 @@ def measure(case: Case) -> Measurement:
         run()
     testing = peak(device) - before
     times = [s[0] for s in seconds], [s[1] for s in seconds]
-    return Measurement(*times, extra, testing, _kept(run), _least(case, device), note)
+    return Measurement(*times, extra, testing, _kept(run), least(case, device), note)
 
 
 def _kept(run: Pass) -> int:
@@ -129,7 +129,7 @@ def _kept(run: Pass) -> int:
     return sum(x.untyped_storage().nbytes() for x in kept.values())
 
 
-def _least(case: Case, device: torch.device) -> Passes | None:
+def least(case: Case, device: torch.device) -> Passes | None:
     peaks = peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     kind = MECHANISMS.get(case.implementation, "full" if case.implementation == "sdpa" else None)
     if peaks is None or kind is None:
@@ -139,7 +139,7 @@ def _least(case: Case, device: torch.device) -> Passes | None:
     return least_seconds(mechanism, case.model.max_length, case.batch, DTYPES[case.dtype], peaks)
 
 
-def _build(case: Case, device: torch.device) -> tuple[Pass, str]:
+def build(case: Case, device: torch.device) -> tuple[Pass, str]:
     """The implementation on random inputs, and what was chosen for it."""
     heads = Inputs(case, device)
     peer = PEERS.get(case.implementation)

@@ -132,6 +132,13 @@ ZERO_SUPPORTED: dict[str, tuple[Any, ...]] = {
 the first is DeepSpeed's default, or what to use instead."""
 
 
+def overlaps_communication(zero: dict[str, Any], several_gpus: bool) -> bool:
+    """Whether gradients are reduced while the backward goes on: as zero_optimization.overlap_comm says, and by default
+    on several GPUs at stage 2, where each micro-batch reduces its own. At stage 3 DeepSpeed's own default is the same.
+    """
+    return bool(zero.get("overlap_comm", several_gpus and zero.get("stage") == 2))
+
+
 def check_keys(section: dict[str, Any]) -> None:
     """Raise ConfigError for the first key that is ours, not used or unknown, at the top level and in zero_optimization,
     and for offloading that the stage cannot do."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from fairscale.nn import checkpoint_wrapper
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -82,6 +81,8 @@ class Stack(nn.Module):
         self.layers = [Block(config, layer) for layer in range(config.layers)]
         self.blocks = nn.ModuleList(self.layers)
         if config.activations in ("checkpoint", "checkpoint_cpu"):
+            from fairscale.nn import checkpoint_wrapper  # all else runs without it
+
             for block in self.layers:
                 checkpoint_wrapper(block, offload_to_cpu=config.activations == "checkpoint_cpu")
 

@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,6 +30,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 class Function(torch.autograd.Function):
     """An autograd function whose backward runs under the autocast of its forward, wherever it is called: a backward
     that recomputes a part of the forward computes the same, and one of an operator computes in the operator's dtypes.
+    It has no second derivative: a gradient's gradient is refused, not wrong.
     """
 
     def __init_subclass__(cls, **settings: Any) -> None:
@@ -41,6 +43,7 @@ class Function(torch.autograd.Function):
             ctx.autocast = device and (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
             return forward(ctx, *arguments)
 
+        @once_differentiable
         @wraps(backward)
         def again(ctx: Any, *grads: Any) -> Any:
             with _as_it_was(ctx.autocast):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megasparse.ops.backend import implementation
 from megasparse.ops.blocks import at_most
@@ -27,6 +28,7 @@ _GPU_BLOCK_ELEMENTS = 1 << 26
 EVALUATION_STEP = -1  # evaluation and generation draw as if at this step, whatever the training step is
 
 
+@torch.compiler.assume_constant_result
 def derive(*parts: int | str) -> int:
     """A 64-bit key from numbers and words: equal parts, equal key, on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
@@ -119,6 +121,7 @@ class _Dropout(torch.autograd.Function):
         return drop(x, dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return ctx.drop(grads[0], ctx.dtype), None, None
 
@@ -132,6 +135,7 @@ class _AddDropout(torch.autograd.Function):
         return drop(x, stream.dtype, to=(stream, sign))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gradient = ctx.drop(grads[0], ctx.dtype)
         return grads[0], gradient if ctx.sign == 1 else -gradient, None, None
@@ -148,6 +152,7 @@ class _ReluDropout(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         from megasparse.ops.random_kernels import relu_gradient
 

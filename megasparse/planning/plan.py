@@ -47,7 +47,7 @@ class Plan:
         """Plan a configuration on assumed hardware. passes: of the same model, precision and length, if at hand."""
         self.config, self.on = config, on
         self.micro_batches = _micro_batches(config, on)
-        self.zero = Zero.of(config.run.engine, config.deepspeed)
+        self.zero = Zero.of(config.run.engine, config.deepspeed, on.gpus > 1 and on.path == "counted")
         self.cluster = Cluster(on.gpus, on.per_node, config.parallel.sequence)
         self.passes = passes or PassMemory(config, on.path)
 

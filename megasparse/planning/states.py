@@ -12,6 +12,8 @@ N trained weights, n ranks that share the states, s bytes of a weight (2 in bf16
 from dataclasses import dataclass, field
 from typing import Any
 
+from megasparse.config.deepspeed_section import overlaps_communication
+
 LIVE_PARAMETERS = 10**9
 """DeepSpeed's default of zero_optimization.stage3_max_live_parameters."""
 BUCKET = 5 * 10**8
@@ -30,7 +32,7 @@ class Zero:
     live: int = LIVE_PARAMETERS
 
     @staticmethod
-    def of(engine: str, section: dict[str, Any]) -> "Zero":
+    def of(engine: str, section: dict[str, Any], several_gpus: bool) -> "Zero":
         """Read the ZeRO settings. engine: `run.engine`. section: its `deepspeed`."""
         zero = section.get("zero_optimization", {}) if engine == "deepspeed" else {}
         weights = (zero.get("offload_param") or {}).get("device", "none")
@@ -42,7 +44,7 @@ class Zero:
             optimizer,
             weights,
             int(zero.get("reduce_bucket_size", BUCKET)),
-            bool(zero.get("overlap_comm")),
+            overlaps_communication(zero, several_gpus),
             int(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS)),
         )
 

@@ -191,7 +191,7 @@ class _Predictor:
         moments = OPTIMIZERS[config.optimizer.name].bytes_per_weight * number
         needed = memory(
             States(number, frozen, self.largest, moments, rounded),
-            Zero.of(config.run.engine, config.deepspeed),
+            Zero.of(config.run.engine, config.deepspeed, world > 1 and self.ranks.device.type == "cuda"),
             world,
             passing=curve.bytes(at_once, length, hashed=hashed),
             again=curve.bytes(at_once, length, gradients=0, hashed=hashed),

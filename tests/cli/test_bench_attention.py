@@ -60,7 +60,7 @@ def test_gradients_reach_the_inputs_and_start_afresh(name):
     original = attention._leaves
     attention._leaves = lambda *inputs: leaves.extend(original(*inputs)) or leaves
     try:
-        run, _ = attention._build(built, torch.device("cpu"))
+        run, _ = attention.build(built, torch.device("cpu"))
     finally:
         attention._leaves = original
     norms = []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megasparse.config import deepspeed_section
+from megasparse.config.deepspeed_section import overlaps_communication
 from megasparse.config.load import build_config
 from megasparse.config.messages import known_keys
 from megasparse.errors import ConfigError
@@ -203,3 +204,11 @@ print({"torch", "deepspeed"} & {*sys.modules})
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert found.stdout == "set()\n"
+
+
+def test_gradients_are_reduced_during_the_backward_on_several_gpus_at_stage_2() -> None:
+    assert overlaps_communication({"stage": 2}, several_gpus=True)
+    assert not any(overlaps_communication({"stage": stage}, several_gpus=True) for stage in (0, 1))
+    assert not overlaps_communication({"stage": 2}, several_gpus=False)
+    assert not overlaps_communication({"stage": 2, "overlap_comm": False}, several_gpus=True)
+    assert overlaps_communication({"stage": 1, "overlap_comm": True}, several_gpus=False)

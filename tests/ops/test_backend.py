@@ -1,10 +1,15 @@
+from functools import cache
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megasparse.errors import ConfigError
+from megasparse.ops import backend
 from megasparse.ops.backend import VARIABLE, implementation
+from megasparse.ops.random import dropout
+from tests.helpers.kernels import DEVICE
 from tests.ops.test_autocast import HEADS, made
 
 
@@ -38,6 +43,60 @@ def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):
         implementation(torch.zeros(4, 64))
+
+
+CARDS = {  # capability, bytes of shared memory
+    "T4": (7, 64 << 10),
+    "RTX 4090": (8, 99 << 10),
+    "A100": (8, 163 << 10),
+}
+
+
+@pytest.mark.parametrize(
+    ("card", "width", "hip", "said"),
+    [
+        ("T4", 64, None, "compute capability 8.0, T4 has 7.5"),
+        ("RTX 4090", 256, None, "a head dim of 256 needs more shared memory than the 99 KB"),
+        ("A100", 64, "7.0", "not for ROCm"),
+        ("RTX 4090", 128, None, ""),
+        ("A100", 256, None, ""),
+    ],
+)
+def test_a_gpu_that_the_kernels_are_not_for_runs_blockwise_torch_and_says_so_once(card, width, hip, said, monkeypatch):
+    major, shared = CARDS[card]
+    found = SimpleNamespace(name=card, major=major, minor=5, shared_memory_per_block_optin=shared)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    lines = []
+    monkeypatch.setattr(backend, "_facts", backend._facts.__wrapped__)
+    monkeypatch.setattr(backend, "_say", cache(lines.append))
+    x = SimpleNamespace(
+        dtype=torch.bfloat16, shape=torch.Size([1, 2, 8, width]), is_cuda=True, is_meta=False, device="cuda"
+    )
+    assert [implementation(x) for _ in range(2)] == ["blockwise" if said else "triton"] * 2
+    assert len(lines) == bool(said) and said in "".join(lines)
+
+
+def test_more_rows_than_a_grid_has_run_blockwise_torch(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    x = torch.empty(1 << 10, 65, 8, 16, device="meta")
+    assert implementation(x) == "triton" and implementation(x, most_rows=backend.MOST_PAIRS) == "blockwise"
+    assert implementation(x[:, 1:], most_rows=1 << 16) == "triton"
+
+
+@pytest.mark.parametrize(
+    "case,forced",
+    [("bucketed", "blockwise"), ("gathered", "blockwise"), ("gathered", "triton"), ("dropout", "blockwise")],
+)
+def test_a_second_derivative_is_refused(case, forced, monkeypatch):
+    monkeypatch.setenv(VARIABLE, forced)
+    heads = [made(1, 2, 24, 16).requires_grad_() for _ in range(3)]
+    rows = torch.arange(24, device=DEVICE)[None]
+    out = dropout(heads[0][0], 0.5, 1, rows.expand(2, -1)) if case == "dropout" else HEADS[case](*heads)[0]
+    gradient = torch.autograd.grad(out.square().sum(), heads[0], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 @pytest.mark.parametrize("forced", ["reference", "blockwise", "triton"])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megasparse.ops.autocast import Function
 from megasparse.ops.cross_entropy.kernels import scores_backward, scores_forward
@@ -43,7 +42,6 @@ class _TokenScores(Function):
         return scores
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, lse = ctx.saved_tensors
         count, width = logits.shape

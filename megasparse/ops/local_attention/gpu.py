@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megasparse.ops.autocast import Function
 from megasparse.ops.blocks import at_most
@@ -134,7 +133,6 @@ class _RelativeLocalAttention(Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, r, u, w, order, document, out, lse2, keys_bias, r_bias = ctx.saved_tensors
         spec, (of_r, count) = ctx.spec, ctx.like

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,14 @@ class StepResult:
     """Bytes of this rank's weights, gradients and optimizer state, on its device and elsewhere."""
 
 
+class Judged(NamedTuple):
+    """What the host knows of a step before its update: the loss, whether it is to be applied, and its other sums."""
+
+    loss: float
+    wanted: bool
+    total: dict[str, float]
+
+
 def _always(loss: float) -> bool:
     return True
 
@@ -63,6 +71,8 @@ class Engine(ABC):
 
     replicated = True
     """Every rank holds all of the state, so the ranks share out the parameters among them when they save."""
+    judges_before_backward = True
+    """Whether a step is to be applied is decided before its last backward, not after it together with the norm."""
 
     def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
         self.module, self.ranks, self._make_rng = model, ranks, make_rng
@@ -99,25 +109,29 @@ class Engine(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         sums: dict[str, Tensor] = {}
+        given = [(self._moved(batch.tokens), self._moved(batch.samples)) for batch in micro_batches]
         with self._meeting():
             divisor = self._mean_scored(micro_batches) if self._counting else None
-        for number, batch in enumerate(micro_batches, start=1):
+        judged: Judged | None = None
+        for number, (tokens, samples) in enumerate(given, start=1):
             progress(f"step {step}, micro-batch {number}")
             last = number == len(micro_batches)
-            rng = self._make_rng(step, batch.samples.to(self.ranks.device))
+            rng = self._make_rng(step, samples)
             with self._forward_time.running():
-                objective, statistics = self._forward(batch.tokens.to(self.ranks.device), rng, divisor)
+                objective, statistics = self._forward(tokens, rng, divisor)
             progress(f"step {step}, micro-batch {number}, backward")  # which waits for the others
             for name, value in {**statistics, "objective": objective}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
-            if last:  # known before the last backward, which can still poison the gradient of a step not to be applied
-                with self._meeting():
-                    total = self._total(sums)
-                loss = total.pop("nats") / total.pop("tokens")
-                wanted = math.isfinite(total["objective"]) and accept(loss)
-            self._backward(objective, len(micro_batches), last, poison_gradient=last and not wanted)
+            if last and self.judges_before_backward:  # it can still poison the gradient of a step not to be applied
+                judged = self._judged(sums, accept)
+            self._backward(
+                objective, len(micro_batches), last, poison_gradient=judged is not None and not judged.wanted
+            )
         gradients = bytes_of(self._gradients(), self.ranks.device)
-        grad_norm, applied = self._update(wanted)
+        if judged is None:
+            judged = self._judged(sums | {"grad_norm": self._gradient_norm().double()}, accept)
+        loss, total = judged.loss, judged.total
+        grad_norm, applied = self._update(judged.wanted, total.pop("grad_norm", None))
         waited = self._exposed.seconds() if self._exposed else 0.0
         for module in self.module.modules():  # what moves once a step, and by no gradient
             if (after_step := getattr(module, "after_step", None)) is not None:
@@ -127,6 +141,18 @@ class Engine(ABC):
         read = sum(batch.tokens.numel() for batch in micro_batches) * self.ranks.world_size
         held = {"gradients": gradients, **self._held()}
         return StepResult(loss, means, read, grad_norm, applied, self._forward_time.seconds(), waited, held)
+
+    def _moved(self, x: Tensor) -> Tensor:
+        """A tensor of the host on the device. From pinned memory, so that a GPU copies it while the host goes on."""
+        device = self.ranks.device
+        return (x.pin_memory() if device.type == "cuda" and not x.is_cuda else x).to(device, non_blocking=True)
+
+    def _judged(self, sums: dict[str, Tensor], accept: Callable[[float], bool]) -> "Judged":
+        """Read the step's sums: the one time in a step that the host waits for the device."""
+        with self._meeting():
+            total = self._total(sums)
+        loss = total.pop("nats") / total.pop("tokens")
+        return Judged(loss, math.isfinite(total["objective"]) and accept(loss), total)
 
     def _meeting(self) -> AbstractContextManager[None]:
         """Time what waits for all ranks."""
@@ -201,8 +227,15 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def _update(self, wanted: bool) -> tuple[float, bool]:
-        """Apply the accumulated gradient, if it is finite and `wanted`: (gradient norm, whether it was applied)."""
+    def _update(self, wanted: bool, norm: float | None) -> tuple[float, bool]:
+        """Apply the accumulated gradient, if it is finite and `wanted`: (gradient norm, whether it was applied).
+
+        norm: its norm, where the step was judged after the backward.
+        """
+
+    def _gradient_norm(self) -> Tensor:
+        """Norm of the accumulated gradient, on the device; of engines that judge a step after its backward."""
+        raise NotImplementedError
 
     @abstractmethod
     def _state(self) -> Iterator[Fragment]:

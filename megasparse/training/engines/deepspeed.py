@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megasparse.config.deepspeed_section import overlaps_communication
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import check_shares
 from megasparse.errors import ConfigError
@@ -68,15 +69,15 @@ class DeepSpeedEngine(Engine):
         # DeepSpeed leaves a step out if its gradient is not finite, and then on every rank
         self._engine.backward(objective * torch.nan if poison_gradient else objective)
 
-    def _update(self, wanted: bool) -> tuple[float, bool]:
+    def _update(self, wanted: bool, norm: float | None) -> tuple[float, bool]:
         if self._stage == 0 and not self._rounded:  # here DeepSpeed would apply a gradient of NaN
             gradients = [p.grad for p in self._trained.values() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients).item()
-            if not (wanted and math.isfinite(norm)):
+            whole = torch.nn.utils.get_total_norm(gradients).item()
+            if not (wanted and math.isfinite(whole)):
                 self._engine.zero_grad()
-                return norm, False
+                return whole, False
             self._engine.step()
-            return norm, True
+            return whole, True
         self._swap.verify()
         self._engine.step()
         self._swap.verify()
@@ -239,4 +240,7 @@ def _deepspeed_config(config: RunSettings, section: dict[str, Any], stage: int, 
     }
     if training.precision == "bf16" and stage > 0:  # ZeRO 0 accumulates in bf16 only
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
+    zero = section.get("zero_optimization", {})
+    if overlaps_communication(zero, ranks.device.type == "cuda" and ranks.world_size > 1):
+        generated["zero_optimization"] = {"overlap_comm": True} | zero
     return {**section, **generated}

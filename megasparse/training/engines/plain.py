@@ -17,6 +17,8 @@ from megasparse.training.ranks import Ranks
 class TorchEngine(Engine):
     """Plain torch in one process. In bf16 the model is a rounded copy of fp32 weights, as under DeepSpeed."""
 
+    judges_before_backward = False
+
     def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
         super().__init__(model, config, make_rng, ranks)
         self._masters: dict[str, Tensor] = dict(self._trained)
@@ -43,17 +45,20 @@ class TorchEngine(Engine):
                     master.grad = grad if master.grad is None else master.grad + grad
                     p.grad = None
 
-    def _update(self, wanted: bool) -> tuple[float, bool]:
-        masters = self._masters.values()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in masters if p.grad is not None])
+    def _gradient_norm(self) -> Tensor:
+        self._norm = torch.nn.utils.get_total_norm([p.grad for p in self._masters.values() if p.grad is not None])
+        return self._norm
+
+    def _update(self, wanted: bool, norm: float | None) -> tuple[float, bool]:
+        assert norm is not None
         applied = wanted and math.isfinite(norm)
         if applied:
             if self._clipping > 0:
-                torch.nn.utils.clip_grads_with_norm_(masters, self._clipping, norm)
+                torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._clipping, self._norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._round()
-        return norm.item(), applied
+        return norm, applied
 
     @torch.no_grad()
     def _round(self) -> None:

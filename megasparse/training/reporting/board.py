@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 
 class Board:
@@ -16,8 +16,10 @@ class Board:
 
     def __init__(self, directory: Path, first_step: int, report: Callable[[str], None]):
         self._directory, self._report = directory, report
-        self._writer: SummaryWriter | None = None
+        self._writer: Any = None
         with self._surviving():
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and runs alone need it
+
             self._writer = SummaryWriter(str(directory), purge_step=first_step)
 
     def scalars(self, step: int, scalars: dict[str, float]) -> None:
