@@ -11,9 +11,13 @@ from torch import Tensor
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes, Work
 from megasparse.config.attention import FullAttentionConfig
+from megasparse.ops.backend import implementation
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.random import PairDropout
+
+_MASK = 1 << 24
+"""Pairs of a mask at a time: 4,096 tokens have it whole."""
 
 
 @dataclass
@@ -55,11 +59,10 @@ class FullAttention(Attention):
             return AttentionOutput(self._dropped(inputs), None, {})
         if self.shared_qk:
             return AttentionOutput(self._shared(inputs), None, {})
-        mask = _mask(inputs, exclude_self=False)
-        out = F.scaled_dot_product_attention(
-            inputs.q, inputs.k, inputs.v, attn_mask=mask, is_causal=inputs.causal and mask is None
-        )
-        return AttentionOutput(_without_padding(out, inputs.key_mask), None, {})
+        if inputs.key_mask is not None or inputs.segments is not None:
+            return AttentionOutput(_masked(inputs, inputs.q.shape[3] ** -0.5, exclude_self=False), None, {})
+        out = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=inputs.causal)
+        return AttentionOutput(out, None, {})
 
     def _dropped(self, inputs: AttentionInputs) -> Tensor:
         """By blocks, a window of all tokens: torch's own dropout draws from a global generator."""
@@ -74,10 +77,7 @@ class FullAttention(Attention):
             # Seeing strictly earlier tokens is ordinary causal attention of queries 1… to keys 0…
             rest = F.scaled_dot_product_attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], is_causal=True, scale=1.0)
             return torch.cat([v[:, :, :1], rest], dim=2)
-        mask = _mask(inputs, exclude_self=True)
-        assert mask is not None
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
-        return _without_padding(out, inputs.key_mask)
+        return _masked(inputs, 1.0, exclude_self=True)
 
     def flops(self, length: int) -> Passes:
         work = self.workload(length)
@@ -120,26 +120,36 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, drop
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).masked_fill(blind, 0.0)
 
 
-def _mask(inputs: AttentionInputs, exclude_self: bool) -> Tensor | None:
-    """(B, 1, L, L) bool of visible pairs, or None where the causal flag says it all. A row with nothing to see sees
+def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor:
+    """Attention where a mask decides, which is never L × L: a GPU's kernels take one window of the whole sequence, and
+    elsewhere some queries at a time have their rows of it.
+    """
+    q, k, v, length = inputs.q, inputs.k, inputs.v, inputs.q.shape[2]
+    if implementation(q) == "triton":
+        spec = BucketedAttentionSpec(Window("chunk", length), inputs.causal, scale, exclude_self, count_rounds=False)
+        return bucketed_attention(q, k, v, None, spec, inputs.key_mask, inputs.segments)[0]
+    step = max(1, _MASK // length)
+    parts = []
+    for first in range(0, length, step):
+        own, mask = q[:, :, first : first + step], _mask(inputs, first, min(first + step, length), exclude_self)
+        parts.append(F.scaled_dot_product_attention(own, k, v, attn_mask=mask, scale=scale))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
+
+
+def _mask(inputs: AttentionInputs, first: int, end: int, exclude_self: bool) -> Tensor:
+    """(B, 1, end − first, L) bool of the pairs that queries from `first` on see. A row with nothing to see sees
     itself.
     """
-    if inputs.key_mask is None and inputs.segments is None and not exclude_self:
-        return None
-    length = inputs.q.shape[2]
-    position = torch.arange(length, device=inputs.q.device)
-    seen = torch.ones(1, length, length, dtype=torch.bool, device=inputs.q.device)
+    position = torch.arange(inputs.q.shape[2], device=inputs.q.device)
+    own = position[first:end, None] == position
+    seen = torch.ones_like(own)[None]
     if inputs.causal:
-        seen = seen & (position[None, :] <= position[:, None])
+        seen = seen & (position <= position[first:end, None])
     if inputs.key_mask is not None:
         seen = seen & inputs.key_mask[:, None, :]
     if inputs.segments is not None:
-        seen = seen & (inputs.segments[:, :, None] == inputs.segments[:, None, :])
-    own = torch.eye(length, dtype=torch.bool, device=inputs.q.device)
+        seen = seen & (inputs.segments[:, first:end, None] == inputs.segments[:, None, :])
     if exclude_self:
         seen = seen & ~own
     return (seen | (own & ~seen.any(-1, keepdim=True)))[:, None]
-
-
-def _without_padding(out: Tensor, key_mask: Tensor | None) -> Tensor:
-    return out if key_mask is None else out.masked_fill(~key_mask[:, None, :, None], 0.0)

@@ -10,9 +10,20 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
+from megasparse.ops.custom import custom
 from megasparse.ops.hashing import blockwise, reference, sign
 
 
+def _angular_like(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
+    batch, heads, length, _ = x.shape
+    return x.new_empty(batch, heads, rotations.shape[1], length, dtype=sign.code_dtype(math.prod(factors)))
+
+
+def _signs_like(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: sign.Kind) -> Tensor:
+    return x.new_empty(*x.shape[:2], hashes, x.shape[2], dtype=sign.code_dtype(1 << code_bits))
+
+
+@custom(_angular_like)
 @without_autocast
 @torch.no_grad()
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
@@ -33,6 +44,7 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     return gpu.angular_hash(x, rotations, factors)
 
 
+@custom(_signs_like)
 @without_autocast
 @torch.no_grad()
 def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: sign.Kind) -> Tensor:

@@ -4,12 +4,14 @@ B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query ch
 """
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
-from megasparse.ops.backend import implementation
+from megasparse.ops.backend import MOST_PAIRS, implementation
+from megasparse.ops.custom import attention_like, custom
 from megasparse.ops.sketch import blockwise, reference
 from megasparse.ops.sketch.draws import Noise
 from megasparse.ops.sketch.specification import KeyChoiceSpec
@@ -18,6 +20,18 @@ WIDEST = 16
 """The largest d that the kernels take: a thread keeps all coordinates of its rows in registers."""
 
 
+def _sketch_like(q: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    return attention_like(q.to(torch.promote_types(q.dtype, torch.float32)))
+
+
+def _choice_like(
+    q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, *arguments: Any, **named: Any
+) -> Tensor:
+    heads = 1 if noise is None else len(noise.heads)
+    return q.new_empty(q.shape[0], heads, q.shape[1], spec.count, dtype=torch.int32)
+
+
+@custom(_sketch_like)
 @without_autocast
 def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
@@ -31,6 +45,7 @@ def sketched_attention(
     return h, lse
 
 
+@custom(_choice_like)
 @without_autocast
 @torch.no_grad()
 def chosen_keys(
@@ -55,13 +70,13 @@ def chosen_keys(
     Returns (B, H, Lq, K) int32, H = 1 without noise; −1 where fewer than K keys are visible.
     """
     # The kernels take q and k in float64 too.
-    module = _module(q.float())
+    module = _module(q.float(), 1 if noise is None else len(noise.heads))
     index: Tensor = module.chosen_keys(q, k, spec, noise, lse, key_mask, segments, first_query)
     return index
 
 
-def _module(q: Tensor) -> ModuleType:
-    name = implementation(q, largest_width=WIDEST)
+def _module(q: Tensor, heads: int = 1) -> ModuleType:
+    name = implementation(q, largest_width=WIDEST, most_rows=MOST_PAIRS // heads)
     if name == "triton":
         from megasparse.ops.sketch import gpu
 
