@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megasparse.attention import full
 from megasparse.attention.heads import Padding
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
@@ -17,6 +18,18 @@ def test_any_length_up_to_the_maximum_and_a_longer_batch_changes_nothing(name):
     for length in (1, 2, 7, 8, 9, 63, 127):
         nats = model.token_scores(tokens[:, :length], RngContext.evaluation(0, 2)).nats
         torch.testing.assert_close(nats, longest[:, :length], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["full", "full shared"])
+def test_masks_of_full_attention_are_made_for_some_queries_at_a_time(name, monkeypatch):
+    single = Single(name, causal=True)
+    inputs, masks = single.inputs(40), {"segments": torch.arange(40).div(15, rounding_mode="floor").expand(2, -1)}
+    masks["key_mask"] = torch.arange(40).expand(2, -1) < torch.tensor([[40], [33]])
+    whole, sizes, mask = single(*inputs, **masks).out, [], full._mask
+    monkeypatch.setattr(full, "_MASK", 9 * 40)
+    monkeypatch.setattr(full, "_mask", lambda *x: sizes.append(mask(*x).shape) or mask(*x))
+    torch.testing.assert_close(single(*inputs, **masks).out, whole)
+    assert [size[-2:] for size in sizes] == [(9, 40)] * 4 + [(4, 40)]
 
 
 @EVERY

@@ -206,7 +206,7 @@ print({"torch", "deepspeed"} & {*sys.modules})
     assert found.stdout == "set()\n"
 
 
-def test_gradients_are_reduced_during_the_backward_on_several_gpus_at_stage_2() -> None:
+def test_gradients_are_reduced_during_the_backward_on_several_gpus_at_stage_2():
     assert overlaps_communication({"stage": 2}, several_gpus=True)
     assert not any(overlaps_communication({"stage": stage}, several_gpus=True) for stage in (0, 1))
     assert not overlaps_communication({"stage": 2}, several_gpus=False)

@@ -136,10 +136,10 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path):
         start_ranks(tiny_config(tmp_path, run={"device": "cuda"}).run)
 
 
-def test_the_host_waits_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_once_a_step(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, training={"global_batch": 4, "micro_batch": 1, "gradient_clipping": 1.0})
     engine, batches = tiny_engine(config), iter(DummyBatches(config, Ranks()))
-    waits: list[str] = []
+    waits = []
     for name in ("item", "tolist", "__bool__", "__float__"):
         own = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda x, own=own, name=name: waits.append(name) or own(x))
