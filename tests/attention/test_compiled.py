@@ -34,4 +34,4 @@ def test_a_layer_is_one_graph(name, backend):
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend=backend, fullgraph=True)
     for ours, expected in zip(results(compiled), results(attend), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
