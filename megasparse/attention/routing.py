@@ -76,7 +76,8 @@ class RoutingAttention(BandAttention):
             queries, keys = (codes.unsqueeze(2) for codes in routes)
             return AttentionOutput(self.attend(inputs, queries, None if inputs.causal else keys), None, {})
         spec = ClusterAttentionSpec(inputs.causal, self.rule["scale"], count_clusters=True)
-        out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, *routes, spec, dropout=inputs.dropout)
+        heads = inputs.q, inputs.k, inputs.v
+        out, lse = cluster_attention(*heads, routes[0], routes[1], spec, dropout=inputs.dropout)
         real = torch.ones_like(lse, dtype=torch.bool)
         if inputs.key_mask is not None:
             real = inputs.key_mask[:, None].expand_as(lse)

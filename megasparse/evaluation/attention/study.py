@@ -194,7 +194,7 @@ def _sketch(call: Call) -> dict[str, float]:
     alpha, seen = sketched_weights(q, k, inputs.causal, inputs.key_mask, inputs.segments)
     inverse = 1.0 / alpha[seen].log().abs()
     scores = {"weight": alpha[seen], "inverse_log": inverse, "inverse_log_squared": inverse.square()}
-    found = {}
+    found: dict[str, float] = {}
     for name, score in scores.items():
         parts = torch.histc(score.clamp(0.0, 1.0), bins=10, min=0.0, max=1.0) / score.numel()
         found |= {f"sketch/{name}/{tenth / 10}": part for tenth, part in enumerate(parts.tolist())}

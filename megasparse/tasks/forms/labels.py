@@ -1,6 +1,6 @@
 """Tasks whose examples have a label: a class, or a number. B batch, C classes, or 1 where a number is predicted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class LabelForm(Form):
     def reads_pooler(self) -> bool:
         return self.config.head.pooling in (None, "pooler") and not self.task.towers and not self.config.head.hidden
 
-    def sketch_labels(self, train: Sequence[Example]) -> int:
+    def sketch_labels(self, train: Iterable[Example]) -> int:
         if self.task.classes is not None:
             return len(self.task.classes)
         return max(2, round(max(example.label for example in train if example.label is not None)) + 1)
