@@ -19,6 +19,7 @@ fairscale or tensorboard. Where no registry is at hand, bring pydantic's wheels 
 
 import argparse
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError("--stages", f'there is no "{name}"', did_you_mean(name, STAGES))
     if not args.small and not torch.cuda.is_available():
         raise ConfigError("gpu-check", "torch sees no GPU here", "Write --small to run every stage at a tiny size")
-    chosen = {
+    chosen: dict[str, tuple[float, Callable[..., None]]] = {
         name: (STAGES[name].seconds * (SLOWER if args.small else 1), partial(STAGES[name].run, small=args.small))
         for name in names
     }

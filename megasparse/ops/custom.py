@@ -64,8 +64,9 @@ def _encoded(x: Any, tensors: list[Tensor]) -> Any:
         return x
     if isinstance(x, range):
         return range, x.start, x.stop, x.step
+    kind: Any = type(x)
     if is_dataclass(x):
-        return (type(x), *[_encoded(getattr(x, name), tensors) for name in type(x).__dataclass_fields__])
+        return (kind, *[_encoded(getattr(x, name), tensors) for name in kind.__dataclass_fields__])
     return x
 
 

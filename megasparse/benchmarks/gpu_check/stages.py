@@ -34,7 +34,7 @@ class Stage:
     """seconds: the limit on a GPU, with the start of the process."""
 
     seconds: int
-    run: Callable[[Report, bool], None]
+    run: Callable[..., None]
 
 
 def ceilings(report: Report, small: bool) -> None:
