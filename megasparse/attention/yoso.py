@@ -18,6 +18,7 @@ from megasparse.config.attention import YOSOAttentionConfig
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.random import RngContext
+from megasparse.ops.unit_keys import unit_vectors
 
 
 @dataclass
@@ -96,7 +97,7 @@ class YOSOAttention(Attention):
         return sign_codes(x.detach(), key, heads, hashes, self.code_bits, self.config.projection)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        q, k, v, mask = unit(inputs.q), unit(inputs.k), self._summed(inputs.v), inputs.key_mask
+        q, k, v, mask = unit_vectors(inputs.q), unit_vectors(inputs.k), self._summed(inputs.v), inputs.key_mask
         spec = HashTableAttentionSpec(self.code_bits, inputs.causal, self.config.chunk, self.config.backward)
         if self.config.expectation:
             out, met = expected_attention(q, k, v, spec, mask, mask, inputs.segments)
@@ -104,7 +105,7 @@ class YOSOAttention(Attention):
             hashes = self.hashes(context.rng)
             codes = self.codes(q, hashes, context), self.codes(k, hashes, context)
             out, met = hash_table_attention(q, k, v, *codes, spec, mask, mask, inputs.segments)
-        out = self._normalized(out)
+        out = self._normalized(out, inputs.q.dtype if self.convolution is None else None)
         if self.convolution is not None:
             out = out + self.convolution(inputs.v, mask, inputs.segments, inputs.causal, context.part)
         real = mask.sum() if mask is not None else met[:, 0].numel()
@@ -114,9 +115,9 @@ class YOSOAttention(Attention):
         """What is summed with the weights: the values, and for their sum a 1 beside them. (B, H, L, D or D + 1)."""
         return v if self.normalises else F.pad(v, (0, 1), value=1.0)
 
-    def _normalized(self, y: Tensor) -> Tensor:
+    def _normalized(self, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if self.normalises:
-            return unit(y)
+            return unit_vectors(y, dtype)
         y, total = y[..., :-1], y[..., -1:]
         return torch.where(total > 0, y / total.masked_fill(total == 0, 1.0), 0.0)
 
@@ -159,12 +160,12 @@ class YOSOAttention(Attention):
         return YOSOCache(tables, None, recent)
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: YOSOCache, context: AttentionContext) -> None:
-        self._take_in(unit(inputs.k), inputs.v, cache, 0, context)
+        self._take_in(unit_vectors(inputs.k), inputs.v, cache, 0, context)
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: YOSOCache, position: int, context: AttentionContext
     ) -> Tensor:
-        q, k, recent = unit(inputs.q), unit(inputs.k), cache.recent
+        q, k, recent = unit_vectors(inputs.q), unit_vectors(inputs.k), cache.recent
         self._take_in(k, inputs.v, cache, position, context)
         if cache.tokens is not None:
             keys, values = (t[:, :, : position + 1].to(q.dtype) for t in (cache.tokens.k, cache.tokens.v))
@@ -200,13 +201,6 @@ def _code_bits(hashes: int, spec: MechanismSpec) -> int:
     if spec.causal:
         bits = min(bits, ((2 * spec.max_length - 1) // hashes).bit_length() - 1)
     return max(1, bits)
-
-
-def unit(x: Tensor) -> Tensor:
-    """Return x/|x| in fp32 at least; a zero vector stays zero, and gets no gradient."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * torch.where(norm > 0, 1.0 / norm.masked_fill(norm == 0, 1.0), 0.0)
 
 
 class _Convolution(nn.Module):

@@ -23,10 +23,11 @@ def case(function: Case) -> Case:
 
 @case
 def counting_sort(dtype: torch.dtype, head_dim: int) -> None:
-    """16,384 buckets: two passes."""
+    """2,048 buckets, and 16,384, which take two passes; in order and in reverse."""
     from megasparse.ops.counting_sort.gpu import counting_sort
 
-    counting_sort(torch.zeros(2, 2048, dtype=torch.int16), 14)
+    for bits in (11, 14):
+        counting_sort(torch.zeros(2, 2048, dtype=torch.int16), bits, None, bits == 11)
 
 
 @case
@@ -131,18 +132,20 @@ def layer_norm(dtype: torch.dtype, head_dim: int) -> None:
 def unit_keys(dtype: torch.dtype, head_dim: int) -> None:
     """Heads that are views of a layer's tokens."""
     from megasparse.ops.unit_keys.gpu import unit_keys as keys_of
+    from megasparse.ops.unit_keys.gpu import unit_vectors
 
     q = torch.zeros(1, 64, 2, head_dim, dtype=dtype, requires_grad=True)
     own, keys = keys_of(q.transpose(1, 2))
-    (own.sum() + keys.sum()).backward()
+    (own.sum() + keys.sum() + unit_vectors(q.transpose(1, 2), None).sum()).backward()
 
 
 @case
 def random_numbers(dtype: torch.dtype, head_dim: int) -> None:
     """Bits and normal numbers."""
-    from megasparse.ops.random_kernels import bits, normals
+    from megasparse.ops.random_kernels import bits, bits_by_head, normals
 
     bits(1234, -99, torch.zeros(8, dtype=torch.int64), 192)
+    bits_by_head(1234, -99, range(8), 11, 192, torch.device("cpu"))
     normals((1, 2), (3, 4), range(8), 2, 64 * 64, torch.device("cpu"))
 
 

@@ -66,13 +66,14 @@ def whole_vectors(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def empty_alike(x: Tensor) -> Tensor:
+def empty_alike(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Empty, contiguous, like x (B, H, L, D), with heads inside tokens where x has them there: what comes after needs
     no copy then.
     """
+    settings: dict[str, Any] = {"memory_format": torch.contiguous_format, "dtype": dtype}
     if x.stride(1) < x.stride(2):
-        return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+        return torch.empty_like(x.transpose(1, 2), **settings).transpose(1, 2)
+    return torch.empty_like(x, **settings)
 
 
 def strides(*xs: Tensor) -> list[int]:

@@ -258,6 +258,15 @@ def normal_by_head(key: int, heads: range, count: int, columns: int, device: tor
     return normal(key, rows_by_head(heads, count, device), columns)
 
 
+def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+    """(H, count, columns) int32: `random_bits` of the rows of `rows_by_head`."""
+    if implementation(torch.empty(0, device=device), (torch.get_default_dtype(),), largest_width=None) == "triton":
+        from megasparse.ops import random_kernels
+
+        return random_kernels.bits_by_head(*_halves(key), heads, count, columns, device)
+    return random_bits(key, rows_by_head(heads, count, device), columns)
+
+
 def rows_by_head(heads: range, count: int, device: torch.device) -> Tensor:
     """(H, count) int64: numbers of the draws of global heads, for draws that differ by head."""
     head = torch.arange(heads.start, heads.stop, device=device).unsqueeze(1) * (1 << 16)

@@ -96,20 +96,34 @@ def relu_gradient(grad: Tensor, out: Tensor, scale: float) -> Tensor:
     return dx
 
 
-@triton.jit(do_not_specialize=["low", "high"])
-def _bits(rows, out, columns, low, high, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["first", "low", "high"])
+def _bits(rows, out, columns, low, high, first, count, COLUMNS: tl.constexpr):
+    """rows: the rows' numbers, or None for `count` of every head from `first` on."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
-    seed = _row_seed(tl.load(rows + row), low, high)
+    number = (first + row // count) * 65536 + row % count if rows is None else tl.load(rows + row)
+    seed = _row_seed(number, low, high)
     tl.store(out + row * columns + column, _bits_of(seed, column, high), mask=column < columns)
 
 
 def bits(low: int, high: int, rows: Tensor, columns: int) -> Tensor:
     """Computes `ops.random.random_bits` in one launch, the same to the bit. low, high: the key's halves, signed."""
     out = torch.empty(*rows.shape, columns, dtype=torch.int32, device=rows.device)
-    grid = (rows.numel(), -(-columns // _LARGEST_COLUMNS))
-    launch(_bits, grid, rows.contiguous(), out, columns, low, high, COLUMNS=_LARGEST_COLUMNS, num_warps=4)
+    return _draw_bits(out, rows.contiguous(), low, high, 0, 1)
+
+
+def bits_by_head(low: int, high: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+    """Computes `ops.random.bits_by_head` in one launch, the same to the bit. low, high: as in `bits`."""
+    out = torch.empty(len(heads), count, columns, dtype=torch.int32, device=device)
+    return _draw_bits(out, None, low, high, heads.start, count)
+
+
+def _draw_bits(out: Tensor, rows: Tensor | None, low: int, high: int, first: int, count: int) -> Tensor:
+    columns = out.shape[-1]
+    grid = (out.numel() // max(1, columns), -(-columns // _LARGEST_COLUMNS))
+    arguments = (rows, out, columns, low, high, first, count)
+    launch(_bits, grid, *arguments, COLUMNS=min(_LARGEST_COLUMNS, triton.next_power_of_2(columns)), num_warps=4)
     return out
 
 

@@ -52,7 +52,7 @@ def layer(kind, length=65536):
 MOST = {
     # kind: torch's launches, kernels, GB moved, copies to the GPU; B·H = 8, D = 64, M = 128, L = 64K, R = 2, bf16
     "lsh": (1, 20, 3.8, 0),
-    "yoso": (172, 120, 81.4, 0),
+    "yoso": (3, 36, 27.2, 0),
     "lha": (1799, 14, 158.8, 0),
     "smart_bird": (246, 15, 5.4, 1),  # seeds of its draws
     "local": (1, 6, 1.2, 0),

@@ -17,8 +17,8 @@ def keys(rows, length, bits, dtype=torch.int16):
     [
         (2, 300, 3, torch.int16),
         (1, 1200, 8, torch.int16),  # two tiles
-        (1, 1500, 10, torch.int16),  # one pass
-        (1, 200, 11, torch.int16),  # two passes
+        (1, 4200, 11, torch.int16),  # one pass, two wide tiles
+        (1, 200, 12, torch.int16),  # two passes
         (2, 130, 15, torch.int32),
         (1, 40, 31, torch.int32),
         (3, 1, 1, torch.int32),
@@ -31,6 +31,8 @@ def test_order_is_the_definition(rows, length, bits, dtype):
     order = counting_sort(x, bits, ordered)
     assert order.dtype == torch.int32 and torch.equal(order, defined(x, bits))
     assert torch.equal(ordered, x.sort().values) and torch.equal(counting_sort(x, bits), order)
+    assert torch.equal(counting_sort(x, bits, ordered, reverse=True), order.flip(-1))
+    assert torch.equal(ordered, x.sort(descending=True).values)
 
 
 @pytest.mark.usefixtures("implementation")

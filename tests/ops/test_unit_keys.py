@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megasparse.ops.unit_keys import unit_keys
+from megasparse.ops.unit_keys import unit_keys, unit_vectors
 from megasparse.ops.unit_keys.reference import unit_keys as defined
 from tests.helpers.kernels import DEVICE
 
@@ -46,3 +46,20 @@ def test_keys_alone_have_a_gradient():
         x = q.to(dtype).requires_grad_()
         found.append(torch.autograd.grad(function(x)[1][..., 0].sum(), x)[0].double())
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("dtype", list(BARS), ids=str)
+def test_unit_vectors_and_their_gradients_are_torchs_and_a_zero_vector_has_none(dtype):
+    x = torch.randn(2, 3, 9, 24, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    x[0, 1, 4] = 0
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    mine, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+    out, exact = unit_vectors(mine), torch.nn.functional.normalize(theirs, dim=-1)
+    assert out.dtype == torch.float32 and unit_vectors(x, torch.float16).dtype == torch.float16
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+    [ours] = torch.autograd.grad(out, mine, grad)
+    [wanted] = torch.autograd.grad(exact, theirs, grad.double())
+    assert (ours[0, 1, 4] == 0).all()
+    wanted[0, 1, 4] = 0  # torch's is that of a short vector
+    torch.testing.assert_close(ours.double(), wanted, rtol=BARS[dtype], atol=BARS[dtype])

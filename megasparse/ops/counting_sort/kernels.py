@@ -52,10 +52,11 @@ def add_up(counts, totals, tiles, DIGITS: tl.constexpr, WIDE: tl.constexpr, TILE
 @triton.jit
 def place(
     keys, order, counts, totals, out, ordered, length, tiles, shift, DIGITS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
     """A token's place: all smaller digits of the row, its own digit in earlier tiles, in earlier blocks of BLOCK tokens
-    of this tile, and before it in its block. ordered: takes the keys in order, or None.
+    of this tile, and before it in its block. ordered: takes the keys in order, or None. REVERSED: places are
+    counted from the last one.
     """
     program = tl.program_id(0).to(tl.int64)
     row, tile = program // tiles, (program % tiles).to(tl.int32)
@@ -73,6 +74,8 @@ def place(
         tokens, digits, key = _digits(keys, order, first + inside, valid, shift, DIGITS)
         rank = tl.sum(((digits[:, None] == digits[None, :]) & earlier).to(tl.int32), 1)
         at = tl.gather(next_place, digits, 0) + rank
+        if REVERSED:
+            at = length - 1 - at
         tl.store(out + at, tokens, mask=valid)
         if ordered is not None:
             tl.store(ordered + row * length + at, key, mask=valid)

@@ -10,21 +10,23 @@ before it is g_i times a running sum of the matrices v_j k_jᵀ, written at boun
 So a token costs its pairs in a small bucket, and less than 4·D pairs and one matrix in a bucket of any size: nothing is
 to be chosen by the number of collisions. ∇k likewise.
 
-A token is owned by one program of a launch and hashes are added in order: results are deterministic. There are no
-atomics: to add rows to tables moves 8·D bytes a row, and 4·D to clear them, where running sums move 4·D.
+A hash's results are added to a target's by one program, in order of the hashes: they are deterministic. There are no
+atomics: to add rows to tables moves 8·D bytes a row, and 4·D to clear them, where running sums move 2·p·D.
 
-Cost, for n = B·H·m·L (token, hash) pairs, L = Lq = Lk, e bytes a number of v, c of a code (8 with masks or documents),
-T = 64 places in a product (32 in fp32), S the tokens of a run, as a token meets them:
-- forward: n codes sorted; n·(2c + 28 + 8·D) bytes; 2·D·T·n FLOPs; values gathered, D·e·n bytes, mostly of the L2 cache.
-- backward: 2n codes sorted, n·(c + 16) bytes more; the forward's for ∇v; and for ∇q and ∇k each n·(24 + 10·D) bytes
+Cost, for n = B·H·m·L (token, hash) pairs, L = Lq = Lk, e bytes a number of v, p bytes one of a hash's own results (2 in
+bf16, else 4), c of a code (2 or 4, 8 with masks or documents), T = 64 places in a product (32 in fp32), S the tokens of
+a run, as a token meets them:
+- forward: n codes sorted; n·(2c + 20 + 2·p·D) bytes; 2·D·T·n FLOPs; values gathered, D·e·n bytes, mostly of the L2
+  cache.
+- backward: 2n codes sorted, n·(c + 16) bytes more; the forward's for ∇v; and for ∇q and ∇k each n·(24 + 2.5·p·D) bytes
   besides D·e·n·(3 to 5) gathered, mostly of the L2 cache, and n·(4·D·max(T, min(S, 2·D)) + 4·D²) FLOPs.
-Memory, besides inputs and outputs: that of one hash, 4·D + 40 bytes a token, or of as many hashes as fit 1 GiB; half
-as much again in the backward. Launches: 4 a slab of such hashes, and in the backward 11 a slab and 2 a hash.
+Memory, besides inputs and outputs: that of one hash, p·D + 24 bytes a token, or of as many hashes as fit 2 GiB; a
+quarter more in the backward. Launches: 7 a slab of such hashes, and in the backward 19.
 
 B batch, H heads, L length, D head dim, m hashes, τ code bits, G = B·H rows, S spans.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +34,13 @@ from torch import Tensor
 
 from megasparse.ops.autocast import Function
 from megasparse.ops.blocks import at_most
+from megasparse.ops.counting_sort.gpu import counting_sort
 from megasparse.ops.hash_table_attention import kernels
 from megasparse.ops.hash_table_attention.layout import groups
 from megasparse.ops.hash_table_attention.specification import HashTableAttentionSpec
 from megasparse.ops.kernels import block, launch, precision
 
-_BYTES = 1 << 30  # running sums of several hashes at a time; more only where one hash has more
+_BYTES = 1 << 31  # what several hashes write for themselves at a time; more only where one hash has more
 _SEGMENT = 16  # spans whose runs one program joins
 _SEARCHES = 256  # targets of a program that finds windows
 
@@ -68,7 +71,7 @@ def _sizes(head_dim: int, dtype: torch.dtype) -> _Sizes:
 
 
 class _Sorted(NamedTuple):
-    """Tokens of each (row, hash) by (bucket, position), from the latest position if reversed. (G, m, L) each.
+    """Tokens of each (row, hash) by (bucket, position), from the last of that order if reversed. (G, m, L) each.
 
     order: int32 token numbers. buckets: theirs.
     """
@@ -109,63 +112,92 @@ class _HashTableAttention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor,
         group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        hashes = q_codes.shape[2]
-        out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
-        met = torch.zeros(q.shape[0] * q.shape[1], q.shape[2], dtype=torch.int64, device=q.device)
-        values = _rows(v, v.dtype)
-        for queries, keys in _slabs(q_codes, k_codes, group, spec, v.shape[3]):
-            sources = _sorted(keys, reverse=False)
-            windows = _windows(queries, sources, spec)
-            met += (windows.end - windows.first).sum(1)
-            _add_sums(out, values, sources, windows, 1 / hashes)
+        hashes, slabs = q_codes.shape[2], _slabs(q_codes, k_codes, v)
+        several = len(slabs) > 1
+        out = _total((*q.shape[:3], v.shape[3]), torch.float32, q.device, several)
+        met = _total(q.shape[:3], torch.float32, q.device, several)
+        [values] = _rows(v.dtype, v)
+        for slab in slabs:
+            queries, keys = _buckets(q_codes, k_codes, group, spec, slab)
+            sources = _sorted(keys, spec.code_bits)
+            _add_sums(out, values, sources, _windows(queries, sources, spec), hashes, several, met)
         ctx.spec, ctx.group = spec, group
         ctx.save_for_backward(q, k, v, q_codes, k_codes)
-        total = (met.to(torch.float32) / hashes).view(q.shape[:3])
+        total = met / hashes if several else met
         ctx.mark_non_differentiable(total)
+        ctx.set_materialize_grads(False)  # of the total
         return out, total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, q_codes, k_codes = ctx.saved_tensors
         spec: HashTableAttentionSpec = ctx.spec
-        hashes = q_codes.shape[2]
-        dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-        rows_q, rows_k, rows_v, g = (_rows(x, v.dtype) for x in (q, k, v, grads[0]))
+        hashes, slabs = q_codes.shape[2], _slabs(q_codes, k_codes, v)
+        several = len(slabs) > 1
+        dq, dk, dv = (_total(x.shape, x.dtype, x.device, several) for x in (q, k, v))
+        rows_q, rows_k, rows_v, g = _rows(v.dtype, q, k, v, grads[0])
         factor = spec.code_bits / (2 * hashes)
-        for queries, keys in _slabs(q_codes, k_codes, ctx.group, spec, v.shape[3]):
-            by_query, by_key = _sorted(queries, reverse=spec.causal), _sorted(keys, reverse=False)
+        for slab in slabs:
+            queries, keys = _buckets(q_codes, k_codes, ctx.group, spec, slab)
+            by_query, by_key = _sorted(queries, spec.code_bits, reverse=spec.causal), _sorted(keys, spec.code_bits)
             seen, seeing = _windows(queries, by_key, spec), _windows(keys, by_query, spec)
-            _add_sums(dv, g, by_query, seeing, 1 / hashes)
-            _add_weighted(dq, (g, by_query), seen, (rows_v, rows_k, by_key), factor)
-            _add_weighted(dk, (rows_v, by_key), seeing, (g, rows_q, by_query), factor)
+            _add_sums(dv, g, by_query, seeing, hashes, several)
+            _add_weighted(dq, (g, by_query), seen, (rows_v, rows_k, by_key), factor, several)
+            _add_weighted(dk, (rows_v, by_key), seeing, (g, rows_q, by_query), factor, several)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype).contiguous().flatten(0, 1)
+def _total(shape: Sequence[int], dtype: torch.dtype, device: torch.device, several: bool) -> Tensor:
+    """What slabs are summed in: of several ones in fp32, from 0 on; one writes it in its own dtype."""
+    if several:
+        return torch.zeros(shape, dtype=torch.float32, device=device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _slabs(
-    q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec, head_dim: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Buckets of queries (G, m', Lq) and keys (G, m', Lk) of some hashes at a time: the codes, or (group, code)."""
-    rows, hashes = q_codes.shape[0] * q_codes.shape[1], q_codes.shape[2]
-    longest = max(q_codes.shape[3], k_codes.shape[3])
-    step = max(1, at_most(_BYTES) // max(1, rows * longest * head_dim * 4))
-    for start in range(0, hashes, step):
-        both = [codes[:, :, start : start + step] for codes in (q_codes, k_codes)]
-        if group is not None:
-            first = [(number << spec.code_bits)[:, None, None] for number in group]  # (B, 1, 1, L)
-            both = [codes.to(torch.int64) + number for codes, number in zip(both, first, strict=True)]
-        yield both[0].flatten(0, 1).contiguous(), both[1].flatten(0, 1).contiguous()
+def _rows(dtype: torch.dtype, *xs: Tensor) -> list[Tensor]:
+    """Each x (B, H, L, D) as (G, L, D), contiguous in the dtype; those that are not yet are copied in one launch."""
+    rows = [
+        x if x.dtype == dtype and x.is_contiguous() else torch.empty(x.shape, dtype=dtype, device=x.device) for x in xs
+    ]
+    copied = [(row, x) for row, x in zip(rows, xs, strict=True) if row is not x]
+    if copied:
+        torch._foreach_copy_(*(list(each) for each in zip(*copied, strict=True)))
+    return [row.flatten(0, 1) for row in rows]
 
 
-def _sorted(buckets: Tensor, reverse: bool) -> _Sorted:
-    if not reverse:
+def _own_dtype(values: Tensor) -> torch.dtype:
+    """The dtype of a hash's own results: a long run's sum may leave the range of fp16."""
+    return torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
+
+
+def _slabs(q_codes: Tensor, k_codes: Tensor, v: Tensor) -> list[slice]:
+    """Hashes at a time."""
+    batch, heads, hashes, count = q_codes.shape
+    each = batch * heads * max(count, v.shape[2]) * v.shape[3] * _own_dtype(v).itemsize
+    step = max(1, at_most(_BYTES) // max(1, each))
+    return [slice(start, start + step) for start in range(0, hashes, step)]
+
+
+def _buckets(
+    q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec, slab: slice
+) -> tuple[Tensor, Tensor]:
+    """Buckets of queries (G, m', Lq) and keys (G, m', Lk) of a slab's hashes: the codes, or (group, code)."""
+    both = [codes[:, :, slab] for codes in (q_codes, k_codes)]
+    if group is not None:
+        first = [(number << spec.code_bits)[:, None, None] for number in group]  # (B, 1, 1, L)
+        both = [codes.to(torch.int64) + number for codes, number in zip(both, first, strict=True)]
+    return both[0].flatten(0, 1).contiguous(), both[1].flatten(0, 1).contiguous()
+
+
+def _sorted(buckets: Tensor, code_bits: int, reverse: bool = False) -> _Sorted:
+    if buckets.dtype == torch.int64:
         ordered, order = torch.sort(buckets, dim=-1, stable=True)
+        if reverse:
+            ordered, order = ordered.flip(-1), order.flip(-1)
         return _Sorted(ordered, order.to(torch.int32), reverse)
-    ordered, order = torch.sort(buckets.flip(-1), dim=-1, stable=True)
-    return _Sorted(ordered, order.to(torch.int32).neg_().add_(buckets.shape[2] - 1), reverse)
+    ordered = torch.empty_like(buckets)
+    order = counting_sort(buckets.flatten(0, 1), code_bits, ordered.flatten(0, 1), reverse)
+    return _Sorted(ordered, order.view(buckets.shape), reverse)
 
 
 def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) -> _Windows:
@@ -179,13 +211,23 @@ def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) ->
     return windows
 
 
-def _add_sums(out: Tensor, values: Tensor, sources: _Sorted, windows: _Windows, scale: float) -> None:
-    """Add to out (B, H, targets, D) scale·Σ of the values (G, length, D) in the windows, over the hashes."""
+def _add_sums(
+    out: Tensor,
+    values: Tensor,
+    sources: _Sorted,
+    windows: _Windows,
+    all_hashes: int,
+    several: bool,
+    met: Tensor | None = None,
+) -> None:
+    """Add to out (B, H, targets, D) Σ of the values (G, length, D) in the windows, over the hashes, /all_hashes; to met
+    (B, H, targets) their number, also /all_hashes where out is not of several slabs.
+    """
     rows, hashes, count = windows.first.shape
     length, head_dim = values.shape[1:]
     sizes = _sizes(head_dim, values.dtype)
     spans = -(-length // sizes.span)
-    sums = torch.empty(rows, hashes, length, head_dim, dtype=torch.float32, device=out.device)
+    sums = torch.empty(rows, hashes, length, head_dim, dtype=_own_dtype(values), device=out.device)
     tails = torch.empty(rows, hashes, spans, head_dim, dtype=torch.float32, device=out.device)
     fixed = {"D": head_dim, "WIDTH": sizes.width, "SPAN": sizes.span}
     arguments = (values, sources.order, sources.buckets, sums, tails, hashes, length, spans)
@@ -193,8 +235,10 @@ def _add_sums(out: Tensor, values: Tensor, sources: _Sorted, windows: _Windows, 
     launch(kernels.sum_runs, (rows * hashes * spans,), *arguments, **fixed, **own)
     _join_spans(tails, sources, sizes)
     blocks = -(-count // sizes.reads)
-    targets = (*windows, out, scale, hashes, count, length, spans, blocks)
-    launch(kernels.read_sums, (rows * blocks,), sums, tails, *targets, **fixed, BLOCK=sizes.reads, num_warps=4)
+    scales = 1 / all_hashes, 1.0 if several else 1 / all_hashes
+    targets = (*windows, out, met, *scales, hashes, count, length, spans, blocks)
+    own = {"ADD": several, "BLOCK": sizes.reads, "num_warps": 4}
+    launch(kernels.read_sums, (rows * blocks,), sums, tails, *targets, **fixed, **own)
 
 
 def _join_spans(tails: Tensor, sources: _Sorted, sizes: _Sizes) -> None:
@@ -217,9 +261,10 @@ def _add_weighted(
     windows: _Windows,
     sources: tuple[Tensor, Tensor, _Sorted],
     scale: float,
+    several: bool,
 ) -> None:
     """Add to out_i scale·Σ_j (left_i·left_j) right_j over i's windows in all hashes. targets: left (G, targets, D)
-    and their own order. sources: left and right (G, length, D) and their order.
+    and their own order. sources: left and right (G, length, D) and their order. several: out is of several slabs.
     """
     (target_left, target_order), (left, right, order) = targets, sources
     rows, hashes, count = windows.first.shape
@@ -229,15 +274,20 @@ def _add_weighted(
     parts = -(-head_dim // sizes.columns)
     fixed = {"D": head_dim, "WIDTH": sizes.width, "COLUMNS": sizes.columns, "SPAN": sizes.span}
     fixed |= {"num_warps": sizes.warps}
-    products = torch.empty(rows, hashes, spans, head_dim, head_dim, dtype=torch.float32, device=out.device)
+    own_dtype = {"dtype": _own_dtype(left), "device": out.device}
+    products = torch.empty(rows, hashes, spans, head_dim, head_dim, **own_dtype)
     arguments = (left, right, order.order, order.buckets, products, hashes, length, spans, parts)
     grid = (rows * hashes * spans * parts,)
     launch(kernels.sum_products, grid, *arguments, **fixed, TILE=sizes.tile, PRECISION=precision())
     _join_spans(products, order, sizes)
     blocks = -(-count // sizes.block)
-    own = {"BLOCK": sizes.block, "TILE": sizes.pairs, "DEPTH": min(32, sizes.width), "PRECISION": precision()}
-    # Neighbours in one hash are strangers in the next: a launch each keeps every row one program's.
-    for number in range(hashes):
-        tensors = (target_left, target_order.order, *windows, left, right, order.order, products, out)
-        numbers = (scale, number, hashes, count, length, spans, blocks, parts)
-        launch(kernels.weighted_sums, (rows * blocks * parts,), *tensors, *numbers, **fixed, **own, num_stages=2)
+    # Neighbours in one hash are strangers in the next: each hash writes its own, in any order of its targets.
+    own = torch.empty(rows, hashes, count, head_dim, **own_dtype)
+    tensors = (target_left, target_order.order, *windows, left, right, order.order, products, own)
+    numbers = (hashes, count, length, spans, blocks, parts)
+    tiles = {"BLOCK": sizes.block, "TILE": sizes.pairs, "DEPTH": min(32, sizes.width), "PRECISION": precision()}
+    grid = (rows * hashes * blocks * parts,)
+    launch(kernels.weighted_sums, grid, *tensors, *numbers, **fixed, **tiles, num_stages=2)
+    blocks = -(-count // sizes.reads)
+    settings = {"D": head_dim, "WIDTH": sizes.width, "ADD": several, "BLOCK": sizes.reads, "num_warps": 4}
+    launch(kernels.add_hashes, (rows * blocks,), own, out, scale, hashes, count, blocks, **settings)

@@ -22,10 +22,12 @@ def _rows(x, row, valid, columns, D: tl.constexpr):
 
 
 @triton.jit
-def _add_rows(x, row, valid, columns, more, D: tl.constexpr):
-    """Rows (n) of x (..., D) += more."""
+def _store_rows(x, row, valid, columns, value, ADD: tl.constexpr, D: tl.constexpr):
+    """Rows (n) of x (..., D) = value, or what they are and value."""
     places, mask = x + row[:, None] * D + columns[None, :], valid[:, None] & (columns < D)[None, :]
-    tl.store(places, tl.load(places, mask=mask, other=0.0) + more, mask=mask)
+    if ADD:
+        value += tl.load(places, mask=mask, other=0.0)
+    tl.store(places, value.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -53,7 +55,8 @@ def sum_runs(
         total = dot(tl.where(earlier, 1.0, 0.0).to(value.dtype), value, PRECISION)
         total += tl.where((run == 0)[:, None], carried[None, :], 0.0)
         here = (place < stop)[:, None] & (columns < D)[None, :]
-        tl.store(sums + (base + place)[:, None] * D + columns[None, :], total, mask=here)
+        places = sums + (base + place)[:, None] * D + columns[None, :]
+        tl.store(places, total.to(sums.dtype.element_ty), mask=here)
         last = tl.minimum(begin + TILE, stop) - 1
         carried = tl.sum(tl.where((place == last)[:, None], total, 0.0), axis=0)
     tl.store(tails + (which * spans + span) * D + columns, carried, mask=columns < D)
@@ -84,7 +87,7 @@ def join_spans(
         mine = (mine & joins) | ((joins == 0) & (span < stop))
         tail = tails + (which * spans + span) * wide + columns
         running = tl.where(joins, running, 0.0) + tl.load(tail, mask=inside & mine, other=0.0)
-        tl.store(tail, running, mask=inside & mine & joins)
+        tl.store(tail, running.to(tails.dtype.element_ty), mask=inside & mine & joins)
         before = bucket
         span = tl.where(mine | (span + 1 < stop), span + 1, spans)
 
@@ -97,8 +100,8 @@ def find_windows(
     """Find first, end (G, m, targets): where the sources of a target's bucket begin, and where those that it may see
     end.
 
-    wanted: (G, m, targets) buckets, in order of position. CAUSAL: only sources at or before it, REVERSED: at or after
-    it. steps: halvings, for length + 1 outcomes.
+    wanted: (G, m, targets) buckets, in order of position. CAUSAL: only sources at or before it. REVERSED: sources lie
+    in reverse, and causal are those at or after it. steps: halvings, for length + 1 outcomes.
     """
     program = tl.program_id(0)
     which = (program // blocks).to(tl.int64)
@@ -109,7 +112,8 @@ def find_windows(
     low, high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + tl.where(here, length, 0)
     for _ in range(steps):
         middle, searching = (low + high) // 2, low < high
-        below = searching & (tl.load(buckets + base + middle, mask=searching, other=0) < bucket)
+        found = tl.load(buckets + base + middle, mask=searching, other=0)
+        below = searching & ((found > bucket) if REVERSED else (found < bucket))
         low, high = tl.where(below, middle + 1, low), tl.where(searching & (below == 0), middle, high)
     tl.store(first + which * targets + target, low, mask=here)
     high = tl.where(here, length, low)
@@ -125,25 +129,31 @@ def find_windows(
 
 @triton.jit
 def read_sums(
-    sums, tails, first, end, out, scale, hashes, targets, length, spans, blocks,
-    D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    sums, tails, first, end, out, met, scale, met_scale, hashes, targets, length, spans, blocks,
+    D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add to out (G, targets, D) scale·Σ_h of the target's window: its last place's sum, and the tail of the span
-    before where the run began there.
+    """Store (ADD: add) in out (G, targets, D) scale·Σ_h of the target's window: its last place's sum, and the tail of
+    the span before where the run began there; in met (G, targets), or None, met_scale·Σ_h of the window's length.
     """
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     target, columns = program % blocks * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     here = target < targets
-    total = tl.zeros([BLOCK, WIDTH], tl.float32)
+    total, many = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK], tl.int32)
     for number in range(hashes):
         which = row * hashes + number
         begin = tl.load(first + which * targets + target, mask=here, other=0)
         last = tl.load(end + which * targets + target, mask=here, other=0) - 1
         span = last // SPAN
-        total += _rows(sums, which * length + last, last >= begin, columns, D)
+        many += last + 1 - begin
+        total += _rows(sums, which * length + last, last >= begin, columns, D).to(tl.float32)
         total += _rows(tails, which * spans + span - 1, (last >= begin) & (begin < span * SPAN), columns, D)
-    _add_rows(out, row * targets + target, here, columns, scale * total, D)
+    _store_rows(out, row * targets + target, here, columns, scale * total, ADD, D)
+    if met is not None:
+        count = met_scale * many.to(tl.float32)
+        if ADD:
+            count += tl.load(met + row * targets + target, mask=here, other=0.0)
+        tl.store(met + row * targets + target, count, mask=here)
 
 
 @triton.jit
@@ -169,25 +179,25 @@ def sum_products(
             a, b = _rows(left, token, here, rows, D), _rows(right, token, here, columns, D)
             total += dot(tl.trans(a), b, PRECISION)
     place = (which * spans + span) * D * D + rows[:, None] * D + columns[None, :]
-    tl.store(products + place, total, mask=(rows < D)[:, None] & (columns < D)[None, :])
+    valid = (rows < D)[:, None] & (columns < D)[None, :]
+    tl.store(products + place, total.to(products.dtype.element_ty), mask=valid)
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit
 def weighted_sums(
     target_left, target_order, first, end, left, right, order, products, out,
-    scale, number, hashes, targets, length, spans, blocks, parts,
+    hashes, targets, length, spans, blocks, parts,
     D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to out (G, targets, D) scale·Σ_j (target_left_i·left_j)·right_j over the target's window, in hash
-    `number`.
+    """Compute out (G, m, targets, D): Σ_j (target_left_i·left_j)·right_j over the target's window in each hash.
 
     A program has a block of targets in order of their own buckets, so their windows lie together. What of a window
     lies before its last boundary between spans is in `products`; the rest, less than a span, goes pair by pair.
     """
     program = tl.program_id(0)
-    part, block, row = program % parts, program // parts % blocks, (program // parts // blocks).to(tl.int64)
-    which = row * hashes + number
+    part, block, which = program % parts, program // parts % blocks, (program // parts // blocks).to(tl.int64)
+    row = which // hashes
     base, columns = which * length, part * COLUMNS + tl.arange(0, COLUMNS)
     place = block * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_order + which * targets + place, mask=place < targets, other=0)
@@ -225,4 +235,19 @@ def weighted_sums(
             total += dot(a, b, PRECISION)
         boundary = tl.min(tl.where(whole & (span > boundary), span, spans + 1), axis=0)
 
-    _add_rows(out, row * targets + target, place < targets, columns, scale * total, D)
+    _store_rows(out, which * targets + target, place < targets, columns, total, False, D)
+
+
+@triton.jit
+def add_hashes(
+    own, out, scale, hashes, targets, blocks,
+    D: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store (ADD: add) in out (G, targets, D) scale·Σ_h own (G, m, targets, D)."""
+    program = tl.program_id(0)
+    row, columns = (program // blocks).to(tl.int64), tl.arange(0, WIDTH)
+    target = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK, WIDTH], tl.float32)
+    for number in range(hashes):
+        total += _rows(own, (row * hashes + number) * targets + target, target < targets, columns, D).to(tl.float32)
+    _store_rows(out, row * targets + target, target < targets, columns, scale * total, ADD, D)

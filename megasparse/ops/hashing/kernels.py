@@ -124,7 +124,8 @@ def transformed_sides(
     LEVELS: tl.constexpr, PARTS_LEVELS: tl.constexpr, FIRST: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Codes of TOKENS tokens of a row in one part of a group's P = 2^LEVELS hashes: bit t is the sign of a coordinate
-    of HD₃HD₂HD₁x, diagonals (H, groups, τ, 3, P) of ±1. `again` is 0: x's address then depends on the bit, so that x is
+    of HD₃HD₂HD₁x, diagonals (H, groups, τ, 3, P): −1 where
+    negative, else 1. `again` is 0: x's address then depends on the bit, so that x is
     read again (from the cache) for each instead of taking D registers all along.
     """
     P: tl.constexpr = 1 << LEVELS
@@ -146,7 +147,8 @@ def transformed_sides(
     while bit < bits:
         y = tl.load(x + bit * again + places, mask=valid, other=0).to(tl.float32)
         for number in tl.static_range(3):
-            y = _hadamard(y * tl.load(diagonals + number * P + d)[:, None], LEVELS)
+            sign = tl.where(tl.load(diagonals + number * P + d) < 0, -1.0, 1.0)
+            y = _hadamard(y * sign[:, None], LEVELS)
         code |= (_part(y, part % PARTS, LEVELS, PARTS_LEVELS, FIRST) >= 0).to(tl.int32) << bit
         diagonals += 3 * P
         bit += 1

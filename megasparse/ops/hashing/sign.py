@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
-from megasparse.ops.random import normal_by_head, random_bits, rows_by_head
+from megasparse.ops.random import bits_by_head, normal_by_head
 
 _BLOCK_ELEMENTS = 1 << 20  # projected numbers at a time: 4 MB of fp32
 MOST_BITS = 30  # codes are int32 at most
@@ -29,10 +29,10 @@ def normals(key: int, heads: range, hashes: int, code_bits: int, width: int, dev
 
 
 def diagonals(key: int, heads: range, hashes: int, code_bits: int, power: int, device: torch.device) -> Tensor:
-    """D₁, D₂, D₃ of every transform, (H, groups of P hashes, τ, 3, P) fp32, each 1 or −1."""
+    """D₁, D₂, D₃ of every transform, (H, groups of P hashes, τ, 3, P) int32: −1 where negative, else 1."""
     groups = -(-hashes // power)
-    bits = random_bits(key, rows_by_head(heads, groups * code_bits, device), 3 * power)
-    return torch.where(bits < 0, -1.0, 1.0).view(len(heads), groups, code_bits, 3, power)
+    bits = bits_by_head(key, heads, groups * code_bits, 3 * power, device)
+    return bits.view(len(heads), groups, code_bits, 3, power)
 
 
 @without_autocast
@@ -47,7 +47,8 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
         drawn = normals(key, heads, hashes, code_bits, width, x.device).flatten(1, 2).to(dtype)  # (H, m·τ, D)
         numbers = hashes * code_bits
     else:
-        drawn = diagonals(key, heads, hashes, code_bits, power, x.device).flatten(1, 2).to(dtype)  # (H, groups·τ, 3, P)
+        drawn = diagonals(key, heads, hashes, code_bits, power, x.device).flatten(1, 2)  # (H, groups·τ, 3, P)
+        drawn = torch.where(drawn < 0, -1.0, 1.0).to(dtype)
         numbers = groups * code_bits * power
     codes = torch.empty(batch, len(heads), hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
     step = max(1, at_most(_BLOCK_ELEMENTS) // (batch * len(heads) * numbers))

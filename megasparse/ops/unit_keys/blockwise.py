@@ -1,4 +1,4 @@
-"""Unit keys in torch."""
+"""Unit vectors in torch."""
 
 import torch
 import torch.nn.functional as F
@@ -19,3 +19,10 @@ def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
         return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)
 
     return q, tiled(unit, [q], [], -(-q.numel() // at_most(_ELEMENTS)))
+
+
+def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Computes `operator.unit_vectors`."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x * torch.where(norm > 0, 1.0 / norm.masked_fill(norm == 0, 1.0), 0.0)).to(dtype or x.dtype)

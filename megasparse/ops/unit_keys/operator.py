@@ -1,4 +1,4 @@
-"""Keys of shared queries and keys: the definition, torch, or kernels."""
+"""Vectors of length 1: the definition, torch, or kernels."""
 
 import torch
 from torch import Tensor
@@ -29,3 +29,14 @@ def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
 def _keys(q: Tensor) -> Tensor:
     """Compute k alone: a custom operator gives none of its inputs back."""
     return unit_keys(q)[1]
+
+
+def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute x/|x| of x (B, H, L, D), in fp32 at least; a zero vector stays zero, and gets no gradient. dtype: of the
+    result, by default the one that it is computed in.
+    """
+    if implementation(x) == "triton":
+        from megasparse.ops.unit_keys import gpu
+
+        return gpu.unit_vectors(x, dtype)
+    return blockwise.unit_vectors(x, dtype)
