@@ -154,10 +154,14 @@ class LHAAttention(BandAttention):
         log.
         """
 
+        one_document = inputs.key_mask is None and inputs.segments is None
+
         def job(query: Weights, key: Weights) -> tuple[Tensor, ...]:
             queries, keys = _sides(inputs, query, key)
-            of_queries = self._examples((queries, keys), False, inputs, assigned, context)
-            of_keys = self._examples((keys, queries), True, inputs, assigned, context)
+            # The joint hash has the same members for both.
+            members = self._members(queries, Document(slice(None), None)) if one_document and queries is keys else None
+            of_queries = self._examples((queries, keys), False, inputs, assigned, context, members)
+            of_keys = self._examples((keys, queries), True, inputs, assigned, context, members)
             return *divergence(of_queries, queries.weights), *divergence(of_keys, keys.weights)
 
         found = self.hash(job, inputs.q, context)
@@ -179,9 +183,10 @@ class LHAAttention(BandAttention):
         inputs: AttentionInputs,
         assigned: Assignment,
         context: AttentionContext,
+        known: Tensor | None,
     ) -> Iterator[Example]:
         """Yield what the hash functions learn from. sides: what is to learn, and the other one, whose utility it
-        learns.
+        learns. known: the other one's members, where all tokens are one document and they are known already.
 
         A bucket's members here are its best, the same number of every bucket, whatever the window (section 4.4). By the
         buckets of the plain argmax one bucket that holds all tokens would be a perfect solution, and training soon
@@ -192,7 +197,7 @@ class LHAAttention(BandAttention):
             q, k = (document.take(x.detach()) for x in (inputs.q, inputs.k))
             hashed = [document.take(x) for x in sides[0].inputs]
             own = document.take(assigned.key_codes if of_keys else assigned.query_codes)
-            members, weight = self._members(sides[1], document), 1.0
+            members, weight = self._members(sides[1], document) if known is None else known, 1.0
             if self.config.utility == "features":
                 features = feature_keys if of_keys else feature_queries
                 found = features(*self._features(q, k, context), members, visible=visible)

@@ -27,14 +27,13 @@ from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.positions import sinusoids
-from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, sketched_attention
+from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, exact_projection, sketched_attention
 from megasparse.ops.tiled import tiled
 
 ASKED = {"token": "a token a position", "pooled": "a label a sequence", "answer": "the tokens of an answer"}
 """What a sketch predicts, by its objective."""
 
 _LOGIT_ELEMENTS = 1 << 22  # logits of the token objective that exist at a time
-_PROJECTED = 1 << 12  # tokens projected at a time in float64
 
 
 @dataclass
@@ -139,7 +138,7 @@ class SmartBirdAttention(Attention):
     def sketched(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """The sketch's queries and keys of whole sequences, (B, L, d) each, in float64."""
         x = self._read(x, inputs, context)
-        q, k = (self._whole(_exactly(project, x), context.part) for project in (self.query, self.key))
+        q, k = (self._whole(project(x, exactly=True), context.part) for project in (self.query, self.key))
         return q, k
 
     def _whole(self, x: Tensor, part: SequencePart) -> Tensor:
@@ -193,16 +192,16 @@ class SmartBirdAttention(Attention):
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, context: AttentionContext) -> None:
         cache.heads.put(inputs.k, inputs.v)
-        cache.sketch[:, : x.shape[1]] = _exactly(self.key, self._read(x, inputs, context))
+        cache.sketch[:, : x.shape[1]] = self.key(self._read(x, inputs, context), exactly=True)
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, position: int, context: AttentionContext
     ) -> Tensor:
         cache.heads.put(inputs.k, inputs.v, position)
         x = self._read(x, inputs, context, position)
-        cache.sketch[:, position : position + 1] = _exactly(self.key, x)
+        cache.sketch[:, position : position + 1] = self.key(x, exactly=True)
         seen = cache.sketch[:, : position + 1]
-        index = self._choose(_exactly(self.query, x), seen, inputs, context, position)
+        index = self._choose(self.query(x, exactly=True), seen, inputs, context, position)
         chunk = self.near.window.chunk
         first = max(0, position // chunk - 1) * chunk if self.config.local else position + 1  # of the window
         sinks = min(self.config.sinks, first)
@@ -213,7 +212,7 @@ class SmartBirdAttention(Attention):
         return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, index, scale=self.near.scale)[0]
 
     def _choose_whole(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
-        q, k = (self._whole(_exactly(project, x), context.part) for project in (self.query, self.key))
+        q, k = (self._whole(project(x, exactly=True), context.part) for project in (self.query, self.key))
         return self._choose(q, k, inputs, context)
 
     @torch.no_grad()
@@ -237,14 +236,14 @@ class SmartBirdAttention(Attention):
 
 
 class Projection(nn.Module):
-    """Linear map of x (B, L, E) -> (B, L, d) in the dtype of x."""
+    """Linear map of x (B, L, E) -> (B, L, d) in the dtype of x, or exactly: see `exact_projection`."""
 
     def __init__(self, width_in: int, width_out: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width_out, width_in))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+    def forward(self, x: Tensor, exactly: bool = False) -> Tensor:
+        return exact_projection(x, self.weight) if exactly else F.linear(x, self.weight.to(x.dtype))
 
 
 class SketchEmbedding(nn.Module):
@@ -293,14 +292,6 @@ def _numbers(tokens: Tensor, key_mask: Tensor | None, segments: Tensor | None) -
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
     return number - torch.where(begins, number, 0).cummax(1).values
-
-
-@torch.no_grad()
-def _exactly(project: Projection, x: Tensor) -> Tensor:
-    """In float64, so that equal tokens tie, and go by their position, however many are projected at a time: decoding
-    would else choose others of them than the whole pass.
-    """
-    return torch.cat([project(piece.double()) for piece in x.split(at_most(_PROJECTED), dim=1)], dim=1)
 
 
 def _sketch(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:

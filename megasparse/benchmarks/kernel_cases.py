@@ -170,10 +170,11 @@ def bucketed_attention(dtype: torch.dtype, head_dim: int) -> None:
 def sketch(dtype: torch.dtype, head_dim: int) -> None:
     """Width 4 and the largest one: a decoder, then an encoder with padding, each with draws and without."""
     from megasparse.ops.sketch import KeyChoiceSpec, Noise
-    from megasparse.ops.sketch.gpu import chosen_keys, sketched_attention
+    from megasparse.ops.sketch.gpu import chosen_keys, exact_projection, sketched_attention
     from megasparse.ops.sketch.operator import WIDEST
 
     for width in (4, WIDEST):
+        exact_projection(torch.zeros(1, 64, 512, dtype=dtype), torch.zeros(width, 512))
         for causal in (True, False):
             q, k, v = (torch.zeros(1, 64, width, dtype=dtype, requires_grad=True) for _ in range(3))
             mask = None if causal else torch.ones(1, 64, dtype=torch.bool)

@@ -11,7 +11,7 @@ B batch, L length, H heads, R rounds, E width.
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,7 @@ class RngContext:
     training: bool
     rounds: int | None = None
     first: int = 0
+    _rows: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def evaluation(seed: int, batch_size: int, rounds: int | None = None) -> "RngContext":
@@ -61,8 +62,12 @@ class RngContext:
 
     def rows(self, length: int, device: torch.device) -> Tensor:
         """(B, L) int64: a number for every (global sample, position), for draws that differ by token."""
-        positions = torch.arange(self.first, self.first + length, device=device)
-        return self.samples.to(device).unsqueeze(1) * (1 << 32) + positions
+        found = self._rows.get((length, device))
+        if found is None:  # every layer asks for the same ones
+            positions = torch.arange(self.first, self.first + length, device=device)
+            found = self.samples.to(device).unsqueeze(1) * (1 << 32) + positions
+            self._rows[length, device] = found
+        return found
 
 
 def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:

@@ -94,7 +94,7 @@ def test_the_host_never_waits_for_the_device(causal):
         documents = torch.empty(2, 1000, dtype=torch.int64, **nowhere)
         out, _ = call(kernels.hash_table_attention, (q, k, v), *codes, code_bits=6, causal=causal, segments=documents)
         out.sum().backward()
-    # Windows, sums, tails, reading; backward: windows twice, the same for ∇v; products, tails, pairs, hashes for q and k
+    # Windows, sums, tails, reading; backward: windows twice, the same for ∇v, four each for ∇q and ∇k
     assert len(launches) == 4 + 2 + 3 + 2 * 4
 
 

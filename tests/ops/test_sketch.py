@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megasparse.ops.sketch.blockwise as blockwise
-from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, draws, sketched_attention
+from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, draws, exact_projection, sketched_attention
 from megasparse.ops.sketch.reference import best_keys as defined
 from megasparse.ops.sketch.reference import sketched_weights, uniform
 from tests.helpers.kernels import DEVICE
@@ -159,3 +159,14 @@ def test_memory_is_linear_in_the_length(monkeypatch):
         return memory.peak
 
     assert peak(2048) < 2.2 * peak(1024)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("width", [3, 16])
+def test_the_exact_projection_is_that_of_float64_and_each_rows_own(width):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 70, generator=generator).to(DEVICE, torch.bfloat16) for n in (37, width))
+    x[5] = x[30]
+    found = exact_projection(x[None], weight)
+    assert found.dtype == torch.float64 and torch.equal(found[0, 5], found[0, 30])
+    torch.testing.assert_close(found[0], x.double() @ weight.double().mT, rtol=1e-12, atol=1e-12)

@@ -7,6 +7,7 @@ B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query ch
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
@@ -17,6 +18,7 @@ from megasparse.ops.sketch.specification import KeyChoiceSpec
 from megasparse.ops.tiled import tiled
 
 _SCORE_ELEMENTS = 1 << 20  # scores in a tile
+_PROJECTED = 1 << 12  # tokens projected at a time in float64
 _STEPS = 256  # without noise, products are rounded to multiples of 1/256
 _NOTHING = torch.iinfo(torch.int64).min  # ranks below every key
 _LOW = (1 << 32) - 1
@@ -127,3 +129,8 @@ def _ranks(score: Tensor, keys: Tensor) -> Tensor:
     bits = (score + 0.0).view(torch.int32)  # −0 becomes 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.long() << 32) + (_LOW - keys)
+
+
+def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
+    """Computes `operator.exact_projection`."""
+    return torch.cat([F.linear(part.double(), weight.double()) for part in x.split(at_most(_PROJECTED), dim=1)], dim=1)

@@ -126,3 +126,14 @@ def _documents(key_mask: Tensor | None, segments: Tensor | None) -> Tensor | Non
         return None if segments is None else segments.to(torch.int32).contiguous()
     inside = torch.zeros_like(key_mask, dtype=torch.int32) if segments is None else segments.to(torch.int32)
     return torch.where(key_mask, inside, kernels.PADDING.value).contiguous()
+
+
+def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
+    """Computes `operator.exact_projection` in one launch: it reads x once and does 2·d·E float64 operations a row."""
+    rows, width = x.reshape(-1, x.shape[2]), len(weight)
+    out = torch.empty(len(rows), width, dtype=torch.float64, device=x.device)
+    wide = triton.next_power_of_2(width)
+    settings = {"WIDTH": wide, "ROWS": 64 // wide, "COLUMNS": 64, "num_warps": _WARPS}
+    arguments = (rows, weight.contiguous(), out, len(rows), rows.shape[1], width)
+    launch(kernels.project, (-(-len(rows) * wide // 64),), *arguments, **settings)
+    return out.view(*x.shape[:2], width)

@@ -178,3 +178,19 @@ def grad_keys(
         key_sums, value_sums = add(key_sums, slope, query, WIDTH), add(value_sums, weight, grad, WIDTH)
     store(grad_k + batch * length * WIDTH, keys, length, key_sums, 1.0, WIDTH)
     store(grad_v + batch * length * WIDTH, keys, length, value_sums, 1.0, WIDTH)
+
+
+@triton.jit
+def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Compute out (N, d) = x (N, E)·weightᵀ, weight (d, E), in float64. Every row is summed alike."""
+    row, output = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, WIDTH)
+    total = tl.zeros([ROWS, WIDTH], tl.float64)
+    for first in range(0, width_in, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        valid = (row < count)[:, None] & (column < width_in)[None, :]
+        a = tl.load(x + row[:, None] * width_in + column[None, :], mask=valid, other=0).to(tl.float64)
+        valid = (output < width)[:, None] & (column < width_in)[None, :]
+        b = tl.load(weight + output[:, None] * width_in + column[None, :], mask=valid, other=0).to(tl.float64)
+        total += tl.sum(a[:, None, :] * b[None, :, :], 2)
+    valid = (row < count)[:, None] & (output < width)[None, :]
+    tl.store(out + row[:, None] * width + output[None, :], total, mask=valid)

@@ -75,6 +75,22 @@ def chosen_keys(
     return index
 
 
+@custom(lambda x, weight: x.new_empty(*x.shape[:2], len(weight), dtype=torch.float64))
+@without_autocast
+@torch.no_grad()
+def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute x·Wᵀ of x (B, L, E) and weight (d, E) in float64, (B, L, d): every row by itself, so that equal tokens
+    tie, and go by their position, however many are projected at a time. Decoding would else choose others of them than
+    the whole pass.
+    """
+    floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if len(weight) <= WIDEST and implementation(x, floats, largest_width=None) == "triton":
+        from megasparse.ops.sketch import gpu
+
+        return gpu.exact_projection(x, weight)
+    return blockwise.exact_projection(x, weight)
+
+
 def _module(q: Tensor, heads: int = 1) -> ModuleType:
     name = implementation(q, largest_width=WIDEST, most_rows=MOST_PAIRS // heads)
     if name == "triton":

@@ -31,6 +31,11 @@ def _keys(q: Tensor) -> Tensor:
     return unit_keys(q)[1]
 
 
+def _unit_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype or torch.promote_types(x.dtype, torch.float32))
+
+
+@custom(_unit_like)
 def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Compute x/|x| of x (B, H, L, D), in fp32 at least; a zero vector stays zero, and gets no gradient. dtype: of the
     result, by default the one that it is computed in.
