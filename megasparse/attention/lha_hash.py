@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.ops.attention_utility import tiles
+from megasparse.ops.backend import implementation
+from megasparse.ops.hash_learning import divergence as bucket_divergence
+from megasparse.ops.hash_learning import ranks
 from megasparse.ops.random import derive, rotations
 
 T = TypeVar("T")
@@ -80,13 +84,14 @@ def bucket_members(sides: Sides, buckets: int, size: int) -> Tensor:
     """
     best = torch.empty(0)
     for tokens, inputs in _in_tiles(sides, buckets):
-        # Bits of a positive number are ordered as the number is. With the token's number below them no two are equal.
-        penalty = -scores_of(inputs, sides.weights).log_softmax(-1).float().transpose(-1, -2)  # (B, H, N, T)
-        rank = penalty.abs().contiguous().view(torch.int32).long() << 32
-        rank = rank + torch.arange(tokens.start, tokens.stop, device=rank.device)
-        best = rank if tokens.start == 0 else torch.cat([best, rank], dim=-1)
-        best = best.topk(min(size, best.shape[-1]), largest=False, sorted=False).values
+        rank = ranks(scores_of(inputs, sides.weights), tokens.start)
+        rank = _smallest(rank, size)
+        best = rank if tokens.start == 0 else _smallest(torch.cat([best, rank], dim=-1), size)
     return (best & 0xFFFFFFFF).sort(-1).values
+
+
+def _smallest(x: Tensor, count: int) -> Tensor:
+    return x.topk(min(count, x.shape[-1]), largest=False, sorted=False).values
 
 
 class Example(NamedTuple):
@@ -123,13 +128,11 @@ class _Divergence(torch.autograd.Function):
         for inputs, utility, codes, weight in examples:
             with torch.set_grad_enabled(learn):
                 scores = scores_of(inputs, grouped)
-            logarithm = scores.detach().log_softmax(-1)
-            information = torch.xlogy(utility, utility)
-            sums[0] += weight * (information - utility * logarithm).sum()
-            sums[2] += weight * information.sum()
-            sums[1] += weight * utility.gather(-1, codes.long().unsqueeze(-1)).sum()
-            if learn:
-                error = weight * (logarithm.exp_() * utility.sum(-1, keepdim=True) - utility)
+            total, kept, information, error = bucket_divergence(scores.detach(), utility, codes, weight, learn)
+            sums[0] += total
+            sums[1] += kept
+            sums[2] += information
+            if error is not None:
                 for total, grad in zip(grads, torch.autograd.grad(scores, wide, error.to(scores.dtype)), strict=True):
                     total += grad
         ctx.save_for_backward(*grads)
@@ -150,15 +153,31 @@ def _in_tiles(sides: Sides, buckets: int) -> Iterable[tuple[slice, tuple[Tensor,
 
 def scores_of(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
     """H_Q, H_K, or H_Q + H_K: (B, H, T, N), in fp32 at least."""
+    if len(weights[0]) == 4 and implementation(inputs[0], largest_width=None) == "triton":
+        return _in_one_product(inputs, weights)
     each = [_score(x, w) for x, w in zip(inputs, weights, strict=True)]
     return each[0] if len(each) == 1 else each[0] + each[1]
 
 
+def _hidden(x: Tensor, weights: Weights, dtype: torch.dtype) -> Tensor:
+    first, bias = (w.to(dtype) for w in weights[:2])
+    return torch.relu(x.to(dtype) @ first + bias.view(-1, 1, first.shape[2]))
+
+
 def _score(x: Tensor, weights: Weights) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(x.dtype, weights[0].dtype), torch.float32)
-    x = x.to(dtype)
     if len(weights) == 1:
-        return x @ weights[0].to(dtype)
-    first, first_bias, second, second_bias = (w.to(dtype) for w in weights)
-    hidden = torch.relu(x @ first + first_bias.view(-1, 1, first.shape[2]))
-    return hidden @ second + second_bias.view(-1, 1, second.shape[2])
+        return x.to(dtype) @ weights[0].to(dtype)
+    second, bias = (w.to(dtype) for w in weights[2:])
+    return _hidden(x, weights, dtype) @ second + bias.view(-1, 1, second.shape[2])
+
+
+def _in_one_product(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
+    """The sum of two-layer functions, whose second layers are one product with hidden layers side by side, and with the
+    biases as the weights of a hidden unit that is 1: scores are written once. The other 7 keep rows aligned.
+    """
+    dtype = torch.promote_types(torch.promote_types(inputs[0].dtype, weights[0][0].dtype), torch.float32)
+    hidden = torch.cat([_hidden(x, w, dtype) for x, w in zip(inputs, weights, strict=True)], dim=-1)
+    second = torch.cat([w[2].to(dtype) for w in weights], dim=1)  # (H, D of all functions, N)
+    bias = torch.stack([w[3].to(dtype) for w in weights]).sum(0).view(len(second), 1, -1)
+    return F.pad(hidden, (0, 8), value=1.0) @ torch.cat([second, F.pad(bias, (0, 0, 0, 7))], dim=1)

@@ -11,7 +11,7 @@ Case = Callable[[torch.dtype, int], None]
 CASES: dict[str, Case] = {}
 """The case of each operator."""
 HEAD_DIMS = (16, 32, 64, 128, 256)
-ONE_WIDTH = {"counting_sort", "layer_norm", "random_numbers", "sketch", "cross_entropy"}
+ONE_WIDTH = {"counting_sort", "hash_learning", "layer_norm", "random_numbers", "sketch", "cross_entropy"}
 """Operators in which a layer's head dim has no part: the case has all their widths, and one head dim stands for all."""
 ONE = 64
 
@@ -193,3 +193,14 @@ def cross_entropy(dtype: torch.dtype, head_dim: int) -> None:
     for vocabulary, smoothing in ((258, 0.0), (30522, 0.1), (262144, 0.0)):
         logits = torch.zeros(2, vocabulary, dtype=dtype, requires_grad=True)
         token_scores(logits, torch.zeros(2, dtype=torch.int64), smoothing).sum().backward()
+
+
+@case
+def hash_learning(dtype: torch.dtype, head_dim: int) -> None:
+    """LHA's 512 buckets at 64K tokens."""
+    from megasparse.ops.hash_learning.gpu import divergence, ranks, unit_sum
+
+    rows = torch.zeros(1, 2, 64, 512)
+    for learn in (True, False):
+        divergence(rows, unit_sum(rows), torch.zeros(1, 2, 64, dtype=torch.int16), 1.0, learn)
+    ranks(rows, 0)

@@ -24,6 +24,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 specifications): A100, H100."""
 _WARP = 32
 _TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",

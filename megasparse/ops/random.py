@@ -266,9 +266,9 @@ def normal_by_head(key: int, heads: range, count: int, columns: int, device: tor
 def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """(H, count, columns) int32: `random_bits` of the rows of `rows_by_head`."""
     if implementation(torch.empty(0, device=device), (torch.get_default_dtype(),), largest_width=None) == "triton":
-        from megasparse.ops import random_kernels
+        from megasparse.ops.random_kernels import bits_by_head as by_head
 
-        return random_kernels.bits_by_head(*_halves(key), heads, count, columns, device)
+        return by_head(*_halves(key), heads, count, columns, device)
     return random_bits(key, rows_by_head(heads, count, device), columns)
 
 

@@ -11,11 +11,8 @@ from megasparse.config.attention import YOSOAttentionConfig
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.random import RngContext
-<<<<<<< HEAD
-from tests.helpers.models import assert_same_with_gradients
-=======
 from megasparse.ops.unit_keys import unit_vectors
->>>>>>> 8ef3e77 (YOSO takes 40 launches, not 292, and a third of the bytes: one launch for all hashes, a counting sort, a hash's own results in half precision)
+from tests.helpers.models import assert_same_with_gradients
 
 
 def yoso(place=None, **settings):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.blocks import at_most
+from megasparse.ops.hash_learning import unit_sum
 
 _CPU_TILE_ELEMENTS = 1 << 19  # of a tile's tokens with all buckets: 2 MB of fp32
 _GPU_TILE_ELEMENTS = 1 << 25
@@ -52,7 +53,7 @@ def exact_queries(
     for part in tiles(rows.expand(*q.shape[:2], -1), max(key_members[0, 0].numel(), k.shape[2])):
         attention = torch.softmax(_query_scores(q, k, rows[part], scale, visible), dim=-1)
         tokens = part if sample is None else rows[part]
-        yield Tile(tokens, _normalized(_by_bucket(attention, key_members)))
+        yield Tile(tokens, unit_sum(_by_bucket(attention, key_members)))
 
 
 @torch.no_grad()
@@ -76,7 +77,7 @@ def exact_keys(
         # query of the sample sees has none.
         attention = torch.softmax(logarithm, dim=-1).nan_to_num(0.0)
         found = _by_bucket(attention, query_members) if member is None else attention @ member.to(attention.dtype)
-        yield Tile(tokens, _normalized(found))
+        yield Tile(tokens, unit_sum(found))
 
 
 def feature_queries(q: Features, k: Features, key_members: Tensor, *, visible: bool) -> Iterator[Tile]:
@@ -134,17 +135,12 @@ def _by_bucket(weights: Tensor, members: Tensor) -> Tensor:
     return weights.gather(-1, index).unflatten(-1, members.shape[2:]).sum(-1)
 
 
-def _normalized(utility: Tensor) -> Tensor:
-    total = utility.sum(-1, keepdim=True)
-    return torch.where(total > 0, utility / total, 0.0)
-
-
 @torch.no_grad()
 def _all_queries(q: Features, k: Features, members: Tensor) -> Iterator[Tile]:
     highest = k.shift.amax(-2, keepdim=True)
     sums = bucket_sums(k.values * torch.exp(k.shift - highest), members).transpose(-1, -2)
     for tokens in tiles(q.values, members.shape[2]):
-        yield Tile(tokens, _normalized(q.values[:, :, tokens] @ sums))
+        yield Tile(tokens, unit_sum(q.values[:, :, tokens] @ sums))
 
 
 @torch.no_grad()
@@ -155,7 +151,7 @@ def _all_keys(q: Features, k: Features, members: Tensor) -> Iterator[Tile]:
     weights = torch.where(normaliser > 0, q.values / normaliser, 0.0)
     sums = bucket_sums(weights, members).transpose(-1, -2)
     for tokens in tiles(k.values, members.shape[2]):
-        yield Tile(tokens, _normalized(k.values[:, :, tokens] @ sums))
+        yield Tile(tokens, unit_sum(k.values[:, :, tokens] @ sums))
 
 
 def _levels(k: Features) -> Tensor:
@@ -184,7 +180,7 @@ def _visible_queries(q: Features, k: Features, members: Tensor) -> Iterator[Tile
     for tokens in tiles(k.values, members.shape[2], pairs=True):
         member, last = _members_of(tokens, members, k.values), level[:, :, tokens.stop - 1 : tokens.stop]
         utility = (q.values[:, :, tokens] @ sums.transpose(-1, -2)) * torch.exp(before - level[:, :, tokens])
-        yield Tile(tokens, _normalized(utility + _visible_pairs(q.values, k, level, tokens) @ member))
+        yield Tile(tokens, unit_sum(utility + _visible_pairs(q.values, k, level, tokens) @ member))
         keys = k.values[:, :, tokens] * torch.exp(k.shift[:, :, tokens] - last)
         sums = sums * torch.exp(before - last) + member.transpose(-1, -2) @ keys
         before = last
@@ -204,7 +200,7 @@ def _visible_keys(q: Features, k: Features, members: Tensor) -> Iterator[Tile]:
         decay = (own - own.transpose(-1, -2)).masked_fill(earlier, -torch.inf)  # 0 and below: levels only rise
         pairs = (keys @ queries.transpose(-1, -2)) * decay.exp()
         utility = (keys @ sums.transpose(-1, -2)) * torch.exp(own - after)
-        yield Tile(tokens, _normalized(utility + pairs @ member))
+        yield Tile(tokens, unit_sum(utility + pairs @ member))
         sums = sums * torch.exp(first - after) + member.transpose(-1, -2) @ (queries * torch.exp(first - own))
         after = first
 
