@@ -1,7 +1,16 @@
 import pytest
 import torch
 
-from megasparse.ops.random import RngContext, add_dropout, dropout, normal, normal_by_head, random_bits, relu_dropout
+from megasparse.ops.random import (
+    RngContext,
+    add_dropout,
+    bits_by_head,
+    dropout,
+    normal,
+    normal_by_head,
+    random_bits,
+    relu_dropout,
+)
 from tests.helpers.kernels import DEVICE
 
 ROWS = RngContext(3, 5, torch.tensor([7, 2**31 + 5]), True).rows
@@ -85,6 +94,14 @@ def test_the_kernels_bits_are_those_of_torch(shape, columns, monkeypatch):
     expected = random_bits(2**63 + 17, rows, columns)
     monkeypatch.setenv("MEGASPARSE_OPS", "triton")
     assert torch.equal(random_bits(2**63 + 17, rows.to(DEVICE), columns).cpu(), expected)
+
+
+def test_the_kernels_bits_by_head_are_those_of_torch(monkeypatch):
+    found = []
+    for name, device in (("blockwise", torch.device("cpu")), ("triton", DEVICE)):
+        monkeypatch.setenv("MEGASPARSE_OPS", name)
+        found.append(bits_by_head(2**63 + 17, range(3, 5), 4, 192, device).cpu())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("key", [5, 2**64 - 1])
