@@ -83,6 +83,12 @@ def test_fp32_queries_beside_half_precision_values_and_strided_heads():
         assert (mine.double() - exact).norm() < 3e-2 * exact.norm()
 
 
+def test_values_with_a_number_more_than_keys():
+    q, k, v = random_heads(20, dim=16)
+    v = torch.nn.functional.pad(v, (0, 1), value=1.0)
+    check((q, k, v), random_codes((q, k), 2, 2), code_bits=2, causal=True)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_host_never_waits_for_the_device(causal):
     """Tensors without data: whatever reads one raises."""

@@ -3,8 +3,6 @@
 B batch, H heads, T tokens, N buckets.
 """
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -18,7 +16,8 @@ _NUMBERS = 8192  # of a program
 def unit_sum(utility: Tensor) -> Tensor:
     """Computes `operator.unit_sum`, in place."""
     utility = utility.contiguous()
-    launch(kernels.unit_sum, *_rows(utility), **_tile(utility))
+    tile, count, buckets = _tile(utility), utility[..., 0].numel(), utility.shape[-1]
+    launch(kernels.unit_sum, (-(-count // tile["ROWS"]),), utility, count, buckets, **tile)
     return utility
 
 
@@ -38,18 +37,13 @@ def divergence(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Computes `operator.divergence`; the gradient takes the place of the scores."""
     scores, utility, codes = scores.contiguous(), utility.contiguous(), codes.contiguous()
-    sums = torch.empty(codes.numel(), 3, dtype=torch.float32, device=scores.device)
-    grid, *rest = _rows(scores)
-    launch(kernels.divergence, grid, rest[0], utility, codes, sums, weight, *rest[1:], LEARN=learn, **_tile(scores))
+    tile, count, buckets = _tile(scores), codes.numel(), scores.shape[-1]
+    sums = torch.empty(count, 3, dtype=torch.float32, device=scores.device)
+    grid = (-(-count // tile["ROWS"]),)
+    launch(kernels.divergence, grid, scores, utility, codes, sums, weight, count, buckets, LEARN=learn, **tile)
     total, kept, information = sums.sum(0, dtype=torch.float64) * weight
-    return total, kept, information, scores if learn else None
 
 
 def _tile(x: Tensor) -> dict[str, int]:
     wide = triton.next_power_of_2(x.shape[-1])
     return {"ROWS": max(1, min(16, _NUMBERS // wide)), "WIDTH": wide, "num_warps": 8}
-
-
-def _rows(x: Tensor) -> tuple[Any, ...]:
-    count = x.numel() // x.shape[-1]
-    return (-(-count // _tile(x)["ROWS"]),), x, count, x.shape[-1]

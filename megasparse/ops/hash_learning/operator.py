@@ -15,7 +15,8 @@ _WIDEST = 8192
 @torch.no_grad()
 def unit_sum(utility: Tensor) -> Tensor:
     """Divide rows of utility (B, H, T, N), which is not needed any more, by their sums; a row of sum 0 gives 0."""
-    return _module(utility).unit_sum(utility)
+    found: Tensor = _module(utility).unit_sum(utility)
+    return found
 
 
 @torch.no_grad()
@@ -25,7 +26,8 @@ def ranks(scores: Tensor, first: int) -> Tensor:
 
     scores: (B, H, T, N) of the tokens from number `first` on.
     """
-    return _module(scores).ranks(scores, first)
+    found: Tensor = _module(scores).ranks(scores, first)
+    return found
 
 
 @torch.no_grad()
@@ -38,7 +40,8 @@ def divergence(
     scores, utility ψ: (B, H, T, N); scores are not needed any more. codes: (B, H, T), a bucket of every token. A token
     whose ψ is 0 adds nothing.
     """
-    return _module(scores).divergence(scores, utility, codes, weight, learn)
+    total, kept, information, error = _module(scores).divergence(scores, utility, codes, weight, learn)
+    return total, kept, information, error
 
 
 def _module(x: Tensor) -> ModuleType:

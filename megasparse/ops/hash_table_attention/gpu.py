@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.ops.autocast import Function
@@ -103,6 +104,8 @@ def hash_table_attention(
     fp32. Strided tensors are copied once.
     """
     group = groups(q[:, :1], k[:, :1], query_mask, key_mask, segments)
+    if v.shape[3] > q.shape[3]:  # values with a 1 beside them: products of values and keys are square
+        q, k = (F.pad(x, (0, v.shape[3] - x.shape[3])) for x in (q, k))
     return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)
 
 
