@@ -42,6 +42,7 @@ def divergence(
     grid = (-(-count // tile["ROWS"]),)
     launch(kernels.divergence, grid, scores, utility, codes, sums, weight, count, buckets, LEARN=learn, **tile)
     total, kept, information = sums.sum(0, dtype=torch.float64) * weight
+    return total, kept, information, scores if learn else None
 
 
 def _tile(x: Tensor) -> dict[str, int]:
