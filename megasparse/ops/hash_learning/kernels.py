@@ -46,8 +46,8 @@ def ranks(scores, out, first, tokens, buckets, blocks, ROWS: tl.constexpr, WIDTH
 def divergence(
     scores, utility, codes, sums, weight, count, buckets, LEARN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """sums (rows, 3): KL(ψ ‖ softmax(scores)), ψ[code] and Σ ψ·ln ψ. LEARN: the gradient of weight·KL takes the place of
-    the scores.
+    """sums (rows, 3): KL(ψ ‖ softmax(scores)), ψ[code] and Σ ψ·ln ψ. LEARN: the gradient of weight·KL takes the place
+    of the scores.
     """
     row, places, valid = _places(count, buckets, ROWS, WIDTH)
     logarithm = _log_softmax(scores, places, valid)
