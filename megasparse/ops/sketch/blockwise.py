@@ -131,6 +131,7 @@ def _ranks(score: Tensor, keys: Tensor) -> Tensor:
     return (ordered.long() << 32) + (_LOW - keys)
 
 
+@torch.no_grad()
 def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
     """Computes `operator.exact_projection`."""
     return torch.cat([F.linear(part.double(), weight.double()) for part in x.split(at_most(_PROJECTED), dim=1)], dim=1)
