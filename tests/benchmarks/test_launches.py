@@ -54,7 +54,7 @@ MOST = {
     # kind: torch's launches, kernels, GB moved, copies to the GPU; B·H = 8, D = 64, M = 128, L = 64K, R = 2, bf16
     "lsh": (1, 20, 3.8, 0),
     "yoso": (3, 36, 27.2, 0),
-    "lha": (1297, 47, 46.7, 0),
+    "lha": (1327, 47, 46.7, 0),
     "smart_bird": (148, 17, 4.3, 1),  # seeds of its draws
     "local": (1, 6, 1.2, 0),
 }
