@@ -63,7 +63,7 @@ def train(model: Decoder, tokens: Tensor, seed: int) -> int:
     return step + 1
 
 
-def test_lsh_attention_solves_the_duplication_task() -> None:
+def test_lsh_attention_solves_the_duplication_task():
     """99.9 % at 8 rounds, and more rounds are never worse beyond 3 standard errors of the paired difference."""
     seed = 0
     model, splits = build(seed), sequences(seed)

@@ -51,7 +51,7 @@ def steps(made: ExampleBatches, number: int) -> list[list[tuple[int, int]]]:
     return [sorted(pair for batch in step.micro_batches for pair in seen(batch)) for step in found]
 
 
-def test_every_example_comes_once_an_epoch_and_epochs_differ() -> None:
+def test_every_example_comes_once_an_epoch_and_epochs_differ():
     drawn = [number for step in steps(batches(), NUMBER) for _, number in step]  # 8 epochs of 21
     epochs = [drawn[first : first + NUMBER] for first in range(0, len(drawn), NUMBER)]
     assert len(epochs) == GLOBAL
@@ -59,19 +59,19 @@ def test_every_example_comes_once_an_epoch_and_epochs_differ() -> None:
     assert len(set(map(tuple, epochs))) == GLOBAL
 
 
-def test_samples_are_numbered_through() -> None:
+def test_samples_are_numbered_through():
     drawn = [sample for step in steps(batches(), 5) for sample, _ in step]
     assert drawn == list(range(5 * GLOBAL))
 
 
-def test_the_order_is_a_function_of_the_seed_and_the_number() -> None:
+def test_the_order_is_a_function_of_the_seed_and_the_number():
     drawn = steps(batches(seed=3), 6)
     assert drawn == steps(batches(seed=3), 6) == steps(batches(seed=3, micro=4), 6)
     assert drawn != steps(batches(seed=4), 6)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_share_out_the_same_global_batches(world_size: int) -> None:
+def test_ranks_share_out_the_same_global_batches(world_size):
     alone = steps(batches(), 6)
     shares = [batches(Ranks(rank, world_size)) for rank in range(world_size)]
     for expected in alone:
@@ -82,7 +82,7 @@ def test_ranks_share_out_the_same_global_batches(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3, 7])
-def test_a_resume_goes_on_where_it_was(taken: int) -> None:
+def test_a_resume_goes_on_where_it_was(taken):
     straight, resumed = batches(), batches(start=taken * GLOBAL)
     for _ in range(taken):
         position = next(straight).position
@@ -98,7 +98,7 @@ def tokens(batch: Batch) -> torch.Tensor:
     return batch.tokens.sequences[0].tokens  # type: ignore[attr-defined]
 
 
-def test_alike_lengths_stand_together() -> None:
+def test_alike_lengths_stand_together():
     for _ in range(10):
         step = next(made := batches())
         lengths = [each for batch in step.micro_batches for each in batch.tokens.sequences[0].lengths.tolist()]  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ def test_alike_lengths_stand_together() -> None:
         made.position += GLOBAL
 
 
-def test_sorting_by_length_changes_no_mean_gradient() -> None:
+def test_sorting_by_length_changes_no_mean_gradient():
     """The mean over micro-batches of a step is the gradient of the unsorted global batch."""
     model = TaskModel(our_body(dropout=0.0), 3, HeadConfig(dropout=0.0), towers=False, seed=0).train()
 
@@ -125,7 +125,7 @@ def test_sorting_by_length_changes_no_mean_gradient() -> None:
     assert expected.norm() > 1e-3 and (found - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_padding() -> None:
+def test_padding():
     (read,) = collate([example(0, 3), example(1, 9), example(2, 1)], 64).sequences
     assert read.tokens.shape == read.types.shape == (3, 16) and read.lengths.tolist() == [3, 9, 1]
     assert read.tokens.dtype == read.types.dtype == read.lengths.dtype == torch.int64
@@ -138,13 +138,13 @@ def test_padding() -> None:
         assert not read.tokens[row, length:].any() and not read.types[row, length:].any()
 
 
-def test_no_batch_is_longer_than_the_model_reads() -> None:
+def test_no_batch_is_longer_than_the_model_reads():
     (read,) = collate([example(0, 3), example(1, 18)], 18).sequences
     assert read.tokens.shape == (2, 18)
     assert collate([example(0, 16)], 18).sequences[0].mask is None
 
 
-def test_an_example_without_tokens_reads_the_id_0() -> None:
+def test_an_example_without_tokens_reads_the_id_0():
     none = np.zeros(0, dtype=np.int64)
     empty = Encoded((Segments(none, none),), 1, SourceLocation(Path("made.tsv"), 1), "0")
     (read,) = collate([empty, example(1, 4)], 64).sequences
@@ -153,7 +153,7 @@ def test_an_example_without_tokens_reads_the_id_0() -> None:
     assert read.lengths.tolist() == [1] and not read.tokens.any()
 
 
-def test_labels() -> None:
+def test_labels():
     classes = collate([example(0, 3, 2), example(1, 3, 0)], 64).labels
     assert classes is not None and classes.dtype == torch.int64 and classes.tolist() == [2, 0]
     numbers = collate([example(0, 3, 2.5), example(1, 3, 1)], 64).labels
@@ -161,14 +161,14 @@ def test_labels() -> None:
     assert collate([example(0, 3, 2), example(1, 3, None)], 64).labels is None
 
 
-def test_towers_are_padded_each_for_itself() -> None:
+def test_towers_are_padded_each_for_itself():
     inputs = collate([example(0, 3, second=12), example(1, 9, second=2)], 64)
     assert [read.tokens.shape for read in inputs.sequences] == [(2, 16), (2, 16)]
     assert [read.lengths.tolist() for read in inputs.sequences] == [[3, 9], [12, 2]]
     assert inputs.numel() == 26
 
 
-def test_the_fingerprint_knows_tokens_labels_and_their_order() -> None:
+def test_the_fingerprint_knows_tokens_labels_and_their_order():
     given = EXAMPLES[:3]
     other = [
         given[:2],

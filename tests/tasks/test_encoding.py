@@ -57,14 +57,14 @@ def only(found: Iterator[Encoded]) -> Segments:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     write_tokenizer(tmp_path, bert_tokenizer())
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     return tmp_path
 
 
 @pytest.mark.parametrize("limit", [*range(5, 16), 40, 100])
-def test_texts_and_pairs_are_what_transformers_makes_of_them(folder: Path, limit: int) -> None:
+def test_texts_and_pairs_are_what_transformers_makes_of_them(folder, limit):
     """Ids, token types, and what is left of those that are too long."""
     theirs = AutoTokenizer.from_pretrained(folder)
     ours = encoder(str(folder / "tokenizer.json"), max_length=limit)
@@ -77,13 +77,13 @@ def test_texts_and_pairs_are_what_transformers_makes_of_them(folder: Path, limit
         assert found.tokens.dtype == found.types.dtype == np.int64
 
 
-def test_a_text_names_no_special_token(folder: Path) -> None:
+def test_a_text_names_no_special_token(folder):
     ours = encoder(str(folder / "tokenizer.json"))
     found = only(ours.encode(examples((TEXTS[2],)))).tokens.tolist()
     assert (found[0], found[-1]) == (2, 3) and not {0, 2, 3, 4} & set(found[1:-1])
 
 
-def test_cutting_is_transformers_for_all_lengths(folder: Path) -> None:
+def test_cutting_is_transformers_for_all_lengths(folder):
     theirs = AutoTokenizer.from_pretrained(folder)
     for first, second, room in itertools.product(range(1, 9), range(1, 9), range(2, 18)):
         given = theirs("a " * first, "of " * second, truncation=True, max_length=room + 3, return_token_type_ids=True)
@@ -92,7 +92,7 @@ def test_cutting_is_transformers_for_all_lengths(folder: Path) -> None:
         assert [len(part) for part in parts] == [types.count(0) - 2, types.count(1) - 1], (first, second, room)
 
 
-def test_robertas_pairs_have_two_separators(tmp_path: Path) -> None:
+def test_robertas_pairs_have_two_separators(tmp_path):
     values = byte_level()
     special = {"pad_token": "<pad>", "unk_token": "<unk>", "cls_token": "<s>", "sep_token": "</s>"}
     written(tmp_path, values)
@@ -106,7 +106,7 @@ def test_robertas_pairs_have_two_separators(tmp_path: Path) -> None:
     assert expected.count(2) == 3
 
 
-def test_bytes_with_room_for_special_tokens() -> None:
+def test_bytes_with_room_for_special_tokens():
     special = build_tokenizer("bytes").special
     assert special is not None
     found = only(encoder("bytes", vocabulary=264).encode(examples(("ab", "c"))))
@@ -114,13 +114,13 @@ def test_bytes_with_room_for_special_tokens() -> None:
     assert found.types.tolist() == [0, 0, 0, 0, 1, 1]
 
 
-def test_bytes_without_room_have_a_line_end_between_them() -> None:
+def test_bytes_without_room_have_a_line_end_between_them():
     found = only(encoder("bytes", vocabulary=257).encode(examples(("ab", "c"))))
     assert found.tokens.tolist() == [97, 98, 10, 99] and found.types.tolist() == [0, 0, 0, 1]
     assert only(encoder("bytes", vocabulary=256).encode(examples(("ab",)))).tokens.tolist() == [97, 98]
 
 
-def test_ids_stand_alone() -> None:
+def test_ids_stand_alone():
     ids = np.array([3, 1, 4, 1], dtype=np.int64)
     assert only(encoder(None).encode(examples((ids,)))).tokens.tolist() == [3, 1, 4, 1]
     (found,) = encoder(None, Towers).encode(examples((ids, ids[:2])))
@@ -128,7 +128,7 @@ def test_ids_stand_alone() -> None:
     assert all(not each.types.any() for each in found.sequences)
 
 
-def test_towers_are_framed_and_cut_each_for_itself(folder: Path) -> None:
+def test_towers_are_framed_and_cut_each_for_itself(folder):
     ours = encoder(str(folder / "tokenizer.json"), Towers, max_length=6)
     (found,) = ours.encode(examples(("a a a a a a a a", "of")))
     assert [len(each.tokens) for each in found.sequences] == [6, 3] and ours.counts.cut == 1
@@ -136,7 +136,7 @@ def test_towers_are_framed_and_cut_each_for_itself(folder: Path) -> None:
         assert (each.tokens[0], each.tokens[-1]) == (2, 3) and not each.types.any()
 
 
-def test_what_an_example_keeps() -> None:
+def test_what_an_example_keeps():
     given = examples(("a",), ("b",))
     found = list(encoder("bytes").encode(given))
     assert [(each.label, each.location, each.name) for each in found] == [(e.label, e.location, e.name) for e in given]
@@ -144,12 +144,12 @@ def test_what_an_example_keeps() -> None:
 
 @pytest.mark.parametrize("kind", [Made, Towers])
 @pytest.mark.parametrize("given", [("", "b"), ("a", "")])
-def test_an_empty_input_is_refused_where_it_stands(kind: type[Task], given: tuple[str, str]) -> None:
+def test_an_empty_input_is_refused_where_it_stands(kind, given):
     with pytest.raises(DataError, match=r"^made\.tsv:6: is empty.*task\.empty=\"keep\"$"):
         list(encoder("bytes", kind).encode(examples(("a", "b"), given)))
 
 
-def test_empty_inputs_are_kept_and_counted() -> None:
+def test_empty_inputs_are_kept_and_counted():
     ours = encoder("bytes", empty="keep", vocabulary=264)
     found = list(ours.encode(examples(("a",), ("",), ("",))))
     assert [len(each.sequences[0].tokens) for each in found] == [3, 2, 2]
@@ -157,13 +157,13 @@ def test_empty_inputs_are_kept_and_counted() -> None:
     assert ours.counts.lines("training", 40)[-1] == "training: 2 inputs are empty, the first in made.tsv:6"
 
 
-def test_too_long_an_input_is_refused_where_it_stands() -> None:
+def test_too_long_an_input_is_refused_where_it_stands():
     ours = encoder("bytes", too_long="refuse", vocabulary=264, max_length=6)
     with pytest.raises(DataError, match=r"^made\.tsv:6: 7 tokens are more than task\.max_length = 6\. .*too_long"):
         list(ours.encode(examples(("abcd",), ("abcde",))))
 
 
-def test_what_is_cut_is_counted_and_printed() -> None:
+def test_what_is_cut_is_counted_and_printed():
     ours = encoder("bytes", vocabulary=264, max_length=6)
     found = list(ours.encode(examples(("abcd",), ("abcdefgh",), ("ab", "cdef"), ("x",))))
     assert [len(each.sequences[0].tokens) for each in found] == [6, 6, 6, 3]
@@ -174,7 +174,7 @@ def test_what_is_cut_is_counted_and_printed() -> None:
     assert "made.tsv:6" in said[1] and "task.max_length" in said[1] and len(said) == 2
 
 
-def test_counts_are_of_one_split() -> None:
+def test_counts_are_of_one_split():
     ours = encoder("bytes", Numbers, vocabulary=264, max_length=6)
     list(ours.encode(examples(("abcdefgh",), ("b",))))
     assert ours.counts.cut == 1 and ours.counts.labels == {}
@@ -182,7 +182,7 @@ def test_counts_are_of_one_split() -> None:
     assert (ours.counts.examples, ours.counts.cut, ours.counts.first_cut) == (1, 0, None)
 
 
-def test_a_limit_without_room_for_any_text_is_refused() -> None:
+def test_a_limit_without_room_for_any_text_is_refused():
     for limit in (1, 3, 4):
         with pytest.raises(
             ConfigError, match=rf"^task\.max_length: {limit} leaves no room for a text beside 3 special"
@@ -190,7 +190,7 @@ def test_a_limit_without_room_for_any_text_is_refused() -> None:
             list(encoder("bytes", vocabulary=264, max_length=limit).encode(examples(("ab", "cd"))))
 
 
-def test_random_texts_keep_their_order_and_number(folder: Path) -> None:
+def test_random_texts_keep_their_order_and_number(folder):
     drawn = random.Random(0)
     texts = [(" ".join(drawn.choices(WORDS, k=drawn.randint(1, 30))),) for _ in range(50)]
     ours = encoder(str(folder / "tokenizer.json"))

@@ -15,7 +15,7 @@ from megasparse.tasks.task import Example, SourceLocation
 from tests.helpers.finetuning import ENCODER, configured, form_for
 
 
-def test_a_column_of_numbers_is_of_numbers() -> None:
+def test_a_column_of_numbers_is_of_numbers():
     classes, numbers = column([2, 0, np.int64(1)]), column([1, 2.5, np.float64(-1.0)])
     assert classes.dtype == np.int64 and classes.tolist() == [2, 0, 1]
     assert numbers.dtype == np.float64 and numbers.tolist() == [1.0, 2.5, -1.0]
@@ -40,7 +40,7 @@ def test_a_column_of_numbers_is_of_numbers() -> None:
     ],
     ids=repr,
 )
-def test_a_column_of_anything_else_has_an_object_a_row(values: list[Any]) -> None:
+def test_a_column_of_anything_else_has_an_object_a_row(values):
     found = column(values)
     assert found.dtype == object and found.shape == (len(values),) and list(found) == values
     assert all(type(one) is type(other) for one, other in zip(found, values, strict=True))
@@ -50,7 +50,7 @@ def test_a_column_of_anything_else_has_an_object_a_row(values: list[Any]) -> Non
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2), (1,), (0,), ()])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_column_of_arrays_has_an_array_a_row(shape: tuple[int, ...], number: int) -> None:
+def test_a_column_of_arrays_has_an_array_a_row(shape, number):
     values = [np.full(shape, i) for i in range(number)]
     found = column(values)
     assert found.dtype == object and found.shape == (number,)
@@ -67,7 +67,7 @@ def encoded(label: Any) -> Encoded:
     return Encoded((Segments(ids, ids * 0),), label, SourceLocation(Path("made"), 1), "0")
 
 
-def test_a_task_names_its_form() -> None:
+def test_a_task_names_its_form():
     config = configured(Path("run"), Path("none.csv"), model=ENCODER, task={"labels": ["no", "yes"]})
     task = build_task(config.task)
     found = form_of(task, config)
@@ -75,7 +75,7 @@ def test_a_task_names_its_form() -> None:
 
 
 @pytest.mark.parametrize("name", FORM_CLASSES)
-def test_every_form_is_where_it_is_said_to_be(name: str) -> None:
+def test_every_form_is_where_it_is_said_to_be(name):
     config = configured(Path("run"), Path("none.csv"), model=ENCODER, task={"labels": ["no", "yes"]})
     task: Any = build_task(config.task)
     task.form = name
@@ -88,12 +88,12 @@ def test_every_form_is_where_it_is_said_to_be(name: str) -> None:
         assert issubclass(kind, Form) and not kind.__abstractmethods__
 
 
-def test_metrics_are_of_labels_and_answers_in_their_order() -> None:
+def test_metrics_are_of_labels_and_answers_in_their_order():
     made, examples = form(), [encoded(label) for label in (0, 1, 1, 1)]
     assert made.measures(examples, [0, 1, 0, 1])["accuracy"] == 0.75
 
 
-def test_a_sketch_learns_the_tasks_classes_or_as_many_as_its_numbers_are_high() -> None:
+def test_a_sketch_learns_the_tasks_classes_or_as_many_as_its_numbers_are_high():
     place = SourceLocation(Path("made"), 1)
     train = [Example(("a",), label, place, "0") for label in (0.4, 3.6, None)]
     assert form(labels=["a", "b", "c"]).sketch_labels(train) == 3
@@ -101,7 +101,7 @@ def test_a_sketch_learns_the_tasks_classes_or_as_many_as_its_numbers_are_high() 
     assert form(labels=[]).sketch_labels(train[:1]) == 2
 
 
-def test_an_example_of_texts() -> None:
+def test_an_example_of_texts():
     found = form().example(["the model"])
     assert (found.inputs, found.label, found.name) == (("the model",), None, "0")
     with pytest.raises(ConfigError, match=r"--text: 2 given, and an example of .table. has 1\. Give it once"):
@@ -114,7 +114,7 @@ def test_an_example_of_texts() -> None:
 
 
 @pytest.mark.parametrize(("labels", "dtype"), [(["no", "yes"], "int64"), ([], "float32")])
-def test_a_dummy_batch_is_like_one_of_examples(labels: list[str], dtype: str) -> None:
+def test_a_dummy_batch_is_like_one_of_examples(labels, dtype):
     """It has the shapes and types that `collate` gives, with a mask, and ids that the body knows."""
     made = form(labels=labels)
     body = type("Body", (), {"vocabulary": 11})()

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A tiny BERT with dropout, and 40 reviews, of which 10 are held out: epochs of 30 examples."""
     folder = tmp_path_factory.mktemp("finetuning")
     bert(folder / "bert", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)
@@ -61,7 +60,7 @@ def starts(place: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["ours", "ours reversible", "bert, lsh", "bert, lha"])
-def test_a_run_that_stopped_goes_on_to_the_bit(name: str, place: Path, tmp_path: Path) -> None:
+def test_a_run_that_stopped_goes_on_to_the_bit(name, place, tmp_path):
     """Losses, gradient norms, metrics, weights and the optimizer's state; dropout and drawn hashes are on."""
     sections, source = starts(place)[name], place / "reviews.csv"
     assert len(plain(assert_resumes(tmp_path, source, 3, **sections))) == STEPS
@@ -69,7 +68,7 @@ def test_a_run_that_stopped_goes_on_to_the_bit(name: str, place: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["bert, lsh", "ours"])
-def test_a_finished_runs_checkpoint_predicts_what_the_run_did(name: str, place: Path, tmp_path: Path) -> None:
+def test_a_finished_runs_checkpoint_predicts_what_the_run_did(name, place, tmp_path):
     """The model out of the run's folder has the metrics of best.json."""
     run = tmp_path / "run"
     launch(run, place / "reviews.csv", **starts(place)[name])
@@ -83,7 +82,7 @@ def test_a_finished_runs_checkpoint_predicts_what_the_run_did(name: str, place: 
 
 
 @pytest.fixture
-def given_metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def given_metrics(monkeypatch):
     """Accuracies of successive validations, in place of measured ones."""
     values: list[float] = []
     monkeypatch.setitem(METRICS, "accuracy", lambda labels, predicted: values.pop(0))
@@ -100,9 +99,7 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_best_checkpoint_is_kept_although_it_is_old(
-    place: Path, tmp_path: Path, given_metrics: list[float]
-) -> None:
+def test_the_best_checkpoint_is_kept_although_it_is_old(place, tmp_path, given_metrics):
     given_metrics += [0.1, 0.6, 0.3, 0.6, 0.5, 0.2, 0.1, 0.0]
     launch(tmp_path / "run", place / "reviews.csv", **TINY)
     found = json.loads((tmp_path / "run" / "best.json").read_text())
@@ -113,9 +110,7 @@ def test_the_best_checkpoint_is_kept_although_it_is_old(
 
 
 @pytest.mark.parametrize("stops", [["3"], ["2", "4", "6"]])
-def test_a_resumed_run_remembers_its_best(
-    stops: list[str], place: Path, tmp_path: Path, given_metrics: list[float]
-) -> None:
+def test_a_resumed_run_remembers_its_best(stops, place, tmp_path, given_metrics):
     given_metrics += [0.1, 0.6, 0.3, 0.6, 0.5, 0.2, 0.1, 0.0]
     for stop in stops:
         launch(tmp_path / "run", place / "reviews.csv", "--stop-at", stop, **TINY)
@@ -124,9 +119,7 @@ def test_a_resumed_run_remembers_its_best(
     assert steps_of(tmp_path / "run") == [2, 7, 8] and not given_metrics
 
 
-def test_patience_ends_a_run_early_and_it_stays_ended(
-    place: Path, tmp_path: Path, given_metrics: list[float], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_patience_ends_a_run_early_and_it_stays_ended(place, tmp_path, given_metrics, capfd):
     given_metrics += [0.1, 0.6, 0.3, 0.6, 9.0]
     sections = {**TINY, "evaluation": {"every": 1, "patience": 2}}
     lines = launch(tmp_path / "run", place / "reviews.csv", **sections)
@@ -141,7 +134,7 @@ def test_patience_ends_a_run_early_and_it_stays_ended(
     assert json.loads((tmp_path / "run" / "best.json").read_text()) == found
 
 
-def test_patience_counts_across_a_stop(place: Path, tmp_path: Path, given_metrics: list[float]) -> None:
+def test_patience_counts_across_a_stop(place, tmp_path, given_metrics):
     given_metrics += [0.6, 0.3, 0.2, 0.1, 9.0]
     sections = {**TINY, "evaluation": {"every": 1, "patience": 3}}
     launch(tmp_path / "run", place / "reviews.csv", "--stop-at", "2", **sections)
@@ -149,7 +142,7 @@ def test_patience_counts_across_a_stop(place: Path, tmp_path: Path, given_metric
     assert given_metrics == [9.0] and json.loads((tmp_path / "run" / "best.json").read_text())["step"] == 1
 
 
-def test_a_metric_that_is_nan_is_never_the_best(place: Path, tmp_path: Path, given_metrics: list[float]) -> None:
+def test_a_metric_that_is_nan_is_never_the_best(place, tmp_path, given_metrics):
     given_metrics += [math.nan, 0.1, math.nan, math.nan]
     sections = {**TINY, "evaluation": {"every": 2}}
     launch(tmp_path / "run", place / "reviews.csv", **sections)
@@ -157,7 +150,7 @@ def test_a_metric_that_is_nan_is_never_the_best(place: Path, tmp_path: Path, giv
     assert (found["step"], found["value"]) == (4, 0.1)
 
 
-def test_all_nan_has_no_best_and_the_newest_is_taken(place: Path, tmp_path: Path, given_metrics: list[float]) -> None:
+def test_all_nan_has_no_best_and_the_newest_is_taken(place, tmp_path, given_metrics):
     given_metrics += [math.nan] * 4
     launch(tmp_path / "run", place / "reviews.csv", **{**TINY, "evaluation": {"every": 2}})
     found = json.loads((tmp_path / "run" / "best.json").read_text())
@@ -165,7 +158,7 @@ def test_all_nan_has_no_best_and_the_newest_is_taken(place: Path, tmp_path: Path
     assert restore_task(tmp_path / "run").checkpoint.step == 8
 
 
-def test_sketches_learn_beside_a_number_too(place: Path, tmp_path: Path) -> None:
+def test_sketches_learn_beside_a_number_too(place, tmp_path):
     """Smart Bird's sketch has no classes to learn from where a number is predicted."""
     source = table(tmp_path / "numbers.csv", [[f"{'the ' * (i % 9 + 1)}model", f"{i % 9 / 2}"] for i in range(24)])
     sections = starts(place)["bert, smart_bird"]
@@ -173,7 +166,7 @@ def test_sketches_learn_beside_a_number_too(place: Path, tmp_path: Path) -> None
     assert len(plain(lines)) == STEPS and all(math.isfinite(line["train/loss"]) for line in plain(lines))
 
 
-def test_it_learns(place: Path, tmp_path: Path) -> None:
+def test_it_learns(place, tmp_path):
     """Which of two words a text has."""
     sections = {**starts(place)["bert"], "training": {"steps": 100}, "optimizer": {"learning_rate": 3e-3}}
     launch(tmp_path / "run", reviews(tmp_path / "more.csv", 200), **sections, evaluation={"every": 50, "batch": 16})
@@ -192,7 +185,7 @@ def made(place: Path, source: Path | None = None, **sections: Any) -> Any:
                                                                      **sections})  # fmt: skip
 
 
-def test_what_is_held_out_is_chosen_by_the_seed(place: Path) -> None:
+def test_what_is_held_out_is_chosen_by_the_seed(place):
     one, same, other = (made(place, run={"seed": seed}) for seed in (0, 0, 1))
     assert len(one.train) == 30 and len(one.validation) == 10
     assert texts(one.train) == texts(same.train) and texts(one.validation) == texts(same.validation)
@@ -203,14 +196,14 @@ def test_what_is_held_out_is_chosen_by_the_seed(place: Path) -> None:
     assert all(part == sorted(part, key=int) for part in names)
 
 
-def test_a_limit_takes_some_of_the_training_examples_alone(place: Path) -> None:
+def test_a_limit_takes_some_of_the_training_examples_alone(place):
     whole, few = made(place), made(place, task={"max_length": 128, "limit": 7})
     assert len(few.train) == 7 and set(texts(few.train)) <= set(texts(whole.train))
     assert texts(few.validation) == texts(whole.validation)
     assert len(made(place, task={"max_length": 128, "limit": 1000}).train) == 30
 
 
-def test_another_file_validates(place: Path, tmp_path: Path) -> None:
+def test_another_file_validates(place, tmp_path):
     other = reviews(tmp_path / "other.csv", 6, seed=1)
     found = made(place, task={"max_length": 128, "validation": str(other)})
     assert len(found.train) == 40 and [str(each.location) for each in found.validation] == [
@@ -218,7 +211,7 @@ def test_another_file_validates(place: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_steps_and_warm_up_follow_from_epochs(place: Path) -> None:
+def test_steps_and_warm_up_follow_from_epochs(place):
     training = {"steps": 6, "global_batch": 8, "micro_batch": 4}
     plain_run = made(place, training={**training, "epochs": 0}).config
     assert plain_run.training.steps == 6 and plain_run.optimizer.warmup_steps == round(0.1 * 6)
@@ -240,12 +233,12 @@ def test_steps_and_warm_up_follow_from_epochs(place: Path) -> None:
         ({"model": {**ENCODER, "vocabulary": 200}}, ConfigError, "model.vocabulary: 200 ids.*256 or more"),
     ],
 )
-def test_what_is_refused(sections: dict[str, Any], kind: type[Exception], said: str, place: Path) -> None:
+def test_what_is_refused(sections, kind, said, place):
     with pytest.raises(kind, match=said):
         made(place, **{name: {"max_length": 128, **s} if name == "task" else s for name, s in sections.items()})
 
 
-def test_a_bad_line_is_named(place: Path, tmp_path: Path) -> None:
+def test_a_bad_line_is_named(place, tmp_path):
     rows = [["the model", "good"], ["", "bad"], ["we", "good"], ["go", "bad"]]
     source = table(tmp_path / "bad.csv", rows)
     with pytest.raises(DataError, match=rf"^{source}:3: is empty"):
@@ -256,7 +249,7 @@ def test_a_bad_line_is_named(place: Path, tmp_path: Path) -> None:
         made(place, task={"max_length": 128, "validation": str(unlabelled)})
 
 
-def test_ranks_must_share_a_global_batch(place: Path) -> None:
+def test_ranks_must_share_a_global_batch(place):
     run = made(place)
     with pytest.raises(
         ConfigError, match=r"^training\.global_batch: 8 is not a multiple of micro_batch × ranks = 4 × 3"
@@ -264,7 +257,7 @@ def test_ranks_must_share_a_global_batch(place: Path) -> None:
         run.batches(Ranks(0, 3), 0)
 
 
-def test_what_is_said_of_the_examples(place: Path) -> None:
+def test_what_is_said_of_the_examples(place):
     said: list[str] = []
     open_run(configured(place / "none", place / "reviews.csv", model=ENCODER, task={"max_length": 30}), said.append)
     assert said[0].startswith("training: 30 examples") and "bad 1" in said[0] and "good 1" in said[0]
@@ -272,7 +265,7 @@ def test_what_is_said_of_the_examples(place: Path) -> None:
     assert any(line.startswith("validation: 10 examples") for line in said)
 
 
-def test_a_changed_table_is_not_gone_on_with(place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_table_is_not_gone_on_with(place, tmp_path, capfd):
     source = reviews(tmp_path / "table.csv", 40)
     launch(tmp_path / "run", source, "--stop-at", "2", **TINY)
     text = source.read_text()
@@ -284,9 +277,7 @@ def test_a_changed_table_is_not_gone_on_with(place: Path, tmp_path: Path, capfd:
     launch(tmp_path / "run", source, **TINY)
 
 
-def test_other_pretrained_weights_are_not_gone_on_with(
-    place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_other_pretrained_weights_are_not_gone_on_with(place, tmp_path, capfd):
     folder = bert(tmp_path / "bert")
     sections = {"start": {"huggingface": str(folder)}}
     launch(tmp_path / "run", place / "reviews.csv", "--stop-at", "2", **sections)

@@ -54,7 +54,7 @@ class Score:
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 16])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_example_gets_its_own_prediction_on_every_rank(tmp_path: Path, batch: int, ranks: int) -> None:
+def test_every_example_gets_its_own_prediction_on_every_rank(tmp_path, batch, ranks):
     config = settled(tmp_path, batch=batch)
 
     def work(own: Ranks) -> tuple[list[Any], list[Any]]:
@@ -72,14 +72,14 @@ def test_every_example_gets_its_own_prediction_on_every_rank(tmp_path: Path, bat
     assert scored == set(range(len(LENGTHS)))
 
 
-def test_the_longest_come_first_and_batches_have_little_padding(tmp_path: Path) -> None:
+def test_the_longest_come_first_and_batches_have_little_padding(tmp_path):
     config, score = settled(tmp_path, batch=2), Score()
     predicted = predict_examples(score, form_for(config), examples(), config, Ranks())
     assert {each.values.dtype for each in predicted} == {np.dtype(np.float64)}
     assert [width for _, width in score.batches] == [40, 24, 8, 8]
 
 
-def test_a_pause_comes_before_each_batch(tmp_path: Path) -> None:
+def test_a_pause_comes_before_each_batch(tmp_path):
     config, score, pauses = settled(tmp_path), Score(), []
     predict_examples(score, form_for(config), examples(), config, Ranks(), lambda: pauses.append(len(score.batches)))
     assert pauses == [0, 1]
@@ -89,7 +89,7 @@ def of(*rows: list[float]) -> list[Prediction]:
     return [Prediction(np.array(row), math.nan, math.nan) for row in rows]
 
 
-def test_answers_and_measures(tmp_path: Path) -> None:
+def test_answers_and_measures(tmp_path):
     made = examples()[:4]  # labels 0 1 0 1
     predicted = of([2.0, 1.0], [0.0, 3.0], [-1.0, 0.5], [-5.0, -4.0])
     form = form_for(settled(tmp_path))
@@ -118,7 +118,7 @@ class FakeEngine:
             return self.module(inputs, rng)
 
 
-def test_validation_comes_when_it_is_due_and_returns_the_tasks_loss_and_metrics(tmp_path: Path) -> None:
+def test_validation_comes_when_it_is_due_and_returns_the_tasks_loss_and_metrics(tmp_path):
     model = {"kind": "encoder", "layers": 1, "d_model": 16, "d_ff": 16, "heads": 2, "vocabulary": 264,
              "max_length": 128, "positions": {"kind": "learned"}, "attention": {"pattern": ["full"]}}  # fmt: skip
     run = opened(tmp_path / "run", reviews(tmp_path / "table.csv", 40), model=model, task={"max_length": 128},
@@ -139,7 +139,7 @@ def test_validation_comes_when_it_is_due_and_returns_the_tasks_loss_and_metrics(
     assert due[4]["evaluation/accuracy"] == right / len(labels)
 
 
-def test_a_stop_breaks_a_validation_off_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_stop_breaks_a_validation_off_and_training_goes_on(tmp_path):
     model = {"kind": "encoder", "layers": 1, "d_model": 16, "d_ff": 16, "heads": 2, "vocabulary": 264,
              "max_length": 128, "positions": {"kind": "learned"}, "attention": {"pattern": ["full"]}}  # fmt: skip
     rows = [["a b", "1.5"], ["c", "2"], ["d", "0"], ["e f g", "3"], ["h", "1"]]
@@ -191,7 +191,7 @@ class OfUnequalWeight(torch.nn.Module):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_validations_loss_is_the_sum_of_costs_by_that_of_weights(tmp_path: Path, size: int, ranks: int) -> None:
+def test_a_validations_loss_is_the_sum_of_costs_by_that_of_weights(tmp_path, size, ranks):
     """Whatever batches and ranks they are in; a batch that is scored twice, so that ranks have equally many, counts
     once. A prediction has its example's own length.
     """
@@ -216,7 +216,7 @@ def test_a_validations_loss_is_the_sum_of_costs_by_that_of_weights(tmp_path: Pat
 
 
 @pytest.mark.parametrize("labels", [("no", "yes"), ()])
-def test_costs_are_those_of_the_definition_and_nan_without_labels(tmp_path: Path, labels: tuple[str, ...]) -> None:
+def test_costs_are_those_of_the_definition_and_nan_without_labels(tmp_path, labels):
     config = settled(tmp_path, labels)
     form = form_for(config)
     model = form.model(our_body()).eval()

@@ -136,7 +136,7 @@ OURS = {
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_checkpoint_of_ours(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_ours(name, tmp_path):
     config = OURS[name]
     model, path = checkpoint(config, tmp_path / "pretrained")
     wanted = config_of(tmp_path, {"checkpoint": str(path)})
@@ -156,7 +156,7 @@ def test_a_checkpoint_of_ours(name: str, tmp_path: Path) -> None:
     assert_built_again(start, wanted, tmp_path / "pretrained")
 
 
-def test_a_checkpoints_final_states_are_the_models(tmp_path: Path) -> None:
+def test_a_checkpoints_final_states_are_the_models(tmp_path):
     """The streams of the stack, whose norm is the body's own."""
     model, path = checkpoint(OURS["encoder"], tmp_path / "pretrained")
     body = open_start(config_of(tmp_path, {"checkpoint": str(path)}), 2).body
@@ -171,7 +171,7 @@ def test_a_checkpoints_final_states_are_the_models(tmp_path: Path) -> None:
     assert (found[0] - expected[0]).abs().max() < 1e-5 and (found[1, :15] - expected[1, :15]).abs().max() < 1e-5
 
 
-def test_a_checkpoint_of_ours_gets_another_attention(tmp_path: Path) -> None:
+def test_a_checkpoint_of_ours_gets_another_attention(tmp_path):
     """On the same weights, where the two have the same ones."""
     model, path = checkpoint(OURS["bert"], tmp_path / "pretrained")
     given = {"pattern": ["local"], "local": {"chunk": 8}}
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_ours_gets_another_attention(tmp_path: Path) -> None:
     assert_built_again(start, wanted, tmp_path / "pretrained")
 
 
-def test_initial_weights(tmp_path: Path) -> None:
+def test_initial_weights(tmp_path):
     wanted = config_of(tmp_path, {}, model=ENCODER, run={"seed": 4})
     start, same = open_start(wanted, 2), open_start(wanted, 2)
     assert start.sha256 is None and start.tokenizer.name == "bytes"
@@ -196,7 +196,7 @@ def test_initial_weights(tmp_path: Path) -> None:
     assert_built_again(start, wanted, None)
 
 
-def test_a_bert_stays_what_it_is(tmp_path: Path) -> None:
+def test_a_bert_stays_what_it_is(tmp_path):
     folder = bert(tmp_path / "bert")
     wanted = config_of(tmp_path, {"huggingface": str(folder)})
     start = open_start(wanted, 2)
@@ -212,7 +212,7 @@ def test_a_bert_stays_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_berts_attention_is_replaced(kind: str, tmp_path: Path) -> None:
+def test_a_berts_attention_is_replaced(kind, tmp_path):
     folder = bert(tmp_path / "bert")
     given = {"pattern": [kind], kind: KINDS[kind]}
     wanted = config_of(tmp_path, {"huggingface": str(folder), "attention": given}, run={"seed": 4})
@@ -234,7 +234,7 @@ def test_a_berts_attention_is_replaced(kind: str, tmp_path: Path) -> None:
     assert_built_again(start, wanted, folder)
 
 
-def test_a_longer_task_lengthens_a_bert(tmp_path: Path) -> None:
+def test_a_longer_task_lengthens_a_bert(tmp_path):
     folder = bert(tmp_path / "bert")
     for attention_of in (None, {"pattern": ["lsh"], "lsh": {"chunk": 8}}):
         start = open_start(
@@ -245,7 +245,7 @@ def test_a_longer_task_lengthens_a_bert(tmp_path: Path) -> None:
         assert torch.equal(table[64:], table[:36])
 
 
-def test_a_folder_of_a_replaced_model(tmp_path: Path) -> None:
+def test_a_folder_of_a_replaced_model(tmp_path):
     model = BertForMaskedLM.from_pretrained(bert(tmp_path / "bert"))
     replace_attention(model, {"kind": "lha", "chunk": 8}, max_length=64, seed=9)
     with torch.no_grad():
@@ -262,7 +262,7 @@ def test_a_folder_of_a_replaced_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["megasparse", "reformer"])
-def test_a_folder_of_ours(to: str, tmp_path: Path) -> None:
+def test_a_folder_of_ours(to, tmp_path):
     """An exported model, and a Reformer: our own model again."""
     if to == "megasparse":
         config = OURS["mixed encoder"]
@@ -282,7 +282,7 @@ def test_a_folder_of_ours(to: str, tmp_path: Path) -> None:
     assert_built_again(start, wanted, folder)
 
 
-def test_a_decoder_of_transformers(tmp_path: Path) -> None:
+def test_a_decoder_of_transformers(tmp_path):
     folder = tmp_path / "gpt"
     size = len(bert_tokenizer()["model"]["vocab"])
     GPT2Model(GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=1, n_head=4)).save_pretrained(folder)
@@ -295,7 +295,7 @@ def test_a_decoder_of_transformers(tmp_path: Path) -> None:
     assert_built_again(start, wanted, folder)
 
 
-def test_the_record_of_a_tokenizer(tmp_path: Path) -> None:
+def test_the_record_of_a_tokenizer(tmp_path):
     folder = bert(tmp_path / "bert")
     open_start(config_of(tmp_path, {"huggingface": str(folder)}), 2).write(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "start" / "body.json").read_text())["tokenizer"] == "tokenizer.json"
@@ -304,7 +304,7 @@ def test_the_record_of_a_tokenizer(tmp_path: Path) -> None:
     assert build_tokenizer(str(copied)).sha256 == build_tokenizer(str(folder / "tokenizer.json")).sha256
 
 
-def test_a_pooler_makes_the_head_that_transformers_has(tmp_path: Path) -> None:
+def test_a_pooler_makes_the_head_that_transformers_has(tmp_path):
     folder, table = bert(tmp_path / "with_pooler"), reviews(tmp_path / "reviews.csv", 24)
     run = opened(tmp_path / "run", table, start={"huggingface": str(folder)})
     assert run.config.head.pooling == "pooler"
@@ -320,7 +320,7 @@ def test_a_pooler_makes_the_head_that_transformers_has(tmp_path: Path) -> None:
     assert torch.allclose(predicted, expected, atol=1e-5)
 
 
-def test_the_pooler_of_sentence_order_makes_the_head_of_our_own(tmp_path: Path) -> None:
+def test_the_pooler_of_sentence_order_makes_the_head_of_our_own(tmp_path):
     """It reads the post-norm state of the first token itself, as in pretraining."""
     order = {"sentence_order": SentenceOrderConfig(separator=3), "padding_token": 0}
     model, path = checkpoint(OURS["bert"].model_copy(update=order), tmp_path / "pretrained")
@@ -341,7 +341,7 @@ def test_the_pooler_of_sentence_order_makes_the_head_of_our_own(tmp_path: Path) 
     assert_built_again(start, wanted, tmp_path / "pretrained")
 
 
-def test_a_pooler_fits_a_head_of_its_width_alone(tmp_path: Path) -> None:
+def test_a_pooler_fits_a_head_of_its_width_alone(tmp_path):
     folder, table = bert(tmp_path / "with_pooler"), reviews(tmp_path / "reviews.csv", 24)
     start = {"huggingface": str(folder)}
     for hidden in (0, 32):

@@ -1,7 +1,6 @@
 """What fine-tuning refuses to start from, each time by one line that names the key or file, the value and a hint."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ def refusal(config: FinetuneConfig) -> str:
     return str(caught.value)
 
 
-def test_other_weights_are_refused(tmp_path: Path) -> None:
+def test_other_weights_are_refused(tmp_path):
     folder = bert(tmp_path / "bert")
     found = open_start(config_of(tmp_path, {"huggingface": str(folder)}), 2).sha256
     open_start(config_of(tmp_path, {"huggingface": str(folder), "sha256": found}), 2)
@@ -52,13 +51,13 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
     assert "but the weights have" in refusal(config_of(tmp_path, {"huggingface": str(folder), "sha256": found}))
 
 
-def test_too_short_a_model_is_refused(tmp_path: Path) -> None:
+def test_too_short_a_model_is_refused(tmp_path):
     _, path = checkpoint(decoder("full", blocks="ordinary", activations="checkpoint"), tmp_path / "pretrained")
     found = refusal(config_of(tmp_path, {"checkpoint": str(path)}, task={"max_length": 129}))
     assert found.startswith("task.max_length: 129 tokens are more than the 128 that the model reads. Lower it")
 
 
-def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
+def test_encoder_decoders_are_refused(tmp_path):
     _, path = checkpoint(small_pair(), tmp_path / "pretrained")
     assert "is of an encoder-decoder" in refusal(config_of(tmp_path, {"checkpoint": str(path)}))
     folder = to_hf(path, tmp_path / "exported")
@@ -71,7 +70,7 @@ def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
     assert "encoder-decoder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "bart")}))
 
 
-def test_other_mistakes_are_refused(tmp_path: Path) -> None:
+def test_other_mistakes_are_refused(tmp_path):
     folder = bert(tmp_path / "bert")
     of_bert = {"huggingface": str(folder)}
     assert "is no folder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "nowhere")}))
@@ -93,7 +92,7 @@ def test_other_mistakes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"kind": "megasparse"}', b"null"])
-def test_a_damaged_record_is_refused(content: bytes | None, tmp_path: Path) -> None:
+def test_a_damaged_record_is_refused(content, tmp_path):
     config = config_of(tmp_path, {}, model=ENCODER)
     open_start(config, 2).write(tmp_path)
     record = tmp_path / "start" / "body.json"
@@ -105,7 +104,7 @@ def test_a_damaged_record_is_refused(content: bytes | None, tmp_path: Path) -> N
         rebuild(tmp_path, form_for(config), Checkpoint(tmp_path, {"tensors": {}}))
 
 
-def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_lacks_weights_is_refused(tmp_path):
     folder, table = bert(tmp_path / "torn"), reviews(tmp_path / "reviews.csv", 24)
     tensors = load_file(folder / "model.safetensors")
     del tensors["encoder.layer.1.output.dense.weight"]
@@ -114,13 +113,13 @@ def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / "run", table, start={"huggingface": str(folder)})
 
 
-def test_a_pooler_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_pooler_that_is_not_there_is_refused(tmp_path):
     table = reviews(tmp_path / "reviews.csv", 24)
     with pytest.raises(ConfigError, match=r"head\.pooling: \"pooler\", and the pretrained model has none"):
         opened(tmp_path / "run", table, model=ENCODER, head={"pooling": "pooler"})
 
 
-def test_more_layers_than_weights_are_refused_before_one_is_built(tmp_path: Path) -> None:
+def test_more_layers_than_weights_are_refused_before_one_is_built(tmp_path):
     folder = bert(tmp_path / "bert")
     wanted = config_of(tmp_path, {"huggingface": str(folder)})
     start = open_start(wanted, 2)
@@ -133,7 +132,7 @@ def test_more_layers_than_weights_are_refused_before_one_is_built(tmp_path: Path
         rebuild(tmp_path / "run", form_for(wanted), Checkpoint(tmp_path, {"tensors": {"weight": {"body.x": {}}}}))
 
 
-def test_an_export_of_ours_with_more_layers_than_weights_is_refused(tmp_path: Path) -> None:
+def test_an_export_of_ours_with_more_layers_than_weights_is_refused(tmp_path):
     _, path = checkpoint(decoder("full"), tmp_path / "pretrained")
     folder = to_hf(path, tmp_path / "exported")
     values = json.loads((folder / "config.json").read_text())

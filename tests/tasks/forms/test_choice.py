@@ -51,7 +51,7 @@ def one(found: ChoiceEncoder, example: Choice) -> EncodedChoice:
 QUESTION = choice("who?", ["ann", "bo"], ["It is bo.", "a\nb"], 1)
 
 
-def test_bytes_without_special_tokens_are_laid_out_in_lines(tmp_path: Path) -> None:
+def test_bytes_without_special_tokens_are_laid_out_in_lines(tmp_path):
     made = one(encoder(tmp_path, vocabulary=256), QUESTION)
     (sequence,) = made.sequences
     assert bytes(sequence.tokens.tolist()) == b"who?\nann\nbo\nIt is bo.\na\nb\n"
@@ -60,7 +60,7 @@ def test_bytes_without_special_tokens_are_laid_out_in_lines(tmp_path: Path) -> N
     assert made.candidates == ("ann", "bo") and made.length == 26
 
 
-def test_bytes_with_special_tokens(tmp_path: Path) -> None:
+def test_bytes_with_special_tokens(tmp_path):
     begin, end = [258], [259]
     made = one(encoder(tmp_path), QUESTION)
     head = [*begin, *b"who?", *end, *b"ann", *end, *b"bo", *end]
@@ -68,7 +68,7 @@ def test_bytes_with_special_tokens(tmp_path: Path) -> None:
     assert made.marks.tolist() == [9, 12] and made.sequences[0].types.tolist() == [0] * 13 + [1] * 14
 
 
-def test_wordpieces_of_a_bert(tmp_path: Path) -> None:
+def test_wordpieces_of_a_bert(tmp_path):
     file = str(written(tmp_path, bert_tokenizer()))
     vocab = bert_tokenizer()["model"]["vocab"]
     made = one(encoder(tmp_path, file), choice("The models", ["attention", "a mask"], ["Of a model!"]))
@@ -81,7 +81,7 @@ def test_wordpieces_of_a_bert(tmp_path: Path) -> None:
     assert made.sequences[0].types.tolist() == [0] * (separators[2] + 1) + [1] * (len(tokens) - separators[2] - 1)
 
 
-def test_a_tokenizer_without_separators_marks_the_candidates_last_tokens(tmp_path: Path) -> None:
+def test_a_tokenizer_without_separators_marks_the_candidates_last_tokens(tmp_path):
     """A model that has no room for separators has none."""
     file = str(written(tmp_path, bert_tokenizer()))
     made = one(encoder(tmp_path, file, vocabulary=2), choice("a the", ["attention", "a mask"], ["of"]))
@@ -91,7 +91,7 @@ def test_a_tokenizer_without_separators_marks_the_candidates_last_tokens(tmp_pat
     assert made.marks.tolist() == [3, 5] and made.sequences[0].types.tolist() == [0] * 6 + [1]
 
 
-def test_the_end_of_the_texts_is_cut_and_counted(tmp_path: Path) -> None:
+def test_the_end_of_the_texts_is_cut_and_counted(tmp_path):
     whole = one(encoder(tmp_path), QUESTION)
     for limit in (13, 14, 26):
         ours = encoder(tmp_path, max_length=limit)
@@ -105,19 +105,19 @@ def test_the_end_of_the_texts_is_cut_and_counted(tmp_path: Path) -> None:
     assert one(ours, QUESTION).length == 27 and ours.counts.cut == 0 and len(ours.counts.lines("new", 27)) == 1
 
 
-def test_texts_that_are_too_long_are_refused_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_texts_that_are_too_long_are_refused_where_that_is_asked_for(tmp_path):
     said = r"^made\.json:3: 27 tokens are more than task\.max_length = 26\. .*too_long"
     with pytest.raises(DataError, match=said):
         one(encoder(tmp_path, max_length=26, too_long="refuse"), QUESTION)
 
 
-def test_question_and_candidates_are_never_cut(tmp_path: Path) -> None:
+def test_question_and_candidates_are_never_cut(tmp_path):
     said = r"question and 2 candidates of made_3 alone are 13 tokens, more than task\.max_length = 12\. Raise it"
     with pytest.raises(DataError, match=rf"^made\.json:3: {said}"):
         one(encoder(tmp_path, max_length=12), QUESTION)
 
 
-def test_an_empty_text_is_refused_or_kept_and_counted(tmp_path: Path) -> None:
+def test_an_empty_text_is_refused_or_kept_and_counted(tmp_path):
     example = choice("who?", ["ann"], ["", "x"])
     with pytest.raises(DataError, match=r"^made\.json:3: is empty.*task\.empty"):
         one(encoder(tmp_path), example)
@@ -127,7 +127,7 @@ def test_an_empty_text_is_refused_or_kept_and_counted(tmp_path: Path) -> None:
     assert ours.counts.empty == 1
 
 
-def test_what_is_learned_from_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+def test_what_is_learned_from_has_a_fingerprint_of_its_own(tmp_path):
     """The same tokens, but another line is a candidate."""
     ours = encoder(tmp_path, vocabulary=256)
     first, second = one(ours, choice("a", ["b", "c"], ["d"])), one(ours, choice("a\nb", ["c", "d"]))
@@ -176,7 +176,7 @@ def body_of(where: str, tmp_path: Path) -> Backbone:
 
 @torch.no_grad()
 @pytest.mark.parametrize("where", ["full", "decoder", "bert"])
-def test_scores_costs_and_answers_against_one_example_at_a_time(where: str, tmp_path: Path) -> None:
+def test_scores_costs_and_answers_against_one_example_at_a_time(where, tmp_path):
     model, form = model_of(body_of(where, tmp_path)), form_with(tmp_path)
     given = examples()
     objective, found = model(form.collate(given), evaluation(*range(4)))
@@ -200,7 +200,7 @@ def test_scores_costs_and_answers_against_one_example_at_a_time(where: str, tmp_
 
 
 @pytest.mark.parametrize("where", ["full", "lsh", "lha", "bert"])
-def test_a_prediction_depends_on_its_example_alone(where: str, tmp_path: Path) -> None:
+def test_a_prediction_depends_on_its_example_alone(where, tmp_path):
     """Neither on the others' lengths, nor on how many candidates they have, nor on its place."""
     model, form, given = model_of(body_of(where, tmp_path)), form_with(tmp_path), examples()
     alone = [model(form.collate([each]), evaluation(i))[1]["predicted"][0] for i, each in enumerate(given)]
@@ -211,7 +211,7 @@ def test_a_prediction_depends_on_its_example_alone(where: str, tmp_path: Path) -
             assert predicted[row].shape == (CANDIDATES[i],) and (predicted[row] - alone[i]).abs().max() < 1e-5
 
 
-def test_without_labels_there_is_only_predictions(tmp_path: Path) -> None:
+def test_without_labels_there_is_only_predictions(tmp_path):
     model, form = model_of(body_of("full", tmp_path)), form_with(tmp_path)
     predicted = model(form.collate(examples()), evaluation(*range(4)))[1]["predicted"]
     objective, found = model(form.collate(examples((2, None, 6, 1))), evaluation(*range(4)))
@@ -219,7 +219,7 @@ def test_without_labels_there_is_only_predictions(tmp_path: Path) -> None:
     assert objective.item() == 0.0 and found["nats"] == 0 and "costs" not in found and "accuracy" not in found
 
 
-def test_gradients_reach_candidates_of_ones_own_alone(tmp_path: Path) -> None:
+def test_gradients_reach_candidates_of_ones_own_alone(tmp_path):
     """Where others have more, nothing is learned from, or affected by, the padding that this leaves."""
     model, form, given = model_of(body_of("full", tmp_path), rate=0.0), form_with(tmp_path), examples()
 
@@ -236,7 +236,7 @@ def test_gradients_reach_candidates_of_ones_own_alone(tmp_path: Path) -> None:
     assert torch.allclose(together, sum(alone, torch.zeros(())) / 2, atol=1e-6) and gradient([1]).abs().max() < 1e-9
 
 
-def test_dropout_is_an_examples_own(tmp_path: Path) -> None:
+def test_dropout_is_an_examples_own(tmp_path):
     model, form, given = model_of(body_of("full", tmp_path), rate=0.5), form_with(tmp_path), examples()
 
     def scores(chosen: list[int], step: int = 1) -> torch.Tensor:
@@ -249,7 +249,7 @@ def test_dropout_is_an_examples_own(tmp_path: Path) -> None:
     assert first[0, 3:].isneginf().all() and not torch.allclose(scores([0], step=2)[0], first[0, :3], atol=1e-3)
 
 
-def test_weights_of_bf16_give_scores_of_fp32(tmp_path: Path) -> None:
+def test_weights_of_bf16_give_scores_of_fp32(tmp_path):
     model, form = model_of(body_of("full", tmp_path)), form_with(tmp_path)
     exact = model(form.collate(examples()), evaluation(*range(4)))[1]["predicted"]
     for parameter in model.parameters():
@@ -262,13 +262,13 @@ def test_weights_of_bf16_give_scores_of_fp32(tmp_path: Path) -> None:
     assert all((a - b).abs().max() < 0.2 for a, b in zip(found["predicted"], exact, strict=True))
 
 
-def test_initial_weights_are_the_seeds() -> None:
+def test_initial_weights_are_the_seeds():
     body = our_body()
     one, same, other = (ChoiceModel(body, 0.1, seed).output.weight for seed in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other) and 0.01 < one.std() < 0.03
 
 
-def test_a_dummy_batch_is_as_long_as_it_says(tmp_path: Path) -> None:
+def test_a_dummy_batch_is_as_long_as_it_says(tmp_path):
     body, form = our_body(), form_with(tmp_path)
     model = model_of(body)
     for length in (1, 2, 16, 128):
@@ -281,7 +281,7 @@ def test_a_dummy_batch_is_as_long_as_it_says(tmp_path: Path) -> None:
 # The form.
 
 
-def test_rows_of_predictions(tmp_path: Path) -> None:
+def test_rows_of_predictions(tmp_path):
     ours = encoder(tmp_path)
     form, made = form_with(tmp_path), one(ours, choice("who?", ["ann", "bo", "cy"], label=2))
     predicted = np.array([0.5, 1.5, -1.0])
@@ -291,7 +291,7 @@ def test_rows_of_predictions(tmp_path: Path) -> None:
     assert form.measures([made, made], [2, 0]) == {"accuracy": 0.5}
 
 
-def test_settings_and_inputs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_settings_and_inputs_that_do_not_fit_are_refused(tmp_path):
     body = our_body()
     for key, value in (("pooling", "mean"), ("hidden", 8)):
         with pytest.raises(ConfigError, match=rf"^head\.{key}: .*{value}.*wikihop.* Remove it"):
@@ -301,7 +301,7 @@ def test_settings_and_inputs_that_do_not_fit_are_refused(tmp_path: Path) -> None
         form_with(tmp_path).example(["who?"])
 
 
-def test_a_body_without_room_for_the_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_body_without_room_for_the_tokens_is_refused(tmp_path):
     class Start:
         body, tokenizer = our_body(vocabulary=100), build_tokenizer("bytes")
 
@@ -309,7 +309,7 @@ def test_a_body_without_room_for_the_tokens_is_refused(tmp_path: Path) -> None:
         form_with(tmp_path).encoder(Start())
 
 
-def test_random_questions_are_laid_out_as_their_texts_joined(tmp_path: Path) -> None:
+def test_random_questions_are_laid_out_as_their_texts_joined(tmp_path):
     """Against a join of strings, where every mark is the end of its line."""
     drawn, ours = random.Random(0), encoder(tmp_path, vocabulary=256, max_length=512)
     for _ in range(30):

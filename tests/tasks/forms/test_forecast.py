@@ -39,7 +39,7 @@ def sections(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     return write(tmp_path_factory.mktemp("series") / "series.csv", numbers(120))
 
 
@@ -66,7 +66,7 @@ def predicted(run: TaskRun, windows: Windows) -> torch.Tensor:
         return run.model(windows, RngContext.evaluation(0, len(windows.values)))[1]["predicted"]
 
 
-def test_a_batch_is_the_rows_of_the_windows(tmp_path: Path, file: Path) -> None:
+def test_a_batch_is_the_rows_of_the_windows(tmp_path, file):
     run = opened(tmp_path, file)
     windows = batch(run)
     assert windows.values.shape == (3, L, 3) and windows.marks.shape == (3, L + H, 4)
@@ -78,7 +78,7 @@ def test_a_batch_is_the_rows_of_the_windows(tmp_path: Path, file: Path) -> None:
         assert np.array_equal(windows.labels[i, :, 0], windows.values.new_tensor(example.label[:, 0]))
 
 
-def test_the_loss_is_the_mean_squared_error(tmp_path: Path, file: Path) -> None:
+def test_the_loss_is_the_mean_squared_error(tmp_path, file):
     run = louder(opened(tmp_path, file, attention={"pattern": ["full"]}, source={"attention": {"pattern": ["full"]}}))
     windows = batch(run)
     values = predicted(run, windows)
@@ -94,7 +94,7 @@ def test_the_loss_is_the_mean_squared_error(tmp_path: Path, file: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [{}, {"shared_embedding": False, "cross_attention": "lsh"}])
-def test_nothing_of_the_future_is_seen(tmp_path: Path, file: Path, source: dict[str, Any]) -> None:
+def test_nothing_of_the_future_is_seen(tmp_path, file, source):
     """Later rows of the file do not move a forecast; what is read, and its dates, do."""
     run = louder(opened(tmp_path, file, source=source, attention={"pattern": ["full"], "lsh": {"chunk": 4}}))
     form, example = run.form, run.train[5]
@@ -122,7 +122,7 @@ def test_nothing_of_the_future_is_seen(tmp_path: Path, file: Path, source: dict[
     assert not torch.equal(moved_predicted[:, -1], before[:, -1])
 
 
-def test_the_decoder_sees_the_last_rows_and_then_zeros(tmp_path: Path, file: Path) -> None:
+def test_the_decoder_sees_the_last_rows_and_then_zeros(tmp_path, file):
     run = opened(tmp_path, file)
     given: list[Any] = []
     run.model.body.stack.register_forward_pre_hook(lambda module, inputs: given.append(inputs[:2]))
@@ -137,7 +137,7 @@ def test_the_decoder_sees_the_last_rows_and_then_zeros(tmp_path: Path, file: Pat
 
 @pytest.mark.parametrize("blocks", ["ordinary", "reversible"])
 @pytest.mark.parametrize("kind", [name for name in MECHANISMS if name in encoder_names()])
-def test_every_mechanism_learns_on_both_sides(tmp_path: Path, file: Path, kind: str, blocks: str) -> None:
+def test_every_mechanism_learns_on_both_sides(tmp_path, file, kind, blocks):
     """All weights get a finite gradient, and a prediction does not depend on the batch."""
     small = SMALL.get(kind, {}) | ({"chunk": 4} if "chunk" in SMALL.get(kind, {}) else {})
     objective = {"objective": "answer"} if kind == "smart_bird" else {}
@@ -161,7 +161,7 @@ def test_every_mechanism_learns_on_both_sides(tmp_path: Path, file: Path, kind: 
     torch.testing.assert_close(alone[0], values[1], rtol=1e-4, atol=1e-5)
 
 
-def test_activations_of_both_sides_are_checkpointed(tmp_path: Path, file: Path) -> None:
+def test_activations_of_both_sides_are_checkpointed(tmp_path, file):
     gradients = []
     for kind in ("stored", "checkpoint"):
         run = opened(tmp_path, file, activations=kind)
@@ -176,7 +176,7 @@ def test_activations_of_both_sides_are_checkpointed(tmp_path: Path, file: Path) 
     assert found.fits and found.length == L
 
 
-def test_answers_are_scaled_and_rows_in_units(tmp_path: Path, file: Path) -> None:
+def test_answers_are_scaled_and_rows_in_units(tmp_path, file):
     run = opened(tmp_path, file)
     form = run.form
     assert isinstance(form, ForecastForm)
@@ -193,9 +193,7 @@ def test_answers_are_scaled_and_rows_in_units(tmp_path: Path, file: Path) -> Non
     assert made == pytest.approx({"mse": (1 + 4) / 2, "mae": 1.5})
 
 
-def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(tmp_path, capsys):
     file = write(tmp_path / "series.csv", numbers(120))
     straight = finetuning.assert_resumes(tmp_path, file, 3, **sections())
     assert len(finetuning.plain(straight)) == 6
@@ -233,7 +231,7 @@ def call(launcher: Any, *arguments: str) -> None:
         launcher.main()
 
 
-def test_initial_weights_depend_on_the_seed_alone(tmp_path: Path, file: Path) -> None:
+def test_initial_weights_depend_on_the_seed_alone(tmp_path, file):
     one, two = (opened(tmp_path, file) for _ in range(2))
     other = finetuning.opened(tmp_path / "x", file, **sections(), run={"seed": 1, "device": "cpu", "engine": "torch"})
     for (name, a), b, c in zip(
@@ -260,18 +258,18 @@ def test_initial_weights_depend_on_the_seed_alone(tmp_path: Path, file: Path) ->
         ({"evaluation": {"metric": "accuracy"}}, r'evaluation\.metric: "accuracy"'),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, file: Path, changes: dict[str, Any], said: str) -> None:
+def test_what_does_not_fit_is_refused(tmp_path, file, changes, said):
     with pytest.raises(ConfigError, match=said):
         finetuning.opened(tmp_path / "run", file, **{**sections(), **changes})
 
 
-def test_a_forecaster_reads_no_text(tmp_path: Path, file: Path) -> None:
+def test_a_forecaster_reads_no_text(tmp_path, file):
     with pytest.raises(ConfigError, match=r'--text: "series" reads no texts. Give --source FILE'):
         opened(tmp_path, file).form.example(["a"])
 
 
 @pytest.mark.parametrize("name", ["etth1_24", "etth1_168", "ettm1_96"])
-def test_shipped_configurations_fit_their_windows(name: str, tmp_path: Path, file: Path) -> None:
+def test_shipped_configurations_fit_their_windows(name, tmp_path, file):
     """On another table, with few rows to read and narrow layers: heads, patterns and lengths are their own."""
     values = load_settings(ROOT / "configs" / "finetune" / f"{name}.json", [], FinetuneConfig).model_dump(mode="json")
     forecast, model = values["task"]["forecast"], values["model"]
@@ -288,7 +286,7 @@ def test_shipped_configurations_fit_their_windows(name: str, tmp_path: Path, fil
     assert torch.isfinite(objective)
 
 
-def test_the_shipped_grid_compares_full_attention_with_the_hybrid() -> None:
+def test_the_shipped_grid_compares_full_attention_with_the_hybrid():
     folder = ROOT / "configs" / "finetune"
     grid = json.loads((folder / "grids" / "forecast.json").read_text())
     ((key, values),) = grid.items()
@@ -298,7 +296,7 @@ def test_the_shipped_grid_compares_full_attention_with_the_hybrid() -> None:
     assert found[1] == load_settings(folder / "etth1_24.json", [], FinetuneConfig)
 
 
-def test_relative_forecasts_are_differences_from_the_last_row_read(tmp_path: Path, file: Path) -> None:
+def test_relative_forecasts_are_differences_from_the_last_row_read(tmp_path, file):
     """A forecast x̂ = level + f(x − level), so that a series moved by a number is forecast moved by it."""
     task = {**TASK, "forecast": {**TASK["forecast"], "inputs": list(COLUMNS), "targets": [COLUMNS[2], COLUMNS[0]]}}
     runs = []

@@ -81,7 +81,7 @@ def model_of(body: Backbone, outputs: int = 3, towers: bool = False, **head: Any
 
 
 @pytest.mark.parametrize("pooling", ["first", "mean", "last"])
-def test_pooling_against_slow_loops(pooling: str) -> None:
+def test_pooling_against_slow_loops(pooling):
     model = model_of(Slow(), pooling=pooling)
     inputs = collate([encoded(i, length) for i, length in enumerate(LENGTHS)], 64)
     (read,), (states, _) = inputs.sequences, model.body(inputs.sequences[0], evaluation(*range(5)), None)
@@ -92,12 +92,12 @@ def test_pooling_against_slow_loops(pooling: str) -> None:
         assert (found[row] - expected).abs().max() < 1e-6
 
 
-def test_the_default_pooling() -> None:
+def test_the_default_pooling():
     assert model_of(Slow()).pooling == "mean" and model_of(Slow(causal=True)).pooling == "last"
     assert model_of(Slow(causal=True), pooling="first").pooling == "first"
 
 
-def test_classes_are_learned_by_cross_entropy() -> None:
+def test_classes_are_learned_by_cross_entropy():
     model, labels = model_of(Slow()), [0, 2, 1, 2, 0]
     inputs = collate([encoded(i, 5 + i, label) for i, label in enumerate(labels)], 64)
     objective, found = model(inputs, evaluation(*range(5)))
@@ -109,7 +109,7 @@ def test_classes_are_learned_by_cross_entropy() -> None:
     assert found["tokens"] == 5 and found["accuracy"].item() == pytest.approx(right / 5)
 
 
-def test_numbers_are_learned_by_squared_error() -> None:
+def test_numbers_are_learned_by_squared_error():
     model, labels = model_of(Slow(), outputs=1), [0.5, -2.0, 3.25]
     inputs = collate([encoded(i, 5 + i, label) for i, label in enumerate(labels)], 64)
     objective, found = model(inputs, evaluation(0, 1, 2))
@@ -120,7 +120,7 @@ def test_numbers_are_learned_by_squared_error() -> None:
     assert found["nats"].item() == pytest.approx(sum(squares), rel=1e-5) and "accuracy" not in found
 
 
-def test_the_tasks_part_has_its_weight() -> None:
+def test_the_tasks_part_has_its_weight():
     model = model_of(Slow())
     inputs = collate([encoded(0, 5, 1)], 64)
     whole = model(inputs, evaluation(0))[0]
@@ -128,7 +128,7 @@ def test_the_tasks_part_has_its_weight() -> None:
     assert model(inputs, evaluation(0))[0].item() == pytest.approx(0.5 * (whole.item() - 0.25) + 0.25)
 
 
-def test_without_labels_there_is_only_predictions() -> None:
+def test_without_labels_there_is_only_predictions():
     model = model_of(Slow())
     labelled = collate([encoded(0, 5, 1), encoded(1, 9, 0)], 64)
     predicted = model(labelled, evaluation(0, 1))[1]["predicted"]
@@ -136,7 +136,7 @@ def test_without_labels_there_is_only_predictions() -> None:
     assert torch.equal(found["predicted"], predicted) and found["nats"] == 0 and objective.item() == 0.25
 
 
-def test_mechanisms_hear_of_classes_in_training_alone() -> None:
+def test_mechanisms_hear_of_classes_in_training_alone():
     body = Slow()
     inputs = collate([encoded(0, 5, 1), encoded(1, 9, 0)], 64)
     model = model_of(body)
@@ -147,7 +147,7 @@ def test_mechanisms_hear_of_classes_in_training_alone() -> None:
     assert body.seen[2] is None and "predicted" not in found
 
 
-def test_a_head_is_what_it_says() -> None:
+def test_a_head_is_what_it_says():
     head = Head(6, 3, HeadConfig(hidden=5), towers=False, seed=1)
     x = torch.randn(4, 6)
     expected = torch.tanh(x @ head.dense.weight.T + head.dense.bias) @ head.output.weight.T + head.output.bias
@@ -156,7 +156,7 @@ def test_a_head_is_what_it_says() -> None:
     assert 0.01 < head.dense.weight.std() < 0.03 and not head.dense.bias.any()
 
 
-def test_a_head_of_towers() -> None:
+def test_a_head_of_towers():
     head = Head(6, 2, HeadConfig(), towers=True, seed=1)
     u, v = torch.randn(4, 6), torch.randn(4, 6)
     read = torch.cat([u, v, u * v, u - v], dim=1)
@@ -164,13 +164,13 @@ def test_a_head_of_towers() -> None:
     assert torch.allclose(head([u, v], evaluation(*range(4))), expected, atol=1e-6)
 
 
-def test_heads_of_the_same_seed_are_the_same() -> None:
+def test_heads_of_the_same_seed_are_the_same():
     one, same, other = (Head(6, 3, HeadConfig(), False, seed) for seed in (1, 1, 2))
     assert torch.equal(one.dense.weight, same.dense.weight) and torch.equal(one.output.weight, same.output.weight)
     assert not torch.equal(one.dense.weight, other.dense.weight)
 
 
-def test_dropout_of_a_head_is_an_examples_own() -> None:
+def test_dropout_of_a_head_is_an_examples_own():
     """Half of each layer's inputs, the same wherever the sample stands, another at another step."""
     head = Head(400, 3, HeadConfig(dropout=0.5), False, seed=1)
     x = torch.ones(2, 400)
@@ -182,7 +182,7 @@ def test_dropout_of_a_head_is_an_examples_own() -> None:
     assert torch.equal(head._dropped(x, 0.5, evaluation(7, 8), "head dropout"), x)
 
 
-def test_a_pooler_reads_what_no_dropout_has_touched() -> None:
+def test_a_pooler_reads_what_no_dropout_has_touched():
     for pooling, touched in (("pooler", False), ("first", True)):
         head = Head(400, 3, HeadConfig(dropout=0.5, pooling=pooling), False, seed=1)
         seen: list[Tensor] = []
@@ -191,12 +191,12 @@ def test_a_pooler_reads_what_no_dropout_has_touched() -> None:
         assert bool((seen[0] == 0).any()) == touched
 
 
-def test_a_body_begins_in_training(tmp_path: Path) -> None:
+def test_a_body_begins_in_training(tmp_path):
     body = HuggingFaceBody(BertModel.from_pretrained(bert(tmp_path / "bert")), False, 64)
     assert all(module.training for module in body.modules())
 
 
-def test_dropout_of_transformers_is_the_steps_own(tmp_path: Path) -> None:
+def test_dropout_of_transformers_is_the_steps_own(tmp_path):
     """And leaves torch's own generator as it was."""
     body = HuggingFaceBody(BertModel.from_pretrained(bert(tmp_path / "bert")), False, 64).train()
     (read,) = collate([encoded(0, 20), encoded(1, 9)], 64).sequences
@@ -231,7 +231,7 @@ def body_of(kind: str, where: str, folder: Path) -> Backbone:
 @pytest.mark.parametrize(
     ("kind", "where"), [*((kind, where) for where in ("ours", "replaced") for kind in KINDS), ("full", "kept")]
 )
-def test_a_prediction_depends_on_its_example_alone(kind: str, where: str, tmp_path: Path) -> None:
+def test_a_prediction_depends_on_its_example_alone(kind, where, tmp_path):
     """Neither on what else is in the batch, nor on where it stands there, nor on padding."""
     model = model_of(body_of(kind, where, tmp_path))
     examples = [encoded(i, length, i % 3) for i, length in enumerate(LENGTHS)]
@@ -245,7 +245,7 @@ def test_a_prediction_depends_on_its_example_alone(kind: str, where: str, tmp_pa
 
 
 @pytest.mark.parametrize(("kind", "where"), [("full", "ours"), ("lsh", "ours"), ("full", "kept"), ("lha", "replaced")])
-def test_what_stands_behind_an_example_is_not_read(kind: str, where: str, tmp_path: Path) -> None:
+def test_what_stands_behind_an_example_is_not_read(kind, where, tmp_path):
     model = model_of(body_of(kind, where, tmp_path))
     inputs = collate([encoded(0, 30), encoded(1, 7)], 64)
     (read,) = inputs.sequences
@@ -255,7 +255,7 @@ def test_what_stands_behind_an_example_is_not_read(kind: str, where: str, tmp_pa
 
 
 @pytest.mark.parametrize("where", ["ours", "reversible", "transformers"])
-def test_a_decoders_last_state_is_that_of_the_text_alone(where: str) -> None:
+def test_a_decoders_last_state_is_that_of_the_text_alone(where):
     body: Backbone
     if where == "transformers":
         torch.manual_seed(0)
@@ -281,7 +281,7 @@ def test_a_decoders_last_state_is_that_of_the_text_alone(where: str) -> None:
         assert (predicted[row] - expected[0]).abs().max() < 1e-5
 
 
-def test_a_decoders_last_state_has_read_the_last_token() -> None:
+def test_a_decoders_last_state_has_read_the_last_token():
     model = model_of(our_body(kind="decoder", dropout=0.0))
     ids = torch.arange(5, 17).unsqueeze(0)
     other = ids.clone()
@@ -293,7 +293,7 @@ def test_a_decoders_last_state_has_read_the_last_token() -> None:
     assert (predicted[0] - predicted[1]).abs().max() > 1e-3
 
 
-def test_towers_read_each_text_apart() -> None:
+def test_towers_read_each_text_apart():
     model = model_of(our_body(dropout=0.0), outputs=2, towers=True)
     examples = [encoded(i, length, 0, towers=2) for i, length in enumerate((20, 9, 14))]
     predicted = model(collate(examples, 64), evaluation(0, 1, 2))[1]["predicted"]
@@ -307,7 +307,7 @@ def test_towers_read_each_text_apart() -> None:
         assert (predicted[row] - expected[0]).abs().max() < 1e-5
 
 
-def test_token_types_reach_models_that_have_them(tmp_path: Path) -> None:
+def test_token_types_reach_models_that_have_them(tmp_path):
     body = HuggingFaceBody(BertModel.from_pretrained(bert(tmp_path / "bert")), False, 64).eval()
     (read,) = collate([encoded(0, 20)], 64).sequences
     plain = Padded(read.tokens, read.types * 0, read.lengths)

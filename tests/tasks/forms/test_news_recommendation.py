@@ -43,7 +43,7 @@ def run_of(folder: Path, model: dict[str, Any] = STILL, **sections: Any) -> Task
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> TaskRun:
+def run(tmp_path_factory):
     return run_of(tmp_path_factory.mktemp("straight"))
 
 
@@ -93,7 +93,7 @@ def trained(run: TaskRun, examples: Sequence[Encoded], step: int = 1, first: int
     return run.model(run.form.collate(examples), rng, **given)
 
 
-def test_scores_and_costs_are_those_of_a_straight_computation(run: TaskRun) -> None:
+def test_scores_and_costs_are_those_of_a_straight_computation(run):
     predicted, found = evaluated(run, run.validation)
     assert {bool(getattr(each, "history", None)) for each in run.validation} == {True, False}
     assert len({len(each) for each in predicted}) > 1
@@ -111,7 +111,7 @@ def test_scores_and_costs_are_those_of_a_straight_computation(run: TaskRun) -> N
     assert float(found["nats"]) == pytest.approx(sum(found["costs"].tolist()), rel=1e-5)
 
 
-def test_a_training_step_learns_each_click_among_the_drawn_news(run: TaskRun) -> None:
+def test_a_training_step_learns_each_click_among_the_drawn_news(run):
     examples = run.train[:5]
     objective, found = trained(run, examples)
     batch = run.form.collate(examples)
@@ -128,7 +128,7 @@ def test_a_training_step_learns_each_click_among_the_drawn_news(run: TaskRun) ->
     assert run.model.count_scored(batch).item() == len(costs)
 
 
-def test_scores_depend_neither_on_the_batch_nor_on_padding(run: TaskRun) -> None:
+def test_scores_depend_neither_on_the_batch_nor_on_padding(run):
     together, _ = evaluated(run, run.validation)
     for number, example in enumerate(run.validation):
         (alone,), _ = evaluated(run, [example])
@@ -138,9 +138,7 @@ def test_scores_depend_neither_on_the_batch_nor_on_padding(run: TaskRun) -> None
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_every_news_is_read_once_and_in_training_only_what_is_needed(
-    run: TaskRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_news_is_read_once_and_in_training_only_what_is_needed(run, monkeypatch):
     read: list[int] = []
     hook = run.model.body.register_forward_pre_hook(lambda module, given: read.append(len(given[0].tokens)))
     examples = run.train[:6]
@@ -167,7 +165,7 @@ def shown(counts: list[int], clicked: list[list[int]]) -> Impressions:
     return Impressions(news, rows.flatten(), rows[:, :1], none, rows, torch.tensor(counts), table)
 
 
-def test_negatives_are_others_of_the_impression_each_once_while_there_are_enough() -> None:
+def test_negatives_are_others_of_the_impression_each_once_while_there_are_enough():
     batch = shown([9, 3, 5], [[2, 4], [0], [1, 2, 3, 4]])
     for step in range(30):
         rows, news = drawn_negatives(batch, RngContext(5, step, torch.arange(3), training=True), 4)
@@ -179,7 +177,7 @@ def test_negatives_are_others_of_the_impression_each_once_while_there_are_enough
         assert set(news[3:, 1:].flatten().tolist()) == {18}
 
 
-def test_negatives_are_equally_likely_and_drawn_anew_each_step_and_click() -> None:
+def test_negatives_are_equally_likely_and_drawn_anew_each_step_and_click():
     batch, counts, seen = shown([9], [[2, 4]]), Counter[int](), set()
     for step in range(700):
         _, news = drawn_negatives(batch, RngContext(5, step, torch.tensor([11]), training=True), 4)
@@ -190,7 +188,7 @@ def test_negatives_are_equally_likely_and_drawn_anew_each_step_and_click() -> No
     assert all(abs(count - expected) < 5 * math.sqrt(expected) for count in counts.values())
 
 
-def test_a_draw_depends_on_seed_step_and_sample_alone() -> None:
+def test_a_draw_depends_on_seed_step_and_sample_alone():
     one, both = shown([9], [[2, 4]]), shown([7, 9], [[1], [2, 4]])
 
     def of(batch: Impressions, samples: list[int], seed: int = 5, step: int = 3) -> list[list[int]]:
@@ -201,7 +199,7 @@ def test_a_draw_depends_on_seed_step_and_sample_alone() -> None:
     assert all(own != other for other in (of(one, [18]), of(one, [17], seed=6), of(one, [17], step=4)))
 
 
-def test_a_gradient_depends_neither_on_micro_batches_nor_on_what_else_is_read(tmp_path: Path) -> None:
+def test_a_gradient_depends_neither_on_micro_batches_nor_on_what_else_is_read(tmp_path):
     """With dropout, whose draws go by the news and by the impression."""
     run = run_of(tmp_path, model={**ENCODER, "dropout": 0.2}, head={"hidden": 24, "dropout": 0.2})
     examples = run.train[:8]
@@ -221,7 +219,7 @@ def test_a_gradient_depends_neither_on_micro_batches_nor_on_what_else_is_read(tm
     assert still == trained(run, examples)[0].item() != trained(run, examples, step=2)[0].item()
 
 
-def test_a_user_without_clicks_has_a_learned_vector(run: TaskRun) -> None:
+def test_a_user_without_clicks_has_a_learned_vector(run):
     cold = [each for each in run.train if not getattr(each, "history", None)]
     warm = [each for each in run.train if getattr(each, "history", None)]
     inner: list[Tensor] = []
@@ -250,7 +248,7 @@ def test_a_user_without_clicks_has_a_learned_vector(run: TaskRun) -> None:
     assert torch.equal(after[1], before[1])
 
 
-def test_it_begins_as_zero_and_weights_are_functions_of_the_seed() -> None:
+def test_it_begins_as_zero_and_weights_are_functions_of_the_seed():
     made = [NewsRecommender(our_body(), RecommendationConfig(), HeadConfig(), seed) for seed in (1, 1, 2)]
     assert not made[0].unknown_user.any()
     weights = [dict(each.named_parameters()) for each in made]
@@ -262,7 +260,7 @@ def test_it_begins_as_zero_and_weights_are_functions_of_the_seed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "lha", "yoso", "bigbird", "linformer", "routing"])
-def test_other_mechanisms_read_histories(tmp_path: Path, kind: str) -> None:
+def test_other_mechanisms_read_histories(tmp_path, kind):
     own = {**TASK, "recommendation": {"history": 16, "heads": 4, "attention": {"pattern": [kind]}}}
     run = run_of(tmp_path, task=own)
     trained(run, run.train)[0].backward()
@@ -271,7 +269,7 @@ def test_other_mechanisms_read_histories(tmp_path: Path, kind: str) -> None:
     assert all(bool(torch.isfinite(each).all()) for each in predicted)
 
 
-def test_a_smart_bird_sketch_reads_titles_and_learns(tmp_path: Path) -> None:
+def test_a_smart_bird_sketch_reads_titles_and_learns(tmp_path):
     attention = {"pattern": ["smart_bird"], "smart_bird": {"keys": 4, "objective": "pooled", "labels": 5}}
     run = run_of(tmp_path, model={**STILL, "attention": attention})
     trained(run, run.train)[0].backward()
@@ -293,12 +291,12 @@ def test_a_smart_bird_sketch_reads_titles_and_learns(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_attention_that_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_an_attention_that_does_not_fit_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         NewsRecommender(our_body(), RecommendationConfig(**settings), HeadConfig(), 0)
 
 
-def test_memory_is_predicted_before_the_first_step(tmp_path: Path) -> None:
+def test_memory_is_predicted_before_the_first_step(tmp_path):
     run = run_of(tmp_path)
     assert predict(run, Ranks()).fits
 
@@ -313,7 +311,7 @@ TRAINING = {
 }
 
 
-def test_it_learns_what_a_user_clicks_by_what_they_clicked(tmp_path: Path) -> None:
+def test_it_learns_what_a_user_clicks_by_what_they_clicked(tmp_path):
     folder = mind(tmp_path / "mind", 400, 80, each=8, cold=0.0)
     start = opened(tmp_path / "none", folder, **TRAINING)
     predicted = predict_examples(start.model.eval(), start.form, start.validation, start.config, Ranks())
@@ -328,7 +326,7 @@ def test_it_learns_what_a_user_clicks_by_what_they_clicked(tmp_path: Path) -> No
     assert all(after[name] > before[name] for name in after)
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path):
     folder = mind(tmp_path / "mind", 30, 8)
     sections: dict[str, Any] = {
         **TRAINING,

@@ -60,14 +60,14 @@ def brute_force(clicked: tuple[int, ...], scores: tuple[float, ...]) -> dict[str
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_metrics_are_means_of_their_definitions(name: str, tied: bool) -> None:
+def test_metrics_are_means_of_their_definitions(name, tied):
     labels, scores = impressions(60, tied)
     expected = np.mean([brute_force(*each)[name] for each in zip(labels, scores, strict=True)])
     assert METRICS[name](column(labels), column(scores)) == pytest.approx(expected, abs=1e-12)
     assert name not in LOWER_IS_BETTER
 
 
-def test_metrics_are_scikit_learns_where_no_scores_are_equal() -> None:
+def test_metrics_are_scikit_learns_where_no_scores_are_equal():
     labels, scores = impressions(40, tied=False)
     both = list(zip(labels, scores, strict=True))
     given = column(labels), column(scores)
@@ -77,7 +77,7 @@ def test_metrics_are_scikit_learns_where_no_scores_are_equal() -> None:
         assert METRICS[f"ndcg{k}"](*given) == pytest.approx(expected)
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     given = column([(0, 1, 0, 1)]), column([(4.0, 3.0, 2.0, 1.0)])
     assert METRICS["auc"](*given) == 0.25
     assert METRICS["mrr"](*given) == pytest.approx((1 / 2 + 1 / 4) / 2)
@@ -85,7 +85,7 @@ def test_by_hand() -> None:
     assert METRICS["ndcg5"](*given) == METRICS["ndcg10"](*given) == pytest.approx(gain)
 
 
-def test_of_equal_scores_the_later_candidate_ranks_higher() -> None:
+def test_of_equal_scores_the_later_candidate_ranks_higher():
     assert ranking([1.0, 2.0, 1.0, 2.0]).tolist() == [3, 1, 2, 0]
 
 
@@ -116,7 +116,7 @@ def text(segments: Any) -> str:
     return bytes(segments.tokens.tolist()).decode()
 
 
-def test_each_text_and_each_history_is_encoded_once() -> None:
+def test_each_text_and_each_history_is_encoded_once():
     own = encoder()
     found: list[Any] = list(own.encode(EXAMPLES))
     assert [tuple(map(text, each.history)) for each in found] == [each.inputs[0] for each in EXAMPLES]
@@ -132,7 +132,7 @@ def test_each_text_and_each_history_is_encoded_once() -> None:
     assert second == "training: 1 impressions have no history: one learned vector stands for it"
 
 
-def test_long_texts_are_cut_and_empty_ones_refused_or_kept() -> None:
+def test_long_texts_are_cut_and_empty_ones_refused_or_kept():
     own = encoder(max_length=2, empty="keep")
     (found,) = own.encode([example(("abc", ""), ("abc", "d"), (0, 1))])
     assert isinstance(found, Impression) and [text(each) for each in found.history] == ["ab", ""]
@@ -143,7 +143,7 @@ def test_long_texts_are_cut_and_empty_ones_refused_or_kept() -> None:
         list(encoder(max_length=2, too_long="refuse").encode([example((), ("abc", "d"))]))
 
 
-def test_a_batch_has_every_text_once(tmp_path: Path) -> None:
+def test_a_batch_has_every_text_once(tmp_path):
     batch = form(tmp_path).collate(list(encoder().encode(EXAMPLES)))
     texts = [bytes(row[:n].tolist()).decode() for row, n in zip(batch.news.tokens, batch.news.lengths, strict=True)]
     assert sorted(texts) == ["ab", "c", "def", "x"] and batch.numel() == 7 and len(set(batch.numbers.tolist())) == 4
@@ -169,7 +169,7 @@ def test_a_batch_has_every_text_once(tmp_path: Path) -> None:
         example(("ab", "c", "c"), ("def", "ab"), (0, 1)),
     ],
 )
-def test_the_fingerprint_depends_on_what_is_learned_from(changed: Example) -> None:
+def test_the_fingerprint_depends_on_what_is_learned_from(changed):
     def of(one: Example) -> str:
         return fingerprint(list(encoder().encode([one])))
 
@@ -177,7 +177,7 @@ def test_the_fingerprint_depends_on_what_is_learned_from(changed: Example) -> No
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_dummy_batch_is_as_large_as_asked_for(tmp_path: Path, batch: int) -> None:
+def test_a_dummy_batch_is_as_large_as_asked_for(tmp_path, batch):
     made = form(tmp_path).dummy_batch(our_body(), batch, 16)
     assert made.news.tokens.shape == (batch * 43, 16) and made.clicked is not None
     assert made.history.shape == (batch, 3) and made.candidates.shape == made.clicked.shape == (batch, 40)
@@ -185,7 +185,7 @@ def test_a_dummy_batch_is_as_large_as_asked_for(tmp_path: Path, batch: int) -> N
     assert made.clicked.sum(1).tolist() == [1] * batch
 
 
-def test_a_txt_file_is_the_official_submission(tmp_path: Path) -> None:
+def test_a_txt_file_is_the_official_submission(tmp_path):
     """Scored as the official evaluate.py does: each candidate's score is 1/rank."""
     own, (labels, scores) = form(tmp_path), impressions(20, tied=True)
     rows = []
@@ -205,7 +205,7 @@ def test_a_txt_file_is_the_official_submission(tmp_path: Path) -> None:
         assert found == pytest.approx(METRICS[metric](column(labels), column(scores)), abs=1e-12)
 
 
-def test_a_submission_by_hand_and_other_files(tmp_path: Path) -> None:
+def test_a_submission_by_hand_and_other_files(tmp_path):
     own = form(tmp_path)
     one = Encoded((), None, SourceLocation(Path("f"), 7), "12")
     row = {"name": "12", "file": "f", "line": 7, **own.row(one, np.array([0.5, -1.0, 3.0]))}
@@ -216,7 +216,7 @@ def test_a_submission_by_hand_and_other_files(tmp_path: Path) -> None:
         assert (tmp_path / f"out{suffix}").read_text() == expected
 
 
-def test_other_poolings_and_texts_of_the_command_line_are_refused(tmp_path: Path) -> None:
+def test_other_poolings_and_texts_of_the_command_line_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r'head.pooling: "mean", and news are pooled by additive attention'):
         form(tmp_path, head={"pooling": "mean"}).model(our_body())
     with pytest.raises(ConfigError, match='--text: "mind" reads no texts'):

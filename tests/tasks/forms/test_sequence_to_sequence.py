@@ -58,7 +58,7 @@ def trained(*samples: int) -> RngContext:
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("name", ["full", "lha", "lsh", "yoso"])
-def test_the_loss_is_the_cross_entropy_of_each_example_alone(name: str, blocks: str) -> None:
+def test_the_loss_is_the_cross_entropy_of_each_example_alone(name, blocks):
     model, examples = text_model(pair(name, blocks, label_smoothing=0.1)), sentences(*LENGTHS)
     nats, smoothed, correct = list[float](), list[float](), 0
     for rng, kept, smoothing in ((evaluated(0), nats, 0.0), (trained(0), smoothed, 0.1)):
@@ -88,7 +88,7 @@ def test_the_loss_is_the_cross_entropy_of_each_example_alone(name: str, blocks: 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("name", NAMES)
-def test_neither_padding_nor_the_rest_of_the_batch_changes_a_prediction(name: str, blocks: str) -> None:
+def test_neither_padding_nor_the_rest_of_the_batch_changes_a_prediction(name, blocks):
     model, examples = text_model(pair(name, blocks)), sentences(*LENGTHS)
     with torch.no_grad():
         together = model(batch(examples), evaluated(5, 6, 7, 8))[1]
@@ -98,7 +98,7 @@ def test_neither_padding_nor_the_rest_of_the_batch_changes_a_prediction(name: st
             assert alone["predicted"][0].tolist() == together["predicted"][row].tolist()
 
 
-def test_draws_go_by_the_sample_and_not_by_the_place_in_the_batch() -> None:
+def test_draws_go_by_the_sample_and_not_by_the_place_in_the_batch():
     random_keys = attention("smart_bird", smart_bird={"sampling": "random", "keys": 3})
     config = pair().model_copy(update={"attention": random_keys})
     model, (first, second) = text_model(config), sentences((20, 25), (20, 25))
@@ -113,7 +113,7 @@ def test_draws_go_by_the_sample_and_not_by_the_place_in_the_batch() -> None:
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("name", NAMES)
-def test_cached_decoding_is_decoding_of_whole_prefixes(name: str, blocks: str) -> None:
+def test_cached_decoding_is_decoding_of_whole_prefixes(name, blocks):
     model, examples = text_model(pair(name, blocks)), sentences(*LENGTHS)
     with torch.no_grad():
         found = model(batch(examples), evaluated(0, 1, 2, 3))[1]["predicted"]
@@ -128,7 +128,7 @@ def test_cached_decoding_is_decoding_of_whole_prefixes(name: str, blocks: str) -
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 3.0])
-def test_a_wide_beam_finds_the_best_of_all_texts(alpha: float) -> None:
+def test_a_wide_beam_finds_the_best_of_all_texts(alpha):
     """Enumerated, and scored by teacher forcing."""
     model, end, tokens = text_model(pair(vocabulary=5)), 4, 4
     source = [2, 0, 3, end]
@@ -153,7 +153,7 @@ def gradient(model: TextModel, parts: list[tuple[list[EncodedText], list[int]]])
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
-def test_every_token_of_unequal_micro_batches_weighs_the_same(blocks: str) -> None:
+def test_every_token_of_unequal_micro_batches_weighs_the_same(blocks):
     config = pair("full", blocks, dropout=0.2, label_smoothing=0.1, tied_embeddings=True)
     model, examples = text_model(config).train(), sentences(*LENGTHS)
     whole = gradient(model, [(examples, [0, 1, 2, 3])])
@@ -162,7 +162,7 @@ def test_every_token_of_unequal_micro_batches_weighs_the_same(blocks: str) -> No
     assert len(whole) == sum(p.numel() for p in model.parameters())
 
 
-def test_probabilities_that_are_not_finite_give_no_text() -> None:
+def test_probabilities_that_are_not_finite_give_no_text():
     model = text_model(pair())
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
@@ -170,7 +170,7 @@ def test_probabilities_that_are_not_finite_give_no_text() -> None:
     assert found["predicted"][0].isnan().tolist() == [True]
 
 
-def test_the_body_has_the_names_of_the_pretrained_model_and_the_settings_of_both_sides() -> None:
+def test_the_body_has_the_names_of_the_pretrained_model_and_the_settings_of_both_sides():
     config = pair("lsh", source={"cross_attention": "lsh"})
     body = SequenceToSequenceBody(config)
     assert (body.vocabulary, body.longest, body.width, body.causal) == (260, 40, 32, False)
@@ -180,7 +180,7 @@ def test_the_body_has_the_names_of_the_pretrained_model_and_the_settings_of_both
     assert settings["source"]["cross_attention"] == "lsh" and settings["evaluation_rounds"] == {"lsh": 2}
 
 
-def test_tokens_are_counted_without_padding() -> None:
+def test_tokens_are_counted_without_padding():
     given = batch(sentences(*LENGTHS))
     assert given.target is not None
     assert given.source.tokens.shape == (4, 40) and given.target.tokens.shape == (4, 30)

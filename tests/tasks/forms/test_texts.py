@@ -32,7 +32,7 @@ END = 259
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     return parallel(tmp_path_factory.mktemp("texts") / "data")
 
 
@@ -50,7 +50,7 @@ def encoded(run: TaskRun, *pairs: tuple[str, str | None]) -> tuple[list[Any], li
     return found, encoder.counts.lines("new", run.config.task.max_length)
 
 
-def test_both_sides_end_with_the_separator(data: Path, tmp_path: Path) -> None:
+def test_both_sides_end_with_the_separator(data, tmp_path):
     run = run_of(data, tmp_path)
     (first, second), lines = encoded(run, ("ab é", "AB"), ("c", None))
     assert first.source.tolist() == [*"ab é".encode(), END] and first.target.tolist() == [*b"AB", END]
@@ -64,7 +64,7 @@ def test_both_sides_end_with_the_separator(data: Path, tmp_path: Path) -> None:
     assert lines == ["new: 2 examples, the longest of 6 tokens; 1 answers, the longest of 3 tokens"]
 
 
-def test_what_is_cut_is_counted(data: Path, tmp_path: Path) -> None:
+def test_what_is_cut_is_counted(data, tmp_path):
     run = run_of(data, tmp_path, task={"max_length": 4, "generation": {"target_length": 3}})
     (first, second), lines = encoded(run, ("abc", "AB"), ("abcd", "ABC"))
     assert first.source.tolist() == [*b"abc", END] and first.target.tolist() == [*b"AB", END]
@@ -74,7 +74,7 @@ def test_what_is_cut_is_counted(data: Path, tmp_path: Path) -> None:
     assert lines[2].startswith("new: 1 answers of more than 3 tokens keep only their beginning, the first in x.en:2")
 
 
-def test_what_is_empty_is_refused_or_counted(data: Path, tmp_path: Path) -> None:
+def test_what_is_empty_is_refused_or_counted(data, tmp_path):
     run = run_of(data, tmp_path)
     with pytest.raises(DataError, match=r"^x\.en:2: its answer is empty.*task\.empty"):
         encoded(run, ("a", "A"), ("b", ""))
@@ -88,7 +88,7 @@ def test_what_is_empty_is_refused_or_counted(data: Path, tmp_path: Path) -> None
     ]  # fmt: skip
 
 
-def test_what_is_too_long_is_refused_where_it_is_asked_for(data: Path, tmp_path: Path) -> None:
+def test_what_is_too_long_is_refused_where_it_is_asked_for(data, tmp_path):
     run = run_of(data, tmp_path, task={"too_long": "refuse"})
     with pytest.raises(DataError, match=r"^x\.en:1: its answer's 31 tokens are more than .*target_length = 24"):
         encoded(run, ("a", "A" * 30))
@@ -96,7 +96,7 @@ def test_what_is_too_long_is_refused_where_it_is_asked_for(data: Path, tmp_path:
         encoded(run, ("a" * 50, "A"))
 
 
-def test_the_fingerprint_knows_sources_and_targets(data: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_knows_sources_and_targets(data, tmp_path):
     run = run_of(data, tmp_path)
     short = run_of(data, tmp_path, task={"generation": {"target_length": 2}})
     found = {fingerprint(encoded(run, pair)[0]) for pair in (("a", "A"), ("a", "B"), ("b", "A"), ("a", None))}
@@ -121,18 +121,18 @@ def test_the_fingerprint_knows_sources_and_targets(data: Path, tmp_path: Path) -
         ({"training": {"batch_unit": "tokens", "micro_batch": 96, "global_batch": 100}}, r"training\.global_batch"),
     ],
 )
-def test_what_does_not_fit_is_refused(data: Path, tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+def test_what_does_not_fit_is_refused(data, tmp_path, changes, problem):
     changes = {"run": {"directory": str(tmp_path / "run")}, **changes}
     with pytest.raises(ConfigError, match=f"^{problem}"):
         run_of(data, tmp_path, **changes).batches(Ranks(), 0)
 
 
-def test_an_example_longer_than_a_micro_batch_of_tokens_is_refused(data: Path, tmp_path: Path) -> None:
+def test_an_example_longer_than_a_micro_batch_of_tokens_is_refused(data, tmp_path):
     with pytest.raises(DataError, match=r"train\.en:\d+: \d+ tokens with its answer's are more than .* = 20"):
         run_of(data, tmp_path, training={"batch_unit": "tokens", "micro_batch": 20, "global_batch": 20})
 
 
-def test_batches_are_padded_to_their_longest_and_predicted_without_answers_too(data: Path, tmp_path: Path) -> None:
+def test_batches_are_padded_to_their_longest_and_predicted_without_answers_too(data, tmp_path):
     run = run_of(data, tmp_path)
     found, _ = encoded(run, ("ab", "ABC"), ("abcde", "A"))
     batch = run.form.collate(found)
@@ -145,7 +145,7 @@ def test_batches_are_padded_to_their_longest_and_predicted_without_answers_too(d
     assert made.source.mask is not None and made.target.mask is not None
 
 
-def test_answers_are_texts(data: Path, tmp_path: Path) -> None:
+def test_answers_are_texts(data, tmp_path):
     run = run_of(data, tmp_path)
     form: Form = run.form
     (only,), _ = encoded(run, ("ab", "AB é"))
@@ -161,7 +161,7 @@ def test_answers_are_texts(data: Path, tmp_path: Path) -> None:
         form.example(["a", "b"])
 
 
-def test_epochs_of_tokens_decide_the_steps(data: Path, tmp_path: Path) -> None:
+def test_epochs_of_tokens_decide_the_steps(data, tmp_path):
     training = {"batch_unit": "tokens", "micro_batch": 128, "global_batch": 256, "epochs": 2.0}
     run = run_of(data, tmp_path, training=training)
     made, steps = run.batches(Ranks(), 0), 0
@@ -178,7 +178,7 @@ UNITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_resumed_run_is_the_same_to_the_bit_and_is_restored(data: Path, tmp_path: Path, unit: str) -> None:
+def test_a_resumed_run_is_the_same_to_the_bit_and_is_restored(data, tmp_path, unit):
     given = sections(training=UNITS[unit], checkpoint={"keep": 9})
     straight = assert_resumes(tmp_path, data, 3, **given)
     path = tmp_path / "straight" / "checkpoints" / "00000006"
@@ -196,7 +196,7 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_is_restored(data: Path, tmp_pa
     assert isinstance(text["predicted"], str) and text["label"] is None
 
 
-def test_a_pretrained_encoder_decoder_is_what_a_run_starts_from(data: Path, tmp_path: Path) -> None:
+def test_a_pretrained_encoder_decoder_is_what_a_run_starts_from(data, tmp_path):
     model, path = checkpoint(small_pair(attention=attention("full")), tmp_path / "pretrained")
     given = sections(start={"checkpoint": str(path)})
     run = opened(tmp_path / "run", data, **{**given, "model": None})
@@ -205,7 +205,7 @@ def test_a_pretrained_encoder_decoder_is_what_a_run_starts_from(data: Path, tmp_
         assert torch.equal(dict(run.model.body.stack.named_parameters())[name], weight)
 
 
-def test_a_decoders_sketch_learns_the_predicted_tokens(data: Path, tmp_path: Path) -> None:
+def test_a_decoders_sketch_learns_the_predicted_tokens(data, tmp_path):
     """And not a class, which a text has none of."""
     run = run_of(data, tmp_path, model={"attention": {"pattern": ["smart_bird"], "smart_bird": {"keys": 3}}})
     objective, _ = run.model.train()(run.form.collate(run.train[:4]), RngContext(0, 1, torch.arange(4), training=True))
@@ -214,7 +214,7 @@ def test_a_decoders_sketch_learns_the_predicted_tokens(data: Path, tmp_path: Pat
     assert sketches and all(gradient is not None and gradient.any() for gradient in sketches.values())
 
 
-def test_memory_is_predicted_of_as_many_examples_as_a_batch_of_tokens_has(data: Path, tmp_path: Path) -> None:
+def test_memory_is_predicted_of_as_many_examples_as_a_batch_of_tokens_has(data, tmp_path):
     """Four of the longest at once, whatever the unit."""
     of_examples = run_of(data, tmp_path / "examples", training={"micro_batch": 4, "global_batch": 8})
     longest = -(-max(each.length for each in of_examples.train) // MULTIPLE) * MULTIPLE

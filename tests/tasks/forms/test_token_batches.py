@@ -52,7 +52,7 @@ def flat(steps: list[list[Seen]]) -> Seen:
     return [pair for step in steps for micro_batch in step for pair in micro_batch]
 
 
-def test_a_pack_takes_what_fits_and_no_less() -> None:
+def test_a_pack_takes_what_fits_and_no_less():
     """Sorted, each pack is as long as it can be."""
     packs = packed(SIZES, MOST, 3, 0)
     tokens = [len(pack) * int(SIZES[pack].max(0).sum()) for pack in packs]
@@ -67,7 +67,7 @@ def test_a_pack_takes_what_fits_and_no_less() -> None:
     assert [pack.tolist() for pack in in_order] != [pack.tolist() for pack in packs]
 
 
-def test_pools_are_sorted_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pools_are_sorted_each_for_itself(monkeypatch):
     whole = packed(SIZES, MOST, 3, 0)
     monkeypatch.setattr(token_batches, "POOL", 16)
     packs = packed(SIZES, MOST, 3, 0)
@@ -77,7 +77,7 @@ def test_pools_are_sorted_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(np.concatenate(packs)) == list(range(len(SIZES))) and len(packs) > len(whole)
 
 
-def test_packs_are_a_function_of_the_seed_and_the_epoch() -> None:
+def test_packs_are_a_function_of_the_seed_and_the_epoch():
     packs = {
         (seed, epoch): str([pack.tolist() for pack in packed(SIZES, MOST, seed, epoch)])
         for seed in (3, 4) for epoch in (0, 1)
@@ -86,7 +86,7 @@ def test_packs_are_a_function_of_the_seed_and_the_epoch() -> None:
     assert packs[3, 1] == str([pack.tolist() for pack in packed(SIZES, MOST, 3, 1)])
 
 
-def test_every_example_comes_once_an_epoch_and_steps_go_over_its_end() -> None:
+def test_every_example_comes_once_an_epoch_and_steps_go_over_its_end():
     made = batches()
     steps = [next(made) for _ in range(40)]
     assert all(len(step.micro_batches) == GLOBAL // MOST for step in steps)
@@ -100,7 +100,7 @@ def test_every_example_comes_once_an_epoch_and_steps_go_over_its_end() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_share_out_the_same_packs(world_size: int) -> None:
+def test_ranks_share_out_the_same_packs(world_size):
     alone, shares = batches(), [batches(Ranks(rank, world_size)) for rank in range(world_size)]
     for _ in range(20):
         expected, each = next(alone), [next(share) for share in shares]
@@ -110,7 +110,7 @@ def test_ranks_share_out_the_same_packs(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("taken", [1, 2, 5, 11])
-def test_a_resume_goes_on_where_it_was(taken: int) -> None:
+def test_a_resume_goes_on_where_it_was(taken):
     straight = batches()
     position = [next(straight).position for _ in range(taken)][-1]
     resumed = batches(start=position)
@@ -121,7 +121,7 @@ def test_a_resume_goes_on_where_it_was(taken: int) -> None:
             assert torch.equal(one.tokens.source.tokens, other.tokens.source.tokens)  # type: ignore[attr-defined]
 
 
-def test_a_resume_with_other_packs_is_refused() -> None:
+def test_a_resume_with_other_packs_is_refused():
     straight = batches()
     positions = [next(straight).position for _ in range(4)]
     with pytest.raises(ConfigError, match=r"training\.micro_batch: 96, and the checkpoint's position .* began with"):
@@ -129,7 +129,7 @@ def test_a_resume_with_other_packs_is_refused() -> None:
             batches(start=position, micro=2 * MOST)
 
 
-def test_an_example_that_fits_into_no_pack_is_named() -> None:
+def test_an_example_that_fits_into_no_pack_is_named():
     given = [example([1], [2], 0), example([1] * 30, [2] * 19, 1), example([1] * 30, [2] * 30, 2)]
     with pytest.raises(DataError) as caught:
         sizes_of(given, MOST)

@@ -1,18 +1,15 @@
-from pathlib import Path
-
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks import build_task
-from megasparse.tasks.task import Task
 
 
 @pytest.fixture
-def task() -> Task:
+def task():
     return build_task(TaskConfig(name="aan"))
 
 
-def test_a_pair_is_read_as_it_stands(task: Task, tmp_path: Path) -> None:
+def test_a_pair_is_read_as_it_stands(task, tmp_path):
     # A text is what Python shows of bytes; its escapes stay, and a quotation mark is no quotation.
     path = tmp_path / "new_aan_pairs.train.tsv"
     texts = ("b'Parsing \\xe2\\x80\\x93 a survey\\n1 Introduction'", 'b"It\'s \\"quoted"')

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
@@ -7,7 +5,7 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import DataError
 from megasparse.tasks import build_task
 from megasparse.tasks.encoding import Encoder
-from megasparse.tasks.task import Task, split_files
+from megasparse.tasks.task import split_files
 
 REVIEWS = {
     "neg/0_3.txt": b"Dull.<br /><br />Not \xe2\x80\x93 good",
@@ -18,12 +16,12 @@ REVIEWS = {
 
 
 @pytest.fixture
-def task() -> Task:
+def task():
     return build_task(TaskConfig(name="byte_imdb", max_length=4096))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     for split in ("train", "test"):
         for name, content in REVIEWS.items():
             path = tmp_path / "aclImdb" / split / name
@@ -34,26 +32,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "aclImdb"
 
 
-def test_reviews_come_class_by_class_in_the_order_of_their_numbers(task: Task, folder: Path) -> None:
+def test_reviews_come_class_by_class_in_the_order_of_their_numbers(task, folder):
     examples = list(task.read(*split_files(task, folder, "train")))
     assert [example.name for example in examples] == ["neg/0_3", "neg/2_1", "neg/10_2", "pos/0_9"]
     assert [example.label for example in examples] == [0, 0, 0, 1] and task.classes == ("neg", "pos")
     assert [str(example.location) for example in examples] == [str(folder / "train" / name) for name in REVIEWS]
 
 
-def test_the_model_sees_the_bytes_of_the_file(task: Task, folder: Path) -> None:
+def test_the_model_sees_the_bytes_of_the_file(task, folder):
     encoder = Encoder(task, build_tokenizer("bytes"), vocabulary=256)
     seen = [bytes(encoded.sequences[0].tokens.tolist()) for encoded in encoder.encode(task.read(folder / "test"))]
     assert seen == list(REVIEWS.values())
 
 
-def test_what_is_no_utf8_is_named(task: Task, folder: Path) -> None:
+def test_what_is_no_utf8_is_named(task, folder):
     (folder / "train" / "pos" / "1_7.txt").write_bytes(b"caf\xe9 noir")
     with pytest.raises(DataError, match=r"train/pos/1_7\.txt: is no UTF-8 \(byte 0xe9 at 3\)\. Convert"):
         list(task.read(folder / "train"))
 
 
-def test_a_class_without_reviews_is_named(task: Task, folder: Path) -> None:
+def test_a_class_without_reviews_is_named(task, folder):
     (folder / "train" / "pos" / "0_9.txt").rename(folder / "train" / "pos" / "0_9.text")
     with pytest.raises(DataError, match=r"train/pos: holds no \*\.txt\. Give a folder with neg/\*\.txt and pos"):
         list(task.read(folder / "train"))

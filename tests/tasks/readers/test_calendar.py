@@ -14,7 +14,7 @@ PLACE = SourceLocation(Path("a.csv"), 7)
 
 
 @pytest.mark.parametrize("minutes", [15, 60, 24 * 60, 7 * 60 + 13])
-def test_features_are_those_of_datetime(minutes: int) -> None:
+def test_features_are_those_of_datetime(minutes):
     """Over leap years, ends of years, and before 1970."""
     for start in (datetime(2016, 2, 27, 21, 30), datetime(1968, 12, 30, 3), datetime(2023, 12, 31, 23, 45)):
         dates = [start + i * timedelta(minutes=minutes) for i in range(400)]
@@ -28,7 +28,7 @@ def test_features_are_those_of_datetime(minutes: int) -> None:
         assert np.abs(found).max() <= 0.5
 
 
-def test_features_by_hand() -> None:
+def test_features_by_hand():
     """Friday, 1 July 2016, 13:00: the 183rd day of a leap year."""
     found = features(np.array(["2016-07-01T13:00"], dtype="datetime64[us]"), 3600.0)
     assert found.tolist() == [[13 / 23 - 0.5, 4 / 6 - 0.5, -0.5, 182 / 365 - 0.5]]
@@ -36,23 +36,23 @@ def test_features_by_hand() -> None:
     assert monday.tolist() == [[0.5, -0.5, -0.5, 29 / 30 - 0.5, 364 / 365 - 0.5]]
 
 
-def test_dates_are_read() -> None:
+def test_dates_are_read():
     assert date("2016-07-01 13:00:00", PLACE) == datetime(2016, 7, 1, 13)
     assert date(" 2016-07-01", PLACE) == datetime(2016, 7, 1)
 
 
 @pytest.mark.parametrize("text", ["", "yesterday", "2016-02-30 00:00:00", "1/7/2016 13:00", "nan"])
-def test_what_is_no_date_is_refused(text: str) -> None:
+def test_what_is_no_date_is_refused(text):
     with pytest.raises(DataError, match=rf'a\.csv:7: "{text}" is no date and time. Write it as 2016-07-01 13:00:00'):
         date(text, PLACE)
 
 
-def test_a_time_zone_is_refused() -> None:
+def test_a_time_zone_is_refused():
     with pytest.raises(DataError, match=r"a\.csv:7: .* names a time zone. Give all times in one zone"):
         date("2016-07-01 13:00:00+02:00", PLACE)
 
 
-def test_steps_are_equal_and_forward() -> None:
+def test_steps_are_equal_and_forward():
     first, hour = datetime(2020, 1, 1), timedelta(hours=1)
     assert require_step(first, first + hour, None, PLACE) == require_step(first, first + hour, hour, PLACE) == hour
     for later in (first, first - hour):
@@ -66,5 +66,5 @@ def test_steps_are_equal_and_forward() -> None:
     ("step", "rows"),
     [(3600, 24), (900, 96), (43200, 2), (86400, None), (7 * 3600, None), (604800, None), (0.5, 172800)],
 )
-def test_a_season_is_a_day(step: float, rows: int | None) -> None:
+def test_a_season_is_a_day(step, rows):
     assert season(step) == rows

@@ -1,6 +1,5 @@
 import itertools
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task
 from megasparse.tasks.readers.grey_cifar10 import grey
-from megasparse.tasks.task import Task, split_files
+from megasparse.tasks.task import split_files
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 RECORD = 3073
@@ -18,7 +17,7 @@ OFFICIAL = 10_000 * RECORD
 
 
 @pytest.fixture
-def task() -> Task:
+def task():
     return build_task(TaskConfig(name="grey_cifar10"))
 
 
@@ -42,7 +41,7 @@ def defined(pixels: np.ndarray) -> list[int]:
     return values
 
 
-def test_grey_is_what_tensorflow_makes_of_it() -> None:
+def test_grey_is_what_tensorflow_makes_of_it():
     edges = np.array(list(itertools.product((0, 1, 127, 128, 254, 255), repeat=3)), dtype=np.uint8)
     for pixels in (edges, picture(0)):
         assert grey(pixels).tolist() == defined(pixels)
@@ -54,7 +53,7 @@ def test_grey_is_what_tensorflow_makes_of_it() -> None:
     assert grey(same).tolist() == list(range(256))
 
 
-def test_records_of_the_binary_version(task: Task, tmp_path: Path) -> None:
+def test_records_of_the_binary_version(task, tmp_path):
     path = tmp_path / "mine.bin"
     path.write_bytes(record(9, picture(2)) + record(0, picture(3)))
     first, second = task.read(path)
@@ -66,7 +65,7 @@ def test_records_of_the_binary_version(task: Task, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inner", ["", "cifar-10-batches-bin"])
-def test_the_official_batches_are_the_splits(task: Task, tmp_path: Path, inner: str) -> None:
+def test_the_official_batches_are_the_splits(task, tmp_path, inner):
     folder = tmp_path / inner
     folder.mkdir(exist_ok=True)
     for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
@@ -89,14 +88,14 @@ def test_the_official_batches_are_the_splits(task: Task, tmp_path: Path, inner: 
         ("mine.bin", record(1, picture(0)) + record(10, picture(1)), r"mine\.bin:2: the label 10 is none of 0 … 9"),
     ],
 )
-def test_damaged_batches_are_named(task: Task, tmp_path: Path, name: str, content: bytes, said: str) -> None:
+def test_damaged_batches_are_named(task, tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=said):
         list(task.read(tmp_path / name))
 
 
 @pytest.mark.parametrize("inner", ["", "cifar-10-batches-py"])
-def test_the_pickled_version_is_refused(task: Task, tmp_path: Path, inner: str) -> None:
+def test_the_pickled_version_is_refused(task, tmp_path, inner):
     (tmp_path / inner).mkdir(exist_ok=True)
     (tmp_path / inner / "data_batch_1").write_bytes(b"\x80\x02}q\x01.")
     with pytest.raises(DataError, match=r"data_batch_1: this batch is a pickle.*binary version"):
@@ -104,7 +103,7 @@ def test_the_pickled_version_is_refused(task: Task, tmp_path: Path, inner: str) 
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Images in {train,test}/CLASS, of two formats in the first class."""
     for split in ("train", "test"):
         for number, name in enumerate(CLASSES):
@@ -115,7 +114,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_folders_of_images(task: Task, folder: Path) -> None:
+def test_folders_of_images(task, folder):
     assert task.files(folder) == {"train": [folder / "train"], "test": [folder / "test"]}
     examples = list(task.read(folder / "train"))
     names = [f"{CLASSES[0]}/{number}" for number in ("0001", "0002", "0010")]
@@ -128,7 +127,7 @@ def test_folders_of_images(task: Task, folder: Path) -> None:
     assert str(examples[0].location) == str(folder / "train" / CLASSES[0] / "0001.jpg")
 
 
-def test_images_that_do_not_fit_are_named(task: Task, folder: Path) -> None:
+def test_images_that_do_not_fit_are_named(task, folder):
     Image.fromarray(picture(0)).resize((64, 32)).save(folder / "train" / "bird" / "0003.png")
     with pytest.raises(DataError, match=r"bird/0003\.png: this image has 64×32 pixels, 32×32 are expected"):
         list(task.read(folder / "train"))
@@ -137,7 +136,7 @@ def test_images_that_do_not_fit_are_named(task: Task, folder: Path) -> None:
         list(task.read(folder / "train"))
 
 
-def test_folders_that_are_no_classes_are_named(task: Task, folder: Path) -> None:
+def test_folders_that_are_no_classes_are_named(task, folder):
     (folder / "train" / "car").mkdir()
     with pytest.raises(DataError, match=r'train/car: "car" is no label of grey_cifar10'):
         list(task.read(folder / "train"))

@@ -5,13 +5,12 @@ import pytest
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks import build_task
-from megasparse.tasks.task import Task
 
 TREE = "( ( ( ( [MED 3 ) ( ( ( [SM 4 ) 9 ) ] ) ) 8 ) ] )"
 
 
 @pytest.fixture
-def task() -> Task:
+def task():
     return build_task(TaskConfig(name="listops"))
 
 
@@ -25,7 +24,7 @@ def written(
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])  # the official generator writes the latter
-def test_a_tree_is_read_without_its_parentheses(task: Task, tmp_path: Path, end: str) -> None:
+def test_a_tree_is_read_without_its_parentheses(task, tmp_path, end):
     first, second = task.read(written(tmp_path, f"{TREE}\t3", "( ( ( [MIN 0 ) 7 ) ] )\t0", end=end))
     # digits are themselves; [MIN, [MAX, [MED, [SM are 10 … 13, and ] is 14
     assert first.inputs[0].tolist() == [12, 3, 13, 4, 9, 14, 8, 14] and first.inputs[0].dtype == np.int64

@@ -1,7 +1,6 @@
 """MIND's impressions, in small folders of their form."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ def task(history: int = 50, **changes: Any) -> Task:
     return build_task(TaskConfig(name="mind", recommendation=RecommendationConfig(history=history), **changes))
 
 
-def test_an_impression_is_the_titles_of_clicked_and_of_shown_news(tmp_path: Path) -> None:
+def test_an_impression_is_the_titles_of_clicked_and_of_shown_news(tmp_path):
     rows = [
         behaviors_row("17", "N1 N3", "N2-1 N1-0 N3-0"),
         behaviors_row("9", "", "N3-0 N4-1"),
@@ -45,14 +44,14 @@ def test_an_impression_is_the_titles_of_clicked_and_of_shown_news(tmp_path: Path
 
 
 @pytest.mark.parametrize("history, kept", [(1, ["c"]), (2, ["b", "c"]), (3, ["a", "b", "c"]), (9, ["a", "b", "c"])])
-def test_the_latest_clicked_news_are_kept_in_their_order(tmp_path: Path, history: int, kept: list[str]) -> None:
+def test_the_latest_clicked_news_are_kept_in_their_order(tmp_path, history, kept):
     news = [news_row(f"N{name}", name) for name in "abc"]
     file = split_folder(tmp_path, news, [behaviors_row("1", "Na Nb Nc", "Na-1 Nb-0")])
     (found,) = task(history).read(file)
     assert list(found.inputs[0]) == kept
 
 
-def test_what_is_equal_is_one_object(tmp_path: Path) -> None:
+def test_what_is_equal_is_one_object(tmp_path):
     rows = [behaviors_row("1", "N1 N2", "N3-1 N1-0"), behaviors_row("2", "N1 N2", "N4-1 N2-0")]
     first, second = task().read(split_folder(tmp_path, NEWS, rows))
     assert first.inputs[0] is second.inputs[0] and first.label is second.label
@@ -60,7 +59,7 @@ def test_what_is_equal_is_one_object(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("release", ["MINDlarge_", "MINDsmall_", ""])
-def test_splits_are_the_official_folders_and_the_test_set_has_no_labels(tmp_path: Path, release: str) -> None:
+def test_splits_are_the_official_folders_and_the_test_set_has_no_labels(tmp_path, release):
     mind(tmp_path, 3, 2)
     for inner in ("train", "dev", "test"):
         (tmp_path / inner).rename(tmp_path / f"{release}{inner}")
@@ -88,7 +87,7 @@ def test_splits_are_the_official_folders_and_the_test_set_has_no_labels(tmp_path
         ("2\tU1\tnow\tN1\tN1-0 N2-1\t\n", "6 fields where there are 5 columns"),
     ],
 )
-def test_a_bad_impression_is_named_by_file_and_line(tmp_path: Path, row: str, problem: str) -> None:
+def test_a_bad_impression_is_named_by_file_and_line(tmp_path, row, problem):
     file = split_folder(tmp_path, NEWS, [behaviors_row("1", "N1", "N1-0 N2-1"), row])
     with pytest.raises(DataError, match=f"{file}:2: {problem}"):
         list(task().read(file))
@@ -103,26 +102,26 @@ def test_a_bad_impression_is_named_by_file_and_line(tmp_path: Path, row: str, pr
         ("N5\tnews\ta title\n", "3 fields where there are 8 columns"),
     ],
 )
-def test_a_bad_news_is_named_by_file_and_line(tmp_path: Path, row: str, problem: str) -> None:
+def test_a_bad_news_is_named_by_file_and_line(tmp_path, row, problem):
     file = split_folder(tmp_path, [*NEWS, row], [behaviors_row("1", "N1", "N1-0 N2-1")])
     with pytest.raises(DataError, match=rf"{tmp_path}/news\.tsv:5: {problem}"):
         list(task().read(file))
 
 
-def test_empty_titles_are_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_empty_titles_are_kept_where_that_is_asked_for(tmp_path):
     file = split_folder(tmp_path, [*NEWS, news_row("N5", "")], [behaviors_row("1", "N5", "N1-0 N2-1")])
     (found,) = task(empty="keep").read(file)
     assert found.inputs[0] == ("",)
 
 
-def test_an_odd_impression_among_many_is_skipped_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_odd_impression_among_many_is_skipped_and_named(tmp_path, capsys):
     rows = [behaviors_row("1", "N1", "N1-0 N2-1")] * 150 + [behaviors_row("2", "N1", "N1-1 N2-1")]
     file = split_folder(tmp_path, NEWS, rows)
     assert len(list(task().read(file))) == 150
     assert f"skipped: {file}:151: a click on every news shown" in capsys.readouterr().err
 
 
-def test_impressions_are_read_when_asked_for_and_kept_as_numbers(tmp_path: Path) -> None:
+def test_impressions_are_read_when_asked_for_and_kept_as_numbers(tmp_path):
     mind(tmp_path, 30, 8)
     config = FinetuneConfig(task={"name": "mind", "source": str(tmp_path)})
     read = read_examples(task(), config)
@@ -148,7 +147,7 @@ def test_impressions_are_read_when_asked_for_and_kept_as_numbers(tmp_path: Path)
         list(lazy)
 
 
-def test_a_missing_news_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_news_file_is_refused(tmp_path):
     file = split_folder(tmp_path, NEWS, [behaviors_row("1", "N1", "N1-0 N2-1")])
     (tmp_path / "news.tsv").unlink()
     with pytest.raises(DataError, match=r"news\.tsv: cannot be read \(No such file"):

@@ -1,7 +1,6 @@
 """Every reader's official splits, splits by position, and malformed rows."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -53,7 +52,7 @@ def three(form: str, **names: str) -> dict[str, list[str]]:
         *[(name, inner, GLUE) for name, folder in FOLDERS.items() for inner in ("", folder)],
     ],
 )  # fmt: skip
-def test_splits_are_the_official_files(name: str, inner: str, splits: dict[str, list[str]], tmp_path: Path) -> None:
+def test_splits_are_the_official_files(name, inner, splits, tmp_path):
     """A split whose files are not all there is none."""
     task = build_task(TaskConfig(name=name))
     paths = {split: [tmp_path / inner / file for file in files] for split, files in splits.items()}
@@ -72,7 +71,7 @@ def test_splits_are_the_official_files(name: str, inner: str, splits: dict[str, 
 @pytest.mark.parametrize(
     "name", ["aan", "amazon", "headlines", "mind", "mind_topics", "movie_reviews", "rte", "sentence_polarity", "cnn_dm"]
 )
-def test_a_folder_without_the_files_has_no_splits(name: str, tmp_path: Path) -> None:
+def test_a_folder_without_the_files_has_no_splits(name, tmp_path):
     task = build_task(TaskConfig(name=name))
     assert task.files(tmp_path) == {}
     with pytest.raises(DataError, match=f'holds no "train" split of {name}. It has none of {name}\'s files'):
@@ -91,9 +90,7 @@ POLARITY = ("rt-polarity.neg", "rt-polarity.pos")
           for release in ("MINDlarge_train/", "MINDsmall_train/", "")],
     ],
 )  # fmt: skip
-def test_of_ten_examples_eight_train_and_splits_are_apart(
-    name: str, files: list[str], row: str, tmp_path: Path
-) -> None:
+def test_of_ten_examples_eight_train_and_splits_are_apart(name, files, row, tmp_path):
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("".join(row.replace("{}", str(n)) for n in range(23)))
@@ -153,9 +150,7 @@ def sts(*fields: str, score: str = "5.000") -> str:
           for score in ("5.1", "-0.1", "nan", "", "high")],
     ],
 )  # fmt: skip
-def test_a_malformed_row_is_named_by_file_and_line(
-    name: str, before: str, row: str, problem: str, tmp_path: Path
-) -> None:
+def test_a_malformed_row_is_named_by_file_and_line(name, before, row, problem, tmp_path):
     file = tmp_path / "rows.txt"
     file.write_text(f"{before}\n{row}\n")
     message = refusal(lambda: build_task(TaskConfig(name=name)).read(file))
@@ -178,7 +173,7 @@ HEADERS = {"listops": "Source\tTarget\n", "qqp": "id\tqid1\tqid2\tquestion1\tque
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_rows_are_skipped_counted_and_named_within_the_limit(name: str, tmp_path: Path, capsys) -> None:
+def test_odd_rows_are_skipped_counted_and_named_within_the_limit(name, tmp_path, capsys):
     file, header, (good, odd) = tmp_path / "rows.txt", HEADERS.get(name, ""), ODD[name]
     first = 1 + header.count("\n")
     latin = name != "ag_news"  # a row of CSV may have several lines, of which none is left out
@@ -196,7 +191,7 @@ def test_odd_rows_are_skipped_counted_and_named_within_the_limit(name: str, tmp_
     assert found.endswith("That is more than task.max_skipped = 0.01 allows")
 
 
-def test_mind_takes_the_large_release_and_mixes_none(tmp_path: Path) -> None:
+def test_mind_takes_the_large_release_and_mixes_none(tmp_path):
     for inner in ("MINDsmall_train", "MINDsmall_dev", "MINDlarge_train"):
         (tmp_path / inner).mkdir()
         (tmp_path / inner / "behaviors.tsv").write_text(behaviors_row("1", "", "N1-0 N2-1"))
@@ -218,7 +213,7 @@ def test_mind_takes_the_large_release_and_mixes_none(tmp_path: Path) -> None:
         (("parallel_text", "wmt14"), ("bleu", "chrf")),
     ],
 )
-def test_metrics_are_the_official_ones_and_the_papers_come_first(names: tuple[str, ...], metrics: tuple[str, ...]):
+def test_metrics_are_the_official_ones_and_the_papers_come_first(names, metrics):
     settings = {name: {"text": ["en"], "label": "de"} for name in ("parallel_text", "wmt14")}
     tasks = [build_task(TaskConfig(name=name, **settings.get(name, {}))) for name in names]
     assert all(task.metrics == metrics for task in tasks)

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -7,14 +5,14 @@ from PIL import Image
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.task import Task, split_files
+from megasparse.tasks.task import split_files
 
 SETTINGS = "1.0 14 4 2 0.5 1 1"
 LEVEL = "curv_contour_length_14"
 
 
 @pytest.fixture
-def task() -> Task:
+def task():
     return build_task(TaskConfig(name="pathfinder"))
 
 
@@ -24,7 +22,7 @@ def picture(seed: int) -> np.ndarray:
 
 
 @pytest.fixture
-def level(tmp_path: Path) -> Path:
+def level(tmp_path):
     """A level as lra_release has it: 12 metadata files with two images each, label 1 where their numbers are even."""
     folder = tmp_path / "pathfinder32" / LEVEL
     (folder / "metadata").mkdir(parents=True)
@@ -38,7 +36,7 @@ def level(tmp_path: Path) -> Path:
     return folder
 
 
-def test_images_and_labels_are_those_of_the_metadata(task: Task, level: Path) -> None:
+def test_images_and_labels_are_those_of_the_metadata(task, level):
     first, second = task.read(level / "metadata" / "3.npy")
     assert first.inputs[0].tolist() == picture(6).reshape(-1).tolist() and first.inputs[0].dtype == np.int64
     assert second.inputs[0].tolist() == picture(7).reshape(-1).tolist()
@@ -46,19 +44,19 @@ def test_images_and_labels_are_those_of_the_metadata(task: Task, level: Path) ->
     assert (first.name, str(second.location)) == ("imgs/3/sample_0.png", f"{level}/metadata/3.npy:2")
 
 
-def test_the_splits_are_the_first_and_last_tenths_in_the_order_of_the_numbers(task: Task, level: Path) -> None:
+def test_the_splits_are_the_first_and_last_tenths_in_the_order_of_the_numbers(task, level):
     numbers = {split: [int(path.stem) for path in files] for split, files in task.files(level).items()}
     assert numbers == {"train": list(range(9)), "validation": [9], "test": [10, 11]}
     labels = [example.label for file in split_files(task, level, "test") for example in task.read(file)]
     assert labels == [1, 0, 0, 1]
 
 
-def test_one_level_is_asked_for(task: Task, level: Path) -> None:
+def test_one_level_is_asked_for(task, level):
     with pytest.raises(DataError, match=rf"pathfinder32: has 1 levels, of which a run reads one\. Give .*{LEVEL}"):
         split_files(task, level.parent, "train")
 
 
-def test_arrays_are_not_read(task: Task, tmp_path: Path) -> None:
+def test_arrays_are_not_read(task, tmp_path):
     path = tmp_path / "0.npy"
     np.save(path, np.array([["imgs/0", "sample_0.png"]], dtype=object), allow_pickle=True)
     with pytest.raises(DataError, match=r"0\.npy: this is a numpy array, which can hold pickles.*text"):
@@ -76,13 +74,13 @@ def test_arrays_are_not_read(task: Task, tmp_path: Path) -> None:
         ("imgs/0 sample_99.png 99 1", r"0\.npy:1: .*imgs/0/sample_99\.png is not there"),
     ],
 )
-def test_lines_that_name_no_image_are_named(task: Task, level: Path, row: str, said: str) -> None:
+def test_lines_that_name_no_image_are_named(task, level, row, said):
     (level / "metadata" / "0.npy").write_text(f"{row}\n")
     with pytest.raises(DataError, match=said):
         list(task.read(level / "metadata" / "0.npy"))
 
 
-def test_images_that_do_not_fit_are_named(task: Task, level: Path) -> None:
+def test_images_that_do_not_fit_are_named(task, level):
     path = level / "imgs" / "0" / "sample_0.png"
     path.write_bytes(b"")
     with pytest.raises(DataError, match=r"0\.npy:1: .*sample_0\.png is empty\. Delete this line"):

@@ -23,7 +23,7 @@ L, H = 12, 4
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     return write(tmp_path / "series.csv", numbers(ROWS))
 
 
@@ -43,7 +43,7 @@ def part(task: Series, file: Path, split: str) -> list[Example]:
     ("split", "predicted"),
     [("train", range(L, 70 - H + 1)), ("validation", range(70, 80 - H + 1)), ("test", range(80, 100 - H + 1))],
 )
-def test_windows_of_a_split(file: Path, split: str, predicted: range) -> None:
+def test_windows_of_a_split(file, split, predicted):
     """Windows begin where they should; predicted: the first predicted row of each window."""
     task = series(file)
     dates, values = by_hand(file)
@@ -60,7 +60,7 @@ def test_windows_of_a_split(file: Path, split: str, predicted: range) -> None:
         assert str(example.location) == f"{file}:{now + 1}"  # of the last row read, under the line of names
 
 
-def test_the_rest_of_the_file_is_not_read(file: Path, tmp_path: Path) -> None:
+def test_the_rest_of_the_file_is_not_read(file, tmp_path):
     """A split's windows are the same whatever stands in rows after it; scaling depends on training rows alone."""
     later = [*numbers(80), *[[1e6] * 3] * 20]
     other = write(tmp_path / "other.csv", later)
@@ -70,7 +70,7 @@ def test_the_rest_of_the_file_is_not_read(file: Path, tmp_path: Path) -> None:
     assert series(file).resolved().forecast == series(other).resolved().forecast
 
 
-def test_the_scaler_is_scikit_learns(file: Path) -> None:
+def test_the_scaler_is_scikit_learns(file):
     values = by_hand(file)[1][:70]
     own = series(file).resolved().forecast
     assert own.mean is not None and own.scale is not None
@@ -80,7 +80,7 @@ def test_the_scaler_is_scikit_learns(file: Path) -> None:
     np.testing.assert_allclose([own.scale[name] for name in COLUMNS], deviation, rtol=1e-12)
 
 
-def test_a_constant_column_is_scaled_by_1(tmp_path: Path) -> None:
+def test_a_constant_column_is_scaled_by_1(tmp_path):
     file = write(tmp_path / "constant.csv", [[a, 0.1, b] for a, _, b in numbers(ROWS)])
     found = part(series(file), file, "train")
     own = series(file).resolved().forecast
@@ -88,7 +88,7 @@ def test_a_constant_column_is_scaled_by_1(tmp_path: Path) -> None:
     assert np.abs(found[0].inputs[0][:, 1]).max() < 1e-12
 
 
-def test_columns_by_name(file: Path) -> None:
+def test_columns_by_name(file):
     """Read columns first, in their order; a target need not be read."""
     task = series(file, inputs=["wind", "load"], targets=["OT", "wind"])
     assert task.columns == ["wind", "load", "OT"]
@@ -99,7 +99,7 @@ def test_columns_by_name(file: Path) -> None:
     assert series(file).resolved().forecast.targets == list(COLUMNS)
 
 
-def test_a_resolved_task_needs_no_training_file(file: Path, tmp_path: Path) -> None:
+def test_a_resolved_task_needs_no_training_file(file, tmp_path):
     """It forecasts after the last row of another file, in the units of the first."""
     kept = json.loads(series(file).resolved().model_dump_json())
     before = part(series(file), file, "test")
@@ -116,7 +116,7 @@ def test_a_resolved_task_needs_no_training_file(file: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(101, (70, 11, 20)), (99, (69, 11, 19)), (1007, (704, 102, 201))])
-def test_parts_are_informers(file: Path, rows: int, sizes: tuple[int, int, int]) -> None:
+def test_parts_are_informers(file, rows, sizes):
     """Dataset_Custom: int(0.7·N), int(0.2·N) at the end, the rest between."""
     borders = series(file).borders(rows, file)
     assert tuple(end - first for first, end in borders.values()) == sizes
@@ -124,7 +124,7 @@ def test_parts_are_informers(file: Path, rows: int, sizes: tuple[int, int, int])
 
 
 @pytest.fixture(scope="module")
-def etth1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def etth1(tmp_path_factory):
     """A folder with a file of the official size, its values the row's number."""
     folder = tmp_path_factory.mktemp("ett")
     with open(folder / "ETTh1.csv", "w") as out:
@@ -135,7 +135,7 @@ def etth1(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("horizon", "counts"), [(24, (8521, 2857, 2857)), (168, (8377, 2713, 2713))])
-def test_official_splits_of_etth1(etth1: Path, horizon: int, counts: tuple[int, int, int]) -> None:
+def test_official_splits_of_etth1(etth1, horizon, counts):
     """12, 4 and 4 months of 30 days; Informer's counts of windows that read 96 rows."""
     task = build_task(
         TaskConfig.model_validate(
@@ -153,7 +153,7 @@ def test_official_splits_of_etth1(etth1: Path, horizon: int, counts: tuple[int, 
         assert round(last) == {"train": 8639, "validation": 11519, "test": 14399}[split]
 
 
-def test_ettm1_has_four_rows_an_hour(tmp_path: Path) -> None:
+def test_ettm1_has_four_rows_an_hour(tmp_path):
     task = build_task(
         TaskConfig.model_validate(
             {
@@ -169,13 +169,13 @@ def test_ettm1_has_four_rows_an_hour(tmp_path: Path) -> None:
     assert task.time_features == 5
 
 
-def test_a_short_official_file_is_refused(tmp_path: Path) -> None:
+def test_a_short_official_file_is_refused(tmp_path):
     write(tmp_path / "ETTh1.csv", numbers(50))
     with pytest.raises(DataError, match=r"ETTh1\.csv: has 50 rows, and the official splits 14,400. Take the official"):
         ETTh1(TaskConfig(name="etth1", source=str(tmp_path)))
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"ETTh1\.csv: cannot be read \(No such file"):
         ETTh1(TaskConfig(name="etth1", source=str(tmp_path)))
 
@@ -203,18 +203,18 @@ def changed(file: Path, line: int, text: str) -> Path:
         (5, "2019-12-30 06:00:00,1,2,3", r"series\.csv:5: .* comes after 2019-12-30 07:00:00, which is no earlier"),
     ],
 )
-def test_a_bad_line_is_named(file: Path, line: int, text: str, said: str) -> None:
+def test_a_bad_line_is_named(file, line, text, said):
     with pytest.raises(DataError, match=said):
         series(changed(file, line, text))
 
 
-def test_another_step_than_in_training_is_refused(file: Path, tmp_path: Path) -> None:
+def test_another_step_than_in_training_is_refused(file, tmp_path):
     new = write(tmp_path / "new.csv", numbers(40), step=timedelta(minutes=30))
     with pytest.raises(DataError, match=r"new\.csv:3: .* is 0:30:00 after the row before it, where a step is 1:00:00"):
         list(series(file).read(new))
 
 
-def test_a_new_file_without_a_column_is_refused(file: Path, tmp_path: Path) -> None:
+def test_a_new_file_without_a_column_is_refused(file, tmp_path):
     new = tmp_path / "new.csv"
     new.write_text("date,load,OT\n2020-01-01 00:00:00,1,2\n")
     with pytest.raises(DataError, match=r'new\.csv:2: has no column "wind"'):
@@ -222,21 +222,21 @@ def test_a_new_file_without_a_column_is_refused(file: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["date,load,wind,OT\n", ""])
-def test_a_file_without_rows_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_without_rows_is_refused(tmp_path, text):
     file = tmp_path / "empty.csv"
     file.write_text(text)
     with pytest.raises(DataError, match=r"empty\.csv: (has no rows below|is empty)"):
         series(file)
 
 
-def test_a_file_of_dates_alone_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_dates_alone_is_refused(tmp_path):
     file = tmp_path / "dates.csv"
     file.write_text("date\n2020-01-01\n2020-01-02\n")
     with pytest.raises(DataError, match=r'dates\.csv: has no columns beside "date"'):
         series(file)
 
 
-def test_too_few_rows_are_refused(tmp_path: Path) -> None:
+def test_too_few_rows_are_refused(tmp_path):
     file = write(tmp_path / "short.csv", numbers(20))
     with pytest.raises(DataError, match=r"short\.csv: 20 rows leave 14 to the train split, too few .* 12 rows .* 4 to"):
         series(file)
@@ -249,7 +249,7 @@ def test_too_few_rows_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["inputs", "targets"])
-def test_wrong_columns_are_refused(file: Path, key: str) -> None:
+def test_wrong_columns_are_refused(file, key):
     for names in ([], ["OT", "OT"]):
         with pytest.raises(ConfigError, match=rf"task\.forecast\.{key}: .* are no columns. Name one or more, each"):
             series(file, **{key: names})
@@ -257,7 +257,7 @@ def test_wrong_columns_are_refused(file: Path, key: str) -> None:
         series(file, **{key: ["oT"]})
 
 
-def test_a_mean_without_a_column_is_refused(file: Path) -> None:
+def test_a_mean_without_a_column_is_refused(file):
     given = {"inputs": ["OT"], "targets": ["wind"], "mean": {"OT": 0.0}, "scale": {"OT": 1.0}, "step": 3600.0}
     with pytest.raises(ConfigError, match=r'task\.forecast\.mean: has no "wind"'):
         series(file, **given)

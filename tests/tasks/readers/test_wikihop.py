@@ -39,7 +39,7 @@ def read(file: Path) -> list[Any]:
     return list(build_task(TaskConfig(name="wikihop")).read(file))
 
 
-def test_examples_of_a_file(tmp_path: Path) -> None:
+def test_examples_of_a_file(tmp_path):
     file = written_rows(tmp_path / "dev.json", ROWS)
     first, second = read(file)
     assert isinstance(first, Choice) and first.candidates == 2 and second.candidates == 3
@@ -66,13 +66,13 @@ def test_examples_of_a_file(tmp_path: Path) -> None:
         ({"answer": 1}, "the answer 1 is not among the candidates"),
     ],
 )
-def test_a_malformed_example_is_named_by_file_number_and_id(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_malformed_example_is_named_by_file_number_and_id(changes, said, tmp_path):
     file = written_rows(tmp_path / "dev.json", [ROWS[1], {**ROWS[0], **changes}])
     which = "" if isinstance(changes.get("id"), int) else f' ("{changes.get("id", "WH_dev_0")}")'
     assert refusal(lambda: read(file)).startswith(f"{file}:2: example 2{which}: {said}")
 
 
-def test_an_odd_example_among_many_is_skipped_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_odd_example_among_many_is_skipped_and_named(tmp_path, capsys):
     rows = [{**ROWS[1], "id": f"WH_{number}"} for number in range(150)]
     file = written_rows(tmp_path / "dev.json", [*rows, {**rows[0], "id": "WH_odd", "candidates": ["a", "a"]}])
     assert len(read(file)) == 150
@@ -82,13 +82,13 @@ def test_an_odd_example_among_many_is_skipped_and_named(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("key", ["id", "query", "candidates", "supports"])
-def test_a_missing_key_is_refused(key: str, tmp_path: Path) -> None:
+def test_a_missing_key_is_refused(key, tmp_path):
     row = {name: value for name, value in ROWS[0].items() if name != key}
     with pytest.raises(DataError, match=rf'dev\.json:1: example 1.*: has no "{key}"\. An example is '):
         read(written_rows(tmp_path / "dev.json", [row]))
 
 
-def test_an_answer_that_is_null_is_none(tmp_path: Path) -> None:
+def test_an_answer_that_is_null_is_none(tmp_path):
     assert read(written_rows(tmp_path / "dev.json", [{**ROWS[0], "answer": None}]))[0].label is None
 
 
@@ -105,13 +105,13 @@ def test_an_answer_that_is_null_is_none(tmp_path: Path) -> None:
     ],
     ids=["cut off", "empty", "deep", "latin", "object", "text", "same id"],
 )
-def test_a_malformed_file_is_refused(data: bytes, said: str, tmp_path: Path) -> None:
+def test_a_malformed_file_is_refused(data, said, tmp_path):
     file = tmp_path / "train.json"
     file.write_bytes(data)
     assert refusal(lambda: read(file)).startswith(f"{file}{said}")
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"none\.json: cannot be read \(No such file"):
         read(tmp_path / "none.json")
 
@@ -133,7 +133,7 @@ def questions(number: int, seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wikihop")
     for name, number, seed in (("train", 1500, 0), ("dev", 80, 1), ("test", 30, 2)):
         written_rows(folder / f"{name}.json", questions(number, seed))
@@ -158,7 +158,7 @@ def typed(launcher: Any, *arguments: Any) -> None:
         launcher.main()
 
 
-def test_it_learns_and_is_evaluated_and_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_learns_and_is_evaluated_and_answers(folder, capsys):
     run, out = folder / "run", folder / "out"
     lines = launch(run, folder, **sections(folder, 240))
     best = json.loads((run / "best.json").read_text())
@@ -192,7 +192,7 @@ def test_it_learns_and_is_evaluated_and_answers(folder: Path, capsys: pytest.Cap
     assert 'error: --text: "wikihop" reads no texts. Give --source FILE' in capsys.readouterr().err
 
 
-def test_a_run_that_stopped_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_stopped_goes_on_to_the_bit(folder, tmp_path):
     """Dropout and drawn hashes are on."""
     settings = sections(folder, 6)
     lsh = {"pattern": ["lsh"], "lsh": {"chunk": 4}}
