@@ -1,3 +1,1 @@
-"""Attention mechanisms. `contract.py` says what one is; one file each; `heads.py` projects and keeps the decoding
-cache.
-"""
+"""Attention mechanisms: `contract.py` says what one is; one file each; `heads.py` keeps the decoding cache."""

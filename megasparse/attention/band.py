@@ -79,9 +79,7 @@ class BandCache:
         like: Tensor,
         hashed_heads: int | None = None,
     ) -> "BandCache":
-        """For `batch` sequences, keys and values on the device and in the dtype of `like`. hashed_heads: with codes of
-        their own; by default all.
-        """
+        """For `batch` sequences, with device and dtype of `like`. hashed_heads: those with codes, by default all."""
         shape, capacity, chunk = (batch, hashed_heads or spec.heads, rounds), spec.max_length, window.chunk
         sizes = ((capacity,), (capacity,), (buckets, chunk), (buckets,))
         numbers = (torch.zeros(*shape, *size, dtype=torch.int64, device=like.device) for size in sizes)
@@ -157,9 +155,7 @@ class BandCache:
         self.size.scatter_add_(-1, code, torch.ones_like(code))
 
     def window(self, code: Tensor) -> tuple[Tensor, Tensor]:
-        """The last M keys of buckets code (B, H, R, 1), newest first, and which of these places are filled: (B, H, R,
-        M).
-        """
+        """The last M keys of buckets code (B, H, R, 1), newest first, and which places are filled: (B, H, R, M)."""
         chunk = self.last.shape[-1]
         bucket = self.last.gather(-2, code.unsqueeze(-1).expand(*code.shape, chunk)).squeeze(-2)
         size = self.size.gather(-1, code)

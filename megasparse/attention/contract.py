@@ -103,9 +103,7 @@ class AttentionContext:
 
 
 class Buckets(NamedTuple):
-    """The bucket of every query and key. queries, keys: each one's bucket, (B, H, L); of R rounds (B, R·H, L). number:
-    how many buckets there are.
-    """
+    """The bucket of every query and key: (B, H, L), of R rounds (B, R·H, L). number: how many buckets there are."""
 
     queries: Tensor
     keys: Tensor

@@ -11,9 +11,7 @@ from torch import Tensor
 
 
 class Document(NamedTuple):
-    """Tokens of a batch that belong to one document. rows: of the batch. tokens: their positions, (n,) int64 in order,
-    or None for all of them.
-    """
+    """Tokens of a document. rows: of the batch. tokens: their positions, (n,) int64 in order; None: all of them."""
 
     rows: slice
     tokens: Tensor | None

@@ -1,6 +1,4 @@
-"""Full softmax attention, the baseline: torch's scaled_dot_product_attention. B batch, H heads, L length, D head
-dim.
-"""
+"""Full softmax attention by torch's scaled_dot_product_attention. B batch, H heads, L length, D head dim."""
 
 from dataclasses import dataclass
 
@@ -22,9 +20,7 @@ _MASK = 1 << 24
 
 @dataclass
 class KeyValueCache:
-    """Keys and values (B, H, capacity, D) of the tokens so far; places from the current position on are not yet
-    used.
-    """
+    """Keys and values (B, H, capacity, D) of the tokens before the current position; later places are unused."""
 
     k: Tensor
     v: Tensor

@@ -150,9 +150,7 @@ class LHAAttention(BandAttention):
     def _learn(
         self, inputs: AttentionInputs, assigned: Assignment, context: AttentionContext
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return λ·mean(KL_Q + KL_K) over real tokens, heads and layers (the second summand of Eq. 19), and what to
-        log.
-        """
+        """Return λ·mean(KL_Q + KL_K) over real tokens, heads and layers (Eq. 19, second summand), and what to log."""
 
         one_document = inputs.key_mask is None and inputs.segments is None
 

@@ -86,9 +86,7 @@ class RoutingAttention(BandAttention):
 
     @torch.no_grad()
     def _decide(self, inputs: AttentionInputs, context: AttentionContext) -> Routes:
-        """In the first pass only, so that a member counts once. Checkpointed layers come twice, which doubles sums and
-        numbers of members alike, and moves no mean.
-        """
+        """In the first pass only. Checkpointed layers come twice: sums and counts double alike, no mean moves."""
         queries, keys = self._sides(inputs, context)
         if context.rng.training:
             self._remember(inputs, queries, keys, context)

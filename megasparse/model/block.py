@@ -46,18 +46,14 @@ class Pass:
     recompute: defaultdict[tuple[str, int], RecomputeCache] = field(default_factory=lambda: defaultdict(RecomputeCache))
 
     def replay(self) -> "Pass":
-        """A pass of its own: what is recomputed adds nothing to the statistics, and takes decisions from the
-        caches.
-        """
+        """A pass of its own: a recomputation adds no statistics, and takes decisions from the caches."""
         for cache in self.recompute.values():
             cache.replay()
         return replace(self, statistics={})
 
 
 class Branch(nn.Module):
-    """A part of a layer whose output is added to a stream after dropout, and its norm: of what it reads (pre-norm), or
-    with `style` bert of the sum (post-norm).
-    """
+    """A part of a layer, added to a stream after dropout, and its norm: before it (pre-norm), or after (style bert)."""
 
     purpose: str
     """What the draws of its dropout are for."""
@@ -73,9 +69,7 @@ class Branch(nn.Module):
         return stream.to(dtype) if self.post_norm else self.norm(stream, dtype)
 
     def add(self, streams: Streams, out: Tensor, rng: RngContext) -> Streams:
-        """The streams after the branch, which reads the last one: of two it adds to the other one, and they change
-        places. out: (B, L, E), the branch's output.
-        """
+        """The streams after the branch, whose output is out: (B, L, E). Of two it reads the last; they swap."""
         if len(streams) == 2:
             return streams[1], self.plus(streams[0], out, rng)
         x = self.plus(streams[0], out, rng)

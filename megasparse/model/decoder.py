@@ -25,9 +25,7 @@ class DecodingCache:
     rng: RngContext
 
     def select(self, rows: Tensor) -> None:
-        """Becomes the cache of the sequences `rows`, (n,) int64 indices into the batch, repeats allowed. Each keeps the
-        draws that it had.
-        """
+        """Becomes the cache of sequences `rows`, (n,) int64 indices into the batch. Each keeps its draws."""
         if rows.tolist() == list(range(len(self.rng.samples))):
             return
         for layer in self.layers:
@@ -95,7 +93,5 @@ class Decoder(Causal):
     """A causal language model."""
 
     def new_cache(self, batch_size: int, seed: int, rounds: int | None = None) -> DecodingCache:
-        """An empty cache for sequences of up to `max_length` tokens. seed: of the run, for the rotations of
-        evaluation.
-        """
+        """An empty cache for sequences of up to `max_length` tokens. seed: the run's, for rotations of evaluation."""
         return self._empty_cache(RngContext.evaluation(seed, batch_size, rounds))

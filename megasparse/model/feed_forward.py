@@ -1,6 +1,4 @@
-"""The position-wise feed-forward, in tiles of the sequence whose backward is tiled too. B batch, L length, E d_model,
-F d_ff.
-"""
+"""The position-wise feed-forward, in tiles, backward included. B batch, L length, E d_model, F d_ff."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,6 +1,4 @@
-"""The output: norm, projection to the vocabulary, and the score of every token. B batch, L length, E d_model, V
-vocabulary.
-"""
+"""The output: norm, projection, and each token's score. B batch, L length, E d_model, V vocabulary."""
 
 from collections.abc import Mapping, Sequence
 

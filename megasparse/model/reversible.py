@@ -1,6 +1,4 @@
-"""Reversible layers: the backward rebuilds every layer's input from its output, so activations do not grow with
-depth.
-"""
+"""Reversible layers: the backward rebuilds inputs from outputs, so activations do not grow with depth."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,6 +1,4 @@
-"""Predicting whether two segments stand in the order of their document (ALBERT, Lan et al. 2020). B batch, L length, E
-d_model.
-"""
+"""Predicting whether segments stand in order (ALBERT, Lan et al. 2020). B batch, L length, E d_model."""
 
 from typing import NamedTuple
 
@@ -45,9 +43,7 @@ class SentenceOrder(nn.Module):
         self.bias = nn.Parameter(torch.zeros(2))
 
     def arrange(self, tokens: Tensor, rng: RngContext) -> Tensor:
-        """Swap some pairs of segments. tokens: (B, L) in order. Returns them with some pairs swapped; each separator
-        stays behind a segment.
-        """
+        """Swap some pairs of segments. tokens: (B, L) in order. Each separator stays behind a segment."""
         position = torch.arange(tokens.shape[1], device=tokens.device)
         ends = tokens == self.separator
         count = ends.cumsum(1)
@@ -69,9 +65,7 @@ class SentenceOrder(nn.Module):
         return OrderScores(nats, logits.argmax(-1) == wanted, self._is_pair(tokens))
 
     def loss(self, scores: OrderScores) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted mean nats a sequence of the batch, to add to the objective, and statistics to log, means over
-        the pairs among them.
-        """
+        """The weighted mean nats a sequence, to add to the objective, and statistics, means over the batch's pairs."""
         total, count = torch.where(scores.scored, scores.nats, 0.0).sum(), scores.scored.sum().clamp_min(1)
         return self.weight_of_loss * total / len(scores.nats), {
             "sentence_order_nats": total.detach() / count,

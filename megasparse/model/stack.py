@@ -56,9 +56,7 @@ def mean_cost(
 
 
 def average_over_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: int) -> dict[str, Tensor]:
-    """Each statistic's mean over the layers that have it; where several do, also NAME/layers, the values of all
-    `layers`, NaN where one has none.
-    """
+    """Each statistic's mean over the layers that have it, and of several NAME/layers: all `layers`, NaN for none."""
     found: dict[str, Tensor] = {}
     for name, values in statistics.items():
         found[name] = torch.stack(list(values.values())).mean()

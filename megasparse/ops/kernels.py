@@ -67,9 +67,7 @@ def whole_vectors(x: Tensor) -> Tensor:
 
 
 def empty_alike(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Empty, contiguous, like x (B, H, L, D), with heads inside tokens where x has them there: what comes after needs
-    no copy then.
-    """
+    """Empty like x (B, H, L, D), contiguous, with heads inside tokens where x has them: no copy is needed then."""
     settings: dict[str, Any] = {"memory_format": torch.contiguous_format, "dtype": dtype}
     if x.stride(1) < x.stride(2):
         return torch.empty_like(x.transpose(1, 2), **settings).transpose(1, 2)

@@ -279,9 +279,7 @@ def rows_by_head(heads: range, count: int, device: torch.device) -> Tensor:
 
 
 def _mix_(x: Tensor, spare: Tensor | None = None) -> Tensor:
-    """A bijection of 32-bit integers, in place (xor-shift, multiply; constants of C. Wellons' lowbias32), wrapping
-    around. spare: space like x.
-    """
+    """A bijection of 32-bit integers, in place (C. Wellons' lowbias32), wrapping around. spare: space like x."""
     shifted = torch.empty_like(x) if spare is None else spare
     for shift, factor in ((16, 0x7FEB352D), (15, _signed(0x846CA68B)), (16, 1)):
         torch.bitwise_right_shift(x, shift, out=shifted)

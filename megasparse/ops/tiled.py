@@ -64,9 +64,7 @@ def _gradients(
     needed: Sequence[bool],
     outputs: list[Tensor] | None,
 ) -> list[Tensor | None]:
-    """The gradients of the `count` inputs and of the weights that need one, tile by tile. outputs: takes the tiles'
-    values.
-    """
+    """The gradients of the `count` inputs and of weights that need one, by tiles. outputs: takes tiles' values."""
     inputs, weights = tensors[:count], tensors[count:]
     grad_inputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=False)]
     leaves = [w.detach().requires_grad_(need) for w, need in zip(weights, needed[count:], strict=True)]

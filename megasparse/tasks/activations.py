@@ -96,9 +96,7 @@ def _uncached(value: Any) -> Any:
 
 
 def set_activations(body: nn.Module, kind: str) -> None:
-    """Let a body store its layers' activations, or checkpoint them: as `start.activations` and `model.activations` say.
-    A reversible one stays what it is.
-    """
+    """Let a body store or checkpoint its layers' activations, as `activations` says. A reversible one stays so."""
     for block in _own_blocks(body):
         vars(block).pop("forward", None)
         if kind in ("checkpoint", "checkpoint_cpu"):

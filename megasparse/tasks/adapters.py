@@ -1,6 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021) on a body's linear layers, by peft: a layer's output is W·x + α/r·B·A·x, of which
-only A and B are trained.
-"""
+"""Low-rank adapters (Hu et al. 2021) on linear layers, by peft: W·x + α/r·B·A·x, of which A and B are trained."""
 
 import math
 import warnings

@@ -61,9 +61,7 @@ class Inputs:
 
 
 def collate(examples: Sequence[Encoded], limit: int) -> Inputs:
-    """A batch of padded sequences. limit: tokens of the longest sequence that the model takes. An example without any
-    token reads the id 0.
-    """
+    """A batch of padded sequences of at most `limit` tokens. An example without any token reads the id 0."""
     towers = range(len(examples[0].sequences))
     labels = [example.label for example in examples]
     known = None

@@ -62,9 +62,7 @@ class Form(ABC):
 
     @abstractmethod
     def encoder(self, start: Any) -> Encoder:
-        """The encoder of examples, whose output `collate` takes. start: has a body and a tokenizer. Raises
-        ConfigError where they do not fit the task.
-        """
+        """The encoder of examples, for `collate`. start: body, tokenizer. Raises ConfigError where they do not fit."""
 
     @abstractmethod
     def model(self, body: Backbone) -> nn.Module:
@@ -88,17 +86,13 @@ class Form(ABC):
 
     @abstractmethod
     def answer(self, example: Encoded, predicted: np.ndarray) -> Any:
-        """The answer that the metrics compare with `label`. predicted: the model's output for the example, flat
-        float64.
-        """
+        """The answer that metrics compare with `label`. predicted: the model's output for an example, flat float64."""
 
     def label(self, example: Encoded) -> Any:
         return example.label
 
     def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
-        """The JSON values of an example in a prediction file: `label` (null where it has none), `predicted`, and what
-        the form adds.
-        """
+        """The JSON values of an example in a prediction file: `label` or null, `predicted`, and what the form adds."""
         return {"label": self.label(example), "predicted": self.answer(example, predicted)}
 
     def line(self, row: dict[str, Any]) -> str:
@@ -106,9 +100,7 @@ class Form(ABC):
         return " ".join(str(row["predicted"]).split())
 
     def example(self, texts: Sequence[str]) -> Example:
-        """An example without a label, from texts of the command line. Raises ConfigError where the task has other
-        inputs.
-        """
+        """An example of texts from the command line. Raises ConfigError where the task has other inputs."""
         raise ConfigError("--text", f'"{self.task.name}" reads no texts', "Give --source FILE")
 
     def measures(self, examples: Sequence[Encoded], answers: Sequence[Any]) -> dict[str, float]:

@@ -44,9 +44,7 @@ class MemoryPool:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The predicted memory of a run. `hints`: what to change, with the largest peak of any pool after it; none where
-    the run fits.
-    """
+    """The predicted memory of a run. `hints`: what to change, with the largest peak after it; none where it fits."""
 
     config: FinetuneConfig
     trained: int
@@ -216,9 +214,7 @@ class _Predictor:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory in bytes: of a GPU with what torch has cached; of the CPU what the system and the control group's
-    limit leave.
-    """
+    """Free bytes of a GPU, with what torch has cached, or of the CPU within the control group's limit."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept

@@ -23,17 +23,13 @@ class TaskPassMemory:
     """The memory curves of a run's model, which is left as it was; each is measured once."""
 
     def __init__(self, run: TaskRun, ranks: Ranks, length: int, activations: str):
-        """Prepare to measure a run's model. length: tokens of the run's longest input. activations: what its backward
-        reads, as `model.activations`.
-        """
+        """Prepare to measure a model. length: of the run's longest input. activations: as `model.activations`."""
         self.run, self.ranks, self.model = run, ranks, run.model
         self.length, self.activations = length, activations
         self.measured: dict[tuple[str, str], Curve] = {}
 
     def curve(self, activations: str, precision: str) -> Curve:
-        """The memory of a pass. activations: "scored" for a pass without gradients. Raises UserError where not even the
-        shortest pass fits.
-        """
+        """The memory of a pass, "scored" without gradients. Raises UserError where not even the shortest fits."""
         key = (activations, precision)
         if key not in self.measured:
             with _untouched(self.model, precision):
@@ -72,9 +68,7 @@ def _sees_all_pairs(model: Any) -> bool:
 
 @contextmanager
 def _untouched(model: Any, precision: str) -> Iterator[None]:
-    """Cast the weights to the precision inside the block. Afterwards weights, random generators and the mechanisms'
-    sums are what they were.
-    """
+    """Cast the weights inside the block. Afterwards weights, generators and mechanisms' sums are as before."""
     cuda = [weight.device for weight in model.parameters() if weight.device.type == "cuda"][:1]
     kept, training = {weight: weight.data for weight in model.parameters()}, model.training
     with torch.random.fork_rng(cuda):

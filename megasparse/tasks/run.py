@@ -178,9 +178,7 @@ def scheduled(config: FinetuneConfig, number: int, batch: int | None = None) -> 
 
 
 def _resolved(config: FinetuneConfig, task: Task, start: Start, model: Any, train: Sequence[Any]) -> FinetuneConfig:
-    """The configuration with what depends on the data and the pretrained weights. Epochs of packs are taken to be as
-    long as the first one.
-    """
+    """The configuration with what depends on data and weights. Epochs of packs count as long as the first."""
     training = config.training
     if training.batch_unit == "tokens":
         packs = packed(sizes_of(train, training.micro_batch), training.micro_batch, config.run.seed, 0)

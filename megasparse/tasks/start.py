@@ -280,9 +280,7 @@ def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFace
 
 
 def _empty_transformer(values: dict[str, Any], checkpoint: Checkpoint) -> Any:
-    """A model from its configuration, with the attention replaced as it says. Raises CheckpointError where it has more
-    layers than the checkpoint has weights.
-    """
+    """A model of a configuration, attention replaced. Raises CheckpointError for more layers than weights."""
     from transformers import AutoConfig, AutoModel
 
     from megasparse.hub.replace import ENTRY, replace_attention

@@ -47,9 +47,7 @@ def rougeL(labels: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def rougeLsum(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """ROUGE-Lsum, as rouge1 but for the union over sentences (lines) of longest common subsequences. Papers on
-    CNN/DailyMail call it ROUGE-L.
-    """
+    """ROUGE-Lsum, as rouge1 but for the union of sentences' longest common subsequences (CNN/DailyMail: ROUGE-L)."""
     return _mean_rouge(labels, predicted, 3)
 
 

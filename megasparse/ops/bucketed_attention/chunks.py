@@ -65,9 +65,7 @@ class Tiling:
 
     @property
     def in_order(self) -> bool:
-        """Whether all that a query may see stands before it in the sorted order: tokens of a bucket are in the order of
-        their positions.
-        """
+        """Whether all that a query may see is sorted before it: a bucket's tokens are in the order of positions."""
         return self.spec.causal and self.spec.window.same_bucket
 
     def hides(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
@@ -239,9 +237,7 @@ class Block:
 def lay_out_rows(
     q: Tensor, codes: Tensor | None, key_mask: Tensor | None, segments: Tensor | None, window: Window
 ) -> tuple[Tensor, Tensor]:
-    """The order of the tokens of q (B, H, L, D) and their slots (see layout.py) in each round: (B, H, R, L) int32 each,
-    where there are no codes (B, 1, 1, L).
-    """
+    """The order of the tokens of q and their slots in each round: (B, H, R, L) int32; (B, 1, 1, L) without codes."""
     if codes is None:
         codes = q.new_zeros((q.shape[0], 1, 1, q.shape[2]), dtype=torch.int16)
     heads, rounds, length = codes.shape[1:]

@@ -42,9 +42,7 @@ class Intervals:
         return [getattr(self, field.name) for field in fields(self)]
 
     def meeting(self, block: int) -> tuple[Tensor, Tensor]:
-        """Return first, end (G, R, ⌈L / block⌉) int32: the sorted queries [first, end) may see keys of each block of
-        sorted keys, and no others do.
-        """
+        """Return first, end (G, R, ⌈L / block⌉) int32: only sorted queries [first, end) see keys of a block."""
         groups, rounds, length = self.low.shape
         count = -(-length // block)
         first, end = (torch.empty(groups, rounds, count, dtype=torch.int32, device=self.low.device) for _ in range(2))
@@ -109,9 +107,7 @@ _PLACES = 512  # of a program that finds bounds
 def _sort(
     codes: Tensor, key_mask: Tensor | None, segments: Tensor | None, buckets: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Sort codes (B, H, R, L) by (segment, bucket): those as one number (G, R, L), without masks the bucket alone, in
-    order, and the order, int32.
-    """
+    """Sort codes (B, H, R, L) by (segment, bucket), or by bucket without masks: sorted codes and order, int32."""
     if key_mask is None and segments is None:
         key = codes.flatten(0, 1).contiguous()
         if codes.dtype in _BITS:

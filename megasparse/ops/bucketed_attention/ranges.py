@@ -91,9 +91,7 @@ def windows_by_key_rank(
 
 
 class _Range(NamedTuple):
-    """One round. order: (B, H, Lk), the key at each sorted place, and place, its inverse. low, high: (B, H, Lq), each
-    query sees the sorted places [low, high).
-    """
+    """One round. order: (B, H, Lk), keys by sorted place; place: its inverse. A query sees places [low, high)."""
 
     order: Tensor
     place: Tensor

@@ -44,9 +44,7 @@ def cluster_attention(
 
 
 class _Lists(NamedTuple):
-    """Lists of the clusters' tokens. tokens: (B|1, H|1, W, M) int32. order, starts: see kernels.py. length: of the
-    tokens' sequence.
-    """
+    """Lists of clusters' tokens (B|1, H|1, W, M) int32. order, starts: see kernels.py. length: of their sequence."""
 
     tokens: Tensor
     order: Tensor

@@ -75,9 +75,7 @@ def _blocks(size: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _colliding(runs: _Runs, first: int, last: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs of queries first..last − 1 (numbers in G·Lq), each once: query, key (in G·Lk) and hashes it collides
-    in.
-    """
+    """The pairs of queries first..last − 1 of G·Lq, each once: query, key of G·Lk, and hashes it collides in."""
     hashes, keys = runs.order.shape[1:]
     size, start = (x[first:last].flatten().to(torch.int64) for x in (runs.size, runs.start))
     run = torch.repeat_interleave(torch.arange(len(size), device=size.device), size)  # of each collision

@@ -1,6 +1,4 @@
-"""Attention in chunks of positions with relative positions (Transformer-XL). Without them it is a case of
-`bucketed_attention`.
-"""
+"""Attention in chunks with relative positions (Transformer-XL); `bucketed_attention` has it without them."""
 
 from megasparse.ops.local_attention.blockwise import distances
 from megasparse.ops.local_attention.operator import relative_local_attention

@@ -21,9 +21,7 @@ _SCORE_ELEMENTS = 1 << 20  # scores in a tile: 4 MB of fp32
 
 
 def distances(chunk: int, causal: bool) -> range:
-    """The distances i − j between the queries of a chunk and its keys, in the order that `relative_local_attention`
-    takes their vectors.
-    """
+    """The distances i − j of a chunk's queries and keys, in the order of `relative_local_attention`'s vectors."""
     return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
 
 

@@ -1,6 +1,4 @@
-"""Local attention with relative positions, by the implementation that suits the device. B batch, H heads, L length, D
-head dim, E distances.
-"""
+"""Local attention with relative positions. B batch, H heads, L length, D head dim, E distances."""
 
 from torch import Tensor
 

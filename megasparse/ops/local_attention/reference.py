@@ -1,6 +1,4 @@
-"""The definition of local attention with relative positions, dense, to test against. B batch, H heads, L length, D head
-dim, C chunk, E distances.
-"""
+"""Local attention by definition, dense. B batch, H heads, L length, D head dim, C chunk, E distances."""
 
 import torch
 from torch import Tensor

@@ -11,9 +11,7 @@ _ELEMENTS = 1 << 24  # numbers normalised at a time: 64 MB of fp32
 
 
 def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `operator.unit_keys`, some heads at a time where q is large: the backward has several tensors as large
-    as what it works on.
-    """
+    """Computes `operator.unit_keys`, some heads at a time where q is large: the backward takes several copies."""
 
     def unit(x: Tensor) -> Tensor:
         return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)

@@ -21,9 +21,7 @@ DUMMY_CANDIDATES = 79
 
 @dataclass(frozen=True)
 class Choice(Example):
-    """`inputs`: the question, its candidates, and the texts that are to be read for it. `label`: the number of the
-    candidate that is right, from 0.
-    """
+    """`inputs`: the question, its candidates, and the texts to read. `label`: the right candidate's number, from 0."""
 
     candidates: int
 

@@ -53,9 +53,7 @@ class WindowEncoder(Encoder):
 
 
 class ForecastForm(Form):
-    """Mean squared error; answers and labels are float64 (H, T), scaled, as the metrics are. Predictions are in the
-    file's own units.
-    """
+    """Mean squared error; answers and labels are float64 (H, T), scaled. Predictions are in the file's own units."""
 
     two_sided = True
 

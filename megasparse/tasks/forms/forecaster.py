@@ -129,9 +129,7 @@ class Forecaster(nn.Module):
     varying_token_counts = False
 
     def __init__(self, body: ForecastBody, targets: int, seed: int, anchors: list[int] | None = None):
-        """Make the model with its output layer. anchors: index of each target among the columns read; None predicts
-        values as they are.
-        """
+        """Make the model and its output layer. anchors: each target's column; None predicts values as they are."""
         super().__init__()
         self.anchors = anchors
         self.body, self.output = body, projection(body.width, targets, biased=True)

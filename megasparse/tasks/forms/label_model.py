@@ -96,9 +96,7 @@ class TaskModel(nn.Module):
         return weight * loss + auxiliary, found
 
     def predicted(self, inputs: Inputs, rng: RngContext, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The logits of the classes, or the numbers, (B, C) fp32; and the auxiliary losses. classes: (B,), in training,
-        for the mechanisms.
-        """
+        """The logits (B, C) fp32, or the numbers; and the auxiliary losses. classes: (B,), for the mechanisms."""
         pooled, auxiliary = [], torch.zeros((), device=inputs.sequences[0].tokens.device)
         for read in inputs.sequences:
             states, own = self.body(read, rng, classes)

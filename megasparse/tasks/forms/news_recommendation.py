@@ -72,9 +72,7 @@ class AdditivePooling(nn.Module):
             draw_normal(layer.weight, layer.weight.shape[1] ** -0.5, seed, "initial pooling", name, part)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Pool a sequence by additive attention. x: (B, L, E). mask: (B, L) bool, true for real tokens, at least one a
-        row. Returns (B, E) fp32.
-        """
+        """Pool x (B, L, E) by additive attention over mask (B, L), true for one token at least. Returns (B, E) fp32."""
         scores = self.query(torch.tanh(self.dense(x.to(self.dense.weight.dtype)))).squeeze(-1).float()
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         return (weights.unsqueeze(-1) * torch.where(mask.unsqueeze(-1), x.float(), 0.0)).sum(1)

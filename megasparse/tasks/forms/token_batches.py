@@ -1,6 +1,4 @@
-"""Micro-batches of about equally many tokens: as many examples of like length as fit (Vaswani et al. 2017, section
-5.1). N examples.
-"""
+"""Micro-batches of about equally many tokens, of like length (Vaswani et al. 2017, section 5.1). N examples."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,9 +19,7 @@ PACKS = 1
 
 
 def sizes_of(examples: Sequence[EncodedText], most: int) -> np.ndarray:
-    """(N, 2): tokens of each source and target. Raises DataError for an example of more than `most`, which fits into no
-    pack.
-    """
+    """Tokens of each source and target (N, 2). Raises DataError for an example that fits into no pack of `most`."""
     sizes = np.array([(len(x.source), 0 if x.target is None else len(x.target)) for x in examples], dtype=np.int64)
     if (too_long := np.flatnonzero(sizes.sum(1) > most)).size:
         example, tokens = examples[too_long[0]], sizes[too_long[0]].sum()
