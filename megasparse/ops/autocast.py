@@ -49,7 +49,7 @@ class Function(torch.autograd.Function):
             with _as_it_was(ctx.autocast):
                 return backward(ctx, *grads)
 
-        cls.forward, cls.backward = staticmethod(remembering), staticmethod(again)  # type: ignore[method-assign]
+        cls.forward, cls.backward = staticmethod(remembering), staticmethod(again)  # type: ignore[method-assign,assignment]
 
 
 def _as_it_was(state: tuple[str, bool, torch.dtype] | None) -> AbstractContextManager[Any]:

@@ -92,8 +92,9 @@ def _facts(device: torch.device) -> tuple[str | None, int]:
     if torch.version.hip is not None:
         return "the kernels are for NVIDIA GPUs, not for ROCm", 0
     found = torch.cuda.get_device_properties(device)
+    shared: int = getattr(found, "shared_memory_per_block_optin")  # noqa: B009  (which torch's stubs do not have)
     lack = f"the kernels need compute capability 8.0, {found.name} has {found.major}.{found.minor}"
-    return lack if found.major < 8 else None, found.shared_memory_per_block_optin
+    return lack if found.major < 8 else None, shared
 
 
 @cache

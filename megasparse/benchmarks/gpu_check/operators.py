@@ -165,7 +165,9 @@ def cross_entropy(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
 def layer_norm(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
     from megasparse.ops.layer_norm import layer_norm
 
-    return [p.normal(1, p.length, 1024), p.normal(1024), p.normal(1024)], lambda *x: [layer_norm(*x, 1e-5)]
+    return [p.normal(1, p.length, 1024), p.normal(1024), p.normal(1024)], lambda x, weight, bias: [
+        layer_norm(x, weight, bias, 1e-5)
+    ]
 
 
 @smooth

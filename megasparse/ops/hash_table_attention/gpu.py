@@ -164,7 +164,7 @@ def _rows(dtype: torch.dtype, *xs: Tensor) -> list[Tensor]:
     ]
     copied = [(row, x) for row, x in zip(rows, xs, strict=True) if row is not x]
     if copied:
-        torch._foreach_copy_(*(list(each) for each in zip(*copied, strict=True)))
+        torch._foreach_copy_([row for row, _ in copied], [x for _, x in copied])
     return [row.flatten(0, 1) for row in rows]
 
 
@@ -277,15 +277,15 @@ def _add_weighted(
     parts = -(-head_dim // sizes.columns)
     fixed = {"D": head_dim, "WIDTH": sizes.width, "COLUMNS": sizes.columns, "SPAN": sizes.span}
     fixed |= {"num_warps": sizes.warps}
-    own_dtype = {"dtype": _own_dtype(left), "device": out.device}
-    products = torch.empty(rows, hashes, spans, head_dim, head_dim, **own_dtype)
+    own_dtype = _own_dtype(left)
+    products = torch.empty(rows, hashes, spans, head_dim, head_dim, dtype=own_dtype, device=out.device)
     arguments = (left, right, order.order, order.buckets, products, hashes, length, spans, parts)
     grid = (rows * hashes * spans * parts,)
     launch(kernels.sum_products, grid, *arguments, **fixed, TILE=sizes.tile, PRECISION=precision())
     _join_spans(products, order, sizes)
     blocks = -(-count // sizes.block)
     # Neighbours in one hash are strangers in the next: each hash writes its own, in any order of its targets.
-    own = torch.empty(rows, hashes, count, head_dim, **own_dtype)
+    own = torch.empty(rows, hashes, count, head_dim, dtype=own_dtype, device=out.device)
     tensors = (target_left, target_order.order, *windows, left, right, order.order, products, own)
     numbers = (hashes, count, length, spans, blocks, parts)
     tiles = {"BLOCK": sizes.block, "TILE": sizes.pairs, "DEPTH": min(32, sizes.width), "PRECISION": precision()}
