@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.finetuning import FinetuneConfig, TaskConfig
 from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
 from megasparse.errors import ConfigError, DataError, did_you_mean
@@ -105,18 +105,17 @@ def read_examples(task: Task, config: FinetuneConfig) -> tuple[Iterable[Example]
     for, once, where no part is held out or left out. Raises DataError where there are none, or one has no label.
     """
     settings, seed, source = config.task, config.run.seed, Path(config.task.source)
-    other = source if settings.validation is None else Path(settings.validation)
     files = split_files(task, source, "train")
     official = settings.validation is not None or "validation" in task.files(source)
+    held_out_files = _validation_files(task, settings) if official else []
     if task.streams and official and not settings.limit:
-        held_out_files = _validation_files(task, other)
         return (
             labelled(read_files(task, files), "training", source),
             labelled(read_files(task, held_out_files), "validation", source),
         )
     train = list(read_files(task, files))
     if official:
-        held_out = list(read_files(task, _validation_files(task, other)))
+        held_out = list(read_files(task, held_out_files))
     else:
         order = permutation(len(train), seed, HELD_OUT)
         count = max(1, round(settings.validation_fraction * len(train)))
@@ -129,8 +128,10 @@ def read_examples(task: Task, config: FinetuneConfig) -> tuple[Iterable[Example]
     return list(labelled(train, "training", source)), list(labelled(held_out, "validation", source))
 
 
-def _validation_files(task: Task, other: Path) -> list[Path]:
-    return split_files(task, other, "validation") if other.is_dir() else [other]
+def _validation_files(task: Task, settings: TaskConfig) -> list[Path]:
+    """The official part of the source, or a folder or file of one's own. A series' source is a file with parts."""
+    other = Path(settings.validation or settings.source)
+    return [other] if settings.validation and not other.is_dir() else split_files(task, other, "validation")
 
 
 def read_split(task: Task, folder: Path, split: str) -> list[Example]:

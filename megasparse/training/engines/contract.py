@@ -142,9 +142,11 @@ class Engine(ABC):
         held = {"gradients": gradients, **self._held()}
         return StepResult(loss, means, read, grad_norm, applied, self._forward_time.seconds(), waited, held)
 
-    def _moved(self, x: Tensor) -> Tensor:
-        """A tensor of the host on the device. From pinned memory, so that a GPU copies it while the host goes on."""
+    def _moved(self, x: Any) -> Any:
+        """Inputs of the host on the device: tensors from pinned memory, so that a GPU copies while the host goes on."""
         device = self.ranks.device
+        if not isinstance(x, Tensor):  # a task's batch, of several
+            return x.to(device)
         return (x.pin_memory() if device.type == "cuda" and not x.is_cuda else x).to(device, non_blocking=True)
 
     def _judged(self, sums: dict[str, Tensor], accept: Callable[[float], bool]) -> "Judged":
