@@ -175,7 +175,7 @@ def cut(folder):
 
 
 REFUSED = {
-    "another architecture": (lambda f: change_config(f, model_type="gpt2"), "model_type is 'gpt2', which cannot be"),
+    "another architecture": (lambda f: change_config(f, model_type="mamba"), "model_type is 'mamba', which cannot be"),
     "no architecture": (lambda f: change_config(f, model_type=None), "model_type is None, which cannot be imported"),
     "remote code": (
         lambda f: change_config(f, model_type="evil", auto_map={"AutoConfig": "evil.Config"}),

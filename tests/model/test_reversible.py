@@ -102,10 +102,14 @@ def test_codes_are_kept_not_hashed_again():
 def test_an_auxiliary_loss_trains_what_only_it_reads():
     class WithAuxiliary(torch.nn.Module):
         shared_qk, adds_positions, reads_tokens, leak, task_weight = False, False, False, None, 1.0
+        layer_norm_qk = False
 
         def __init__(self):
             super().__init__()
             self.own = torch.nn.Parameter(torch.ones(()))
+
+        def pair_dropout(self, q, context):
+            return None
 
         def forward(self, x, heads, context):
             return AttentionOutput(heads.v, (x.float() ** 2).mean() * self.own**3, {"size": self.own.detach()})

@@ -193,6 +193,14 @@ def sign_codes(p: Problem) -> Callable[[], Tensor]:
 
 
 @exact(AGREEMENT)
+def hash_learning(p: Problem) -> Callable[[], Tensor]:
+    from megasparse.ops.hash_learning import ranks
+
+    scores = p.normal(1, 2, p.length, 16).float()
+    return lambda: ranks(scores, 0)
+
+
+@exact(AGREEMENT)
 def chosen_keys(p: Problem) -> Callable[[], Tensor]:
     from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys
 
