@@ -1,54 +1,16 @@
 """The schema of `model.attention`: a section for each mechanism, and which layer has which."""
 
-import json
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from megasparse.config.buckets import lsh_buckets
+from megasparse.config.mechanism import MechanismSection, check_band
 from megasparse.config.section import Count, Positive, Rate, Section
 from megasparse.errors import ConfigError
 
 if TYPE_CHECKING:
     from megasparse.config.schema import ModelConfig
-
-
-class MechanismSection(Section):
-    """Settings of one mechanism, and what the checks of a configuration have to know of it."""
-
-    bidirectional_only: ClassVar[str | None] = None
-    """Why decoders cannot have it, or None where they can."""
-    causal_only: ClassVar[str | None] = None
-    """Why encoders cannot have it, or None where they can."""
-    replaceable_by_full: ClassVar[bool] = False
-    """Whether `full_below` applies: softmax attention inside what hashing alone finds, so that full attention has the
-    very same weights. Of a mechanism that trains hashes or a sketch, full attention would leave those untrained."""
-    no_probabilities: ClassVar[bool] = False
-    """Whether it forms no softmax over keys, so that there are no probabilities to drop."""
-    rounds_key: ClassVar[str | None] = None
-    """The key that holds the hash rounds (YOSO: hashes) of training, fewer of which take less memory; None where there
-    are none."""
-
-    @property
-    def rounds_in_evaluation(self) -> int | None:
-        """Hash rounds (YOSO: hashes) in evaluation and generation, or None where there are none."""
-        return None
-
-    def check(self, key: str, model: "ModelConfig") -> None:
-        """Raises ConfigError for the first rule that these settings break, beyond the types. key: where they stand."""
-
-    def check_pretraining(self, key: str, predicted: Literal["token", "answer"]) -> None:
-        """Raises ConfigError for what does not fit a pretraining run. predicted: what its stack learns to predict, a
-        token at each position, or, in the encoder of an encoder–decoder, the tokens of the answer. key: where these
-        settings stand.
-        """
-
-
-def _check_band(key: str, window: str, local: bool, sinks: int) -> None:
-    for name, given, none in (("local", local, False), ("sinks", sinks, 0)):
-        if given and window != "band":
-            problem = f'{json.dumps(given)} stands beside a band, but window = "{window}"'
-            raise ConfigError(f"{key}.{name}", problem, f'Set it to {json.dumps(none)}, or window to "band"')
 
 
 class FullAttentionConfig(MechanismSection):
@@ -134,7 +96,7 @@ class LSHAttentionConfig(MechanismSection):
                 "of their own",
                 'Set window to "band", or shared_qk to true',
             )
-        _check_band(key, self.window, False, self.sinks)  # a window may stand beside chunks too
+        check_band(key, self.window, False, self.sinks)  # a window may stand beside chunks too
         self._check_buckets(f"{key}.buckets", model.max_length)
 
     def _check_buckets(self, key: str, max_length: int) -> None:
@@ -194,7 +156,7 @@ class LHAAttentionConfig(MechanismSection):
     longer than the square root of the head dim, so random features approximate their products well."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
-        _check_band(key, self.window, self.local, self.sinks)
+        check_band(key, self.window, self.local, self.sinks)
         if self.project_positions and not self.sinusoidal_positions:
             problem = "true projects positions, but sinusoidal_positions = false adds none"
             raise ConfigError(f"{key}.project_positions", problem, "Set it to false, or sinusoidal_positions to true")
@@ -341,7 +303,7 @@ class RoutingAttentionConfig(MechanismSection):
     """Decay of the centroids' moving average, a step."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
-        _check_band(key, self.window, self.local, self.sinks)
+        check_band(key, self.window, self.local, self.sinks)
 
 
 class RandomAttentionConfig(MechanismSection):

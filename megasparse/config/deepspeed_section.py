@@ -81,7 +81,7 @@ def check_keys(section: dict[str, Any]) -> None:
 
 
 def check_values(section: dict[str, Any]) -> None:
-    """Raise ConfigError for the first key or value of `zero_optimization` that DeepSpeed, or our checkpoints, refuse."""
+    """Raise ConfigError for the first key or value of `zero_optimization` that DeepSpeed or our checkpoints refuse."""
     if not section:
         return
     zero = section.get("zero_optimization", {})

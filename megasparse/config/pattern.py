@@ -1,6 +1,6 @@
 """The attention of each layer, read from `model.attention.pattern`."""
 
-from megasparse.config.attention import MechanismSection
+from megasparse.config.mechanism import MechanismSection
 from megasparse.config.schema import ModelConfig
 
 

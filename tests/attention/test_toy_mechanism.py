@@ -8,8 +8,9 @@ from megasparse.attention.contract import Attention, AttentionOutput
 from megasparse.attention.costs import Passes
 from megasparse.attention.heads import build_mechanism
 from megasparse.attention.mechanisms import MECHANISMS
-from megasparse.config.attention import AttentionConfig, MechanismSection
+from megasparse.config.attention import AttentionConfig
 from megasparse.config.load import build_settings
+from megasparse.config.mechanism import MechanismSection
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model

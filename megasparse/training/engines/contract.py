@@ -54,12 +54,15 @@ class StepResult:
     """Bytes of this rank's weights, gradients and optimizer state, on its device and elsewhere."""
 
 
-class Judged(NamedTuple):
-    """What the host knows of a step before its update: the loss, whether it is to be applied, and its other sums."""
+class StepTotals(NamedTuple):
+    """Sums over a step's micro-batches and all ranks, as the host reads them before the update."""
 
     loss: float
+    """Mean nats a scored token."""
     wanted: bool
-    total: dict[str, float]
+    """Whether the step is to be applied: its objective is finite, and its loss accepted."""
+    sums: dict[str, float]
+    """The other scalars by their names."""
 
 
 def _always(loss: float) -> bool:
@@ -71,7 +74,7 @@ class Engine(ABC):
 
     replicated = True
     """Every rank holds all of the state, so the ranks share out the parameters among them when they save."""
-    judges_before_backward = True
+    totals_before_backward = True
     """Whether a step is to be applied is decided before its last backward, not after it together with the norm."""
 
     def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
@@ -112,7 +115,7 @@ class Engine(ABC):
         given = [(self._moved(batch.tokens), self._moved(batch.samples)) for batch in micro_batches]
         with self._meeting():
             divisor = self._mean_scored(micro_batches) if self._counting else None
-        judged: Judged | None = None
+        totals: StepTotals | None = None
         for number, (tokens, samples) in enumerate(given, start=1):
             progress(f"step {step}, micro-batch {number}")
             last = number == len(micro_batches)
@@ -122,16 +125,15 @@ class Engine(ABC):
             progress(f"step {step}, micro-batch {number}, backward")  # which waits for the others
             for name, value in {**statistics, "objective": objective}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
-            if last and self.judges_before_backward:  # it can still poison the gradient of a step not to be applied
-                judged = self._judged(sums, accept)
-            self._backward(
-                objective, len(micro_batches), last, poison_gradient=judged is not None and not judged.wanted
-            )
+            if last and self.totals_before_backward:  # it can still poison the gradient of a step not to be applied
+                totals = self._totals(sums, accept)
+            poison_gradient = totals is not None and not totals.wanted
+            self._backward(objective, len(micro_batches), last, poison_gradient)
         gradients = bytes_of(self._gradients(), self.ranks.device)
-        if judged is None:
-            judged = self._judged(sums | {"grad_norm": self._gradient_norm().double()}, accept)
-        loss, total = judged.loss, judged.total
-        grad_norm, applied = self._update(judged.wanted, total.pop("grad_norm", None))
+        if totals is None:
+            totals = self._totals(sums | {"grad_norm": self._gradient_norm().double()}, accept)
+        loss, wanted, total = totals
+        grad_norm, applied = self._update(wanted, total.pop("grad_norm", None))
         waited = self._exposed.seconds() if self._exposed else 0.0
         for module in self.module.modules():  # what moves once a step, and by no gradient
             if (after_step := getattr(module, "after_step", None)) is not None:
@@ -149,12 +151,12 @@ class Engine(ABC):
             return x.to(device)
         return (x.pin_memory() if device.type == "cuda" and not x.is_cuda else x).to(device, non_blocking=True)
 
-    def _judged(self, sums: dict[str, Tensor], accept: Callable[[float], bool]) -> "Judged":
+    def _totals(self, sums: dict[str, Tensor], accept: Callable[[float], bool]) -> StepTotals:
         """Read the step's sums: the one time in a step that the host waits for the device."""
         with self._meeting():
             total = self._total(sums)
         loss = total.pop("nats") / total.pop("tokens")
-        return Judged(loss, math.isfinite(total["objective"]) and accept(loss), total)
+        return StepTotals(loss, math.isfinite(total["objective"]) and accept(loss), total)
 
     def _meeting(self) -> AbstractContextManager[None]:
         """Time what waits for all ranks."""
@@ -232,11 +234,11 @@ class Engine(ABC):
     def _update(self, wanted: bool, norm: float | None) -> tuple[float, bool]:
         """Apply the accumulated gradient, if it is finite and `wanted`: (gradient norm, whether it was applied).
 
-        norm: its norm, where the step was judged after the backward.
+        norm: its norm, where the totals were read after the backward.
         """
 
     def _gradient_norm(self) -> Tensor:
-        """Norm of the accumulated gradient, on the device; of engines that judge a step after its backward."""
+        """Norm of the accumulated gradient, on the device; of engines that read the totals after the backward."""
         raise NotImplementedError
 
     @abstractmethod

@@ -17,7 +17,7 @@ from megasparse.training.ranks import Ranks
 class TorchEngine(Engine):
     """Plain torch in one process. In bf16 the model is a rounded copy of fp32 weights, as under DeepSpeed."""
 
-    judges_before_backward = False
+    totals_before_backward = False
 
     def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
         super().__init__(model, config, make_rng, ranks)
