@@ -129,7 +129,7 @@ if RANK == 2:
 """
     toy.start(lines + WAITING + "sleep()", "--ranks", "3")
     toy.wait_for("started", ranks=3)
-    assert len(toy.leftovers()) == 7
+    toy.wait_until(lambda: len(toy.leftovers()) == 7)  # a process that has just begun has no environment yet
     pid = int(toy.notes("started", 1)[0])
     os.kill(pid, signal.SIGKILL)
     assert toy.wait_as_time_passes() == 128 + signal.SIGKILL
