@@ -11,10 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megasparse.attention.hash_training import kept_attention, training
+from megasparse.attention.heads import Padding
 from megasparse.attention.lha import LHAAttention
 from megasparse.attention.observation import Call, calls
 from megasparse.errors import HubError
-from megasparse.hub.replace import NAME, Mechanisms, mechanisms
+from megasparse.hub.replace import mechanisms
+from megasparse.hub.replaced_attention import NAME
+from megasparse.hub.replaced_layer import Mechanisms
 
 Batch = Mapping[str, Tensor]
 """Output of a tokenizer: input_ids and attention_mask, (B, L) each, and whatever else the model takes."""
@@ -54,7 +57,9 @@ def _calls(model: PreTrainedModel, batch: Batch) -> list[Call]:
     return [
         Call(mechanism, call.x, inputs, context)
         for layer, call in zip(layers, found, strict=True)
-        for mechanism, inputs, context in layer.split_heads_by_mechanism(*call.inputs[:4], call.context)
+        for mechanism, inputs, context in layer.split_heads_by_mechanism(
+            *call.inputs[:3], Padding(call.inputs.key_mask), call.context
+        )
         if any(mechanism is learner for learner in learners)
     ]
 

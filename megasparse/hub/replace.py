@@ -1,44 +1,35 @@
-"""The self-attention of a pretrained encoder of HuggingFace's, computed by one of our mechanisms.
+"""The self-attention of a pretrained model of HuggingFace's, computed by one of our mechanisms.
 
-transformers looks up by name what computes a model's attention, and what makes its mask. Ours is called "megasparse":
-the mask stays a mask of the keys, (B, L), and the layer's q, k and v, projected by the pretrained weights, go to our
-mechanisms, which are the submodule `megasparse` of every self-attention. What else they need, the layer's input and
-what its draws depend on, is handed down as keyword arguments, so a checkpointed layer is recomputed from the very same.
-
-B batch, L length, H heads, D head dim, E width.
+The mechanisms are the submodule `megasparse` of every self-attention, see replaced_layer.py; transformers calls
+them by `attend` of replaced_attention.py. What else they need, the layer's input and what its draws depend on, is
+handed down by hooks as keyword arguments, so a checkpointed layer is recomputed from the very same.
 """
 
+import importlib
 import inspect
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.bert.modeling_bert import BertSelfAttention
-from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention
-from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
-from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfAttention
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, Targets
-from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
+from megasparse.attention.contract import Attention, Targets
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.messages import as_config_error, show
 from megasparse.config.model_checks import check_model
-from megasparse.config.pattern import heads_of_layer, kinds
+from megasparse.config.pattern import kinds
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub.lengthen import extend_positions, positions
+from megasparse.hub.replaced_attention import NAME, Pass
+from megasparse.hub.replaced_layer import Mechanisms, ReplacedCacheLayer
 from megasparse.model.build import initialise
-from megasparse.ops.random import RngContext
 
-NAME = "megasparse"
 ENTRY = "megasparse_attention"
 """Key of config.json that says what replaced the attention: {"attention", "max_length", "seed"}."""
 DRAWS, TARGETS = "megasparse_draws", "megasparse_targets"
@@ -46,25 +37,35 @@ DRAWS, TARGETS = "megasparse_draws", "megasparse_targets"
 model's seed and number of passes, and the labels (B,) that mechanisms may learn from where the model has no head. Who
 gives the first one moves what moves once a step (`after_step`) itself.
 """
-SELF_ATTENTION: dict[str, type[nn.Module]] = {
-    "bert": BertSelfAttention,
-    "roberta": RobertaSelfAttention,
-    "xlm-roberta": XLMRobertaSelfAttention,
-    "distilbert": DistilBertSelfAttention,
+ENCODERS = {
+    "bert": "BertSelfAttention",
+    "roberta": "RobertaSelfAttention",
+    "xlm-roberta": "XLMRobertaSelfAttention",
+    "distilbert": "DistilBertSelfAttention",
 }
+DECODERS = {
+    "llama": "LlamaAttention",
+    "mistral": "MistralAttention",
+    "qwen2": "Qwen2Attention",
+    "qwen3": "Qwen3Attention",
+    "gpt2": "GPT2Attention",
+}
+SELF_ATTENTION = ENCODERS | DECODERS
+"""model_type -> the class of its self-attention."""
 
 
 def replace_attention(
     model: PreTrainedModel, attention: dict[str, Any] | AttentionConfig, *, max_length: int | None = None, seed: int = 0
 ) -> PreTrainedModel:
-    """Let every self-attention of a BERT, RoBERTa, XLM-RoBERTa or DistilBERT, with whatever head, be computed by our
-    mechanisms, in place, on its pretrained queries, keys and values. Returns the model.
+    """Let every self-attention of a BERT, RoBERTa, XLM-RoBERTa, DistilBERT, Llama (SmolLM is one), Mistral, Qwen2,
+    Qwen3 or GPT-2, with whatever head, be computed by our mechanisms, in place, on its pretrained queries, keys and
+    values, as the model has rotated them. Returns the model.
 
     attention: {"kind": "lha", "chunk": 64}, a kind of attention for all heads and its settings; or what
     `model.attention` of a run's configuration holds, with `pattern` for layers and heads. LSH has separate queries and
     keys here, as the model has, unless shared_qk is given.
     max_length: tokens of the longest input, on which numbers of buckets depend; the model's own where left out. More
-    than it has positions for extends them.
+    than it has positions for extends them, in encoders.
     seed: of new parameters and of all draws. A training pass draws anew, evaluation always the same.
 
     What mechanisms learn beside the task (LHA's hashes, Smart Bird's sketch) is part of `outputs.loss` in training,
@@ -78,13 +79,16 @@ def replace_attention(
     >>> bert(torch.zeros(1, 4096, dtype=torch.long)).last_hidden_state.shape
     torch.Size([1, 4096, 32])
     """
-    _require_encoder(model)
+    _require_known(model)
     config = _model_config(model, attention, positions(model) if max_length is None else max_length)
+    if config.kind == "decoder":
+        _require_length(model, config.max_length)
     base: Any = model.base_model
     places: list[nn.Module] = [
-        module for module in base.modules() if isinstance(module, SELF_ATTENTION[model.config.model_type])
+        module for module in base.modules() if isinstance(module, _self_attention(model.config.model_type))
     ]
     layers = [Mechanisms(config, layer) for layer in range(len(places))]
+    _require_decodable(layers)
     _initialise(layers, config, seed)
     if config.max_length > positions(model):
         extend_positions(model, config.max_length)
@@ -123,32 +127,6 @@ def mechanisms(model: nn.Module) -> list[Attention]:
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
-class Mechanisms(nn.ModuleDict):
-    """The mechanisms of one layer, by kind, each of some of its heads."""
-
-    def __init__(self, config: ModelConfig, layer: int):
-        split = heads_of_layer(config, layer)
-        super().__init__({kind: build_mechanism(kind, config, heads) for kind, heads in split.items()})
-        self.config, self.layer, self.split = config, layer, split
-
-    def with_full_attention(self) -> "Mechanisms":
-        """Full attention in the same place."""
-        return Mechanisms(self.config.model_copy(update={"attention": AttentionConfig(pattern=["full"])}), self.layer)
-
-    def split_heads_by_mechanism(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, context: AttentionContext
-    ) -> Iterator[tuple[Attention, AttentionInputs, AttentionContext]]:
-        """Each mechanism, its share of all heads (B, H, L, D), and its context."""
-        made = {kind: cast(Attention, self[kind]) for kind in self.split}
-        each = zip(k.split(list(self.split.values()), dim=1), made.values(), strict=True)
-        keyed = [keys for keys, mechanism in each if not mechanism.shared_qk]
-        k = torch.cat(keyed, dim=1) if keyed else k[:, :0]
-        for kind, heads, own in split_heads_by_mechanism(
-            made, self.split, (q, k, v), Padding(key_mask), False, context
-        ):
-            yield made[kind], heads, own
-
-
 @dataclass
 class _State:
     """State of one replaced model. step: training passes so far. pending: see `auxiliary_loss`."""
@@ -161,98 +139,68 @@ class _State:
         return {**self.__dict__, "pending": None}  # a tensor with a history cannot be copied
 
 
-@dataclass
-class _Pass:
-    """One forward pass of the model that was called, `owner`."""
-
-    owner: nn.Module
-    seed: int
-    step: int
-    targets: Targets | None
-    given: RngContext | None = None
-    """Draws to use in place of those of the model's own seed and passes."""
-    losses: list[Tensor] = field(default_factory=list)
-
-    def rng(self, batch: int, training: bool) -> RngContext:
-        if self.given is not None:
-            return self.given
-        if not training:
-            return RngContext.evaluation(self.seed, batch)
-        return RngContext(self.seed, self.step, torch.arange(batch), training=True)
+def _self_attention(kind: str) -> type[nn.Module]:
+    module = kind.replace("-", "_")
+    found: type[nn.Module] = getattr(
+        importlib.import_module(f"transformers.models.{module}.modeling_{module}"), SELF_ATTENTION[kind]
+    )
+    return found
 
 
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    megasparse_pass: _Pass | None = None,
-    megasparse_input: Tensor | None = None,
-    output_attentions: bool = False,
-    **given: Any,
-) -> tuple[Tensor, None]:
-    """Attention of a layer, as transformers calls it. query, key, value: (B, H, L, D). Returns (B, L, H, D).
-
-    attention_mask: (B, L) bool or None, as `key_mask` made it. Raises HubError for what no mechanism can do.
-    """
-    name = type(module).__name__
-    if not isinstance(layer := getattr(module, NAME, None), Mechanisms) or megasparse_pass is None:
-        raise HubError(name, "its attention is not replaced", "Call megasparse.hub.replace_attention on the model")
-    assert megasparse_input is not None
-    if output_attentions:
-        raise HubError(name, "there is no matrix of attention weights to give", "Leave output_attentions out")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        shape = tuple(attention_mask.shape)
-        raise HubError(name, f"attention_mask has the shape {shape}", "Give one of the tokens, (batch, length)")
-    batch, _, length, _ = query.shape
-    if length > layer.config.max_length:
-        problem = f"{length} tokens are more than the {layer.config.max_length} its attention was made for"
-        raise HubError(name, problem, "Call replace_attention with that max_length")
-    run = megasparse_pass
-    targets = run.targets if module.training and run.targets and len(run.targets.values) == batch else None
-    context = AttentionContext(layer.layer, run.rng(batch, module.training), targets=targets)
-    outs = []
-    for mechanism, heads, own in layer.split_heads_by_mechanism(query, key, value, attention_mask, context):
-        out, loss, _ = mechanism(megasparse_input, heads, own)
-        outs.append(out)
-        if loss is not None:
-            run.losses.append(loss)
-    return torch.cat(outs, dim=1).transpose(1, 2).contiguous(), None
-
-
-def key_mask(*, attention_mask: Tensor | None = None, **given: Any) -> Tensor | None:
-    """Mask of a model, as transformers calls it: (B, L) bool, true for real tokens, or None where all are."""
-    return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
-
-
-ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, key_mask)
-
-
-def _require_encoder(model: PreTrainedModel) -> None:
+def _require_known(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise HubError(name, "is no model of HuggingFace transformers", "Give an encoder, such as a BertModel")
+        hint = "Give an encoder or a decoder, such as a BertModel"
+        raise HubError(name, "is no model of HuggingFace transformers", hint)
     kind = model.config.model_type
     if kind not in SELF_ATTENTION:
         known = ", ".join(SELF_ATTENTION)
         raise HubError(name, f'is of type "{kind}"', f"Attention can be replaced in these: {known}")
-    if getattr(model.config, "is_decoder", False):
-        raise HubError(name, "is a decoder (config.is_decoder)", "Attention can be replaced in encoders")
+    if kind in ENCODERS and getattr(model.config, "is_decoder", False):
+        known = ", ".join(DECODERS)
+        raise HubError(
+            name, f'is a decoder of type "{kind}" (config.is_decoder)', f"Give an encoder, or one of {known}"
+        )
+    if getattr(model.config, "add_cross_attention", False):
+        raise HubError(name, "has cross-attention (config.add_cross_attention)", "Give a decoder without it")
+
+
+def _require_length(model: PreTrainedModel, max_length: int) -> None:
+    """Refuse a decoder whose own attention is no full attention of so many tokens."""
+    name, window = type(model).__name__, getattr(model.config, "sliding_window", None)
+    if max_length > positions(model):
+        problem = f"has {positions(model)} positions, fewer than max_length = {max_length}"
+        hint = "Set max_position_embeddings and rope_parameters (linear, yarn, llama3) of its config.json first"
+        raise HubError(name, problem, hint if "rope_parameters" in model.config.to_dict() else "Ask for no more")
+    if window is not None and window < max_length:
+        problem = f"its sliding_window of {window} tokens is below max_length = {max_length}"
+        raise HubError(name, problem, f"Ask for max_length = {window}, or set sliding_window to null")
+
+
+def _require_decodable(layers: list[Mechanisms]) -> None:
+    """Refuse mechanisms of decoders that see later tokens, or read what a model of transformers' does not hand on."""
+    for layer in layers:
+        for kind, mechanism in layer.items() if layer.causal else ():
+            own = cast(Attention, mechanism)
+            if own.leak is not None:
+                problem = f"a decoder would see later tokens: {own.leak}"
+                raise ConfigError(f"attention.{kind}", problem, "Change that setting")
+            if own.reads_tokens:
+                problem = "it reads the tokens themselves, which transformers hands to no attention"
+                raise ConfigError(f"attention.{kind}", problem, "Choose another kind or setting")
 
 
 def _model_config(model: PreTrainedModel, attention: dict[str, Any] | AttentionConfig, max_length: int) -> ModelConfig:
     """A model of ours with the same heads, as far as its attention is concerned. Raises ConfigError."""
     hf = model.config
     values = {
-        "kind": "encoder",
+        "kind": "decoder" if hf.model_type in DECODERS else "encoder",
         "vocabulary": hf.vocab_size,
         "max_length": max_length,
         "layers": hf.num_hidden_layers,
         "d_model": hf.hidden_size,
         "heads": hf.num_attention_heads,
+        "head_dim": getattr(hf, "head_dim", None),
         "blocks": "ordinary",
         "activations": "stored",
         "positions": {"kind": "learned"},
@@ -299,9 +247,13 @@ def _state(model: nn.Module) -> _State:
 
 
 def _hand_over_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Pass its input on to a self-attention; a hook before its forward."""
+    """Pass its input on to a self-attention, and its cache, made where it is missing; a hook before its forward."""
     x = args[0] if args else kwargs["hidden_states"]
-    return args, {**kwargs, "megasparse_input": x}
+    kwargs, layer, cache = {**kwargs, "megasparse_input": x}, getattr(module, NAME), kwargs.get("past_key_values")
+    run: Pass | None = kwargs.get("megasparse_pass")
+    if run is not None and cache is not None and layer.causal and not (layer.attends_fully or module.training):
+        kwargs["megasparse_cache"] = ReplacedCacheLayer.of(cache, layer.layer, layer, run.seed)
+    return args, kwargs
 
 
 def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -312,7 +264,8 @@ def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[A
     state.pending = None
     kwargs = dict(kwargs)
     given, targets = kwargs.pop(DRAWS, None), kwargs.pop(TARGETS, None)
-    run = _Pass(model, state.seed, state.step, targets or _targets(model, args, kwargs), given)
+    named = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    run = Pass(model, state.seed, state.step, targets or _targets(model, named), given)
     if model.training and given is None:
         state.step += 1
         for mechanism in mechanisms(model):
@@ -346,12 +299,15 @@ def _learns(model: nn.Module) -> bool:
     return any(parameter.requires_grad for each in mechanisms(model) for parameter in each.parameters())
 
 
-def _targets(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> Targets | None:
-    """The labels of tokens, without those that count for nothing (−100), or of sequences; None for other tasks."""
-    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    labels = given.get("labels")
+def _targets(model: PreTrainedModel, named: dict[str, Any]) -> Targets | None:
+    """The labels of tokens, without those that count for nothing (−100), or of sequences; None for other tasks. A
+    causal language model's are those of the next tokens. named: arguments of its forward.
+    """
+    labels = named.get("labels")
     if labels is None or labels.is_floating_point():
         return None
     if labels.dim() == 1:
         return Targets(labels, None)
+    if model.config.model_type in DECODERS and model.get_output_embeddings() is not None:
+        labels = F.pad(labels[:, 1:], (0, 1), value=-100)
     return Targets(labels.clamp_min(0), labels >= 0) if labels.dim() == 2 else None

@@ -12,7 +12,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from megasparse.errors import HubError
 from megasparse.hub.output_folder import appearing
-from megasparse.hub.replace import ENTRY, NAME, SELF_ATTENTION, replace_attention
+from megasparse.hub.replace import ENTRY, SELF_ATTENTION, replace_attention
+from megasparse.hub.replaced_attention import NAME
 from megasparse.hub.tensor_file import TensorFile
 
 

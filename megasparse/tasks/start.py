@@ -223,7 +223,7 @@ def _transformer(
     from transformers import AutoModel
 
     from megasparse.hub.lengthen import extend_positions, positions
-    from megasparse.hub.replace import ENTRY, SELF_ATTENTION, replace_attention
+    from megasparse.hub.replace import ENCODERS, ENTRY, replace_attention
     from megasparse.hub.replaced_folder import load_replaced
     from megasparse.hub.tensor_file import TensorFile
 
@@ -248,7 +248,7 @@ def _transformer(
     elif wanted is not None:
         given = _with_sketch_labels(wanted, labels).model_dump(mode="json", exclude_unset=True)
         replace_attention(model, given, max_length=longest, seed=config.run.seed)
-    elif model.config.model_type in SELF_ATTENTION and longest > positions(model):
+    elif model.config.model_type in ENCODERS and longest > positions(model):
         extend_positions(model, longest)
     causal = not _is_encoder(model)
     activations = config.start.activations or "stored"
@@ -298,9 +298,9 @@ def _empty_transformer(values: dict[str, Any], checkpoint: Checkpoint) -> Any:
 
 def _is_encoder(model: Any) -> bool:
     """Whether every token's state knows both sides."""
-    from megasparse.hub.replace import SELF_ATTENTION
+    from megasparse.hub.replace import ENCODERS
 
-    known = model.config.model_type in SELF_ATTENTION and not getattr(model.config, "is_decoder", False)
+    known = model.config.model_type in ENCODERS and not getattr(model.config, "is_decoder", False)
     return known or not any(getattr(module, "is_causal", False) for module in model.modules())
 
 

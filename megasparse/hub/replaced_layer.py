@@ -1,0 +1,222 @@
+"""The mechanisms of one layer of a HuggingFace model, and the part of its generation cache that is theirs.
+
+B batch, L length, H heads, D head dim, E width, n new tokens.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs
+from megasparse.attention.full import FullAttention
+from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.pattern import heads_of_layer
+from megasparse.config.schema import ModelConfig
+from megasparse.errors import HubError
+from megasparse.ops.random import EVALUATION_STEP, RngContext
+
+
+class Projected(NamedTuple):
+    """What a layer's mechanisms read. x: (B, L, E), the layer's input. q, k, v: (B, H, L, D)."""
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def rows(self, numbers: Tensor, order: Tensor) -> "Projected":
+        """The tokens `order` (n, m) of the sequences `numbers` (n,)."""
+        own = numbers[:, None]
+        q, k, v = (x[own, :, order].transpose(1, 2) for x in (self.q, self.k, self.v))
+        return Projected(self.x[own, order], q, k, v)
+
+
+class Mechanisms(nn.ModuleDict):
+    """The mechanisms of one layer, by kind, each of some of its heads."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        split = heads_of_layer(config, layer)
+        super().__init__({kind: build_mechanism(kind, config, heads) for kind, heads in split.items()})
+        self.config, self.layer, self.split = config, layer, split
+        self.causal = config.kind == "decoder"
+
+    def with_full_attention(self) -> "Mechanisms":
+        """Full attention in the same place."""
+        return Mechanisms(self.config.model_copy(update={"attention": AttentionConfig(pattern=["full"])}), self.layer)
+
+    @property
+    def attends_fully(self) -> bool:
+        """Whether all heads attend fully, by queries and keys of their own."""
+        own = next(iter(self.values()))
+        return len(self) == 1 and isinstance(own, FullAttention) and not (own.shared_qk or own.adds_positions)
+
+    def attend(self, given: Projected, padding: Padding, context: AttentionContext) -> tuple[Tensor, list[Tensor]]:
+        """Outputs of all heads (B, H, L, D), and what the mechanisms learn from."""
+        outs, losses = [], []
+        for mechanism, heads, own in self.split_heads_by_mechanism(given.q, given.k, given.v, padding, context):
+            out, loss, _ = mechanism(given.x, heads, own)
+            outs.append(out)
+            if loss is not None:
+                losses.append(loss)
+        return torch.cat(outs, dim=1), losses
+
+    def split_heads_by_mechanism(
+        self, q: Tensor, k: Tensor, v: Tensor, padding: Padding, context: AttentionContext, position: int = 0
+    ) -> Iterator[tuple[Attention, AttentionInputs, AttentionContext]]:
+        """Each mechanism, its share of all heads (B, H, L, D), and its context."""
+        made = {kind: cast(Attention, self[kind]) for kind in self.split}
+        each = zip(k.split(list(self.split.values()), dim=1), made.values(), strict=True)
+        keyed = [keys for keys, mechanism in each if not mechanism.shared_qk]
+        k = torch.cat(keyed, dim=1) if keyed else k[:, :0]
+        for kind, heads, own in split_heads_by_mechanism(
+            made, self.split, (q, k, v), padding, self.causal, context, position
+        ):
+            yield made[kind], heads, own
+
+
+class _Group:
+    """Sequences of a batch that have as many tokens each. caches: of each mechanism."""
+
+    def __init__(self, layer: Mechanisms, numbers: Tensor, seed: int, like: Tensor):
+        self.layer, self.numbers, self.seed, self.position = layer, numbers, seed, 0
+        self.samples = numbers.cpu()
+        self.caches = {kind: cast(Attention, layer[kind]).new_cache(len(numbers), like, None) for kind in layer.split}
+
+    def context(self) -> AttentionContext:
+        rng = RngContext(self.seed, EVALUATION_STEP, self.samples, training=False)
+        return AttentionContext(self.layer.layer, rng)
+
+    def prefill(self, given: Projected) -> Tensor:
+        """Takes in the whole beginning of the sequences; returns its outputs (n, H, L, D)."""
+        outs = []
+        each = self.layer.split_heads_by_mechanism(given.q, given.k, given.v, Padding(), self.context())
+        for kind, (mechanism, heads, own) in zip(self.layer.split, each, strict=True):
+            outs.append(mechanism(given.x, heads, own).out)
+            mechanism.fill_cache(given.x, heads, self.caches[kind], own)
+        self.position = given.q.shape[2]
+        return torch.cat(outs, dim=1)
+
+    def decode(self, given: Projected) -> Tensor:
+        """Takes in one more token of each sequence; returns its outputs (n, H, 1, D)."""
+        parts = given.q, given.k, given.v
+        each = self.layer.split_heads_by_mechanism(*parts, Padding(), self.context(), self.position)
+        outs = [
+            mechanism.decode(given.x, heads, self.caches[kind], self.position, own)
+            for kind, (mechanism, heads, own) in zip(self.layer.split, each, strict=True)
+        ]
+        self.position += 1
+        return torch.cat(outs, dim=1)
+
+    def select(self, chosen: Tensor, numbers: Tensor) -> "_Group":
+        """Becomes the sequences `chosen`, with other numbers in the batch; each keeps its draws."""
+        for cache in self.caches.values():
+            cache.select(chosen)
+        self.samples, self.numbers = self.samples[chosen.cpu()], numbers
+        return self
+
+
+class ReplacedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer of transformers' generation cache that holds the caches of mechanisms, in place of all keys and values.
+
+    Padding may stand on either side of what fills it: each sequence is computed as if it stood alone.
+    """
+
+    is_sliding = False
+
+    def __init__(self, layer: Mechanisms, seed: int):
+        super().__init__()
+        self.layer, self.seed, self.length = layer, seed, 0
+        self.groups: list[_Group] = []
+
+    @staticmethod
+    def of(cache: Cache, number: int, layer: Mechanisms, seed: int) -> "ReplacedCacheLayer":
+        """The cache of a layer of the model, made where the cache is still empty there. Raises HubError for a cache
+        that cannot hold it.
+        """
+        while len(cache.layers) <= number:
+            cache.layers.append(DynamicLayer())
+        found = cache.layers[number]
+        if not isinstance(found, ReplacedCacheLayer):
+            if type(found) is not DynamicLayer or found.get_seq_length():
+                problem = f"layer {number} of past_key_values is a {type(found).__name__} that cannot be replaced"
+                raise HubError(type(cache).__name__, problem, "Give an empty DynamicCache, or none")
+            cache.layers[number] = found = ReplacedCacheLayer(layer, seed)
+        return found
+
+    def take(self, given: Projected, mask: Tensor | None) -> Tensor:
+        """Takes in more tokens; returns their outputs (B, H, n, D). mask: (B, tokens so far), true for real ones."""
+        before, count = self.length, given.q.shape[2]
+        self.length += count
+        if before == 0:
+            return self._prefill(given, mask)
+        if mask is not None and not bool(mask[:, before:].all()):
+            problem = f"attention_mask hides tokens after the first {before}, which a cache holds"
+            raise HubError("past_key_values", problem, "Give padded sequences in one call")
+        out = torch.empty_like(given.q)
+        for group in self.groups:
+            for column in range(count):
+                at = torch.full_like(group.numbers, column)[:, None]
+                out[group.numbers, :, column] = group.decode(given.rows(group.numbers, at))[:, :, 0].to(out.dtype)
+        return out
+
+    def _prefill(self, given: Projected, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            mask = torch.ones(given.x.shape[:2], dtype=torch.bool, device=given.x.device)
+        lengths, order = mask.sum(1), (~mask).to(torch.int8).argsort(dim=1, stable=True)
+        out = torch.zeros_like(given.q)
+        for length in lengths.unique().tolist():
+            numbers = (lengths == length).nonzero().squeeze(1)
+            group, own = _Group(self.layer, numbers, self.seed, given.k), order[numbers, :length]
+            if length:
+                whole = own.numel() == mask.numel()
+                found = group.prefill(given if whole else given.rows(numbers, own))
+                out[numbers[:, None], :, own] = found.transpose(1, 2).to(out.dtype)
+            self.groups.append(group)
+        return out
+
+    # What transformers asks of a layer of a cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the first tokens make the caches."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values alone; `take` takes them in."""
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.groups, self.length = [], 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Becomes the cache of the sequences `beam_idx`, (n,) int64 numbers of its own, repeats allowed."""
+        groups = []
+        for group in self.groups:
+            same = beam_idx.to(group.numbers.device).unsqueeze(1) == group.numbers
+            found = same.any(1).nonzero().squeeze(1)
+            if len(found):
+                groups.append((group, same[found].to(torch.int8).argmax(1), found))
+        self.groups = [group.select(chosen, found) for group, chosen, found in groups]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        batch = sum(len(group.numbers) for group in self.groups)
+        self.reorder_cache(torch.arange(batch).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            problem = "tokens cannot be taken back out of a cache of hashed attention"
+            raise HubError("past_key_values", problem, "Generate without assisted decoding")

@@ -1,0 +1,280 @@
+"""A pretrained decoder's attention replaced: what it sees, cached and padded, packed, trained, saved, refused."""
+
+import copy
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import DynamicCache, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers.cache_utils import DynamicLayer
+
+from megasparse.attention.observation import calls
+from megasparse.errors import ConfigError, HubError
+from megasparse.hub.replace import mechanisms, replace_attention
+from megasparse.hub.replaced_folder import load_replaced, save_replaced
+from megasparse.hub.replaced_layer import ReplacedCacheLayer
+
+SIZE = {"vocab_size": 60, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1}
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+GROUPED = {**SIZE, **WIDTHS, "num_key_value_heads": 2}
+CONFIGS = {
+    "Llama": LlamaConfig(**GROUPED, head_dim=16),
+    "Mistral": MistralConfig(**GROUPED, sliding_window=None),
+    "Qwen2": Qwen2Config(**GROUPED),
+    "Qwen3": Qwen3Config(**GROUPED, head_dim=16),
+    "GPT2": GPT2Config(**SIZE, n_embd=32, n_layer=2, n_head=4, scale_attn_by_inverse_layer_idx=True),
+}
+BAND = {"chunk": 6, "local": True, "sinks": 2}
+LOCAL = {"kind": "local", "chunk": 6, "sinks": 2}
+LSH = {"kind": "lsh", **BAND, "rounds": 1, "buckets": 4}
+LHA = {"kind": "lha", **BAND}
+BIRD = {"kind": "smart_bird", "keys": 7, "chunk": 4, "local": True, "sinks": 2, "sketch_dim": 3}
+MIXED = {"pattern": [{"full": 2, "lsh": 2}, "full"], "lsh": {**BAND, "rounds": 2}}
+SMALL = [
+    LOCAL,
+    LSH,
+    LHA,
+    BIRD,
+    {"kind": "lsh", "chunk": 6, "shared_qk": True},
+    {"kind": "routing", **BAND},
+    {"kind": "yoso", "hashes": 4},
+    MIXED,
+]
+
+
+def build(kind="Llama", name="ForCausalLM", dtype=torch.float64, **changes):
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[kind])
+    for key, value in changes.items():
+        setattr(config, key, value)
+    name = "LMHeadModel" if kind == "GPT2" and name == "ForCausalLM" else name
+    model = getattr(transformers, f"{kind}{name}")(config).eval().to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():  # freshly made models hardly attend
+            parameter.mul_(8.0 if parameter.dim() > 1 else 1.0)
+    return model
+
+
+def inputs(batch=3, length=40, left=True):
+    tokens = torch.randint(5, 60, (batch, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    for row in range(1, batch):
+        mask[row, : 9 * row] = 0
+    mask = mask if left else mask.flip(1)
+    return {"input_ids": torch.where(mask > 0, tokens, 1), "attention_mask": mask}
+
+
+@torch.no_grad()
+def logits(model, **given):
+    return model(**{"use_cache": False, **given}).logits
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_full_attention_is_huggingfaces(kind, left):
+    model, given = build(kind), inputs(left=left)
+    theirs = logits(model, **given)
+    real = given["attention_mask"].bool()
+    assert replace_attention(model, {"kind": "full"}) is model
+    assert torch.allclose(theirs[real], logits(model, **given)[real], atol=1e-10) and theirs.std() > 0.1
+
+
+def last_in_bucket(queries, keys, count, sinks):
+    """Pairs (B, H, L, L): the last `count` keys of the query's bucket at or before it; sinks stand in none."""
+    place = torch.arange(queries.shape[-1])
+    same = (queries[..., :, None] == keys[..., None, :]) & (place <= place[:, None]) & (place >= sinks)
+    return same & (same.flip(-1).cumsum(-1).flip(-1) <= count)
+
+
+def seen_by(call, attention):
+    """Pairs (B, H or 1, L, L) that a mechanism sees, by the definitions of docs/attention.md."""
+    place = torch.arange(call.x.shape[1])
+    causal, chunk = place <= place[:, None], attention["chunk"]
+    near = causal & (place[:, None] - place < chunk)
+    sinks = causal & (place < attention["sinks"])
+    if attention["kind"] in ("local", "smart_bird"):
+        near = causal & (place[:, None] // chunk - place // chunk <= 1)
+    if attention["kind"] == "local":
+        return (near | sinks)[None, None]
+    if attention["kind"] == "smart_bird":
+        q, k = call.mechanism.sketched(call.x, call.inputs, call.context)
+        score = (q @ k.transpose(-1, -2) * attention["sketch_dim"] ** -0.5 * 256).round()
+        order = score.masked_fill(~causal, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+        chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order[..., : attention["keys"]], True)
+        return (chosen & causal | near | sinks)[:, None]
+    found = call.mechanism.buckets_of(call.inputs, call.context)
+    return last_in_bucket(found.queries, found.keys, chunk, attention["sinks"]) | near | sinks
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+@pytest.mark.parametrize("attention", [LOCAL, LSH, LHA, BIRD], ids=str)
+def test_outputs_are_those_of_the_pairs_seen(attention, kind):
+    """The layer's attention as one softmax over the pairs that the definition names, in float64."""
+    model, given = replace_attention(build(kind), attention), inputs(batch=2)["input_ids"]
+    if attention is LHA:
+        with torch.no_grad():
+            for mechanism in mechanisms(model):
+                for parameter in mechanism.parameters():
+                    parameter.normal_()
+    with torch.no_grad(), calls(model) as found:
+        model(given, use_cache=False)
+    for call in found:
+        q, k, v = call.inputs[:3]
+        seen = seen_by(call, attention)
+        assert seen.float().sum(-1).mean() < 18 < seen.shape[-1] / 2
+        dense = torch.softmax((q @ k.transpose(-1, -2) * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf), -1) @ v
+        out = call.mechanism(call.x, call.inputs, call.context).out
+        assert torch.allclose(out, dense, atol=1e-10) and out.std() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "GPT2"])
+def test_mechanisms_get_the_models_own_queries_and_keys(kind):
+    """Rotated as the model rotates them, keys of a group for each of its heads, and with its scale."""
+    model, given = build(kind, _attn_implementation="eager"), inputs(batch=1)["input_ids"]
+    with torch.no_grad():
+        weights = model(given, output_attentions=True, use_cache=False).attentions
+    replace_attention(model, {"kind": "full"})
+    with torch.no_grad(), calls(model) as found:
+        model(given, use_cache=False)
+    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    for call, theirs in zip(found, weights, strict=True):
+        score = call.inputs.q @ call.inputs.k.transpose(-1, -2) * call.scale
+        assert torch.allclose(torch.softmax(score.masked_fill(hidden, -torch.inf), -1), theirs, atol=1e-10)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("attention", SMALL, ids=str)
+def test_generation_from_a_cache_is_that_of_whole_sequences(attention, beams):
+    model, given = replace_attention(build(), attention, seed=4), inputs(batch=2, length=12)
+    found = [
+        model.generate(**given, max_new_tokens=14, do_sample=False, num_beams=beams, use_cache=cached)
+        for cached in (True, False)
+    ]
+    assert torch.equal(*found) and len(found[0][0].unique()) > 5
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_tokens_that_join_a_cache_are_as_in_one_pass(kind):
+    """One token, then several, in a layer that hashes and in one that stays full."""
+    model, given = replace_attention(build(kind), MIXED), inputs(batch=3, length=30)
+    mask, positions = given["attention_mask"], (given["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    whole = logits(model, **given, position_ids=positions)
+    cache, parts = DynamicCache(), []
+    for first, end in ((0, 22), (22, 23), (23, 30)):
+        tokens = given["input_ids"][:, first:end]
+        own = {"attention_mask": mask[:, :end], "position_ids": positions[:, first:end]}
+        parts.append(logits(model, input_ids=tokens, past_key_values=cache, use_cache=True, **own))
+    assert torch.allclose(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], atol=1e-10)
+    assert [type(layer) for layer in cache.layers] == [ReplacedCacheLayer, DynamicLayer]
+    assert cache.get_seq_length() == 30 and cache.layers[0].keys is None
+
+
+def test_packed_documents_are_as_each_alone():
+    model, tokens = replace_attention(build(), MIXED), inputs(batch=1)["input_ids"]
+    packed = logits(model, input_ids=tokens, position_ids=torch.arange(40)[None] % 23)
+    alone = [logits(model, input_ids=part) for part in tokens.split(23, dim=1)]
+    assert torch.allclose(packed, torch.cat(alone, dim=1), atol=1e-10)
+
+
+@pytest.mark.parametrize("attention", [LHA, BIRD, MIXED], ids=str)
+def test_gradients_reach_the_weights_and_checkpointing_changes_none(attention):
+    given, found = inputs(), []
+    labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+    for checkpointed in (False, True):
+        model = replace_attention(build(), attention).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model(**given, labels=labels).loss.backward()
+        assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_a_sketch_learns_the_next_token():
+    model, given = replace_attention(build(), BIRD).train(), inputs(batch=1)["input_ids"]
+    with calls(model) as found:
+        model(given, labels=given, use_cache=False)
+    targets = found[0].context.targets
+    assert torch.equal(targets.values[:, :-1], given[:, 1:]) and targets.counted[0].tolist() == [True] * 39 + [False]
+
+
+def test_an_adapter_trains_a_replaced_decoder_and_generates():
+    given = inputs(batch=2, length=24)
+    model = replace_attention(build(), LHA)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    optimizer = torch.optim.Adam([p for p in wrapped.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    for _ in range(5):
+        losses.append(wrapped(**given, labels=given["input_ids"]).loss)
+        losses[-1].backward()
+        optimizer.step(), optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.1
+    assert all("lora" in name for name, p in wrapped.named_parameters() if p.requires_grad)
+    found = [wrapped.generate(**given, max_new_tokens=5, do_sample=False, use_cache=use) for use in (True, False)]
+    assert torch.equal(*found)
+
+
+def test_the_trainer_trains_and_evaluates_a_replaced_decoder(tmp_path):
+    model = replace_attention(build(dtype=torch.float32), LHA)
+    data = [{"input_ids": row, "labels": row} for row in inputs(batch=4)["input_ids"]]
+    settings = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    before = copy.deepcopy(model.state_dict())
+    trainer = transformers.Trainer(model, settings, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert {name for name in before if ".megasparse." in name and "bias" not in name} <= moved
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_a_saved_decoder_comes_back_and_is_read_by_transformers_alone(tmp_path, kind):
+    model, given = replace_attention(build(kind, dtype=torch.float32), LHA, max_length=48, seed=2), inputs()
+    with torch.no_grad():
+        for mechanism in mechanisms(model):
+            for parameter in mechanism.parameters():
+                parameter.normal_()
+    save_replaced(model, tmp_path / "model")
+    again = load_replaced(tmp_path / "model")
+    assert type(again) is type(model) and torch.equal(logits(again, **given), logits(model, **given))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    assert torch.allclose(logits(plain, **given), logits(build(kind, dtype=torch.float32), **given), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "attention", "length", "message"),
+    [
+        ("Llama", {}, {"kind": "lha", "window": "top_k"}, None, "attention.lha: a decoder would see later tokens"),
+        ("Llama", {}, {"kind": "smyrf"}, None, "smyrf"),
+        ("Llama", {}, {"kind": "ngram"}, None, "attention.ngram: it reads the tokens themselves"),
+        ("Llama", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Set .* rope_parameters"),
+        ("GPT2", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Ask for no more"),
+        ("GPT2", {"add_cross_attention": True}, LHA, None, "has cross-attention"),
+        ("Mistral", {"sliding_window": 32}, LHA, None, "sliding_window of 32 tokens is below max_length = 64"),
+    ],
+)
+def test_what_a_decoder_cannot_have_is_refused(kind, changes, attention, length, message):
+    model = build(kind, **changes)
+    with pytest.raises((HubError, ConfigError), match=message):
+        replace_attention(model, attention, max_length=length)
+    assert not any(".megasparse." in name for name in model.state_dict())
+
+
+def test_calls_that_cannot_be_are_refused():
+    model, given = replace_attention(build(), LHA, max_length=32), inputs(length=24)
+    with pytest.raises(HubError, match="40 tokens are more than the 32 its attention was made for"):
+        logits(model, **inputs())
+    with pytest.raises(HubError, match=r"past_key_values.*StaticLayer|StaticLayer that cannot be replaced"):
+        model.generate(**given, max_new_tokens=2, cache_implementation="static")
+    cache = DynamicCache()
+    logits(model, **given, past_key_values=cache, use_cache=True)
+    with pytest.raises(HubError, match="cannot be taken back out of a cache"):
+        cache.crop(-1)
+    hidden = F.pad(given["attention_mask"], (0, 1), value=0)
+    with pytest.raises(HubError, match="hides tokens after the first 24"):
+        logits(model, input_ids=given["input_ids"][:, :1], attention_mask=hidden, past_key_values=cache, use_cache=True)
+    with pytest.raises(HubError, match="more than the 32"):
+        model.generate(**given, max_new_tokens=12)
