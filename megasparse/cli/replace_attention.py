@@ -1,11 +1,13 @@
 """Replace the attention of a pretrained HuggingFace encoder (BERT, RoBERTa, XLM-RoBERTa, DistilBERT), for inputs of
-any length.
+any length, or of a decoder (Llama, SmolLM, Mistral, Qwen2, Qwen3, GPT-2).
 
     megasparse replace-attention --model DIR --attention '{"kind": "yoso"}' --max-length 4096 --output DIR
     megasparse replace-attention --model DIR --output DIR \\
+      --attention '{"kind": "lsh", "chunk": 64, "buckets": 64, "local": true, "sinks": 4}'
+    megasparse replace-attention --model DIR --output DIR \\
       --attention '{"pattern": [{"local": 6, "lha": 6}], "local": {"chunk": 64}}'
 
-Queries, keys and values stay; positions are extended by repeating them. The settings are those of model.attention
+Queries, keys and values stay; an encoder's positions are extended by repeating them. The settings are those of model.attention
 (docs/attention.md): one kind with its settings, or a pattern of layers and heads. LHA's hash functions are untrained
 then: see `megasparse train-hash`. megasparse.hub.load_replaced loads the folder; transformers alone reads it as the
 same model with full attention.
