@@ -7,10 +7,10 @@ any length, or of a decoder (Llama, SmolLM, Mistral, Qwen2, Qwen3, GPT-2).
     megasparse replace-attention --model DIR --output DIR \\
       --attention '{"pattern": [{"local": 6, "lha": 6}], "local": {"chunk": 64}}'
 
-Queries, keys and values stay; an encoder's positions are extended by repeating them. The settings are those of model.attention
-(docs/attention.md): one kind with its settings, or a pattern of layers and heads. LHA's hash functions are untrained
-then: see `megasparse train-hash`. megasparse.hub.load_replaced loads the folder; transformers alone reads it as the
-same model with full attention.
+Queries, keys and values stay; an encoder's positions are extended by repeating them. The settings are those of
+model.attention (docs/attention.md): one kind with its settings, or a pattern of layers and heads. LHA's hash functions
+are untrained then: see `megasparse train-hash`. megasparse.hub.load_replaced loads the folder; transformers alone reads
+it as the same model with full attention.
 """
 
 import argparse

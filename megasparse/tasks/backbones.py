@@ -98,6 +98,8 @@ class HuggingFaceBody(Backbone):
         given: dict[str, Any] = {"input_ids": read.tokens, "attention_mask": None if mask is None else mask.long()}
         if self.typed:
             given["token_type_ids"] = read.types
+        if self.causal:
+            given["use_cache"] = False
         if self.replaced:
             from megasparse.hub.replace import DRAWS, TARGETS
 

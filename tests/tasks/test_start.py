@@ -21,7 +21,7 @@ from megasparse.attention.heads import Padding
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import SentenceOrderConfig
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.errors import ConfigError, HubError
+from megasparse.errors import ConfigError
 from megasparse.hub.export import to_hf
 from megasparse.hub.replace import mechanisms, replace_attention
 from megasparse.hub.replaced_folder import save_replaced
@@ -282,16 +282,17 @@ def test_a_folder_of_ours(to, tmp_path):
     assert_built_again(start, wanted, folder)
 
 
-def test_a_decoder_of_transformers(tmp_path):
+@pytest.mark.parametrize(
+    "attention", [{}, {"attention": {"pattern": ["lsh"], "lsh": {"chunk": 8}}}], ids=["own", "lsh"]
+)
+def test_a_decoder_of_transformers(tmp_path, attention):
     folder = tmp_path / "gpt"
     size = len(bert_tokenizer()["model"]["vocab"])
     GPT2Model(GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=1, n_head=4)).save_pretrained(folder)
     write_tokenizer(folder, bert_tokenizer())
-    wanted = config_of(tmp_path, {"huggingface": str(folder)})
+    wanted = config_of(tmp_path, {"huggingface": str(folder), **attention})
     start = open_start(wanted, 2)
-    assert start.body.causal and start.body.longest == 64
-    with pytest.raises(HubError, match=r'GPT2Model: is of type "gpt2".*bert'):
-        open_start(config_of(tmp_path, {"huggingface": str(folder), "attention": {"pattern": ["lsh"]}}), 2)
+    assert start.body.causal and start.body.longest == 64 and start.body.replaced == bool(attention)
     assert_built_again(start, wanted, folder)
 
 
