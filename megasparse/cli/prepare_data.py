@@ -4,24 +4,32 @@
     megasparse prepare-data text --source book.txt --output data/book            (a CPU, a second)
     megasparse prepare-data text --source archive.zip --member path/in/it/dump.xml.bz2 --output data/dump
     megasparse prepare-data text --source books/ --tokenizer tokenizers/books.model --output data/books
+    megasparse prepare-data jsonl --source gs://bucket/crawl/*.jsonl.gz --deduplicate --output data/crawl
     megasparse prepare-data CORPUS --help                                        (an example for each corpus)
 
-A source is a file, a folder of files (taken in the order of their paths) or an http(s) URL; .gz, .bz2, .xz and members
-of zip archives are decompressed as they are read. A URL is downloaded once, into OUTPUT/.download. Interrupted, the
-same command continues where it stopped; no partial shard is ever left under a shard's name. The number of workers
-changes no byte.
+A source is a file, a folder of files (taken in the order of their paths) or a URL (http(s), s3, gs, az, hf); .gz, .bz2,
+.xz, .zst and members of zip archives are decompressed as they are read. A URL is downloaded once, into
+OUTPUT/.download. Interrupted, the same command continues where it stopped; no partial shard is ever left under a
+shard's name. The number of workers changes no byte. Of records (jsonl, parquet, huggingface), report.json and
+lengths.svg beside the shards say what was read, what was left out, and how long the texts are.
 """
 
 import argparse
 import inspect
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megasparse.data.corpora import CORPORA, shards
+from megasparse.data.corpora.records import RecordSource
+from megasparse.data.corpora.records_report import write_report
 from megasparse.data.corpora.source import Kind, Source, positive
 from megasparse.data.index import Index
 from megasparse.data.prepare import prepare
+from megasparse.errors import ConfigError
+from megasparse.evaluation.lengths import draw_lengths
 
 COMMON = {"command", "corpus", "source", "member", "output", "sample_bytes", "shard_bytes", "workers"}
 WORKER_BYTES = 8 << 20
@@ -55,22 +63,45 @@ def run(args: argparse.Namespace) -> None:
     if args.corpus == "shards":
         print(f"{shards.write(args, args.command)}: indexed")
         return
-    kind = kind_of(CORPORA[args.corpus], getattr(args, "documents", False))
-    source = Source.open(args.source, args.member, args.output / ".download", kind)
+    options = {key: value for key, value in vars(args).items() if key not in COMMON}
+    cores = len(os.sched_getaffinity(0))
+    source = _open_source(args, options, args.workers or cores)
     if source.empty:
         print(f"left out, because they are empty: {len(source.empty)} files ({source.empty[0]}, …)", file=sys.stderr)
-    cores = min(len(os.sched_getaffinity(0)), 1 + source.total_bytes // WORKER_BYTES)
     written = prepare(
         args.corpus,
         source,
         args.output,
-        options={key: value for key, value in vars(args).items() if key not in COMMON},
+        options=options,
         sample_bytes=args.sample_bytes,
         shard_bytes=args.shard_bytes,
         command=args.command,
-        workers=args.workers or cores,
+        workers=args.workers or min(cores, 1 + source.total_bytes // WORKER_BYTES),
     )
     print(f"{args.output}: {'prepared' if written else 'already prepared'}")
     for name, split in Index.load(args.output).file.splits.items():
         words = f" ({split.words:,} words)" if split.words else ""
         print(f"  {name}: {split.tokens:,} tokens in {split.samples:,} samples, {len(split.shards)} shards{words}")
+    if isinstance(source, RecordSource):
+        _report(source, args.output)
+
+
+def _open_source(args: argparse.Namespace, options: Mapping[str, Any], workers: int) -> Source:
+    corpus, downloads = CORPORA[args.corpus], args.output / ".download"
+    member = getattr(args, "member", None)
+    if opening := getattr(corpus, "open_source", None):
+        source: Source = opening(args.source, member, downloads, options, workers)
+        return source
+    return Source.open(args.source, member, downloads, kind_of(corpus, getattr(args, "documents", False)))
+
+
+def _report(source: RecordSource, output: Path) -> None:
+    found = write_report(source, Index.load(output), output / "report.json")
+    print(f"  {found.records:,} records in {found.files:,} files")
+    print(f"  kept: {found.documents:,} documents of {found.bytes:,} bytes, {found.lengths.mean:,.0f} in the mean")
+    for reason, count in found.left_out.items():
+        print(f"  left out: {count:,} {reason}")
+    try:
+        draw_lengths(found.lengths, output / "lengths.svg")
+    except ConfigError as without_matplotlib:
+        print(f"  no picture of the lengths: {without_matplotlib}")

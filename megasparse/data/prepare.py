@@ -23,7 +23,7 @@ from webdataset.writer import TarWriter
 
 from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.source import Document, Source
-from megasparse.data.encoding import Encoder
+from megasparse.data.encoding import Encoded, Encoder
 from megasparse.data.files import file_sha256, partial_name, replacing
 from megasparse.data.index_file import INDEX_FILE, MOST_SAMPLES, IndexFile, Shard, Split, TokenizerEntry, parse
 from megasparse.data.members import verify_shard
@@ -69,7 +69,7 @@ def prepare(
     plan = _plan(corpus, source, about, encoder, settings, command)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        with _lock(output), Workers(encoder, workers) as pool:
+        with _lock(output), Workers(encoder.encode, workers) as pool:
             return _write(plan, streams, encoder, pool, output)
     except OSError as error:
         problem = f"cannot be written: {error.strerror or error}"
@@ -102,7 +102,7 @@ def _plan(
     )
 
 
-def _write(plan: Progress, streams: Splits, encoder: Encoder, workers: Workers, output: Path) -> bool:
+def _write(plan: Progress, streams: Splits, encoder: Encoder, workers: Workers[Encoded], output: Path) -> bool:
     finished, ends = _finished(plan, output)
     if encoder.file:
         _copy(encoder.file, _copy_of(encoder.file, output))

@@ -31,7 +31,9 @@ class StreamPosition(Entry):
 class TokenStream:
     """`read(n)` over the tokens from a place on; the items before it are passed over, not encoded."""
 
-    def __init__(self, documents: Iterable[Document], encoder: Encoder, workers: Workers, start: StreamPosition):
+    def __init__(
+        self, documents: Iterable[Document], encoder: Encoder, workers: Workers[Encoded], start: StreamPosition
+    ):
         items = islice(_items(documents, encoder.end is not None), start.item, None)
         self._encoded = _encode(items, encoder, workers)
         self.width = encoder.width
@@ -85,7 +87,7 @@ def _items(documents: Iterable[Document], ends: bool) -> Iterator[bytes | None]:
             yield None
 
 
-def _encode(items: Iterable[bytes | None], encoder: Encoder, workers: Workers) -> Iterator[Encoded]:
+def _encode(items: Iterable[bytes | None], encoder: Encoder, workers: Workers[Encoded]) -> Iterator[Encoded]:
     is_end: deque[bool] = deque()  # of the items that are with the workers
 
     def pieces() -> Iterator[bytes]:
@@ -95,7 +97,7 @@ def _encode(items: Iterable[bytes | None], encoder: Encoder, workers: Workers) -
                 yield item
 
     end = Encoded(np.array([encoder.end or 0], dtype=f"<u{encoder.width}"), 0, 0)
-    for encoded in workers.encode(pieces()):
+    for encoded in workers.map(pieces()):
         while is_end.popleft():
             yield end
         yield encoded

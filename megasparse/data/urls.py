@@ -1,10 +1,12 @@
-"""Bytes of a URL from some offset on: http(s) by the standard library, S3 by fsspec. What comes is not believed here.
+"""Bytes of a URL from some offset on: http(s) by the standard library, object stores by fsspec. What comes is not
+believed here.
 
 http(s) has no need of the extra libraries; both kinds give one `Body`, and show by the same exceptions whether asking
 again may help.
 """
 
 import http.client
+import importlib
 import re
 import urllib.error
 import urllib.request
@@ -18,9 +20,26 @@ from megasparse.errors import DataError
 
 STALL_SECONDS = 30.0
 """Without a byte for so long, a connection counts as broken."""
-BLOCK = 8 << 20  # of an S3 object, asked for at once
+BLOCK = 8 << 20  # of an object, asked for at once
 WORTH_ASKING_AGAIN = {408, 425, 429}  # and all from 500 on
-SCHEMES = ("http", "https", "s3")
+
+
+class Store(NamedTuple):
+    """A kind of object store."""
+
+    name: str
+    library: str
+    """The module that fsspec needs for it."""
+    install: str
+
+
+STORES = {
+    "s3": Store("S3", "s3fs", "'megasparse[remote]'"),
+    "gs": Store("Google Cloud Storage", "gcsfs", "'megasparse[gs]'"),
+    "az": Store("Azure", "adlfs", "'megasparse[az]'"),
+    "hf": Store("HuggingFace", "huggingface_hub", "huggingface_hub"),
+}
+"""Object stores by the scheme of their URLs."""
 
 T = TypeVar("T")
 
@@ -58,12 +77,12 @@ def check_url(url: str) -> str:
     """The URL of a folder without a slash at its end. Raises DataError for what is none that we read."""
     parts = urlsplit(url)
     named = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # never the password that it may have
-    if parts.scheme not in SCHEMES:
-        problem = f'"{parts.scheme}" is not a kind of URL that shards are read from'
-        raise DataError(named, problem, f"Known here: {', '.join(SCHEMES)}. Or give the path of a folder")
+    if parts.scheme not in (known := ("http", "https", *STORES)):
+        problem = f'"{parts.scheme}" is not a kind of URL that is read here'
+        raise DataError(named, problem, f"Known here: {', '.join(known)}. Or give the path of a folder")
     if "@" in parts.netloc or parts.query or parts.fragment:
         problem = "a folder's URL has no user, password, query or fragment"
-        raise DataError(named, problem, "Credentials of S3 are taken from the environment")
+        raise DataError(named, problem, "Credentials of stores are taken from the environment")
     if not parts.hostname or not re.fullmatch(r"[!-~]+", url):
         raise DataError(ascii(named)[1:-1], "this is not a URL", "It has a host, and %20 in place of a space")
     return url.rstrip("/")
@@ -75,7 +94,7 @@ def open_url(url: str, start: int = 0) -> ResponseBody:
     Raises Refused; OutOfRange; DataError where a library is missing; OSError, HTTPException or ValueError where the
     same question may find another answer later. So does `read`, which waits at most STALL_SECONDS for a byte.
     """
-    return _open_s3(url, start) if url.startswith("s3:") else _open_http(url, start)
+    return _open_http(url, start) if urlsplit(url).scheme in ("http", "https") else _open_object(url, start)
 
 
 def _open_http(url: str, start: int) -> ResponseBody:
@@ -150,44 +169,61 @@ def http_opener() -> urllib.request.OpenerDirector:
     return opener
 
 
-def _open_s3(url: str, start: int) -> ResponseBody:
-    system = _s3()
-    file = _asked(lambda: system.open(url, "rb", block_size=BLOCK, cache_type="readahead"))
-    _asked(lambda: file.seek(start))
-    return ResponseBody(start, file.size, _S3(file))
+def _open_object(url: str, start: int) -> ResponseBody:
+    scheme, system = urlsplit(url).scheme, object_store(url)
+    file = asked(scheme, lambda: system.open(url, "rb", block_size=BLOCK, cache_type="readahead"))
+    asked(scheme, lambda: file.seek(start))
+    return ResponseBody(start, file.size, _Object(scheme, file))
 
 
-class _S3:
-    def __init__(self, file: Any):
-        self._file = file
+class _Object:
+    def __init__(self, scheme: str, file: Any):
+        self._scheme, self._file = scheme, file
         self.close = file.close
 
     def read(self, size: int, /) -> bytes:
-        return _asked(lambda: bytes(self._file.read(size)))
+        return asked(self._scheme, lambda: bytes(self._file.read(size)))
+
+
+def object_store(url: str) -> Any:
+    """The file system of fsspec that a URL is in. Raises DataError where its library is missing.
+
+    Credentials, endpoint and region are those of the environment, or of the store's own files in the home directory,
+    as for every tool of that store.
+    """
+    return _store(urlsplit(url).scheme)
 
 
 @cache
-def _s3() -> Any:
-    """Credentials, endpoint and region are those of the environment, or of ~/.aws, as for every tool of AWS."""
+def _store(scheme: str) -> Any:
+    store = STORES[scheme]
     try:
-        import s3fs
+        import fsspec
+
+        importlib.import_module(store.library)
     except ImportError:
-        raise DataError("s3://", "s3fs is not installed", "Run: pip install 'megasparse[remote]'") from None
+        problem = f"{store.library} is not installed"
+        raise DataError(f"{scheme}://", problem, f"Run: pip install {store.install}") from None
+    if scheme != "s3":
+        return fsspec.filesystem(scheme)
     waits = {"connect_timeout": STALL_SECONDS, "read_timeout": STALL_SECONDS, "retries": {"total_max_attempts": 1}}
-    system = s3fs.S3FileSystem(config_kwargs=waits, use_listings_cache=False)
+    system = fsspec.filesystem(scheme, config_kwargs=waits, use_listings_cache=False)
     system.retries = 1  # asking again is done, and reported, in one place
     return system
 
 
-def _asked(call: Callable[[], T]) -> T:
-    """Stream of fsspec's. Its backends raise exceptions of many libraries; here they are of two kinds."""
+def asked(scheme: str, call: Callable[[], T]) -> T:
+    """The answer of an object store. fsspec's backends raise exceptions of many libraries; here they are of two kinds:
+    Refused, and OSError where another time may bring another answer.
+    """
+    name = STORES[scheme].name
     try:
         return call()
     except (FileNotFoundError, PermissionError) as error:
-        raise Refused(f"S3 answers: {error}") from None
+        raise Refused(f"{name} answers: {error}") from None
     except OSError:
         raise
     except Exception as error:
         if "credentials" in type(error).__name__.lower():
-            raise Refused(f"S3 wants credentials, in the environment or ~/.aws ({error})") from None
+            raise Refused(f"{name} wants credentials, in the environment or its own files ({error})") from None
         raise OSError(f"{type(error).__name__}: {error}") from None

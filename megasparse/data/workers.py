@@ -1,66 +1,80 @@
-"""Pieces to tokens in several processes, in the order of the pieces."""
+"""A function of pieces in several processes, its results in the order of the pieces."""
 
 import multiprocessing
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from megasparse.data.corpora.cutting import grouped
-from megasparse.data.encoding import Encoded, Encoder
 from megasparse.errors import ConfigError, UserError
 
 BATCH_BYTES, BATCH_PIECES = 1 << 20, 256  # of a task: small pieces go together
 
+Result = TypeVar("Result")
 
-class Workers:
-    """`encode` in `count` processes, which start with the first piece and end with the block; 1 is this process.
 
-    In memory are 2 tasks a worker, about 1 MiB each. Raises what the encoder raises, at the piece's turn, and
-    ConfigError naming --workers when a process was killed.
+class Workers(Generic[Result]):
+    """`work` in `count` processes, which start with the first piece and end with the block; 1 is this process.
+
+    In memory are 2 tasks a worker, of about 1 MiB and at most `task_pieces` each. Raises what the work raises, at the
+    piece's turn, and ConfigError naming --workers when a process was killed.
     """
 
-    def __init__(self, encoder: Encoder, count: int):
-        self._encoder, self._count = encoder, count
+    def __init__(self, work: Callable[[bytes], Result], count: int, task_pieces: int = BATCH_PIECES):
+        self._work, self._count, self._task_pieces = work, count, task_pieces
         self._pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> "Workers[Result]":
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
 
-    def encode(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
+    def map(self, pieces: Iterable[bytes]) -> Iterator[Result]:
         if self._count == 1:
-            yield from map(self._encoder.encode, pieces)
+            yield from map(self._work, pieces)
             return
-        waiting: deque[Future[list[Encoded] | Refused]] = deque()
-        for batch in grouped(pieces, BATCH_BYTES, BATCH_PIECES):
+        waiting: deque[Future[list[Result] | Refused]] = deque()
+        for batch in grouped(pieces, BATCH_BYTES, self._task_pieces):
             waiting.append(self._submit(batch))
             if len(waiting) == 2 * self._count:
                 yield from _result(waiting.popleft())
         while waiting:
             yield from _result(waiting.popleft())
 
-    def _submit(self, batch: list[bytes]) -> "Future[list[Encoded] | Refused]":
+    def _submit(self, batch: list[bytes]) -> "Future[list[Result] | Refused]":
         if self._pool is None:
             resource_tracker.ensure_running()  # its own start would undo the mask below
             spawn = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._count, spawn, _start, (self._encoder,))
+            self._pool = ProcessPoolExecutor(self._count, spawn, _start, (self._work,))
         # A process is started here, and inherits the mask: Ctrl-C is ours to deal with, not theirs.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return self._pool.submit(_encode, batch)
+            return self._pool.submit(_results, batch)
         except BrokenProcessPool:
             raise _killed() from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def grouped(pieces: Iterable[bytes], most_bytes: int, most_pieces: int | None = None) -> Iterator[list[bytes]]:
+    """Consecutive pieces in groups of at most so many bytes, unless one piece is larger, and so many pieces."""
+    group: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        if group and (size + len(piece) > most_bytes or len(group) == most_pieces):
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += len(piece)
+    if group:
+        yield group
 
 
 class Refused(NamedTuple):
@@ -71,7 +85,7 @@ class Refused(NamedTuple):
     entries: dict[str, Any]
 
 
-def _result(task: "Future[list[Encoded] | Refused]") -> list[Encoded]:
+def _result(task: "Future[list[Result] | Refused]") -> list[Result]:
     try:
         result = task.result()
     except BrokenProcessPool:
@@ -89,10 +103,10 @@ def _killed() -> ConfigError:
     )
 
 
-def _start(encoder: Encoder) -> None:
-    """Initialise a worker: keep the encoder, and end when the preparation does, however that ends."""
-    global _encoder
-    _encoder = encoder
+def _start(work: Callable[[bytes], Any]) -> None:
+    """Initialise a worker: keep its work, and end when the preparation does, however that ends."""
+    global _work
+    _work = work
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -103,11 +117,11 @@ def _start(encoder: Encoder) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _encode(batch: list[bytes]) -> list[Encoded] | Refused:
+def _results(batch: list[bytes]) -> list[Any] | Refused:
     try:
-        return [_encoder.encode(piece) for piece in batch]
+        return [_work(piece) for piece in batch]
     except UserError as error:
         return Refused(type(error), str(error), vars(error))
 
 
-_encoder: Encoder
+_work: Callable[[bytes], Any]

@@ -36,7 +36,7 @@ def impatient(monkeypatch, request):
     monkeypatch.setattr(urls, "STALL_SECONDS", 0.4 if "stall" in (faults or ()) else 20.0)
     monkeypatch.setattr(fetching, "LONGEST_PAUSE", 0.01)
     yield
-    urls._s3.cache_clear()
+    urls._store.cache_clear()
 
 
 @pytest.fixture

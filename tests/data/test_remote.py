@@ -191,7 +191,7 @@ def test_D6_an_index_is_bounded_in_size(server, cache, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("gs://bucket/data", '"gs" is not a kind of URL.*http, https, s3'),
+        ("swift://bucket/data", '"swift" is not a kind of URL.*http, https, s3, gs, az, hf'),
         ("file:///etc", '"file" is not a kind of URL'),
         ("ftp://host/data", '"ftp" is not a kind of URL'),
         ("http://user:secret@host/data", r"^http://host/data: .*no user, password"),

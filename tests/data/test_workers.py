@@ -21,10 +21,10 @@ def test_results_come_in_order_and_errors_are_the_users(monkeypatch):
     monkeypatch.setattr(workers_module, "BATCH_BYTES", 1000)
     draw = random.Random(0)
     pieces = [draw.randbytes(draw.choice([0, 1, 10, 2000])) for _ in range(300)]
-    with Workers(Doubling(), 1) as here:
-        want = [(one.tokens.tolist(), one.raw_bytes, one.words) for one in here.encode(pieces)]
+    with Workers(Doubling().encode, 1) as here:
+        want = [(one.tokens.tolist(), one.raw_bytes, one.words) for one in here.map(pieces)]
         with pytest.raises(DataError, match=r"book\.txt: byte 3 is strange\. Fix it"):
-            list(here.encode([b"refuse"]))
+            list(here.map([b"refuse"]))
     taken = 0
 
     def counted() -> Iterator[bytes]:
@@ -33,20 +33,20 @@ def test_results_come_in_order_and_errors_are_the_users(monkeypatch):
             taken += 1
             yield piece
 
-    with Workers(Doubling(), 2) as two:
+    with Workers(Doubling().encode, 2) as two:
         found = []
-        for one in two.encode(counted()):
+        for one in two.map(counted()):
             found.append((one.tokens.tolist(), one.raw_bytes, one.words))
             assert sum(map(len, pieces[len(found) : taken])) <= 5 * 1000 + 5 * 2000  # 4 tasks, and what begins the next
         assert found == want
-        before = iter(two.encode([b"a", *[b"x" * 1000] * 5, b"refuse", b"b"]))
+        before = iter(two.map([b"a", *[b"x" * 1000] * 5, b"refuse", b"b"]))
         assert [next(before).raw_bytes for _ in range(5)] == [1, *[1000] * 4]
         with pytest.raises(DataError, match=r"^book\.txt: byte 3 is strange\. Fix it$") as caught:
             list(before)
         assert caught.value.path == "book.txt"
-        assert len(list(two.encode(pieces))) == 300
+        assert len(list(two.map(pieces))) == 300
         with pytest.raises(ConfigError, match=r"--workers: a worker process was killed\. Run the command again"):
-            list(two.encode([b"die"]))
+            list(two.map([b"die"]))
 
 
 RUNS = """
@@ -63,8 +63,8 @@ if __name__ == "__main__":
     def pieces():
         yield from [b"x" * 1_000_000] * 4
         time.sleep(60)
-    with Workers(Doubling(), 2) as workers:
-        list(workers.encode(pieces()))
+    with Workers(Doubling().encode, 2) as workers:
+        list(workers.map(pieces()))
 """
 
 

@@ -16,6 +16,7 @@ and may have
     FILES = True: the source is taken file by file, those in zip archives among them, and their names mean something.
         Without it, it is one stream of bytes
     RAW = True: files are taken as they are, neither decompressed nor opened as archives
+    open_source(locations, member, downloads, settings, workers): the source, where `Source.open` is not what reads it
 Adding a corpus is writing that file and naming it here.
 """
 
@@ -28,10 +29,13 @@ from megasparse.data.corpora import (
     cifar10,
     duplication,
     enwik8,
+    huggingface,
     imagenet64,
     images,
+    jsonl,
     pairs,
     parallel,
+    parquet,
     pg19,
     recall,
     text,
@@ -55,6 +59,9 @@ class Corpus(Protocol):
 CORPORA = {
     "enwik8": cast(Corpus, enwik8),
     "text": cast(Corpus, text),
+    "jsonl": cast(Corpus, jsonl),
+    "parquet": cast(Corpus, parquet),
+    "huggingface": cast(Corpus, huggingface),
     "bookcorpus": cast(Corpus, bookcorpus),
     "pg19": cast(Corpus, pg19),
     "wikitext103": cast(Corpus, wikitext103),

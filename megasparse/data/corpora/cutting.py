@@ -8,14 +8,15 @@ from megasparse.errors import ConfigError
 
 PIECE = 1 << 20
 NAMES = ("train", "validation", "test")
+SPLIT = "90,5,5"
 
 
 def add_split_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split",
-        default="90,5,5",
+        default=SPLIT,
         metavar="TRAIN,VALIDATION,TEST",
-        help="percent of the bytes for each split, from first to last (default: 90,5,5)",
+        help="percent of the bytes for each split, from first to last (default: %(default)s)",
     )
 
 
@@ -85,18 +86,22 @@ def cut(
         pass
 
 
-def grouped(pieces: Iterable[bytes], most_bytes: int, most_pieces: int | None = None) -> Iterator[list[bytes]]:
-    """Consecutive pieces in groups of at most so many bytes, unless one piece is larger, and so many pieces."""
-    group: list[bytes] = []
+def lines(pieces: Iterable[bytes], longest: int) -> Iterator[bytes | None]:
+    """Lines without their ends; None for one of more than `longest` bytes, of which nothing is kept."""
+    parts: list[bytes] = []
     size = 0
     for piece in pieces:
-        if group and (size + len(piece) > most_bytes or len(group) == most_pieces):
-            yield group
-            group, size = [], 0
-        group.append(piece)
-        size += len(piece)
-    if group:
-        yield group
+        for number, text in enumerate(piece.split(b"\n")):
+            if number:
+                yield b"".join(parts) if size <= longest else None
+                parts, size = [], 0
+            size += len(text)
+            if size > longest:
+                parts.clear()
+            else:
+                parts.append(text)
+    if size:
+        yield b"".join(parts) if size <= longest else None
 
 
 def _take(stream: ByteStream, stop: int, whole_characters: bool) -> Iterator[bytes]:

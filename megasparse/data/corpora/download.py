@@ -1,4 +1,4 @@
-"""A file from an http(s) URL, downloaded once: an interrupted download goes on where it stopped."""
+"""Files from an http(s) URL or an object store, downloaded once: an interrupted download goes on where it stopped."""
 
 import hashlib
 import json
@@ -8,27 +8,74 @@ import shutil
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from http.client import HTTPException, HTTPResponse
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from tqdm import tqdm
 
 from megasparse.data.files import file_sha256, replacing, sync_folder
-from megasparse.data.urls import http_opener, resumed_at
+from megasparse.data.urls import STORES, Refused, asked, check_url, http_opener, object_store, open_url, resumed_at
 from megasparse.errors import ConfigError, DataError
 
 PIECE = 1 << 20
 TIMEOUT_SECONDS = 60
 LEAST_BYTES = 60_000  # that must come in each such time: a server that drips would hold us up for ever
+AT_ONCE = 8  # objects of a store
+PINNED = re.compile(r"hf://(datasets/|spaces/)?[^/@]+/[^/@]+@[0-9a-f]{40}(/|\Z)")
 
 
 def is_url(location: str) -> bool:
-    """Whether this is a URL. Raises ConfigError for one that is neither http nor https."""
+    """Whether this is a URL. Raises ConfigError for one of a kind that is not read here."""
     scheme, separator, _ = location.partition("://")
-    if separator and scheme.lower() not in ("http", "https"):
-        raise ConfigError("--source", f'"{scheme}" is not a kind of URL we read', "Give a path, or an http(s) URL")
+    if separator and scheme.lower() not in (known := ("http", "https", *STORES)):
+        raise ConfigError("--source", f'"{scheme}" is not a kind of URL we read', f"Known here: {', '.join(known)}")
     return bool(separator)
+
+
+def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[Path, str]]:
+    """(local copy, name) of what a URL stands for: a file; in an object store, a folder too, or a pattern of names.
+
+    suffixes: of a folder, only files whose names end so. Raises ConfigError for a HuggingFace URL without a revision:
+    what is read must stay the same; what `download` raises.
+    """
+    if location.partition("://")[0].lower() not in STORES:
+        path = download(location, folder)
+        return [(path, path.name.partition("-")[2])]
+    if location.startswith("hf://") and not PINNED.match(location):
+        problem = f"{location} names no revision, so that it may be another tomorrow"
+        hint = "Write hf://datasets/OWNER/NAME@REVISION/..., with the 40 digits of a commit"
+        raise ConfigError("--source", problem, hint)
+    try:
+        names = _objects(check_url(location), tuple(suffixes))
+    except (Refused, OSError) as error:
+        problem = f"this cannot be listed: {' '.join(str(error).split())[:200]}"
+        raise DataError(location, problem, "Check the URL, and who may read it") from None
+    if not names:
+        raise DataError(location, "there are no such files", "Check --source")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        copies = list(pool.map(lambda url: download(url, folder), names))
+    return list(zip(copies, names.values(), strict=True))
+
+
+def _objects(url: str, suffixes: tuple[str, ...]) -> dict[str, str]:
+    """URLs of the files that a store has under a URL, or that match it as a pattern, to their names below it."""
+    scheme, system = url.partition("://")[0], object_store(url)
+    base = asked(scheme, lambda: system._strip_protocol(url))
+    if "*" in base:
+        found, base = asked(scheme, lambda: system.glob(base)), base.partition("*")[0].rpartition("/")[0]
+    elif asked(scheme, lambda: system.info(base))["type"] == "file":
+        return {url: PurePosixPath(base).name}
+    else:
+        found = asked(scheme, lambda: system.find(base))
+        found = [name for name in found if not suffixes or name.lower().endswith(suffixes)]
+    below = {name: name.removeprefix(base).lstrip("/") for name in sorted(found)}
+    visible = {name: short for name, short in below.items() if not any(p.startswith(".") for p in short.split("/"))}
+    return {f"{scheme}://{name.lstrip('/')}": short for name, short in visible.items()}
 
 
 def download(url: str, folder: Path) -> Path:
@@ -42,15 +89,16 @@ def download(url: str, folder: Path) -> Path:
     name = f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{re.sub(r'[^A-Za-z0-9._-]', '_', name)[-120:]}"
     copy, record = folder / name, folder / f"{name}.json"
     if not copy.exists():
-        partial = folder / f"{name}.partial"
+        unfinished = folder / f"{name}.partial"
         try:
-            _fetch(url, partial, folder / f"{name}.validator")
-        except (OSError, EOFError, HTTPException, ValueError) as error:
-            have = partial.stat().st_size if partial.exists() else 0
+            fetch = _fetch_object if url.partition("://")[0].lower() in STORES else _fetch
+            fetch(url, unfinished, folder / f"{name}.validator")
+        except (Refused, OSError, EOFError, HTTPException, ValueError) as error:
+            have = unfinished.stat().st_size if unfinished.exists() else 0
             reason = f"{str(error) or type(error).__name__} ({have:,} bytes are here)"
             hint = "Run the command again, it goes on from there; or give the path of a file"
             raise DataError(url, f"the download did not complete: {reason}", hint) from None
-        partial.replace(copy)
+        unfinished.replace(copy)
         sync_folder(folder)
     if not record.exists():
         content = {"url": url, "bytes": copy.stat().st_size, "sha256": file_sha256(copy)}
@@ -61,40 +109,59 @@ def download(url: str, folder: Path) -> Path:
     return copy
 
 
-def _fetch(url: str, partial: Path, validator: Path) -> None:
-    """Append to `partial` what it lacks, or start over where the server's file may be another one by now."""
-    have = partial.stat().st_size if partial.exists() and validator.exists() else 0
+def _fetch(url: str, copy: Path, validator: Path) -> None:
+    """Append to `copy` what it lacks, or start over where the server's file may be another one by now."""
+    have = copy.stat().st_size if copy.exists() and validator.exists() else 0
     headers = {"Range": f"bytes={have}-", "If-Range": validator.read_text()} if have else {}
     request = urllib.request.Request(url, headers={"User-Agent": "megasparse", **headers})
     try:
         response = http_opener().open(request, timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
         if error.code == 416:  # nothing to go on with: what is here is as long as the server's file, or longer
-            partial.unlink()
+            copy.unlink()
         raise
     with response:
         have = resumed_at(response, have)
-        total = have + _length(response)
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(partial.parent, total - have)
-        with partial.open("r+b" if have else "wb") as file:
-            _remember(validator, response)  # after the truncation: what it names is always what is in the file
-            file.seek(have)
-            file.truncate()
-            with tqdm(desc="downloading", total=total, initial=have, unit="B", unit_scale=True, disable=None) as bar:
-                due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
-                while have < total and (piece := response.read1(min(PIECE, total - have))):
-                    have += file.write(piece)
-                    bar.update(len(piece))
-                    if time.monotonic() > due:
-                        if have < min(enough, total):
-                            raise TimeoutError(f"less than {LEAST_BYTES:,} bytes came in {TIMEOUT_SECONDS} s")
-                        due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
-            file.flush()
-            os.fsync(file.fileno())
+        remember = partial(_remember, validator, response)
+        _append(copy, have, have + _length(response), response.read1, remember)
+    validator.unlink(missing_ok=True)
+
+
+def _fetch_object(url: str, copy: Path, validator: Path) -> None:
+    """Do as `_fetch` does with a file of an object store."""
+    key = asked(url.partition("://")[0], lambda: str(object_store(url).ukey(url)))
+    have = copy.stat().st_size if copy.exists() and validator.exists() and validator.read_text() == key else 0
+    with closing(open_url(url, have)) as body:
+        if body.size is None:
+            raise ValueError("the store does not say how long the file is")
+        _append(copy, have, body.size, body.stream.read, partial(validator.write_text, key))
+    validator.unlink(missing_ok=True)
+
+
+def _append(copy: Path, have: int, total: int, read: Callable[[int], bytes], remember: Callable[[], object]) -> None:
+    """Keep the first `have` bytes of a copy and add what is read, up to `total`. Raises OSError, EOFError.
+
+    remember: called once the file has only what is kept, so that what it notes is always of what is in the file.
+    """
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(copy.parent, total - have)
+    with copy.open("r+b" if have else "wb") as file:
+        remember()
+        file.seek(have)
+        file.truncate()
+        with tqdm(desc="downloading", total=total, initial=have, unit="B", unit_scale=True, disable=None) as bar:
+            due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
+            while have < total and (piece := read(min(PIECE, total - have))):
+                have += file.write(piece)
+                bar.update(len(piece))
+                if time.monotonic() > due:
+                    if have < min(enough, total):
+                        raise TimeoutError(f"less than {LEAST_BYTES:,} bytes came in {TIMEOUT_SECONDS} s")
+                    due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
+        file.flush()
+        os.fsync(file.fileno())
     if have < total:
         raise EOFError(f"the connection ended after {have:,} of {total:,} bytes")
-    validator.unlink(missing_ok=True)
 
 
 def _remember(validator: Path, response: HTTPResponse) -> None:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from megasparse.data.corpora.cutting import PIECE, grouped, text_pieces
+from megasparse.data.corpora.cutting import PIECE, text_pieces
 from megasparse.data.corpora.source import Part, Source
+from megasparse.data.workers import grouped
 
 ENDS = ("empty-lines", "files", "doc-tags")
 """Ways to end a document besides its file: an empty line (a sentence a line, as BookCorpus comes); nothing (empty lines

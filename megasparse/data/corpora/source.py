@@ -21,7 +21,8 @@ from typing import IO, Literal, cast
 
 from tqdm import tqdm
 
-from megasparse.data.corpora.download import download, is_url
+from megasparse.data.corpora.arrow import open_zstd
+from megasparse.data.corpora.download import download_all, is_url
 from megasparse.errors import ConfigError, DataError, did_you_mean
 
 PIECE = 1 << 20
@@ -30,7 +31,7 @@ BOMB_BYTES, BOMB_RATIO = 1 << 30, 200
 Document = Iterable[bytes]
 Kind = Literal["stream", "files", "raw"]
 Opener = Callable[[IO[bytes]], IO[bytes]]
-DECOMPRESS = cast(dict[str, Opener], {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open})
+DECOMPRESS = cast(dict[str, Opener], {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstd})
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """Exceptions for a file that is missing, damaged, encrypted, or compressed in an unknown way."""
 INTACT = "Check that it is complete and of the kind its name says"
@@ -38,12 +39,20 @@ INTACT = "Check that it is complete and of the kind its name says"
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a corpus that is read from a source and cut into samples."""
-    parser.add_argument("--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order")
+    add_source_argument(parser)
     parser.add_argument(
         "--member",
         metavar="NAME",
         help="which file of a zip archive, where it has several; docs/*.txt: all that match, by path",
     )
+    add_sample_argument(parser)
+
+
+def add_source_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order")
+
+
+def add_sample_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample-bytes",
         type=positive,
@@ -94,7 +103,7 @@ class Part:
     def pieces(self) -> Iterator[bytes]:
         """Its content, up to 1 MiB at a time. Raises DataError when it is not what `Source.open` read."""
         crc32 = 0
-        for piece in _read(self):
+        for piece in read(self):
             crc32 = zlib.crc32(piece, crc32)
             yield piece
         if crc32 != self.crc32:
@@ -129,7 +138,7 @@ class Source:
         apart, all members of archives among them; "raw", files as they are. Raises DataError naming the file that
         cannot be read, or the source that is empty.
         """
-        found = [(file, name) for location in locations for file, name in _files(location, downloads)]
+        found = find_parts(locations, member, downloads, kind)
         sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
         with tqdm(desc="reading the source", unit="B", unit_scale=True, disable=None) as bar:
 
@@ -138,7 +147,7 @@ class Source:
                 md5.update(piece)
                 bar.update(len(piece))
 
-            parts = [_examine(part, see) for file, name in found for part in _parts(file, name, member, kind)]
+            parts = [_examine(part, see) for part in found]
         full = tuple(part for part in parts if part.size)
         if locations and not full:
             raise DataError(" ".join(locations), "there is nothing in it", "Check --source")
@@ -146,7 +155,7 @@ class Source:
         return cls(
             locations=tuple(locations),
             member=member,
-            files=tuple(file for file, _ in found),
+            files=tuple(dict.fromkeys(part.path for part in found)),
             parts=full,
             empty=tuple(str(part) for part in parts if not part.size),
             total_bytes=sum(part.size for part in full),
@@ -174,11 +183,24 @@ class Source:
                 raise DataError(str(part), problem, "Remove it: no text has it")
 
 
-def _files(location: str, downloads: Path) -> list[tuple[Path, str]]:
+def find_parts(
+    locations: Sequence[str], member: str | None, downloads: Path, kind: Kind, suffixes: Sequence[str] = ()
+) -> list[Part]:
+    """Every file of a source, downloaded into `downloads` where it is a URL, not yet read; `Source.open` says of what
+    kinds. suffixes: of a folder, only files whose names end so.
+    """
+    return [
+        part
+        for location in locations
+        for file, name in _files(location, downloads, tuple(suffixes))
+        for part in _parts(file, name, member, kind)
+    ]
+
+
+def _files(location: str, downloads: Path, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
     """(path, name below the location) of what a location stands for, in a folder sorted without hidden files."""
     if is_url(location):
-        path = download(location, downloads)
-        return [(path, path.name.partition("-")[2])]
+        return download_all(location, downloads, suffixes)
     path = Path(location)
     if not path.exists():
         raise DataError(location, "there is no such file or folder", "Check --source")
@@ -188,9 +210,11 @@ def _files(location: str, downloads: Path) -> list[tuple[Path, str]]:
         raise DataError(location, "the output is inside this folder", "Choose an --output outside of the source")
     inside = sorted(p for p in path.rglob("*") if p.is_file())
     files = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-    if not files:
-        raise DataError(location, "there are no files in this folder", "Check --source")
-    return [(p, p.relative_to(path).as_posix()) for p in files]
+    named = [p for p in files if p.name.lower().endswith(suffixes)] if suffixes else files
+    if not named:
+        what = f"files named *{', *'.join(suffixes)}" if files else "files"
+        raise DataError(location, f"there are no {what} in this folder", "Check --source")
+    return [(p, p.relative_to(path).as_posix()) for p in named]
 
 
 def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Part]:
@@ -241,7 +265,7 @@ def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
     """The part with size, digest and offsets of its content; `see` is called with each piece of that."""
     size, crc32, not_utf8, zero = 0, 0, None, None
     decoder = codecs.getincrementaldecoder("utf-8")()
-    for piece in chain(_read(part), [b""]):
+    for piece in chain(read(part), [b""]):
         see(piece)
         if not_utf8 is None and not part.raw:
             try:
@@ -254,7 +278,8 @@ def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
     return replace(part, size=size, crc32=crc32, not_utf8=not_utf8, zero=zero)
 
 
-def _read(part: Part) -> Iterator[bytes]:
+def read(part: Part) -> Iterator[bytes]:
+    """The content of a part, decompressed, up to 1 MiB at a time. Raises DataError when it cannot be read."""
     try:
         compressed, size = part.path.stat().st_size, 0
         with ExitStack() as stack:

@@ -1,0 +1,308 @@
+"""Texts in records of files (objects of JSON lines, rows of tables): each record is a document.
+
+All files are read once before anything is written, each by one of the worker processes: which texts are fit, their
+lengths and, to leave out exact copies, a digest of 128 bits each. In memory are 8 bytes a text, and 16 more for its
+digest. A text belongs to the split that its first byte lies in, of those that are kept, or to its file's own split.
+"""
+
+import argparse
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from megasparse.data.corpora.cutting import SPLIT, split_at, split_sizes, text_pieces
+from megasparse.data.corpora.source import Document, Part, Source, add_tokenizer_argument, positive
+from megasparse.data.text_encoder import TextEncoder
+from megasparse.data.workers import Workers
+from megasparse.errors import ConfigError, DataError
+
+MOST_DAMAGED = 0.01
+"""Part of the records that may be damaged: with more, the source is not what it was taken for."""
+COPY = "copy of an earlier one"
+DIGEST_BYTES = 16
+LENGTH_BYTES = 8  # before each text, where a source's digest is taken: texts that are cut otherwise are others
+
+
+class Unfit(NamedTuple):
+    """Why a record is left out."""
+
+    reason: str
+    damaged: bool = False
+    """It is not what a record should be; otherwise nobody wants it."""
+
+
+Texts = Callable[[Part, str], Iterator[tuple[int, bytes | Unfit]]]
+"""(file, column) to (place of the record from 1 on, its text in UTF-8 or why it has none), in order."""
+EMPTY = Unfit("empty")
+NOT_UTF8 = Unfit("not UTF-8", damaged=True)
+ZERO = Unfit("byte 0, which stands between documents", damaged=True)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Texts of files that are fit. Pickled to the worker processes."""
+
+    texts: Texts
+    column: str
+    least: int
+    most: float
+    zeros: bool
+    """Texts may have the byte 0."""
+
+    @classmethod
+    def of(cls, texts: Texts, settings: Mapping[str, Any]) -> "Reader":
+        """The reader that a corpus' settings ask for. Raises ConfigError for lengths that no text has."""
+        least, most = settings.get("min_bytes") or 1, settings.get("max_bytes") or float("inf")
+        if least > most:
+            raise ConfigError("--min-bytes", f"{least} is above --max-bytes {most}", "Give a smaller one")
+        return cls(texts, settings["column"], least, most, settings.get("tokenizer", "bytes") != "bytes")
+
+    def read(self, part: Part) -> Iterator[tuple[int, bytes | Unfit]]:
+        for place, text in self.texts(part, self.column):
+            yield place, text if isinstance(text, Unfit) else self._unfit(text) or text
+
+    def _unfit(self, text: bytes) -> Unfit | None:
+        if not text.strip():
+            return EMPTY
+        if not self.zeros and 0 in text:
+            return ZERO
+        if len(text) < self.least:
+            return Unfit(f"shorter than {self.least} bytes")
+        if len(text) > self.most:
+            return Unfit(f"longer than {self.most} bytes")
+        return None
+
+
+class Examined(NamedTuple):
+    """What was found in a file."""
+
+    lengths: np.ndarray
+    """Bytes of each fit text: int64 (texts,)."""
+    copies: np.ndarray
+    """Digest of each, where copies are looked for: S16 (texts,), or (0,)."""
+    unfit: Counter[Unfit]
+    first_damaged: tuple[int, Unfit] | None
+    """Place of the first damaged record."""
+    sha256: bytes
+    """Digest of all fit texts and their lengths."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The work of a worker process: reads the file of a number."""
+
+    parts: Sequence[Part]
+    reader: Reader
+    copies: bool
+    """Take digests, by which copies are found."""
+
+    def __call__(self, number: bytes) -> Examined:
+        lengths: list[int] = []
+        digests = bytearray()
+        unfit: Counter[Unfit] = Counter()
+        first, whole = None, hashlib.sha256()
+        for place, text in self.reader.read(self.parts[int(number)]):
+            if isinstance(text, Unfit):
+                unfit[text] += 1
+                first = first or ((place, text) if text.damaged else None)
+                continue
+            lengths.append(len(text))
+            _add(whole, text)
+            if self.copies:
+                digests += hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
+        copies = np.frombuffer(bytes(digests), dtype=f"S{DIGEST_BYTES}")
+        return Examined(np.asarray(lengths, dtype=np.int64), copies, unfit, first, whole.digest())
+
+
+@dataclass(frozen=True)
+class RecordSource(Source):
+    """Files of records, each read once."""
+
+    reader: Reader = field(kw_only=True)
+    examined: tuple[Examined, ...] = field(kw_only=True)
+    kept: tuple[np.ndarray, ...] = field(kw_only=True)
+    """Whether each fit text of a file is kept: bool (texts,)."""
+    own: tuple[str, ...] | None = field(kw_only=True)
+    """Split of each file, where the source has its own."""
+    facts: Mapping[str, Any] = field(kw_only=True)
+    """What index.json says of it besides."""
+
+    @classmethod
+    def examine(
+        cls,
+        locations: Sequence[str],
+        parts: Sequence[Part],
+        texts: Texts,
+        settings: Mapping[str, Any],
+        workers: int,
+        *,
+        member: str | None = None,
+        own: Sequence[str] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> "RecordSource":
+        """Read all files, in `workers` processes, and choose the texts that the corpus' settings ask for.
+
+        Raises ConfigError for settings that no text fits; DataError where a file cannot be read, where more records
+        are damaged than MOST_DAMAGED, or where no text is left.
+        """
+        reader, copies = Reader.of(texts, settings), bool(settings["deduplicate"])
+        with Workers(Examination(tuple(parts), reader, copies), min(workers, len(parts)), task_pieces=1) as pool:
+            numbers = (str(number).encode() for number in range(len(parts)))
+            found = list(tqdm(pool.map(numbers), "reading the source", len(parts), unit="file", disable=None))
+        _refuse_damaged(parts, found)
+        kept = _first_copies(found) if copies else [np.ones(len(each.lengths), dtype=bool) for each in found]
+        total = sum(int(each.lengths[keep].sum()) for each, keep in zip(found, kept, strict=True))
+        if not total:
+            why = _shown(sum((each.unfit for each in found), Counter()))
+            raise DataError(" ".join(locations), f"no text is left of it ({why or 'no records'})", "Check --source")
+        digest = hashlib.sha256(b"".join(each.sha256 for each in found))
+        digest.update("".join(f"{name}\0" for name in own or ()).encode())
+        return cls(
+            locations=tuple(locations),
+            member=member,
+            files=tuple(dict.fromkeys(part.path for part in parts)),
+            parts=tuple(parts),
+            empty=(),
+            total_bytes=total,
+            sha256=digest.hexdigest(),
+            md5="",
+            layout=None,
+            reader=reader,
+            examined=tuple(found),
+            kept=tuple(kept),
+            own=None if own is None else tuple(own),
+            facts=dict(facts or {}),
+        )
+
+    def texts(self, number: int) -> Iterator[bytes]:
+        """The texts that are kept of a file. Raises DataError where they are not those that `examine` read."""
+        kept, whole = iter(self.kept[number].tolist()), hashlib.sha256()
+        for _, text in self.reader.read(self.parts[number]):
+            if not isinstance(text, Unfit):
+                _add(whole, text)
+                if next(kept, False):
+                    yield text
+        if whole.digest() != self.examined[number].sha256:
+            problem = "it changed while it was read"
+            raise DataError(str(self.parts[number]), problem, "Leave it alone and run the command again")
+
+    def lengths(self) -> Iterator[tuple[str | None, np.ndarray]]:
+        """(own split, bytes of each kept text) of each file."""
+        own = self.own or [None] * len(self.parts)
+        for name, found, keep in zip(own, self.examined, self.kept, strict=True):
+            yield name, found.lengths[keep]
+
+    def left_out(self) -> dict[str, int]:
+        """Records by the reason for which they are left out."""
+        counts: Counter[str] = Counter()
+        for each in self.examined:
+            counts.update({unfit.reason: count for unfit, count in each.unfit.items()})
+        if copies := sum(int((~keep).sum()) for keep in self.kept):
+            counts[COPY] = copies
+        return dict(sorted(counts.items()))
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options by which texts are chosen and made into tokens."""
+    parser.add_argument("--min-bytes", type=positive, metavar="N", help="leave out texts of less")
+    parser.add_argument("--max-bytes", type=positive, metavar="N", help="leave out texts of more")
+    parser.add_argument("--deduplicate", action="store_true", help="leave out exact copies of earlier texts")
+    add_tokenizer_argument(parser)
+
+
+def add_column_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--column", default="text", metavar="NAME", help="column of the texts (default: %(default)s)")
+
+
+def from_values(values: Iterable[bytes | None]) -> Iterator[tuple[int, bytes | Unfit]]:
+    """Texts as `Texts` yields them, of the values of a table's column."""
+    for place, value in enumerate(values, 1):
+        if value is None:
+            yield place, EMPTY
+            continue
+        try:
+            value.decode()
+            yield place, value
+        except UnicodeDecodeError:
+            yield place, NOT_UTF8
+
+
+def encoder(settings: Mapping[str, Any]) -> TextEncoder:
+    return TextEncoder(settings.get("tokenizer", "bytes"), documents=True)
+
+
+def about(source: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of records, documents of each split, and reasons. Raises DataError for a split that gets no document."""
+    assert isinstance(source, RecordSource)
+    counts = documents(source, settings)
+    for name, count in counts.items():
+        if not count:
+            problem = f"{sum(counts.values())} documents are too few to give {name} any"
+            raise DataError(source.name, problem, "Give more, or another --split, such as 100,0,0")
+    left_out = source.left_out()
+    records = sum(counts.values()) + sum(left_out.values())
+    return {**source.facts, "records": records, "documents": counts, "left_out": left_out}
+
+
+def documents(source: RecordSource, settings: Mapping[str, Any]) -> dict[str, int]:
+    """Documents of each split. Raises ConfigError for a bad --split."""
+    if source.own:
+        counts: Counter[str] = Counter()
+        for name, lengths in source.lengths():
+            counts[str(name)] += len(lengths)
+        return dict(counts)
+    sizes = split_sizes(settings["split"] or SPLIT, source.total_bytes)
+    lengths = np.concatenate([found for _, found in source.lengths()])
+    places = np.searchsorted(np.cumsum(list(sizes.values())), np.cumsum(lengths) - lengths, side="right")
+    return dict(zip(sizes, np.bincount(places, minlength=len(sizes)).tolist(), strict=True))
+
+
+def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Document]]]:
+    """The splits, each with its texts in the order of the files. Raises ConfigError for a bad --split."""
+    assert isinstance(source, RecordSource)
+    sizes = None if source.own else split_sizes(settings["split"] or SPLIT, source.total_bytes)
+    for name, texts in groupby(_labelled(source, sizes), key=itemgetter(0)):
+        yield name, (text_pieces([text]) for _, text in texts)
+
+
+def _labelled(source: RecordSource, sizes: Mapping[str, int] | None) -> Iterator[tuple[str, bytes]]:
+    start = 0
+    for number in range(len(source.parts)):
+        for text in source.texts(number):
+            yield source.own[number] if source.own else split_at(start, sizes or {}), text
+            start += len(text)
+
+
+def _add(digest: "hashlib._Hash", text: bytes) -> None:
+    digest.update(len(text).to_bytes(LENGTH_BYTES, "little"))
+    digest.update(text)
+
+
+def _first_copies(found: Sequence[Examined]) -> list[np.ndarray]:
+    """Which texts are the first of their content, for each file."""
+    copies = np.concatenate([each.copies for each in found])
+    first = np.zeros(len(copies), dtype=bool)
+    first[np.unique(copies, return_index=True)[1]] = True
+    return np.split(first, np.cumsum([len(each.copies) for each in found])[:-1])
+
+
+def _refuse_damaged(parts: Sequence[Part], found: Sequence[Examined]) -> None:
+    records = sum(len(each.lengths) + each.unfit.total() for each in found)
+    damaged = sum(count for each in found for unfit, count in each.unfit.items() if unfit.damaged)
+    if damaged <= MOST_DAMAGED * records:
+        return
+    places = ((part, each.first_damaged) for part, each in zip(parts, found, strict=True))
+    part, (place, unfit) = next((part, first) for part, first in places if first)
+    problem = f"{damaged:,} of {records:,} records are damaged, the first is record {place} here: {unfit.reason}"
+    raise DataError(str(part), problem, f"Up to {MOST_DAMAGED:.0%} are left out; check the source and its column")
+
+
+def _shown(unfit: Counter[Unfit]) -> str:
+    return ", ".join(f"{count:,} {why.reason}" for why, count in sorted(unfit.items()))
