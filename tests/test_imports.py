@@ -23,7 +23,8 @@ for floor in ("evaluation", "planning", "hub"):
 MAY_IMPORT["benchmarks"] = ALL_BELOW | {"planning", "evaluation"}
 MAY_IMPORT["tasks"] = ALL_BELOW | {"evaluation", "planning", "hub"}  # it starts from their models, and plans them
 MAY_IMPORT["runs"] = ALL_BELOW | {"evaluation", "planning", "hub", "tasks"}
-MAY_IMPORT["cli"] = {*MAY_IMPORT["runs"], "benchmarks", "report", "runs"}
+MAY_IMPORT["claims"] = {*MAY_IMPORT["runs"], "benchmarks", "runs"}
+MAY_IMPORT["cli"] = {*MAY_IMPORT["claims"], "report", "claims"}
 MAY_IMPORT["__main__"] = {"cli"}
 
 

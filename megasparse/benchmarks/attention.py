@@ -112,10 +112,10 @@ def measure(case: Case) -> Measurement:
         run()
     testing = peak(device) - before
     times = [s[0] for s in seconds], [s[1] for s in seconds]
-    return Measurement(*times, extra, testing, _kept(run), least(case, device), note)
+    return Measurement(*times, extra, testing, kept_bytes(run), least(case, device), note)
 
 
-def _kept(run: Pass) -> int:
+def kept_bytes(run: Pass) -> int:
     """Bytes of the tensors that a forward pass keeps for its backward, each once."""
     kept: dict[int, Tensor] = {}
 

@@ -35,6 +35,7 @@ COMMANDS = {
     "attention-quality": "measure how well hashes find a trained model's attention",
     "attention-coverage": "measure what share of full attention windows, hashes and n-grams cover",
     "repetitions": "measure how far back a corpus repeats itself",
+    "reproduce": "try the papers' claims: verified, refuted or not attempted",
     "compare": "train and evaluate several attention mechanisms alike",
     "sweep": "fine-tune with every combination of some settings",
     "compare-trainer": "fine-tune with transformers' Trainer, to compare with",

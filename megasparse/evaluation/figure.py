@@ -16,7 +16,7 @@ def new_figure(columns: int) -> tuple[Any, list[Any]]:
     except ImportError:
         raise ConfigError("matplotlib", "is not installed", "pip install matplotlib") from None
     figure = Figure(figsize=(8.2, 3.1), layout="constrained")
-    return figure, list(figure.subplots(1, columns))
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
 def save_figure(figure: Any, path: Path) -> None:

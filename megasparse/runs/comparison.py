@@ -31,6 +31,24 @@ def compare(
 ) -> list[str]:
     """Train and evaluate what is not done yet, into `output`. Returns the table, which OUTPUT/table.md holds, too.
 
+    The arguments are those of `train_all`.
+    """
+    lines = table(train_all(comparison, output, arms, seeds, overrides, jobs))
+    (output / "table.md").write_text("\n".join(lines) + "\n")
+    return lines
+
+
+def train_all(
+    comparison: dict[str, Any],
+    output: Path,
+    arms: Sequence[str] | None = None,
+    seeds: Sequence[int] = (0,),
+    overrides: Sequence[str] = (),
+    jobs: int = 1,
+) -> dict[str, list[dict[str, float]]]:
+    """Train and evaluate what is not done yet, into `output`. Returns by arm, or by "arm; evaluation" where there are
+    several, what `train_and_evaluate` returns of each seed.
+
     comparison: as `load` returns it. arms: only these, in place of all. overrides: `section.key=value` for all runs.
     jobs: runs at a time, each on one CPU thread. Raises UserError where a command fails.
     """
@@ -50,14 +68,11 @@ def compare(
         futures = {(name, seed): pool.submit(run, name, seed) for name, seed in runs}
         found = {key: future.result() for key, future in futures.items()}
     progress.close()
-    rows = {
+    return {
         f"{name}; {evaluation}" if evaluation else name: [found[name, seed][evaluation] for seed in seeds]
         for name in chosen_arms
         for evaluation in evaluations(comparison)
     }
-    lines = table(rows)
-    (output / "table.md").write_text("\n".join(lines) + "\n")
-    return lines
 
 
 def commands(

@@ -1,0 +1,39 @@
+"""All claims, in the order of the report."""
+
+from megasparse.claims import lsh, reversible, trained, yoso
+from megasparse.claims.claim import Claim
+from megasparse.errors import ConfigError
+
+
+def _open(name: str, paper: str, says: str, missing: str) -> Claim:
+    return Claim(name, paper, says, rule="none yet", budgets={}, missing=missing)
+
+
+CLAIMS = (
+    trained.DUPLICATION,
+    trained.BLOCKS,
+    reversible.REVERSIBLE,
+    lsh.ROUNDS,
+    lsh.COST,
+    yoso.ESTIMATOR,
+    yoso.LENGTHS,
+    yoso.GRADIENT,
+    yoso.MEMORY,
+    _open("enwik8", "Reformer, section 5", "1.19 and 1.05 bits/dim on enwik8.", "23 and 150 hours of an A100, enwik8"),
+    _open("imagenet64", "Reformer, Figure 4", "8 rounds nearly match full attention.", "160 hours of an A100, images"),
+    _open("lha_utility", "LHA, Figure 2", "Learned hashes find more attention than LSH.", "three seeds of 10 minutes"),
+    _open("lha_wikitext", "LHA, Table 2", "Local and LHA match full attention on WikiText-103.", "WikiText-103, a GPU"),
+    _open("listops", "LHA, Table 3; YOSO, Table 5", "Within 1.5 points of full attention.", "a GPU for the lengths"),
+    _open("glue", "YOSO, Tables 1 and 2", "GLUE as BERT's after pretraining.", "500,000 steps of pretraining, GLUE"),
+    _open("sketch_ranks", "Smart Bird, Figure 5", "A narrow sketch ranks keys as a wide one.", "a trained classifier"),
+    _open("samplers", "Smart Bird, Figure 4", "Sampling by the sketch beats random keys.", "five samplers"),
+)
+
+
+def find(names: list[str] | None) -> list[Claim]:
+    """The claims of these names, or all. Raises ConfigError for an unknown one."""
+    known = {claim.name: claim for claim in CLAIMS}
+    for name in names or []:
+        if name not in known:
+            raise ConfigError("--only", f'there is no claim "{name}"', f"Choose among {', '.join(known)}")
+    return [known[name] for name in names or known]

@@ -1,0 +1,193 @@
+"""Claims: what a trial measures holds against definitions, judges can refute, and an interrupted command goes on."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megasparse.callbacks import silent
+from megasparse.claims import lsh, reversible, trained, yoso
+from megasparse.claims.claim import Claim, Judgement, Trial
+from megasparse.claims.page import write_page
+from megasparse.claims.registry import CLAIMS
+from megasparse.claims.reproduction import reproduce, results
+from megasparse.cli import reproduce as program
+from tests.helpers.commands import refused, run
+
+SMALL = {
+    "yoso_estimator": {"length": 64, "most_hashes": 64, "draws": 8},
+    "yoso_lengths": {"lengths": [64, 128], "draws": 2},
+    "yoso_gradient": {"length": 32, "draws": 64},
+    "yoso_memory": {"lengths": [256, 512], "heads": 2},
+    "lsh_rounds": {"length": 256, "chunk": 16, "rounds": [1, 2, 8]},
+    "lsh_cost": {"lengths": [1024, 2048], "tokens": 2048, "heads": 2},
+    "reversible": {"layers": [2, 4], "length": 1024},
+}
+"""Smaller trials, where the rules hold that need no size."""
+
+
+def trial(claim, folder, seed=0, **changes):
+    return Trial({**claim.budgets["cpu"], **changes}, seed, folder, silent)
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "yoso_memory"])
+def test_a_small_trial_is_verified_and_drawn(name, tmp_path):
+    claim = next(claim for claim in CLAIMS if claim.name == name)
+    runs = [claim.measure(trial(claim, tmp_path, seed, **SMALL[name])) for seed in claim.seeds]
+    assert claim.judge(json.loads(json.dumps(runs))).verified
+    assert claim.draw(runs).curves
+
+
+def test_sampled_weights_are_shares_of_collisions(tmp_path):
+    own = trial(yoso.ESTIMATOR, tmp_path, length=16)
+    q, k = yoso.pair(own, 16)
+    weights = yoso.collisions(own, q, k, hashes=4, draw=0)
+    a, b = (yoso.codes(own, x, 4, 0)[0, 0] for x in (q, k))
+    for i, j in ((0, 0), (3, 7), (15, 2)):
+        assert weights[i, j] == sum(bool(a[h, i] == b[h, j]) for h in range(4)) / 4
+
+
+def test_what_softmax_keeps_grows_with_the_square(tmp_path):
+    kept = yoso.measure_memory(trial(yoso.MEMORY, tmp_path, **SMALL["yoso_memory"]))["kept"]
+    assert kept["YOSO"][1] == 2 * kept["YOSO"][0]
+    assert kept["softmax, whole matrix"][1] > 3 * kept["softmax, whole matrix"][0]
+
+
+def test_bound_and_derivative_are_those_of_the_paper(tmp_path):
+    found = yoso.measure_gradient(trial(yoso.GRADIENT, tmp_path, length=8, draws=2, code_bits=4))
+    x = found["cosines"][30]
+    probability = 1 - math.acos(x) / math.pi
+    assert found["bound"][30] == pytest.approx(2 * probability**4)
+    assert found["true"][30] == pytest.approx(4 * probability**3 / (math.pi * math.sqrt(1 - x * x)))
+
+
+BIASED = {"hashes": [1, 2, 4], "error": [0.4, 0.4 * 2**-0.5, 0.2], "biases": [0.01, 0.011, 0.009], "mean_weight": 0.1}
+UNBIASED = {**BIASED, "biases": [0.01, -0.011, 0.002]}
+SLOW = {**UNBIASED, "error": [0.4, 0.35, 0.3]}
+ROUNDS = {"rounds": [1, 8], **{f"{kind} {key}": [2.0, 1.0] for kind in lsh.INPUTS for key in ("error", "mass")}}
+GROWING = {"lengths": [1, 2], "LSH, bytes": [1.0, 1.0], "LSH, FLOPs": [1.0, 1.3], "full, FLOPs": [1.0, 2.0]}
+DEEP = {"layers": [2, 4], "reversible": [10, 12], "ordinary": [10, 20], "error": 0.0}
+GRADIENTS = {"shares": [1.0, 1.1, 0.9], "finite": True, "true_at_1": "inf", "bound_below": True}
+KEPT = {"lengths": [512, 1024], "kept": {"YOSO": [10, 20], "softmax, whole matrix": [80, 300]}}
+
+
+@pytest.mark.parametrize(
+    ("judge", "numbers", "verified"),
+    [
+        (yoso.judge_estimator, UNBIASED, True),
+        (yoso.judge_estimator, BIASED, False),
+        (yoso.judge_estimator, SLOW, False),
+        (yoso.judge_lengths, {"lengths": [1, 2], "error": [1.0, 1.19]}, True),
+        (yoso.judge_lengths, {"lengths": [1, 2], "error": [1.0, 1.21]}, False),
+        (yoso.judge_gradient, GRADIENTS, True),
+        (yoso.judge_gradient, {**GRADIENTS, "shares": [1.1, 1.11, 1.12]}, False),
+        (yoso.judge_gradient, {**GRADIENTS, "finite": False}, False),
+        (yoso.judge_gradient, {**GRADIENTS, "bound_below": False}, False),
+        (yoso.judge_memory, KEPT, True),
+        (yoso.judge_memory, {**KEPT, "kept": {**KEPT["kept"], "YOSO": [10, 22]}}, False),
+        (lsh.judge_rounds, ROUNDS, False),
+        (lsh.judge_rounds, {**ROUNDS, "random mass": [0.1, 0.2], "clustered mass": [0.1, 0.2]}, True),
+        (lsh.judge_cost, GROWING, False),
+        (lsh.judge_cost, {**GROWING, "LSH, FLOPs": [1.0, 1.1]}, True),
+        (reversible.judge, DEEP, False),
+        (reversible.judge, {**DEEP, "reversible": [10, 10]}, True),
+        (reversible.judge, {**DEEP, "reversible": [10, 10], "error": 1e-4}, False),
+    ],
+)
+def test_judges_can_say_either(judge, numbers, verified):
+    assert judge([numbers]).verified == verified
+
+
+def duplication(**accuracies):
+    """All at 100 %, but what is named, as LSH_4__LSH_8 for a model trained with 4 rounds and evaluated with 8."""
+    columns = ["full", *(f"LSH-{rounds}" for rounds in trained.ROUNDS)]
+    run = {f"{arm}; {column}": {"accuracy": 1.0} for arm in trained.TRAINED for column in columns}
+    run["full; LSH-1"] = {"accuracy": 0.9}
+    return run | {name.replace("__", "; ").replace("_", "-"): {"accuracy": x} for name, x in accuracies.items()}
+
+
+def test_the_rule_of_duplication():
+    assert trained.judge_duplication([duplication()]).verified
+    assert not trained.judge_duplication([duplication(LSH_4__LSH_8=0.998)]).verified
+    assert not trained.judge_duplication([duplication(LSH_1__LSH_1=0.89)]).verified
+    assert not trained.judge_duplication([duplication(LSH_2__LSH_4=0.99)]).verified
+
+
+def test_the_rule_of_shared_queries():
+    def runs(behind):
+        return [
+            {"regular": {"loss": x}, "shared QK": {"loss": x + behind}, "reversible": {"loss": x}}
+            for x in (1.0, 1.1, 1.2)
+        ]
+
+    assert trained.judge_blocks(runs(0.19)).verified and not trained.judge_blocks(runs(0.21)).verified
+
+
+def test_trials_of_trained_models_name_comparisons_whose_models_can_be_built():
+    for claim in (trained.DUPLICATION, trained.BLOCKS):
+        for settings in claim.budgets.values():
+            claim.check(settings)
+    evaluated = trained.comparison_of(trained.DUPLICATION.budgets["cpu"])["evaluate"]
+    assert all(arguments[-2:] == ["--hash-seeds", "8"] for arguments in evaluated.values())
+
+
+@pytest.fixture
+def counted():
+    """A claim whose trials write down their seeds."""
+    called = []
+
+    def measure(trial):
+        called.append(trial.seed)
+        return {"x": trial.seed}
+
+    return called, Claim(
+        "counted",
+        "a paper",
+        "says <this>",
+        "a rule",
+        {"cpu": {"minutes": 1}},
+        measure,
+        lambda runs: Judgement(sum(run["x"] for run in runs) == 3, "the sum is 3", [["x"], ["3"]]),
+    )
+
+
+def test_what_is_done_is_not_done_again_unless_its_settings_change(counted, tmp_path):
+    called, claim = counted
+    reproduce([replace(claim, seeds=(0, 1))], "cpu", tmp_path, silent)
+    reproduce([claim], "cpu", tmp_path, silent)
+    assert called == [0, 1, 2]
+    reproduce([replace(claim, budgets={"cpu": {"minutes": 2}})], "cpu", tmp_path, silent)
+    assert called == [0, 1, 2, 0, 1, 2]
+    reproduce([claim], "gpu", tmp_path, silent)
+    assert len(called) == 6
+    record = json.loads((tmp_path / "counted" / "seed-1.json").read_text())
+    assert record["seed"] == 1 and record["numbers"] == {"x": 1} and record["machine"]["torch"] == torch.__version__
+
+
+def test_a_claim_is_judged_when_all_of_its_seeds_are_there(counted, tmp_path):
+    _, claim = counted
+    reproduce([replace(claim, seeds=(0, 2))], "cpu", tmp_path, silent)
+    (known,) = results([claim], "cpu", tmp_path)
+    assert (known["status"], known["missing"]) == ("not attempted", "2 of 3 seeds are there")
+    reproduce([claim], "cpu", tmp_path, silent)
+    (known,) = results([claim], "cpu", tmp_path)
+    assert (known["status"], known["sentence"]) == ("verified", "the sum is 3")
+    assert results([claim], "gpu", tmp_path)[0]["status"] == "not attempted"
+    paths = write_page([claim], [known], tmp_path)
+    texts = [path.read_text() for path in paths]
+    assert json.loads(texts[0])[0]["trials"][2]["numbers"] == {"x": 2}
+    assert "| ✓ | counted | a paper | the sum is 3 |" in texts[1] and "says &lt;this&gt;" in texts[2]
+
+
+def test_the_command_lists_measures_and_refuses(capsys, tmp_path, monkeypatch, counted):
+    monkeypatch.setattr("megasparse.claims.registry.CLAIMS", (counted[1],))
+    run(program, "--list")
+    run(program, "--dry-run", "--output", tmp_path)
+    assert counted[0] == []
+    run(program, "--output", tmp_path)
+    said = capsys.readouterr().out
+    assert "rule: a rule" in said and "counted, seed 2: {'minutes': 1}" in said
+    assert "verified       counted: the sum is 3" in said and (tmp_path / "claims.html").exists()
+    assert 'there is no claim "other"' in refused(capsys, program, "--only", "other")
