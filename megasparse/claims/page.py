@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from megasparse.claims.claim import Claim
 from megasparse.evaluation.figure import COLOURS, new_figure, save_figure
 
 STATUSES = {"verified": "✓", "refuted": "✗", "not attempted": "–"}
+WRITTEN_FIRST = "Rules and budgets were written before the trials."
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
     "table{border-collapse:collapse}td,th{padding:.2rem .7rem;border-bottom:1px solid #8885;text-align:left}"
-    "figure{margin:1rem 0}img{max-width:100%}.refuted{color:#c0466b}.verified{color:#2f9e6e}"
+    "figure{margin:1rem 0}svg{max-width:100%;height:auto}.refuted{color:#c0466b}.verified{color:#2f9e6e}"
 )
 
 
@@ -25,7 +26,8 @@ def write_page(claims: Sequence[Claim], found: Sequence[dict[str, Any]], output:
         if claim.draw is not None and known["status"] != "not attempted":
             draw(claim, [trial["numbers"] for trial in known["trials"]], output / f"{claim.name}.svg")
             known["picture"] = f"{claim.name}.svg"
-    texts = {"claims.json": json.dumps(found, indent=1), "claims.md": markdown(found), "claims.html": html(found)}
+    numbers = json.dumps(found, indent=1)
+    texts = {"claims.json": numbers, "claims.md": markdown(found), "claims.html": html(found, output)}
     for name, text in texts.items():
         (output / name).write_text(text.rstrip() + "\n", encoding="utf-8")
     return [output / name for name in texts]
@@ -60,34 +62,44 @@ def effort(known: dict[str, Any]) -> str:
 
 
 def markdown(found: Sequence[dict[str, Any]]) -> str:
-    lines = ["# Claims", "", f"{counts(found)}. Rules and budgets were written before the trials.", ""]
+    lines = ["# Claims", "", f"{counts(found)}. {WRITTEN_FIRST}", ""]
     lines += ["| | claim | paper | found |", "|---|---|---|---|"]
-    for known in found:
-        said = known.get("sentence") or f"not attempted: {known['missing']}"
-        lines.append(f"| {STATUSES[known['status']]} | {known['name']} | {known['paper']} | {said} |")
+    lines += [f"| {' | '.join(row(known))} |" for known in found]
     for known in (known for known in found if known["trials"]):
         lines += ["", f"## {known['name']}: {known['status']}", "", f"*{known['paper']}.* {known['says']}", ""]
-        lines += [
-            f"- Rule: {known['rule']}",
-            f"- Found: {known.get('sentence', known['missing'])}.",
-            f"- {effort(known)}",
-        ]
+        lines += [f"- {name}: {text}" for name, text in facts(known).items()]
         if known.get("table"):
             head, *rows = known["table"]
-            cells = [head, ["---"] * len(head), *rows]
-            lines += ["", *(f"| {' | '.join(row)} |" for row in cells)]
+            lines += ["", *(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))]
         if "picture" in known:
             lines += ["", f"![{known['name']}]({known['picture']})"]
     return "\n".join(lines)
 
 
-def html(found: Sequence[dict[str, Any]]) -> str:
+def html(found: Sequence[dict[str, Any]], output: Path) -> str:
     """The page as HTML with its pictures inside, so that one file can be sent."""
-    parts = [f"<h1>Claims</h1><p>{counts(found)}. Rules and budgets were written before the trials.</p><table>"]
-    for known in found:
-        said = known.get("sentence") or f"not attempted: {known['missing']}"
-        cells = (known["name"], known["paper"], said)
-        mark = f'<td class="{known["status"]}">{STATUSES[known["status"]]}</td>'
-        parts.append(f"<tr>{mark}{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    parts.append("</table>")
+    parts = [f"<h1>Claims</h1><p>{counts(found)}. {WRITTEN_FIRST}</p>", _table(map(row, found))]
+    for known in (known for known in found if known["trials"]):
+        title = f'{known["name"]}: <span class="{known["status"]}">{known["status"]}</span>'
+        parts.append(f"<h2>{title}</h2><p><i>{escape(known['paper'])}.</i> {escape(known['says'])}</p>")
+        parts += ["<ul>", *(f"<li>{name}: {escape(text)}</li>" for name, text in facts(known).items()), "</ul>"]
+        parts.append(_table(known.get("table", [])))
+        if "picture" in known:
+            drawn = (output / known["picture"]).read_text(encoding="utf-8")
+            parts.append(f"<figure>{drawn[drawn.index('<svg') :]}</figure>")
     return f'<!doctype html><meta charset="utf-8"><title>Claims</title><style>{STYLE}</style>{"".join(parts)}'
+
+
+def row(known: dict[str, Any]) -> list[str]:
+    """A claim's row of the table."""
+    said = known.get("sentence") or f"not attempted: {known['missing']}"
+    return [STATUSES[known["status"]], known["name"], known["paper"], said]
+
+
+def facts(known: dict[str, Any]) -> dict[str, str]:
+    return {"Rule": known["rule"], "Found": known.get("sentence", known["missing"]), "Trials": effort(known)}
+
+
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in cells) for cells in rows]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if lines else ""
