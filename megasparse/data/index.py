@@ -40,7 +40,11 @@ class Index:
         """
         if is_url(str(directory)):
             remote = RemoteFolder(str(directory), cache or ShardCache())
-            return cls(remote, parse_content(remote.read_index(), remote / INDEX_FILE, IndexFile))
+            file = parse_content(remote.read_index(), remote / INDEX_FILE, IndexFile)
+            if any(shard.kind != "tar" for split in file.splits.values() for shard in split.shards):
+                problem = "its shards are read in place, on the machine that they were indexed on"
+                raise DataError(remote / INDEX_FILE, problem, "Give the path of that folder")
+            return cls(remote, file)
         directory = Path(directory)
         path = directory / INDEX_FILE
         if not path.exists():

@@ -19,6 +19,7 @@ MOST_SAMPLES = 1 << 21  # of a shard
 LONGEST_TEXT = 8 * MOST_SAMPLES  # a name or entry, in characters: what the crc32 of that many samples take
 
 Count = Annotated[int, Field(ge=1, le=1 << 50)]
+Width = Literal[1, 2, 4, 8]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -29,17 +30,22 @@ class Entry(BaseModel):
 
 
 class Shard(Entry):
-    """One tar file of samples."""
+    """One file of samples: a tar file, or by its suffix one that others wrote and that is read as it is.
 
-    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\.tar$")]  # a plain name: never a path
+    A .bin file is an array of tokens (Megatron's), of which a shard may be a part; an .mds file is MosaicML's.
+    """
+
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\.(tar|bin|mds)$")]  # a plain name: never a path
     samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
     tokens: Count
-    width: Literal[1, 2, 4] = 1
+    width: Width = 1
     """Bytes a token: an unsigned number, little endian. Folders prepared by earlier versions state none."""
     bytes: Count
-    """Size of the tar file."""
+    """Size of the file, or of the part that is meant."""
     sha256: Sha256
-    """The sha256 of the tar file."""
+    """The sha256 of the file, or of that part."""
+    start: Annotated[int, Field(ge=0, le=1 << 50)] = 0
+    """First byte of the part, in a .bin file."""
     crc32: Annotated[str, Field(pattern=r"^[0-9a-f]+$")] | None = None
     """The zlib.crc32 of each sample, 8 digits each, in order. Folders prepared by earlier versions have none."""
 
@@ -47,6 +53,11 @@ class Shard(Entry):
     def data_bytes(self) -> int:
         """Bytes of all samples together."""
         return self.tokens * self.width
+
+    @property
+    def kind(self) -> str:
+        """The suffix of its file."""
+        return self.file.rpartition(".")[2]
 
 
 class Split(Entry):
@@ -163,6 +174,8 @@ def _check_counts(path: Path | str, file: IndexFile) -> None:
             if shard.file in seen:
                 raise DataError(path, f"{shard.file} is listed more than once", ANEW)
             seen.add(shard.file)
+            if shard.start and shard.kind != "bin":
+                raise DataError(path, f"{shard.file} starts at byte {shard.start}, as only a .bin file may", ANEW)
             if shard.crc32 is not None and len(shard.crc32) != 8 * shard.samples:
                 problem = f"crc32 of {shard.file} has {len(shard.crc32)} digits for {shard.samples} samples"
                 raise DataError(path, f"{problem}, 8 each are expected", ANEW)

@@ -18,6 +18,7 @@ import numpy as np
 
 from megasparse.data.files import file_sha256
 from megasparse.data.index_file import AGAIN, INDEX_FILE, Shard
+from megasparse.data.mds_file import BadMds, mds_places
 from megasparse.errors import DataError
 
 BLOCK = tarfile.BLOCKSIZE
@@ -64,9 +65,22 @@ def open_shard(path: Path) -> int:
     return descriptor
 
 
-def list_members(descriptor: int, shard: Shard) -> Places:
-    """Places of the samples of an intact shard, by its headers, as `walk` finds them. Raises BadMember."""
-    places, end = walk(descriptor, shard.bytes, shard.width)
+def list_members(descriptor: int, shard: Shard, sample_bytes: int | None) -> Places:
+    """Places of the samples of an intact shard, by its headers where it has any. Raises BadMember.
+
+    sample_bytes: of every sample but the last, where the index says it; a .bin file has no headers, and needs it.
+    """
+    if shard.kind == "bin":
+        if (found := expected_places(shard, sample_bytes)) is None:
+            raise BadMember(shard.start, f"its {shard.samples} samples are not of the size that the index says")
+        return found
+    if shard.kind == "mds":
+        try:
+            places, end = Places(*mds_places(descriptor, shard.bytes, shard.width)), shard.bytes
+        except BadMds as error:
+            raise BadMember(0, str(error)) from None
+    else:
+        places, end = walk(descriptor, shard.bytes, shard.width)
     samples, size = len(places.sizes), int(places.sizes.sum())
     if (samples, size) != (shard.samples, shard.data_bytes):
         problem = f"it ends at byte {end} after {samples} samples of {size} bytes"
@@ -113,17 +127,29 @@ def _header(descriptor: int, position: int, member: int) -> tarfile.TarInfo | No
 
 
 def expected_places(shard: Shard, sample_bytes: int | None) -> Places | None:
-    """Places of samples as prepare.py writes them: all of `sample_bytes` but the last. None where the index differs."""
-    total = shard.data_bytes
-    if sample_bytes is None or not (shard.samples - 1) * sample_bytes < total <= shard.samples * sample_bytes:
+    """Places of samples as prepare.py writes them: all of `sample_bytes` but the last, and nothing but them in a .bin
+    file. None where the index differs, and where only the file's own headers say it.
+    """
+    total, header = shard.data_bytes, header_bytes(shard)
+    if (
+        shard.kind == "mds"
+        or sample_bytes is None
+        or not (shard.samples - 1) * sample_bytes < total <= shard.samples * sample_bytes
+    ):
         return None
     size = min(sample_bytes, total)
     if size % shard.width:
         return None
-    offsets = BLOCK + np.arange(shard.samples, dtype=np.int64) * (BLOCK + _padded(size))
+    each = header + _padded(size) if header else size
+    offsets = shard.start + header + np.arange(shard.samples, dtype=np.int64) * each
     sizes = np.full(shard.samples, size, dtype=np.int64)
     sizes[-1] = total - (shard.samples - 1) * size
-    return Places(offsets, sizes) if offsets[-1] + sizes[-1] <= shard.bytes else None
+    return Places(offsets, sizes) if offsets[-1] + sizes[-1] <= shard.start + shard.bytes else None
+
+
+def header_bytes(shard: Shard) -> int:
+    """Bytes before each sample that are its own header."""
+    return BLOCK if shard.kind == "tar" else 0
 
 
 def _padded(size: int) -> int:
@@ -144,7 +170,7 @@ def find_damage(descriptor: int, shard: Shard, sample_bytes: int | None) -> list
         if reason and runs and (runs[-1].stop, runs[-1].reason) == (member, reason):
             runs[-1] = runs[-1]._replace(stop=member + 1)
         elif reason:
-            runs.append(Run(member, member + 1, offset - BLOCK, reason))
+            runs.append(Run(member, member + 1, offset - header_bytes(shard), reason))
     return runs
 
 
@@ -171,6 +197,8 @@ def check_size(path: Path, shard: Shard, file: Path | int, sample_bytes: int | N
     """
     try:
         size = os.stat(file).st_size
+        if shard.kind == "bin":  # of which it may be a part
+            size = min(size - shard.start, shard.bytes)
         problem = f"this shard has {size} bytes, {INDEX_FILE} says {shard.bytes}" if size != shard.bytes else None
         if problem is None and size < shard.data_bytes:
             problem = f"this shard has {size} bytes, too few for {shard.tokens} tokens of {shard.width} bytes each"
@@ -184,7 +212,7 @@ def verify_shard(path: Path, shard: Shard, file: Path | int, sample_bytes: int |
     """Raises DataError, as `check_size` does, unless the file has the size and sha256 of the index."""
     check_size(path, shard, file, sample_bytes)
     try:
-        digest = file_sha256(file)
+        digest = file_sha256(file, start=shard.start, size=shard.bytes)
         if digest != shard.sha256:
             stated = f"{INDEX_FILE} says {shard.sha256[:12]}…"
             problem = f"this shard is damaged: its sha256 is {digest[:12]}…, {stated}"
@@ -204,7 +232,7 @@ def _first_damage(shard: Shard, file: Path | int, sample_bytes: int | None) -> s
     try:
         runs = find_damage(descriptor, shard, sample_bytes)
         found += [(run.byte, str(run)) for run in runs[:1] if run.reason != NO_CHECKSUMS]
-        list_members(descriptor, shard)
+        list_members(descriptor, shard, sample_bytes)
     except BadMember as error:
         found.append((error.byte, str(error)))
     finally:

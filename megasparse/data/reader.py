@@ -17,12 +17,12 @@ from megasparse.data.damage import Damage, DamagedSample
 from megasparse.data.index import Index
 from megasparse.data.index_file import AGAIN, Shard
 from megasparse.data.members import (
-    BLOCK,
     BadMember,
     Places,
     Run,
     expected_places,
     find_damage,
+    header_bytes,
     list_members,
     open_shard,
     unreadable,
@@ -96,7 +96,7 @@ class ShardFile:
             runs = self._verify()
         if runs is None:
             try:
-                places = list_members(self.descriptor, self.shard)
+                places = list_members(self.descriptor, self.shard, self._sample_bytes)
                 _examined[key] = (signature, None)
                 return places, []
             except BadMember as error:
@@ -154,7 +154,7 @@ class ShardFile:
         except OSError as error:
             reason = f"cannot be read: {error.strerror}"
         if reason:
-            raise self._failure(Run(member, member + 1, begin - BLOCK, reason))
+            raise self._failure(Run(member, member + 1, begin - header_bytes(self.shard), reason))
 
     def _unreadable(self, error: OSError) -> DataError | DamagedSample:
         if self._damage is None:
