@@ -15,7 +15,7 @@ from megasparse.model.decoder import Decoder
 from megasparse.model.encoder import Encoder
 from megasparse.training.checkpoints.run_folder import find_newest
 from tests.helpers import commands
-from tests.helpers.models import attention, can_be_causal, causal_names, kind_of, named
+from tests.helpers.models import VARIANTS, attention, can_be_causal, causal_names, kind_of
 from tests.helpers.tiny import read_metrics
 from tests.helpers.trained import prepared
 
@@ -192,16 +192,24 @@ def test_N6_the_same_seed_twice_gives_the_same_bits(data, tmp_path, device, step
         figures(deterministic_step_ratio=seconds / fast)
 
 
-BIDIRECTIONAL = [name for name in MECHANISMS if not can_be_causal(name)]
-CASES = [(name, "decoder") for name in causal_names()] + [(n, "encoder") for n in [*BIDIRECTIONAL, "lsh", "routing"]]
+def models() -> list[tuple[str, list[str]]]:
+    """(kind, layers): every mechanism and variant once, those of different mechanisms as layers of one model."""
+    found = [("encoder", [*(name for name in MECHANISMS if not can_be_causal(name)), "lsh", "routing"])]
+    left = causal_names()
+    while left:
+        layers = list({kind_of(name): name for name in reversed(left)}.values())
+        found.append(("decoder", layers))
+        left = [name for name in left if name not in layers]
+    return found
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES, ids=[f"{name}, {kind}" for name, kind in CASES])
-def test_R2_every_mechanism_goes_on_with_the_same_bits(data, tmp_path, name, kind):
+@pytest.mark.parametrize(("kind", "layers"), models())
+def test_R2_every_mechanism_goes_on_with_the_same_bits(data, tmp_path, kind, layers):
     """Hash functions, rotations, samples, dropout, masks, centroids: all drawn, moved and read as if never stopped."""
-    settings = named(name).model_dump(mode="json")
-    model: dict[str, Any] = {"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 2, "dropout": 0.1}
-    model |= {"attention": settings, "kind": kind, "vocabulary": 256 if kind == "decoder" else 257}
+    variants = [VARIANTS.get(name, (name, {})) for name in layers]
+    settings = attention(*(own for own, _ in variants), **dict(variants)).model_dump(mode="json")
+    model: dict[str, Any] = {"max_length": 64, "d_model": 32, "d_ff": 64, "heads": 2, "dropout": 0.1}
+    model |= {"layers": len(layers), "kind": kind, "vocabulary": 256 if kind == "decoder" else 257}
     small = {"training": {"steps": 4, "global_batch": 2, "micro_batch": 1}, "evaluation": {"every": 0}}
     lines = goes_on_exactly(data, tmp_path, settings, 2, model=model, **small)
-    assert len(lines) == 4 and settings["pattern"] == [kind_of(name)]
+    assert len(lines) == 4 and settings["pattern"] == [kind_of(name) for name in layers]
