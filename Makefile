@@ -25,7 +25,7 @@ quickstart: .venv/installed
 test: TIERS := not soak and not kernels and not cluster
 test-fast: TIERS := not soak and not kernels and not cluster and not slow
 test test-fast: .venv/installed-dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(TIERS)" -n $(JOBS) --dist loadfile $(TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(TIERS)" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 checks: .venv/installed-dev
 	@$(BIN)/ruff check .

@@ -23,6 +23,8 @@ SLOW = (
 )
 """Patterns of files that `make test-fast` leaves out: over 4 seconds on a quiet core, or in folders of such files."""
 
+LONGEST = ("distributed", "reliability")
+"""Folders whose tests start many processes."""
 FIGURES = pytest.StashKey[dict[str, float]]()
 LARGEST = ("seconds", "ratio", "slope")
 """Endings of names of which the largest counts; the others are added up."""
@@ -34,6 +36,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     path = item.path.relative_to(Path(__file__).parent)
     if any(path.match(pattern) for pattern in SLOW):
         item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, so that no process is left alone with one at the end."""
+    items.sort(key=lambda item: (item.path.parent.name not in LONGEST, item.get_closest_marker("slow") is None))
 
 
 @pytest.fixture

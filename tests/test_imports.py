@@ -1,6 +1,7 @@
 """Imports go one way, floor by floor; read from the source, so that a lazy import inside a function counts too."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -28,10 +29,15 @@ MAY_IMPORT["cli"] = {*MAY_IMPORT["claims"], "report", "claims"}
 MAY_IMPORT["__main__"] = {"cli"}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imported(path: Path) -> set[str]:
     """Parts of megasparse that a file imports: the second name of megasparse.x.y."""
     parts = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -64,7 +70,7 @@ def test_only_the_engine_and_its_configuration_know_deepspeed():
     knowing = {
         str(path.relative_to(ROOT / "megasparse"))
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
         if name.split(".")[0] == "deepspeed"

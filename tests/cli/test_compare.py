@@ -1,17 +1,16 @@
 """The comparison of mechanisms: one tiny one from end to end, and what wrong requests answer."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megasparse.cli.main import main
-from megasparse.errors import ConfigError
-from megasparse.runs.comparison import by_corpus, chosen, commands, load, table
+from megasparse.errors import ConfigError, UserError
+from megasparse.runs.comparison import by_corpus, call, chosen, commands, load, table
 
 ROOT = Path(__file__).parents[2]
+CALL = "megasparse.runs.comparison.call"
 
 
 def small_comparison(folder):
@@ -35,23 +34,31 @@ def small_comparison(folder):
     return folder / "small.json"
 
 
-def test_arms_are_trained_and_evaluated_once(tmp_path):
-    path = small_comparison(tmp_path)
-    options = ["--jobs", "2", "--output", str(tmp_path / "runs")]
-    command = [sys.executable, "tools/compare_attention.py", str(path), *options]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert first.returncode == 0, first.stderr
-    assert {f"{arm}; {given}" for arm in ("full", "local") for given in ("two", "one")} == {
-        line.split(" | ")[0].removeprefix("| ") for line in first.stdout.splitlines()[2:]
-    }
-    steps = {n: len((tmp_path / f"runs/{n}-0/metrics.jsonl").read_text().splitlines()) for n in ("full", "local")}
+def test_arms_are_trained_and_evaluated_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(CALL, lambda *words, log: main([str(word) for word in words]))
+    path, runs = small_comparison(tmp_path), tmp_path / "runs"
+
+    def rows(*options):
+        capsys.readouterr()
+        main(["compare", str(path), "--output", str(runs), *options])
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+        return {line.split(" | ")[0].removeprefix("| ") for line in lines[1:]}
+
+    assert rows() == {f"{arm}; {given}" for arm in ("full", "local") for given in ("two", "one")}
+    steps = {n: len((runs / f"{n}-0/metrics.jsonl").read_text().splitlines()) for n in ("full", "local")}
     assert steps == {"full": 3, "local": 2}
-    results = [json.loads((tmp_path / f"runs/full-0/evaluation-{name}.json").read_text()) for name in ("two", "one")]
+    results = [json.loads((runs / f"full-0/evaluation-{name}.json").read_text()) for name in ("two", "one")]
     assert results[0]["dims"] == 2 * results[1]["dims"]
-    before = (tmp_path / "runs/full-0/evaluation-two.json").stat().st_mtime_ns
-    again = subprocess.run([*command, "--arms", "full"], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0 and "| full; one |" in again.stdout and "| local" not in again.stdout
-    assert (tmp_path / "runs/full-0/evaluation-two.json").stat().st_mtime_ns == before
+    again = []
+    monkeypatch.setattr(CALL, lambda *words, log: again.append(words[0]))
+    assert rows("--arms", "full") == {"full; two", "full; one"} and again == ["prepare-data"]
+
+
+def test_a_subcommand_runs_in_a_process_whose_failure_is_one_line(tmp_path):
+    call("configs", "quickstart", log=tmp_path / "logs" / "log")
+    assert "quickstart" in (tmp_path / "logs" / "log").read_text()
+    with pytest.raises(UserError, match=r"megasparse pretrain ended with exit code 2: error: none: .* \(all of it in "):
+        call("pretrain", "none", log=tmp_path / "log")
 
 
 def test_the_commands_of_a_dry_run_are_those_that_would_run(tmp_path):

@@ -53,7 +53,10 @@ DECODER: dict[str, Any] = {
     "attention": {"pattern": ["local", "lsh", "full"], "local": {"chunk": 4}, "lsh": {"chunk": 4, "rounds": 2}},
 }  # fmt: skip
 HALF, ADAFACTOR = {"precision": "bf16"}, {"name": "adafactor"}
-TIED = {"model": DECODER | {"tied_embeddings": True, "adaptive_cutoffs": [50, 120]}, "training": {"micro_batch": 1}}
+TIED = {
+    "model": DECODER | {"tied_embeddings": True, "adaptive_cutoffs": [50, 120]},
+    "training": {"micro_batch": 1},
+}  # accumulated
 CHECKPOINTED = {"model": DECODER | {"blocks": "ordinary", "activations": "checkpoint", "label_smoothing": 0.1}}
 
 
@@ -63,20 +66,22 @@ class Group:
 
     sections: dict[str, dict[str, Any]]
     zero: Sequence[str] = tuple(ZERO)
-    steps: int = 6
+    steps: int = 4
     tolerance: float = 1e-5
     resumes: bool = True
     """Each is repeated with a stop half way."""
     writes: bool = False
-    """Each writes a text after step 5."""
+    """Each writes a text after step 3."""
 
 
 GROUPS = {
-    "fp32": Group({}, steps=12, writes=True),
-    "bf16": Group({"training": HALF}, ("zero-0", "zero-1", "zero-2", "zero-3"), tolerance=1e-2),
+    "fp32": Group({}, steps=8, writes=True),
+    "bf16": Group({"training": HALF}, ("zero-0", "zero-2", "zero-3"), tolerance=1e-2),
     "adafactor": Group({"optimizer": ADAFACTOR}, ("zero-0", "zero-1", "zero-3")),
     "adafactor bf16": Group({"optimizer": ADAFACTOR, "training": HALF}, ("zero-1", "zero-3"), tolerance=1e-2),
-    "tied": Group(TIED, resumes=False, writes=True),  # accumulates over four micro-batches
+    "tied": Group(
+        TIED, ("zero-0", "zero-2", "zero-3"), resumes=False, writes=True
+    ),  # accumulates over four micro-batches
     "checkpointed": Group(CHECKPOINTED, ("zero-2", "zero-3"), resumes=False, writes=True),
 }
 HALF_WAY = GROUPS["fp32"].steps // 2
@@ -100,7 +105,7 @@ def run(
 ) -> tuple[list[str], Engine]:
     """Losses (as exact hexadecimal) of steps first..last; with `save`, a checkpoint after the last.
 
-    written: takes the tokens that the model writes after step 5 by cached decoding, beyond several windows.
+    written: takes the tokens that the model writes after step 3 by cached decoding, beyond several windows.
     """
     opened = Checkpoint.open(checkpoint) if checkpoint else None
     engine = build_engine(build_model(config.model, 0), config, partial(RngContext, 0, training=True), ranks, opened)
@@ -109,9 +114,9 @@ def run(
         result = engine.train_step(data.micro_batches, step, learning_rate(step, 20, config.optimizer))
         losses += [result.loss.hex(), result.grad_norm.hex()]
         position = data.position
-        if step == 5 and written is not None:
+        if step == 3 and written is not None:
             engine.module.eval()
-            written += generate(engine.module, torch.arange(5), 27, hash_seed=0)
+            written += generate(engine.module, torch.arange(5), 15, hash_seed=0)
             engine.module.train()
     if save:
         save.save(engine, last, position, {})
@@ -276,7 +281,7 @@ def difference(one: list[str], other: list[str]) -> float:
 def test_losses_and_texts_agree_with_plain_torch(report, group, name):
     ours, alone = report[group][name], report[group]["torch"]
     assert difference(ours["straight"], alone["straight"]) < GROUPS[group].tolerance
-    assert ours["written"] == alone["written"] and len(alone["written"]) == 27 * GROUPS[group].writes
+    assert ours["written"] == alone["written"] and len(alone["written"]) == 15 * GROUPS[group].writes
 
 
 def test_something_is_learned(report):

@@ -1,23 +1,31 @@
-"""Every mechanism, and an encoder–decoder, on two ranks under ZeRO: the losses of one process of plain torch.
+"""Every mechanism and every kind of model on two ranks under ZeRO: the losses of one process of plain torch.
 
-Draws, sampled keys and hashes depend on the global sample and head, so the number of ranks moves nothing.
+Draws, sampled keys and hashes depend on the global sample and head, so the number of ranks moves nothing. One launch of
+two gloo ranks (`on_two_ranks`) runs all cases.
 """
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.schema import Config
+from megasparse.data.batches import Step
+from megasparse.model.build import build_model
+from megasparse.ops.random import RngContext
+from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, persistent_buffers
+from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.checkpoints.saving import Saver
+from megasparse.training.engines.build import build_engine
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import SMALL
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.tiny import dummy_steps, tiny_config
+from tests.helpers.tiny import DummyBatches, identity_of, tiny_config
 
-STAGES = {"decoder": (2, 3), "encoder": (2, 3), "encoder_decoder": (0, 2, 3)}
-CASES = [(kind, stage) for kind, stages in STAGES.items() for stage in stages]
 STEPS = 4
 PATTERNS: dict[str, list[dict[str, int]]] = {
     "decoder": [
@@ -35,49 +43,148 @@ PAIRS = {  # of 10 and 14 tokens, among which those with id 7 are left out: not 
     "padding_token": 7,
     "tied_embeddings": True,
 }
+PADDING, BEGIN, SEPARATOR = 257, 258, 259
+BERT: dict[str, Any] = {
+    "kind": "encoder", "style": "bert", "vocabulary": 260, "max_length": 24, "layers": 2, "d_model": 33, "d_ff": 17,
+    "heads": 3, "blocks": "ordinary", "activations": "checkpoint", "dropout": 0.1, "feed_forward_tiles": 3,
+    "loss_tiles": 2, "tied_embeddings": True, "token_types": 2, "padding_token": PADDING,
+    "sentence_order": {"separator": SEPARATOR}, "masking": {"whole_words": True},
+    "positions": {"kind": "learned", "offset": 2},
+    "attention": {"pattern": ["yoso", {"lsh": 1, "full": 2}], "yoso": {"hashes": 4}, "lsh": {"chunk": 8}},
+}  # fmt: skip
 
 
-def config_of(folder: Path, engine: str, kind: str, **sections: dict[str, Any]) -> Config:
+def model_of(kind: str) -> dict[str, Any]:
     settings = SMALL | {"yoso": SMALL["yoso"] | {"convolution": 3}, "local": {"chunk": 8, "relative": True}}
-    model = {
+    return {
         "kind": kind, "vocabulary": 257, "max_length": 24, "layers": len(PATTERNS[kind]), "d_model": 33, "d_ff": 17,
         "heads": 3, "dropout": 0.1, "positions": {"kind": "learned"},
         "attention": {"pattern": PATTERNS[kind], **settings}, **(PAIRS if kind == "encoder_decoder" else {}),
     }  # fmt: skip
-    return tiny_config(folder, engine, model=model, **sections)
 
 
-def losses(config: Config, ranks: Ranks) -> list[float]:
-    found = dummy_steps(config, ranks, STEPS)
-    return [value for result in found for value in (result.loss, result.grad_norm)]
+REVERSIBLE = {"style": "reformer", "token_types": 0, "blocks": "reversible", "activations": "reversible"}
+MODELS = {kind: model_of(kind) for kind in PATTERNS} | {"bert": BERT, "reversible pairs": BERT | REVERSIBLE}
+STAGES = {"decoder": (2, 3), "encoder": (2, 3), "encoder_decoder": (0, 2, 3), "bert": (1, 3), "reversible pairs": (3,)}
+CASES = [(name, stage) for name, stages in STAGES.items() for stage in stages]
+ROUTING: dict[str, Any] = {
+    "max_length": 24, "layers": 2, "d_model": 16, "d_ff": 16, "heads": 2, "positions": {"kind": "learned"},
+    "attention": {"pattern": ["routing"], "routing": {"chunk": 4, "decay": 0.5}},
+}  # fmt: skip
+ROUTING_STAGES = (0, 2, 3)
 
 
-def on_two_ranks(folder: str) -> dict[str, list[float]]:
-    found = {}
-    for kind, stage in CASES:
-        zero = {"zero_optimization": {"stage": stage}}
-        config = config_of(Path(folder) / f"{kind}{stage}", "deepspeed", kind, deepspeed=zero)
-        ranks = start_ranks(config.run)
-        found[f"{kind} {stage}"] = losses(config, ranks)
+class Pairs(DummyBatches):
+    """Records of two segments, of unlike lengths."""
+
+    def __next__(self) -> Step:
+        step = super().__next__()
+        for batch in step.micro_batches:
+            for row, sample in zip(batch.tokens, batch.samples.tolist(), strict=True):
+                end = 11 + sample % 12
+                row[0], row[5], row[end], row[end + 1 :] = BEGIN, SEPARATOR, SEPARATOR, PADDING
+        return step
+
+
+def config_of(folder: Path, model: dict[str, Any], stage: int | None = None, **sections: dict[str, Any]) -> Config:
+    """Plain torch where no stage of ZeRO is given."""
+    zero = {} if stage is None else {"deepspeed": {"zero_optimization": {"stage": stage}}}
+    return tiny_config(folder, "torch" if stage is None else "deepspeed", model=model, **zero, **sections)
+
+
+def losses(config: Config, ranks: Ranks, first: int = 1, last: int = STEPS, save: Saver | None = None) -> list[float]:
+    """Losses of steps first..last; with `save`, from its newest checkpoint, if any, to a new one."""
+    newest = find_newest(save.directory) if save else None
+    opened = Checkpoint.open(newest) if newest else None
+    model: Any = build_model(config.model, 0)
+    if config.model.masking.whole_words:
+        model.set_word_starts(torch.arange(260) % 3 == 0)
+    engine = build_engine(model, config, partial(RngContext, 0, training=True), ranks, opened)
+    position = opened.sequences if opened else 0
+    batches = (Pairs if config.model.sentence_order else DummyBatches)(config, ranks, position)
+    found = []
+    for step, data in zip(range(first, last + 1), batches, strict=False):
+        result = engine.train_step(data.micro_batches, step, 0.003)
+        assert result.applied
+        found += [result.loss, result.grad_norm]
+        position = data.position
+    if save:
+        save.save(engine, last, position, {})
+    engine.close()
+    return found
+
+
+def after_a_step_of_routing(config: Config, ranks: Ranks) -> Engine:
+    engine = build_engine(build_model(config.model, 0), config, partial(RngContext, 0, training=True), ranks)
+    assert engine.train_step(next(DummyBatches(config, ranks)).micro_batches, 1, 0.01).applied
+    return engine
+
+
+def centroids(folder: Path, stage: int, ranks: Ranks) -> dict[str, Any]:
+    """Type and numbers of each buffer after a step in bf16, which is saved in `folder`."""
+    config = config_of(folder, ROUTING, stage, training={"precision": "bf16"})
+    engine = after_a_step_of_routing(config, ranks)
+    Saver(identity_of(config), ranks).save(engine, 1, 8, {})
+    found = {name: [str(buffer.dtype), buffer.tolist()] for name, buffer in persistent_buffers(engine.module).items()}
+    engine.close()
+    return found
+
+
+def on_two_ranks(folder: str) -> dict[str, Any]:
+    place, found = Path(folder), dict[str, Any]()
+    ranks = start_ranks(config_of(place, MODELS["decoder"], 2).run)
+    for name, stage in CASES:
+        found[f"{name} {stage}"] = losses(config_of(place / f"{name}{stage}", MODELS[name], stage), ranks)
+    config = config_of(place / "resumed", BERT, 3)
+    save = Saver(identity_of(config), ranks)
+    found["bert resumed"] = losses(config, ranks, 1, 2, save) + losses(config, ranks, 3, STEPS, save)
+    found["centroids"] = {str(stage): centroids(place / f"routing{stage}", stage, ranks) for stage in ROUTING_STAGES}
     ranks.stop()
     return found
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return run_ranks(on_two_ranks, timeout=900, folder=str(tmp_path_factory.mktemp("two")))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return run_ranks(on_two_ranks, timeout=900, folder=str(folder))
+
+
+@cache
+def alone(name: str) -> list[float]:
+    return losses(config_of(Path("never"), MODELS[name]), Ranks())
 
 
 def test_every_mechanism_is_there():
     assert {kind for pattern in PATTERNS.values() for split in pattern for kind in split} == set(MECHANISMS)
 
 
-@pytest.mark.parametrize(("kind", "stage"), CASES)
-def test_two_ranks_are_one(found, kind, stage):
+@pytest.mark.parametrize(("name", "stage"), CASES)
+def test_two_ranks_are_one(found, name, stage):
+    assert alone(name)[-2] != alone(name)[0]
     for rank in found:
-        assert rank[f"{kind} {stage}"] == pytest.approx(alone(kind), rel=1e-5)
+        assert rank[f"{name} {stage}"] == pytest.approx(alone(name), rel=1e-5)
 
 
-@cache
-def alone(kind: str) -> list[float]:
-    return losses(config_of(Path("never"), "torch", kind), Ranks())
+def test_an_encoder_with_both_of_berts_objectives_resumes_exactly(found):
+    for rank in found:
+        assert rank["bert resumed"] == rank["bert 3"]
+
+
+@pytest.mark.parametrize("stage", ROUTING_STAGES)
+def test_two_ranks_have_the_centroids_of_one_in_fp32_and_save_them_once(found, folder, tmp_path, stage):
+    first, second = (rank["centroids"] for rank in found)
+    assert first == second
+    config = config_of(tmp_path, ROUTING, training={"precision": "bf16"})
+    expected = persistent_buffers(after_a_step_of_routing(config, Ranks()).module)
+    restored = build_model(config.model, 3)
+    load_weights(restored, Checkpoint.open(folder / f"routing{stage}" / "checkpoints" / "00000001"))
+    assert len(expected) == 2
+    for name, buffer in expected.items():
+        dtype, numbers = first[str(stage)][name]
+        assert dtype == "torch.float32"
+        torch.testing.assert_close(torch.tensor(numbers), buffer, rtol=0, atol=1e-6)
+        assert persistent_buffers(restored)[name].tolist() == numbers

@@ -1,15 +1,10 @@
-"""Runs in which two ranks share every sequence: the losses of one process, in training, evaluation and after a resume.
-
-One launch of two gloo ranks (`on_two_ranks`) trains under every ZeRO stage, and then by launch/pretrain.py; one of four
-ranks has two pairs that share.
-"""
+"""A launched run whose two ranks share every sequence, and which goes on alone: the losses of one process."""
 
 import itertools
 import json
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +16,14 @@ from megasparse.config.parallel import check_parallel
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError
-from megasparse.training.ranks import Ranks, start_ranks
+from megasparse.training.ranks import start_ranks
 from tests.data.folders import batches
 from tests.helpers.commands import run
-from tests.helpers.models import SMALL
-from tests.helpers.run_ranks import ROOT, run_ranks
-from tests.helpers.tiny import dummy_steps, read_metrics, tiny_config
+from tests.helpers.run_ranks import ROOT
+from tests.helpers.tiny import read_metrics, tiny_config
 from tests.helpers.trained import prepared
 
-STAGES = (0, 1, 2, 3)
-STEPS = 3
 SHARED = {"parallel": {"sequence": 2}}
-SPLIT = [{"lha": 2, "local": 2, "routing": 2}, {"smart_bird": 2, "lsh": 2, "bigbird": 2}]
-SETTINGS = SMALL | {"local": {"chunk": 8, "relative": True}}
-
-
-def config_of(folder: Path, engine: str, **sections: dict[str, Any]) -> Config:
-    """Sequences of 24 tokens, among which those with id 7 are left out: not equally many on both ranks."""
-    model = {
-        "max_length": 24, "layers": 2, "d_model": 18, "d_ff": 17, "heads": 6, "head_dim": 4, "dropout": 0.1,
-        "score_from": 5, "padding_token": 7, "positions": {"kind": "learned"},
-        "attention": {"pattern": SPLIT, **SETTINGS},
-    }  # fmt: skip
-    return tiny_config(folder, engine, model=model, data={"sequence_length": 24}, **sections)
-
-
-def losses(config: Config, ranks: Ranks) -> list[float]:
-    found = dummy_steps(config, ranks, STEPS)
-    return [v for r in found for v in (r.loss, r.grad_norm, r.statistics["accuracy"], float(r.tokens))]
-
-
-def of_stage(folder: Path, stage: int) -> tuple[Config, Ranks]:
-    zero = {"zero_optimization": {"stage": stage}}
-    config = config_of(folder / str(stage), "deepspeed", deepspeed=zero, **SHARED)
-    return config, start_ranks(config.run, 2)
 
 
 def write_run(path: Path, data: Path, **sections: Any) -> Path:
@@ -73,24 +42,6 @@ def write_run(path: Path, data: Path, **sections: Any) -> Path:
     return path.with_suffix(".json")
 
 
-def on_two_ranks(folder: str) -> dict[str, list[float]]:
-    found = {str(stage): losses(*of_stage(Path(folder), stage)) for stage in STAGES}
-    torch.distributed.destroy_process_group()
-    return found
-
-
-def launched(run: str) -> None:
-    """Four steps, in a process of its own on each rank, as a launcher starts it."""
-    subprocess.run([sys.executable, str(ROOT / "launch/pretrain.py"), "--config", run, "--stop-at", "4"], check=True)
-
-
-def on_four_ranks(folder: str) -> list[float]:
-    config, ranks = of_stage(Path(folder), 2)
-    found = losses(config, ranks)
-    ranks.stop()
-    return found
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
@@ -98,33 +49,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def found(folder):
-    return run_ranks(on_two_ranks, timeout=900, folder=str(folder))
-
-
-@cache
-def alone() -> list[float]:
-    return losses(config_of(Path("never"), "torch"), Ranks())
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_are_one(found, stage):
-    for rank in found:
-        assert rank[str(stage)] == pytest.approx(alone(), rel=1e-5)
-
-
-@pytest.mark.soak
-def test_two_pairs_are_one(tmp_path):
-    for rank in run_ranks(on_four_ranks, 4, timeout=900, folder=str(tmp_path)):
-        assert rank == pytest.approx(alone(), rel=1e-5)
-
-
 def test_a_launched_run_goes_on_alone(folder):
     """Four steps on two ranks and two on one, against six on one: with the held-out losses, of a ragged window too."""
     run(pretrain, "--config", write_run(folder / "alone", folder / "data"))
     shared, zero = folder / "shared", {"zero_optimization": {"stage": 2}}
-    run_ranks(launched, timeout=900, run=str(write_run(shared, folder / "data", deepspeed=zero, **SHARED)))
+    config = write_run(shared, folder / "data", deepspeed=zero, **SHARED)
+    launch = [ROOT / "launch/supervise.py", "--ranks", "2", ROOT / "launch/pretrain.py", "--config", config]
+    subprocess.run([sys.executable, *map(str, launch), "--stop-at", "4"], check=True)
     assert [line["step"] for line in read_metrics(shared)] == [1, 2, 3, 4]
     run(pretrain, "--config", write_run(shared, folder / "data"))
     expected, reported = read_metrics(folder / "alone"), read_metrics(shared)
@@ -155,7 +86,9 @@ def test_each_rank_reads_its_part_of_every_sequence(folder):
     ],
 )
 def test_what_cannot_be_shared_is_refused(tmp_path, changes, message):
-    values = config_of(tmp_path, "deepspeed", **SHARED).model_dump(mode="json")
+    model = {"layers": 2, "heads": 6, "d_model": 18, "attention": {"pattern": [{"local": 2, "lsh": 4}]}}
+    config = tiny_config(tmp_path, "deepspeed", model=model, data={"sequence_length": 24}, **SHARED)
+    values = config.model_dump(mode="json")
     for section, keys in changes.items():
         values[section] |= keys
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -164,4 +97,4 @@ def test_what_cannot_be_shared_is_refused(tmp_path, changes, message):
 
 def test_a_number_of_ranks_that_is_no_multiple_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"parallel\.sequence: 3 ranks .* the 1 ranks are no multiple of that"):
-        start_ranks(config_of(tmp_path, "deepspeed").run, 3)
+        start_ranks(tiny_config(tmp_path, "deepspeed").run, 3)

@@ -28,7 +28,7 @@ class Text:
         return self.all[start:stop]
 
 
-def coder_and_tokens(name, tokens=150, seed=0):
+def coder_and_tokens(name, tokens=70, seed=0):
     model = build_model(small(attention=named(name)), seed=3).double().eval()
     return model, random_tokens(1, tokens, seed=seed)[0]
 
@@ -36,12 +36,12 @@ def coder_and_tokens(name, tokens=150, seed=0):
 @pytest.mark.parametrize("name", strict_names())
 def test_every_causal_mechanism_gives_the_tokens_back_at_the_promised_length(name):
     model, tokens = coder_and_tokens(name)
-    code = encode(model, tokens, 60, seed=7)  # two whole windows and a ragged one
-    assert decode(model, code, len(tokens), 60, seed=7).equal(tokens)
-    promised = score(of_model(model), Text(tokens), 60, 7, batch=2).nats / math.log(2)
+    code = encode(model, tokens, 30, seed=7)  # two whole windows and a ragged one
+    assert decode(model, code, len(tokens), 30, seed=7).equal(tokens)
+    promised = score(of_model(model), Text(tokens), 30, 7, batch=2).nats / math.log(2)
     assert promised - 1 < 32 * len(code.words) < promised * 1.0001 + 64
     if name == "lsh":  # other rotations, other predictions
-        assert not decode(model, code, len(tokens), 60, seed=8).equal(tokens)
+        assert not decode(model, code, len(tokens), 30, seed=8).equal(tokens)
 
 
 def test_probabilities_that_two_machines_round_apart_are_written_down():
@@ -87,8 +87,8 @@ def test_weights_are_exponentials():
 def test_groups_of_windows_change_nothing_but_the_order(monkeypatch):
     model, tokens = coder_and_tokens("lsh")
     monkeypatch.setattr(entropy_coder, "AT_ONCE", 1)
-    code = encode(model, tokens, 40, seed=7)
-    assert decode(model, code, len(tokens), 40, seed=7).equal(tokens)
+    code = encode(model, tokens, 20, seed=7)
+    assert decode(model, code, len(tokens), 20, seed=7).equal(tokens)
 
 
 def test_files_of_another_model_and_damaged_ones_are_refused():

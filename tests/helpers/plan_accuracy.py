@@ -1,4 +1,4 @@
-"""Predicted and measured memory of a pretraining run's steps on plain torch, in a process of its own."""
+"""Predicted and measured memory of a pretraining run's steps on plain torch."""
 
 from typing import Any
 
@@ -20,7 +20,6 @@ def predicted_and_measured(values: dict[str, Any]) -> tuple[int, int, int]:
     included: predicted, and allocated as torch's profiler counts it, kernels' scratch memory included. And the longest
     pass that the prediction took.
     """
-    torch.set_num_threads(1)
     config = build_config(values)
     plan = Plan(config, Assumptions(GPUS["A100"], path="measured"))
     predicted, longest = plan.peak, max(plan.passes.lengths)

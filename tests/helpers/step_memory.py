@@ -1,4 +1,4 @@
-"""Predicted and measured memory of fine-tuning runs' first steps, in a process of their own."""
+"""Predicted and measured memory of fine-tuning runs' first steps."""
 
 from itertools import accumulate
 from typing import Any
@@ -13,12 +13,6 @@ from megasparse.tasks.run import open_run
 from megasparse.tasks.scoring import predict_examples
 from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import start_ranks
-
-
-def all_predicted_and_measured(runs: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Bytes predicted and measured for each run, one after the other."""
-    torch.set_num_threads(1)
-    return [predicted_and_measured(values) for values in runs]
 
 
 def predicted_and_measured(values: dict[str, Any], steps: int = 2) -> tuple[int, int]:

@@ -21,7 +21,7 @@ def results(function, shape, out, exact, biased):
 
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(2, 300, 24), (3, 1, 64), (1, 1, 1)])
+@pytest.mark.parametrize("shape", [(2, 70, 24), (3, 1, 64), (1, 1, 1)])
 @pytest.mark.parametrize("biased", [True, False], ids=["layer", "rms"])
 def test_values_and_gradients_are_the_definitions(shape, out, biased):
     bar = {torch.float32: 2e-5, torch.bfloat16: 2**-6}[out]

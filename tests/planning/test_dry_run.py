@@ -74,7 +74,7 @@ def test_dummy_pairs_of_segments_have_their_separators():
 
 def test_peak_memory_is_that_of_weights_gradients_and_optimizer(tmp_path):
     """In a process of its own: in this one the allocator would hand out what earlier tests left."""
-    wide = {"model": {**VALUES["model"], "d_model": 512, "d_ff": 20480}, "training": {"global_batch": 6}}
+    wide = {"model": {**VALUES["model"], "d_model": 512, "d_ff": 8192}, "training": {"global_batch": 6}}
     (tmp_path / "config.json").write_text(json.dumps({**VALUES, **wide}))
     command = [sys.executable, "launch/pretrain.py", "--config", str(tmp_path / "config.json"), "--dry-run"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True)

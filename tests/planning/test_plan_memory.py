@@ -2,24 +2,20 @@
 
 import copy
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from megasparse.cli.main import door
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
 from megasparse.planning.further import longest_that_fits, pretraining_hints, scaled
 from megasparse.planning.hardware import GPUS, hardware, parse_bytes
-from megasparse.planning.measure import alone
 from megasparse.planning.plan import RESERVE, Assumptions, Plan
 from megasparse.planning.states import BUCKET, States, Zero, memory
 from megasparse.planning.traffic import Cluster, communication, offload
+from tests.helpers import commands
 from tests.helpers.plan_accuracy import predicted_and_measured
-
-ROOT = Path(__file__).parents[2]
 
 BASE = {
     "run": {"device": "cpu", "engine": "torch"},
@@ -136,7 +132,7 @@ def values(name):
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.soak) for name in CASES)])
 def test_peaks_are_within_10_percent_of_what_is_allocated(name):
     """`pytest -s -m soak` prints them. The pass that a prediction takes is a quarter as long as the run, or shorter."""
-    predicted, measured, longest = alone(predicted_and_measured, values(name))
+    predicted, measured, longest = predicted_and_measured(values(name))
     length = values(name)["data"]["sequence_length"]
     reported = f"predicted {predicted / 1e6:.1f} MB from {longest} tokens, measured {measured / 1e6:.1f} MB of {length}"
     print(f"{name:34} {reported}: {predicted / measured - 1:+.1%}")
@@ -217,15 +213,13 @@ def test_gpus_must_be_known_and_divide_the_batch():
         Plan(config, Assumptions(GPUS["A100"], gpus=12))
 
 
-def test_the_tool_prints_a_table_or_json(tmp_path):
+def test_the_command_prints_json(tmp_path, capsys):
     (tmp_path / "config.json").write_text(small(training={"global_batch": 4}).model_dump_json())
-    command = [sys.executable, "tools/plan_memory.py", "--config", str(tmp_path / "config.json"), "--gpus", "2"]
-    found = subprocess.run([*command, "--gpu-memory", "2GiB", "--json"], cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    plan = json.loads(found.stdout)
+    words = ["--config", tmp_path / "config.json", "--gpus", 2, "--gpu-memory"]
+    commands.run(door("plan"), *words, "2GiB", "--json")
+    plan = json.loads(capsys.readouterr().out)
     assert plan["peak"] == sum(plan["memory"]["device"].values()) and plan["memory"]["path"] == "counted"
-    wrong = subprocess.run([*command, "--gpu-memory", "80"], cwd=ROOT, capture_output=True, text=True)
-    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "no unit" in wrong.stderr
+    assert "no unit" in commands.refused(capsys, door("plan"), *words, "80")
 
 
 def test_counting_allocates_what_torch_allocates(monkeypatch):

@@ -118,16 +118,6 @@ def test_S5_the_traceback_of_the_rank_that_failed_comes_first_and_is_the_only_on
     assert re.search(r"rank 1\b.* exit code 1", ended.said.splitlines()[-1])
 
 
-def test_F2_ranks_that_are_given_different_configurations_do_not_start(data, tmp_path):
-    run = Run(tmp_path / "run", data, deepspeed={})
-    with running(run):
-        run.start(faults=[fault("start", "set model.dropout=0.2", rank=1)], supervise=["--restarts", "3"])
-        ended = run.wait()
-    assert ended.code == 2
-    assert "model.dropout: 0.1 on rank 0, 0.2 on rank 1" in ended.said
-    assert "Traceback" not in ended.said
-
-
 PLACES: dict[str, list[Fault]] = {
     "step": [fault("forward 5$", "sleep 1", rank=1)],
     "save": [fault(r"write \S*-00000004\S*/rank-", "sleep 1", rank=1)],

@@ -4,11 +4,8 @@ import csv
 import hashlib
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,34 +16,22 @@ from megasparse.cli.evaluate import OF_PRETRAINED
 from megasparse.tasks import evaluate as evaluation
 from megasparse.tasks import intervals
 from megasparse.tasks.scoring import Prediction
-from tests.helpers.finetuning import ENCODER, bert, launch, reviews, settings, table
+from tests.helpers.finetuning import ENCODER, bert, launch, reviews, table
 from tests.helpers.hub import checkpoint, encoder
 
-ROOT = Path(__file__).parents[2]
 LSH = {**ENCODER, "attention": {"pattern": ["lsh"], "lsh": {"chunk": 4, "rounds": 1, "buckets": 8}}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder of train.csv, test.csv; runs of seeds 0, 1 and 2: run_0 by the launcher itself, run_1, run_2."""
+    """A folder of train.csv, test.csv; runs of seeds 0, 1 and 2: run_0, run_1, run_2."""
     folder = tmp_path_factory.mktemp("launchers")
     train = reviews(folder / "train.csv", 48)
     reviews(folder / "test.csv", 30, seed=1)
-    values = settings(folder / "run_0", train, model=LSH)
-    (folder / "run_0.json").write_text(json.dumps(values))
-    typed("finetune", "--config", folder / "run_0.json")
-    for seed in (1, 2):
+    for seed in range(3):
         run = {"directory": str(folder / f"run_{seed}"), "engine": "torch", "device": "cpu", "seed": seed}
         launch(folder / f"run_{seed}", train, model=LSH, run=run)
     return folder
-
-
-def typed(launcher, *arguments):
-    command = [sys.executable, str(ROOT / "launch" / f"{launcher}.py"), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert found.returncode == 0, found.stderr
-    return found
 
 
 def run(launcher, *arguments):
@@ -72,10 +57,11 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_from_a_table_to_a_score_and_predictions(folder):
+def test_from_a_table_to_a_score_and_predictions(folder, capsys):
     test, out, each = folder / "test.csv", folder / "out" / "test.json", folder / "out" / "test.jsonl"
     common = ["--task", "table", "--checkpoint", folder / "run_0", "--source", test]
-    prediction = typed("evaluate", *common, "--json", out, "--predictions", each)
+    run(evaluate, *common, "--json", out, "--predictions", each)
+    said = capsys.readouterr()
     result, rows = json.loads(out.read_text()), lines(each)
     with open(test, newline="") as stream:
         official = list(csv.DictReader(stream))
@@ -102,19 +88,21 @@ def test_from_a_table_to_a_score_and_predictions(folder):
     assert result["files"] == [{"file": str(test), "sha256": hashlib.sha256(test.read_bytes()).hexdigest()}]
     assert (result["task"], result["split"], result["examples"]) == ("table", None, 30)
     assert {"torch", "scipy", "scikit-learn", "megasparse", "python"} <= result["versions"].keys()
-    assert f"accuracy {accuracy['value']:.4f} (95 %" in prediction.stdout
-    assert f"given: {cut:,} inputs of more than 48 tokens keep only their beginning" in prediction.stderr
+    assert f"accuracy {accuracy['value']:.4f} (95 %" in said.out
+    assert f"given: {cut:,} inputs of more than 48 tokens keep only their beginning" in said.err
 
     new = table(folder / "new.csv", [[row["text"]] for row in official], ("text",))
-    typed("predict", "--checkpoint", folder / "run_0", "--source", new, test, "--output", folder / "out" / "new.jsonl")
+    run(predict, "--checkpoint", folder / "run_0", "--source", new, test, "--output", folder / "out" / "new.jsonl")
     again = lines(folder / "out" / "new.jsonl")
     assert [row["label"] for row in again] == [None] * 30 + labels
     assert [row["file"] for row in again] == [str(new)] * 30 + [str(test)] * 30
-    typed("predict", "--checkpoint", folder / "run_0", "--source", new, "--output", folder / "out" / "new.tsv")
+    run(predict, "--checkpoint", folder / "run_0", "--source", new, "--output", folder / "out" / "new.tsv")
     header, *submitted = (folder / "out" / "new.tsv").read_text().splitlines()
     assert (header, submitted) == ("index\tprediction", [f"{i}\t{answer}" for i, answer in enumerate(answers)])
     text = official[0]["text"]
-    line = json.loads(typed("predict", "--checkpoint", folder / "run_0", "--text", text).stdout)
+    capsys.readouterr()
+    run(predict, "--checkpoint", folder / "run_0", "--text", text)
+    line = json.loads(capsys.readouterr().out)
     assert (line["predicted"], line["label"]) == (rows[0]["predicted"], None)
     assert line["probabilities"] == pytest.approx(rows[0]["probabilities"], rel=1e-5)  # the same draws: both are first
 

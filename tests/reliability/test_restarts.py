@@ -1,35 +1,39 @@
-"""Ranks die at every point of a save, and jobs at any moment: what comes after is what would have come anyway."""
+"""Ranks die and change in number, jobs are killed at any moment: what comes after is what would have come anyway."""
 
 import os
 import random
 import re
+import signal
 import threading
 import time
+import zlib
+from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megasparse.data.index import Index
+from megasparse.data.reader import ShardReader
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.run_lock import LOCK
 from tests.helpers.faults import Ended, Run, fault, is_alive, is_complete, patience, running
 
 KILLS = int(os.environ.get("MEGASPARSE_SOAK_KILLS", "20"))
-DELAY = 6.0
+DELAY = 3.0
 
-CRASHES = [  # where it happens, in the order of a save; the newest checkpoint then
+CRASHES = [  # where it happens; the newest checkpoint then. Every point of a save: tests/training/checkpoints
     (fault(r"write \S*tmp-00000004\S*/rank-00001", f"sleep {DELAY}", "kill", rank=1), 2),  # rank 0 has written its part
-    (fault(r"write \S*tmp-00000008\S*/manifest", "kill", rank=0), 6),
-    (fault(r"rename \S*tmp-00000010\S* \S*/00000010$", "kill", rank=0), 8),  # the manifest is on the disk
-    (fault(r"write \S*latest", "kill", rank=0), 10),  # right after the rename
-    (fault(r"remove (rank|manifest)", "kill", rank=0), 12),  # an old one is being deleted
-    (fault(r"forward 15$", "kill", rank=1), 14),
+    (fault(r"rename \S*tmp-00000008\S* \S*/00000008$", "kill", rank=0), 6),  # the manifest is on the disk
+    (fault(r"forward 9$", "kill", rank=1), 8),
+    (fault(r"remove (rank|manifest)", "kill", rank=0), 10),  # an old one is being deleted
 ]
 
 
 @dataclass(eq=False)
 class Watcher(threading.Thread):
-    """Looks at a run every 10 ms: is there a complete checkpoint, and who lives on after a rank has died?"""
+    """Looks at a run every 20 ms: is there a complete checkpoint, and who lives on after a rank has died?"""
 
     run_: Run
     crashes: int = 0
@@ -45,7 +49,7 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         found = False
-        while not self.ending.wait(0.01):
+        while not self.ending.wait(0.02):
             complete = any(
                 is_complete(path) for path in reversed(list_checkpoints(self.run_.directory / "checkpoints"))
             )
@@ -93,7 +97,7 @@ def story(tmp_path_factory, data):
         return Story(run, watcher, ended, run.leftovers(), run.new_shared_memory())
 
 
-def test_C2_a_crash_at_any_point_of_a_save_changes_nothing(story, clean):
+def test_C2_a_crash_in_a_save_or_a_step_changes_nothing(story, clean):
     assert story.ended.code == 0, story.ended.said
     assert story.run.losses() == clean.losses()
     assert story.run.samples() == clean.samples()
@@ -115,7 +119,7 @@ def test_C3_a_rank_that_is_late_and_dies_leaves_the_older_checkpoint_the_newest(
 
 
 def test_C9_a_complete_checkpoint_is_there_at_every_moment(story):
-    assert story.watcher.polls > 500 and story.watcher.polls_without == 0
+    assert story.watcher.polls > 200 and story.watcher.polls_without == 0
 
 
 def test_S2_the_others_of_a_killed_rank_end_at_once_and_nothing_is_left(story):
@@ -160,3 +164,96 @@ def test_C1_C9_a_job_killed_at_any_moment_loses_no_more_than_an_interval(data, t
     assert killed.keys() == undisturbed.keys() and differences == 0
     assert run.samples() == straight.samples()
     assert (resumes, late, watcher.polls_without) == (KILLS, 0, 0)
+
+
+@dataclass
+class Change:
+    run: Run
+    ends: list[Ended] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+    """The newest checkpoint after each end."""
+
+
+@pytest.fixture(scope="module")
+def change(tmp_path_factory, data):
+    """Two ranks whose launcher gets SIGTERM in step 4, one rank that gets SIGUSR1 in step 7, two to the end."""
+    run = Run(tmp_path_factory.mktemp("ranks"), data)
+    change = Change(run)
+    with running(run):
+        for ranks, step in ((2, 4), (1, 7), (2, None)):
+            run.start(ranks=ranks, faults=[fault(f"forward {step}$", "sleep 1", rank=ranks - 1)] if step else [])
+            if step is not None:
+                run.wait_for_fault(0)
+                pid, name = (run.launcher, signal.SIGTERM) if ranks == 2 else (run.rank(0), signal.SIGUSR1)
+                os.kill(pid, name)
+            change.ends.append(run.wait())
+            change.saved.append(max(run.checkpoints()))
+            assert run.leftovers() == []
+    return change
+
+
+def test_S1_a_signal_to_launcher_or_rank_saves_after_the_step_and_ends_well(change):
+    assert [end.code for end in change.ends] == [0, 0, 0], [end.said for end in change.ends]
+    assert change.saved == [4, 7, 20]
+    assert "SIGTERM: saving and stopping" in change.ends[0].said
+    assert "SIGUSR1: saving and stopping" in change.ends[1].said
+
+
+def sequences_of(data: Path) -> list[bytes]:
+    """The tokens of every sequence of an epoch."""
+    reader = ShardReader(Index.load(data), "train")
+    sequences = [
+        reader.read(number, start, start + 64).numpy().tobytes()
+        for number, shard in enumerate(reader.shards)
+        for start in range(0, shard.tokens - 63, 64)
+    ]
+    reader.close()
+    return sequences
+
+
+def test_R3_every_sequence_of_the_epoch_comes_once(change, clean, data):
+    assert change.run.samples() == clean.samples()
+    sequences = sequences_of(data)
+    assert 7 * 4 < len(sequences) < 20 * 4, "the epoch ends after the changes, and within the run"
+    trained = {sample: crc for step in change.run.samples().values() for sample, crc in step.items()}
+    assert sorted(trained) == list(range(20 * 4))
+    assert Counter(trained[n] for n in range(len(sequences))) == Counter(map(zlib.crc32, sequences))
+
+
+def test_R3_losses_are_those_of_the_same_number_of_ranks_throughout(change, clean):
+    found = {step: float.fromhex(loss) for step, loss in change.run.losses().items()}
+    expected = {step: float.fromhex(loss) for step, loss in clean.losses().items()}
+    assert list(found) == list(range(1, 21))
+    assert [found[step] for step in range(1, 5)] == [expected[step] for step in range(1, 5)]
+    for step in range(5, 18):
+        assert found[step] == pytest.approx(expected[step], rel=1e-6), step
+
+
+BATCH = 12
+
+
+@pytest.mark.soak
+def test_R3_two_four_three_one_two_ranks_of_the_same_global_batch(tmp_path, data):
+    """Through nearly five epochs, with every number of ranks that was not there before: nothing lost or repeated."""
+    batch = {"steps": 20, "global_batch": BATCH, "micro_batch": 1}
+    clean, run = (Run(tmp_path / name, data, training=batch) for name in ("clean", "run"))
+    with running(clean, run):
+        clean.start()
+        assert clean.wait().code == 0, clean.said()
+        for ranks, stop in ((2, 4), (4, 8), (3, 12), (1, 16), (2, 20)):
+            run.start("--stop-at", str(stop), ranks=ranks)
+            assert run.wait().code == 0, run.said()
+            assert max(run.checkpoints()) == stop and max(run.losses()) == stop
+    samples = run.samples(ranks=4)
+    assert {step: sorted(numbers) for step, numbers in samples.items()} == {
+        step: list(range((step - 1) * BATCH, step * BATCH)) for step in range(1, 21)
+    }
+    assert samples == clean.samples()
+    sequences = Counter(map(zlib.crc32, sequences_of(data)))
+    trained = {number: crc for numbers in samples.values() for number, crc in numbers.items()}
+    size = sequences.total()
+    assert len(trained) > 4 * size
+    for epoch in range(4):
+        assert Counter(trained[number] for number in range(epoch * size, (epoch + 1) * size)) == sequences
+    for step, loss in clean.losses().items():
+        assert float.fromhex(run.losses()[step]) == pytest.approx(float.fromhex(loss), rel=1e-5), step
