@@ -1,6 +1,8 @@
 """The comparison of mechanisms: one tiny one from end to end, and what wrong requests answer."""
 
 import json
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,17 @@ def small_comparison(folder):
     return folder / "small.json"
 
 
+class Here:
+    """A pool of the caller's own thread, in which commands can handle signals."""
+
+    def submit(self, work, *arguments):
+        done = Future()
+        done.set_result(work(*arguments))
+        return done
+
+
 def test_arms_are_trained_and_evaluated_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("megasparse.runs.comparison.ThreadPoolExecutor", lambda jobs: nullcontext(Here()))
     monkeypatch.setattr(CALL, lambda *words, log: main([str(word) for word in words]))
     path, runs = small_comparison(tmp_path), tmp_path / "runs"
 
