@@ -171,14 +171,3 @@ def test_decoding_is_the_whole_pass(separate, buckets, prompt):
         for position in range(prompt, length):
             out = cache.decode(*part(position, position + 1), position, **rule)
             torch.testing.assert_close(out, whole[:, :, position : position + 1], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_large_and_zero_inputs_stay_finite(causal):
-    codes = random_codes(30)
-    for factor in (1e4, 0.0):
-        heads = random_heads(30, causal, torch.float32)
-        heads = heads._replace(q=heads.q * factor, k=heads.k * factor)
-        leaves = [x.requires_grad_() for x in heads[:3]]
-        out, _ = band_attention(heads, *codes, WINDOW, scale=1.0, exclude_self=False, count_rounds=True)
-        assert all(torch.isfinite(x).all() for x in (out, *torch.autograd.grad(out.square().sum(), leaves)))

@@ -40,12 +40,3 @@ def test_forward_and_gradients_are_those_of_the_definition(case):
     assert_same_with_gradients(
         lambda *h: single(x, *h, **given).out, lambda *h: dense(single, *h, mask, segments), heads, weights
     )
-
-
-def test_a_packed_document_is_as_if_alone():
-    single = Single("linformer", False)
-    x, *heads = single.inputs(60)
-    segments = torch.tensor([0] * 24 + [1] * 36).expand(2, -1)
-    packed = single(x, *heads, segments=segments).out
-    alone = single(x[:, 24:], *(h[:, :, 24:] for h in heads)).out
-    torch.testing.assert_close(packed[:, :, 24:], alone)

@@ -126,17 +126,3 @@ def test_separate_queries_and_keys_meet_where_their_hashes_agree(causal):
     seen = seen | (torch.eye(50, dtype=torch.bool) & ~seen.any(-1, keepdim=True))
     score = (q @ k.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf)
     torch.testing.assert_close(mechanism(None, heads, context).out, torch.softmax(score, -1) @ v)
-
-
-@pytest.mark.parametrize("name", ["lsh", "lsh separate", "lsh chunk"])
-def test_bf16_is_near_fp32(name):
-    for causal in (True, False):
-        single = Single(name, causal)
-        low = single.inputs(60, dtype=torch.bfloat16)
-        out = single(*low).out
-        assert out.dtype == torch.bfloat16
-        if single.mechanism.shared_qk:
-            # bf16 queries, fp32 from here on: the hash sees the same numbers.
-            low[2] = low[1]
-        exact = single(*(x.float() for x in low)).out
-        assert (out.float() - exact).norm() < 1e-2 * exact.norm()

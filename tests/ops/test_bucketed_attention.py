@@ -11,7 +11,6 @@ from megasparse.ops.bucketed_attention.reference import bucketed_attention as de
 from tests.helpers import operators
 from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import as_views, assert_equal, assert_same_bits, assert_within_bars, random_masks
-from tests.helpers.peak_memory import PeakMemory
 
 WINDOWS = [
     Window("band", 4),
@@ -204,17 +203,3 @@ def test_a_two_sided_band_and_one_bucket_see_both_sides_alike():
     out, _ = call(bucketed_attention, heads, codes, Window("band", 4), causal=False)
     turned, _ = call(bucketed_attention, [x.flip(2) for x in heads], codes, Window("band", 4), causal=False)
     torch.testing.assert_close(turned.flip(2), out)
-
-
-def test_memory_is_linear_in_the_length(monkeypatch):
-    monkeypatch.setattr(chunks, "_SCORE_ELEMENTS", 1 << 14)
-
-    def peak(length):
-        heads = [x.requires_grad_() for x in random_heads(length, batch=1, dim=16, dtype=torch.float32)]
-        codes = random_codes(length, 2, buckets=2 * length // 32, batch=1)
-        with PeakMemory() as memory:
-            call(bucketed_attention, heads, codes, Window("band", 32), causal=True)[0].sum().backward()
-        assert memory.largest < length * length * 4 / 8
-        return memory.peak
-
-    assert peak(8192) < 2.2 * peak(4096)

@@ -8,7 +8,6 @@ from megasparse.ops.gathered_attention.reference import gathered_attention as de
 from tests.helpers import operators
 from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import assert_equal, assert_same_bits, assert_within_bars, random_heads
-from tests.helpers.peak_memory import PeakMemory
 
 
 def random_index(queries, keys, places, rows=(2, 3), seed=1, device="cpu"):
@@ -88,15 +87,3 @@ def test_the_same_bits_twice_and_a_nan_stays_in_its_own_sequence():
     heads[2][1] = torch.nan
     dirty = gradients(gathered_attention, heads, index)
     assert_same_bits([x[[0, 2]] for x in clean], [x[[0, 2]] for x in dirty])
-
-
-def test_memory_is_linear_in_the_length():
-    def peak(length):
-        heads = [x.requires_grad_() for x in random_heads(length, rows=(1, 2), dtype=torch.float32)]
-        index = random_index(length, length, 8, (1, 1))
-        with PeakMemory() as memory:
-            gathered_attention(*heads, index, scale=0.25)[0].sum().backward()
-        assert memory.largest < length * length * 4 / 8
-        return memory.peak
-
-    assert peak(8192) < 2.2 * peak(4096)

@@ -8,7 +8,6 @@ from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, draws, exac
 from megasparse.ops.sketch.reference import best_keys as defined
 from megasparse.ops.sketch.reference import sketched_weights, uniform
 from tests.helpers.kernels import DEVICE
-from tests.helpers.peak_memory import PeakMemory
 
 KINDS = ["inverse_log_squared", "inverse_log", "raw", "top_k", "random"]
 
@@ -142,23 +141,6 @@ def test_how_often_a_key_is_the_first_is_its_probability(sampling):
     # Heads draw by themselves: they agree as often as independent ones.
     agree, chance = (first[:, 0] == first[:, 1]).double().sum(), (exact**2).sum()
     assert abs(agree - samples * chance) / math.sqrt(samples * chance * (1 - chance)) < 4
-
-
-def test_memory_is_linear_in_the_length(monkeypatch):
-    monkeypatch.setattr(blockwise, "_SCORE_ELEMENTS", 1 << 14)
-    monkeypatch.setattr(draws, "KEYS", 256)
-
-    def peak(length):
-        q, k, v = (x.requires_grad_() for x in random_sketch(length, batch=1, dtype=torch.float32))
-        with PeakMemory() as memory:
-            h, lse = sketched_attention(q, k, v, causal=True)
-            h.sum().backward()
-            noise = some_noise(length, batch=1, heads=range(2))
-            choose(q, k, 8, causal=True, sampling="inverse_log_squared", noise=noise, lse=lse)
-        assert memory.largest < length * length * 4 / 8
-        return memory.peak
-
-    assert peak(2048) < 2.2 * peak(1024)
 
 
 @pytest.mark.usefixtures("implementation")

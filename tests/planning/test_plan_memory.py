@@ -104,7 +104,7 @@ CASES = {
 
 
 QUICK = {
-    "quick: lsh, reversible": (16384, {"layers": 1, "d_model": 64, "d_ff": 128, "attention": LSH}, {}),
+    "quick: lsh, reversible": (8192, {"layers": 1, "d_model": 64, "d_ff": 128, "attention": LSH}, {}),
     "quick: blocks not full in passes": (2048, {"layers": 1, "d_model": 64, "d_ff": 128, "attention": LSH}, {}),
     "quick: full, stored, bf16": (
         4096,

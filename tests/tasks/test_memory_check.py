@@ -26,7 +26,7 @@ CASES = {
     "full, bf16, accumulated": {"training": {"precision": "bf16", "micro_batch": 1}},
     "ours, local": {"start": None, "model": {**OURS, "attention": {"pattern": ["local"], "local": {"chunk": 64}}}},
     "full, one length": {"task": {"max_length": 512}},
-    "quick: lha, checkpoint_cpu": {"task": {"max_length": 512}, "start": {**LHA, "activations": "checkpoint_cpu"}},
+    "quick: lha, checkpoint_cpu": {"task": {"max_length": 256}, "start": {**LHA, "activations": "checkpoint_cpu"}},
     "quick: full, one length": {"task": {"max_length": 128}},
 }
 QUICK = [case for case in CASES if case.startswith("quick")]
@@ -52,7 +52,7 @@ SOAK = [pytest.param(case, marks=pytest.mark.soak) for case in CASES if case not
 def test_peaks_are_within_15_percent_of_what_is_allocated(case, tmp_path, monkeypatch):
     """`pytest -s` prints them. The short ones are predicted from passes as much shorter."""
     if case in QUICK:
-        monkeypatch.setattr(pass_memory, "LONGEST_TRIAL", 256)
+        monkeypatch.setattr(pass_memory, "LONGEST_TRIAL", 128)
     predicted, allocated = predicted_and_measured(values(tmp_path / "case", case))
     print(f"{case:28} predicted {predicted / 1e6:7.1f} MB, allocated {allocated / 1e6:7.1f}")
     assert abs(predicted / allocated - 1) < 0.15

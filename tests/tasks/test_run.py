@@ -142,20 +142,13 @@ def test_patience_counts_across_a_stop(place, tmp_path, given_metrics):
     assert given_metrics == [9.0] and json.loads((tmp_path / "run" / "best.json").read_text())["step"] == 1
 
 
-def test_a_metric_that_is_nan_is_never_the_best(place, tmp_path, given_metrics):
-    given_metrics += [math.nan, 0.1, math.nan, math.nan]
-    sections = {**TINY, "evaluation": {"every": 2}}
-    launch(tmp_path / "run", place / "reviews.csv", **sections)
-    found = json.loads((tmp_path / "run" / "best.json").read_text())
-    assert (found["step"], found["value"]) == (4, 0.1)
-
-
-def test_all_nan_has_no_best_and_the_newest_is_taken(place, tmp_path, given_metrics):
-    given_metrics += [math.nan] * 4
+@pytest.mark.parametrize(("first", "best", "taken"), [(0.1, (4, 0.1), 4), (math.nan, (None, None), 8)])
+def test_nan_is_never_the_best(place, tmp_path, given_metrics, first, best, taken):
+    given_metrics += [math.nan, first, math.nan, math.nan]
     launch(tmp_path / "run", place / "reviews.csv", **{**TINY, "evaluation": {"every": 2}})
     found = json.loads((tmp_path / "run" / "best.json").read_text())
-    assert found["step"] is None and found["value"] is None
-    assert restore_task(tmp_path / "run").checkpoint.step == 8
+    assert (found["step"], found["value"]) == best
+    assert restore_task(tmp_path / "run").checkpoint.step == taken
 
 
 def test_sketches_learn_beside_a_number_too(place, tmp_path):

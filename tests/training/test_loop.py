@@ -59,16 +59,6 @@ def interrupted(batches: Iterator[Step], count: int, error: Exception) -> Any:
     raise error
 
 
-def test_a_run_stopped_at_a_step_goes_on_as_if_it_had_run_through(tmp_path):
-    """With a cosine schedule, which ends at training.steps whether the run stops before or not."""
-    stopped, straight = tiny_config(tmp_path / "stopped"), tiny_config(tmp_path / "straight")
-    launch(stopped, stop_at=7)
-    assert [line["step"] for line in metrics(stopped)] == list(range(1, 8))
-    launch(stopped)
-    launch(straight)
-    assert curves(stopped) == curves(straight)
-
-
 def test_a_run_that_is_past_its_last_step_says_why_it_does_not_begin(tmp_path, capsys):
     config = tiny_config(tmp_path)
     launch(config, stop_at=7)

@@ -102,18 +102,6 @@ def test_bf16_keeps_fp32_weights(tmp_path):
     assert losses == pytest.approx(train_steps(tiny_engine(exact), exact, 1, 20), rel=1e-2)
 
 
-@pytest.mark.parametrize("sections", [{}, {"training": {"precision": "bf16"}}, {"optimizer": {"name": "adafactor"}}])
-def test_resume_is_bit_identical(tmp_path, sections):
-    config = tiny_config(tmp_path, **sections)
-    straight = train_steps(tiny_engine(config), config, 1, 20)
-    engine = tiny_engine(config)
-    before = train_steps(engine, config, 1, 10)
-    saved = Checkpoint.open(Saver(identity_of(config), Ranks()).save(engine, 10, 80, {}))
-    assert (saved.step, saved.sequences, saved.optimizer_steps, saved.config) == (10, 80, 10, config)
-    resumed = tiny_engine(config, model=TinyModel(seed=1), start=saved)
-    assert before + train_steps(resumed, config, 11, 20) == straight
-
-
 def test_a_checkpoint_before_the_first_update_serves_its_own_model_only(tmp_path):
     config = tiny_config(tmp_path)
     engine = tiny_engine(config)
