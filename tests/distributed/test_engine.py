@@ -17,14 +17,13 @@ import torch
 
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers.byte import ByteTokenizer
-from megasparse.errors import CheckpointError, ConfigError
+from megasparse.errors import CheckpointError
 from megasparse.evaluation.generate import generate
 from megasparse.hub.export import to_hf
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.build import build_engine
@@ -194,16 +193,6 @@ def fails_to_save(folder: Path, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def strangers(folder: Path, ranks: Ranks) -> str:
-    """The ranks are given different seeds."""
-    config = tiny_config(folder / "strangers", "deepspeed", run={"seed": ranks.rank})
-    try:
-        find_start(identity_of(config), ranks)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def consensus(ranks: Ranks) -> dict[str, Any]:
     """Rank 1 has no data, is asked to stop, and needs longer; rank 0 still writes and skipped three sequences."""
     here = ranks.rank == 1
@@ -256,7 +245,6 @@ def everything(folder: str) -> dict[str, Any]:
     report["skips"] = {name: skips(place, name, ranks, "fp32") for name in ZERO}
     report["skips"] |= {f"{name} bf16": skips(place, name, ranks, "bf16") for name in GROUPS["bf16"].zero}
     report["consensus"] = consensus(ranks)
-    report["strangers"] = strangers(place, ranks)
     report["abort"] = fails_to_save(place, ranks)
     report["shared_memory"] = [p.name for p in Path("/dev/shm").glob(f"deepspeed*_{os.environ['MASTER_PORT']}_*")]
     ranks.stop()
@@ -333,10 +321,6 @@ def test_what_one_rank_knows_all_ranks_act_on(report):
     answers = {"stop": True, "failed": True, "writing": True, "skipped": 3}
     answers |= {"spent": [[0.5, 0.0, 0.0], [1.5, 0.0, 0.0]], "waited": True}
     assert report["consensus"] == {"known": answers, "stopped": [False, True]}
-
-
-def test_F2_ranks_with_different_configurations_do_not_start(report):
-    assert "different configurations" in report["strangers"]
 
 
 def test_C4_a_failing_rank_aborts_the_save_of_all(report):
