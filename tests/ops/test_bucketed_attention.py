@@ -161,41 +161,6 @@ def test_a_nan_stays_in_its_own_sequence_and_is_not_hidden():
     assert dirty[0][1][~lonely].isnan().all()
 
 
-def test_padding_sees_nothing_and_moves_nothing():
-    heads = random_heads(20, dtype=torch.float32)
-    codes = random_codes(20, 2)
-    mask = torch.ones(2, 20, dtype=torch.bool)
-    mask[:, 13:] = False
-    for window in WINDOWS:
-        out, lse = call(bucketed_attention, heads, codes, window, causal=True, key_mask=mask)
-        short, short_lse = call(bucketed_attention, [x[:, :, :13] for x in heads], codes[..., :13], window, causal=True)
-        torch.testing.assert_close(out[:, :, :13], short)
-        torch.testing.assert_close(lse[:, :, :13], short_lse)
-        assert (out[:, :, 13:] == 0).all() and (lse[:, :, 13:] == -torch.inf).all()
-
-
-def test_packed_documents_are_as_if_alone():
-    heads = random_heads(30)
-    codes = random_codes(30, 2)
-    segments = torch.tensor([0] * 11 + [1] * 19).expand(2, -1)
-    for window in (Window("band", 4), Window("chunk", 4)):
-        packed, _ = call(bucketed_attention, heads, codes, window, causal=True, segments=segments)
-        first, _ = call(bucketed_attention, [x[:, :, :11] for x in heads], codes[..., :11], window, causal=True)
-        torch.testing.assert_close(packed[:, :, :11], first)
-        if window.kind == "band":
-            second, _ = call(bucketed_attention, [x[:, :, 11:] for x in heads], codes[..., 11:], window, causal=True)
-            torch.testing.assert_close(packed[:, :, 11:], second)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_N5_gradcheck(causal):
-    q, k, v = (x.requires_grad_() for x in random_heads(9, batch=1, heads=1, dim=3))
-    codes = random_codes(9, 2, batch=1, heads=1)
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: call(bucketed_attention, (q, k, v), codes, Window("band", 4), causal=causal), (q, k, v)
-    )
-
-
 def test_a_two_sided_band_and_one_bucket_see_both_sides_alike():
     """Turned round, the sequence has the turned outputs."""
     heads = random_heads(20)

@@ -66,17 +66,6 @@ def test_views_of_other_tensors_are_as_good():
     assert_equal_to_the_definition(heads, lists, causal=False, scale=1.0, count_clusters=True)
 
 
-def test_N5_gradcheck():
-    heads = [x[:1, :1].clone().requires_grad_() for x in random_heads(6, dim=2)]
-    lists = random_lists((1, 1, 3), 6, 5), random_lists((1, 1, 3), 6, 5, seed=5)
-
-    def output(q, k, v):
-        out, z = call(cluster_attention, (q, k, v), *lists, causal=True, scale=0.5, count_clusters=True)
-        return out, z[z > -torch.inf]
-
-    torch.autograd.gradcheck(output, heads)
-
-
 def test_one_cluster_of_all_is_full_attention_in_tiles_of_queries(monkeypatch):
     monkeypatch.setattr(blockwise, "_CPU_BLOCK_ELEMENTS", 200)
     q, k, v = random_heads(40)

@@ -71,13 +71,6 @@ def test_finite_in_hard_cases(factor):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
-def test_N5_gradcheck():
-    q, k, v = (x.requires_grad_() for x in random_heads(5, 4, (1, 2), 3))
-    index = torch.randint(0, 4, (1, 2, 5, 3), generator=torch.Generator().manual_seed(0))
-    index[..., 2] = -1
-    assert torch.autograd.gradcheck(lambda q, k, v: gathered_attention(q, k, v, index, scale=0.5), (q, k, v))
-
-
 @pytest.mark.usefixtures("implementation")
 def test_the_same_bits_twice_and_a_nan_stays_in_its_own_sequence():
     heads = random_heads(13, 5, (3, 1), dtype=torch.float32, device=DEVICE)
