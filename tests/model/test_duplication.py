@@ -1,6 +1,6 @@
 """Reformer's duplication task (section 2.1 of the paper) at a reduced size, trained until it is solved.
 
-To predict a symbol of the second half the model must find its first occurrence, among 128 positions in windows of 16
+To predict a symbol of the second half the model must find its first occurrence, among 64 positions in windows of 8
 tokens: hashing has to put the two into one bucket. A batch shares its rotations, so many small batches teach more than
 few large ones; and without weight decay some pairs of positions are never found (docs/experiments.md).
 """
@@ -18,7 +18,7 @@ from megasparse.model.build import build_model
 from megasparse.model.decoder import Decoder
 from megasparse.ops.random import RngContext
 
-LENGTH, SYMBOLS, BATCH, STEPS = 128, 31, 8, 1000
+LENGTH, SYMBOLS, BATCH, STEPS = 64, 15, 8, 1000
 
 
 def build(seed: int) -> Decoder:
@@ -32,7 +32,7 @@ def build(seed: int) -> Decoder:
         activations="stored",
         score_from=LENGTH // 2,
         positions=PositionsConfig(kind="learned"),
-        attention=AttentionConfig(pattern=["lsh"], lsh=LSHAttentionConfig(rounds=4, chunk=16, buckets=16)),
+        attention=AttentionConfig(pattern=["lsh"], lsh=LSHAttentionConfig(rounds=4, chunk=8, buckets=16)),
     )
     return build_model(config, seed)
 
