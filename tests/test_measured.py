@@ -1,0 +1,96 @@
+"""Figures in documents are those of the files in docs/measured and docs/pictures, which commands wrote."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def read(name):
+    return json.loads((DOCS / name).read_text(encoding="utf-8"))
+
+
+def shown(document):
+    """The document's text on one line, so that a sentence may break anywhere."""
+    return " ".join((DOCS / document).read_text(encoding="utf-8").split())
+
+
+def spread(values):
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+
+
+def attention(length):
+    rows = [row for row in read("measured/attention_cpu.json")["rows"] if row["length"] == length]
+    return {row["implementation"]: (row["forward_backward"]["median"], row["extra_bytes"] / 1e9) for row in rows}
+
+
+def readme():
+    found, quickstart = attention(65_536), read("measured/quickstart.json")["summary"]
+    ours, gzip, xz = (quickstart[key] for key in ("bits_per_dim", "gzip_bits_per_dim", "xz_bits_per_dim"))
+    (lsh, memory), (sdpa, _), (hf, hf_memory) = (found[name] for name in ("lsh", "sdpa", "hf"))
+    yield (
+        f"| attention of 65,536 tokens, forward and backward | {lsh:.1f} s | SDPA {sdpa:.0f} s, HuggingFace's Reformer "
+        f"(2M keys, ours M) {hf:.0f} s |"
+    )
+    yield f"| the same, memory | {memory:.1f} GB | HuggingFace's {hf_memory:.1f} GB |"
+    yield f"| quickstart, held-out bits/dim | {ours:.3f} | gzip {gzip:.3f}, xz {xz:.3f} |"
+    yield f"gzip -9 {gzip:.3f} "
+    yield f"this model {ours:.3f} "
+
+
+def performance():
+    found = attention(65_536)
+    lsh, sdpa, hf, peer = (found[name][0] for name in ("lsh", "sdpa", "hf", "reformer-pytorch"))
+    yield f"at 64K LSH took {lsh:.1f} s, SDPA {sdpa:.0f} s, HuggingFace's Reformer {hf:.0f} s, "
+    yield f"reformer-pytorch {peer:.0f} s."
+
+
+def pays():
+    curves = {corpus: read(f"pictures/pays_{corpus}.json") for corpus in ("client", "wikipedia", "recall")}
+    tests = {
+        arm: [[seed["test"] for seed in found[arm].values()] for found in curves.values()]
+        for arm in ("window 64", "n-gram")
+    }
+    assert all(len(seeds) == 3 for corpora in tests.values() for seeds in corpora)
+    yield f"| window 64 in every layer, 350 steps | {' | '.join(map(spread, tests['window 64']))} |"
+    yield f"| `ngram` in every other layer, 250 steps | {' | '.join(f'**{spread(x)}**' for x in tests['n-gram'])} |"
+    gains = [
+        statistics.mean(window) - statistics.mean(ours)
+        for window, ours in zip(tests["window 64"], tests["n-gram"], strict=True)
+    ]
+    yield f"| gain of `ngram` | {' | '.join(f'{gain:.3f}' for gain in gains)} |"
+    names = {
+        "window 64": "window 64",
+        "window 128": "window 128",
+        "`ngram` by turns": "n-gram",
+        "`lsh` beside a window, by turns": "lsh beside a window",
+        "full attention by turns": "full by turns",
+    }
+    for name, arm in names.items():
+        run = curves["client"][arm]["0"]
+        quiet = min(seed["step_seconds"] for seed in curves["client"][arm].values())
+        numbers = quiet, run["held_out"]["250"], run["test"]
+        yield f"| {name} | {run['steps']} | {numbers[0]:.2f} | {numbers[1]:.3f} | {numbers[2]:.3f} |"
+    trained = read("measured/quickstart_attention.json")
+    window, ngram, lsh = (
+        trained[arm]["test_bits_per_dim"] for arm in ("window 64 in every layer", "n-gram by turns", "LSH by turns")
+    )
+    yield f"| {window:.3f} | **{ngram:.3f}** | {lsh:.3f} |"
+    for corpus in ("client", "code", "wikipedia"):
+        places = read(f"measured/repetitions_{corpus}.json")["12"]
+        right = [place["right"] for place in places]
+        shares = " | ".join(f"{place['share']:.1%}".replace("%", " %") for place in places)
+        yield f"| `{corpus}` | {shares} | {min(right) * 100:.0f} to {max(right) * 100:.0f} % |"
+
+
+@pytest.mark.parametrize(
+    ("document", "rows"),
+    [("../README.md", readme), ("performance.md", performance), ("when-hashing-pays.md", pays)],
+)
+def test_figures_are_those_of_the_measured_files(document, rows):
+    text = shown(document)
+    missing = [row for row in rows() if " ".join(row.split()) not in text]
+    assert not missing, "\n".join(missing)
