@@ -12,7 +12,8 @@ def _open(name: str, paper: str, says: str, missing: str) -> Claim:
 CLAIMS = (
     trained.DUPLICATION,
     trained.BLOCKS,
-    reversible.REVERSIBLE,
+    reversible.MEMORY,
+    reversible.GRADIENTS,
     lsh.ROUNDS,
     lsh.COST,
     yoso.ESTIMATOR,

@@ -1,4 +1,4 @@
-"""Reformer's claim on reversible layers: they keep nothing per layer, and their gradients are those of kept ones."""
+"""Reformer's claims on reversible layers: they keep nothing per layer, and their gradients are those of kept states."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,69 +12,103 @@ from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.planning.pass_memory import PassMemory
 
+PAPER = "Reformer, section 3"
 BLOCKS = {"reversible": ("reversible", "reversible"), "ordinary": ("ordinary", "stored")}
 """Blocks and activations of the two models whose memory is compared."""
 
 
-def _config(trial: Trial, layers: int, blocks: str, activations: str) -> Config:
-    length = trial.settings["length"]
-    settings = {"layers": layers, "blocks": blocks, "activations": activations, "max_length": length}
-    words = [f"model.{key}={value}" for key, value in settings.items()]
-    words += [f"data.sequence_length={length}", 'model.attention.pattern=["local","lsh"]']
-    return load_config("quickstart", words)
+def config_of(length: int, **settings: Any) -> Config:
+    """The quickstart's model with local and LSH attention, and other settings of `model`."""
+    words = [f"model.{key}={value}" for key, value in {**settings, "max_length": length}.items()]
+    return load_config(
+        "quickstart", [*words, f"data.sequence_length={length}", 'model.attention.pattern=["local","lsh"]']
+    )
 
 
-def measure(trial: Trial) -> Numbers:
-    """bytes: peak of a pass beside the weights, by depth, counted on the GPU path. error: of the gradient of a
-    reversible model, relative, with the states recomputed against the same model with the states kept, in fp32."""
-    memory: dict[str, list[int]] = {}
+def measure_memory(trial: Trial) -> Numbers:
+    """Peak of a pass beside the weights in bytes, by depth, counted on the GPU path."""
+    length, depths = trial.settings["length"], trial.settings["layers"]
+    found: dict[str, list[int]] = {name: [] for name in BLOCKS}
     for name, (blocks, activations) in BLOCKS.items():
-        memory[name] = []
-        for layers in trial.settings["layers"]:
+        for layers in depths:
             trial.progress(f"{name}, {layers} layers")
-            config = _config(trial, layers, blocks, activations)
-            memory[name].append(PassMemory(config, "counted").curve.bytes(1, trial.settings["length"], gradients=0))
-    gradients = [
-        _gradient(_config(trial, max(trial.settings["layers"]), "reversible", activations), trial.seed)
-        for activations in ("reversible", "stored")
-    ]
-    error = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
-    return {"layers": trial.settings["layers"], **memory, "error": error}
+            config = config_of(length, layers=layers, blocks=blocks, activations=activations)
+            found[name].append(PassMemory(config, "counted").curve.bytes(1, length, gradients=0))
+    return {"layers": depths, **found}
 
 
-def _gradient(config: Config, seed: int) -> torch.Tensor:
-    """The whole gradient of one sequence of random tokens, fp64."""
-    model: Any = build_model(config.model, seed)
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(256, (1, 512), generator=generator)
-    objective, _ = model(tokens, RngContext(seed, 0, torch.arange(1), training=True))
-    objective.backward()
-    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
-
-
-def judge(runs: Sequence[Numbers]) -> Judgement:
-    layers, worst = runs[0]["layers"], max(run["error"] for run in runs)
+def judge_memory(runs: Sequence[Numbers]) -> Judgement:
+    layers = runs[0]["layers"]
     slopes = {name: (runs[0][name][-1] - runs[0][name][0]) / (layers[-1] - layers[0]) for name in BLOCKS}
     share = slopes["reversible"] / slopes["ordinary"]
     table = [["MB at the peak", *(f"{n} layers" for n in layers)]]
     table += [[name, *(f"{count / 1e6:.1f}" for count in runs[0][name])] for name in BLOCKS]
-    sentence = f"a layer more costs {share:.1%} of what it costs ordinary blocks; gradients differ by {worst:.1e}"
-    return Judgement(share < 0.05 and worst <= 1e-5, sentence, table)
+    return Judgement(share < 0.05, f"a layer more costs {share:.1%} of what it costs ordinary blocks", table)
 
 
-def draw(runs: Sequence[Numbers]) -> Picture:
+def draw_memory(runs: Sequence[Numbers]) -> Picture:
     curves = [Curve(name, runs[0]["layers"], [count / 1e6 for count in runs[0][name]]) for name in BLOCKS]
     return Picture("peak of a pass beside the weights", "layers", "MB", curves)
 
 
-REVERSIBLE = Claim(
-    name="reversible",
-    paper="Reformer, section 3",
+MEMORY = Claim(
+    name="reversible_memory",
+    paper=PAPER,
     says="With reversible layers the memory of activations does not depend on depth.",
     rule="From 2 to 16 layers a layer more costs less than 5 % of what it costs with ordinary blocks (bytes counted on "
-    "the GPU path); gradients are those of kept states within 1e-5, relative, in fp32.",
-    budgets={"cpu": {"layers": [2, 4, 8, 16], "length": 4096, "minutes": 2}},
-    measure=measure,
-    judge=judge,
-    draw=draw,
+    "the GPU path).",
+    budgets={"cpu": {"layers": [2, 4, 8, 16], "length": 4096, "minutes": 1}},
+    measure=measure_memory,
+    judge=judge_memory,
+    draw=draw_memory,
+    seeds=(0,),
+)
+
+ARMS = {
+    "fp32, ReLU": ("relu", torch.float32),
+    "fp32, GELU": ("gelu", torch.float32),
+    "fp64, ReLU": ("relu", torch.float64),
+}
+
+
+def measure_gradients(trial: Trial) -> Numbers:
+    """Relative error of the whole gradient with states recomputed from the outputs, against states kept."""
+    found = {}
+    for arm, (activation, dtype) in ARMS.items():
+        trial.progress(arm)
+        recomputed, kept = (_gradient(trial, activation, dtype, states) for states in ("reversible", "stored"))
+        found[arm] = float((recomputed - kept).norm() / kept.norm())
+    return found
+
+
+def _gradient(trial: Trial, activation: str, dtype: torch.dtype, states: str) -> torch.Tensor:
+    """The gradient of one sequence of random tokens, as one vector in fp64."""
+    length, layers = trial.settings["length"], trial.settings["layers"]
+    config = config_of(length, layers=layers, blocks="reversible", activations=states, feed_forward=activation)
+    model: Any = build_model(config.model, trial.seed, dtype)
+    tokens = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(trial.seed))
+    objective, _ = model(tokens, RngContext(trial.seed, 0, torch.arange(1), training=True))
+    objective.backward()
+    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def judge_gradients(runs: Sequence[Numbers]) -> Judgement:
+    worst = {arm: max(run[arm] for run in runs) for arm in ARMS}
+    table = [["relative error", *(f"trial {number}" for number in range(len(runs)))]]
+    table += [[arm, *(f"{run[arm]:.1e}" for run in runs)] for arm in ARMS]
+    said = ", ".join(f"{arm} {error:.1e}" for arm, error in worst.items())
+    return Judgement(worst["fp32, ReLU"] <= 1e-5, f"worst of the trials: {said}", table)
+
+
+GRADIENTS = Claim(
+    name="reversible_gradients",
+    paper=PAPER,
+    says="States that are recomputed from the outputs train as states that were kept.",
+    rule="At 16 layers the gradient in fp32 with ReLU is that of kept states within 1e-5, relative, for every seed. "
+    "Beside it, not judged: GELU, and fp64. (It was part of reversible_memory's rule; when one seed missed it, it got "
+    "a claim of its own, and the two arms that show why: rounding moves a hidden unit's input across 0, where the "
+    "derivative of ReLU jumps.)",
+    budgets={"cpu": {"layers": 16, "length": 512, "minutes": 1}},
+    measure=measure_gradients,
+    judge=judge_gradients,
 )
