@@ -19,7 +19,7 @@ from tests.helpers.commands import refused, run
 program = door("reproduce")
 
 SMALL = {
-    "yoso_estimator": {"length": 64, "most_hashes": 64, "draws": 8},
+    "yoso_estimator": {"length": 64, "most_hashes": 64, "hashes": 8, "draws": 8},
     "yoso_lengths": {"lengths": [64, 128], "draws": 2},
     "yoso_gradient": {"length": 16, "draws": 64},
     "yoso_memory": {"lengths": [256, 512], "heads": 2},
