@@ -62,6 +62,16 @@ def pays():
         for window, ours in zip(tests["window 64"], tests["n-gram"], strict=True)
     ]
     yield f"| gain of `ngram` | {' | '.join(f'{gain:.3f}' for gain in gains)} |"
+    bounds = read("measured/pays_bounds.json")["runs"]
+    full = [{**curves[corpus], **bounds[corpus]}["full by turns"] for corpus in curves]
+    names = ("window 64 in every layer", "full attention in every other layer (seed 0)", "`ngram` in every other layer")
+    bold = ("", "", "**")
+    for name, mark, arm in zip(names, bold, ("window 64", None, "n-gram"), strict=True):
+        seeds = full if arm is None else [found[arm] for found in curves.values()]
+        means = (statistics.mean(run["held_out"]["250"] for run in each.values()) for each in seeds)
+        yield f"| {name} | {' | '.join(f'{mark}{each:.3f}{mark}' for each in means)} |"
+    wide = bounds["client"]["window 256"]["0"]
+    yield f"| window 256 | {wide['steps']} | | {wide['held_out']['250']:.3f} | {wide['test']:.3f} |"
     names = {
         "window 64": "window 64",
         "window 128": "window 128",
