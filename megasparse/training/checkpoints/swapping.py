@@ -33,7 +33,7 @@ class SubGroup(Storage):
         self._zero, self._number = zero, number
 
     @contextmanager
-    def present(self, changing: bool = False) -> Iterator[None]:
+    def loaded(self, changing: bool = False) -> Iterator[None]:
         self._zero._optimizer_states_and_gradient_swap_in(self._number)
         try:
             yield

@@ -17,7 +17,7 @@ from megasparse.errors import ConfigError, StorageError
 from megasparse.training.checkpoints.checkpoint import Fragment, Storage, loaded
 from megasparse.training.checkpoints.rank_file import RankFile
 from megasparse.training.checkpoints.swap_folder import SwapFolder, verify
-from megasparse.training.checkpoints.swapping import Swap
+from megasparse.training.checkpoints.swapping import SubGroup, Swap
 from megasparse.training.engines.deepspeed import DeepSpeedEngine
 from megasparse.training.ranks import Ranks
 from tests.helpers.run_ranks import ROOT
@@ -140,6 +140,20 @@ def test_a_buffer_that_a_weight_does_not_fit_into_is_refused(tmp_path):
     zero = {"stage": 3, "offload_param": nvme(tmp_path) | {"buffer_size": 100}}
     with pytest.raises(ConfigError, match=r"buffer_size: 100 is too few for a rank's 9,984 numbers of out.weight"):
         Swap(zero, TinyModel(), Ranks())
+
+
+@pytest.mark.parametrize(("changing", "ending"), [(False, "released"), (True, "written 3")])
+def test_a_sub_group_of_deepspeeds_is_in_memory_while_it_is_read_or_changed(changing, ending):
+    done = []
+    zero = SimpleNamespace(
+        _optimizer_states_and_gradient_swap_in=lambda number: done.append(f"read {number}"),
+        _optimizer_states_and_gradient_swap_out=lambda number: done.append(f"written {number}"),
+        _release_swap_buffers=lambda number: done.append("released"),
+    )
+    fragment = Fragment("weight", "w", (2,), 0, 2, torch.ones(2), home=SubGroup(zero, 3))
+    for _ in loaded([fragment, fragment], changing):
+        done.append("used")
+    assert done == ["read 3", "used", "used", ending]
 
 
 class Elsewhere(Storage):
