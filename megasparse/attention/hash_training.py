@@ -93,7 +93,7 @@ def _learn(mechanism: LHAAttention, call: Call, seed: int, step: int) -> tuple[T
     """KL_Q + KL_K (Eq. 13), mean over tokens and heads, the mechanism's own loss without its weight; its statistics."""
     rng = RngContext(seed, step, torch.arange(len(call.x)), training=True)
     context = dataclasses.replace(call.context, rng=rng, recompute=RecomputeCache())
-    loss, statistics = mechanism.learn(_inputs(call), context)
+    loss, statistics = mechanism.learn(call.x, _inputs(call), context)
     return loss * (mechanism.spec.layers / mechanism.config.weight), statistics
 
 

@@ -22,6 +22,7 @@ from megasparse.attention.contract import (
 )
 from megasparse.attention.costs import Passes, Work, product
 from megasparse.attention.documents import Document, documents, most_documents
+from megasparse.attention.far_attention import BEST, collision_loss, drawn_positions, far_attention, far_pairs
 from megasparse.attention.lha_hash import (
     Example,
     HashFunctions,
@@ -30,6 +31,7 @@ from megasparse.attention.lha_hash import (
     bucket_codes,
     bucket_members,
     divergence,
+    scores_of,
 )
 from megasparse.config.attention import LHAAttentionConfig
 from megasparse.ops.attention_utility import (
@@ -42,7 +44,6 @@ from megasparse.ops.attention_utility import (
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.positions import sinusoids
-from megasparse.ops.random import random_bits
 from megasparse.ops.random_features import orthogonal_projections, positive_features
 
 
@@ -102,23 +103,31 @@ class LHAAttention(BandAttention):
 
     @torch.no_grad()
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Assignment:
+        joint = self._joint(inputs)
+
         def job(query: Weights, key: Weights) -> Assignment:
-            queries, keys = _sides(inputs, query, key)
+            queries, keys = _sides(inputs, query, key, joint)
             query_codes = bucket_codes(queries, self.buckets)
-            key_codes = query_codes if inputs.causal else bucket_codes(keys, self.buckets)
+            key_codes = query_codes if joint else bucket_codes(keys, self.buckets)
             if self.config.window == "band":
                 return Assignment(query_codes, key_codes, None, None)
 
             def choose(document: Document) -> Lists:
                 best = self._members(queries, document)
-                return best, best if inputs.causal else self._members(keys, document)
+                return best, best if joint else self._members(keys, document)
 
             return Assignment(query_codes, key_codes, *clusters_by_document(inputs, choose))
 
         return self.hash(job, inputs.q, context)
 
-    def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> tuple[Tensor, None]:
-        return self.assign(inputs, context).query_codes.unsqueeze(2), None
+    def _joint(self, inputs: AttentionInputs) -> bool:
+        return inputs.causal and self.config.joint
+
+    def band_codes(
+        self, inputs: AttentionInputs, position: int, context: AttentionContext
+    ) -> tuple[Tensor, Tensor | None]:
+        found = self.assign(inputs, context)
+        return found.query_codes.unsqueeze(2), None if self._joint(inputs) else found.key_codes.unsqueeze(2)
 
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
         assigned = self.assign(inputs, context)
@@ -129,7 +138,7 @@ class LHAAttention(BandAttention):
         return bucket_members(Sides(inputs, sides.weights), self.buckets, self.bucket_size)
 
     def _band(self, inputs: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
-        key_codes = None if inputs.causal else assigned.key_codes.unsqueeze(2)
+        key_codes = None if self._joint(inputs) else assigned.key_codes.unsqueeze(2)
         out = self.attend(inputs, assigned.query_codes.unsqueeze(2), key_codes)
         return out, {} if inputs.causal else _balance(inputs, assigned, self.buckets)
 
@@ -143,8 +152,10 @@ class LHAAttention(BandAttention):
             alone = alone & inputs.key_mask[:, None]
         return out, {"queries_in_no_bucket": alone.sum() / _real(inputs)}
 
-    def learn(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
+    def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """The auxiliary loss of a training pass, and its statistics, without attention itself."""
+        if self.config.utility == "collisions":
+            return self._collisions(inputs, context)
         return self._learn(inputs, self.assign(inputs, context), context)
 
     def _learn(
@@ -152,10 +163,12 @@ class LHAAttention(BandAttention):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return λ·mean(KL_Q + KL_K) over real tokens, heads and layers (Eq. 19, second summand), and what to log."""
 
-        one_document = inputs.key_mask is None and inputs.segments is None
+        if self.config.utility == "collisions":
+            return self._collisions(inputs, context)
+        joint, one_document = self._joint(inputs), inputs.key_mask is None and inputs.segments is None
 
         def job(query: Weights, key: Weights) -> tuple[Tensor, ...]:
-            queries, keys = _sides(inputs, query, key)
+            queries, keys = _sides(inputs, query, key, joint)
             # The joint hash has the same members for both.
             members = self._members(queries, Document(slice(None), None)) if one_document and queries is keys else None
             of_queries = self._examples((queries, keys), False, inputs, assigned, context, members)
@@ -208,11 +221,31 @@ class LHAAttention(BandAttention):
             for tokens, utility in found:
                 yield Example(tuple(x[:, :, tokens] for x in hashed), utility, own[:, :, tokens], weight)
 
+    def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """`collision_loss` of a sample of queries and their best keys beyond the window and the sinks, weighted."""
+        queries, width = self._sample(inputs.q, context), self.window.chunk
+        far = far_pairs(
+            inputs, queries, self.sinks,
+            (lambda q, k: (q - k).abs() < width) if self.local else None,
+        )  # fmt: skip
+        shares = far_attention(inputs, queries, far, self.rule["scale"])
+        share, best = shares.topk(min(BEST, shares.shape[-1]), dim=-1)
+        q, k = inputs.q.detach(), inputs.k.detach()
+        keys = k.gather(2, best.flatten(2).unsqueeze(-1).expand(-1, -1, -1, k.shape[3]))
+
+        def job(query: Weights, key: Weights) -> Tensor:
+            of_best = scores_of((keys,), (key,)).unflatten(2, best.shape[2:])
+            return collision_loss(
+                scores_of((q[:, :, queries],), (query,)), scores_of((k[:, :, queries],), (key,)), share, of_best
+            )
+
+        loss = self.hash(job, inputs.q, context)
+        return loss * (self.config.weight / self.spec.layers), {"collision_loss": loss.detach()}
+
     def _sample(self, q: Tensor, context: AttentionContext) -> Tensor:
         """Queries of a document to learn from in this step, (S,) token numbers: the same of every head and sequence."""
-        position = torch.arange(q.shape[2], device=q.device)
-        bits = random_bits(context.rng.key(context.layer, "lha sample"), position, 1).squeeze(-1)
-        return bits.argsort(stable=True)[: self.config.samples]
+        key = context.rng.key(context.layer, "lha sample")
+        return drawn_positions(key, q.shape[2], self.config.samples, q.device)
 
     def _features(self, q: Tensor, k: Tensor, context: AttentionContext) -> tuple[Features, Features]:
         """Random features of exp(q·k/√D). Each row has a shift of its own, so no other token makes it underflow."""
@@ -241,6 +274,7 @@ class LHAAttention(BandAttention):
             "sampled": min(self.config.samples, length) * (4.0 * dim + 2.0 * buckets),
             "exact": 4.0 * dim * work.visible,
             "features": 4.0 * self.config.features * (dim + buckets),
+            "collisions": min(self.config.samples, length) * 2.0 * dim,
         }[self.config.utility]
         return (product(2 * 2.0 * weights) + Passes(utility)) * work.heads
 
@@ -248,7 +282,7 @@ class LHAAttention(BandAttention):
         """LSH's operators in one round. The hash functions read q and k, and what they learn reads both again."""
         work, traffic = self.workload(length), self.traffic(size)
         learned = 1 if self.config.hash == "random" else 2
-        hashed = 1 if work.causal else 2
+        hashed = 1 if work.causal and self.config.joint else 2
         bucket = max(1.0, work.visible * self.config.chunk / self.spec.max_length)
         window = self._window_keys(length)
         pairs = work.pairs(min(window, bucket)) + work.pairs(window) * self.local + work.pairs(self.sinks)
@@ -272,10 +306,10 @@ def _projection(spec: MechanismSpec) -> nn.Linear:
     return skip_init(nn.Linear, spec.d_model, width, bias=False, device=device)
 
 
-def _sides(inputs: AttentionInputs, query: Weights, key: Weights) -> tuple[Sides, Sides]:
-    """Inputs that assign queries, and those that assign keys; causal: both by the joint hash H_Q(q_i) + H_K(k_i)."""
+def _sides(inputs: AttentionInputs, query: Weights, key: Weights, joint: bool) -> tuple[Sides, Sides]:
+    """Inputs that assign queries, and those that assign keys; both by the joint hash H_Q(q_i) + H_K(k_i) if asked."""
     q, k = inputs.q.detach(), inputs.k.detach()
-    if inputs.causal:
+    if joint:
         joint = Sides((q, k), (query, key))
         return joint, joint
     return Sides((q,), (query,)), Sides((k,), (key,))

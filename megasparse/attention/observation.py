@@ -1,10 +1,10 @@
 """Calls of a model's mechanisms, recorded from outside. B batch, H heads, L length, D head dim."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -68,13 +68,20 @@ class Call:
 def calls(model: nn.Module) -> Iterator[list[Call]]:
     """Inside the `with`, the list of what the model's mechanisms were called with, in their order."""
     found: list[Call] = []
-    handles = [
-        module.register_forward_pre_hook(lambda mechanism, given: found.append(Call(mechanism, *given)))
-        for module in model.modules()
-        if isinstance(module, Attention)
-    ]
-    try:
+    with each_call(model, found.append):
         yield found
+
+
+@contextmanager
+def each_call(model: nn.Module, listen: Callable[[Call], None]) -> Iterator[None]:
+    """Inside the `with`, every call of one of the model's mechanisms is told to `listen` before it is computed."""
+
+    def tell(mechanism: nn.Module, given: tuple[Any, ...]) -> None:
+        listen(Call(cast(Attention, mechanism), *given))
+
+    handles = [module.register_forward_pre_hook(tell) for module in model.modules() if isinstance(module, Attention)]
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()

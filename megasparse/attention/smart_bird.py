@@ -18,27 +18,26 @@ from megasparse.attention.contract import (
     Targets,
 )
 from megasparse.attention.costs import Passes, Work, product
+from megasparse.attention.far_attention import SAMPLES, drawn_positions, far_attention, far_pairs, sketch_divergence
 from megasparse.attention.full import KeyValueCache
+from megasparse.attention.head_sketch import HeadProjection
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.attention.sinks import merge, sink_index, without_seen
+from megasparse.attention.sketch_objectives import PooledObjective, TokenObjective
 from megasparse.config.attention import SmartBirdAttentionConfig
 from megasparse.errors import ConfigError
-from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, exact_projection, sketched_attention
-from megasparse.ops.tiled import tiled
 
 ASKED = {"token": "a token a position", "pooled": "a label a sequence", "answer": "the tokens of an answer"}
 """What a sketch predicts, by its objective."""
 
-_LOGIT_ELEMENTS = 1 << 22  # logits of the token objective that exist at a time
-
 
 @dataclass
 class SketchCache:
-    """The heads' keys and values, and the sketch's keys (B, capacity, d) in float64."""
+    """The heads' keys and values, and the keys of each sketch (B, sketches, capacity, d) in float64."""
 
     heads: KeyValueCache
     sketch: Tensor
@@ -59,7 +58,8 @@ class SmartBirdAttention(Attention):
     those of a causal sketch: α_i is normalised over j <= i, so no later token moves a choice. A window (that of local
     attention) and sinks join the chosen keys in one softmax, each once.
     The choice is hard, so the task does not train the sketch: its own objective does, and reaches nothing but the
-    sketch, which therefore reads a detached input.
+    sketch, which therefore reads a detached input. With sketch = heads every few heads have a sketch of their own, of
+    their queries and keys; with objective = attention sketches learn what full attention would see.
     """
 
     def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):
@@ -69,19 +69,30 @@ class SmartBirdAttention(Attention):
         self.near = BucketedAttentionSpec(window, spec.causal, spec.head_dim**-0.5, exclude_self=False)
         self.reads_tokens = config.sketch == "transformer"
         self.width = config.sketch_dim if self.reads_tokens else spec.d_model
-        self.query, self.key, self.value = (Projection(self.width, config.sketch_dim) for _ in range(3))
+        self.query: nn.Module
+        self.key: nn.Module
+        self.groups = 1
+        if config.sketch == "heads":
+            self.groups, wide = spec.heads // config.sketch_heads, config.sketch_heads * spec.head_dim
+            self.query, self.key = (HeadProjection(self.groups, wide, config.sketch_dim) for _ in range(2))
+        else:
+            self.query, self.key = (Projection(self.width, config.sketch_dim) for _ in range(2))
+        if config.objective != "attention":
+            self.value = Projection(self.width, config.sketch_dim)
         self.embedding = SketchEmbedding(spec, self.width) if self.reads_tokens else None
         self.layer = SketchLayer(self.width) if self.reads_tokens else None
         self.objective: nn.Module
         if config.objective == "token":
             self.objective = TokenObjective(config.sketch_dim, spec.vocabulary)
-        else:
+        elif config.objective != "attention":
             self.objective = PooledObjective(config.sketch_dim, config.labels or spec.vocabulary)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         x = self._read(x, inputs, context)
         loss, statistics = None, {}
-        if context.targets is not None:
+        if self.config.objective == "attention" and context.rng.training:
+            loss, statistics = self.learn(x, inputs, context)
+        elif self.config.objective != "attention" and context.targets is not None:
             loss = self._objective(x, inputs, context.targets, context.part)
             statistics["sketch_loss"] = loss.detach()
             loss = loss * (self.config.weight / self.spec.layers)
@@ -102,6 +113,36 @@ class SmartBirdAttention(Attention):
             return chosen[0]
         near = bucketed_attention(q, k, v, None, self.near, key_mask, segments, dropout=dropout)
         return merge([near, chosen])[0]
+
+    def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """The auxiliary loss of a training pass where sketches learn attention, and its statistics: the divergence of
+        each from the mean attention of its heads, mean over sketches. x: (B, L, E).
+        """
+        key = context.rng.key(context.layer, "sketch sample")
+        queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
+        chunk = self.near.window.chunk
+        far = far_pairs(
+            inputs, queries, self.config.sinks,
+            (lambda q, k: (q // chunk - k // chunk).abs() <= 1) if self.config.local else None,
+        )  # fmt: skip
+        sketches, found = self._sketches(x.detach(), inputs, context, exactly=False), []
+        shares = far_attention(inputs, queries, far, self.near.scale).unflatten(1, (len(sketches), -1)).mean(2)
+        if self.groups == 1 and context.part.size > 1:
+            shares = context.part.sum(shares) / context.part.size
+        for number, (q, k) in enumerate(sketches):
+            found.append(sketch_divergence(q[:, queries], k, shares[:, number], far))
+        loss = torch.stack(found).mean()
+        return loss * (self.config.weight / self.spec.layers), {"sketch_loss": loss.detach()}
+
+    def _sketches(
+        self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Queries and keys of each sketch whose heads are here, of the tokens in `inputs`: (B, L, d) each."""
+        if self.config.sketch == "heads":
+            q, k = inputs.q.detach(), inputs.k.detach()
+            return list(zip(self.query(q, context.part, exactly), self.key(k, context.part, exactly), strict=True))
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return [tuple(self._whole(project(x, exactly), context.part) for project in (self.query, self.key))]
 
     def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
         """The sketch's own loss. Where ranks share sequences, each has the whole loss, from the projections of all."""
@@ -137,9 +178,10 @@ class SmartBirdAttention(Attention):
 
     def sketched(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """The sketch's queries and keys of whole sequences, (B, L, d) each, in float64."""
-        x = self._read(x, inputs, context)
-        q, k = (self._whole(project(x, exactly=True), context.part) for project in (self.query, self.key))
-        return q, k
+        if self.groups > 1:
+            problem = '"heads" gives a layer several sketches, but one is looked at here'
+            raise ConfigError("model.attention.smart_bird.sketch", problem, 'Set it to "attention"')
+        return self._sketches(self._read(x, inputs, context), inputs, context)[0]
 
     def _whole(self, x: Tensor, part: SequencePart) -> Tensor:
         return x if self.reads_tokens else part.gather(x, 1)
@@ -159,12 +201,24 @@ class SmartBirdAttention(Attention):
         (4 a weight), the rest of its layer, and its objective's output over the vocabulary.
         """
         visible, weights = self.workload(length).visible, 3 * self.width
+        if self.config.objective == "attention":
+            return self._learning_flops(length, visible)
         outputs = self.spec.vocabulary if self.config.objective == "token" else 0
         attended = product(4.0 * visible) + Passes(2.0 * visible)
         layer = 9 * self.width if self.layer is not None else 0
         return (attended + Passes(2.0 * weights, 2.0 * weights) + product(2.0 * (outputs + layer))) * (
             self.config.sketch_dim
         )
+
+    def _learning_flops(self, length: int, visible: float) -> Passes:
+        """Sketches that learn attention: 2·d a key to choose by, their two projections, and for a sample of the queries
+        the scores of all heads, without gradient, and of the sketches.
+        """
+        heads, dim, sampled = self.spec.heads, self.spec.head_dim, min(SAMPLES, length) / length
+        width = heads * dim if self.config.sketch == "heads" else self.width
+        projected = Passes(4.0 * width, 4.0 * width) * self.config.sketch_dim
+        scores = (Passes(2.0 * visible) + product(2.0 * visible * sampled)) * (self.config.sketch_dim * self.groups)
+        return projected + scores + Passes(2.0 * dim * heads * visible * sampled)
 
     def operators(self, length: int, size: int) -> dict[str, Work]:
         """The sketch reads the layer's input, in the backward again, and writes K numbers a query and head. K keys and
@@ -174,7 +228,10 @@ class SmartBirdAttention(Attention):
         traffic = self.traffic(size)
         row, number = traffic.row, traffic.number
         keys = min(self.config.keys + self.config.sinks, self.workload(length).visible)
-        index, read = keys * number, (self.spec.d_model + 6.0 * self.config.sketch_dim) * size
+        index, width = keys * number, self.spec.d_model
+        read = (width + 6.0 * self.config.sketch_dim) * size
+        if self.config.sketch == "heads":
+            read = 2 * row + 6.0 * self.config.sketch_dim * self.groups * size
         gather = Passes(2 * keys * row + 2 * row + index + number, 4 * keys * row + 6 * row + 2 * index + number)
         work = {
             "sketch": Work(self._sketch_flops(length), Passes(read + index, read)),
@@ -187,21 +244,24 @@ class SmartBirdAttention(Attention):
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> SketchCache:
         capacity = self.spec.max_length
-        sketch = like.new_zeros(batch, capacity, self.config.sketch_dim)
+        sketch = like.new_zeros(batch, self.groups, capacity, self.config.sketch_dim)
         return SketchCache(KeyValueCache.empty(batch, self.spec, capacity, like), sketch.double())
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, context: AttentionContext) -> None:
         cache.heads.put(inputs.k, inputs.v)
-        cache.sketch[:, : x.shape[1]] = self.key(self._read(x, inputs, context), exactly=True)
+        for number, (_, k) in enumerate(self._sketches(self._read(x, inputs, context), inputs, context)):
+            cache.sketch[:, number, : k.shape[1]] = k
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, position: int, context: AttentionContext
     ) -> Tensor:
         cache.heads.put(inputs.k, inputs.v, position)
         x = self._read(x, inputs, context, position)
-        cache.sketch[:, position : position + 1] = self.key(x, exactly=True)
-        seen = cache.sketch[:, : position + 1]
-        index = self._choose(self.query(x, exactly=True), seen, inputs, context, position)
+        sketches = self._sketches(x, inputs, context)
+        for number, (_, k) in enumerate(sketches):
+            cache.sketch[:, number, position : position + 1] = k
+        seen = [(q, cache.sketch[:, number, : position + 1]) for number, (q, _) in enumerate(sketches)]
+        index = self._choose(seen, inputs, context, position)
         chunk = self.near.window.chunk
         first = max(0, position // chunk - 1) * chunk if self.config.local else position + 1  # of the window
         sinks = min(self.config.sinks, first)
@@ -212,19 +272,37 @@ class SmartBirdAttention(Attention):
         return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, index, scale=self.near.scale)[0]
 
     def _choose_whole(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
-        q, k = (self._whole(project(x, exactly=True), context.part) for project in (self.query, self.key))
-        return self._choose(q, k, inputs, context)
+        return self._choose(self._sketches(x, inputs, context), inputs, context)
 
     @torch.no_grad()
     def _choose(
-        self, q: Tensor, k: Tensor, inputs: AttentionInputs, context: AttentionContext, first_query: int = 0
+        self,
+        sketches: list[tuple[Tensor, Tensor]],
+        inputs: AttentionInputs,
+        context: AttentionContext,
+        first_query: int = 0,
     ) -> Tensor:
-        """The index (B, H or 1, Lq, K) of the queries (B, Lq, d) from position `first_query` on."""
+        """The index (B, H or 1, Lq, K) of the queries from position `first_query` on. sketches: their queries (B, Lq,
+        d), and all keys, of each.
+        """
+        heads = inputs.q.shape[1] // len(sketches)
+        found = []
+        for number, (q, k) in enumerate(sketches):
+            own = range(number * heads, (number + 1) * heads)
+            found.append(self._chosen(q, k, own, inputs, context, first_query))
+        if len(found) == 1:
+            return found[0]
+        return torch.cat([index.expand(-1, heads, -1, -1) for index in found], dim=1)
+
+    def _chosen(
+        self, q: Tensor, k: Tensor, heads: range, inputs: AttentionInputs, context: AttentionContext, first_query: int
+    ) -> Tensor:
+        """`_choose` of one sketch. heads: those here that have it."""
         sampling, rng = self.config.sampling, context.rng
         noise, lse = None, None
         if sampling == "random" or (sampling != "top_k" and (rng.training or self.config.evaluation == "draws")):
             rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
-            numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
+            numbers = range(context.head_offset + heads.start, context.head_offset + heads.stop)
             noise = Noise(rng.key(context.layer, "sampled keys"), numbers, rows)
             if sampling.startswith("inverse_log"):
                 if first_query:  # decoding: the one query sees all keys there are
@@ -296,58 +374,3 @@ def _numbers(tokens: Tensor, key_mask: Tensor | None, segments: Tensor | None) -
 
 def _sketch(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     return sketched_attention(q, k, v, causal=inputs.causal, key_mask=inputs.key_mask, segments=inputs.segments)
-
-
-class TokenObjective(nn.Module):
-    """The sketch's objective where there is no label: each position's output h_i predicts the model's own target there
-    (the next token, or the masked one). Mean nats a counted position.
-    """
-
-    def __init__(self, width: int, vocabulary: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocabulary, width))
-        self.bias = nn.Parameter(torch.zeros(vocabulary))
-
-    def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
-        """Compute the loss of the sketch's predictions. h: (B, L, d) in fp32 at least."""
-        counted = torch.ones(h.shape[:2], dtype=torch.bool, device=h.device)
-        for mask in (targets.counted, key_mask):
-            if mask is not None:
-                counted = counted & mask
-        wanted = targets.values.masked_fill(~counted, 0)
-
-        def score(wanted: Tensor, h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            logits = F.linear(h, weight.to(h.dtype), bias.to(h.dtype))  # (B, T, V)
-            return F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none")
-
-        tiles = -(-counted.numel() * len(self.weight) // at_most(_LOGIT_ELEMENTS))
-        nats = tiled(score, (wanted, h), (self.weight, self.bias), tiles)  # (B, L)
-        return torch.where(counted, nats, 0.0).sum() / counted.sum().clamp_min(1)
-
-
-class PooledObjective(nn.Module):
-    """The sketch's objective where a sequence has a label: its outputs h_i, pooled by attention Σ_i softmax_i(u·h_i)
-    h_i, predict it (section 3.1), or, which the paper does not have, each token of the answer alike. Mean nats a label,
-    or a token that counts.
-    """
-
-    def __init__(self, width: int, labels: int):
-        super().__init__()
-        self.pool = nn.Parameter(torch.empty(1, width))
-        self.weight = nn.Parameter(torch.empty(labels, width))
-        self.bias = nn.Parameter(torch.zeros(labels))
-
-    def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
-        """Compute the loss of the sketch's predictions. h: (B, L, d) in fp32 at least. targets.values: (B,) labels, or
-        (B, T) tokens.
-        """
-        score = F.linear(h, self.pool.to(h.dtype)).squeeze(-1)  # (B, L)
-        if key_mask is not None:
-            score = score.masked_fill(~key_mask, torch.finfo(h.dtype).min)
-        pooled = (torch.softmax(score, dim=-1).unsqueeze(-1) * h).sum(1)  # (B, d)
-        logits = F.linear(pooled, self.weight.to(h.dtype), self.bias.to(h.dtype))
-        if targets.values.dim() == 1:
-            return F.cross_entropy(logits, targets.values)
-        counted = torch.ones_like(targets.values, dtype=torch.bool) if targets.counted is None else targets.counted
-        nats = -torch.log_softmax(logits, dim=-1).gather(1, targets.values.masked_fill(~counted, 0))  # (B, T)
-        return torch.where(counted, nats, 0.0).sum() / counted.sum().clamp_min(1)

@@ -30,6 +30,7 @@ COMMANDS = {
     "extend-positions": "extend a checkpoint's learned positions to longer sequences",
     "convert to-hf": "write a checkpoint as a HuggingFace model",
     "convert from-hf": "turn a HuggingFace model into a checkpoint",
+    "convert teach": "teach a replaced decoder's hashes or sketches its own attention",
     "replace-attention": "replace the attention of a HuggingFace encoder or decoder",
     "train-hash": "train LHA's hash functions inside a HuggingFace encoder",
     "attention-quality": "measure how well hashes find a trained model's attention",

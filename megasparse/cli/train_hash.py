@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> None:
     from megasparse.hub.hash_training import kept, train_hashes
     from megasparse.hub.lengthen import positions
     from megasparse.hub.replaced_folder import load_replaced, save_replaced
+    from megasparse.hub.text_windows import windows
 
     disable_progress_bar()
     model = load_replaced(args.model)
@@ -79,17 +80,3 @@ def run(args: argparse.Namespace) -> None:
     save_replaced(model, args.output, tokenizer)
     print(f"attention kept on {len(held_out)} held-out windows: {before:.4f} before, {after:.4f} after")
     print(args.output)
-
-
-def windows(tokenizer: Any, paths: list[Path], length: int) -> list[list[int]]:
-    """Token ids of all windows of all files, `length` at most with special tokens. DataError: a file cannot be read."""
-    files = [file for path in paths for file in (sorted(path.rglob("*.txt")) if path.is_dir() else [path])]
-    found: list[list[int]] = []
-    for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(file, f"cannot be read as UTF-8 text ({error})", "Give text files") from None
-        cut = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
-        found += cut if cut and isinstance(cut[0], list) else [cut]
-    return found

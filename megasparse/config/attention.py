@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megasparse.config.buckets import lsh_buckets
-from megasparse.config.mechanism import MechanismSection, check_band
+from megasparse.config.mechanism import MechanismSection, check_band, check_sketch
 from megasparse.config.section import Count, Positive, Rate, Section
 from megasparse.errors import ConfigError
 
@@ -126,6 +126,9 @@ class LHAAttentionConfig(MechanismSection):
     """`band`: the last N/B tokens of one's own (argmax) bucket, strictly causal; in an encoder N/B on either side.
     `top_k`: the paper's ⌊√2·N/B⌋ best queries and keys of every bucket; later tokens decide who is among them: not
     strictly causal."""
+    joint: bool = True
+    """Decoders: a token's query and key have one bucket, by H_Q(q) + H_K(k) (the paper's Eq. 18). false: each its own,
+    as in encoders, so that a query finds keys of another kind; for the queries and keys of a pretrained model."""
     local: bool = False
     """With band only: a window beside the buckets. Each head also sees the last `chunk` tokens (in an encoder on either
     side), in the same softmax, a key that is in both once."""
@@ -135,11 +138,13 @@ class LHAAttentionConfig(MechanismSection):
     count_buckets: bool = True
     """With top_k only: whether a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1
     does it."""
-    utility: Literal["sampled", "features", "exact"] = "sampled"
+    utility: Literal["sampled", "features", "exact", "collisions"] = "sampled"
     """Target of the hash, ψ and ψ′. `sampled`: exactly, from some queries a step. `features`: by positive random
-    features (Eq. 16 and 17), the paper's; long queries and keys drown in their noise. `exact`: in O(L²) time."""
+    features (Eq. 16 and 17), the paper's; long queries and keys drown in their noise. `exact`: in O(L²) time.
+    `collisions`, not the paper's: softmax(H_Q) and softmax(H_K) of some queries and their best keys beyond the window
+    and the sinks are to draw the same bucket, all buckets alike; in decoders with joint = false."""
     samples: Positive = 256
-    """With sampled only: the queries of each document that the hash learns from in a step."""
+    """With sampled and collisions: the queries (sampled: of each document) that the hash learns from in a step."""
     features: Positive = 64
     """With features only: number of positive random features."""
     visible_utility: bool = False
@@ -157,6 +162,9 @@ class LHAAttentionConfig(MechanismSection):
 
     def check(self, key: str, model: "ModelConfig") -> None:
         check_band(key, self.window, self.local, self.sinks)
+        if self.utility == "collisions" and self.joint and model.kind != "encoder":
+            problem = '"collisions" are those of queries and keys with hashes of their own, but joint = true adds them'
+            raise ConfigError(f"{key}.utility", problem, 'Set joint to false, or utility to "sampled"')
         if self.project_positions and not self.sinusoidal_positions:
             problem = "true projects positions, but sinusoidal_positions = false adds none"
             raise ConfigError(f"{key}.project_positions", problem, "Set it to false, or sinusoidal_positions to true")
@@ -220,17 +228,21 @@ class SmartBirdAttentionConfig(MechanismSection):
     """K, keys a query attends to."""
     sketch_dim: Positive = 4
     """Width d of the single-head sketch."""
-    sketch: Literal["attention", "transformer"] = "attention"
+    sketch: Literal["attention", "transformer", "heads"] = "attention"
     """`attention`: one narrow attention on the layer's input. `transformer`: a Transformer layer of `sketch_dim` on
-    embeddings of tokens of its own, with sinusoidal positions (Eq. 1)."""
+    embeddings of tokens of its own, with sinusoidal positions (Eq. 1). `heads`: one for every `sketch_heads` heads, on
+    their own queries and keys, as they are after the rotation."""
+    sketch_heads: Positive = 1
+    """With heads only: neighbouring heads that share a sketch, and the keys that it picks."""
     evaluation: Literal["top_k", "draws"] = "top_k"
     """Evaluation takes the K largest weights, the same keys for all heads, or draws by head as training does."""
     sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
     """How a sketched weight becomes a sampling score (the paper's Figure 4)."""
-    objective: Literal["token", "pooled", "answer"] = "token"
+    objective: Literal["token", "pooled", "answer", "attention"] = "token"
     """Objective of the sketch itself: `token`, each position's target (language modelling, masked tokens); `pooled`,
     the sequence's label, from an attention-pooled vector (the paper); `answer`, in the encoder of an encoder–decoder,
-    which tokens the target has, from the same vector.
+    which tokens the target has, from the same vector; `attention`, the full attention of its heads to what is beyond
+    the window and the sinks, from 256 queries a step.
     """
     labels: Positive | None = None
     """With pooled only: number of labels."""
@@ -250,9 +262,10 @@ class SmartBirdAttentionConfig(MechanismSection):
             labels = "null" if self.labels is None else self.labels
             problem = f'{labels} does not fit objective = "{self.objective}"'
             raise ConfigError(f"{key}.labels", problem, 'Give the number of labels with "pooled", null with others')
+        check_sketch(key, self.sketch, self.sketch_heads, self.objective, model)
 
     def check_pretraining(self, key: str, predicted: Literal["token", "answer"]) -> None:
-        if self.objective != predicted:
+        if self.objective not in (predicted, "attention"):
             problem = f'"{self.objective}" is not what pretraining predicts here'
             raise ConfigError(f"{key}.objective", problem, f'Set it to "{predicted}"')
 

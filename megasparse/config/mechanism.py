@@ -46,3 +46,21 @@ def check_band(key: str, window: str, local: bool, sinks: int) -> None:
         if given and window != "band":
             problem = f'{json.dumps(given)} stands beside a band, but window = "{window}"'
             raise ConfigError(f"{key}.{name}", problem, f'Set it to {json.dumps(none)}, or window to "band"')
+
+
+def check_sketch(key: str, sketch: str, sketch_heads: int, objective: str, model: "ModelConfig") -> None:
+    """Raise ConfigError for settings of a Smart Bird sketch that do not go together."""
+    if sketch == "heads" and objective != "attention":
+        problem = f'"{objective}" is predicted from values, but sketch = "heads" has queries and keys alone'
+        raise ConfigError(f"{key}.objective", problem, 'Set it to "attention"')
+    if sketch == "transformer" and objective == "attention":
+        problem = '"transformer" is trained by what it predicts, not by attention'
+        raise ConfigError(f"{key}.sketch", problem, 'Set it to "heads" or "attention", or change objective')
+    if sketch_heads > 1 and sketch != "heads":
+        problem = f'{sketch_heads} heads share a sketch, but with sketch = "{sketch}" all of a layer do'
+        raise ConfigError(f"{key}.sketch_heads", problem, 'Set it to 1, or sketch to "heads"')
+    for entry in model.attention.pattern:
+        own = {entry: model.heads} if isinstance(entry, str) else entry
+        if (heads := own.get("smart_bird", 0)) % sketch_heads:
+            problem = f"{sketch_heads} does not divide the {heads} heads of a layer"
+            raise ConfigError(f"{key}.sketch_heads", problem, "Set it to a divisor")

@@ -27,9 +27,10 @@ def check_parallel(config: Config) -> None:
         raise ConfigError("data.sequence_length", problem, f"Set it to {nearest}, or parallel.sequence to a divisor")
     for layer in range(min(model.layers, len(model.attention.pattern))):
         for kind, heads in heads_of_layer(model, layer).items():
-            if heads % size:
+            shared = model.attention.smart_bird.sketch_heads if kind == "smart_bird" else 1
+            if heads // shared % size:
                 raise ConfigError(
                     "parallel.sequence",
                     f"{size} ranks cannot share out the {heads} heads of {show(kind)} in layer {layer}",
-                    "Set it to a divisor of the heads of every mechanism, or change model.heads or the pattern",
+                    "Set it to a divisor of the heads (or sketches) of every mechanism, or change the pattern",
                 )

@@ -15,7 +15,7 @@ from megasparse.attention.heads import Padding
 from megasparse.attention.lha import LHAAttention
 from megasparse.attention.observation import Call, calls
 from megasparse.errors import HubError
-from megasparse.hub.replace import mechanisms
+from megasparse.hub.replace import DECODERS, mechanisms
 from megasparse.hub.replaced_attention import NAME
 from megasparse.hub.replaced_layer import Mechanisms
 
@@ -40,6 +40,8 @@ def kept(model: PreTrainedModel, batches: Iterable[Batch], seed: int = 0) -> flo
 
 
 def _learners(model: PreTrainedModel) -> list[LHAAttention]:
+    if model.config.model_type in DECODERS:
+        raise HubError(type(model).__name__, "is a decoder", "Teach it: megasparse convert teach")
     found = [each for each in mechanisms(model) if isinstance(each, LHAAttention) and each.config.hash != "random"]
     if not found:
         hint = 'Replace its attention by {"kind": "lha"} first'

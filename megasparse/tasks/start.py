@@ -338,7 +338,7 @@ def _for_task(model: ModelConfig, form: Form, labels: int, start: StartConfig) -
 
 
 def _with_sketch_labels(attention: AttentionConfig, labels: int) -> AttentionConfig:
-    if not any("smart_bird" in entry for entry in attention.pattern):
+    if not any("smart_bird" in entry for entry in attention.pattern) or attention.smart_bird.objective == "attention":
         return attention
     own = attention.smart_bird.model_copy(update={"objective": "pooled", "labels": labels})
     return attention.model_copy(update={"smart_bird": own})

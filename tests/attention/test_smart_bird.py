@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import megasparse.attention.sketch_objectives as sketch_objectives
 import megasparse.attention.smart_bird as smart_bird
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache, Targets
 from megasparse.attention.heads import build_mechanism
@@ -169,7 +170,7 @@ def test_training_draws_by_head_and_step_and_evaluation_draws_nothing():
 
 
 def test_the_objective_of_each_token_is_its_cross_entropy(monkeypatch):
-    monkeypatch.setattr(smart_bird, "_LOGIT_ELEMENTS", 2 * 256 * 7)
+    monkeypatch.setattr(sketch_objectives, "_LOGIT_ELEMENTS", 2 * 256 * 7)
     single = Single("smart_bird", True)
     single.mechanism.double()
     x, *heads = single.inputs(30, dtype=torch.float64)

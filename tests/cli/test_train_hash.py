@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
-from megasparse.cli.train_hash import windows
 from megasparse.hub.replaced_folder import load_replaced
+from megasparse.hub.text_windows import windows
 from tests.helpers import commands
 from tools import replace_attention, train_hash
 
