@@ -125,7 +125,7 @@ class SmartBirdAttention(Attention):
             inputs, queries, self.config.sinks,
             (lambda q, k: (q // chunk - k // chunk).abs() <= 1) if self.config.local else None,
         )  # fmt: skip
-        sketches, found = self._sketches(x.detach(), inputs, context, exactly=False), []
+        sketches, found = self.sketches(x.detach(), inputs, context, exactly=False), []
         shares = far_attention(inputs, queries, far, self.near.scale).unflatten(1, (len(sketches), -1)).mean(2)
         if self.groups == 1 and context.part.size > 1:
             shares = context.part.sum(shares) / context.part.size
@@ -134,7 +134,7 @@ class SmartBirdAttention(Attention):
         loss = torch.stack(found).mean()
         return loss * (self.config.weight / self.spec.layers), {"sketch_loss": loss.detach()}
 
-    def _sketches(
+    def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> list[tuple[Tensor, Tensor]]:
         """Queries and keys of each sketch whose heads are here, of the tokens in `inputs`: (B, L, d) each."""
@@ -181,7 +181,7 @@ class SmartBirdAttention(Attention):
         if self.groups > 1:
             problem = '"heads" gives a layer several sketches, but one is looked at here'
             raise ConfigError("model.attention.smart_bird.sketch", problem, 'Set it to "attention"')
-        return self._sketches(self._read(x, inputs, context), inputs, context)[0]
+        return self.sketches(self._read(x, inputs, context), inputs, context)[0]
 
     def _whole(self, x: Tensor, part: SequencePart) -> Tensor:
         return x if self.reads_tokens else part.gather(x, 1)
@@ -249,7 +249,7 @@ class SmartBirdAttention(Attention):
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, context: AttentionContext) -> None:
         cache.heads.put(inputs.k, inputs.v)
-        for number, (_, k) in enumerate(self._sketches(self._read(x, inputs, context), inputs, context)):
+        for number, (_, k) in enumerate(self.sketches(self._read(x, inputs, context), inputs, context)):
             cache.sketch[:, number, : k.shape[1]] = k
 
     def decode(
@@ -257,7 +257,7 @@ class SmartBirdAttention(Attention):
     ) -> Tensor:
         cache.heads.put(inputs.k, inputs.v, position)
         x = self._read(x, inputs, context, position)
-        sketches = self._sketches(x, inputs, context)
+        sketches = self.sketches(x, inputs, context)
         for number, (_, k) in enumerate(sketches):
             cache.sketch[:, number, position : position + 1] = k
         seen = [(q, cache.sketch[:, number, : position + 1]) for number, (q, _) in enumerate(sketches)]
@@ -272,7 +272,7 @@ class SmartBirdAttention(Attention):
         return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, index, scale=self.near.scale)[0]
 
     def _choose_whole(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
-        return self._choose(self._sketches(x, inputs, context), inputs, context)
+        return self._choose(self.sketches(x, inputs, context), inputs, context)
 
     @torch.no_grad()
     def _choose(

@@ -46,6 +46,7 @@ COMMANDS = {
     "bench training": "tokens per second and memory of training steps",
     "bench offload": "what offloading to CPU memory or to a disk costs per step",
     "bench launches": "count a layer's or a step's launches and bytes on a GPU, without one",
+    "bench decoder": "compare attentions inside a pretrained decoder",
     "bench kernels": "registers, spills and shared memory of every GPU kernel",
     "gpu-check": "check a GPU in ten minutes: kernels right, times, ratios, counted beside measured",
     "completion": "print a completion script for bash, zsh or fish",

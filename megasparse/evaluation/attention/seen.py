@@ -1,0 +1,76 @@
+"""Which keys mechanisms of a decoder show to some queries, found densely from what they hash or choose.
+
+B batch, H heads, S queries, L length.
+"""
+
+import torch
+from torch import Tensor
+
+from megasparse.attention.band import BandAttention
+from megasparse.attention.full import FullAttention
+from megasparse.attention.local import LocalAttention
+from megasparse.attention.observation import Call
+from megasparse.attention.smart_bird import SmartBirdAttention
+from megasparse.errors import ConfigError
+from megasparse.evaluation.attention.coverage import Bands
+
+
+@torch.no_grad()
+def seen_pairs(call: Call, queries: Tensor) -> Tensor:
+    """The keys that each query of one whole sequence sees in evaluation: (H or 1, S, L) bool. queries: (S,) int64.
+
+    Raises ConfigError for a mechanism that shows no set of keys, such as YOSO.
+    """
+    mechanism, place = call.mechanism, torch.arange(call.inputs.q.shape[2], device=queries.device)
+    causal = place <= queries[:, None]
+    if isinstance(mechanism, FullAttention):
+        return causal[None]
+    if isinstance(mechanism, LocalAttention):
+        near = queries[:, None] // mechanism.chunk - place // mechanism.chunk <= 1
+        return (causal & (near | (place < mechanism.sinks)))[None]
+    if isinstance(mechanism, SmartBirdAttention):
+        return _chosen(mechanism, call, queries, causal)
+    if isinstance(mechanism, BandAttention):
+        of_queries, of_keys = mechanism.band_codes(call.inputs, 0, call.context)
+        keys = (of_queries if of_keys is None else of_keys).long().masked_fill(place < mechanism.sinks, -1)
+        width = mechanism.window.chunk
+        shown = torch.zeros(1, *causal.shape, dtype=torch.bool, device=place.device)
+        for heads, own in zip(of_queries[0].long().split(1), keys[0].split(1), strict=True):
+            found = Bands(heads, own, width).shown(queries)[0].any(1)
+            shown = torch.cat([shown, torch.nn.functional.pad(found, (0, len(place) - found.shape[-1]))])
+        near = (queries[:, None] - place < width) & mechanism.local
+        return causal & (shown[1:] | near | (place < mechanism.sinks))
+    name = type(mechanism).__name__
+    raise ConfigError("attention", f"{name} shows no set of keys that could be counted", "Choose another kind")
+
+
+def _chosen(mechanism: SmartBirdAttention, call: Call, queries: Tensor, causal: Tensor) -> Tensor:
+    """The K best keys of each sketch, of scores in steps of 1/256 and of equal ones the first; window and sinks."""
+    config, place = mechanism.config, torch.arange(causal.shape[1], device=causal.device)
+    near = (queries[:, None] // config.chunk - place // config.chunk <= 1) & config.local
+    beside = causal & (near | (place < config.sinks))
+    found = []
+    for q, k in mechanism.sketches(call.x, call.inputs, call.context):
+        score = (q[0, queries] @ k[0].T * q.shape[-1] ** -0.5 * 256).round().masked_fill(~causal, -torch.inf)
+        best = score.sort(dim=-1, descending=True, stable=True).indices[:, : config.keys]
+        found.append(torch.zeros_like(causal).scatter_(1, best, True) & causal | beside)
+    return torch.stack(found).repeat_interleave(call.inputs.q.shape[1] // len(found), dim=0)
+
+
+def best_pairs(call: Call, queries: Tensor, count: int, window: int, sinks: int) -> Tensor:
+    """The oracle's keys: the last `window`, the sinks, and of the others the `count` of largest weight, of each head:
+    (H, S, L) bool.
+    """
+    place = torch.arange(call.inputs.q.shape[2], device=queries.device)
+    causal = place <= queries[:, None]
+    beside = causal & ((queries[:, None] - place < window) | (place < sinks))
+    score = call.inputs.q[0, :, queries].float() @ call.inputs.k[0].float().transpose(-1, -2)
+    best = score.masked_fill(beside | ~causal, -torch.inf).topk(min(count, len(place)), dim=-1).indices
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True) & causal | beside
+
+
+def weights(call: Call, queries: Tensor) -> Tensor:
+    """Full attention of the call's own queries and keys, (H, S, L) fp32 at least."""
+    q, k = (x[0].to(torch.promote_types(x.dtype, torch.float32)) for x in call.inputs[:2])
+    later = torch.arange(k.shape[1], device=k.device) > queries[:, None]
+    return torch.softmax((q[:, queries] @ k.transpose(-1, -2) * call.scale).masked_fill(later, -torch.inf), dim=-1)

@@ -1,0 +1,112 @@
+"""A decoder's choice of keys is taught its own attention: it finds more, nothing else moves, and a course goes on."""
+
+import pytest
+import torch
+
+from megasparse.attention.observation import calls
+from megasparse.errors import HubError
+from megasparse.hub.hash_training import full_attention, train_hashes
+from megasparse.hub.replace import replace_attention
+from megasparse.hub.taught import Course
+from megasparse.hub.teaching import Teacher
+from tests.hub.test_replace_decoders import build, inputs
+
+SEEN = {"chunk": 4, "local": True, "sinks": 1}
+SKETCH = {"kind": "smart_bird", "keys": 6, "sketch": "heads", "sketch_heads": 2, "objective": "attention", **SEEN}
+ONE = {"kind": "smart_bird", "keys": 6, "sketch": "attention", "objective": "attention", **SEEN}
+HASH = {"kind": "lha", "joint": False, "utility": "collisions", **SEEN, "chunk": 8}
+MIXED = {"pattern": ["full", {"smart_bird": 2, "lha": 2}], "smart_bird": {**SKETCH}, "lha": {**HASH}}
+for own in ("smart_bird", "lha"):
+    MIXED[own].pop("kind")
+
+
+def taught(attention):
+    layers = len(attention.get("pattern", [attention]))
+    return replace_attention(build(dtype=torch.float32, num_hidden_layers=layers), attention)
+
+
+def captured(model, tokens):
+    """Share of the model's own attention on what the first mechanism of the last layer sees."""
+    with torch.no_grad(), full_attention(model), calls(model) as full:
+        model(tokens, use_cache=False)
+    with torch.no_grad(), calls(model) as found:
+        model(tokens, use_cache=False)
+    mechanism, count = found[-1].mechanism, found[-1].inputs.q.shape[1]
+    inputs = found[-1].inputs._replace(q=full[-1].inputs.q[:, -count:], k=full[-1].inputs.k[:, -count:])
+    score = inputs.q @ inputs.k.transpose(-1, -2) * inputs.q.shape[3] ** -0.5
+    hidden = torch.ones(score.shape[-2:], dtype=torch.bool).triu(1)
+    weight = torch.softmax(score.masked_fill(hidden, -torch.inf), -1)
+    # Values that are the identity give what a query sees, weighted as its mechanism weighs it.
+    seen = torch.zeros_like(weight)
+    for first in range(0, weight.shape[-1], inputs.q.shape[3]):
+        v = torch.zeros_like(inputs.v)
+        width = min(v.shape[3], weight.shape[-1] - first)
+        v[:, :, torch.arange(first, first + width), torch.arange(width)] = 1.0
+        out = mechanism(full[-1].x, inputs._replace(v=v), found[-1].context).out
+        seen[..., first : first + width] = out[..., :width]
+    return float((weight * (seen > 0)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("attention", [SKETCH, ONE, HASH, MIXED], ids=["heads", "layer", "hash", "mixed"])
+def test_the_taught_choice_captures_more_attention_and_nothing_else_moves(attention):
+    model, tokens = taught(attention), inputs(batch=1, length=64)["input_ids"]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first, teacher = captured(model, tokens), Teacher(model)
+    losses = [teacher.learn(tokens) for _ in range(10)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert captured(model, tokens) > first + 0.03
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) != (".megasparse." in name), name
+    assert all(p.grad is None for name, p in model.named_parameters() if ".megasparse." not in name)
+
+
+def test_a_measurement_teaches_nothing():
+    model, tokens = taught(SKETCH), inputs(batch=1, length=64)["input_ids"]
+    teacher = Teacher(model)
+    assert teacher.measure(tokens) == teacher.measure(tokens) and teacher.passes == 0
+
+
+def windows(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, 60, (count, 32), generator=generator).tolist()
+
+
+def test_a_course_that_stopped_goes_on_to_the_bit(tmp_path, monkeypatch):
+    def course():
+        return Course(taught(MIXED), windows(3, 1), windows(1, 2), seed=3)
+
+    whole = course()
+    expected = whole.run(5, tmp_path / "whole")
+    learn, stopped = Teacher.learn, course()
+
+    def killed(self, tokens):
+        if self.passes == 2:
+            raise KeyboardInterrupt
+        return learn(self, tokens)
+
+    monkeypatch.setattr(Teacher, "learn", killed)
+    with pytest.raises(KeyboardInterrupt):
+        stopped.run(5, tmp_path / "part")
+    monkeypatch.undo()
+    again = course()
+    assert again.run(5, tmp_path / "part") == expected and again.teacher.passes == 5
+    one, other = (each.teacher.model.state_dict() for each in (whole, again))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert sorted(path.name for path in (tmp_path / "part").iterdir()) == ["course.json", "state-5.safetensors"]
+    with pytest.raises(HubError, match="is of another course"):
+        Course(taught(MIXED), windows(3, 1), windows(1, 2), seed=4).run(5, tmp_path / "part")
+    (tmp_path / "part" / "state-5.safetensors").write_bytes(b"torn")
+    with pytest.raises(HubError, match="cannot be read"):
+        course().run(6, tmp_path / "part")
+    (tmp_path / "part" / "course.json").write_bytes(b"{")
+    with pytest.raises(HubError, match="is damaged"):
+        course().run(6, tmp_path / "part")
+    again.remove()
+    assert not (tmp_path / "part").exists()
+
+
+def test_what_cannot_be_taught_is_refused():
+    with pytest.raises(HubError, match="no part of its attention can be taught"):
+        Teacher(taught({"kind": "lha", "chunk": 8}))
+    with pytest.raises(HubError, match="is a decoder"):
+        list(train_hashes(taught(HASH), []))
