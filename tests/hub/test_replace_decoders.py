@@ -31,12 +31,16 @@ LOCAL = {"kind": "local", "chunk": 6, "sinks": 2}
 LSH = {"kind": "lsh", **BAND, "rounds": 1, "buckets": 4}
 LHA = {"kind": "lha", **BAND}
 BIRD = {"kind": "smart_bird", "keys": 7, "chunk": 4, "local": True, "sinks": 2, "sketch_dim": 3}
+HEADS = {**BIRD, "sketch": "heads", "sketch_heads": 2, "objective": "attention"}
+SEPARATE = {**LHA, "joint": False, "utility": "collisions"}
 MIXED = {"pattern": [{"full": 2, "lsh": 2}, "full"], "lsh": {**BAND, "rounds": 2}}
 SMALL = [
     LOCAL,
     LSH,
     LHA,
     BIRD,
+    HEADS,
+    SEPARATE,
     {"kind": "lsh", "chunk": 6, "shared_qk": True},
     {"kind": "routing", **BAND},
     {"kind": "yoso", "hashes": 4},
@@ -99,21 +103,22 @@ def seen_by(call, attention):
     if attention["kind"] == "local":
         return (near | sinks)[None, None]
     if attention["kind"] == "smart_bird":
-        q, k = call.mechanism.sketched(call.x, call.inputs, call.context)
-        score = (q @ k.transpose(-1, -2) * attention["sketch_dim"] ** -0.5 * 256).round()
-        order = score.masked_fill(~causal, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-        chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order[..., : attention["keys"]], True)
-        return (chosen & causal | near | sinks)[:, None]
+        found = []
+        for q, k in call.mechanism.sketches(call.x, call.inputs, call.context):
+            score = (q @ k.transpose(-1, -2) * attention["sketch_dim"] ** -0.5 * 256).round()
+            order = score.masked_fill(~causal, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+            found.append(torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order[..., : attention["keys"]], True))
+        return torch.stack(found, 1).repeat_interleave(4 // len(found), 1) & causal | near | sinks
     found = call.mechanism.buckets_of(call.inputs, call.context)
     return last_in_bucket(found.queries, found.keys, chunk, attention["sinks"]) | near | sinks
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
-@pytest.mark.parametrize("attention", [LOCAL, LSH, LHA, BIRD], ids=str)
+@pytest.mark.parametrize("attention", [LOCAL, LSH, LHA, SEPARATE, BIRD, HEADS], ids=str)
 def test_outputs_are_those_of_the_pairs_seen(attention, kind):
     """The layer's attention as one softmax over the pairs that the definition names, in float64."""
     model, given = replace_attention(build(kind), attention), inputs(batch=2)["input_ids"]
-    if attention is LHA:
+    if attention["kind"] == "lha":
         with torch.no_grad():
             for mechanism in mechanisms(model):
                 for parameter in mechanism.parameters():
@@ -178,7 +183,7 @@ def test_packed_documents_are_as_each_alone():
     assert torch.allclose(packed, torch.cat(alone, dim=1), atol=1e-10)
 
 
-@pytest.mark.parametrize("attention", [LHA, BIRD, MIXED], ids=str)
+@pytest.mark.parametrize("attention", [LHA, SEPARATE, BIRD, HEADS, MIXED], ids=str)
 def test_gradients_reach_the_weights_and_checkpointing_changes_none(attention):
     given, found = inputs(), []
     labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
