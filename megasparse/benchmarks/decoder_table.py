@@ -82,7 +82,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     arms: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         arms[row["arm"]].append(row)
-    lines = ["| attention | keys a query | captured | nats a token | seconds |", "|---|---|---|---|---|"]
+    lines = ["| attention | keys a query | captured | nats a token | CPU seconds |", "|---|---|---|---|---|"]
     for name, own in arms.items():
         mean = {key: sum(row[key] for row in own) / len(own) for key in ("keys", "captured", "nats", "seconds")}
         seeds = sorted({row["seed"] for row in own})

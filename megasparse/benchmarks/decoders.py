@@ -76,7 +76,7 @@ class Arm:
 def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None) -> dict[str, Any]:
     """One text (1, L). nats: mean over the tokens after the first. keys: mean number that a query sees, and captured:
     the share of the layer's own full attention on them, of QUERIES queries, mean over heads and layers. seconds: of the
-    pass without the counting. layers: captured in each.
+    process, all threads, for the pass without the counting. layers: captured in each.
     """
     length, parts = tokens.shape[1], dict[int, list[tuple[float, float]]]()
     queries = 1 + torch.arange(min(QUERIES, length - 1)) * (length - 1) // min(QUERIES, length - 1)
@@ -84,22 +84,22 @@ def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None) -> dict
 
     def listen(call: Call) -> None:
         nonlocal counting
-        start = time.perf_counter()
+        start = time.process_time()
         weight = weights(call, queries)
         seen = (oracle.pairs(call, queries) if oracle else seen_pairs(call, queries)).expand_as(weight)
         for head, mask in zip(weight, seen, strict=True):
             found = (float(mask.sum(-1).float().mean()), float((head * mask).sum(-1).mean()))
             parts.setdefault(call.context.layer, []).append(found)
-        counting += time.perf_counter() - start
+        counting += time.process_time() - start
 
     base: Any = model.base_model
-    start = time.perf_counter()
+    start = time.process_time()
     with ExitStack() as stack:
         stack.enter_context(each_call(model, listen))
         if oracle:
             stack.enter_context(_attending(model, oracle))
         hidden = base(input_ids=tokens, use_cache=False).last_hidden_state[0]
-    seconds = time.perf_counter() - start - counting
+    seconds = time.process_time() - start - counting
     layers = [torch.tensor(parts[layer]).mean(0).tolist() for layer in sorted(parts)]
     return {
         "nats": nats(model, hidden, tokens[0]),
