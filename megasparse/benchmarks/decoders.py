@@ -96,8 +96,7 @@ def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None) -> dict
     start = time.process_time()
     with ExitStack() as stack:
         stack.enter_context(each_call(model, listen))
-        if oracle:
-            stack.enter_context(_attending(model, oracle))
+        stack.enter_context(attending(model, oracle))
         hidden = base(input_ids=tokens, use_cache=False).last_hidden_state[0]
     seconds = time.process_time() - start - counting
     layers = [torch.tensor(parts[layer]).mean(0).tolist() for layer in sorted(parts)]
@@ -118,14 +117,14 @@ def nats(model: PreTrainedModel, hidden: Tensor, tokens: Tensor) -> float:
 
 
 @contextmanager
-def _attending(model: PreTrainedModel, oracle: Best) -> Iterator[None]:
-    """Inside the `with`, layers of full attention see the oracle's keys alone."""
+def attending(model: PreTrainedModel, oracle: Best | None) -> Iterator[None]:
+    """Inside the `with`, layers of full attention see the oracle's keys alone, where there is one."""
 
     def restrict(mechanism: nn.Module, given: Any, output: AttentionOutput) -> AttentionOutput:
-        assert isinstance(mechanism, Attention)
+        assert isinstance(mechanism, Attention) and oracle is not None
         return output._replace(out=oracle.attend(Call(mechanism, *given)))
 
-    handles = [mechanism.register_forward_hook(restrict) for mechanism in mechanisms(model)]
+    handles = [mechanism.register_forward_hook(restrict) for mechanism in mechanisms(model) if oracle]
     try:
         yield
     finally:

@@ -8,7 +8,8 @@ attention on those keys, seconds.
 An arm is settings of `megasparse replace-attention` for MODEL, a replaced folder, or an oracle: the `best` keys of each
 head beside a window and the first tokens. Arms that draw are measured once for each of --seeds. One window of --length
 tokens is taken from the beginning of every text. Rows that FILE holds already are not measured again, so the command
-can be stopped. Takes {"kind": "full"} of every text as what the others lose against.
+can be stopped. With --passkey every arm also has so many trials of passkey retrieval: a number hidden at a drawn depth
+of the first text, --length tokens long, and asked for at its end.
 """
 
 import argparse
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arm", action="append", required=True, metavar="NAME=VALUE", help="what to measure; may be repeated"
     )
     parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="of arms that draw (default: 1)")
+    parser.add_argument("--passkey", type=int, default=0, metavar="N", help="trials of passkey retrieval (default: 0)")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the rows are kept")
 
 
@@ -41,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
 
     disable_progress_bar()
     arms = [arm_of(given) for given in args.arm]
-    print(table(measured(args.model, arms, args.texts, args.length, args.seeds, args.json)))
+    print(table(measured(args.model, arms, args.texts, args.length, args.seeds, args.passkey, args.json)))
 
 
 def arm_of(given: str) -> Any:
