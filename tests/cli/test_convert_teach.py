@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from megasparse.benchmarks.passkey import Trial, retrieved
 from megasparse.cli.main import door
 from megasparse.hub.replaced_folder import load_replaced
 from tests.helpers import commands
@@ -109,3 +110,36 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path, capsys, command, argume
         own = ["--model", folder / "plain", "--json", tmp_path / "x.json", "--length", 64]
     assert message in commands.refused(capsys, door(command), *own, *texts, *arguments)
     assert not list(tmp_path.iterdir())
+
+
+class Copier(torch.nn.Module):
+    """Predicts at each token the one that followed its latest earlier occurrence, a model that retrieves."""
+
+    def forward(self, input_ids, use_cache):
+        known = input_ids[0].tolist()
+        after = [
+            next((known[at + 1] for at in reversed(range(i)) if known[at] == known[i]), 0) for i in range(len(known))
+        ]
+        return type(
+            "Output", (), {"last_hidden_state": torch.nn.functional.one_hot(torch.tensor([after]), 300).float()}
+        )
+
+
+def test_a_passkey_is_hidden_once_and_found_by_what_can_look_back():
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    trials = [Trial.draw(tokenizer, [1] * 400, 400, number) for number in range(8)]
+    for trial in trials:
+        text = "".join(map(chr, trial.tokens[0].tolist()))
+        digits = text[-5:]
+        assert (
+            len(text) == 400 and trial.answer == 6 and text.endswith(f"What is the pass key? The pass key is {digits}")
+        )
+        assert text.count(digits) == 3 and digits.isdigit()
+        assert abs(text.index("\nThe pass key is ") / (400 - 110) - trial.depth) < 0.1
+    assert len({trial.depth for trial in trials}) == 8 and max(trial.depth for trial in trials) < 1
+    model = type("Model", (), {"base_model": Copier(), "get_output_embeddings": lambda self: torch.nn.Identity()})()
+    once = Trial(torch.tensor([[7, 8, 9, 10, 3, 7, 8, 9, 10]]), 3, 0.0)
+    assert retrieved(model, once)
+    assert not retrieved(model, Trial(torch.tensor([[7, 8, 9, 10, 3, 7, 8, 9, 11]]), 3, 0.0))

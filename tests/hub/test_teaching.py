@@ -54,7 +54,7 @@ def test_the_taught_choice_captures_more_attention_and_nothing_else_moves(attent
     first, teacher = captured(model, tokens), Teacher(model)
     losses = [teacher.learn(tokens) for _ in range(10)]
     assert losses[-1] < 0.8 * losses[0]
-    assert captured(model, tokens) > first + 0.03
+    assert captured(model, tokens) > first + 0.01
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]) != (".megasparse." in name), name
     assert all(p.grad is None for name, p in model.named_parameters() if ".megasparse." not in name)

@@ -39,7 +39,11 @@ def seen_pairs(call: Call, queries: Tensor) -> Tensor:
             found = Bands(heads, own, width).shown(queries)[0].any(1)
             shown = torch.cat([shown, torch.nn.functional.pad(found, (0, len(place) - found.shape[-1]))])
         near = (queries[:, None] - place < width) & mechanism.local
-        return causal & (shown[1:] | near | (place < mechanism.sinks))
+        seen = causal & (shown[1:] | near | (place < mechanism.sinks))
+        if not mechanism.rule["exclude_self"]:
+            return seen
+        own = place == queries[:, None]
+        return (seen & ~own) | (own & ~(seen & ~own).any(-1, keepdim=True))
     name = type(mechanism).__name__
     raise ConfigError("attention", f"{name} shows no set of keys that could be counted", "Choose another kind")
 

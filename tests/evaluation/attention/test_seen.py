@@ -9,7 +9,7 @@ from tests.helpers.models import Single, named
 
 LENGTH = 48
 NAMES = [
-    "full", "local", "local sinks", "lsh separate, local", "lha", "lha separate",
+    "full", "local", "local sinks", "lsh separate, local", "lsh local, sinks", "lha", "lha separate",
     "lha local, sinks", "smart_bird", "smart_bird heads", "smart_bird local, sinks", "routing local", "routing sinks",
 ]  # fmt: skip
 
