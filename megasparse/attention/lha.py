@@ -310,8 +310,8 @@ def _sides(inputs: AttentionInputs, query: Weights, key: Weights, joint: bool) -
     """Inputs that assign queries, and those that assign keys; both by the joint hash H_Q(q_i) + H_K(k_i) if asked."""
     q, k = inputs.q.detach(), inputs.k.detach()
     if joint:
-        joint = Sides((q, k), (query, key))
-        return joint, joint
+        both = Sides((q, k), (query, key))
+        return both, both
     return Sides((q,), (query,)), Sides((k,), (key,))
 
 

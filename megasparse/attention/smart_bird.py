@@ -4,6 +4,7 @@ B batch, H heads, L length, D head dim, E width of the layer's input, d width of
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,8 +70,8 @@ class SmartBirdAttention(Attention):
         self.near = BucketedAttentionSpec(window, spec.causal, spec.head_dim**-0.5, exclude_self=False)
         self.reads_tokens = config.sketch == "transformer"
         self.width = config.sketch_dim if self.reads_tokens else spec.d_model
-        self.query: nn.Module
-        self.key: nn.Module
+        self.query: Any
+        self.key: Any
         self.groups = 1
         if config.sketch == "heads":
             self.groups, wide = spec.heads // config.sketch_heads, config.sketch_heads * spec.head_dim
@@ -89,7 +90,8 @@ class SmartBirdAttention(Attention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         x = self._read(x, inputs, context)
-        loss, statistics = None, {}
+        loss: Tensor | None = None
+        statistics: dict[str, Tensor] = {}
         if self.config.objective == "attention" and context.rng.training:
             loss, statistics = self.learn(x, inputs, context)
         elif self.config.objective != "attention" and context.targets is not None:
@@ -142,7 +144,8 @@ class SmartBirdAttention(Attention):
             q, k = inputs.q.detach(), inputs.k.detach()
             return list(zip(self.query(q, context.part, exactly), self.key(k, context.part, exactly), strict=True))
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return [tuple(self._whole(project(x, exactly), context.part) for project in (self.query, self.key))]
+        q, k = (self._whole(project(x, exactly), context.part) for project in (self.query, self.key))
+        return [(q, k)]
 
     def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
         """The sketch's own loss. Where ranks share sequences, each has the whole loss, from the projections of all."""

@@ -103,6 +103,8 @@ def initialise_from_glove(model: nn.Module, path: str | os.PathLike[str], words:
             _fill(module.weight, matrix, found)
     for module in model.modules():
         if isinstance(module, SmartBirdAttention):
+            if module.config.objective == "attention":
+                continue  # learned from heads and layers as they are, not from words
             if module.embedding is not None:
                 _fill(module.embedding.weight, matrix, found)
                 continue
