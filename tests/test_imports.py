@@ -21,7 +21,7 @@ MAY_IMPORT = {
 ALL_BELOW = {"errors", "callbacks", "ops", "optimizers", "config", "data", "attention", "training", "model"}
 for floor in ("evaluation", "planning", "hub"):
     MAY_IMPORT[floor] = ALL_BELOW
-MAY_IMPORT["benchmarks"] = ALL_BELOW | {"planning", "evaluation"}
+MAY_IMPORT["benchmarks"] = ALL_BELOW | {"planning", "evaluation", "hub"}
 MAY_IMPORT["tasks"] = ALL_BELOW | {"evaluation", "planning", "hub"}  # it starts from their models, and plans them
 MAY_IMPORT["runs"] = ALL_BELOW | {"evaluation", "planning", "hub", "tasks"}
 MAY_IMPORT["claims"] = {*MAY_IMPORT["runs"], "benchmarks", "runs"}

@@ -7,7 +7,7 @@ queries, L length, D head dim.
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,17 @@ class Best:
     window: int
     sinks: int
 
-    def pairs(self, call: Call, queries: Tensor) -> Tensor:
-        return best_pairs(call, queries, self.count, self.window, self.sinks)
+    def pairs(self, weight: Tensor, queries: Tensor) -> Tensor:
+        return best_pairs(weight, queries, self.count, self.window, self.sinks)
 
     def attend(self, call: Call) -> Tensor:
         """Softmax attention to the oracle's keys, some queries at a time: (1, H, L, D)."""
         out = []
         for queries in torch.arange(call.inputs.q.shape[2]).split(_TILE):
-            seen = weights(call, queries) * self.pairs(call, queries)
-            out.append((seen / seen.sum(-1, keepdim=True)).to(call.inputs.v.dtype) @ call.inputs.v[0])
+            k, v = (x[:, :, : int(queries[-1]) + 1] for x in (call.inputs.k, call.inputs.v))
+            weight = weights(replace(call, inputs=call.inputs._replace(k=k, v=v)), queries)
+            weight *= self.pairs(weight, queries)
+            out.append((weight / weight.sum(-1, keepdim=True)).to(v.dtype) @ v[0])
         return torch.cat(out, dim=1)[None]
 
 
@@ -86,7 +88,7 @@ def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None) -> dict
         nonlocal counting
         start = time.process_time()
         weight = weights(call, queries)
-        seen = (oracle.pairs(call, queries) if oracle else seen_pairs(call, queries)).expand_as(weight)
+        seen = (oracle.pairs(weight, queries) if oracle else seen_pairs(call, queries)).expand_as(weight)
         for head, mask in zip(weight, seen, strict=True):
             found = (float(mask.sum(-1).float().mean()), float((head * mask).sum(-1).mean()))
             parts.setdefault(call.context.layer, []).append(found)

@@ -61,16 +61,15 @@ def _chosen(mechanism: SmartBirdAttention, call: Call, queries: Tensor, causal: 
     return torch.stack(found).repeat_interleave(call.inputs.q.shape[1] // len(found), dim=0)
 
 
-def best_pairs(call: Call, queries: Tensor, count: int, window: int, sinks: int) -> Tensor:
+def best_pairs(weight: Tensor, queries: Tensor, count: int, window: int, sinks: int) -> Tensor:
     """The oracle's keys: the last `window`, the sinks, and of the others the `count` of largest weight, of each head:
-    (H, S, L) bool.
+    (H, S, L) bool. weight: (H, S, L), full attention.
     """
-    place = torch.arange(call.inputs.q.shape[2], device=queries.device)
+    place = torch.arange(weight.shape[2], device=queries.device)
     causal = place <= queries[:, None]
     beside = causal & ((queries[:, None] - place < window) | (place < sinks))
-    score = call.inputs.q[0, :, queries].float() @ call.inputs.k[0].float().transpose(-1, -2)
-    best = score.masked_fill(beside | ~causal, -torch.inf).topk(min(count, len(place)), dim=-1).indices
-    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True) & causal | beside
+    best = weight.masked_fill(beside | ~causal, -1.0).topk(min(count, len(place)), dim=-1).indices
+    return torch.zeros_like(weight, dtype=torch.bool).scatter_(-1, best, True) & causal | beside
 
 
 def weights(call: Call, queries: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ def test_an_oracle_sees_the_largest_weights():
     with calls(single.mechanism) as found:
         single(*(x[:1] for x in single.inputs(LENGTH)))
     rows = torch.tensor([4, 20, 39])
-    weight, seen = weights(found[0], rows), best_pairs(found[0], rows, 3, window=5, sinks=2)
+    weight = weights(found[0], rows)
+    seen = best_pairs(weight, rows, 3, window=5, sinks=2)
     for at, row in enumerate(rows.tolist()):
         for head in range(len(weight)):
             beside = {*range(max(0, row - 4), row + 1), *range(min(2, row + 1))}
