@@ -53,6 +53,7 @@ ROWS = {
     "X4": "what our own source may not call",
     "X5": "modes of files, and planted links",
     "X6": "forged sizes",
+    "X7": "mutants of every kind of file",
     "F1": "mutated configurations",
     "F2": "ranks started with different configurations",
     "E1": "a long run under random faults",

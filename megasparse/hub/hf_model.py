@@ -18,6 +18,7 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError, did_you_mean
 from megasparse.hub.compare import compared_length, first_difference, our_outputs, padded
 from megasparse.hub.formats import DECODERS, FORMATS, TASKS, Format, comparable, format_named
+from megasparse.hub.gguf_header import check_gguf
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, beside, found_tokenizer
 from megasparse.model.build import Model, build_model
@@ -136,6 +137,8 @@ class HFModel:
 
 def unpacked(path: Path) -> TemporaryDirectory[str]:
     """A folder of the model in a GGUF file, dequantised to fp32 by transformers. Raises HubError."""
+    if path.exists():
+        check_gguf(path)
     if find_spec("gguf") is None:
         raise HubError("gguf", "is not installed, which reads GGUF files", "Install it: pip install gguf")
     import transformers

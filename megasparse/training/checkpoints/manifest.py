@@ -18,7 +18,11 @@ MANIFEST = "manifest.json"
 NO_DATA = "none"
 """Fingerprint of the data in a checkpoint whose weights were not trained here: any data may follow."""
 LARGEST_MANIFEST = 1 << 28
-"""Bytes of a manifest: some 200 a piece of a tensor make room for a million pieces."""
+"""Bytes of any manifest: some 200 a piece of a tensor make room for a million pieces."""
+LEAST_ROOM, ROOM_PER_HEADER = 1 << 20, 8
+"""Bytes that a manifest may have for all but the pieces, and for each byte of the headers of its files: every piece
+stands in one of those too, in a third of the room.
+"""
 RESTORE = "Restore it from a copy, or resume from an older checkpoint with --resume PATH"
 
 _Count = Annotated[int, Field(ge=0)]
@@ -79,8 +83,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         problem = "is no folder" if path.exists() else "no such checkpoint"
         raise CheckpointError(path, problem, "Give the folder of one, such as checkpoints/00001000")
-    if (size := size_of(file)) > LARGEST_MANIFEST:
-        problem = f"{size} bytes, and a manifest has no more than {LARGEST_MANIFEST}"
+    if (size := size_of(file)) > (most := _most_bytes(path)):
+        problem = f"{size} bytes, and a manifest of what its files hold has no more than {most}"
         raise CheckpointError(file, problem, RESTORE)
     try:
         text = file.read_bytes().decode()
@@ -109,6 +113,19 @@ def size_of(file: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(file, "is no regular file", RESTORE)
     return status.st_size
+
+
+def _most_bytes(path: Path) -> int:
+    """Bytes that the manifest may have, by the headers of the checkpoint's files. Raises CheckpointError."""
+    headers = 0
+    for file in path.glob("rank-*.safetensors"):
+        size = size_of(file)
+        try:
+            with file.open("rb") as stream:
+                headers += min(size, int.from_bytes(stream.read(8), "little"))
+        except OSError as error:
+            raise CheckpointError(file, f"cannot be read ({error.strerror})", RESTORE) from None
+    return min(LARGEST_MANIFEST, LEAST_ROOM + ROOM_PER_HEADER * headers)
 
 
 def gap(tensor: dict[str, Any]) -> str | None:

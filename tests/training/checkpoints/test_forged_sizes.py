@@ -130,6 +130,22 @@ def test_X6_a_tensor_of_holes(run, nothing_made):
         restore(run)
 
 
+def test_X6_a_manifest_of_more_than_its_files_have_pieces_for_is_not_read(run, monkeypatch):
+    room = manifest._most_bytes(find_checkpoint(run))
+    forge(run, lambda forged: forged.update(state={"x": "y" * room}))
+    forbid(monkeypatch, (json, "loads"))
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST}: \d+ bytes, and a manifest .* has no more than {room}\."):
+        Checkpoint.open(find_checkpoint(run))
+
+
+def test_X6_a_manifest_has_room_for_every_piece(run):
+    path = find_checkpoint(run)
+    headers = sum(int.from_bytes(file.open("rb").read(8), "little") for file in path.glob("rank-*"))
+    pieces = json.dumps(json.loads((path / MANIFEST).read_text())["tensors"], indent=1)
+    assert manifest._most_bytes(path) == manifest.LEAST_ROOM + manifest.ROOM_PER_HEADER * headers
+    assert 2 * len(pieces) < manifest.ROOM_PER_HEADER * headers
+
+
 def test_X6_a_manifest_without_end(run, monkeypatch):
     path = find_checkpoint(run)
     os.truncate(path / MANIFEST, manifest.LARGEST_MANIFEST + 1)

@@ -1,0 +1,243 @@
+"""Every kind of file that comes from elsewhere: a small intact one, and what reads it.
+
+    python -m tests.reliability.readers --cases 20000 --json docs/measured/fuzz.json
+
+reads so many mutants of them, as many of each kind, and writes what became of them. A mutant is a function of its kind
+and number.
+"""
+
+import argparse
+import gzip
+import hashlib
+import io
+import json
+import shutil
+import tempfile
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from megasparse.cli.prepare_data import IN_PLACE
+from megasparse.data.corpora import CORPORA, huggingface, jsonl, parquet
+from megasparse.data.corpora.number_files import batches, rows
+from megasparse.data.corpora.records import RecordSource
+from megasparse.data.index import Index
+from megasparse.data.reader import EvaluationStream
+from megasparse.data.sequences import Sequences
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.evaluation.restore import restore
+from megasparse.hub.export import to_hf
+from megasparse.hub.gguf_header import check_gguf
+from megasparse.hub.hf_model import HFModel
+from megasparse.training.checkpoints.manifest import MANIFEST, seal
+from tests.data.corpora.test_in_place import put_mds, put_megatron, texts
+from tests.data.folders import ramp, write_folder
+from tests.helpers.fuzzing import MOST_BYTES, MOST_SECONDS, Case, Format, fuzz
+from tests.helpers.tokenizers import sentencepiece_model, wordpiece
+from tests.helpers.trained import prepared, trained
+from tests.hub.test_gguf_header import gguf
+
+TEXTS = [f"text {number} of a crawl, é " * (1 + number % 7) for number in range(60)]
+SAMPLE = "the attention of a model\tis 1 é \n".encode()
+OPTIONS = {"column": "text", "tokenizer": "bytes", "split": "100,0,0", "deduplicate": True, "min_bytes": 2}
+
+
+def checkpoint(folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as other:
+        trained(prepared(Path(other)), Path(other) / "run", ["local", "lsh"], 1)
+        shutil.copytree(Path(other) / "run" / "checkpoints" / "00000001", folder / "00000001")
+
+
+def reseal(folder: Path) -> None:
+    """State the sizes and digests that files of a checkpoint have now."""
+    for path in folder.glob(f"*/{MANIFEST}"):
+        manifest = json.loads(path.read_bytes())
+        for name, entry in manifest["files"].items():
+            raw = (path.parent / name).read_bytes()
+            entry.update(bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+        path.write_text(seal(manifest))
+
+
+def export(folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as other:
+        checkpoint(Path(other))
+        to_hf(Path(other) / "00000001", folder / "export")
+    for path in [*folder.rglob("*.py"), *folder.rglob("*.md")]:  # nothing of ours reads them
+        path.unlink()
+
+
+def read_export(folder: Path) -> None:
+    HFModel.open(folder / "export").build()
+
+
+def tokenizer(file: Path) -> None:
+    found = build_tokenizer(str(file))
+    found.decode(found.encode(SAMPLE))
+    found.word_starts()
+
+
+def shards(folder: Path) -> None:
+    write_folder(folder / "data", [ramp(1000 + 90 * k, 7 * k, 11 + k) % 256 for k in range(2)])
+
+
+def vouch(folder: Path) -> None:
+    """State the sizes and digests that shards have now."""
+    path = folder / "data" / "index.json"
+    index = json.loads(path.read_bytes())
+    for shard in index["splits"]["train"]["shards"]:
+        raw = (path.parent / shard["file"]).read_bytes()
+        shard.update(bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+    path.write_text(json.dumps(index))
+
+
+def read_shards(folder: Path) -> None:
+    read_index(Index.load(folder / "data", tolerant=True))
+
+
+def read_index(index: Index) -> None:
+    """All of the split `train`, twice: as evaluation does, and in windows with tolerance of damage."""
+    order: dict[str, Any] = {"sequence_length": 50, "seed": 0, "shuffle_shards": 1, "open_files": 2, "max_damaged": 0.9}
+    with closing(Sequences(index, "train", **order)) as windows:
+        for number in range(10):
+            windows.read(number)
+    with closing(EvaluationStream(index, "train")) as stream:
+        stream.read(0, min(stream.tokens, 1 << 20))
+
+
+def images(folder: Path) -> None:
+    np.savez(folder / "train.npz", data=(np.arange(24 * 12) % 251).astype(np.uint8).reshape(24, 12))
+
+
+def read_images(folder: Path) -> None:
+    for batch in batches(folder / "train.npz"):
+        for _ in rows(folder / "train.npz", batch, 12):
+            pass
+
+
+def lines(folder: Path) -> None:
+    content = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in TEXTS).encode()
+    (folder / "a.jsonl").write_bytes(content)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(content))
+    (folder / "c.jsonl.zst").write_bytes(pa.compress(content, "zstd", asbytes=True))
+
+
+def read_records(module: Any, folder: Path) -> None:
+    source: RecordSource = module.open_source([str(folder)], None, folder.parent / ".download", OPTIONS, 1)
+    for _, documents in CORPORA["jsonl"].splits(source, OPTIONS):
+        for document in documents:
+            b"".join(document)
+
+
+TABLE = {"id": range(60), "text": TEXTS, "kind": pa.array(["a", "b", None] * 20).dictionary_encode()}
+
+
+def tables(folder: Path) -> None:
+    for packed in ("none", "zstd"):
+        pq.write_table(pa.table(TABLE), folder / f"{packed}.parquet", compression=packed, row_group_size=25)
+    large = pa.table({"text": pa.array(TEXTS, pa.large_string())})
+    pq.write_table(large, folder / "large.parquet", use_dictionary=False)
+
+
+def dataset(folder: Path) -> None:
+    for name, form in (("train", pa.ipc.new_stream), ("test", pa.ipc.new_file)):
+        table = pa.table({"text": pa.array(TEXTS, pa.string_view() if name == "test" else pa.string())})
+        with form(str(folder / f"{name}-00000-of-00001.arrow"), table.schema) as writer:
+            writer.write_table(table, max_chunksize=25)
+    described = io.StringIO()
+    json.dump({"download_checksums": {f"hf://datasets/a/b@{'0' * 40}/x": {}}}, described)
+    (folder / "dataset_info.json").write_text(described.getvalue())
+
+
+def megatron(folder: Path) -> None:
+    put_megatron(folder / "a", [[text] for text in texts(30)])
+
+
+def mosaic(folder: Path) -> None:
+    put_mds(folder / "in", [texts(12), texts(9, 1)], "ndarray", extra=True)
+
+
+def in_place(corpus: str, folder: Path, source: Any) -> None:
+    output = folder / "out"
+    given = {"source": source, "output": output, "tokenizer": "bytes", "split": "100,0,0", "width": 8}
+    read_index(Index.load(IN_PLACE[corpus].write(argparse.Namespace(**given), "fuzz")))
+
+
+FORMATS = {
+    "checkpoint": Format(checkpoint, lambda folder: restore(folder / "00000001"), reseal),
+    "export": Format(export, read_export),
+    "tokenizer.json": Format(
+        lambda folder: (folder / "a.json").write_text(json.dumps(wordpiece())),
+        lambda folder: tokenizer(folder / "a.json"),
+    ),
+    "sentencepiece": Format(
+        lambda folder: (folder / "a.model").write_bytes(sentencepiece_model()),
+        lambda folder: tokenizer(folder / "a.model"),
+    ),
+    "words": Format(
+        lambda folder: (folder / "a.txt").write_text("<unk>\n<eos>\nthe\nattention\nof\na\nmodel\n"),
+        lambda folder: tokenizer(folder / "a.txt"),
+    ),
+    "shards": Format(shards, read_shards, vouch),
+    "npz": Format(images, read_images),
+    "jsonl": Format(lines, lambda folder: read_records(jsonl, folder)),
+    "parquet": Format(tables, lambda folder: read_records(parquet, folder)),
+    "arrow": Format(dataset, lambda folder: read_records(huggingface, folder)),
+    "megatron": Format(megatron, lambda folder: in_place("megatron", folder, [str(folder / "a")])),
+    "gguf": Format(
+        lambda folder: (folder / "a.gguf").write_bytes(gguf()), lambda folder: check_gguf(folder / "a.gguf")
+    ),
+    "mds": Format(mosaic, lambda folder: in_place("mds", folder, folder / "in")),
+}
+
+
+def report(cases: list[Case]) -> dict[str, Any]:
+    """What became of the mutants, by their kind."""
+    kinds: dict[str, Any] = {}
+    for name in dict.fromkeys(case.format for case in cases):
+        mine = [case for case in cases if case.format == name]
+        outcomes = Counter(case.outcome if case.outcome in ("read", "refused") else "failed" for case in mine)
+        most = {"seconds": max(case.seconds for case in mine), "megabytes": max(case.bytes for case in mine) >> 20}
+        kinds[name] = {"cases": len(mine), **{key: outcomes[key] for key in ("read", "refused", "failed")}, **most}
+    return kinds
+
+
+def write(kinds: dict[str, Any], path: Path) -> None:
+    """Write what became of mutants; kinds that the file has already, and are not among these, stay."""
+    kinds = {**(json.loads(path.read_bytes())["kinds"] if path.exists() else {}), **kinds}
+    total = {key: sum(kind[key] for kind in kinds.values()) for key in ("cases", "read", "refused", "failed")}
+    limits = {"seconds": MOST_SECONDS, "megabytes": MOST_BYTES >> 20}
+    path.write_text(json.dumps({**total, "limits": limits, "kinds": kinds}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=20_000, help="of all kinds together (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case of each kind (default: 0)")
+    parser.add_argument("--kinds", nargs="+", choices=FORMATS, default=[*FORMATS])
+    parser.add_argument("--json", type=Path, help="where the result goes, beside that of kinds not read now")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    each = -(-given.cases // len(given.kinds))
+    cases: list[Case] = []
+    with tempfile.TemporaryDirectory() as place:
+        for name in given.kinds:
+            (seeds := Path(place) / name).mkdir()
+            FORMATS[name].make(seeds)
+            numbers = range(given.first, given.first + each)
+            for case in fuzz(name, FORMATS[name], seeds, Path(place) / "mutant", numbers):
+                cases.append(case)
+                if case.outcome not in ("read", "refused"):
+                    print(*case, flush=True)
+            print(json.dumps({name: report(cases)[name]}), flush=True)
+    if given.json:
+        write(report(cases), given.json)
+
+
+if __name__ == "__main__":
+    main()
