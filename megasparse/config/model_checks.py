@@ -79,6 +79,9 @@ def _check_model(model: ModelConfig) -> None:
         problem = f'"{model.activations}" needs {blocks} blocks, but model.blocks = "{model.blocks}"'
         hint = f'Set model.activations to {others}, or model.blocks to "{blocks}"'
         raise ConfigError("model.activations", problem, hint)
+    if model.residual_bits is not None and model.blocks != "reversible":
+        problem = f'{model.residual_bits} is given, but model.blocks = "{model.blocks}" has nothing to rebuild'
+        raise ConfigError("model.residual_bits", problem, 'Set it to null, or model.blocks to "reversible"')
     if len(model.attention.pattern) > model.layers:
         raise ConfigError(
             "model.attention.pattern",

@@ -129,6 +129,9 @@ class ModelConfig(Section):
     feed_forward_biases: bool = True
     blocks: Literal["reversible", "ordinary"] = "reversible"
     """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary residual blocks on one."""
+    residual_bits: int | None = Field(default=None, ge=4, le=18)
+    """The streams of reversible blocks are multiples of 2^-residual_bits, whose sums are exact, so that the backward
+    rebuilds them to the bit; at 14 streams up to 256 are exact in fp32. null: sums are rounded."""
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
     """What the backward reads: recomputed from the output (reversible blocks only), all stored, or recomputed from each
     layer's stored input (ordinary blocks only; `checkpoint_cpu` keeps those inputs in CPU memory)."""

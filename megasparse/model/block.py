@@ -18,6 +18,7 @@ from megasparse.attention.norm import Norm
 from megasparse.config.schema import ModelConfig
 from megasparse.model.feed_forward import FeedForward
 from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.fixed_point import to_fixed_point
 from megasparse.ops.random import RngContext, add_dropout, dropout
 
 Streams = tuple[Tensor, ...]
@@ -61,6 +62,7 @@ class Branch(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.layer, self.rate, self.post_norm = layer, config.dropout, config.style == "bert"
+        self.bits = config.residual_bits
         self.norm = Norm(config)
 
     def read(self, stream: Tensor) -> Tensor:
@@ -76,12 +78,18 @@ class Branch(nn.Module):
         return (self.norm(x) if self.post_norm else x,)
 
     def plus(self, stream: Tensor, out: Tensor, rng: RngContext, sign: int = 1) -> Tensor:
-        """Return stream + sign·dropout(out) in the stream's dtype, fp32 or wider."""
-        if not self._drops(rng):
-            out = at_least_fp32(out)
-            return stream + out if sign == 1 else stream - out
-        rows = rng.rows(out.shape[1], out.device)
-        return add_dropout(stream, out, self.rate, rng.key(self.layer, self.purpose), rows, sign)
+        """Return stream + sign·dropout(out) in the stream's dtype, fp32 or wider; in fixed point to the bit what it
+        was before, where the sign is the other one.
+        """
+        if self._drops(rng):
+            rows, key = rng.rows(out.shape[1], out.device), rng.key(self.layer, self.purpose)
+            if self.bits is None:
+                return add_dropout(stream, out, self.rate, key, rows, sign)
+            out = dropout(out, self.rate, key, rows, stream.dtype)
+        out = at_least_fp32(out)
+        if self.bits is not None:
+            out = to_fixed_point(out, self.bits)
+        return stream + out if sign == 1 else stream - out
 
     def gradient(self, grad: Tensor, rng: RngContext) -> Tensor:
         """The gradient of the branch's output. grad: that of what it adds. Dropout, being linear, is its own."""

@@ -23,6 +23,8 @@ from megasparse.model.embedding import Embedding
 from megasparse.model.head import OutputHead
 from megasparse.model.padding import padding_of
 from megasparse.model.reversible import reversible
+from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.fixed_point import to_fixed_point
 from megasparse.ops.random import RngContext, dropout
 
 
@@ -123,6 +125,8 @@ class Stack(nn.Module):
         x = self.embedding(tokens, first)
         if rng.training:
             x = dropout(x, self.config.dropout, rng.key(-1, "embedding dropout"), rng.rows(x.shape[1], x.device))
+        if self.config.residual_bits is not None:
+            x = to_fixed_point(at_least_fp32(x), self.config.residual_bits)
         return (x, x) if self.config.blocks == "reversible" else (x,)
 
     def _stack(
