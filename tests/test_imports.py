@@ -1,6 +1,8 @@
 """Imports go one way, floor by floor; read from the source, so that a lazy import inside a function counts too."""
 
 import ast
+import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -76,6 +78,25 @@ def test_only_the_engine_and_its_configuration_know_deepspeed():
         if name.split(".")[0] == "deepspeed"
     }
     assert knowing <= {"training/engines/deepspeed.py", "config/deepspeed_section.py"}
+
+
+PROTOCOLS = {"hub"}
+"""Folders whose classes have methods that transformers calls."""
+
+
+def test_every_method_is_named_where_it_is_called():
+    """One that is named once alone is called by nobody: a rename may have missed it, in a subclass say."""
+    words = Counter(word for path in FILES for word in re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    alone = [
+        f"{path.relative_to(ROOT)}: {method.name}"
+        for path in FILES
+        if path.relative_to(ROOT).parts[1] not in PROTOCOLS
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and words[method.name] == 1 and not method.name.startswith("_")
+    ]
+    assert not alone
 
 
 def test_the_check_sees_every_kind_of_import(tmp_path):

@@ -79,8 +79,8 @@ def test_every_kernel_is_within_its_limits_and_as_recorded(tmp_path):
     check(table)
 
 
-QUICK = ("bucketed_attention", "hash_table_attention")
-"""Operators whose kernels `make test` compiles."""
+QUICK = ("bucketed_attention",)
+"""Operators whose kernels `make test` compiles: the one of all hashed attention."""
 TENSOR_CORES = [
     *(f"bucketed_attention.{name}" for name in ("forward", "query_gradient", "key_gradient")),
     *(f"cluster_attention.{name}" for name in ("attend", "query_gradients", "key_gradients")),
