@@ -1,5 +1,6 @@
 """The command itself: killed and started again, its examples, and its mistakes."""
 
+import json
 import os
 import random
 import shlex
@@ -67,6 +68,31 @@ def test_killed_in_the_middle_of_a_shard_it_completes_with_the_same_bytes(tmp_pa
 
     run(main, *command, "--output", tmp_path / "killed")
     assert "already prepared" in capsys.readouterr().out
+
+
+def test_records_have_a_report_with_a_picture(tmp_path, capsys):
+    texts = ["word " * count for count in range(1, 60)] + ["word " * 9, ""]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    given = ["jsonl", "--source", tmp_path / "a.jsonl", "--field", "body", "--deduplicate", "--min-bytes", 10]
+    main([*map(str, given), "--output", str(tmp_path / "data"), "--workers", "1"])
+    said = capsys.readouterr().out
+    assert "61 records in 1 files" in said and "kept: 58 documents of 8,845 bytes" in said
+    assert "left out: 1 copy of an earlier one" in said and "left out: 1 shorter than 10 bytes" in said
+    report = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert report["documents"] == 58 and sum(report["left_out"].values()) == 3
+    assert report["splits"]["train"]["tokens"] == Index.load(tmp_path / "data").split("train").tokens
+    picture = (tmp_path / "data" / "lengths.svg").read_bytes()
+    main([*map(str, given), "--output", str(tmp_path / "data"), "--workers", "1"])
+    assert picture == (tmp_path / "data" / "lengths.svg").read_bytes() and b"<svg" in picture
+
+
+@pytest.mark.parametrize("name", prepare_data.IN_PLACE)
+def test_the_help_of_files_read_in_place_has_an_example_that_works(name, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    example = f"megasparse prepare-data {name} {prepare_data.IN_PLACE[name].EXAMPLE}"
+    assert example in capsys.readouterr().out
+    assert parser_of("prepare-data", prepare_data).parse_args(shlex.split(example)[2:]).corpus == name
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
