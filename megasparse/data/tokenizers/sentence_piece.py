@@ -107,9 +107,9 @@ def _load(file: Path, data: bytes) -> tuple[Any, list[bytes]]:
     try:
         model.ParseFromString(data)
         processor = SentencePieceProcessor(model_proto=data)
-        if not model.pieces:
-            raise RuntimeError
-    except (DecodeError, RuntimeError):
+        if not model.pieces or not all(isinstance(piece.piece, str) for piece in model.pieces):
+            raise RuntimeError  # protobuf gives bytes that are no UTF-8 as bytes
+    except (DecodeError, RuntimeError, ValueError):  # the last where sentencepiece's own message is no UTF-8
         raise damaged(
             file, "is no model of sentencepiece", "Copy it again, or make one: tokenizers/README.md"
         ) from None

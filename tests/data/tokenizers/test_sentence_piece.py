@@ -150,6 +150,9 @@ def without_bytes() -> bytes:
         (lambda: b"", "is no model"),
         (lambda: b"no model at all" * 100, "is no model of sentencepiece"),
         (lambda: sentencepiece_model()[:3000], "is no model of sentencepiece"),
+        (lambda: sentencepiece_model().replace(b"the", b"th\xff", 1), "is no model of sentencepiece"),
+        (lambda: sentencepiece_model().replace(b"<unk>", b"<un\xff>", 1), "is no model of sentencepiece"),
+        (lambda: sentencepiece_model().replace(b"<0x41>", b"<unk>\xff", 1), "is no model of sentencepiece"),
     ],
 )
 def test_a_model_that_changes_text_is_refused(tmp_path, data, problem):
