@@ -49,8 +49,8 @@ class YOSOAttention(Attention):
     Causal, the tables run along the sequence, so all a decoder keeps is the tables, whatever the position: m·2^τ·D
     numbers a head. code_bits = null takes the most bits that keep that under a key-value cache's 2·max_length·D, for
     the m of training: 4 bits at 512 tokens and 32 hashes, 11 at 65,536. Where one bit is too many already (m >=
-    max_length), where code_bits asks for more, or where evaluation_hashes does, the tables are larger:
-    `tables_exceed_cache`. The expectation has no such state: it decodes from a cache of keys and values.
+    max_length), where code_bits asks for more, or where evaluation_hashes does, the tables are larger. The expectation
+    has no such state: it decodes from a cache of keys and values.
 
     The codes are recomputed with the layer, not kept: at 4·m bytes a token, head and layer they would outgrow the
     residual streams within a few layers. A reversible backward rebuilds q and k only up to rounding, and a code flips
@@ -65,12 +65,6 @@ class YOSOAttention(Attention):
         self.normalises = config.normalization == "length"
         self.code_bits = config.code_bits or _code_bits(config.hashes, spec)
         self.convolution = None if config.convolution is None else _Convolution(spec.heads, config.convolution)
-
-    @property
-    def tables_exceed_cache(self) -> bool:
-        """Whether a decoder's tables hold more numbers than a key-value cache of max_length tokens would."""
-        hashes = self.config.rounds_in_evaluation
-        return self.spec.causal and hashes << self.code_bits >= 2 * self.spec.max_length
 
     def without_additions(self) -> "YOSOAttention":
         return self._changed(self.config.expectation)
