@@ -70,8 +70,9 @@ def pays():
         seeds = full if arm is None else [found[arm] for found in curves.values()]
         means = (statistics.mean(run["held_out"]["250"] for run in each.values()) for each in seeds)
         yield f"| {name} | {' | '.join(f'{mark}{each:.3f}{mark}' for each in means)} |"
-    wide = bounds["client"]["window 256"]["0"]
-    yield f"| window 256 | {wide['steps']} | | {wide['held_out']['250']:.3f} | {wide['test']:.3f} |"
+    for name, arm in (("window 256", "window 256"), ("`ngram` in every layer", "n-gram in every layer")):
+        run = bounds["client"][arm]["0"]
+        yield f"| {name} | {run['steps']} | | {run['held_out']['250']:.3f} | {run['test']:.3f} |"
     names = {
         "window 64": "window 64",
         "window 128": "window 128",
