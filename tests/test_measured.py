@@ -70,6 +70,7 @@ def pays():
         seeds = full if arm is None else [found[arm] for found in curves.values()]
         means = (statistics.mean(run["held_out"]["250"] for run in each.values()) for each in seeds)
         yield f"| {name} | {' | '.join(f'{mark}{each:.3f}{mark}' for each in means)} |"
+    yield f"on `wikipedia`, seed 0, 128 has {bounds['wikipedia']['window 128']['0']['test']:.3f} on test"
     for name, arm in (("window 256", "window 256"), ("`ngram` in every layer", "n-gram in every layer")):
         run = bounds["client"][arm]["0"]
         yield f"| {name} | {run['steps']} | | {run['held_out']['250']:.3f} | {run['test']:.3f} |"

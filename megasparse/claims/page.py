@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from megasparse.claims.claim import Claim
@@ -12,6 +13,8 @@ from megasparse.evaluation.figure import COLOURS, new_figure, save_figure
 
 STATUSES = {"verified": "✓", "refuted": "✗", "not attempted": "–"}
 WRITTEN_FIRST = "Rules and budgets were written before the trials."
+WIDTH = 118
+"""Characters of a line of Markdown."""
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
     "table{border-collapse:collapse}td,th{padding:.2rem .7rem;border-bottom:1px solid #8885;text-align:left}"
@@ -58,7 +61,8 @@ def effort(known: dict[str, Any]) -> str:
     commits = sorted({str(trial["commit"]) for trial in trials})
     machines = sorted({trial["machine"]["device"] for trial in trials})
     seeds = ", ".join(str(trial["seed"]) for trial in trials)
-    return f"seeds {seeds}; {seconds:.0f} s each; commit {', '.join(commits)}; {', '.join(machines)}"
+    where = f"commit {', '.join(commits)}; {', '.join(machines)}"
+    return f"{'seeds' if len(trials) > 1 else 'seed'} {seeds}; {seconds:.0f} s each; {where}"
 
 
 def markdown(found: Sequence[dict[str, Any]]) -> str:
@@ -66,8 +70,15 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
     lines += ["| | claim | paper | found |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row(known))} |" for known in found]
     for known in (known for known in found if known["trials"]):
-        lines += ["", f"## {known['name']}: {known['status']}", "", f"*{known['paper']}.* {known['says']}", ""]
-        lines += [f"- {name}: {text}" for name, text in facts(known).items()]
+        lines += [
+            "",
+            f"## {known['name']}: {known['status']}",
+            "",
+            *wrap(f"*{known['paper']}.* {known['says']}", WIDTH),
+            "",
+        ]
+        for name, text in facts(known).items():
+            lines += wrap(f"- {name}: {text}", WIDTH, subsequent_indent="  ")
         if known.get("table"):
             head, *rows = known["table"]
             lines += ["", *(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))]

@@ -31,7 +31,7 @@ def reproduce(claims: Sequence[Claim], budget: Budget, output: Path, progress: P
                 continue
             folder.mkdir(parents=True, exist_ok=True)
             said = _prefixed(progress, f"{claim.name}, seed {seed}: ")
-            said(f"about {settings['minutes']} minutes")
+            said(f"about {settings['minutes']} min")
             began = time.monotonic()
             numbers = claim.measure(Trial(settings, seed, folder, said))
             facts = {"command": f"megasparse reproduce --only {claim.name} --budget {budget}", "seed": seed}
@@ -47,7 +47,7 @@ def described(claim: Claim) -> str:
     lines = [f"{claim.name} ({claim.paper})", f"  says: {claim.says}"]
     if claim.measure is None:
         return "\n".join([*lines, f"  not attempted: it takes {claim.missing}"])
-    minutes = [f"{settings['minutes']} minutes a seed ({budget})" for budget, settings in claim.budgets.items()]
+    minutes = [f"{settings['minutes']} min a seed ({budget})" for budget, settings in claim.budgets.items()]
     return "\n".join([*lines, f"  rule: {claim.rule}", f"  takes: {', '.join(minutes)}; {len(claim.seeds)} seeds"])
 
 
