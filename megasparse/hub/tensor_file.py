@@ -104,10 +104,11 @@ def _sharded(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise HubError(index, "is no index of safetensors files", _AGAIN) from None
     found: dict[str, Any] = {}
+    there = {path.name for path in folder.iterdir()}
     for name in sorted(set(places.values())):
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise HubError(index, f'names "{name}", which is no safetensors file beside it', "Do not trust it")
-        if not (folder / name).exists():
+        if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable():
+            raise HubError(index, f"names {name[:200]!a}, which is no safetensors file beside it", "Do not trust it")
+        if name not in there:
             raise HubError(folder / name, "missing", _AGAIN)
         file = _opened(folder / name)
         found |= dict.fromkeys(file.keys(), file)

@@ -131,8 +131,8 @@ def found_tokenizer(folder: Path, named: str | None) -> str:
     if named in NAMED:
         return str(named)
     if named is not None:
-        if Path(named).name != named or not (folder / named).is_file():
-            problem = f"its config.json names the tokenizer {named!r}, and there is no such file"
+        if named not in {path.name for path in folder.iterdir() if path.is_file()}:
+            problem = f"its config.json names the tokenizer {named[:200]!r}, and there is no such file"
             raise HubError(folder, problem, "Copy the folder again, whole")
         return str(folder / named)
     file = folder / FILE

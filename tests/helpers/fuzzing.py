@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -110,8 +111,8 @@ def _structure(path: Path, content: bytes, draw: random.Random) -> bytes:
             return b"\n".join(lines)
         if suffix == ".tar":
             return _tar(content, draw)
-    except (ValueError, OSError, RecursionError):
-        pass
+    except (ValueError, OSError, EOFError, RecursionError, zlib.error):
+        pass  # it was mutated before
     return _bytes(content, draw)
 
 
@@ -163,7 +164,10 @@ def fuzz(name: str, format: Format, seeds: Path, folder: Path, numbers: range) -
         receiver, sender = os.pipe()
         if (child := os.fork()) == 0:
             os.close(receiver)
-            _work(name, format, seeds, folder, range(following, numbers.stop), sender)
+            try:
+                _work(name, format, seeds, folder, range(following, numbers.stop), sender)
+            finally:
+                os._exit(1)  # never into what the parent is in the middle of
         os.close(sender)
         hung = False
         with os.fdopen(receiver, "rb") as lines:
@@ -183,7 +187,7 @@ def fuzz(name: str, format: Format, seeds: Path, folder: Path, numbers: range) -
 
 
 def _work(name: str, format: Format, seeds: Path, folder: Path, numbers: range, sender: int) -> None:
-    """The child: a line for each case. It ends here."""
+    """The child: a line for each case."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(2, 1)
     used = _status("VmSize")
@@ -209,7 +213,6 @@ def _work(name: str, format: Format, seeds: Path, folder: Path, numbers: range, 
         if size > MOST_BYTES:
             outcome = f"took {size:,} bytes; {outcome}"
         os.write(sender, json.dumps([number, outcome, round(seconds, 3), size]).encode() + b"\n")
-    os._exit(0)
 
 
 def _seconds() -> float:

@@ -77,6 +77,8 @@ def test_an_empty_folder_and_none_are_refused(tmp_path):
         ({"a": "../model.safetensors"}, "which is no safetensors file beside it"),
         ({"a": "/etc/passwd"}, "which is no safetensors file beside it"),
         ({"a": "model.bin"}, "which is no safetensors file beside it"),
+        ({"a": "x\n.safetensors"}, r"names 'x\\n.safetensors', which is no safetensors file beside it"),
+        ({"a": "x" * 5000 + ".safetensors"}, "missing"),
         ([], "is no index"),
     ],
 )

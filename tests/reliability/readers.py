@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from safetensors import safe_open
 
 from megasparse.cli.prepare_data import IN_PLACE
 from megasparse.data.corpora import CORPORA, huggingface, jsonl, parquet
@@ -70,10 +71,16 @@ def export(folder: Path) -> None:
         to_hf(Path(other) / "00000001", folder / "export")
     for path in [*folder.rglob("*.py"), *folder.rglob("*.md")]:  # nothing of ours reads them
         path.unlink()
+    shutil.copytree(folder / "export", folder / "sharded")
+    (folder / "sharded" / "model.safetensors").rename(folder / "sharded" / "a.safetensors")
+    with safe_open(folder / "sharded" / "a.safetensors", framework="pt") as file:
+        places = dict.fromkeys(file.keys(), "a.safetensors")
+    (folder / "sharded" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
 def read_export(folder: Path) -> None:
-    HFModel.open(folder / "export").build()
+    for name in ("export", "sharded"):
+        HFModel.open(folder / name).build()
 
 
 def tokenizer(file: Path) -> None:
