@@ -17,6 +17,8 @@ from megasparse.ops.random import random_bits
 
 SAMPLES = 256
 """Queries that a choice of keys learns from at a time."""
+TILE = 64
+"""Of them those whose scores exist at a time, where only the best are kept."""
 BEST = 32
 """Keys of each of them that hashes learn to meet."""
 Near = Callable[[Tensor, Tensor], Tensor]
@@ -53,6 +55,17 @@ def far_attention(inputs: AttentionInputs, queries: Tensor, far: Tensor, scale: 
     return torch.softmax(score, dim=-1).masked_fill_(~far[:, None], 0.0)
 
 
+def best_far(
+    inputs: AttentionInputs, queries: Tensor, sinks: int, near: Near | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The BEST far keys of each query, or all: their shares of attention and their places, (B, H, S, K) each."""
+    found = []
+    for some in queries.split(TILE):
+        shares = far_attention(inputs, some, far_pairs(inputs, some, sinks, near), scale)
+        found.append(shares.topk(min(BEST, shares.shape[-1]), dim=-1))
+    return torch.cat([best.values for best in found], dim=2), torch.cat([best.indices for best in found], dim=2)
+
+
 def sketch_divergence(q: Tensor, k: Tensor, share: Tensor, far: Tensor) -> Tensor:
     """Σ_j a_ij·log(a_ij/(m_i·p_ij)), mean over queries: the divergence of the sketch p = softmax(q·k/√d) of far keys
     from their shares a of attention, weighted by their part m_i = Σ_j a_ij (as the indexer of DeepSeek-V3.2 learns).
@@ -81,5 +94,6 @@ def collision_loss(query_scores: Tensor, key_scores: Tensor, share: Tensor, best
     hit = (share * meet).sum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
     missed = -(total * (hit + 1e-4).log()).sum() / total.sum().clamp_min(torch.finfo(total.dtype).tiny)
     mean = torch.stack([chosen, drawn]).mean((1, 3))  # (2, H, N)
-    uneven = torch.xlogy(mean, mean * mean.shape[-1]).sum(-1)
+    # A softmax may be exactly 0, where the gradient of a logarithm is not finite.
+    uneven = (mean * (mean.clamp_min(torch.finfo(mean.dtype).tiny) * mean.shape[-1]).log()).sum(-1)
     return missed + uneven.sum(0).mean()

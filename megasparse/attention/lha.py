@@ -22,7 +22,7 @@ from megasparse.attention.contract import (
 )
 from megasparse.attention.costs import Passes, Work, product
 from megasparse.attention.documents import Document, documents, most_documents
-from megasparse.attention.far_attention import BEST, collision_loss, drawn_positions, far_attention, far_pairs
+from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
 from megasparse.attention.lha_hash import (
     Example,
     HashFunctions,
@@ -224,12 +224,8 @@ class LHAAttention(BandAttention):
     def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """`collision_loss` of a sample of queries and their best keys beyond the window and the sinks, weighted."""
         queries, width = self._sample(inputs.q, context), self.window.chunk
-        far = far_pairs(
-            inputs, queries, self.sinks,
-            (lambda q, k: (q - k).abs() < width) if self.local else None,
-        )  # fmt: skip
-        shares = far_attention(inputs, queries, far, self.rule["scale"])
-        share, best = shares.topk(min(BEST, shares.shape[-1]), dim=-1)
+        near: Near | None = (lambda q, k: (q - k).abs() < width) if self.local else None
+        share, best = best_far(inputs, queries, self.sinks, near, self.rule["scale"])
         q, k = inputs.q.detach(), inputs.k.detach()
         keys = k.gather(2, best.flatten(2).unsqueeze(-1).expand(-1, -1, -1, k.shape[3]))
 

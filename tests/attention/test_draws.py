@@ -8,7 +8,7 @@ from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.models import CASES, EVERY, Single, all_names, attention, kind_of, named, random_tokens, small
 
-WEIGHTS_BY_HEAD = {"lha", "ngram", "routing", "local relative", "yoso gaussian, convolution"}
+WEIGHTS_BY_HEAD = {"lha", "ngram", "routing", "local relative", "yoso gaussian, convolution", "smart_bird heads"}
 """Mechanisms whose own weights are by head: a single head of theirs has other weights."""
 
 
