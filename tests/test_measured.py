@@ -98,9 +98,38 @@ def pays():
         yield f"| `{corpus}` | {shares} | {min(right) * 100:.0f} to {max(right) * 100:.0f} % |"
 
 
+def decoders():
+    names = {
+        "oracle": "oracle: window 96, sinks, each head's 96 best others",
+        "window, sinks": "window 130, sinks",
+        "Smart Bird taught": "Smart Bird, taught, K 128",
+        "Smart Bird random": "Smart Bird, random",
+        "LHA taught": "LHA, taught for 3 passes",
+        "LHA random": "LHA, random",
+        "LSH": "LSH, one round",
+        "LSH, 4 rounds": "LSH, four rounds, a narrower window",
+    }
+    rows = {row["arm"]: row for row in read("measured/decoder_arms.json")["rows"]}
+    full = rows.pop("full")
+    assert rows.keys() == names.keys()
+    yield f"| full | {full['keys']:,.0f} | 1 | {full['nats']:.3f} | | {full['seconds']:.0f} |"
+    for arm, row in rows.items():
+        captured, above = (f"{value:.3f}".lstrip("0") for value in (row["captured"], row["nats"] - full["nats"]))
+        numbers = f"{row['keys']:.0f} | {captured} | {row['nats']:.3f} | {above} | {row['seconds']:.0f}"
+        yield f"| {names[arm]} | {numbers} |"
+    far = [f"{statistics.mean(rows[arm]['layers'][1:11]):.2f}".lstrip("0") for arm in ("window, sinks", "oracle")]
+    taught = f"{statistics.mean(rows['Smart Bird taught']['layers'][1:11]):.2f}".lstrip("0")
+    yield f"the window captures {far[0]} of the attention, taught sketches {taught}, the oracle {far[1]};"
+
+
 @pytest.mark.parametrize(
     ("document", "rows"),
-    [("../README.md", readme), ("performance.md", performance), ("when-hashing-pays.md", pays)],
+    [
+        ("../README.md", readme),
+        ("performance.md", performance),
+        ("when-hashing-pays.md", pays),
+        ("decoders.md", decoders),
+    ],
 )
 def test_figures_are_those_of_the_measured_files(document, rows):
     text = shown(document)
