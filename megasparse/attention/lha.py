@@ -5,6 +5,7 @@ B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters.
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from megasparse.attention.lha_hash import (
     divergence,
     scores_of,
 )
+from megasparse.attention.lha_sample import Hashes, Sample, sample_flops
 from megasparse.config.attention import LHAAttentionConfig
 from megasparse.ops.attention_utility import (
     Features,
@@ -106,7 +108,7 @@ class LHAAttention(BandAttention):
         joint = self._joint(inputs)
 
         def job(query: Weights, key: Weights) -> Assignment:
-            queries, keys = _sides(inputs, query, key, joint)
+            queries, keys = _sides(inputs.q.detach(), inputs.k.detach(), joint, query, key)
             query_codes = bucket_codes(queries, self.buckets)
             key_codes = query_codes if joint else bucket_codes(keys, self.buckets)
             if self.config.window == "band":
@@ -165,15 +167,16 @@ class LHAAttention(BandAttention):
 
         if self.config.utility == "collisions":
             return self._collisions(inputs, context)
-        joint, one_document = self._joint(inputs), inputs.key_mask is None and inputs.segments is None
+        joint = self._joint(inputs)
 
         def job(query: Weights, key: Weights) -> tuple[Tensor, ...]:
-            queries, keys = _sides(inputs, query, key, joint)
-            # The joint hash has the same members for both.
-            members = self._members(queries, Document(slice(None), None)) if one_document and queries is keys else None
-            of_queries = self._examples((queries, keys), False, inputs, assigned, context, members)
-            of_keys = self._examples((keys, queries), True, inputs, assigned, context, members)
-            return *divergence(of_queries, queries.weights), *divergence(of_keys, keys.weights)
+            def hashes(q: Tensor, k: Tensor) -> tuple[Sides, Sides]:
+                return _sides(q, k, joint, query, key)
+
+            examples = self._sampled if self.config.utility == "sampled" else self._whole
+            of_queries, of_keys = examples(hashes, inputs, assigned, context)
+            weights = hashes(inputs.q, inputs.k)
+            return *divergence(of_queries, weights[0].weights), *divergence(of_keys, weights[1].weights)
 
         found = self.hash(job, inputs.q, context)
         queries, kept, negative_q, keys, _, negative_k = (total / _real(inputs) for total in found)
@@ -186,6 +189,30 @@ class LHAAttention(BandAttention):
         }
         loss = self.config.weight / self.spec.layers * (queries + keys)
         return loss, {name: value.detach() for name, value in statistics.items()}
+
+    def _sampled(
+        self, hashes: Hashes, inputs: AttentionInputs, assigned: Assignment, context: AttentionContext
+    ) -> tuple[Iterator[Example], Iterator[Example]]:
+        """Return what queries and what keys learn from, of a sample of each document's."""
+        visible, buckets = inputs.causal and self.config.visible_utility, (self.buckets, self.bucket_size)
+        drawn = []
+        for document in documents(inputs.key_mask, inputs.segments):
+            q, k = (document.take(x.detach()) for x in (inputs.q, inputs.k))
+            drawn.append((document, Sample.draw(q, k, hashes, buckets, visible, self.config, context)))
+        queries = (sample.of_queries(hashes, document.take(assigned.query_codes)) for document, sample in drawn)
+        keys = (sample.of_keys(hashes, document.take(assigned.key_codes)) for document, sample in drawn)
+        return chain.from_iterable(queries), chain.from_iterable(keys)
+
+    def _whole(
+        self, hashes: Hashes, inputs: AttentionInputs, assigned: Assignment, context: AttentionContext
+    ) -> tuple[Iterator[Example], Iterator[Example]]:
+        """Return the same of all queries and keys."""
+        sides = hashes(inputs.q.detach(), inputs.k.detach())
+        one_document = inputs.key_mask is None and inputs.segments is None
+        # The joint hash has the same members for both.
+        known = self._members(sides[0], Document(slice(None), None)) if one_document and self._joint(inputs) else None
+        of_queries = self._examples(sides, False, inputs, assigned, context, known)
+        return of_queries, self._examples(sides[::-1], True, inputs, assigned, context, known)
 
     def _examples(
         self,
@@ -208,18 +235,15 @@ class LHAAttention(BandAttention):
             q, k = (document.take(x.detach()) for x in (inputs.q, inputs.k))
             hashed = [document.take(x) for x in sides[0].inputs]
             own = document.take(assigned.key_codes if of_keys else assigned.query_codes)
-            members, weight = self._members(sides[1], document) if known is None else known, 1.0
+            members = self._members(sides[1], document) if known is None else known
             if self.config.utility == "features":
                 features = feature_keys if of_keys else feature_queries
                 found = features(*self._features(q, k, context), members, visible=visible)
             else:
                 exact = exact_keys if of_keys else exact_queries
-                sample = self._sample(q, context) if self.config.utility == "sampled" else None
-                found = exact(q, k, members, scale=q.shape[-1] ** -0.5, visible=visible, sample=sample)
-                if sample is not None and not of_keys:
-                    weight = q.shape[2] / len(sample)
+                found = exact(q, k, members, scale=q.shape[-1] ** -0.5, visible=visible)
             for tokens, utility in found:
-                yield Example(tuple(x[:, :, tokens] for x in hashed), utility, own[:, :, tokens], weight)
+                yield Example(tuple(x[:, :, tokens] for x in hashed), utility, own[:, :, tokens])
 
     def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """`collision_loss` of a sample of queries and their best keys beyond the window and the sinks, weighted."""
@@ -258,16 +282,20 @@ class LHAAttention(BandAttention):
         return pairs + self._hashing_flops(length)
 
     def _hashing_flops(self, length: int) -> Passes:
-        """Both hash functions (random ones forward only), and the utilities that they learn, forward only: the scores
-        of a sample of queries twice, with the sums over N buckets for the keys; or of all queries; or random features
-        of q and k and their products with the buckets' sums.
+        """Both hash functions (random ones forward only), and the utilities that they learn, forward only: those of a
+        sample; or the scores of all pairs twice; or random features of q and k and their products with the buckets'
+        sums.
         """
         work, dim, buckets = self.workload(length), self.spec.head_dim, self.buckets
         if self.config.hash == "random":
             return Passes(work.heads * 2 * 2.0 * dim * buckets)
         weights = dim * buckets + (dim * dim if self.config.hash == "mlp" else 0)
+        if self.config.utility == "sampled":
+            codes = Passes(2 * 2.0 * weights)
+            return (
+                codes + sample_flops(work, self.config, buckets, weights, work.causal and self.config.joint)
+            ) * work.heads
         utility = {
-            "sampled": min(self.config.samples, length) * (4.0 * dim + 2.0 * buckets),
             "exact": 4.0 * dim * work.visible,
             "features": 4.0 * self.config.features * (dim + buckets),
             "collisions": min(self.config.samples, length) * 2.0 * dim,
@@ -302,9 +330,8 @@ def _projection(spec: MechanismSpec) -> nn.Linear:
     return skip_init(nn.Linear, spec.d_model, width, bias=False, device=device)
 
 
-def _sides(inputs: AttentionInputs, query: Weights, key: Weights, joint: bool) -> tuple[Sides, Sides]:
+def _sides(q: Tensor, k: Tensor, joint: bool, query: Weights, key: Weights) -> tuple[Sides, Sides]:
     """Inputs that assign queries, and those that assign keys; both by the joint hash H_Q(q_i) + H_K(k_i) if asked."""
-    q, k = inputs.q.detach(), inputs.k.detach()
     if joint:
         both = Sides((q, k), (query, key))
         return both, both

@@ -73,7 +73,13 @@ class HashFunctions(nn.Module):
 
 
 def bucket_codes(sides: Sides, buckets: int) -> Tensor:
-    """Return the argmax of the scores (Eq. 8 and 18): (B, H, L), int16 where that is enough."""
+    """Return the argmax of the scores (Eq. 8 and 18): (B, H, L), int16 where that is enough. Kernels keep the scores to
+    themselves, and differ only where the two largest are equal up to rounding.
+    """
+    if implementation(sides.inputs[0]) == "triton":
+        from megasparse.ops.hashing.gpu import learned_codes
+
+        return learned_codes(sides.inputs, sides.weights)
     codes = [scores_of(inputs, sides.weights).argmax(-1) for _, inputs in _in_tiles(sides, buckets)]
     return torch.cat(codes, dim=-1).to(torch.int16 if buckets <= 1 << 15 else torch.int32)
 
@@ -92,6 +98,29 @@ def bucket_members(sides: Sides, buckets: int, size: int) -> Tensor:
 
 def _smallest(x: Tensor, count: int) -> Tensor:
     return x.topk(min(count, x.shape[-1]), largest=False, sorted=False).values
+
+
+def thresholds(sides: Sides, buckets: int, size: int) -> Tensor:
+    """What the `size` tokens with the highest scores in each bucket, as in `bucket_members`, score at least, halfway
+    to the next token's; −∞ where there are no more: (B, H, N).
+    """
+    best = torch.empty(0)
+    for tokens, inputs in _in_tiles(sides, buckets):
+        score = _normalized(inputs, sides.weights).transpose(-1, -2)  # (B, H, N, T)
+        best = score if tokens.start == 0 else torch.cat([best, score], dim=-1)
+        best = best.topk(min(size + 1, best.shape[-1])).values
+    if best.shape[-1] <= size:
+        return torch.full_like(best[..., 0], -torch.inf)
+    return best[..., -2:].mean(-1)
+
+
+def in_buckets(sides: Sides, least: Tensor) -> Tensor:
+    """Whether each token is in each bucket, by what its members score at least, (B, H, N): (B, H, T, N) bool."""
+    return _normalized(sides.inputs, sides.weights) >= least.unsqueeze(-2)
+
+
+def _normalized(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
+    return scores_of(inputs, weights).log_softmax(-1)
 
 
 class Example(NamedTuple):

@@ -77,6 +77,16 @@ def sign_codes(dtype: torch.dtype, head_dim: int) -> None:
 
 
 @case
+def learned_codes(dtype: torch.dtype, head_dim: int) -> None:
+    """LHA's joint hash, a sum of two networks, for 512 buckets."""
+    from megasparse.ops.hashing.gpu import learned_codes as coded
+
+    x = torch.zeros(1, 2, 256, head_dim, dtype=dtype)
+    shapes = (2, head_dim, head_dim), (2 * head_dim,), (2, head_dim, 512), (2 * 512,)
+    coded((x, x), 2 * [tuple(torch.zeros(shape) for shape in shapes)])
+
+
+@case
 def hash_table_attention(dtype: torch.dtype, head_dim: int) -> None:
     """YOSO: a causal decoder, and an encoder with padding, whose buckets are 64-bit numbers."""
     from megasparse.ops.hash_table_attention import HashTableAttentionSpec
@@ -119,13 +129,14 @@ def dropout(dtype: torch.dtype, head_dim: int) -> None:
 
 @case
 def layer_norm(dtype: torch.dtype, head_dim: int) -> None:
-    """Streams, read in the dtype of the weights."""
+    """Streams, read in the dtype of the weights, centred with a bias and in the RMS form."""
     from megasparse.ops.layer_norm.gpu import layer_norm as normalised
 
     for width in (768, 4096):
         x = torch.zeros(1, 64, width, requires_grad=True)
         weight, bias = (torch.ones(width, dtype=dtype, requires_grad=True) for _ in range(2))
-        normalised(x, weight, bias, 1e-5, dtype).sum().backward()
+        for added in (bias, None):
+            normalised(x, weight, added, 1e-5, dtype).sum().backward()
 
 
 @case

@@ -14,7 +14,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megasparse.cli.arguments import add_json
 from megasparse.errors import ConfigError, DataError, HubError
+from megasparse.evaluation.outputs import write_json
 from megasparse.hub import require_transformers
 
 
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, help="seed of the windows' order and draws (default: %(default)s)"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -80,3 +83,5 @@ def run(args: argparse.Namespace) -> None:
     save_replaced(model, args.output, tokenizer)
     print(f"attention kept on {len(held_out)} held-out windows: {before:.4f} before, {after:.4f} after")
     print(args.output)
+    if args.json is not None:
+        write_json(args.json, {"command": args.command, "seed": args.seed, "before": before, "after": after})

@@ -139,12 +139,15 @@ class LHAAttentionConfig(MechanismSection):
     """With top_k only: whether a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1
     does it."""
     utility: Literal["sampled", "features", "exact", "collisions"] = "sampled"
-    """Target of the hash, ψ and ψ′. `sampled`: exactly, from some queries a step. `features`: by positive random
+    """Target of the hash, ψ and ψ′. `sampled`: from some queries and keys a step. `features`: by positive random
     features (Eq. 16 and 17), the paper's; long queries and keys drown in their noise. `exact`: in O(L²) time.
     `collisions`, not the paper's: softmax(H_Q) and softmax(H_K) of some queries and their best keys beyond the window
     and the sinks are to draw the same bucket, all buckets alike; in decoders with joint = false."""
     samples: Positive = 256
     """With sampled and collisions: the queries (sampled: of each document) that the hash learns from in a step."""
+    sampled_keys: Positive = 1024
+    """With sampled only: keys of each document, so many that learn and so many that the queries learn by. A document
+    that is no longer has all of its keys in both, and ψ exactly."""
     features: Positive = 64
     """With features only: number of positive random features."""
     visible_utility: bool = False

@@ -54,7 +54,7 @@ MOST = {
     # kind: torch's launches, kernels, GB moved, copies to the GPU; B·H = 8, D = 64, M = 128, L = 64K, R = 2, bf16
     "lsh": (1, 20, 3.8, 0),
     "yoso": (3, 36, 27.2, 0),
-    "lha": (1327, 47, 46.7, 0),
+    "lha": (349, 18, 5.0, 0),
     "smart_bird": (148, 17, 4.3, 1),  # seeds of its draws
     "local": (1, 6, 1.2, 0),
 }
@@ -80,6 +80,22 @@ def test_smart_birds_sketch_costs_no_more_than_flash_attentions_forward():
         bird, full = (build_mechanism(kind, model, heads) for kind in ("smart_bird", "full"))
     sketch = bird.operators(length, 2)["sketch"].flops
     assert sketch.forward + sketch.backward <= full.flops(length).forward
+
+
+def test_lha_costs_no_more_than_one_and_a_half_times_lsh():
+    """What its hashes learn included; bytes by count, FLOPs as the mechanisms state them."""
+    moved = {kind: total(layer(kind)).moved for kind in ("lha", "lsh")}
+    assert moved["lha"] <= 1.5 * moved["lsh"]
+    model = model_of("lha", 65536, heads=8, dim=64, rounds=2, window=128)
+    with torch.device("meta"):
+        flops = {kind: build_mechanism(kind, model, 8).flops(65536).both for kind in ("lha", "lsh")}
+    assert flops["lha"] <= 1.5 * flops["lsh"]
+
+
+def test_the_bytes_of_lha_are_linear():
+    """Between lengths of which a document has more keys than a sample."""
+    short, long = (total(layer("lha", length)).moved for length in (16384, 65536))
+    assert long < 4.4 * short
 
 
 @pytest.mark.parametrize("kind", ["lsh", "yoso", "local"])

@@ -77,26 +77,6 @@ def test_utilities_are_the_definition(queries, keys, visible, by_features):
         torch.testing.assert_close(whole(tiles, length), dense, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.usefixtures("_tile_sizes")
-@pytest.mark.parametrize("visible", [False, True])
-def test_a_sample_is_those_queries_and_what_keys_get_from_them(visible):
-    q, k, query_members, key_members = random_inputs(29)
-    sample = torch.tensor([3, 28, 11, 0, 17])
-    kernel = torch.exp(0.7 * q @ k.transpose(-1, -2))
-    expected, _ = definition(kernel, query_members, key_members, visible)
-    rule = dict(scale=0.7, visible=visible, sample=sample)
-    tiles = list(exact_queries(q, k, key_members, **rule))
-    assert torch.cat([tile.tokens for tile in tiles]).equal(sample)
-    ours = torch.cat([tile.utility for tile in tiles], dim=2)
-    torch.testing.assert_close(ours, expected[:, :, sample], rtol=1e-10, atol=1e-12)
-    attention = (kernel.tril() if visible else kernel) / (kernel.tril() if visible else kernel).sum(-1, keepdim=True)
-    in_query = membership(query_members, 29)[:, :, sample]
-    sums = attention[:, :, sample].transpose(-1, -2) @ in_query
-    total = sums.sum(-1, keepdim=True)
-    ours = whole(exact_keys(q, k, query_members, **rule), 29)
-    torch.testing.assert_close(ours, torch.where(total > 0, sums / total, 0.0), rtol=1e-10, atol=1e-12)
-
-
 def test_a_query_that_attends_to_a_bucket_alone_says_so():
     q = torch.eye(4, dtype=torch.float64)[None, None] * 40
     members = torch.tensor([[[[1], [3], [0], [2]]]])

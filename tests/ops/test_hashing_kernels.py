@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megasparse.ops.hashing import angular_hash, sign_codes
+from megasparse.ops.hashing.gpu import learned_codes
 from megasparse.ops.hashing.reference import angular_hash as defined
 from megasparse.ops.hashing.reference import hyperplanes
 from megasparse.ops.random import rotations
@@ -68,6 +69,38 @@ def test_of_equal_scores_the_first_and_the_positive_one_wins():
     x, matrices = x.to(DEVICE), matrices.to(DEVICE)
     assert torch.equal(angular_hash(x, matrices, [80]).long(), defined(x, matrices, [80]))
     assert (angular_hash(torch.zeros_like(x), matrices, [40, 40]) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("functions", [1, 2])
+@pytest.mark.parametrize("width,buckets,length", [(16, 3, 17), (24, 50, 70)])
+@pytest.mark.parametrize("linear", [False, True])
+def test_learned_buckets_are_those_of_the_largest_score(width, buckets, length, functions, dtype, linear):
+    """Of one function, and of a sum of two: W2·relu(W1·x + b1) + b2, or W·x."""
+    inputs = [heads(length, width, dtype), heads(length, width, dtype).flip(2)][:functions]
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, width, buckets)] if linear else [(2, width, width), (2 * width,), (2, width, buckets), (2 * buckets,)]
+    weights = [tuple(torch.randn(s, generator=generator).to(DEVICE, dtype) for s in shapes) for _ in inputs]
+    codes = learned_codes(inputs, weights)
+    assert codes.shape == (2, 2, length) and codes.dtype == torch.int16
+    scores = torch.zeros(2, 2, length, buckets, dtype=torch.float64, device=DEVICE)
+    for x, w in zip((x.double() for x in inputs), ([p.double() for p in each] for each in weights), strict=True):
+        if linear:
+            scores += x @ w[0]
+        else:
+            scores += torch.relu(x @ w[0] + w[1].view(2, 1, -1)) @ w[2] + w[3].view(2, 1, -1)
+    chosen = scores.gather(-1, codes.long().unsqueeze(-1)).squeeze(-1)
+    assert (chosen >= scores.amax(-1) - ROUNDING * width * scores.abs().amax()).all()
+    assert (codes.long() == scores.argmax(-1)).double().mean() > 0.99
+    again = learned_codes([x[:, :, :1].expand(-1, -1, 9, -1) for x in inputs], weights)
+    assert (again == again[:, :, :1]).all()
+
+
+def test_of_equal_learned_scores_the_first_wins():
+    x, zero = torch.ones(1, 1, 5, 16, device=DEVICE), torch.zeros(1, 16, 40, device=DEVICE)
+    assert (learned_codes([x], [(zero,)]) == 0).all()
+    zero[:, :, [7, 33]] = 1.0
+    assert (learned_codes([x], [(zero,)]) == 7).all()
 
 
 @KINDS

@@ -55,6 +55,12 @@ BIRD = {"keys": 5, "sketch_dim": 4}
 HADAMARD = 3 * 3  # operations a sign bit of 8 numbers
 
 
+def lha_sample(queries, keys, known):
+    """Codes of all tokens, thresholds, learning and members by both networks of 96 weights; scores, and 4 buckets."""
+    hashed = 2 * 2 * 96
+    return hashed + hashed * (known + (queries + keys) * (3 + 1)) / 64 + queries * keys * (3 * 16 + 4 * 4) / 64
+
+
 @pytest.mark.parametrize(
     ("kind", "section", "flops"),
     [  # of 4 heads of 8 numbers at 64 tokens; beside the projections
@@ -66,7 +72,13 @@ HADAMARD = 3 * 3  # operations a sign bit of 8 numbers
             {"chunk": 16, "features": 16, "utility": "features"},
             12 * 32 * 16 + 4 * (2 * 6 * 96 + 4 * 16 * (8 + 4)),
         ),
-        ("lha", {"chunk": 16, "samples": 20}, 12 * 32 * 16 + 4 * (2 * 6 * 96 + 20 * (4 * 8 + 2 * 4))),
+        # All of 64 keys, whose 20 queries and 64 keys learn; then 24 keys, drawn by what they get from all others.
+        ("lha", {"chunk": 16, "samples": 20}, 12 * 32 * 16 + 4 * lha_sample(20, 64, 64)),
+        (
+            "lha",
+            {"chunk": 16, "samples": 20, "sampled_keys": 24},
+            12 * 32 * 16 + 4 * (lha_sample(20, 24, 24) + 20 * 2 * 8),
+        ),
         ("lha", {"chunk": 16, "hash": "random"}, 12 * 32 * 16 + 4 * 2 * 2 * 8 * 4),
         # 4 buckets of ⌊16·√2⌋ = 22 tokens, each of which sees 11.5 of them.
         ("lha", {"chunk": 16, "hash": "random", "window": "top_k"}, 12 * 32 * 22 * 4 * 11.5 / 64 + 4 * 2 * 2 * 8 * 4),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.blocks import at_most
+from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.hash_learning import unit_sum
 
 _CPU_TILE_ELEMENTS = 1 << 19  # of a tile's tokens with all buckets: 2 MB of fp32
@@ -26,11 +27,9 @@ _GPU_TILE_ELEMENTS = 1 << 25
 class Tile(NamedTuple):
     """The utility of some tokens. utility: (B, H, T, N), ψ or ψ′ of the tokens `tokens`, each row of sum 1, or 0 where
     all of it underflowed.
-
-    tokens: a slice, or token numbers (T,).
     """
 
-    tokens: slice | Tensor
+    tokens: slice
     utility: Tensor
 
 
@@ -42,42 +41,26 @@ class Features(NamedTuple):
 
 
 @torch.no_grad()
-def exact_queries(
-    q: Tensor, k: Tensor, key_members: Tensor, *, scale: float, visible: bool, sample: Tensor | None = None
-) -> Iterator[Tile]:
-    """Yield ψ, exactly, in O(L²) time, or O(S·L) for the queries of a sample alone, (S,) token numbers.
-
-    q: (B, H, Lq, D). k: (B, H, Lk, D). scale: 1/√D.
-    """
-    rows = torch.arange(q.shape[2], device=q.device) if sample is None else sample
-    for part in tiles(rows.expand(*q.shape[:2], -1), max(key_members[0, 0].numel(), k.shape[2])):
-        attention = torch.softmax(_query_scores(q, k, rows[part], scale, visible), dim=-1)
-        tokens = part if sample is None else rows[part]
+def exact_queries(q: Tensor, k: Tensor, key_members: Tensor, *, scale: float, visible: bool) -> Iterator[Tile]:
+    """Yield ψ, exactly, in O(L²) time. q: (B, H, Lq, D). k: (B, H, Lk, D). scale: 1/√D."""
+    for tokens in tiles(q, max(key_members[0, 0].numel(), k.shape[2])):
+        attention = torch.softmax(_query_scores(q, k, tokens, scale, visible), dim=-1)
         yield Tile(tokens, unit_sum(_by_bucket(attention, key_members)))
 
 
 @torch.no_grad()
-def exact_keys(
-    q: Tensor, k: Tensor, query_members: Tensor, *, scale: float, visible: bool, sample: Tensor | None = None
-) -> Iterator[Tile]:
-    """Yield ψ′, as `exact_queries`; with a sample, every key's from the queries of the sample alone, in O(S·L) time:
-    before the normalisation its expectation is the whole sum, as a part of it.
-    """
-    rows = torch.arange(q.shape[2], device=q.device) if sample is None else sample
-    parts = tiles(rows.expand(*q.shape[:2], -1), k.shape[2])
-    pieces = [_query_scores(q, k, rows[part], scale, visible).logsumexp(-1) for part in parts]
-    lse = torch.cat(pieces, dim=-1).unsqueeze(-2)  # (B, H, 1, S)
-    member = None if sample is None else _membership(query_members, sample, q.shape[2])
-    for tokens in tiles(k, max(len(rows), query_members[0, 0].numel() if member is None else query_members.shape[2])):
-        logarithm = _products(k[:, :, tokens], q[:, :, rows], scale) - lse  # ln A, (B, H, T, S)
+def exact_keys(q: Tensor, k: Tensor, query_members: Tensor, *, scale: float, visible: bool) -> Iterator[Tile]:
+    """Yield ψ′, as `exact_queries`."""
+    pieces = [_query_scores(q, k, part, scale, visible).logsumexp(-1) for part in tiles(q, k.shape[2])]
+    lse = torch.cat(pieces, dim=-1).unsqueeze(-2)  # (B, H, 1, Lq)
+    for tokens in tiles(k, max(q.shape[2], query_members[0, 0].numel())):
+        logarithm = products(k[:, :, tokens], q, scale) - lse  # ln A, (B, H, T, Lq)
         if visible:
-            key = torch.arange(tokens.start, tokens.stop, device=k.device)
-            logarithm = logarithm.masked_fill(rows < key[:, None], -torch.inf)
+            logarithm = logarithm.masked_fill(_numbers(q) < _numbers(k)[tokens, None], -torch.inf)
         # A softmax over the queries: its normaliser is one that ψ′ has anyway, and it cannot underflow. A key that no
-        # query of the sample sees has none.
+        # query sees has none.
         attention = torch.softmax(logarithm, dim=-1).nan_to_num(0.0)
-        found = _by_bucket(attention, query_members) if member is None else attention @ member.to(attention.dtype)
-        yield Tile(tokens, unit_sum(found))
+        yield Tile(tokens, unit_sum(_by_bucket(attention, query_members)))
 
 
 def feature_queries(q: Features, k: Features, key_members: Tensor, *, visible: bool) -> Iterator[Tile]:
@@ -115,18 +98,19 @@ def tiles(x: Tensor, width: int, *, pairs: bool = False) -> Iterator[slice]:
         yield slice(start, min(start + step, x.shape[2]))
 
 
-def _products(x: Tensor, y: Tensor, scale: float) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(dtype) * scale) @ y.to(dtype).transpose(-1, -2)
+def products(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """Return scale·x_i·y_j in fp32 at least: (B, H, Lx, Ly)."""
+    return (at_least_fp32(x) * scale) @ at_least_fp32(y).transpose(-1, -2)
 
 
-def _query_scores(q: Tensor, k: Tensor, rows: Tensor, scale: float, visible: bool) -> Tensor:
-    """Return scale·q_i·k_j of the queries `rows` (T,), −∞ where not visible: (B, H, T, Lk)."""
-    score = _products(q[:, :, rows], k, scale)
-    if not visible:
-        return score
-    key = torch.arange(k.shape[2], device=k.device)
-    return score.masked_fill(key > rows[:, None], -torch.inf)
+def _numbers(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[2], device=x.device)
+
+
+def _query_scores(q: Tensor, k: Tensor, tokens: slice, scale: float, visible: bool) -> Tensor:
+    """Return scale·q_i·k_j of a tile of queries, −∞ where not visible: (B, H, T, Lk)."""
+    score = products(q[:, :, tokens], k, scale)
+    return score.masked_fill(_numbers(k) > _numbers(q)[tokens, None], -torch.inf) if visible else score
 
 
 def _by_bucket(weights: Tensor, members: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ B batch, H heads, L length, D head dim, R rounds, S columns of a round's rotatio
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +34,35 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     grid = (-(-length // sizes["TOKENS"]) * batch * heads * rounds,)
     arguments = (x, rotations.float().contiguous(), codes, length, heads, rounds, *x.stride()[:3], columns)
     launch(kernels.angular, grid, *arguments, FACTORS=tuple(factors), D=width, **sizes)
+    return codes
+
+
+def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """The first of the largest of Σ_f W2_f·relu(W1_f·x_f + b1_f) + b2_f, one of N buckets: (B, H, L).
+
+    inputs: x_f (B, H, L, D). weights: of each function (H, D, D), (H·D), (H, D, N), (H·N), or of a linear one (H, D, N)
+    alone. Cost: 2·B·H·L·D·(D + N) operations in fp32 for each input, outside the tensor cores. Moves the inputs once,
+    the hidden units twice, and 2 or 4 bytes a token.
+    """
+    batch, heads, length, width = inputs[0].shape
+    wide = [tuple(w.float() for w in each) for each in weights]
+    if len(weights[0]) == 1:
+        hidden, second = torch.cat([x.float() for x in inputs], -1), torch.cat([w[0] for w in wide], 1)
+        bias = torch.zeros(heads, second.shape[2], dtype=torch.float32, device=second.device)
+    else:
+        total = width * len(inputs)
+        hidden = torch.empty(batch, heads, length, total, dtype=torch.float32, device=inputs[0].device)
+        sizes = _tile(width)
+        grid = (-(-length // sizes["TOKENS"]) * batch * heads * -(-width // sizes["COLUMNS"]),)
+        for number, (x, w) in enumerate(zip(map(whole_vectors, inputs), wide, strict=True)):
+            arguments = (x, w[0].contiguous(), w[1].contiguous(), hidden, length, heads, *x.stride()[:3])
+            launch(kernels.hidden_units, grid, *arguments, total, number * width, D=width, **sizes)
+        second, bias = torch.cat([w[2] for w in wide], 1), torch.stack([w[3] for w in wide]).sum(0)
+    codes = torch.empty(batch, heads, length, dtype=code_dtype(second.shape[2]), device=hidden.device)
+    sizes = _tile(second.shape[2])
+    grid = (-(-length // sizes["TOKENS"]) * batch * heads,)
+    arguments = (hidden, second, bias, codes, length, heads, second.shape[2])
+    launch(kernels.best_bucket, grid, *arguments, D=hidden.shape[3], **sizes)
     return codes
 
 

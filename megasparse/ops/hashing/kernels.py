@@ -70,6 +70,52 @@ def angular(
 
 
 @triton.jit
+def hidden_units(
+    x, weight, bias, out, length, heads, batch_stride, head_stride, stride, width, first, D: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Numbers first to first + D of the rows of out (B·H, L, `width`): relu(xW + b) of TOKENS tokens of a row, in
+    COLUMNS of the D units. weight: (H, D, D). bias: (H, D).
+    """
+    program, tiles, groups = tl.program_id(0), tl.cdiv(length, TOKENS), tl.cdiv(D, COLUMNS)
+    group, tile, row = program % groups, program // groups % tiles, (program // groups // tiles).to(tl.int64)
+    x = _vectors(x, row, heads, batch_stride, head_stride)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    unit = group * COLUMNS + tl.arange(0, COLUMNS)
+    head = row % heads
+    score = _projected(x, token, length, stride, weight + head * D * D, unit, D, D, D, DEPTH)
+    score += tl.load(bias + head * D + unit, mask=unit < D, other=0)[None, :]
+    place = out + (row * length + token)[:, None] * width + first + unit[None, :]
+    tl.store(place, tl.maximum(score, 0.0), mask=(token < length)[:, None] & (unit < D)[None, :])
+
+
+@triton.jit
+def best_bucket(
+    x, weight, bias, codes, length, heads, buckets, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The first of the largest of xW + b, of TOKENS tokens of a row. x: (B·H, L, D). weight: (H, D, `buckets`). bias:
+    (H, `buckets`).
+    """
+    program, tiles = tl.program_id(0), tl.cdiv(length, TOKENS)
+    tile, row = program % tiles, (program // tiles).to(tl.int64)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    x += row * length * D
+    weight += (row % heads) * D * buckets
+    bias += (row % heads) * buckets
+    high = tl.full([TOKENS], float("-inf"), tl.float32)
+    code = tl.zeros([TOKENS], tl.int32)
+    for first in range(0, buckets, COLUMNS):
+        bucket = first + tl.arange(0, COLUMNS)
+        score = _projected(x, token, length, D, weight, bucket, buckets, buckets, D, DEPTH)
+        score += tl.load(bias + bucket, mask=bucket < buckets, other=float("-inf"))[None, :]
+        found, at = tl.max(score, 1, return_indices=True)
+        code = tl.where(found > high, first + at, code)
+        high = tl.maximum(high, found)
+    tl.store(codes + row * length + token, code.to(codes.dtype.element_ty), mask=token < length)
+
+
+@triton.jit
 def sides(
     x, normals, codes, length, heads, hashes, bits, batch_stride, head_stride, stride, D: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
