@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes, Work
@@ -118,18 +119,23 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, drop
 
 def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor:
     """Attention where a mask decides, which is never L × L: a GPU's kernels take one window of the whole sequence, and
-    elsewhere some queries at a time have their rows of it.
+    elsewhere some queries at a time have their rows of it, which the backward makes again.
     """
     q, k, v, length = inputs.q, inputs.k, inputs.v, inputs.q.shape[2]
     if implementation(q) == "triton":
         spec = BucketedAttentionSpec(Window("chunk", length), inputs.causal, scale, exclude_self, count_rounds=False)
         return bucketed_attention(q, k, v, None, spec, inputs.key_mask, inputs.segments)[0]
     step = max(1, _MASK // length)
-    parts = []
-    for first in range(0, length, step):
+
+    def part(first: int) -> Tensor:
         own, mask = q[:, :, first : first + step], _mask(inputs, first, min(first + step, length), exclude_self)
-        parts.append(F.scaled_dot_product_attention(own, k, v, attn_mask=mask, scale=scale))
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return F.scaled_dot_product_attention(own, k, v, attn_mask=mask, scale=scale)
+
+    if step >= length:
+        out = part(0)
+    else:
+        settings = {"use_reentrant": False, "preserve_rng_state": False}
+        out = torch.cat([checkpoint(part, first, **settings) for first in range(0, length, step)], dim=2)
     return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
 
 

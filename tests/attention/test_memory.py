@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import megasparse.attention.full as attention
 from megasparse.attention.heads import build_mechanism
 from megasparse.ops.blocks import smaller_blocks
 from tests.helpers.models import SMALL, VARIANTS, Single, all_names, causal_names, encoder_names, kind_of, small
@@ -61,6 +62,32 @@ def test_peak_memory_is_linear(name, causal):
 @pytest.mark.parametrize("name,causal", [case for case in CASES if case[0] in QUADRATIC_TIME])
 def test_peak_memory_is_linear_where_all_pairs_are_compared(name, causal):
     check(name, causal, 16 * LONG)
+
+
+def masks_of(length: int, device: str) -> dict[str, torch.Tensor]:
+    """Two documents, and padding."""
+    position = torch.arange(length, device=device)[None]
+    return {"key_mask": position < length - 3, "segments": (position > length // 3).long()}
+
+
+def full(name: str, length: int, device: str, dtype: torch.dtype) -> PeakMemory:
+    single = Single(name, True, max_length=length, positions={"kind": "none"})
+    leaves = [torch.ones(1, 2, length, 16, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
+    with PeakMemory() as memory:
+        out = single(torch.empty(0), *leaves, **masks_of(length, device), tokens=torch.empty(0)).out
+        out.backward(torch.ones_like(out))
+    return memory
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_full_attention_of_documents_has_no_mask_of_all_pairs(name, monkeypatch):
+    """A CPU has some queries' rows at a time, backward included; a GPU, counted on the meta device, none."""
+    monkeypatch.setattr(attention, "_MASK", 1 << 16)
+    half, whole = (full(name, length, "cpu", torch.float32) for length in (1024, 2048))
+    assert whole.peak < 2.2 * half.peak and whole.largest <= 4 << 16
+    length = 65536
+    largest = full(name, length, "meta", torch.bfloat16).largest
+    assert largest <= 4 * 2 * length * 16, "no tensor is larger than a head's vectors in fp32"
 
 
 def test_the_check_sees_a_mask_of_all_pairs():
