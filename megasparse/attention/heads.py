@@ -162,7 +162,9 @@ def split_heads_by_mechanism(
     that are here; each mechanism gets all tokens of this rank's part of its heads.
     """
     q, k, v = projected
-    part, whole = padding.part, dataclasses.replace(context.rng, first=0)
+    part, whole = padding.part, context.rng
+    if whole.first != 0:
+        whole = dataclasses.replace(whole, first=0)
     first, first_key = 0, 0
     for kind, heads in split.items():
         mechanism = mechanisms[kind]

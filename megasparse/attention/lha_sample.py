@@ -105,9 +105,11 @@ class Sample:
         count = len(self.queries.tokens)
         inside = in_buckets(hashes(self.q[:, :, :count], self.k[:, :, :count])[0], self.bars[0])
         keys, tokens = self.k[:, :, : self.keys], self.tokens[: self.keys]
-        rule = {"scale": self.scale, "visible": self.visible}
+        found = sampled_keys(
+            self.queries, keys, tokens, self.normalizer, inside, scale=self.scale, visible=self.visible
+        )
         own = hashes(self.q, self.k)[1]
-        for part, utility in sampled_keys(self.queries, keys, tokens, self.normalizer, inside, **rule):
+        for part, utility in found:
             yield self._example(part, utility, own, codes, self.keys)
 
     @property

@@ -6,12 +6,26 @@ the operator once more; outside of torch.compile nothing changes.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Late:
+    """A constant that a number in a tensor tells when the operator runs: a graph then holds for every such number. A
+    subclass is a dataclass whose `value` is what the operator gets.
+    """
+
+    number: Tensor
+    """A single one, of the host."""
+
+    def value(self) -> Any:
+        raise NotImplementedError
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +51,8 @@ def custom(fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 return function(*arguments, **named)
             tensors: list[Tensor] = []
             encoded = _encoded((arguments, tuple(named), tuple(named.values())), tensors)
+            if not tensors:
+                return function(*arguments, **named)
             found = operator(tensors, _number(encoded))
             return found[0] if len(found) == 1 else tuple(found)  # type: ignore[return-value]
 
@@ -70,11 +86,15 @@ def _encoded(x: Any, tensors: list[Tensor]) -> Any:
     return x
 
 
-def _decoded(x: Any, tensors: Iterator[Tensor]) -> Any:
+def _decoded(x: Any, tensors: Iterator[Tensor], real: bool) -> Any:
+    """The argument, given its tensors. real: they have values, so that what is late is known."""
     if not isinstance(x, tuple):
         return next(tensors) if x == _TENSOR else x
-    kind, items = x[0], [_decoded(item, tensors) for item in x[1:]]
-    return kind(items) if kind in (tuple, list) else kind(*items)
+    kind, items = x[0], [_decoded(item, tensors, real) for item in x[1:]]
+    if kind in (tuple, list):
+        return kind(items)
+    made = kind(*items)
+    return made.value() if real and isinstance(made, Late) else made
 
 
 def _operator(function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., list[Tensor]]:
@@ -84,7 +104,7 @@ def _operator(function: Callable[..., Any], fake: Callable[..., Any]) -> Callabl
         return [x.contiguous() for x in _results(function, tensors, call)]
 
     def shapes(tensors: list[Tensor], call: int) -> list[Tensor]:
-        return _results(fake, tensors, call)
+        return _results(fake, tensors, call, real=False)
 
     def gradients(tensors: list[Tensor], grads: list[Tensor], call: int) -> list[Tensor]:
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
@@ -137,7 +157,7 @@ def attention_like(q: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Te
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def _results(function: Callable[..., Any], tensors: list[Tensor], call: int) -> list[Tensor]:
-    arguments, names, named = _decoded(_CALLS[call], iter(tensors))
+def _results(function: Callable[..., Any], tensors: list[Tensor], call: int, real: bool = True) -> list[Tensor]:
+    arguments, names, named = _decoded(_CALLS[call], iter(tensors), real)
     found = function(*arguments, **dict(zip(names, named, strict=True)))
     return [found] if isinstance(found, Tensor) else list(found)

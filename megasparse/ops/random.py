@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megasparse.ops.backend import implementation
 from megasparse.ops.blocks import at_most
+from megasparse.ops.custom import Late, custom
 
 _CPU_BLOCK_ELEMENTS = 1 << 20  # elements of dropout at a time: 4 MB of bits
 _GPU_BLOCK_ELEMENTS = 1 << 26
@@ -28,11 +29,33 @@ _GPU_BLOCK_ELEMENTS = 1 << 26
 EVALUATION_STEP = -1  # evaluation and generation draw as if at this step, whatever the training step is
 
 
-@torch.compiler.assume_constant_result
 def derive(*parts: int | str) -> int:
     """A 64-bit key from numbers and words: equal parts, equal key, on every machine."""
+    if isinstance(parts[0], _LateKey):
+        return cast(int, _LateKey(parts[0].number, (*parts[0].path, parts[1:])))
+    return _derived(*parts)
+
+
+@torch.compiler.assume_constant_result
+def _derived(*parts: int | str) -> int:
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True)
+class _LateKey(Late):
+    """A key inside torch.compile, in place of an integer. number: the step. path: what follows seed and step, and what
+    further keys are derived from it by; its first part begins with the seed.
+    """
+
+    path: tuple[tuple[int | str, ...], ...]
+
+    def value(self) -> int:
+        (seed, *rest), *more = self.path
+        key = derive(seed, int(self.number), *rest)
+        for parts in more:
+            key = derive(key, *parts)
+        return key
 
 
 @dataclass(frozen=True)
@@ -51,6 +74,10 @@ class RngContext:
     rounds: int | None = None
     first: int = 0
     _rows: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _step: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_step", torch.tensor(self.step, device="cpu"))
 
     @staticmethod
     def evaluation(seed: int, batch_size: int, rounds: int | None = None) -> "RngContext":
@@ -58,6 +85,9 @@ class RngContext:
         return RngContext(seed, EVALUATION_STEP, torch.arange(batch_size), training=False, rounds=rounds)
 
     def key(self, layer: int, purpose: str) -> int:
+        """A key of this step. Inside torch.compile the step is a tensor, so that no step compiles anew."""
+        if torch.compiler.is_compiling():
+            return cast(int, _LateKey(self._step, ((self.seed, layer, purpose),)))
         return derive(self.seed, self.step, layer, purpose)
 
     def rows(self, length: int, device: torch.device) -> Tensor:
@@ -70,6 +100,11 @@ class RngContext:
         return found
 
 
+def _bits_like(key: int, rows: Tensor, columns: int) -> Tensor:
+    return rows.new_empty(*rows.shape, columns, dtype=torch.int32)
+
+
+@custom(_bits_like)
 def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
     """(*rows.shape, columns) int32, uniform over all 2^32 values: a hash of (key, row number, column number).
 
@@ -99,7 +134,13 @@ def dropout(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype |
     and nothing is kept. dtype: of the result, by default that of x; computed in the wider of the two.
     """
     dtype = dtype or x.dtype
-    return x.to(dtype) if rate == 0.0 else _Dropout.apply(x, dtype, partial(_drop, rate=rate, key=key, rows=rows))
+    return x.to(dtype) if rate == 0.0 else _dropped(x, dtype, rate, key, rows)
+
+
+@custom(lambda x, dtype, rate, key, rows: torch.empty_like(x, dtype=dtype))
+def _dropped(x: Tensor, dtype: torch.dtype, rate: float, key: int, rows: Tensor) -> Tensor:
+    found: Tensor = _Dropout.apply(x, dtype, partial(_drop, rate=rate, key=key, rows=rows))
+    return found
 
 
 def add_dropout(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, sign: int = 1) -> Tensor:
@@ -107,14 +148,26 @@ def add_dropout(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, 
     if implementation(x, largest_width=None) != "triton":
         dropped = dropout(x, rate, key, rows, stream.dtype)
         return stream + dropped if sign == 1 else stream - dropped
-    return _AddDropout.apply(stream, x, sign, partial(_drop, rate=rate, key=key, rows=rows))
+    return _add_dropped(stream, x, rate, key, rows, sign)
+
+
+@custom(lambda stream, x, rate, key, rows, sign: torch.empty_like(stream))
+def _add_dropped(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, sign: int) -> Tensor:
+    found: Tensor = _AddDropout.apply(stream, x, sign, partial(_drop, rate=rate, key=key, rows=rows))
+    return found
 
 
 def relu_dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
     """Compute dropout(relu(x)), on a GPU in one pass each way: where the result is 0, so is its gradient."""
     if rate == 0.0 or implementation(x, largest_width=None) != "triton":
         return dropout(torch.relu(x), rate, key, rows)
-    return _ReluDropout.apply(x, rate, partial(_drop, rate=rate, key=key, rows=rows, relu=True))
+    return _relu_dropped(x, rate, key, rows)
+
+
+@custom(lambda x, rate, key, rows: torch.empty_like(x))
+def _relu_dropped(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
+    found: Tensor = _ReluDropout.apply(x, rate, partial(_drop, rate=rate, key=key, rows=rows, relu=True))
+    return found
 
 
 class _Dropout(torch.autograd.Function):
@@ -213,8 +266,7 @@ class PairDropout:
     @staticmethod
     def of(rate: float, key: int, rows: Tensor, heads: range) -> "PairDropout":
         """Draw for the queries `rows` (B, L), see `RngContext.rows`, of the global head numbers `heads`."""
-        head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) + _halves(key)[0]
-        return PairDropout(rate, key, _mix_(_seeds(key, rows, 0)[0].unsqueeze(1) + _mix_(head).unsqueeze(1)))
+        return PairDropout(rate, key, _pair_queries(key, rows, heads))
 
     def keys(self, count: int) -> Tensor:
         """The mixed numbers of the keys, (Lk,) int32."""
@@ -229,6 +281,12 @@ class PairDropout:
     def dense(self, count: int, dtype: torch.dtype) -> Tensor:
         """The factors of all pairs of queries and `count` keys, (B, H, Lq, Lk)."""
         return self.factors(self.queries.unsqueeze(-1), self.keys(count), dtype)
+
+
+@custom(lambda key, rows, heads: rows.new_empty(len(rows), len(heads), rows.shape[1], dtype=torch.int32))
+def _pair_queries(key: int, rows: Tensor, heads: range) -> Tensor:
+    head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) + _halves(key)[0]
+    return _mix_(_seeds(key, rows, 0)[0].unsqueeze(1) + _mix_(head).unsqueeze(1))
 
 
 def normal(key: int, rows: Tensor, columns: int) -> Tensor:
@@ -250,6 +308,14 @@ def rotations(key: int, heads: range, rounds: int, head_dim: int, factors: list[
     return normal_by_head(key, heads, rounds, head_dim * width, device).view(len(heads), rounds, head_dim, width)
 
 
+def _by_head(dtype: torch.dtype) -> Callable[..., Tensor]:
+    def like(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+        return torch.empty(len(heads), count, columns, dtype=dtype, device=device)
+
+    return like
+
+
+@custom(_by_head(torch.float32))
 def normal_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """`count` vectors of normal numbers for each global head number, (H, count, columns) fp32.
 
@@ -263,6 +329,7 @@ def normal_by_head(key: int, heads: range, count: int, columns: int, device: tor
     return normal(key, rows_by_head(heads, count, device), columns)
 
 
+@custom(_by_head(torch.int32))
 def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """(H, count, columns) int32: `random_bits` of the rows of `rows_by_head`."""
     if implementation(torch.empty(0, device=device), (torch.get_default_dtype(),), largest_width=None) == "triton":

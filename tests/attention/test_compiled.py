@@ -1,10 +1,12 @@
-"""torch.compile: an attention layer is one graph, and computes what it computes without it."""
+"""torch.compile: an attention layer is one graph for all steps, and computes what it computes without it."""
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, Padding
+from megasparse.ops.random import dropout
 from tests.helpers.models import named, random_tokens, small, training_draws
 
 
@@ -35,3 +37,34 @@ def test_a_layer_is_one_graph(name, backend):
     compiled = torch.compile(attend, backend=backend, fullgraph=True)
     for ours, expected in zip(results(compiled), results(attend), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["full", "lsh", "smart_bird"])
+def test_steps_with_other_draws_have_one_graph(name):
+    """Dropout of attention probabilities and of what comes out of the layer; hashes and keys drawn for each step."""
+    layer = AttentionLayer(small(attention=named(name, 0.1 if name != "smart_bird" else 0.0)), layer=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) / 6)
+    graphs, padding, x = [], Padding(), torch.randn(2, 128, 32, generator=generator)
+
+    def attend(x, context):
+        found, rng = layer(x, context, padding), context.rng
+        out = dropout(found.out, 0.1, rng.key(0, "after"), rng.rows(128, x.device))
+        return out.sum() if found.auxiliary_loss is None else out.sum() + found.auxiliary_loss
+
+    def results(attend, step):
+        leaf, context = x.clone().requires_grad_(), AttentionContext(0, training_draws(2, step))
+        loss = attend(leaf, context)
+        loss.backward()
+        return loss.detach(), leaf.grad
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=lambda *given: graphs.append(1) or aot_eager(*given), fullgraph=True)
+    seen = set()
+    for step in range(3):
+        ours, expected = results(compiled, step), results(attend, step)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+        seen.add(ours[0].item())
+    assert len(graphs) == 1 and len(seen) == 3
