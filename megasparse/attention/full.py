@@ -134,8 +134,9 @@ def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor
     if step >= length:
         out = part(0)
     else:
-        settings = {"use_reentrant": False, "preserve_rng_state": False}
-        out = torch.cat([checkpoint(part, first, **settings) for first in range(0, length, step)], dim=2)
+        firsts = range(0, length, step)
+        parts = [checkpoint(part, first, use_reentrant=False, preserve_rng_state=False) for first in firsts]
+        out = torch.cat(parts, dim=2)
     return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
 
 

@@ -20,6 +20,7 @@ from megasparse.config.attention import RoutingAttentionConfig
 from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
+from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.random import derive, normal
 
 _TILE_ELEMENTS = 1 << 22  # similarities at a time
@@ -101,7 +102,7 @@ class RoutingAttention(BandAttention):
 
     def _sides(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Sides, Sides]:
         """Vectors that are compared with the centroids: unit queries and unit keys, in a decoder one and the same."""
-        q, k = (F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in (inputs.q, inputs.k))
+        q, k = (F.normalize(at_least_fp32(x), dim=-1) for x in (inputs.q, inputs.k))
         weights = (context.part.own(self.centroids, 0).transpose(1, 2),)  # (H, D, N)
         if inputs.causal:
             both = Sides((q,), (weights,))

@@ -13,6 +13,7 @@ from megasparse.attention.costs import Passes
 from megasparse.attention.documents import Document
 from megasparse.config.attention import SMYRFAttentionConfig
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
+from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.random import normal
 
 
@@ -63,7 +64,7 @@ def asymmetric(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
     q, k: (..., n, D). Returns (..., n, D + 2) each, in fp32 at least.
     """
-    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+    q, k = (at_least_fp32(x) for x in (q, k))
     squares = [x.square().sum(-1, keepdim=True) for x in (q, k)]
     radius = sum(square.amax(-2, keepdim=True) for square in squares)
     missing_q, missing_k = ((radius - square).clamp_min(0.0).sqrt() for square in squares)

@@ -5,6 +5,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from megasparse.ops.dtype import at_least_fp32
+
 _KEPT_NUMBERS = 1 << 24  # of a table that is kept: 64 MB
 
 
@@ -39,7 +41,7 @@ def rotate(x: Tensor, first_position: int, frequency: Tensor, scale: float = 1.0
     half = x.shape[-1] // 2
     position = torch.arange(first_position, first_position + x.shape[2], dtype=torch.float64, device=x.device)
     angle = position[:, None] * frequency  # (L, D/2)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = at_least_fp32(x)
     wide = wide if scale == 1.0 else wide * scale
     cosine, sine = torch.cos(angle).to(wide.dtype), torch.sin(angle).to(wide.dtype)
     first, second = wide[..., :half], wide[..., half:]

@@ -21,6 +21,7 @@ from megasparse.attention.ngram import ngram_codes
 from megasparse.attention.observation import Call
 from megasparse.config.attention import AttentionConfig
 from megasparse.model.decoder import Causal
+from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.random import RngContext
 
 TILE = 64
@@ -73,7 +74,7 @@ class Reach:
     def __init__(self, call: Call, tokens: Tensor, attention: AttentionConfig, patterns: Patterns):
         """Hash the call's queries and keys. tokens: (1, L), the sequence. attention: settings of LSH and n-grams."""
         self.call, self.patterns = call, patterns
-        self.q, self.k = (x[0].to(torch.promote_types(x.dtype, torch.float32)) for x in call.inputs[:2])
+        self.q, self.k = (at_least_fp32(x[0]) for x in call.inputs[:2])
         known = F.pad(tokens[:, :-1], (1, 0), value=-1)
         self.bands: dict[str, Bands] = {}
         if patterns.rounds:

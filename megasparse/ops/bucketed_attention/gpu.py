@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import Function
-from megasparse.ops.bucketed_attention import kernels
+from megasparse.ops.bucketed_attention import gradient_kernels, kernels
 from megasparse.ops.bucketed_attention.intervals import Intervals, separate_intervals, shared_intervals
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
 from megasparse.ops.kernels import block, empty_alike, launch, precision, strides, whole_vectors
@@ -129,8 +129,8 @@ class _BucketedAttention(Function):
         call = _Call(q, spec, ctx.separate, Intervals(*layout))
         delta = torch.empty_like(lse2)
         launch(
-            kernels.products, call.grid(_TOKENS), out, grad, grad_lse, lse2, delta, *strides(out, grad), call.heads,
-            call.length, **call.dims, TOKENS=_TOKENS,
+            gradient_kernels.products, call.grid(_TOKENS), out, grad, grad_lse, lse2, delta, *strides(out, grad),
+            call.heads, call.length, **call.dims, TOKENS=_TOKENS,
         )  # fmt: skip
         dq, dk, dv = empty_alike(q), empty_alike(k), empty_alike(k)
         partial_q, partial_k, partial_v = (call.partial(x) for x in (dq, dk, dv))
@@ -142,14 +142,14 @@ class _BucketedAttention(Function):
         for round_ in range(call.rounds):
             order = call.layout(round_)
             launch(
-                kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, grad_lse, lse2, delta,
-                *to_sort, partial_q, dq, *order, *strides(q, k, v, grad, dq), *call.sizes, round_, spec.scale,
+                gradient_kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, grad_lse, lse2,
+                delta, *to_sort, partial_q, dq, *order, *strides(q, k, v, grad, dq), *call.sizes, round_, spec.scale,
                 **call.settings, **around_queries.settings(), untouched=call.until_last(round_, dq),
             )  # fmt: skip
             launch(
-                kernels.key_gradient, call.grid(around_keys.keys), q, k, v, grad, grad_lse, lse2, *sorted_, partial_k,
-                partial_v, dk, dv, *order, *meeting, *strides(q, k, v, grad, dk), *call.sizes, round_, spec.scale,
-                **call.settings, **around_keys.settings(), untouched=call.until_last(round_, dk, dv),
+                gradient_kernels.key_gradient, call.grid(around_keys.keys), q, k, v, grad, grad_lse, lse2, *sorted_,
+                partial_k, partial_v, dk, dv, *order, *meeting, *strides(q, k, v, grad, dk), *call.sizes, round_,
+                spec.scale, **call.settings, **around_keys.settings(), untouched=call.until_last(round_, dk, dv),
             )  # fmt: skip
         return dq, dk, dv, None, None, *[None] * len(layout)
 

@@ -5,12 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
+from megasparse.ops.dtype import at_least_fp32
 
 
 @without_autocast
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Computes `operator.token_scores`."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = at_least_fp32(logits)
     nats = F.cross_entropy(logits, targets, reduction="none")
     columns = [nats, (logits.argmax(-1) == targets).to(nats.dtype)]
     if smoothing:  # −ln p of an id is that of the target, plus the target's logit, less the id's

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from megasparse.ops.dtype import at_least_fp32
+
 
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Computes `operator.token_scores`; its cost is the cross-entropy with (1 − smoothing)·onehot + smoothing/V."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = at_least_fp32(logits)
     cost = -torch.log_softmax(logits, dim=-1)  # of every id
     vocabulary = torch.arange(cost.shape[-1], device=cost.device)
     onehot = targets[:, None] == vocabulary

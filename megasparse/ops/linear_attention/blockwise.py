@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.blocks import at_most
+from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.random_features import exponents
 from megasparse.ops.tiled import tiled
 
@@ -196,7 +197,7 @@ def _query_exponents(q: Tensor, projection: Tensor, scale: float) -> Tensor:
 
 
 def _key_exponents(k: Tensor, real: Tensor, projection: Tensor, scale: float) -> Tensor:
-    wide = k.to(torch.promote_types(k.dtype, torch.float32))
+    wide = at_least_fp32(k)
     return exponents(wide * scale**0.5, projection).masked_fill(~real, -torch.inf)  # (B, H, L, F)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import MOST_PAIRS, implementation
 from megasparse.ops.custom import attention_like, custom
+from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.sketch import blockwise, reference
 from megasparse.ops.sketch.draws import Noise
 from megasparse.ops.sketch.specification import KeyChoiceSpec
@@ -21,7 +22,7 @@ WIDEST = 16
 
 
 def _sketch_like(q: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    return attention_like(q.to(torch.promote_types(q.dtype, torch.float32)))
+    return attention_like(at_least_fp32(q))
 
 
 def _choice_like(
