@@ -145,6 +145,24 @@ def test_an_exported_model_trains_under_autocast(folders, kind, dtype):
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
+@pytest.mark.parametrize("kind,auto", [("decoder", AutoModelForCausalLM), ("encoder", AutoModelForMaskedLM)])
+def test_the_trainer_trains_an_exported_model_in_bf16(folders, kind, auto, tmp_path):
+    """As it trains it in fp32, up to rounding."""
+    data = [{"input_ids": row, "labels": row} for row in random_tokens(4, 30)]
+    losses = []
+    for bf16 in (False, True):
+        model = auto.from_pretrained(folders[kind][1], trust_remote_code=True)
+        settings = transformers.TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no",
+            learning_rate=1e-3, bf16=bf16, seed=0,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, settings, train_dataset=data, eval_dataset=data)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        losses.append((before, trainer.evaluate()["eval_loss"]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2) and losses[1][1] != losses[1][0]
+
+
 @pytest.mark.soak
 def test_exported_models_run_in_an_environment_of_torch_and_transformers_alone(folders, tmp_path):
     """Needs a package index or a cache of pip, and minutes. (pydantic is there: transformers needs it itself.)"""
