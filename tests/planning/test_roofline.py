@@ -76,8 +76,9 @@ def test_lha():
     pairs = 4 * HEADS * DIM * 32.5 / 4
     close(found["attention"], (pairs, 2 * pairs), (4 * ROW + 2 * NUMBER, 8 * ROW + 2 * NUMBER))
     weights = 8 * 8 + 8 * 4
-    hashing = (HEADS * (2 * 2 * weights + 20 * (4 * 8 + 2 * 4)), HEADS * 2 * 4 * weights)
-    close(found["hashing"], hashing, (4 * ROW + CODE, 0))
+    both = 2 * 2 * weights  # of a token; of 64 tokens 20 queries and all keys learn, and have members, and thresholds
+    forward = both + both * (2 * (20 + 64) + 64) / 64 + 20 * 64 * (3 * 2 * 8 + 2 * 2 * 4) / 64
+    close(found["hashing"], (HEADS * forward, HEADS * 2 * both * (20 + 64) / 64), (4 * ROW + CODE, 0))
 
 
 def test_yoso():
