@@ -146,7 +146,7 @@ class LHAAttentionConfig(MechanismSection):
     samples: Positive = 256
     """With sampled and collisions: the queries (sampled: of each document) that the hash learns from in a step."""
     sampled_keys: Positive = 1024
-    """With sampled only: keys of each document that learn, and draws by which queries do; all of one that is shorter."""
+    """With sampled only: keys of each document that learn, and draws that queries learn by; all of a shorter one."""
     features: Positive = 64
     """With features only: number of positive random features."""
     visible_utility: bool = False
