@@ -19,6 +19,7 @@ _STAND_INS = {
     "fairscale.nn": f"{_MODELLING}.stand_ins.checkpointing",
     "megasparse.ops.backend": f"{_MODELLING}.stand_ins.backend",
     "megasparse.ops.random_kernels": f"{_MODELLING}.stand_ins.backend",
+    "megasparse.ops.hashing.gpu": f"{_MODELLING}.stand_ins.backend",
     **{f"megasparse.ops.{name}.operator": f"megasparse.ops.{name}.blockwise" for name in _OPERATORS},
 }
 """Modules that an exported folder has another one for. It has operators in blockwise torch alone: transformers refuses
