@@ -83,7 +83,7 @@ def sketch_divergence(q: Tensor, k: Tensor, share: Tensor, far: Tensor) -> Tenso
 def collision_loss(query_scores: Tensor, key_scores: Tensor, share: Tensor, best_scores: Tensor) -> Tensor:
     """−Σ_i m_i·log(Σ_j a_ij·P_i·P′_j / m_i) / Σ_i m_i: how improbable it is that queries and their best keys, each of
     which draws a bucket by its softmax P or P′, draw the same; plus the divergences of the mean P and P′ of each head
-    from even buckets, without which one bucket for all would be best. Scalar.
+    from even buckets, without which one bucket for all would be best. Mean over heads, scalar.
 
     query_scores, key_scores: (B, H, S, N), of sampled queries and keys. share: (B, H, S, K), attention a_ij to the best
     keys. best_scores: (B, H, S, K, N), of those.
@@ -92,8 +92,8 @@ def collision_loss(query_scores: Tensor, key_scores: Tensor, share: Tensor, best
     meet = (torch.softmax(best_scores, dim=-1) @ chosen.unsqueeze(-1)).squeeze(-1)
     total = share.sum(-1)
     hit = (share * meet).sum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
-    missed = -(total * (hit + 1e-4).log()).sum() / total.sum().clamp_min(torch.finfo(total.dtype).tiny)
+    missed = -(total * (hit + 1e-4).log()).sum((0, 2)) / total.sum((0, 2)).clamp_min(torch.finfo(total.dtype).tiny)
     mean = torch.stack([chosen, drawn]).mean((1, 3))  # (2, H, N)
     # A softmax may be exactly 0, where the gradient of a logarithm is not finite.
     uneven = (mean * (mean.clamp_min(torch.finfo(mean.dtype).tiny) * mean.shape[-1]).log()).sum(-1)
-    return missed + uneven.sum(0).mean()
+    return (missed + uneven.sum(0)).mean()
