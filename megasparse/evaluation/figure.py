@@ -26,7 +26,7 @@ def save_figure(figure: Any, path: Path) -> None:
     for axes in figure.axes:
         axes.grid(color=GREY, alpha=0.3)
         axes.tick_params(colors=GREY)
-        for part in (axes.title, axes.xaxis.label, *axes.spines.values()):
+        for part in (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.spines.values()):
             part.set_color(GREY)
     legend = figure.axes[0].legend(frameon=False, fontsize="small", labelcolor=GREY)
     legend.set_zorder(3)
