@@ -122,6 +122,15 @@ def decoders():
     yield f"the window captures {far[0]} of the attention, taught sketches {taught}, the oracle {far[1]};"
 
 
+def experiments():
+    without, with_it = (read("measured/residual_bits.json")["runs"][bits]["held_out"]["500"] for bits in ("null", "14"))
+    yield f"held-out bits/dim {with_it:.3f} with it and {without:.3f} without"
+    trials = [trial["numbers"] for claim in read("claims/claims.json") for trial in claim["trials"]]
+    errors = {arm: max(found[arm] for found in trials if arm in found) for arm in ("fp32, ReLU", "fp32, GELU")}
+    relu, gelu = (f"{error:.1e}".replace("e-0", "e-") for error in errors.values())
+    yield f"the gradient was off by {relu} (GELU: {gelu} in all of them)"
+
+
 @pytest.mark.parametrize(
     ("document", "rows"),
     [
@@ -129,6 +138,7 @@ def decoders():
         ("performance.md", performance),
         ("when-hashing-pays.md", pays),
         ("decoders.md", decoders),
+        ("experiments.md", experiments),
     ],
 )
 def test_figures_are_those_of_the_measured_files(document, rows):
