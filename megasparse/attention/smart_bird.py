@@ -28,6 +28,7 @@ from megasparse.attention.sketch_objectives import PooledObjective, TokenObjecti
 from megasparse.config.attention import SmartBirdAttentionConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, exact_projection, sketched_attention
@@ -143,7 +144,7 @@ class SmartBirdAttention(Attention):
         if self.config.sketch == "heads":
             q, k = inputs.q.detach(), inputs.k.detach()
             return list(zip(self.query(q, context.part, exactly), self.key(k, context.part, exactly), strict=True))
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = x if exactly else at_least_fp32(x)  # an exact projection widens what it reads itself
         q, k = (self._whole(project(x, exactly), context.part) for project in (self.query, self.key))
         return [(q, k)]
 
