@@ -71,7 +71,11 @@ def pays():
         means = (statistics.mean(run["held_out"]["250"] for run in each.values()) for each in seeds)
         yield f"| {name} | {' | '.join(f'{mark}{each:.3f}{mark}' for each in means)} |"
     yield f"on `wikipedia`, seed 0, 128 has {bounds['wikipedia']['window 128']['0']['test']:.3f} on test"
-    for name, arm in (("window 256", "window 256"), ("`ngram` in every layer", "n-gram in every layer")):
+    for name, arm in (
+        ("window 256", "window 256"),
+        ("`ngram` in every layer", "n-gram in every layer"),
+        ("`lha` beside a window, by turns", "lha beside a window"),
+    ):
         run = bounds["client"][arm]["0"]
         yield f"| {name} | {run['steps']} | | {run['held_out']['250']:.3f} | {run['test']:.3f} |"
     names = {
