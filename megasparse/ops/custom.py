@@ -4,6 +4,7 @@ The compiler sees neither kernels nor blocks. A custom operator keeps its inputs
 the operator once more; outside of torch.compile nothing changes.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
@@ -97,8 +98,18 @@ def _decoded(x: Any, tensors: Iterator[Tensor], real: bool) -> Any:
     return made.value() if real and isinstance(made, Late) else made
 
 
+def _name(function: Callable[..., Any]) -> str:
+    """The operator's name. That of a copy of this code, as exported folders have one, names its module, too: torch
+    takes the operator of the first owner away where a second one registers its name.
+    """
+    module, name = function.__module__, function.__name__
+    if not module.startswith("megasparse."):
+        name = re.sub(r"\W", "_", f"{module}_{name}", flags=re.ASCII)
+    return f"megasparse::{name}"
+
+
 def _operator(function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., list[Tensor]]:
-    name = f"megasparse::{function.__name__}"
+    name = _name(function)
 
     def run(tensors: list[Tensor], call: int) -> list[Tensor]:
         return [x.contiguous() for x in _results(function, tensors, call)]

@@ -6,6 +6,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, Padding
+from megasparse.ops.custom import custom
 from megasparse.ops.random import dropout
 from tests.helpers.models import named, random_tokens, small, training_draws
 
@@ -68,3 +69,22 @@ def test_steps_with_other_draws_have_one_graph(name):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
         seen.add(ours[0].item())
     assert len(graphs) == 1 and len(seen) == 3
+
+
+def test_a_copy_of_the_code_has_operators_of_its_own():
+    """As an exported folder has one. Under our names they would take ours away, and with some of ours torch crashes."""
+
+    def operators(module):
+        def doubled(x):
+            return 2 * x
+
+        doubled.__module__ = module
+        before = {*dir(torch.ops.megasparse)}
+        call = custom(torch.empty_like)(doubled)
+        torch._dynamo.reset()
+        assert torch.compile(lambda x: call(x), backend="eager", fullgraph=True)(torch.ones(2)).tolist() == [2.0, 2.0]
+        return {name for name in {*dir(torch.ops.megasparse)} - before if not name.endswith("_backward")}
+
+    assert operators("megasparse.ops.doubled") == {"doubled"}
+    assert operators("exported-1.ops") == {"exported_1_ops_doubled"}
+    assert operators("exported-2.ops") == {"exported_2_ops_doubled"}

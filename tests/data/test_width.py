@@ -100,7 +100,7 @@ def test_a_shard_too_small_for_its_tokens_is_found_at_the_start(tmp_path):
     assert Index.load(index.directory, tolerant=True).split("train").shards[0].data_bytes == 40_000
 
 
-@pytest.mark.parametrize("width", [0, 3, 8, -1, "2", 2.5, None])
+@pytest.mark.parametrize("width", [0, 3, 16, -1, "2", 2.5, None])
 def test_a_width_that_is_none_is_refused(tmp_path, width):
     index = Index.load(write_folder(tmp_path / "data", tokens_of(2), width=2))
     path = edit(index, lambda content: content["splits"]["train"]["shards"][0].update(width=width))
