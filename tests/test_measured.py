@@ -71,6 +71,8 @@ def pays():
         means = (statistics.mean(run["held_out"]["250"] for run in each.values()) for each in seeds)
         yield f"| {name} | {' | '.join(f'{mark}{each:.3f}{mark}' for each in means)} |"
     yield f"on `wikipedia`, seed 0, 128 has {bounds['wikipedia']['window 128']['0']['test']:.3f} on test"
+    everywhere = bounds["client"]["full"]["0"]["held_out"]["250"]
+    yield f"| full attention in every layer | 250 | | {everywhere:.3f} | not run |"
     for name, arm in (
         ("window 256", "window 256"),
         ("`ngram` in every layer", "n-gram in every layer"),
