@@ -1,6 +1,6 @@
 """What LHA's hash functions learn from a sample of a document's queries and keys: `attention.lha.utility` = sampled.
 
-It takes O(S·L + U·N) time and memory. A bucket's best members, which the scores of all tokens would tell, are the
+It takes O(S·L + U·N) time and memory. A bucket's best members, which only the scores of all tokens would show, are the
 tokens whose score is above a threshold, which U tokens give.
 
 B batch, H heads, L length, D head dim, N buckets, S sampled queries, C sampled keys, U tokens.

@@ -74,12 +74,12 @@ def calls(model: nn.Module) -> Iterator[list[Call]]:
 
 @contextmanager
 def each_call(model: nn.Module, listen: Callable[[Call], None]) -> Iterator[None]:
-    """Inside the `with`, every call of one of the model's mechanisms is told to `listen` before it is computed."""
+    """Inside the `with`, `listen` gets every call of one of the model's mechanisms, before it is computed."""
 
-    def tell(mechanism: nn.Module, given: tuple[Any, ...]) -> None:
+    def before(mechanism: nn.Module, given: tuple[Any, ...]) -> None:
         listen(Call(cast(Attention, mechanism), *given))
 
-    handles = [module.register_forward_pre_hook(tell) for module in model.modules() if isinstance(module, Attention)]
+    handles = [module.register_forward_pre_hook(before) for module in model.modules() if isinstance(module, Attention)]
     try:
         yield
     finally:

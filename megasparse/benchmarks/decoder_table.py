@@ -19,7 +19,7 @@ from megasparse.hub.replaced_folder import replacement_of
 from megasparse.hub.text_windows import windows
 
 KEYS = ("arm", "attention", "seed", "text", "trial")
-"""What tells rows apart. trial: the number of a passkey trial, None in rows of texts."""
+"""What rows differ by. trial: the number of a passkey trial, None in rows of texts."""
 
 
 def measured(

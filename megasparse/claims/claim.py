@@ -76,12 +76,6 @@ class Claim:
     missing: str = ""
 
 
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean ± standard deviation over the seeds."""
-    mean = f"{statistics.mean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
-
-
 def mean_of(runs: Sequence[Numbers], key: str) -> list[float]:
     """The mean over the seeds of a list of numbers."""
     return [statistics.mean(column) for column in zip(*(run[key] for run in runs), strict=True)]

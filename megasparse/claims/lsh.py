@@ -9,12 +9,13 @@ from torch import Tensor
 from megasparse.attention.heads import build_mechanism
 from megasparse.benchmarks.attention import model_of
 from megasparse.benchmarks.launches import count_layer, total
-from megasparse.claims.claim import Claim, Curve, Judgement, Numbers, Picture, Trial, mean_of, spread
+from megasparse.claims.claim import Claim, Curve, Judgement, Numbers, Picture, Trial, mean_of
 from megasparse.config.attention import AttentionKind
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.bucketed_attention.reference import visible
 from megasparse.ops.hashing import angular_hash
 from megasparse.ops.random import derive, rotations
+from megasparse.runs.comparison import spread
 
 PAPER = "Reformer"
 INPUTS = {"random": 0, "clustered": 64}

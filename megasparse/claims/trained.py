@@ -6,9 +6,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megasparse.claims.claim import Claim, Curve, Judgement, Numbers, Picture, Settings, Trial, spread
+from megasparse.claims.claim import Claim, Curve, Judgement, Numbers, Picture, Settings, Trial
 from megasparse.config.shipped import find_config
-from megasparse.runs.comparison import commands, evaluations, load, train_all
+from megasparse.runs.comparison import commands, evaluations, load, spread, train_all
 
 
 def comparison_of(settings: Settings) -> dict[str, Any]:

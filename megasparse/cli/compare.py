@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from megasparse.config.shipped import find_config
-    from megasparse.runs.comparison import by_corpus, chosen, commands, compare, load
+    from megasparse.runs.comparison import by_corpus, chosen, commands, load, table, train_all
     from megasparse.runs.comparison_plot import plot, report
 
     path = find_config(args.comparison)
@@ -59,5 +59,6 @@ def run(args: argparse.Namespace) -> None:
             for words in commands(part, folder, args.arms, args.seeds, args.set):
                 print(shlex.join(["megasparse", *words]))
         else:
-            lines = compare(part, folder, args.arms, args.seeds, args.set, args.jobs)
+            lines = table(train_all(part, folder, args.arms, args.seeds, args.set, args.jobs))
+            (folder / "table.md").write_text("\n".join(lines) + "\n")
             print("\n".join([*lines, *report(folder, list(part["arms"]))]))

@@ -14,8 +14,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from megasparse.errors import ConfigError
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", metavar="CLAIM", help="only these; by default all")
@@ -29,6 +27,7 @@ def run(args: argparse.Namespace) -> None:
     from megasparse.claims.page import counts, write_page
     from megasparse.claims.registry import find
     from megasparse.claims.reproduction import described, planned, reproduce, results
+    from megasparse.evaluation.figure import new_figure
 
     claims = find(args.only)
     if args.list:
@@ -37,10 +36,7 @@ def run(args: argparse.Namespace) -> None:
     if args.dry_run:
         print("\n".join(planned(claims, args.budget, args.output)))
         return
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError("matplotlib", "is not installed", "pip install 'megasparse[tasks]'") from None
+    new_figure(1)  # raises, where matplotlib is missing, before hours of trials
     reproduce(claims, args.budget, args.output, lambda doing: print(doing, file=sys.stderr, flush=True))
     found = results(claims, args.budget, args.output)
     for known in found:

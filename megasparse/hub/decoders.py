@@ -1,5 +1,6 @@
 """HuggingFace's decoders (Llama, as SmolLM2 is one, Mistral, Qwen2, Qwen3, GPT-2), and ours of ordinary blocks."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +51,7 @@ class Weight:
         return value.T if self.transposed else value
 
 
-class DecoderFormat:
+class DecoderFormat(ABC):
     """A causal language model. Every parameter of either model is one of the other's, bit for bit.
 
     Start: our decoder predicts token t from the tokens before it, the first one from the embedding of
@@ -146,17 +147,17 @@ class DecoderFormat:
 
     # What the families differ in
 
+    @abstractmethod
     def section(self, config: Any, path: Path) -> dict[str, Any]:
         """Keys of our `model`. Raises HubError naming `path` and the key that ours cannot express."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
         """Keys of config.json. Raises HubError naming our key that they cannot express."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weights(self, model: ModelConfig) -> list[Weight]:
         """All parameters; the first is the embedding of tokens."""
-        raise NotImplementedError
 
     def must_be(self, key: str, value: Any, *only: Any) -> None:
         must_be(self.name, key, value, *only)

@@ -24,7 +24,7 @@ from megasparse.runs.attention_quality import window
 from megasparse.runs.data import open_folder
 
 BOUNDS = (64, 512, 2048)
-"""Distances, in tokens, at which what is seen is told apart; the last one is the sequence's length."""
+"""Distances, in tokens, up to which what is seen is counted together; the last one is the sequence's length."""
 RESTRICTIONS: dict[str, Patterns | None] = {
     "all earlier keys": None,
     "window 64": Patterns((64,), (), (), (), ()),

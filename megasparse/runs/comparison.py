@@ -21,23 +21,6 @@ KEYS = {"prepare", "config", "evaluate", "arms"}
 OPTIONAL = {"wheels"}
 
 
-def compare(
-    comparison: dict[str, Any],
-    output: Path,
-    arms: Sequence[str] | None = None,
-    seeds: Sequence[int] = (0,),
-    overrides: Sequence[str] = (),
-    jobs: int = 1,
-) -> list[str]:
-    """Train and evaluate what is not done yet, into `output`. Returns the table, which OUTPUT/table.md holds, too.
-
-    The arguments are those of `train_all`.
-    """
-    lines = table(train_all(comparison, output, arms, seeds, overrides, jobs))
-    (output / "table.md").write_text("\n".join(lines) + "\n")
-    return lines
-
-
 def train_all(
     comparison: dict[str, Any],
     output: Path,
@@ -82,7 +65,7 @@ def commands(
     seeds: Sequence[int] = (0,),
     overrides: Sequence[str] = (),
 ) -> list[list[str]]:
-    """The subcommands that `compare` would run, in order. Raises ConfigError for an arm with a wrong configuration."""
+    """The subcommands that `train_all` would run, in order. ConfigError for an arm with a wrong configuration."""
     words: list[list[str]] = [["prepare-data", *comparison["prepare"]]]
     for seed in seeds:
         for name in chosen(arms, comparison["arms"]):
@@ -197,6 +180,7 @@ def table(results: dict[str, list[dict[str, float]]]) -> list[str]:
     return lines
 
 
-def spread(values: list[float], digits: int) -> str:
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Mean ± standard deviation."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"

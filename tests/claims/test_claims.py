@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ import torch
 from megasparse.callbacks import silent
 from megasparse.claims import lsh, reversible, trained, yoso
 from megasparse.claims.claim import Claim, Judgement, Trial
-from megasparse.claims.page import write_page
+from megasparse.claims.page import markdown, write_page
 from megasparse.claims.registry import CLAIMS
 from megasparse.claims.reproduction import reproduce, results
 from megasparse.cli.main import door
 from tests.helpers.commands import refused, run
 
 program = door("reproduce")
+
+DOCS = Path(__file__).parents[2] / "docs" / "claims"
 
 SMALL = {
     "yoso_estimator": {"length": 64, "most_hashes": 64, "hashes": 8, "draws": 8},
@@ -195,3 +198,15 @@ def test_the_command_lists_measures_and_refuses(capsys, tmp_path, monkeypatch, c
     assert "rule: a rule" in said and "counted, seed 2: {'minutes': 1}" in said
     assert "verified       counted: the sum is 3" in said and (tmp_path / "claims.html").exists()
     assert 'there is no claim "other"' in refused(capsys, program, "--only", "other")
+
+
+def test_the_published_page_is_what_the_rules_say_of_its_numbers(tmp_path):
+    published = json.loads((DOCS / "claims.json").read_text())
+    for known in published:
+        for one in known["trials"]:
+            path = tmp_path / known["name"] / f"seed-{one['seed']}.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(one))
+    found = json.loads(json.dumps(results(CLAIMS, "cpu", tmp_path)))
+    assert found == [{key: value for key, value in known.items() if key != "picture"} for known in published]
+    assert (DOCS / "claims.md").read_text().rstrip() == markdown(published)
