@@ -33,7 +33,7 @@ def measured(
     found, rows = _windows(tokenizer, texts, length), _kept(output, length)
     places: list[tuple[int, int | None]] = [(number, None) for number in range(len(found))]
     places += [(0, trial) for trial in range(trials)]
-    wanted = [(arm, seed, place) for arm in arms for seed in range(seeds if arm.drawn else 1) for place in places]
+    wanted = [(arm, seed, place) for arm in arms for seed in arm.seeds(seeds) for place in places]
     model, made = None, None
     for arm, seed, (number, trial) in tqdm(wanted, unit="row", disable=None):
         text = hashlib.sha256(json.dumps(found[number]).encode()).hexdigest()[:16]

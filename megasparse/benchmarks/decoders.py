@@ -20,7 +20,7 @@ from megasparse.attention.contract import Attention, AttentionOutput
 from megasparse.attention.observation import Call, each_call
 from megasparse.evaluation.attention.seen import best_pairs, seen_pairs, weights
 from megasparse.hub.replace import mechanisms, replace_attention
-from megasparse.hub.replaced_folder import load_plain, load_replaced
+from megasparse.hub.replaced_folder import load_plain, load_replaced, replacement_of
 
 QUERIES = 128
 """Queries of a text whose keys are counted, spread evenly."""
@@ -62,10 +62,11 @@ class Arm:
         own = self.attention
         return Best(own["best"], own["window"], own["sinks"]) if isinstance(own, dict) and "best" in own else None
 
-    @property
-    def drawn(self) -> bool:
-        """Whether a seed moves its results."""
-        return isinstance(self.attention, dict) and self.attention.get("kind") not in ("full", "local", None)
+    def seeds(self, count: int) -> list[int]:
+        """Of the models to measure: a folder's own, the first `count` of settings that draw, else 0."""
+        if isinstance(self.attention, Path):
+            return [replacement_of(self.attention)["seed"]]
+        return list(range(1 if self.attention.get("kind") in ("full", "local", None) else count))
 
     def model(self, plain: Path, length: int, seed: int) -> PreTrainedModel:
         if isinstance(self.attention, Path):

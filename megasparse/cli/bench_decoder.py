@@ -6,10 +6,10 @@ attention on those keys, seconds.
       --arm 'oracle={"best": 96, "window": 96, "sinks": 4}' --arm taught=TAUGHT
 
 An arm is settings of `megasparse replace-attention` for MODEL, a replaced folder, or an oracle: the `best` keys of each
-head beside a window and the first tokens. Arms that draw are measured once for each of --seeds. One window of --length
-tokens is taken from the beginning of every text. Rows that FILE holds already are not measured again, so the command
-can be stopped. With --passkey every arm also has so many trials of passkey retrieval: a number hidden at a drawn depth
-of the first text, --length tokens long, and asked for at its end.
+head beside a window and the first tokens. Arms that draw are measured once for each of --seeds; folders of several
+seeds may share a NAME. One window of --length tokens is taken from the beginning of every text. Rows that FILE holds
+already are not measured again, so the command can be stopped. With --passkey every arm also has so many trials of
+passkey retrieval: a number hidden at a drawn depth of the first text, --length tokens long, and asked for at its end.
 """
 
 import argparse

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
         (folder / "texts" / f"{number}.txt").write_text(" ".join(words))
     attention = json.dumps(SKETCH | {"objective": "attention"})
     names = ["--model", folder / "plain", "--output", folder / "sketched", "--attention", attention]
-    commands.run(door("replace-attention"), *names)
+    commands.run(door("replace-attention"), *names, "--seed", 3)
     return folder
 
 
@@ -71,6 +71,7 @@ def test_arms_are_measured_into_a_file_once(folder, capsys, monkeypatch):
     rows = json.loads((folder / "arms.json").read_text())["rows"]
     by_arm = {name: [row for row in rows if row["arm"] == name] for name in arms}
     assert {name: len(own) for name, own in by_arm.items()} == dict.fromkeys(arms, 2) | {"lsh": 4}
+    assert {row["seed"] for row in by_arm["lsh"]} == {0, 1} and {row["seed"] for row in by_arm["sketch"]} == {3}
     full, window, oracle, everything = (by_arm[name][0] for name in ("full", "window", "oracle", "all"))
     assert full["captured"] == pytest.approx(1.0) == everything["captured"]
     assert everything["nats"] == pytest.approx(full["nats"], abs=1e-5) and full["keys"] > oracle["keys"] > 12
