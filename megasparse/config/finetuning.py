@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megasparse.config.attention import AttentionConfig
+from megasparse.config.lora import LoRAConfig
 from megasparse.config.schema import ModelConfig, OptimizerConfig, RunSettings, TrainingConfig
 from megasparse.config.section import Count, Positive, Rate, Section
 
@@ -126,17 +127,6 @@ class HeadConfig(Section):
     """Width of the dense layer (tanh) before the last one; 0 takes the model's, as BERT has it."""
     dropout: Rate = 0.1
     """Dropout before the dense layer (not before a pooler), and before the last one."""
-
-
-class LoRAConfig(Section):
-    """Low-rank adapters on linear layers (Hu et al. 2021), by peft; the pretrained weights are frozen."""
-
-    rank: Positive = 8
-    alpha: Annotated[float, Field(gt=0.0)] = 16.0
-    """Adapters are scaled by alpha/rank."""
-    dropout: Rate = 0.0
-    targets: list[str] = Field(default=["query", "value"], min_length=1)
-    """Names of the linear layers, their last parts: of BERT and of our models query, key, value, output, ..."""
 
 
 class FinetuneTrainingConfig(TrainingConfig):

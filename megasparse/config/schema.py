@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megasparse.config.attention import AttentionConfig
+from megasparse.config.lora import LoRAConfig
 from megasparse.config.section import Count, Positive, Rate, Section
 
 
@@ -298,3 +299,5 @@ class Config(RunSettings):
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     parallel: ParallelConfig = ParallelConfig()
+    lora: LoRAConfig | None = None
+    """Low-rank adapters on the weights that the run starts from (--start); null trains all weights."""

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megasparse.config.finetuning import FinetuneConfig, FinetuneTrainingConfig, LoRAConfig
+from megasparse.config.finetuning import FinetuneConfig, FinetuneTrainingConfig
+from megasparse.config.lora import LoRAConfig
 from megasparse.errors import ConfigError, UserError
 from megasparse.optimizers import OPTIMIZERS
 from megasparse.planning.planner import Hint, hints, longest_multiple, training_changes, with_changes, zero_change

@@ -7,7 +7,8 @@ import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 from megasparse.config.attention import AttentionConfig
-from megasparse.config.finetuning import HeadConfig, LoRAConfig
+from megasparse.config.finetuning import HeadConfig
+from megasparse.config.lora import LoRAConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import CheckpointError, ConfigError, UserError
 from megasparse.hub.replace import replace_attention

@@ -1,0 +1,99 @@
+"""Low-rank adapters (Hu et al. 2021) on linear layers, by peft: W·x + α/r·B·A·x, of which A and B are trained."""
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasparse.attention.contract import Attention
+from megasparse.config.lora import LoRAConfig
+from megasparse.config.messages import show
+from megasparse.errors import ConfigError, UserError, did_you_mean
+from megasparse.model.embedding import Embedding
+from megasparse.ops.random import derive
+
+Kinds = tuple[type[nn.Module], ...]
+LINEAR: Kinds = (nn.Linear,)
+
+
+def add_adapters(
+    model: nn.Module, config: LoRAConfig, seed: int, *, kinds: Kinds = LINEAR, new: Iterable[nn.Parameter] = (),
+    draws: bool = False,
+) -> None:  # fmt: skip
+    """Freeze the model's pretrained weights and give the linear layers that `lora.targets` names adapters, in place. B
+    begins as 0, so the outputs stay what they were; A is uniform, a pure function of the seed and its name.
+
+    kinds: classes of linear layers. Weights that are not pretrained are trained too: those of the mechanisms, which
+    learn by losses of their own, and `new` ones. draws: whether the model's own dropout draws from torch's generators,
+    as that of adapters does. Raises ConfigError where a target names no linear layer, and UserError where peft is not
+    installed.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        problem = "lora: peft is not installed"
+        raise UserError(f'{problem}. Install it: pip install "megasparse[tasks]", or remove lora') from None
+    if config.dropout and not draws:
+        problem = f"{config.dropout}, and adapters of our own models have none: they draw by sample, peft's do not"
+        raise ConfigError("lora.dropout", problem, "Set it to 0")
+    targets = _targets(model, config.targets, kinds)
+    alpha: Any = config.alpha  # peft's annotation says int, and it divides it by the rank
+    settings = LoraConfig(
+        r=config.rank, lora_alpha=alpha, lora_dropout=config.dropout, target_modules=targets, bias="none"
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # GPT-2's transposed layers: peft puts it right
+        inject_adapter_in_model(settings, model)
+    own = {id(weight) for module in model.modules() if isinstance(module, Attention) for weight in module.parameters()}
+    own |= {id(weight) for weight in new}
+    for module in model.modules():
+        if isinstance(module, Embedding):
+            module.register_forward_hook(_want_gradient)
+    for name, weight in model.named_parameters():
+        adapter = ".lora_A." in name or ".lora_B." in name
+        weight.requires_grad_(adapter or id(weight) in own)
+        if adapter:
+            _initialise(name, weight, seed)
+
+
+def _want_gradient(embedding: nn.Module, given: Any, x: torch.Tensor) -> None:
+    """Let the embedding's output require a gradient: a reversible or checkpointed stack over an input that needs none
+    would compute no gradients for its own weights.
+    """
+    if torch.is_grad_enabled() and not x.requires_grad:
+        x.requires_grad_()
+
+
+@torch.no_grad()
+def _initialise(name: str, weight: nn.Parameter, seed: int) -> None:
+    """Initialise A as torch does linear layers, uniform within 1/√(width in), and B with zeros."""
+    if ".lora_B." in name:
+        weight.zero_()
+        return
+    generator = torch.Generator().manual_seed(derive(seed, "initial adapter", name) >> 1)
+    limit = 1 / math.sqrt(weight.shape[1])
+    weight.copy_(torch.rand(weight.shape, generator=generator) * 2 * limit - limit)
+
+
+def _targets(model: nn.Module, wanted: list[str], kinds: Kinds) -> list[str]:
+    """The full names of the linear layers, outside of mechanisms, that end as wanted."""
+    inside = {id(part) for module in model.modules() if isinstance(module, Attention) for part in module.modules()}
+    linear = [name for name, part in model.named_modules() if isinstance(part, kinds) and id(part) not in inside]
+    found: list[str] = []
+    for target in wanted:
+        matching = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not matching:
+            known = {name.rpartition(".")[2] for name in linear}
+            known |= {".".join(name.split(".")[-2:]) for name in linear if name.endswith(".dense")}
+            raise ConfigError("lora.targets", f"no linear layer is named {show(target)}", did_you_mean(target, known))
+        found += matching
+    return sorted(set(found))
+
+
+def adapter_size(model: nn.Module, config: LoRAConfig, kinds: Kinds = LINEAR) -> int:
+    """Number of weights that `add_adapters` would add. Raises ConfigError as it does."""
+    shapes = [dict(model.named_parameters())[f"{name}.weight"].shape for name in _targets(model, config.targets, kinds)]
+    return config.rank * sum(sum(shape) for shape in shapes)
