@@ -54,15 +54,31 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and how they were measured there")
 
 
+def add_start(parser: argparse.ArgumentParser) -> None:
+    """--start, whose model a configuration extends."""
+    parser.add_argument(
+        "--start",
+        metavar="FOLDER",
+        help="begin with the weights of a checkpoint of ours or of a HuggingFace model; what CONFIG does not say of the"
+        " model is as there, its attention may be another, and weights that it has not begin with initial values",
+    )
+
+
 def config_from(args: argparse.Namespace, kind: type[Settings]) -> Settings:
-    """The configuration that the options of `add_config` name. With --print-config, print it and end the program.
+    """The configuration that the options of `add_config` name, with `add_start`'s where there is one. With
+    --print-config, print it and end the program.
 
     Raises ConfigError where none is named, or two are, and what `load_settings` raises.
     """
     if (args.name is None) == (args.config is None):
         problem = "no configuration is given" if args.name is None else f"{args.name} is given as well"
         raise ConfigError("--config", problem, "Name one, such as quickstart or FILE.json")
-    config = load_settings(args.config or args.name, args.set, kind)
+    base = None
+    if getattr(args, "start", None) is not None:
+        from megasparse.hub.starting import base_values  # imports torch
+
+        base = base_values(args.start)
+    config = load_settings(args.config or args.name, args.set, kind, base)
     if args.print_config:
         print(config.model_dump_json(indent=2))
         sys.exit(0)

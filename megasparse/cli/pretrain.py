@@ -5,6 +5,7 @@
     megasparse supervise --ranks 2 --restarts 3 pretrain quickstart    # several, looked after
     deepspeed launch/pretrain.py --config configs/quickstart.json      # every GPU of this machine, or its CPU
     megasparse pretrain yoso_table3 --start models/bert-base-uncased   # a BERT's weights, another attention
+    megasparse pretrain decoder_64k --start runs/smollm2 --data my_books/    # a downloaded decoder, one's own texts
 
 Started again, the run resumes from its newest checkpoint in `run.directory`. SIGTERM, SIGINT and SIGUSR1 make it save
 and end after the current step.
@@ -12,7 +13,7 @@ and end after the current step.
 
 import argparse
 
-from megasparse.cli.arguments import add_training, config_from
+from megasparse.cli.arguments import add_start, add_training, config_from
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.training.stopping.signals import StopSignals
@@ -20,11 +21,11 @@ from megasparse.training.stopping.signals import StopSignals
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
+    add_start(parser)
     parser.add_argument(
-        "--start",
-        metavar="FOLDER",
-        help="begin with the weights of a checkpoint of ours or of a HuggingFace model, whose attention may be another;"
-        " what it has not begins with initial ones",
+        "--data",
+        metavar="TEXTS",
+        help="text files, or JSON lines with a field `text`: a file or a folder, prepared once into run.directory",
     )
 
 
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> None:
         config,
         resume=resume,
         start=args.start,
+        texts=args.data,
         allow_changed_config=changed,
         stop_at=args.stop_at,
         signals=signals,

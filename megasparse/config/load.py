@@ -1,7 +1,7 @@
 """A run's JSON file and its `--set section.key=value` overrides, to a checked Config."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,21 +18,24 @@ from megasparse.errors import ConfigError
 Settings = TypeVar("Settings", bound=RunSettings)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Config:
     """Read, override and check a pretraining run's configuration; see `load_settings`.
 
     >>> config = megasparse.load_config("quickstart", ["training.steps=10"])
     >>> config.training.steps
     10
     """
-    return load_settings(path, overrides, Config)
+    return load_settings(path, overrides, Config, base)
 
 
-def load_settings(path: str | Path, overrides: Sequence[str], kind: type[Settings]) -> Settings:
+def load_settings(
+    path: str | Path, overrides: Sequence[str], kind: type[Settings], base: Mapping[str, Any] | None = None
+) -> Settings:
     """Read, override and check one run's configuration of a kind.
 
     path: a JSON file whose keys are those of the schema, none of them required, or a shipped configuration's name. The
     key `extends` names a configuration of the same kind, whose values hold where the file has none (extends.py).
+    base: values that hold where neither file nor bases have any, such as those of the model that a run starts from.
     overrides: `section.key=value`, in order; the value is JSON, and a bare word that is no JSON is taken as a text.
     Raises ConfigError (one line: the key, the value, the hint) for everything that is wrong with either.
     """
@@ -40,7 +43,8 @@ def load_settings(path: str | Path, overrides: Sequence[str], kind: type[Setting
     for file in files[1:]:
         _check_kind(files[0], file, kind)
     try:
-        return build_settings(merge(files), overrides, kind)
+        values = merge(files if base is None else [*files, ConfigFile(files[-1].path, dict(base))])
+        return build_settings(values, overrides, kind)
     except ConfigError as error:
         raise _with_file(error, files, overrides) from None
 

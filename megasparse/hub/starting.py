@@ -4,41 +4,88 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from megasparse.config import strict_json
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.errors import HubError, UserError
+from megasparse.errors import ConfigError, HubError, UserError
 from megasparse.hub import require_transformers
 from megasparse.hub.importing import FIRST, write_checkpoint
+from megasparse.model.adapters import add_adapters
 from megasparse.model.build import build_model, empty_model
-from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, persistent_buffers
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights, persistent_buffers
+from megasparse.training.checkpoints.manifest import read_manifest
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.ranks import Ranks
 
 Readers = dict[str, Callable[[], Tensor]]
 
 
+def base_values(source: str | Path) -> dict[str, Any]:
+    """What a configuration extends that starts from `source`: the model there, and its tokenizer. Raises HubError and
+    CheckpointError where there is no such model.
+    """
+    path = Path(source)
+    if _is_huggingface(path):
+        require_transformers()
+        from megasparse.hub.hf_model import HFModel
+
+        config = HFModel.open(path).config
+    else:
+        found = find_checkpoint(path)
+        config = Checkpoint(found, read_manifest(found)).config
+    return config.model_dump(mode="json", include={"model": True, "data": {"tokenizer"}})
+
+
 def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
     """What a run that starts from `source` resumes from: its newest checkpoint where it has any, else the one that
-    `write_start` makes in RUN/start, once, on the first rank. Every rank calls it.
+    `write_start` makes in RUN/start, once, on the first rank. With adapters "auto": these are in its checkpoints, and
+    the weights that they belong to in RUN/start. Every rank calls it.
 
     Raises UserError, on all ranks, where the weights cannot be used.
     """
-    run = Path(config.run.directory)
+    place = _start_of(config)
     problem = None
-    own = find_newest(run / "checkpoints") is not None
-    if ranks.rank == 0 and not own and not (run / "start" / FIRST).exists():
+    own = find_newest(Path(config.run.directory) / "checkpoints") is not None
+    if ranks.rank == 0 and not own and not place.exists():
         try:
-            new = write_start(config, Path(source), run / "start")
+            new = write_start(config, Path(source), place.parents[1])
             print(f"started from {source}; new weights: {', '.join(new) or 'none'}", file=sys.stderr)
         except UserError as error:
             problem = str(error)
     if (problem := ranks.gather(problem)[0]) is not None:
         raise UserError(problem)
-    return "auto" if own else str(run / "start" / FIRST)
+    return "auto" if own or config.lora is not None else str(place)
+
+
+def require_base(config: Config) -> None:
+    """Raise ConfigError for adapters of a run that has no start to which they could belong."""
+    if config.lora is not None and not (place := _start_of(config)).exists():
+        problem = f"given, but {place.parents[1]} has no weights that adapters could belong to"
+        raise ConfigError("lora", problem, "Name a pretrained model with --start, or set it to null")
+
+
+def _start_of(config: Config) -> Path:
+    return Path(config.run.directory) / "start" / FIRST
+
+
+def adapted(config: Config) -> nn.Module:
+    """The model of a run with adapters before its first step: the frozen weights of RUN/start, in the precision of the
+    run, and the adapters.
+    """
+    assert config.lora is not None
+    model = empty_model(config.model)
+    load_weights(model, Checkpoint.open(_start_of(config), build=empty_model))
+    add_adapters(model, config.lora, config.run.seed)
+    if config.training.precision == "bf16":  # as every engine will, before a GPU has them whole in fp32
+        for weight in model.parameters():
+            if not weight.requires_grad:
+                weight.data = weight.data.bfloat16()
+    return model
 
 
 def write_start(config: Config, source: Path, output: Path) -> list[str]:
@@ -54,8 +101,13 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
     if tokenizer != {"name": own.name, "sha256": own.sha256}:
         problem = f"its tokenizer ({tokenizer['name']}) is another than data.tokenizer = {config.data.tokenizer}"
         raise HubError(source, problem, "Prepare the data with the model's own tokenizer, and name it there")
-    model = build_model(config.model, config.run.seed)
+    with torch.device("meta"):
+        model: nn.Module = empty_model(config.model)
     weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    new = [name for name in weights if name not in found]
+    if new:
+        model = build_model(config.model, config.run.seed)
+        weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
     if "embedding.weight" not in found:
         raise HubError(source, "has no embedding of tokens", "Give a pretrained decoder or encoder")
     readers: Readers = {
@@ -64,8 +116,8 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
         else partial(Tensor.detach, weight)
         for name, weight in weights.items()
     }
-    write_checkpoint(config, readers, output)
-    return [name for name in weights if name not in found]
+    write_checkpoint(config.model_copy(update={"lora": None}), readers, output)
+    return new
 
 
 def _pretrained(source: Path, name: str, read: Callable[[], Tensor], weight: Tensor) -> Tensor:

@@ -5,12 +5,13 @@ from typing import Any
 
 from megasparse.config.schema import Config
 from megasparse.evaluation.held_out import held_out
-from megasparse.hub.starting import resumed_from
+from megasparse.hub.starting import adapted, require_base, resumed_from
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
 from megasparse.planning.report import dry_run_report
 from megasparse.runs.data import open_data, training_batches
+from megasparse.runs.own_texts import with_texts
 from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.loop import train
 from megasparse.training.ranks import start_ranks
@@ -23,6 +24,7 @@ def pretrain(
     *,
     resume: str = "auto",
     start: str | None = None,
+    texts: str | None = None,
     allow_changed_config: bool = False,
     stop_at: int | None = None,
     signals: StopSignals | None = None,
@@ -32,6 +34,7 @@ def pretrain(
     resume: "auto" goes on from the newest checkpoint of that folder, "never" begins anew and refuses a folder that has
         checkpoints, a path names the checkpoint to go on from.
     start: a folder with weights that a run without checkpoints begins with, see `hub.starting`; resume is then "auto".
+    texts: one's own texts, which take the place of `data.path`, see `runs.own_texts`.
     allow_changed_config: go on although the configuration would make it another run.
     stop_at: save and end after this step.
     signals: stop when they arrive. None, as in a notebook, leaves the process's signals alone.
@@ -41,13 +44,18 @@ def pretrain(
     >>> megasparse.pretrain(config, stop_at=1).directory
     PosixPath('runs/again')
     """
-    data = open_data(config)
+    if start is None:
+        require_base(config)
+    data = open_data(config) if texts is None else None  # what is wrong with the data is said before ranks start
     ranks = start_ranks(config.run, config.parallel.sequence)
+    if texts is not None:
+        config = with_texts(config, texts, ranks)
+    data = data or open_data(config)
     if start is not None:
         resume = resumed_from(config, start, ranks)
 
     def model() -> Any:
-        built: Any = build_model(config.model, config.run.seed)
+        built: Any = build_model(config.model, config.run.seed) if config.lora is None else adapted(config)
         if config.model.masking.whole_words:
             built.set_word_starts(data.tokenizer.word_starts())
         return built

@@ -8,7 +8,7 @@ from megasparse.data.tokenizers.contract import SpecialTokens
 from megasparse.errors import ConfigError
 
 BEGIN = ("[CLS]", "<s>", "<cls>")
-SEPARATOR = ("[SEP]", "</s>", "<sep>", "<|endoftext|>")
+SEPARATOR = ("[SEP]", "</s>", "<sep>", "<|endoftext|>", "<|end_of_text|>")
 PADDING = ("[PAD]", "<pad>")
 MASK = ("[MASK]", "<mask>")
 USUAL = (BEGIN, SEPARATOR, PADDING, MASK)

@@ -118,7 +118,7 @@ class Checkpoint:
         Ranks that open it together share out the digests: rank r checks every world_size-th file.
         progress: called every MB with what is being done.
         build: makes the pretrained model that the caller is going to fill. Made on the meta device, it has to have the
-            weights that the manifest lists.
+            weights that the manifest lists. A checkpoint of adapters is then opened merged, see merged.py.
         Raises CheckpointError naming the first file that is missing, of the wrong size, changed, or not expected.
         """
         path = Path(path)
@@ -134,6 +134,9 @@ class Checkpoint:
                 raise CheckpointError(entry, "not part of this checkpoint", "Move it elsewhere")
         checkpoint._check_headers()
         if build is not None:
+            from megasparse.training.checkpoints.merged import whole  # a kind of checkpoint itself
+
+            checkpoint = whole(checkpoint)
             model = checkpoint.config.model
             _matched(on_meta(checkpoint, model, lambda: build(_valid(model))), checkpoint)
         for name, expected in sorted(manifest["files"].items())[rank::world_size]:

@@ -1,0 +1,123 @@
+"""A pretrained decoder goes on with one's own texts: all weights or adapters, and out again as transformers' model."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megasparse.cli.main import door
+from megasparse.evaluation.restore import restore
+from megasparse.hub.starting import adapted
+from megasparse.model.padding import padding_of
+from megasparse.ops.random import RngContext
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from tests.helpers.commands import refused, run
+from tests.helpers.tiny import read_metrics
+from tests.hub.test_decoders import logits_of, saved
+
+LENGTH = 64
+QUICK = {
+    "run.engine": "torch", "run.device": "cpu", "model.max_length": LENGTH, "data.sequence_length": LENGTH,
+    "model.activations": "checkpoint", "model.loss_tiles": 2, "training.precision": "fp32", "training.steps": 4,
+    "training.global_batch": 2, "optimizer.learning_rate": 0.01, "optimizer.warmup_steps": 0,
+    "evaluation.sequences": 1, "evaluation.every": 4,
+}  # fmt: skip
+TEXTS = [f"Chapter {number}. " + "the sea was calm and the wind was low. " * 8 for number in range(30)]
+
+
+@pytest.fixture
+def decoder(tmp_path):
+    saved("llama as SmolLM", tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def books(folder, texts=TEXTS):
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number:02}.txt").write_text(text)
+    return folder
+
+
+def go_on(directory, start, texts, *words, **changes):
+    settings = {**QUICK, "run.directory": directory, **changes}
+    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    run(door("pretrain"), "decoder_64k", "--start", start, "--data", texts, *sets, *words)
+    return json.loads((directory / "config.json").read_text())
+
+
+def test_all_weights_learn_ones_own_books(decoder, tmp_path, capsys):
+    config = go_on(tmp_path / "run", decoder, books(tmp_path / "books"), lora="null")
+    assert (config["model"]["layers"], config["model"]["key_heads"], config["model"]["d_ff"]) == (3, 2, 44)
+    assert config["model"]["document_separator"] == 2  # </s> ends every book
+    assert "new weights: none" in capsys.readouterr().err
+    losses = [line["train/loss"] for line in read_metrics(tmp_path / "run") if "train/loss" in line]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 1
+    index = json.loads((tmp_path / "run" / "data" / "index.json").read_text())
+    assert index["splits"].keys() == {"train", "validation"} and index["settings"]["documents"]
+
+
+def test_adapters_learn_go_on_and_come_out_merged(decoder, tmp_path, capsys):
+    """To the bit as a run that was not stopped; exported, transformers' model computes what the adapted one does."""
+    texts = books(tmp_path / "books")
+    go_on(tmp_path / "straight", decoder, texts)
+    go_on(tmp_path / "run", decoder, texts, "--stop-at", "2")
+    config = go_on(tmp_path / "run", decoder, texts)
+    straight, stopped = (Checkpoint.open(tmp_path / name / "checkpoints" / "00000004") for name in ("straight", "run"))
+    names = stopped.manifest["tensors"]["weight"]
+    assert len(names) == 3 * 4 * 2 and all(".lora_" in name for name in names)
+    for name in names:
+        assert torch.equal(straight.tensor("weight", name), stopped.tensor("weight", name)), name
+
+    merged, settings, _, _ = restore(tmp_path / "run")
+    assert settings.lora is None and config["lora"]["rank"] == 16
+    with_adapters = adapted(stopped.config)
+    with torch.no_grad():
+        for name, weight in with_adapters.named_parameters():
+            if name in names:
+                weight.copy_(stopped.tensor("weight", name))
+    tokens = torch.randint(3, 258, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    rng, padding = RngContext.evaluation(0, 2), padding_of(tokens, settings.model)
+    logits = [model.eval().window_logits(tokens, rng) for model in (merged, with_adapters)]
+    torch.testing.assert_close(*logits)
+    base = Checkpoint.open(tmp_path / "run" / "start" / "checkpoints" / "00000000")
+    query = "blocks.1.attention.attention.query"
+    a, b = (stopped.tensor("weight", f"{query}.lora_{each}.default.weight") for each in "AB")
+    expected = base.tensor("weight", f"{query}.weight") + 32 / 16 * b @ a
+    torch.testing.assert_close(dict(merged.named_parameters())[f"{query}.weight"], expected)
+    assert (b @ a).abs().max() > 1e-3 and padding.segments is not None
+
+    run(door("convert to-hf"), "--checkpoint", tmp_path / "run", "--output", tmp_path / "out", "--to", "llama")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    start = torch.full((2, 1), settings.model.start_token)
+    read = torch.cat([start, tokens[:, :-1]], 1)
+    torch.testing.assert_close(logits_of(theirs, read), logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
+    texts = books(tmp_path / "books")
+    sets = [word for key, value in QUICK.items() for word in ("--set", f"{key}={value}")]
+    folder = f"run.directory={tmp_path / 'run'}"
+    message = refused(capsys, door("pretrain"), "decoder_64k", "--data", texts, "--set", folder, *sets)
+    assert "lora: given" in message and "--start" in message and not (tmp_path / "run").exists()
+    go_on(tmp_path / "run", decoder, texts)
+    (tmp_path / "run" / "start").rename(tmp_path / "elsewhere")
+    found = refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
+    assert "has adapters alone" in found and "Copy the run's folder again, whole" in found
+
+
+def test_lines_of_json_and_single_books_are_texts_too(decoder, tmp_path):
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    config = go_on(tmp_path / "lines", decoder, lines)
+    assert config["model"]["document_separator"] == 2
+    config = go_on(tmp_path / "one", decoder, books(tmp_path / "book", ["\n".join(TEXTS)]))
+    assert config["model"]["document_separator"] is None
+
+
+def test_other_texts_in_the_same_run_are_refused(decoder, tmp_path, capsys):
+    go_on(tmp_path / "run", decoder, books(tmp_path / "books"), "--stop-at", "2")
+    other = books(tmp_path / "others", TEXTS[1:])
+    with pytest.raises(SystemExit):
+        go_on(tmp_path / "run", decoder, other)
+    assert "another source" in capsys.readouterr().err
