@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         metavar="TEXTS",
-        help="text files, or JSON lines with a field `text`: a file or a folder, prepared once into run.directory",
+        help="text files, or JSON lines with a field `text`: a file or a folder, prepared once into run.directory;"
+        " or a folder of shards",
     )
 
 

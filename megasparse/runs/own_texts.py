@@ -8,6 +8,7 @@ from megasparse.config.schema import Config
 from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.jsonl import SUFFIXES
 from megasparse.data.corpora.source import Source
+from megasparse.data.index_file import INDEX_FILE
 from megasparse.data.prepare import prepare
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import UserError
@@ -16,15 +17,21 @@ from megasparse.training.ranks import Ranks
 HELD_OUT = (5, 10, 20, 30)
 """Percent of the bytes that may be held out, at the end: the first of these that leaves whole documents."""
 
+SHARD = 64 << 20
+"""Bytes of text in a shard, as megasparse prepare-data has it."""
+
 
 def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
     """The configuration of a run on `texts`, which rank 0 prepares in RUN/data where they are not there yet. Every rank
     calls it.
 
-    texts: text files, each a document, or JSON lines with a field `text`; a file, a folder, or an URL. The last 5 % of
-    the bytes are held out, up to 30 % where documents are long, and with fewer documents all are one running text.
-    Documents do not see each other. Raises UserError, on all ranks, where the texts cannot be prepared.
+    texts: text files, each a document, or JSON lines with a field `text`; a file, a folder, or a URL. The last 5 % of
+    the bytes are held out, up to 30 % where documents are long; with fewer documents all are one running text.
+    Documents do not see each other. A folder of shards is taken as `data.path`, as it is. Raises UserError, on all
+    ranks, where the texts cannot be prepared.
     """
+    if (Path(texts) / INDEX_FILE).exists():
+        return config.model_copy(update={"data": config.data.model_copy(update={"path": texts})})
     output = Path(config.run.directory) / "data"
     problem, documents = None, True
     if ranks.rank == 0:
@@ -90,7 +97,3 @@ def _write(corpus: str, source: Source, output: Path, options: dict[str, Any]) -
         shard_bytes=SHARD,
         command="megasparse pretrain --data",
     )
-
-
-SHARD = 64 << 20
-"""Bytes of text in a shard, as megasparse prepare-data has it."""

@@ -111,6 +111,8 @@ def test_lines_of_json_and_single_books_are_texts_too(decoder, tmp_path):
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     config = go_on(tmp_path / "lines", decoder, lines)
     assert config["model"]["document_separator"] == 2
+    again = go_on(tmp_path / "again", decoder, tmp_path / "lines" / "data", "--stop-at", "1")
+    assert again["data"]["path"] == config["data"]["path"] == str(tmp_path / "lines" / "data")
     config = go_on(tmp_path / "one", decoder, books(tmp_path / "book", ["\n".join(TEXTS)]))
     assert config["model"]["document_separator"] is None
 
