@@ -28,6 +28,7 @@ TEXTS = [f"Chapter {number}. " + "the sea was calm and the wind was low. " * 8 f
 
 @pytest.fixture
 def decoder(tmp_path):
+    torch.manual_seed(0)
     saved("llama as SmolLM", tmp_path / "llama")
     return tmp_path / "llama"
 
@@ -79,7 +80,7 @@ def test_adapters_learn_go_on_and_come_out_merged(decoder, tmp_path, capsys):
     tokens = torch.randint(3, 258, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     rng, padding = RngContext.evaluation(0, 2), padding_of(tokens, settings.model)
     logits = [model.eval().window_logits(tokens, rng) for model in (merged, with_adapters)]
-    torch.testing.assert_close(*logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)  # W + B·A is rounded once more
     base = Checkpoint.open(tmp_path / "run" / "start" / "checkpoints" / "00000000")
     query = "blocks.1.attention.attention.query"
     a, b = (stopped.tensor("weight", f"{query}.lora_{each}.default.weight") for each in "AB")
