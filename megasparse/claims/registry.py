@@ -1,6 +1,6 @@
 """All claims, in the order of the report."""
 
-from megasparse.claims import lsh, reversible, trained, yoso
+from megasparse.claims import learned, lsh, reversible, trained, yoso
 from megasparse.claims.claim import Claim
 from megasparse.errors import ConfigError
 
@@ -22,12 +22,12 @@ CLAIMS = (
     yoso.MEMORY,
     _open("enwik8", "Reformer, section 5", "1.19 and 1.05 bits/dim on enwik8.", "23 and 150 hours of an A100, enwik8"),
     _open("imagenet64", "Reformer, Figure 4", "8 rounds nearly match full attention.", "160 hours of an A100, images"),
-    _open("lha_utility", "LHA, Figure 2", "Learned hashes find more attention than LSH.", "three seeds of 10 minutes"),
+    learned.UTILITY,
     _open("lha_wikitext", "LHA, Table 2", "Local and LHA match full attention on WikiText-103.", "WikiText-103, a GPU"),
-    _open("listops", "LHA, Table 3; YOSO, Table 5", "Within 1.5 points of full attention.", "a GPU for the lengths"),
+    learned.LISTOPS,
     _open("glue", "YOSO, Tables 1 and 2", "GLUE as BERT's after pretraining.", "500,000 steps of pretraining, GLUE"),
     _open("sketch_ranks", "Smart Bird, Figure 5", "A narrow sketch ranks keys as a wide one.", "a trained classifier"),
-    _open("samplers", "Smart Bird, Figure 4", "Sampling by the sketch beats random keys.", "five samplers"),
+    learned.SAMPLERS,
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megasparse.callbacks import silent
-from megasparse.claims import lsh, reversible, trained, yoso
+from megasparse.claims import learned, lsh, reversible, trained, yoso
 from megasparse.claims.claim import Claim, Judgement, Trial
 from megasparse.claims.page import markdown, write_page
 from megasparse.claims.registry import CLAIMS
@@ -133,11 +133,79 @@ def test_the_rule_of_shared_queries():
 
 
 def test_trials_of_trained_models_name_comparisons_whose_models_can_be_built():
-    for claim in (trained.DUPLICATION, trained.BLOCKS):
+    for claim in (trained.DUPLICATION, trained.BLOCKS, learned.UTILITY, learned.LISTOPS, learned.SAMPLERS):
         for settings in claim.budgets.values():
             claim.check(settings)
     evaluated = trained.comparison_of(trained.DUPLICATION.budgets["cpu"])["evaluate"]
     assert all(arguments[-2:] == ["--hash-seeds", "8"] for arguments in evaluated.values())
+
+
+def windows(mean):
+    """The utility of ten windows, whose 95 % interval is mean ± 0.0075."""
+    return [mean - 0.01, mean + 0.01] * 5
+
+
+FOUND = {
+    "utility": {
+        "random": windows(0.251), "smyrf": windows(0.3), "lsh": windows(0.4), "lha": windows(0.55),
+        "bound": windows(0.9), "floor": [0.25] * 10,
+    },
+    "imbalance": {"lsh": {"ratio": 0.2, "size": 0.04}, "lha": {"ratio": 0.1, "size": 0.01}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("utility", "lha", windows(0.414)),  # the intervals overlap
+        ("utility", "bound", windows(0.5)),
+        ("utility", "random", windows(0.34)),
+        ("imbalance", "lha", {"ratio": 0.3, "size": 0.01}),
+        ("imbalance", "lha", {"ratio": 0.1, "size": 0.05}),
+    ],
+)
+def test_the_rule_of_utility(part, name, value):
+    assert learned.judge_utility([FOUND, FOUND]).verified
+    other = {**FOUND, part: {**FOUND[part], name: value}}
+    assert not learned.judge_utility([FOUND, other]).verified
+
+
+def test_the_rules_of_listops_and_samplers():
+    assert learned.judge_listops([{"full": [0.34, 0.36], "lsh": [0.33, 0.34]}]).verified
+    assert not learned.judge_listops([{"full": [0.34, 0.36], "lsh": [0.33, 0.336]}]).verified
+    runs = [{"random": {"accuracy": 0.4}, "raw": {"accuracy": x}} for x in (0.39, 0.43)]
+    assert learned.judge_samplers(runs).verified and not learned.judge_samplers(runs[:1]).verified
+
+
+@pytest.mark.slow
+def test_a_small_trial_of_utility_trains_a_model_and_hashes(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the same words come again, and the same words go. " * 2000)
+    folder = str(tmp_path / "data")
+    run(door("prepare-data"), "text", "--source", text, "--output", folder)
+    own = {
+        "corpus": None, "length": 64, "windows": 2, "hash_steps": 2,
+        "changes": [
+            *learned.UTILITY.budgets["cpu"]["changes"], f"data.path={folder}", "training.steps=2", "model.layers=1",
+            "model.d_model=32", "model.heads=2",
+        ],
+    }  # fmt: skip
+    found = learned.measure_utility(trial(learned.UTILITY, tmp_path, **own))
+    assert len(found["utility"]["lha"]) == 2 and found["utility"]["floor"] == [0.25, 0.25]
+    assert all(0.25 <= bound <= 1.0 for bound in found["utility"]["bound"])
+    assert found["imbalance"].keys() == {"lsh", "lha"}
+
+
+def test_a_sweep_gives_every_mechanism_its_seeds(tmp_path, monkeypatch):
+    def call(*words, log):
+        if words[0] == "sweep":
+            (tmp_path / "sweep").mkdir()
+            runs = [{"value": 0.3}, {"value": 0.4}]
+            found = [{"settings": {"model.attention": {"pattern": [kind]}}, "runs": runs} for kind in ("full", "lsh")]
+            (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"combinations": found}))
+
+    monkeypatch.setattr(learned, "call", call)
+    assert learned.measure_sweep(trial(learned.LISTOPS, tmp_path)) == {"full": [0.3, 0.4], "lsh": [0.3, 0.4]}
 
 
 @pytest.fixture
