@@ -161,7 +161,7 @@ FOUND = {
         ("utility", "bound", windows(0.5)),
         ("utility", "random", windows(0.34)),
         ("imbalance", "lha", {"ratio": 0.3, "size": 0.01}),
-        ("imbalance", "lha", {"ratio": 0.1, "size": 0.05}),
+        ("imbalance", "lha", {"ratio": 0.1, "size": 0.08}),
     ],
 )
 def test_the_rule_of_utility(part, name, value):
