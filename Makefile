@@ -1,8 +1,9 @@
 # make quickstart   from nothing to held-out bits/dim of a model trained on real text, in under 15 minutes on two cores
-# make test         the tests (10 minutes on two cores)         make checks   ruff and mypy
+# make test         the tests (10 minutes on two cores)         make checks   ruff, mypy, the site's links
 # make test-fast    those that take no processes, kernels or long runs: under 2 minutes on two cores
 # make kernels      every GPU kernel in Triton's interpreter, and compiled for the A100 and the H100 (no GPU needed)
 # make soak         the tests that take minutes to hours        make clean    the virtual environment and caches
+# make docs         the documents as a site, in site/
 # make cluster      two hosts, and a Slurm, made of namespaces of this one; as root, with openssh-server, pdsh, slurm-wlm and munge
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu takes PyTorch's CPU build (no GPU: 200 MB in place of several GB).
@@ -17,7 +18,7 @@ BIN := .venv/bin
 export GOMP_SPINCOUNT ?= 2000
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: quickstart test test-fast checks kernels soak cluster clean install
+.PHONY: quickstart test test-fast checks docs kernels soak cluster clean install
 
 quickstart: .venv/installed
 	@$(BIN)/python tools/quickstart.py
@@ -31,6 +32,10 @@ checks: .venv/installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs: .venv/installed-dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo "open site/index.html, or look at it with $(BIN)/mkdocs serve"
 
 kernels: .venv/installed-dev
 	@$(BIN)/python -m pytest -m kernels $(TESTS)
@@ -61,4 +66,4 @@ install: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf .venv site .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info

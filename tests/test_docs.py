@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
+import megasparse
 from megasparse.cli.main import module_of, parser_of, split
 from tests.test_imports import MAY_IMPORT
 
 ROOT = Path(__file__).parents[1]
 NAMED = ("README.md", "CONTRIBUTING.md", "tokenizers/README.md")
-DOCUMENTS = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in NAMED),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/reference").glob("*.md")),
+]
 FOLDERS = ("megasparse", "launch", "tools", "configs", "tests", "docs", "tokenizers")
 MADE = ("tokenizers/books.model", "tokenizers/bert.json", "tokenizers/multi30k.model", "tokenizers/small.model")
 """Files that a reader makes or brings."""
@@ -75,3 +80,11 @@ def test_the_drawn_floors_are_those_of_the_imports():
     assert {*floor} == parts | {"launch", "tools"}
     wrong = [(part, below) for part in parts for below in MAY_IMPORT[part] if floor[below] >= floor[part]]
     assert not wrong
+
+
+def test_the_site_has_every_page_and_every_public_name():
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(listed) == sorted(pages)
+    names = re.findall(r"^::: megasparse\.([\w.]+)$", (ROOT / "docs/reference/python.md").read_text(), re.MULTILINE)
+    assert names == [f"{module}.{name}" for name, module in megasparse._MODULES.items()]

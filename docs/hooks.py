@@ -1,0 +1,20 @@
+"""A hook of MkDocs: the page of the command line gets the help of every subcommand."""
+
+import os
+from typing import Any
+
+from megasparse.cli.main import COMMANDS, module_of, parser_of
+
+os.environ["COLUMNS"] = "100"  # the width of argparse's help
+
+
+def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
+    """The page's text, that of `reference/command_line.md` with a section for each subcommand."""
+    if page.file.src_uri != "reference/command_line.md":
+        return markdown
+    sections = [f"## {name}\n\n{does.capitalize()}.\n\n```text\n{_help(name)}```\n" for name, does in COMMANDS.items()]
+    return "\n".join([markdown, *sections])
+
+
+def _help(name: str) -> str:
+    return parser_of(name, module_of(name)).format_help()
