@@ -264,6 +264,9 @@ class CheckpointConfig(Section):
 class LoggingConfig(Section):
     every: Positive = 1
     """Steps between lines of the progress display and of TensorBoard; metrics.jsonl has every step."""
+    sink: Literal["wandb", "mlflow"] | None = None
+    """Where scalars, texts and pictures go beside TensorBoard: Weights & Biases or MLflow, set up by their own
+    environment variables (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI). null: nothing leaves this machine."""
     attention_quality_every: Count = 0
     """Steps between measurements of how near each attention comes to full attention, on a held-out window; 0 never."""
     profile_steps: tuple[Positive, Positive] | None = None

@@ -1,59 +1,60 @@
-"""TensorBoard, which may fail without consequences: metrics.jsonl has every number too."""
+"""A run's sinks, which may fail without consequences: metrics.jsonl has every number too."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from megasparse.config.schema import RunSettings
+from megasparse.training.reporting.sinks import SINKS, Sink, TensorBoard, require
+
 
 class Board:
-    """A SummaryWriter that the first trouble switches off until the run is started again.
+    """TensorBoard, and the sink of `logging.sink`. The first trouble switches one off until the run is started again.
 
-    report: called then. first_step: what an earlier process wrote of this step and later ones is hidden.
+    report: called then. first_step: what an earlier process wrote to TensorBoard of it and later steps is hidden.
+    Raises ConfigError where the sink's package is not installed.
     """
 
-    def __init__(self, directory: Path, first_step: int, report: Callable[[str], None]):
-        self._directory, self._report = directory, report
-        self._writer: Any = None
-        with self._surviving():
-            from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and runs alone need it
-
-            self._writer = SummaryWriter(str(directory), purge_step=first_step)
+    def __init__(self, config: RunSettings, first_step: int, report: Callable[[str], None]):
+        directory, other = Path(config.run.directory), config.logging.sink
+        self._report, self._sinks = report, dict[str, Sink]()
+        self._open("TensorBoard", partial(TensorBoard, directory, first_step))
+        if other is not None:
+            require(other)
+            self._open(other, partial(SINKS[other], directory, config.model_dump(mode="json")))
 
     def scalars(self, step: int, scalars: dict[str, float]) -> None:
-        with self._surviving():
-            for name, value in scalars.items():
-                if self._writer is not None:
-                    self._writer.add_scalar(name, value, step)
+        self._each("scalars", step, scalars)
 
     def text(self, step: int, name: str, text: str) -> None:
-        with self._surviving():
-            if self._writer is not None:
-                self._writer.add_text(name, text, step)
-                self._writer.flush()
+        self._each("text", step, name, text)
 
     def image(self, step: int, name: str, picture: Tensor) -> None:
-        """Write a picture to TensorBoard. picture: (height, width, 3) uint8."""
-        with self._surviving():
-            if self._writer is not None:
-                self._writer.add_image(name, picture.cpu(), step, dataformats="HWC")
-                self._writer.flush()
+        """Write a picture (height, width, 3) uint8."""
+        self._each("image", step, name, picture)
 
     def close(self) -> None:
-        with self._surviving():
-            if self._writer is not None:
-                self._writer.close()
-        self._writer = None
+        self._each("close")
+        self._sinks.clear()
 
-    @contextmanager
-    def _surviving(self) -> Iterator[None]:
+    def _open(self, name: str, make: Callable[[], Sink]) -> None:
+        def keep() -> None:
+            self._sinks[name] = make()
+
+        self._surviving(name, keep)
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        for name, sink in list(self._sinks.items()):
+            self._surviving(name, partial(getattr(sink, method), *arguments))
+
+    def _surviving(self, name: str, write: Callable[[], None]) -> None:
         try:
-            yield
-        except Exception as error:  # its background thread's is raised at the next call, of whatever kind it was
-            self._writer = None
+            write()
+        except Exception as error:  # a background thread's is raised at the next call, of whatever kind it was
+            self._sinks.pop(name, None)
             self._report(
-                f"{self._directory}: TensorBoard is switched off until the run is started again ({error}). "
-                "metrics.jsonl has every number"
+                f"{name} is switched off until the run is started again ({error}). metrics.jsonl has every number"
             )

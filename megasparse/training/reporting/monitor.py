@@ -1,4 +1,4 @@
-"""What a run reports: every scalar of every step to metrics.jsonl, some to TensorBoard and to the progress line.
+"""What a run reports: every scalar of every step to metrics.jsonl, some to its sinks and to the progress line.
 
 docs/monitoring.md lists the scalars. Only rank 0 writes. Storage or a terminal that fails ends no training.
 """
@@ -68,7 +68,7 @@ class Monitor:
         self._directory = directory
         self._lines = JsonLines(directory / "metrics.jsonl", self.say, start_step)
         self._events = JsonLines(directory / "events.jsonl", self.say)
-        self._board = Board(directory / "tensorboard", start_step + 1, self.say)
+        self._board = Board(config, start_step + 1, self.say)
 
     def speed(self, tokens: int, step_seconds: float, spent: StepTimes) -> dict[str, float]:
         """The scalars of speed for a step of `tokens` tokens over all ranks, of which this one spent its time so."""
@@ -87,7 +87,7 @@ class Monitor:
         return scalars
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Write a step to metrics.jsonl, and every `logging.every` steps to TensorBoard and the progress line."""
+        """Write a step to metrics.jsonl, and every `logging.every` steps to the sinks and the progress line."""
         if not self.writing:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
@@ -100,7 +100,7 @@ class Monitor:
             self._show_progress(step, scalars, evaluated)
 
     def ranks(self, step: int, table: RankTable) -> None:
-        """Write what each of several ranks spends of a step to ranks.json, which is replaced, and to TensorBoard."""
+        """Write what each of several ranks spends of a step to ranks.json, which is replaced, and to the sinks."""
         if self.writing and self._world_size > 1:
             self._board.text(step, "ranks", table.text())
             try:
@@ -109,17 +109,17 @@ class Monitor:
                 self.say(f"{self._directory / 'ranks.json'} cannot be written ({error.strerror})")
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Write a text sample to TensorBoard."""
+        """Write a text sample to the sinks."""
         if self.writing:
             self._board.text(step, name, f"```\n{text}\n```")
 
     def image(self, step: int, name: str, picture: Tensor) -> None:
-        """Write a picture (height, width, 3) uint8 to TensorBoard."""
+        """Write a picture (height, width, 3) uint8 to the sinks."""
         if self.writing:
             self._board.image(step, name, picture)
 
     def event(self, step: int, message: str) -> None:
-        """Report something out of the ordinary to stderr, TensorBoard, and events.jsonl, which restarts leave whole."""
+        """Report something out of the ordinary to stderr, the sinks, and events.jsonl, which restarts leave whole."""
         if self.writing:
             self.say(message)
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
