@@ -44,6 +44,7 @@ COMMANDS = {
     "bench attention": "time and memory of attention, beside torch's and published Reformers'",
     "bench plot": "draw what bench attention measured",
     "bench training": "tokens per second and memory of training steps",
+    "bench memory": "predicted memory of training steps, beside what they allocate",
     "bench offload": "what offloading to CPU memory or to a disk costs per step",
     "bench launches": "count a layer's or a step's launches and bytes on a GPU, without one",
     "bench decoder": "compare attentions inside a pretrained decoder",

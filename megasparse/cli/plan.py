@@ -2,6 +2,7 @@ r"""Predict what a pretraining run will take: memory, traffic, FLOPs, time, cost
 
     megasparse plan reformer_64k --gpus 8 --gpu-memory 80GiB
     megasparse plan reformer_64k --set parallel.sequence=8 --gpus 64 --gpu-memory 80GiB --price-per-gpu-hour 2 --json
+    megasparse plan decoder_64k --start runs/smollm2 --gpus 1 --gpu-memory 24GiB
     megasparse plan quickstart --gpus 1 --gpu-memory 4GiB --measure        # the code that runs on this CPU
 
 Needs no GPU and no memory of the model's size: the GPU kernels' allocations are counted, not made. docs/scaling.md has
@@ -13,7 +14,7 @@ import json
 import math
 from dataclasses import replace
 
-from megasparse.cli.arguments import add_config, config_from
+from megasparse.cli.arguments import add_config, add_start, config_from
 from megasparse.config.messages import show
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
@@ -21,6 +22,7 @@ from megasparse.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
+    add_start(parser)
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of all nodes together")
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of one node (%(default)s)")
     parser.add_argument("--gpu-memory", required=True, metavar="SIZE", help="memory of one GPU, such as 80GiB")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.batches import Batch
+from megasparse.model.adapters import add_adapters
 from megasparse.model.build import build_model
 from megasparse.model.encoder import Encoder
 from megasparse.ops.random import RngContext
@@ -81,6 +82,8 @@ def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
     model = build_model(alone.model, alone.run.seed)
     if isinstance(model, Encoder) and alone.model.masking.whole_words:
         model.set_word_starts(torch.ones(alone.model.vocabulary, dtype=torch.bool))
+    if alone.lora is not None:
+        add_adapters(model, alone.lora, alone.run.seed)
     engine = build_engine(model, alone, lambda step, samples: RngContext(alone.run.seed, step, samples, True), ranks)
     tokens = dummy_records(alone.model, micro, config.data.sequence_length, config.run.seed)
     return engine, Batch(tokens, torch.arange(micro), micro)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from megasparse.attention.contract import Attention
 from megasparse.config.schema import Config
+from megasparse.model.adapters import add_adapters
 from megasparse.model.build import build_model, empty_model
 from megasparse.model.encoder import Encoder
 from megasparse.ops.blocks import smaller_blocks
@@ -53,6 +54,8 @@ class PassMemory:
             model: Any = build_model(config, 0) if self.path == "measured" else empty_model(config)
             if isinstance(model, Encoder) and config.masking.whole_words:
                 model.word_starts = torch.ones(config.vocabulary, dtype=torch.bool)
+            if self.config.lora is not None:
+                add_adapters(model, self.config.lora, 0)
         if self.config.training.precision == "bf16":
             for weight in model.parameters():
                 weight.data = weight.data.bfloat16()

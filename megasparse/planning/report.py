@@ -56,7 +56,7 @@ def lines(plan: Plan) -> list[str]:
         f"{plan.micro_batches} micro-batches of {config.training.micro_batch} × {config.data.sequence_length:,} tokens "
         f"in {config.training.precision}",
         "",
-        f"{'parameters':36} {states.trained:,}",
+        f"{'parameters':36} {states.trained:,}{f' trained, {states.frozen:,} frozen' if states.frozen else ''}",
     ]
     for pool, parts in (("", plan.memory.device), ("CPU: ", plan.memory.host), ("NVMe: ", plan.memory.nvme)):
         reported += [f"{pool + name:36} {gigabytes(size)}" for name, size in parts.items() if size]

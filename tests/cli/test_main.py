@@ -150,7 +150,7 @@ COMP_WORDS=({words} "{current}"); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _mega
     [
         ("", "pret", "pretrain"),
         ("", "ben", "bench"),
-        ("bench", "", "attention plot training offload launches decoder kernels"),
+        ("bench", "", "attention plot training memory offload launches decoder kernels"),
         ("bench offload", "--nv", "--nvme-path"),
         ("pretrain", "quick", "quickstart"),
         ("finetune --dry-run", "finetune/glue_r", "finetune/glue_rte"),

@@ -1,10 +1,10 @@
 """Predicted and measured memory of fine-tuning runs' first steps."""
 
-from itertools import accumulate
 from typing import Any
 
 import torch
 
+from megasparse.benchmarks.memory import allocated_peak
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.ops.random import RngContext
@@ -38,10 +38,3 @@ def predicted_and_measured(values: dict[str, Any], steps: int = 2) -> tuple[int,
     engine.close()
     fp32 = config.training.precision == "fp32"  # weights were there before the profiler, but not their rounded copies
     return found.pools[0].peak, allocated_peak(profiled) + (held if fp32 else 0)
-
-
-def allocated_peak(profiled: Any) -> int:
-    """The largest number of bytes allocated at a time since the profiler began."""
-    records = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = accumulate(event.nbytes() for event in sorted(records, key=lambda event: event.start_ns()))
-    return max(live)

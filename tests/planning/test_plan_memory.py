@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from megasparse.benchmarks.memory import predicted_and_allocated
 from megasparse.cli.main import door
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
@@ -15,7 +16,6 @@ from megasparse.planning.plan import RESERVE, Assumptions, Plan
 from megasparse.planning.states import BUCKET, States, Zero, memory
 from megasparse.planning.traffic import Cluster, communication, offload
 from tests.helpers import commands
-from tests.helpers.plan_accuracy import predicted_and_measured
 
 BASE = {
     "run": {"device": "cpu", "engine": "torch"},
@@ -103,6 +103,11 @@ CASES = {
 }  # fmt: skip
 
 
+DECODER = {
+    **ORDINARY, "layers": 4, "d_model": 96, "d_ff": 256, "key_heads": 2, "norm": "rms", "feed_forward": "swiglu",
+    "feed_forward_biases": False, "activations": "checkpoint", "vocabulary": 4000, "loss_tiles": 8,
+    "tied_embeddings": True, "positions": {"kind": "rotary"}, "attention": attention("full"),
+}  # fmt: skip
 QUICK = {
     "quick: lsh, reversible": (8192, {"layers": 1, "d_model": 64, "d_ff": 128, "attention": LSH}, {}),
     "quick: blocks not full in passes": (2048, {"layers": 1, "d_model": 64, "d_ff": 128, "attention": LSH}, {}),
@@ -116,6 +121,7 @@ QUICK = {
         {"layers": 2, "d_model": 64, "d_ff": 512, "attention": attention("local", local={"chunk": 32})},
         {"optimizer": {"name": "adafactor"}, "training": {"global_batch": 2}},
     ),
+    "quick: decoder, adapters": (2048, DECODER, {**BF16, "lora": {"targets": ["query", "value", "output"]}}),
 }
 
 
@@ -132,7 +138,7 @@ def values(name):
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.soak) for name in CASES)])
 def test_peaks_are_within_10_percent_of_what_is_allocated(name):
     """`pytest -s -m soak` prints them. The pass that a prediction takes is a quarter as long as the run, or shorter."""
-    predicted, measured, longest = predicted_and_measured(values(name))
+    predicted, measured, longest = predicted_and_allocated(build_config(values(name)))
     length = values(name)["data"]["sequence_length"]
     reported = f"predicted {predicted / 1e6:.1f} MB from {longest} tokens, measured {measured / 1e6:.1f} MB of {length}"
     print(f"{name:34} {reported}: {predicted / measured - 1:+.1%}")
