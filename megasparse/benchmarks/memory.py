@@ -14,6 +14,7 @@ from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.hardware import GPUS, gigabytes
 from megasparse.planning.measure import machine
 from megasparse.planning.plan import Assumptions, Plan
+from megasparse.planning.planner import with_changes
 from megasparse.training.ranks import start_ranks
 
 STEPS = 2
@@ -24,7 +25,8 @@ def bench_memory(config: Config, lengths: Sequence[int], command: str, output: P
     """Yield the rows of a Markdown table, one a length, and write them to `output` as JSON after each. Raises
     ConfigError for a run that is not on the CPU, or a length that the model has not.
     """
-    device = start_ranks(config.run.model_copy(update={"engine": "torch"})).device
+    config = with_changes(config, "run", engine="torch")
+    device = start_ranks(config.run).device
     if device.type != "cpu":
         raise ConfigError("run.device", f"{device}, where torch's profiler counts otherwise", 'Set it to "cpu"')
     for length in lengths:
@@ -34,8 +36,8 @@ def bench_memory(config: Config, lengths: Sequence[int], command: str, output: P
     rows: list[dict[str, Any]] = []
     yield "| tokens | predicted | from passes of | allocated | difference |\n|---|---|---|---|---|"
     for length in lengths:
-        data = config.data.model_copy(update={"sequence_length": length})
-        predicted, allocated, longest = predicted_and_allocated(config.model_copy(update={"data": data}))
+        whole = with_changes(config, "data", sequence_length=length)
+        predicted, allocated, longest = predicted_and_allocated(whole)
         rows.append({"tokens": length, "predicted": predicted, "longest_pass": longest, "allocated": allocated})
         if output is not None:
             write_json(output, {"command": command, "machine": machine(device), "rows": rows})
@@ -44,7 +46,7 @@ def bench_memory(config: Config, lengths: Sequence[int], command: str, output: P
 
 
 def predicted_and_allocated(config: Config) -> tuple[int, int, int]:
-    """Bytes at the peak of two steps of micro-batches, weights, gradients and optimizer state included: predicted, and
+    """Bytes at the peak of two steps on plain torch, weights, gradients and optimizer state included: predicted, and
     allocated as torch's profiler counts it, kernels' scratch memory included. And the longest pass, in tokens, that the
     prediction took.
     """
@@ -52,7 +54,7 @@ def predicted_and_allocated(config: Config) -> tuple[int, int, int]:
     predicted, longest = plan.peak, max(plan.passes.lengths)
     del plan
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        engine, batch = trial_engine(config, start_ranks(config.run.model_copy(update={"engine": "torch"})))
+        engine, batch = trial_engine(config, start_ranks(config.run))
         for step in range(STEPS):
             engine.train_step([batch] * (config.training.global_batch // config.training.micro_batch), step, 1e-3)
     engine.close()

@@ -45,6 +45,7 @@ COMMANDS = {
     "bench plot": "draw what bench attention measured",
     "bench training": "tokens per second and memory of training steps",
     "bench memory": "predicted memory of training steps, beside what they allocate",
+    "bench fits": "decoders of 0.1B to 8B on one GPU: the longest sequences that the planner finds room for",
     "bench offload": "what offloading to CPU memory or to a disk costs per step",
     "bench launches": "count a layer's or a step's launches and bytes on a GPU, without one",
     "bench decoder": "compare attentions inside a pretrained decoder",

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from megasparse.planning.live_bytes import AllocatedBytes, LiveBytes
 
@@ -88,7 +89,7 @@ def phases(model: nn.Module, forward: Callable[[], Tensor], device: torch.device
         with meter, torch.set_grad_enabled(learns):
             objective = forward()
             if learns:
-                objective.backward()
+                _run_backward(objective)
             peaks.append(meter.mark())
     finally:
         for hook in hooks:
@@ -98,6 +99,14 @@ def phases(model: nn.Module, forward: Callable[[], Tensor], device: torch.device
     gradients = np.array(list(itertools.accumulate(made)), dtype=np.float64)
     # A phase's peak includes the gradient that ends it, which is being made.
     return Phases([*ends, ""], gradients, np.maximum(0.0, np.array(peaks) - gradients))
+
+
+def _run_backward(objective: Tensor) -> None:
+    """Tensor.backward, and what it recomputes, inside the function modes that are on: torch hands its own backward to
+    these, and runs it without them.
+    """
+    gradient = torch.ones_like(objective)
+    _engine_run_backward((objective,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def of_one_length(one: Phases, two: Phases, length: int) -> Curve:

@@ -125,25 +125,37 @@ def _without_attention_dropout(config: Config) -> Config:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Lets tensors of the meta device go where those of a GPU would: to fused attention, and past `nonzero`."""
+    """Lets tensors of the meta device go where those of a GPU would: to fused attention, past `nonzero`, and to CPU
+    memory and back."""
     experimental = torch.fx.experimental._config
     before = experimental.meta_nonzero_assume_all_nonzero  # where rows are chosen, the most there can be
     experimental.meta_nonzero_assume_all_nonzero = True
     try:
-        with _Fused():
+        with _OnGPU():
             yield
     finally:
         experimental.meta_nonzero_assume_all_nonzero = before
 
 
-class _Fused(TorchFunctionMode):
-    """Full attention by torch's fused kernels, which the meta device would not choose."""
+class _OnGPU(TorchFunctionMode):
+    """Full attention by torch's fused kernels, which the meta device would not choose, and copies to CPU memory, which
+    it would refuse: there a tensor takes nothing of the device.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention and args[0].is_meta:
             return _fused_attention(*args, **kwargs)
+        if function is Tensor.to and args[0].is_meta and len(args) == 2 and isinstance(args[1], str | torch.device):
+            return _moved(args[0], torch.device(args[1]))
         return function(*args, **kwargs)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """`x` in CPU memory, a tensor of its shape over one number, or such a tensor back on the device."""
+    if device.type == "cpu":
+        return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if not any(x.stride()) else x
 
 
 def _fused_attention(

@@ -57,8 +57,8 @@ class Plan:
         return self._memory(self.config.data.sequence_length)
 
     def at_length(self, length: int) -> int:
-        """The peak with sequences of another length, all else the same."""
-        return self._sum(self._memory(length))
+        """The peak with sequences of another length, all else the same, or what the start takes if that is more."""
+        return max(self._sum(self._memory(length)), self.starting)
 
     def _memory(self, length: int) -> Memory:
         model, training, sequence = self.config.model, self.config.training, self.config.parallel.sequence
@@ -92,8 +92,16 @@ class Plan:
         return self._sum(self.memory)
 
     @property
+    def starting(self) -> int:
+        """Bytes of a GPU before the first step, when it has the whole model: what is trained in fp32, what is frozen as
+        it stays. 0 of a measured path.
+        """
+        states = self.passes.states
+        return RESERVE + 4 * states.trained + states.size * states.frozen if self.on.path == "counted" else 0
+
+    @property
     def fits(self) -> bool:
-        return self.on.available is None or self.peak <= self.on.available
+        return self.on.available is None or max(self.peak, self.starting) <= self.on.available
 
     @cached_property
     def activations(self) -> dict[str, int]:

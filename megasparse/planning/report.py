@@ -63,6 +63,8 @@ def lines(plan: Plan) -> list[str]:
         if pool == "":
             reported += [f"  {'while in ' + part:34} {gigabytes(size)}" for part, size in plan.activations.items()]
     limit = "" if on.available is None else f" of {gigabytes(on.available)}: {'fits' if plan.fits else 'DOES NOT FIT'}"
+    if plan.starting > plan.peak:
+        reported.append(f"{'at the start, the whole model':36} {gigabytes(plan.starting)}")
     reported += [f"{'peak of a GPU' if on.path == 'counted' else 'peak':36} {gigabytes(plan.peak)}{limit}", ""]
     reported += [
         f"{'model FLOPs a step':36} {plan.model_flops:.3g}",

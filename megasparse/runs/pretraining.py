@@ -11,6 +11,7 @@ from megasparse.ops.random import RngContext
 from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
 from megasparse.planning.report import dry_run_report
 from megasparse.runs.data import open_data, training_batches
+from megasparse.runs.fit import require_fit
 from megasparse.runs.own_texts import with_texts
 from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.loop import train
@@ -52,6 +53,7 @@ def pretrain(
         config = with_texts(config, texts, ranks)
     data = data or open_data(config)
     if start is not None:
+        require_fit(config, ranks)
         resume = resumed_from(config, start, ranks)
 
     def model() -> Any:

@@ -207,10 +207,10 @@ class _Predictor:
         if cuda:
             pools = [MemoryPool("GPU memory", device, own + self.held)]
             if any(host.values()):
-                pools.append(MemoryPool("CPU memory", host, available_bytes(torch.device("cpu")) // _local(world)))
+                pools.append(MemoryPool("CPU memory", host, available_bytes(torch.device("cpu")) // ranks_here(world)))
         else:
             parts = device | {name: size for name, size in host.items() if size}
-            pools = [MemoryPool("memory", parts, own // _local(world) + self.held)]
+            pools = [MemoryPool("memory", parts, own // ranks_here(world) + self.held)]
         return MemoryEstimate(config, number, frozen, length, pools, str(self.ranks.device))
 
 
@@ -234,7 +234,7 @@ def available_bytes(device: torch.device) -> int:
     return min(found)
 
 
-def _local(world: int) -> int:
+def ranks_here(world: int) -> int:
     """Ranks on this machine, which share its memory."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world)))
 

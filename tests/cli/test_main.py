@@ -64,7 +64,7 @@ def test_every_door_leads_to_a_subcommand_and_is_short():
         (doors[path.name],) = re.findall(r'door\("(.*)"\)', text)
         assert ast.get_docstring(ast.parse(text))
     without = {"configs", "completion", "bench plot", "bench launches", "attention-coverage", "repetitions"}
-    without |= {"compress", "decompress", "convert teach", "bench decoder"}
+    without |= {"compress", "decompress", "convert teach", "bench decoder", "bench fits", "bench memory"}
     assert set(doors.values()) == set(COMMANDS) - without
 
 
@@ -150,7 +150,7 @@ COMP_WORDS=({words} "{current}"); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _mega
     [
         ("", "pret", "pretrain"),
         ("", "ben", "bench"),
-        ("bench", "", "attention plot training memory offload launches decoder kernels"),
+        ("bench", "", "attention plot training memory fits offload launches decoder kernels"),
         ("bench offload", "--nv", "--nvme-path"),
         ("pretrain", "quick", "quickstart"),
         ("finetune --dry-run", "finetune/glue_r", "finetune/glue_rte"),

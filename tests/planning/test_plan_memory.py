@@ -259,3 +259,21 @@ def test_fewer_rounds_are_a_hint(kind):
     config = build_config({"model": {**model, "masking": {"token": 259}}, "data": {"sequence_length": 128}})
     hints = pretraining_hints(Plan(config, Assumptions(GPUS["A100"])))
     assert f"model.attention.{kind}.rounds=4" in [hint.change for hint in hints]
+
+
+@pytest.mark.parametrize("activations", ["checkpoint", "checkpoint_cpu"])
+def test_full_attention_that_is_recomputed_has_no_scores_on_a_gpu(activations):
+    """Nor is a score of 4,096 × 4,096 pairs and 4 heads counted; inputs of layers are where the configuration says."""
+    counted = {}
+    for layers in (2, 6):
+        model = {**DECODER, "layers": layers, "activations": activations, "max_length": 4096}
+        config = build_config({**BASE, "model": {**BASE["model"], **model}, "data": {"sequence_length": 4096}, **BF16})
+        counted[layers] = Plan(config, Assumptions(GPUS["A100"])).memory
+    assert counted[6].device["activations"] < 4 * 4096**2 * 2
+    inputs = 4096 * 96 * 4
+    grown = counted[6].device["activations"] - counted[2].device["activations"]
+    on_host = [each.host.get("offloaded activations", 0) for each in counted.values()]
+    if activations == "checkpoint":
+        assert abs(grown - 4 * inputs) < inputs and on_host == [0, 0]
+    else:
+        assert grown < inputs and on_host == [2 * inputs, 6 * inputs]

@@ -1,0 +1,76 @@
+"""Whether a pretrained decoder fits a GPU, said before any weight is made."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megasparse.benchmarks.fits import LLAMA, SHAPES, bench_fits
+from megasparse.config.load import load_config
+from megasparse.errors import UserError
+from megasparse.planning.hardware import GPUS
+from megasparse.planning.plan import RESERVE, Assumptions, Plan
+from megasparse.runs import fit
+
+GB = 10**9
+SMALL = {"vocabulary": 512, "layers": 2, "d_model": 64, "d_ff": 128, "heads": 4, "key_heads": 2}
+
+
+def plan(available, lora=True, **sizes):
+    config = load_config("decoder_64k")
+    model = config.model.model_copy(update={**LLAMA, **(sizes or SMALL)})
+    config = config.model_copy(update={"model": model, "lora": config.lora if lora else None})
+    return Plan(config, Assumptions(GPUS["A100"], available=available))
+
+
+def test_what_fits_is_not_mentioned():
+    assert fit.shortage(plan(80 * GB), host=64 * GB) is None
+
+
+def test_a_gpu_too_small_is_refused_with_what_helps():
+    too_small = plan(RESERVE + 10**8)
+    certain, problem = fit.shortage(too_small, host=64 * GB)
+    assert certain and "GPU memory" in problem and "data.sequence_length=" in problem
+    nearly = plan(int(0.95 * too_small.peak))
+    certain, problem = fit.shortage(nearly, host=64 * GB)
+    assert not certain
+
+
+def test_cpu_memory_for_block_inputs_is_asked_for_too():
+    found = plan(80 * GB)
+    inputs = found.memory.host["offloaded activations"]
+    assert inputs == 65536 * 64 * 4 * 2  # tokens, width, fp32, layers
+    certain, problem = fit.shortage(found, host=inputs // 2)
+    assert certain and "CPU memory" in problem
+
+
+def test_a_start_that_does_not_fit_whole_is_none():
+    """8 billion weights in fp32 are on the GPU before they are rounded; frozen ones are rounded before."""
+    sizes = SHAPES["8B (Llama 3.1)"]
+    adapters, whole = plan(None, **sizes), plan(None, lora=False, **sizes)
+    number = whole.passes.states.trained
+    assert number == 8_030_261_248  # as published
+    assert whole.starting == RESERVE + 4 * number
+    trained = adapters.passes.states.trained
+    assert trained == 16 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024))  # rank, layers, A and B of q, o, k, v
+    assert adapters.starting == RESERVE + 2 * number + 4 * trained
+
+
+def test_a_run_asks_on_a_gpu_alone(monkeypatch):
+    config = plan(None).config
+    ranks = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=1, any=bool)
+    fit.require_fit(config, ranks)
+    ranks.device = torch.device("cuda")
+    free = {"cuda": RESERVE + 10**8, "cpu": 64 * GB}
+    monkeypatch.setattr(fit, "available_bytes", lambda device: free[device.type])
+    with pytest.raises(UserError, match=r"this run cannot fit: it takes about .* of GPU memory"):
+        fit.require_fit(config, ranks)
+    free["cuda"] = 80 * GB
+    fit.require_fit(config, ranks)
+
+
+def test_the_table_has_a_row_for_each_size(monkeypatch, tmp_path):
+    monkeypatch.setattr("megasparse.benchmarks.fits.SHAPES", {"small": SMALL})
+    rows = list(bench_fits(load_config("decoder_64k"), [RESERVE + 1, 24 * GB], "command", tmp_path / "fits.json"))
+    assert len(rows) == 3 and rows[1].startswith("| small | adapters, ") and " | no | " in rows[1]
+    assert (tmp_path / "fits.json").exists()
