@@ -174,7 +174,7 @@ def test_other_shells_have_scripts_with_the_same_words(completion, capsys):
     assert capsys.readouterr().out.endswith(completion)
     main(["completion", "fish"])
     fish = capsys.readouterr().out
-    assert "-a 'attention plot training offload launches decoder kernels'" in fish
+    assert "-a 'attention plot training memory fits offload launches decoder kernels'" in fish
     assert "__fish_seen_subcommand_from pretrain" in fish
 
 

@@ -1,5 +1,6 @@
 """Whether a pretrained decoder fits a GPU, said before any weight is made."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from megasparse.planning.plan import RESERVE, Assumptions, Plan
 from megasparse.runs import fit
 
 GB = 10**9
-SMALL = {"vocabulary": 512, "layers": 2, "d_model": 64, "d_ff": 128, "heads": 4, "key_heads": 2}
+SMALL = {"vocabulary": 512, "layers": 2, "d_model": 256, "d_ff": 1024, "heads": 4, "key_heads": 2}
 
 
 def plan(available, lora=True, **sizes):
@@ -23,24 +24,31 @@ def plan(available, lora=True, **sizes):
     return Plan(config, Assumptions(GPUS["A100"], available=available))
 
 
-def test_what_fits_is_not_mentioned():
-    assert fit.shortage(plan(80 * GB), host=64 * GB) is None
+@pytest.fixture(scope="module")
+def small():
+    return plan(80 * GB)
 
 
-def test_a_gpu_too_small_is_refused_with_what_helps():
-    too_small = plan(RESERVE + 10**8)
-    certain, problem = fit.shortage(too_small, host=64 * GB)
-    assert certain and "GPU memory" in problem and "data.sequence_length=" in problem
-    nearly = plan(int(0.95 * too_small.peak))
-    certain, problem = fit.shortage(nearly, host=64 * GB)
+def on(found, available):
+    """The same plan on a GPU of another size."""
+    return Plan(found.config, replace(found.on, available=int(available)), found.passes)
+
+
+def test_what_fits_is_not_mentioned(small):
+    assert fit.shortage(small, host=64 * GB) is None
+
+
+def test_a_gpu_too_small_is_refused_with_what_helps(small):
+    certain, problem = fit.shortage(on(small, 0.84 * small.peak), host=64 * GB)
+    assert certain and "of GPU memory" in problem and "data.sequence_length=" in problem
+    certain, problem = fit.shortage(on(small, 0.95 * small.peak), host=64 * GB)
     assert not certain
 
 
-def test_cpu_memory_for_block_inputs_is_asked_for_too():
-    found = plan(80 * GB)
-    inputs = found.memory.host["offloaded activations"]
-    assert inputs == 65536 * 64 * 4 * 2  # tokens, width, fp32, layers
-    certain, problem = fit.shortage(found, host=inputs // 2)
+def test_cpu_memory_for_block_inputs_is_asked_for_too(small):
+    inputs = small.memory.host["offloaded activations"]
+    assert inputs == 65536 * 256 * 4 * 2  # tokens, width, fp32, layers
+    certain, problem = fit.shortage(small, host=inputs // 2)
     assert certain and "CPU memory" in problem
 
 
@@ -56,12 +64,12 @@ def test_a_start_that_does_not_fit_whole_is_none():
     assert adapters.starting == RESERVE + 2 * number + 4 * trained
 
 
-def test_a_run_asks_on_a_gpu_alone(monkeypatch):
-    config = plan(None).config
+def test_a_run_asks_on_a_gpu_alone(monkeypatch, small):
+    config = small.config
     ranks = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=1, any=bool)
     fit.require_fit(config, ranks)
     ranks.device = torch.device("cuda")
-    free = {"cuda": RESERVE + 10**8, "cpu": 64 * GB}
+    free = {"cuda": RESERVE // 2, "cpu": 64 * GB}
     monkeypatch.setattr(fit, "available_bytes", lambda device: free[device.type])
     with pytest.raises(UserError, match=r"this run cannot fit: it takes about .* of GPU memory"):
         fit.require_fit(config, ranks)
@@ -71,6 +79,6 @@ def test_a_run_asks_on_a_gpu_alone(monkeypatch):
 
 def test_the_table_has_a_row_for_each_size(monkeypatch, tmp_path):
     monkeypatch.setattr("megasparse.benchmarks.fits.SHAPES", {"small": SMALL})
-    rows = list(bench_fits(load_config("decoder_64k"), [RESERVE + 1, 24 * GB], "command", tmp_path / "fits.json"))
+    rows = list(bench_fits(load_config("decoder_64k"), [RESERVE // 2, 24 * GB], "command", tmp_path / "fits.json"))
     assert len(rows) == 3 and rows[1].startswith("| small | adapters, ") and " | no | " in rows[1]
     assert (tmp_path / "fits.json").exists()
