@@ -34,7 +34,7 @@ def commands(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_files_and_links_that_a_document_names_exist(path):
     text = path.read_text(encoding="utf-8")
-    named = re.findall(rf"(?<![\w/.-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w\.(?:py|json|md|sbatch|svg))\b", text)
+    named = re.findall(rf"(?<![\w/.-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w\.(?:py|json|md|sbatch|svg|yaml))\b", text)
     missing = {name for name in named if not (ROOT / name).exists() and name not in MADE}
     missing = {name for name in missing if Path(name).stem not in PLACEHOLDERS}
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)

@@ -58,13 +58,20 @@ class Run:
         self.starts = 0
 
     def start(
-        self, *arguments: str, ranks: int | None = 2, faults: Sequence[Fault] = (), supervise: Sequence[str] = ()
+        self,
+        *arguments: str,
+        ranks: int | None = 2,
+        faults: Sequence[Fault] = (),
+        supervise: Sequence[str] = (),
+        torchrun: Sequence[str] = (),
     ) -> None:
-        """Start it with `arguments` for the script and `supervise` for the launcher; `ranks=None` starts one process
-        without a launcher. `faults`: see faulty_pretrain.py.
+        """Start it with `arguments` for the script and `supervise` for the launcher, or by torchrun with the options
+        `torchrun`; `ranks=None` starts one process without a launcher. `faults`: see faulty_pretrain.py.
         """
         script = [str(SCRIPT), "--config", str(self.folder / "config.json"), *arguments]
-        if ranks is not None:
+        if torchrun:
+            script = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *torchrun, *script]
+        elif ranks is not None:
             script = [str(SUPERVISE), "--ranks", str(ranks), *supervise, *script]
         injected = json.dumps({"folder": str(self.folder), "faults": list(faults)})
         for note in self.folder.glob("fault-*.json"):

@@ -131,6 +131,18 @@ def test_S2_the_others_of_a_killed_rank_end_at_once_and_nothing_is_left(story):
     assert "Traceback" not in story.ended.said
 
 
+def test_S2_torchrun_starts_a_job_again_after_a_crash_and_nothing_changes(clean, data, tmp_path):
+    """Rank 0, which holds the lock on the folder, dies; torchrun's agent ends rank 1 and starts both again."""
+    run = Run(tmp_path, data)
+    with running(run):
+        run.start(torchrun=["--standalone", "--max-restarts", "3"], faults=[fault(r"forward 13$", "kill", rank=0)])
+        ended = run.wait()
+        assert ended.code == 0, ended.said
+        assert run.first_steps() == [1, 13]
+        assert run.losses() == clean.losses() and run.samples() == clean.samples()
+        assert run.leftovers() == [] and run.new_shared_memory() == set()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_C1_C9_a_job_killed_at_any_moment_loses_no_more_than_an_interval(data, tmp_path, asynchronous, figures):
