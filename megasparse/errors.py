@@ -9,6 +9,8 @@ traceback, with an exit code that says what to do. A bug of ours keeps its trace
     4  training diverged: starting again does the same again
     5  the run hung; what it was doing was printed
     6  another rank was lost, and its own message says why
+    7  memory did not suffice; what held it was printed, and what would fit
+    8  a bit had changed in silence, and where was printed
 """
 
 import contextlib
@@ -67,6 +69,18 @@ class TrainingError(UserError):
     """Training cannot go on: the loss is not finite step after step."""
 
     exit_code = 4
+
+
+class MemoryShortage(UserError):
+    """A device's or the host's memory did not suffice."""
+
+    exit_code = 7
+
+
+class SilentCorruption(UserError):
+    """Weights or losses that must agree to the bit do not, and nothing else has reported an error."""
+
+    exit_code = 8
 
 
 class HubError(UserError):

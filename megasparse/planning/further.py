@@ -1,7 +1,7 @@
 """How a pretraining run can go further: the longest sequence that fits, and what each key would save."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,13 +85,21 @@ def _scale_buckets(model: ModelConfig, share: float, update: dict[str, Any], cha
 
 def pretraining_hints(plan: Plan) -> list[Hint]:
     """The changes of keys that lower the peak, the most effective one first; each alone."""
+    return hints(plan.peak, pretraining_changes(plan))
+
+
+def pretraining_changes(plan: Plan) -> Iterator[tuple[str, Callable[[], int]]]:
+    """Yield what to write into the configuration, the mildest change first, and a function that predicts the
+    peak after this change alone, see `hints`.
+    """
 
     def predict(config: Config) -> int:
         check_model(config.model)
         same = all(getattr(config, key) == getattr(plan.config, key) for key in ("model", "training", "parallel"))
         return Plan(config, plan.on, plan.passes if same else None).peak
 
-    return hints(plan.peak, ((change, partial(predict, config)) for change, config in _changes(plan)))
+    for change, config in _changes(plan):
+        yield change, partial(predict, config)
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:

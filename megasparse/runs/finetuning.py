@@ -7,12 +7,14 @@ from pathlib import Path
 
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.ops.random import RngContext
+from megasparse.planning.held import by_kind
 from megasparse.tasks.memory_check import predict, require_fit
 from megasparse.tasks.run import open_run
 from megasparse.tasks.scoring import selection_of, validation
 from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
+from megasparse.training.reporting.memory_shortage import PlannedMemory
 from megasparse.training.run import Recipe, RunResult, open_training
 from megasparse.training.stopping.signals import StopSignals
 
@@ -37,7 +39,7 @@ def finetune(
     ranks = start_ranks(config.run)
     say = _reporter(ranks)
     task = open_run(config, say)
-    require_fit(task, ranks, say)
+    predicted = require_fit(task, ranks, say)
     config = task.config  # with the numbers that depend on the data filled in
     selection = selection_of(config)
 
@@ -48,6 +50,7 @@ def finetune(
         build_model=lambda: task.model,
         open_data=lambda position, hooks: task.batches(ranks, position),
         build_evaluation=lambda engine, hooks: validation(task, engine, hooks),
+        plan=lambda: PlannedMemory(by_kind(predicted.pools[0].parts, predicted.pools[0].peak)),
         selection=selection,
     )
     with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:

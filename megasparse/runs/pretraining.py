@@ -9,6 +9,7 @@ from megasparse.hub.starting import adapted, require_base, resumed_from
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
+from megasparse.planning.held import planned_memory
 from megasparse.planning.report import dry_run_report
 from megasparse.runs.data import open_data, training_batches
 from megasparse.runs.fit import require_fit
@@ -69,6 +70,7 @@ def pretrain(
         build_model=model,
         open_data=lambda position, hooks: training_batches(config, data, ranks, position, hooks),
         build_evaluation=lambda engine, hooks: held_out(engine, data.evaluation, config, hooks),
+        plan=lambda: planned_memory(config, ranks),
         flops_per_token=(model_flops_per_token(config.model, length), hardware_flops_per_token(config.model, length)),
     )
     with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:

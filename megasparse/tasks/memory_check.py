@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from megasparse.tasks.batches import MULTIPLE
 from megasparse.tasks.pass_memory import TaskPassMemory
 from megasparse.tasks.run import TaskRun
 from megasparse.training.ranks import Ranks
+from megasparse.training.reporting.memory import available_bytes
 
 ERROR = 0.15
 """Share by which a prediction may be too high: a run is refused only where it does not fit even so."""
@@ -88,14 +88,14 @@ class MemoryEstimate:
         return "\n".join(found)
 
 
-def require_fit(run: TaskRun, ranks: Ranks, say: Callable[[str], None]) -> None:
-    """Raise UserError on every rank where some rank cannot take its first step, naming what to change. say: prints a
-    warning where a run may just not fit.
+def require_fit(run: TaskRun, ranks: Ranks, say: Callable[[str], None]) -> MemoryEstimate:
+    """Predict, and raise UserError on every rank where some rank cannot take its first step, naming what to change.
+    say: prints a warning where a run may just not fit.
     """
     found = predict(run, ranks)
     refused = ranks.any(found.cannot)
     if found.fits and not refused:
-        return
+        return found
     if found.fits:
         raise UserError("this run cannot fit on another rank, whose own message says why")
     pool = max(found.pools, key=lambda each: each.peak - each.available)
@@ -105,6 +105,7 @@ def require_fit(run: TaskRun, ranks: Ranks, say: Callable[[str], None]) -> None:
     if refused:
         raise UserError(f"this run cannot fit: {problem}. {hint}")
     say(f"this run may not fit: {problem}. {hint}")
+    return found
 
 
 def predict(run: TaskRun, ranks: Ranks) -> MemoryEstimate:
@@ -212,26 +213,6 @@ class _Predictor:
             parts = device | {name: size for name, size in host.items() if size}
             pools = [MemoryPool("memory", parts, own // ranks_here(world) + self.held)]
         return MemoryEstimate(config, number, frozen, length, pools, str(self.ranks.device))
-
-
-def available_bytes(device: torch.device) -> int:
-    """Free bytes of a GPU, with what torch has cached, or of the CPU within the control group's limit."""
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
-    table = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    found = [int(table["MemAvailable"].split()[0]) * 1024]
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            texts = [(Path("/sys/fs/cgroup") / name).read_text().strip() for name in (limit, used)]
-        except OSError:
-            continue
-        if texts[0].isdigit():
-            found.append(max(0, int(texts[0]) - int(texts[1])))
-    return min(found)
 
 
 def ranks_here(world: int) -> int:

@@ -8,6 +8,8 @@ import os
 import socket
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from megasparse.config.schema import RunConfig
 from megasparse.errors import HANG, ConfigError, leave
 from megasparse.training.stopping.watchdog import START
 
+POLL = 0.05
 MEETING_REPORT = 30.0
 """Seconds that the ranks may need to meet before each says that it waits."""
 
@@ -150,11 +153,36 @@ def _meet(run: RunConfig, device: torch.device) -> None:
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         with _patience(place, START * run.hang_timeout):
-            torch.distributed.init_process_group(backend, timeout=_time_limit(run))
+            if torch.distributed.is_torchelastic_launched():
+                store, rank, size = next(torch.distributed.rendezvous("env://", timeout=_time_limit(run)))
+                store = torch.distributed.PrefixStore(_name_of_this_start(store, rank, size), store)
+                joining: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
+            else:
+                joining = {}
+            torch.distributed.init_process_group(backend, timeout=_time_limit(run), **joining)
     except torch.distributed.DistNetworkError as error:
         problem = f"the ranks cannot meet at {place} ({str(error).splitlines()[0]})"
         hint = "Choose a port that is free on the first host, and that the other hosts reach"
         raise ConfigError("MASTER_ADDR:MASTER_PORT", problem, hint) from None
+
+
+def _name_of_this_start(store: torch.distributed.Store, rank: int, size: int) -> str:
+    """Agree on a name that no earlier start of the ranks has had, in a store where theirs may still be.
+
+    torchrun keeps one store through all its restarts (torch 2.13), and in it the addresses of the ranks that have died,
+    which those of the next start would call. Rank 0 proposes a name until each rank has answered to that name with one
+    of its own, which only this start's can be, and it sees its own confirmed.
+    """
+    own = uuid.uuid4().hex
+    if rank == 0:
+        store.set("start", own)
+        for other in range(1, size):
+            store.set(f"confirmed {store.get(f'answer {own} {other}').decode()}", own)
+        return own
+    while not store.check([f"confirmed {own}"]):
+        store.set(f"answer {store.get('start').decode()} {rank}", own)
+        time.sleep(POLL)
+    return str(store.get(f"confirmed {own}").decode())
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.build import build_engine
 from megasparse.training.engines.contract import Engine, MakeRng
 from megasparse.training.ranks import Ranks
+from megasparse.training.reporting.memory_shortage import Plan, PlannedMemory, is_out_of_memory, shortage
 from megasparse.training.reporting.monitor import Monitor
 from megasparse.training.selection import Selection
 from megasparse.training.stopping.hooks import RunHooks
@@ -38,6 +39,10 @@ def no_evaluation(engine: Engine, hooks: RunHooks) -> Evaluate | None:
     return None
 
 
+def no_plan() -> PlannedMemory:
+    raise NotImplementedError("there is none for this kind of run")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What pretraining, fine-tuning and tests differ in. Its callables are called in the order of the fields."""
@@ -48,6 +53,8 @@ class Recipe:
     open_data: Callable[[int, RunHooks], Steps]
     """Opens this rank's steps from a global sample number on."""
     build_evaluation: Callable[[Engine, RunHooks], Evaluate | None] = no_evaluation
+    plan: Plan = no_plan
+    """Predicts this rank's memory, for the report where it does not suffice."""
     flops_per_token: tuple[float, float] | tuple[()] = ()
     """FLOPs that the model needs for a token, and those that its devices do; empty where they are not known."""
     selection: Selection | None = None
@@ -103,19 +110,25 @@ def open_training(
     """Wire a run. All ranks call it together.
 
     resume, allow_changed_config: see `find_start`. stop_at: see `TrainingRun`. signals: see `monitored`.
-    Raises what `run_lock`, `find_start` and `build_engine` raise.
+    Raises what `run_lock`, `find_start` and `build_engine` raise, and MemoryShortage, also for what is raised inside.
     """
     config = recipe.identity.config
     with monitored(config.run, ranks, signals) as hooks, ExitStack() as opened:
-        start = find_start(recipe.identity, ranks, hooks, resume=resume, allow_changed_config=allow_changed_config)
-        step, position = (start.step, start.sequences) if start else (0, 0)
-        model = recipe.build_model()
-        batches = opened.enter_context(recipe.open_data(position, hooks))
-        engine = opened.enter_context(closing(build_engine(model, config, recipe.make_rng, ranks, start)))
-        evaluate = recipe.build_evaluation(engine, hooks)
-        monitor = opened.enter_context(Monitor(config, ranks, step, *recipe.flops_per_token))
-        saver = Saver(recipe.identity, ranks, hooks)
-        yield TrainingRun(engine, batches, saver, monitor, start, evaluate, recipe.selection, stop_at, hooks)
+        engine: Engine | None = None
+        try:
+            start = find_start(recipe.identity, ranks, hooks, resume=resume, allow_changed_config=allow_changed_config)
+            step, position = (start.step, start.sequences) if start else (0, 0)
+            model = recipe.build_model()
+            batches = opened.enter_context(recipe.open_data(position, hooks))
+            engine = opened.enter_context(closing(build_engine(model, config, recipe.make_rng, ranks, start)))
+            evaluate = recipe.build_evaluation(engine, hooks)
+            monitor = opened.enter_context(Monitor(config, ranks, step, *recipe.flops_per_token))
+            saver = Saver(recipe.identity, ranks, hooks)
+            yield TrainingRun(engine, batches, saver, monitor, start, evaluate, recipe.selection, stop_at, hooks)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise shortage(error, engine, ranks, Path(config.run.directory), recipe.plan, hooks.alive) from None
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from megasparse.config.schema import RunConfig
 from megasparse.errors import HANG, ConfigError
+from megasparse.training import ranks
 from megasparse.training.ranks import start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,3 +45,17 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "9")
     with pytest.raises(ConfigError, match=r"^LOCAL_RANK: rank 8 of \S+ has no GPU of its own; PyTorch sees 8 there\."):
         start_ranks(RunConfig(directory="unused"))
+
+
+def names_of_a_start(store: torch.distributed.Store, size: int) -> list[str]:
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: ranks._name_of_this_start(store, rank, size), reversed(range(size))))
+
+
+def test_each_start_of_torchrun_has_a_name_of_its_own_in_the_store_that_outlives_them():
+    """Also after a start that was killed in between, and on another number of ranks."""
+    store = torch.distributed.HashStore()
+    store.set("start", "of a start whose ranks died")
+    found = [names_of_a_start(store, size) for size in (3, 3, 2, 4)]
+    assert all(len(set(names)) == 1 for names in found)
+    assert len({names[0] for names in found}) == 4

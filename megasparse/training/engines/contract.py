@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,11 +69,17 @@ def _always(loss: float) -> bool:
     return True
 
 
+def _nothing() -> None:
+    pass
+
+
 class Engine(ABC):
     """Owns the device, gradient accumulation, averaging over ranks, clipping, precision and the optimizer."""
 
     replicated = True
     """Every rank holds all of the state, so the ranks share out the parameters among them when they save."""
+    whole_weights = True
+    """Every rank holds the whole model, so that what it holds is the same on all of them."""
     totals_before_backward = True
     """Whether a step is to be applied is decided before its last backward, not after it together with the norm."""
 
@@ -99,6 +105,7 @@ class Engine(ABC):
         learning_rate: float,
         accept: Callable[[float], bool] = _always,
         progress: Progress = silent,
+        verify: Callable[[], None] = _nothing,
     ) -> StepResult:
         """One optimizer step on this rank's micro-batches, or its parts of those that it shares; all of them, on all
         ranks, have equally many tokens.
@@ -107,7 +114,7 @@ class Engine(ABC):
         equally many; with them, or where ranks share sequences, they are counted first.
 
         accept: whether to apply a step of this loss (nats a token, the same on all ranks). progress: called before each
-        of a micro-batch's two passes.
+        of a micro-batch's two passes. verify: called between the last backward and the update, and may raise.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -129,7 +136,8 @@ class Engine(ABC):
                 totals = self._totals(sums, accept)
             poison_gradient = totals is not None and not totals.wanted
             self._backward(objective, len(micro_batches), last, poison_gradient)
-        gradients = bytes_of(self._gradients(), self.ranks.device)
+        gradients = bytes_of(self.gradients(), self.ranks.device)
+        verify()
         if totals is None:
             totals = self._totals(sums | {"grad_norm": self._gradient_norm().double()}, accept)
         loss, wanted, total = totals
@@ -141,7 +149,7 @@ class Engine(ABC):
         share = len(micro_batches) * self.ranks.world_size
         means = {name: value / share for name, value in total.items()}
         read = sum(batch.tokens.numel() for batch in micro_batches) * self.ranks.world_size
-        held = {"gradients": gradients, **self._held()}
+        held = {"gradients": gradients, **self.held()}
         return StepResult(loss, means, read, grad_norm, applied, self._forward_time.seconds(), waited, held)
 
     def _moved(self, x: Any) -> Any:
@@ -162,20 +170,21 @@ class Engine(ABC):
         """Time what waits for all ranks."""
         return self._exposed.meeting.running() if self._exposed else nullcontext()
 
-    def _gradients(self) -> Iterable[Tensor]:
+    def gradients(self) -> Iterable[Tensor]:
         """The gradients that the update reads."""
         return [p.grad for p in self._state_owners() if p.grad is not None]
 
-    def _weights(self) -> Iterable[Tensor]:
-        """What this rank holds of the model between two steps."""
-        return itertools.chain(self.module.parameters(), self.module.buffers())
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what this rank holds of each parameter and buffer of the model between two steps, with its name."""
+        yield from itertools.chain(self.module.named_parameters(), self.module.named_buffers())
 
     def _masters_here(self) -> Iterable[Tensor]:
         """The tensors that the optimizer updates, as they are: what lies on a disk is empty, and stays there."""
         return self._state_owners()
 
-    def _held(self) -> dict[str, tuple[int, int]]:
-        weights, masters = list(self._weights()), self._masters_here()
+    def held(self) -> dict[str, tuple[int, int]]:
+        """Bytes of this rank's weights and optimizer state, on its device and elsewhere."""
+        weights, masters = [weight for _, weight in self.weights()], self._masters_here()
         own = {weight.untyped_storage().data_ptr() for weight in weights}
         rounded = [master for master in masters if master.untyped_storage().data_ptr() not in own]
         moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
@@ -208,6 +217,18 @@ class Engine(ABC):
     def _given(self, divisor: float | None) -> dict[str, Any]:
         """Arguments of the model's forward beside a micro-batch and its rng."""
         return self._shared | ({} if divisor is None else {"divisor": divisor})
+
+    def recomputed(self, batch: Batch, step: int) -> tuple[float, float]:
+        """Compute the objective of a step's micro-batch twice, without gradients, dropout and what training remembers.
+        Every rank calls it equally often.
+        """
+        tokens, rng = self._moved(batch.tokens), self._make_rng(step, self._moved(batch.samples))
+        if is_dataclass(rng) and not isinstance(rng, type):
+            rng = replace(rng, training=False)
+        divisor = 1.0 if self._counting else None
+        with torch.no_grad():
+            first, second = (self._forward(tokens, rng, divisor)[0].item() for _ in range(2))
+        return first, second
 
     @abstractmethod
     def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:

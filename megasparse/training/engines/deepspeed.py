@@ -33,7 +33,7 @@ class DeepSpeedEngine(Engine):
         self._rounded = config.training.precision == "bf16"
         deepspeed = _import_deepspeed(ranks)
         self._check(config)
-        self.replicated = self._stage == 0
+        self.replicated, self.whole_weights = self._stage == 0, self._stage < 3
         self._names = {id(p): name for name, p in self._trained.items()}
         self.optimizer = build_optimizer(self._trained.values(), config.optimizer, partitioned=self._stage > 0)
         groups = [list(group["params"]) for group in self.optimizer.param_groups]
@@ -83,14 +83,14 @@ class DeepSpeedEngine(Engine):
         self._swap.verify()
         return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
 
-    def _gradients(self) -> Iterable[Tensor]:
+    def gradients(self) -> Iterable[Tensor]:
         averaged = getattr(self._engine.optimizer, "averaged_gradients", {})  # ZeRO's own, this rank's part
         own = (gradient for group in averaged.values() for gradient in group or ())
         return itertools.chain((p.grad for p in self._trained.values() if p.grad is not None), own)
 
-    def _weights(self) -> Iterable[Tensor]:
-        whole = super()._weights()
-        return whole if self._stage < 3 else (getattr(weight, "ds_tensor", weight) for weight in whole)
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in super().weights():
+            yield name, weight if self._stage < 3 else getattr(weight, "ds_tensor", weight)
 
     def _masters_here(self) -> Iterable[Tensor]:
         return super()._masters_here() if self._stage < 3 else self._engine.optimizer.fp32_partitioned_groups_flat

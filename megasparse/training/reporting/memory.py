@@ -46,6 +46,31 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process at the moment; 0 where the system does not report it."""
+    return _of_process().get("memory/resident_bytes", 0)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free bytes of a GPU, with what torch has cached, or of the CPU within the control group's limit."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    table = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    found = [int(table["MemAvailable"].split()[0]) * 1024]
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            texts = [(Path("/sys/fs/cgroup") / name).read_text().strip() for name in (limit, used)]
+        except OSError:
+            continue
+        if texts[0].isdigit():
+            found.append(max(0, int(texts[0]) - int(texts[1])))
+    return min(found)
+
+
 def _of_process() -> dict[str, int]:
     """Memory in use at the moment; nothing where the system does not report it."""
     found = {}

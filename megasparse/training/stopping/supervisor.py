@@ -19,7 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasparse.config.load import load_config
-from megasparse.errors import HANG, LOST_PEER, ConfigError, StorageError, TrainingError, UserError
+from megasparse.errors import (
+    HANG,
+    LOST_PEER,
+    ConfigError,
+    MemoryShortage,
+    SilentCorruption,
+    StorageError,
+    TrainingError,
+    UserError,
+)
 from megasparse.training.checkpoints.run_folder import find_newest
 
 POLL = 0.05
@@ -35,7 +44,7 @@ FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
 """Seconds before a restart; doubled with every restart that leads nowhere."""
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-USELESS_TO_RESTART = (UserError.exit_code, TrainingError.exit_code)
+USELESS_TO_RESTART = (UserError.exit_code, TrainingError.exit_code, SilentCorruption.exit_code)
 EXIT_CODES = {
     1: "an error of the program",
     UserError.exit_code: "a mistake to correct",
@@ -43,6 +52,8 @@ EXIT_CODES = {
     TrainingError.exit_code: "training diverged, and would again",
     HANG: "the run hung",
     LOST_PEER: "it lost another rank",
+    MemoryShortage.exit_code: "memory did not suffice",
+    SilentCorruption.exit_code: "a bit had changed in silence, and may be in the newest checkpoint",
 }
 SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
 

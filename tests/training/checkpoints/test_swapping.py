@@ -218,4 +218,4 @@ def test_counting_memory_leaves_the_disk_alone():
     zero = SimpleNamespace(fp32_partitioned_groups_flat=[here, swapped], _swappable_optimizer_subgroup=lambda n: n == 1)
     engine.module, engine.ranks, engine._stage = torch.nn.Linear(2, 5), Ranks(), 3
     engine.optimizer, engine._engine = SimpleNamespace(state={}), SimpleNamespace(optimizer=zero)
-    assert engine._held() == {"weights": (60, 0), "optimizer": (12, 0)}
+    assert engine.held() == {"weights": (60, 0), "optimizer": (12, 0)}
