@@ -17,6 +17,7 @@ LONGEST_TRACE = 10
 def check(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks. The rules that need an import of seconds come last."""
     check_sizes("", config)
+    _check_directory(config)
     if isinstance(config, Config):
         check_model(config.model)
         _check_tokenizer(config)
@@ -31,6 +32,13 @@ def check(config: RunSettings) -> None:
     deepspeed_section.check_keys(config.deepspeed)
     _check_optimizer(config)
     deepspeed_section.check_values(config.deepspeed)
+
+
+def _check_directory(config: RunSettings) -> None:
+    if "://" in config.run.directory:
+        problem = f"{show(config.run.directory)} is a URL: object storage can neither rename a folder nor lock a file"
+        hint = "Choose a folder of a file system, such as NFS or Lustre, and copy checkpoints from there"
+        raise ConfigError("run.directory", problem, hint)
 
 
 def _check_start(config: FinetuneConfig) -> None:

@@ -28,7 +28,7 @@ from megasparse.training.reporting.monitor import Monitor
 from megasparse.training.selection import Selection
 from megasparse.training.stopping.hooks import RunHooks
 from megasparse.training.stopping.signals import StopSignals
-from megasparse.training.stopping.watchdog import Watchdog
+from megasparse.training.stopping.watchdog import HEARTBEATS, Watchdog
 
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
 """Maps a step to scalars, and to texts and pictures for TensorBoard, by name; to nothing where no evaluation is due.
@@ -142,13 +142,15 @@ def monitored(run: RunConfig, ranks: Ranks, signals: StopSignals | None) -> Iter
     """
     directory = Path(run.directory)
     launch = ranks.gather(uuid.uuid4().hex)[0]
-    with run_lock(directory, ranks):
+    with run_lock(directory, ranks) as lock:
         if signals is None and ranks.world_size == 1:
             yield RunHooks()
             return
         signalled = (lambda: signals.wanted is not None) if signals else never
-        beats = directory / "heartbeats"
-        with Watchdog(beats, launch, ranks.rank, ranks.world_size, run.hang_timeout, signalled) as watchdog:
+        watchdog = Watchdog(
+            directory / HEARTBEATS, launch, ranks.rank, ranks.world_size, run.hang_timeout, signalled, lost=lock.lost
+        )
+        with watchdog:
             stop_wanted = lambda: signalled() or watchdog.stop_elsewhere()  # noqa: E731
             trace_wanted = signals.trace_wanted if signals else never
             yield RunHooks(stop_wanted, watchdog.progress, watchdog.alive, trace_wanted)

@@ -15,6 +15,7 @@ from megasparse.errors import CheckpointError, ConfigError
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.identity import RunIdentity, differences, flatten, versions
 from megasparse.training.checkpoints.manifest import NO_DATA
+from megasparse.training.checkpoints.records import contradiction
 from megasparse.training.checkpoints.run_folder import find_newest, list_checkpoints
 from megasparse.training.checkpoints.saving import remove_leftovers
 from megasparse.training.ranks import Ranks
@@ -79,6 +80,7 @@ def find_start(
         raise CheckpointError(newest, "a new run here would overwrite this one", hint)
     path = newest if resume in ("auto", "never") else Path(resume)
     if path is None:
+        _check_records(run, None, resume, ranks)
         return None
     if newest is not None and path.resolve().parent != directory.resolve():
         problem = f"this run has checkpoints of its own, such as {newest}, and was asked to go on from {path}"
@@ -86,6 +88,7 @@ def find_start(
     checkpoint = _open(path, ranks, hooks, None if path != newest else directory)
     _check_data(checkpoint, run)
     _check_config(checkpoint, run.config, allow_changed_config, ranks)
+    _check_records(run, checkpoint, resume, ranks)
     trouble = _set_aside_later(directory, checkpoint) if ranks.rank == 0 else None
     if (trouble := ranks.gather(trouble)[0]) is not None:
         raise CheckpointError(directory, trouble, "Let this run write there, or choose another run.directory")
@@ -137,6 +140,12 @@ def _newest_complete(paths: list[Path], progress: Progress) -> Path | None:
         except CheckpointError:
             continue
     return None
+
+
+def _check_records(run: RunIdentity, checkpoint: Checkpoint | None, resume: str, ranks: Ranks) -> None:
+    found = contradiction(Path(run.config.run.directory), checkpoint, resume) if ranks.rank == 0 else None
+    if (found := ranks.gather(found)[0]) is not None:
+        raise CheckpointError(*found)
 
 
 def _check_data(checkpoint: Checkpoint, run: RunIdentity) -> None:

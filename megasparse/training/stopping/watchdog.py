@@ -8,6 +8,7 @@ answering.
 
 import errno
 import faulthandler
+import functools
 import json
 import os
 import re
@@ -22,8 +23,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from megasparse.errors import HANG
+from megasparse.callbacks import never
+from megasparse.errors import HANG, UserError
 
+HEARTBEATS = "heartbeats"
+"""The folder of a run's heartbeats, in its own."""
 SIZE = 4096
 """Bytes of a heartbeat file, always: rewriting it in place needs no space on a full disk."""
 START = 10
@@ -56,6 +60,8 @@ class Heartbeat:
     limit: float
     """Seconds without progress after which the rank hangs."""
     ended: bool
+    boot: str = ""
+    """The kernel that it runs on, see `boot_id`."""
 
 
 class Watchdog:
@@ -68,7 +74,8 @@ class Watchdog:
     directory: folder of the heartbeats, the same for all ranks. launch: name of this launch of the run, the same on all
     ranks. timeout: seconds, 0 never fires; ten times as long until a second step begins, and never less than four
     times the longest time between two calls of `progress` since then. stop_wanted: whether this rank was asked to stop.
-    clock: seconds since any moment.
+    clock: seconds since any moment. lost: whether the run's folder belongs to another run by now, which ends this one
+    at once, with the exit code of a mistake.
 
     A rank whose main thread holds Python's lock runs no watchdog: a timer of faulthandler's then prints its stacks and
     ends it, with exit code 1, a second after the limit, or three where others are to name it first.
@@ -83,8 +90,9 @@ class Watchdog:
         timeout: float,
         stop_wanted: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
+        lost: Callable[[], bool] = never,
     ):
-        self._directory = directory
+        self._directory, self._lost = directory, lost
         self._launch, self._rank, self._world_size = launch, rank, world_size
         self._timeout, self._stop_wanted, self._clock = timeout, stop_wanted, clock
         self._period = min(0.5, timeout / 20) if timeout else 0.5
@@ -152,6 +160,7 @@ class Watchdog:
             stop=self._stop_wanted(),
             limit=limit,
             ended=False,
+            boot=boot_id(),
         )
 
     def _exchange_all(self) -> None:
@@ -165,7 +174,12 @@ class Watchdog:
                 return
 
     def exchange(self) -> None:
-        """Write this rank's heartbeat and read those of the others."""
+        """Write this rank's heartbeat and read those of the others, unless the folder belongs to another run."""
+        if self._lost():
+            _report(
+                f"rank {self._rank}: another run has taken over {self._directory.parent}, as this one had seemed dead"
+            )
+            os._exit(UserError.exit_code)
         self._beats += 1
         self._write(self._own())
         for rank in range(self._world_size):
@@ -197,19 +211,18 @@ class Watchdog:
 
     def _read(self, rank: int) -> None:
         try:
-            record = json.loads(self._path(rank).read_bytes())
-            if record["crc32"] != _checksum(record["heartbeat"]):
-                return
-            heartbeat = Heartbeat(**record["heartbeat"])
+            heartbeat = read_heartbeat(self._path(rank))
         except FileNotFoundError:
             return  # not started yet
         except OSError as error:
             self._storage_failed(error)
             return
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return  # read while it was being written: the one before stays
         known = self._others[rank]
-        if heartbeat.launch == self._launch and (known is None or known[0].beats != heartbeat.beats):
+        if (
+            heartbeat is not None
+            and heartbeat.launch == self._launch
+            and (known is None or known[0].beats != heartbeat.beats)
+        ):
             self._others[rank] = (heartbeat, self._clock())
 
     def _storage_failed(self, error: OSError) -> None:
@@ -291,6 +304,34 @@ class Watchdog:
         if silence >= limit:
             return f'{where} has been silent for {silence:.1f} s, before that at "{beat.doing}" for {beat.age:.1f} s'
         return f'{where} has been at "{beat.doing}" for {beat.age + silence:.1f} s'
+
+
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """Read a heartbeat; None where it was being written. Raises OSError where the file cannot be read."""
+    try:
+        record = json.loads(path.read_bytes())
+        if record["crc32"] != _checksum(record["heartbeat"]):
+            return None
+        return Heartbeat(**record["heartbeat"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def last_heartbeat(directory: Path) -> Heartbeat | None:
+    """The last heartbeat of rank 0 of the newest run in `directory`; None where there is none to be read."""
+    with suppress(OSError):
+        return read_heartbeat(directory / HEARTBEATS / "rank-00000.json")
+    return None
+
+
+@functools.cache
+def boot_id() -> str:
+    """Linux's random name of the running kernel, the same for all its containers and another after each boot; the name
+    of the host elsewhere.
+    """
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 def _checksum(fields: dict[str, object]) -> int:
