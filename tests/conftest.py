@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.rows import RowRecorder, added_up
+
 if not torch.cuda.is_available():  # before any kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -25,11 +27,19 @@ SLOW = (
 
 LONGEST = ("distributed", "reliability")
 """Folders whose tests start many processes."""
-FIGURES = pytest.StashKey[dict[str, float]]()
-LARGEST = ("seconds", "ratio", "slope")
-"""Endings of names of which the largest counts; the others are added up."""
+FIGURES = pytest.StashKey[list[dict[str, float]]]()
 
 Report = Callable[..., None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rows", type=Path, metavar="FILE", help="add the last run of each row of docs/reliability.md")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("--rows")
+    if file is not None and not hasattr(config, "workerinput"):  # pytest-xdist's workers report to this process
+        config.pluginmanager.register(RowRecorder(file))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -47,15 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def figures(request):
     """Call it with figures by their names: kills=20, bit_differences=0, longest_detection_seconds=1.2."""
     reported: dict[str, float] = {}
+    request.node.user_properties.append(("figures", reported))
     yield lambda **values: reported.update(values)
-    total = request.config.stash.setdefault(FIGURES, {})
-    for name, value in reported.items():
-        largest = name.endswith(LARGEST)
-        total[name] = max(total.get(name, value), value) if largest else total.get(name, 0) + value
+    request.config.stash.setdefault(FIGURES, []).append(reported)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    reported = config.stash.get(FIGURES, {})
+    reported = added_up(config.stash.get(FIGURES, []))
     if reported:
         terminalreporter.section("figures")
     for name, value in sorted(reported.items()):

@@ -27,6 +27,15 @@ def attention(length):
     return {row["implementation"]: (row["forward_backward"]["median"], row["extra_bytes"] / 1e9) for row in rows}
 
 
+def reliability():
+    found = read("measured/corruption_check.json")
+    yield (
+        f"{found['forwards']} forward passes of a micro-batch, {found['bytes_read'] / 1e6:.1f} MB of weights read "
+        f"(each twice), 64 bytes sent by each rank: {found['check_seconds']:.2f} s beside a step of "
+        f"{found['step_seconds']:.2f} s and {found['micro_batches']} micro-batches"
+    )
+
+
 def readme():
     found, quickstart = attention(65_536), read("measured/quickstart.json")["summary"]
     ours, gzip, xz = (quickstart[key] for key in ("bits_per_dim", "gzip_bits_per_dim", "xz_bits_per_dim"))
@@ -142,6 +151,7 @@ def experiments():
     [
         ("../README.md", readme),
         ("performance.md", performance),
+        ("reliability.md", reliability),
         ("when-hashing-pays.md", pays),
         ("decoders.md", decoders),
         ("experiments.md", experiments),

@@ -1,65 +1,14 @@
 """Every row of the table of promises has its test: a row's id stands in the name of each test that shows it."""
 
 import ast
+import json
+from datetime import date
 from pathlib import Path
 
-from tests.conftest import SLOW
+import pytest
 
-ROWS = {
-    "C1": "the whole job killed at random moments",
-    "C2": "a rank killed at each point of a save",
-    "C3": "a rank that writes late, and dies",
-    "C4": "one rank's write fails",
-    "C5": "a full disk, a quota, a vanished or read-only folder",
-    "C6": "checkpoint files damaged, cut, gone, swapped, added",
-    "C7": "entries beside checkpoints that are none, and a wrong `latest`",
-    "C8": "a save while another is under way",
-    "C9": "a complete checkpoint exists at all times",
-    "C10": "ranks that save different steps",
-    "C11": "another configuration, data or tokenizer",
-    "C12": "a second run in the same folder",
-    "R1": "a stop after any step",
-    "R2": "an exact resume with every attention",
-    "R3": "a resume on another number of ranks",
-    "R4": "another read-ahead",
-    "R6": "a resume late in a large epoch",
-    "S1": "SIGTERM, SIGINT, SIGUSR1",
-    "S2": "a rank killed",
-    "S3": "a rank that hangs",
-    "S4": "the reading thread fails",
-    "S5": "a rank that raises",
-    "S6": "a slow rank",
-    "S7": "the same crash again and again",
-    "S8": "a port that is taken",
-    "D1": "shards of another size",
-    "D2": "hostile members of shards",
-    "D3": "damaged members",
-    "D4": "a hostile index",
-    "D5": "members that would be written elsewhere",
-    "D6": "storage that does not answer",
-    "D7": "slow storage",
-    "D8": "each sequence once an epoch",
-    "D9": "bytes that come back unchanged",
-    "D10": "any bytes in place of an index",
-    "N1": "losses and gradients that are not finite",
-    "N2": "weights that are not finite are not saved",
-    "N3": "spikes of the loss",
-    "N4": "extreme values in every mechanism",
-    "N5": "operators equal their definitions",
-    "N6": "the same seed gives the same bits",
-    "N7": "outputs of a prefix do not depend on what follows",
-    "X1": "checkpoints that carry code",
-    "X3": "configurations that carry code",
-    "X4": "what our own source may not call",
-    "X5": "modes of files, and planted links",
-    "X6": "forged sizes",
-    "X7": "mutants of every kind of file",
-    "F1": "mutated configurations",
-    "F2": "ranks started with different configurations",
-    "E1": "a long run under random faults",
-}
-"""Id of each row of docs/reliability.md -> the fault that it injects, or what it promises. C is for checkpoints, R for
-resuming, S for signals and dying ranks, D for data, N for numbers, X for security, F for fuzzing, E for endurance."""
+from tests.conftest import SLOW
+from tests.helpers.rows import DOCUMENT, RECORD, ROWS, RowRecorder, table
 
 
 def ids_in_names() -> set[str]:
@@ -81,3 +30,46 @@ def test_every_pattern_of_slow_files_names_some():
     tests = Path(__file__).parent
     unused = [pattern for pattern in SLOW if not any(tests.glob(f"**/{pattern}"))]
     assert not unused, f"tests/conftest.py: no file is named {', '.join(unused)}"
+
+
+def test_the_table_of_the_last_runs_is_that_of_the_record():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert table(json.loads(RECORD.read_text())) in text, "python -m tests.helpers.rows writes it anew"
+
+
+def test_a_row_shows_its_last_run_and_the_figures_that_fit():
+    figures = {"test_C1": {"kills": 20, "longest_seconds": 1.25}, "test_C1_C9": {"kills": 22, "longest_seconds": 3.5}}
+    long = {f"test_{n}": {f"a_figure_with_a_name_that_takes_room_{n}": 1} for n in range(4)}
+    recorded = {
+        "C1": {"date": "2030-01-02", "passed": 2, "failed": 0, "figures": figures},
+        "C2": {"date": "2030-01-02", "passed": 1, "failed": 3, "figures": long},
+    }
+    shown = table(recorded).splitlines()
+    assert f"| C1 | {ROWS['C1']} | 2030-01-02 | 2 | kills 42, longest seconds 3.5 |" in shown
+    assert "| C3 | a rank that writes late, and dies | | | |" in shown
+    assert any(line.startswith(f"| C2 | {ROWS['C2']} | 2030-01-02 | 1, 3 failed | a figure") for line in shown)
+    assert max(map(len, shown)) <= 120
+
+
+def test_the_last_run_is_recorded_and_others_are_kept(tmp_path):
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"N1": {"date": "2030-01-02", "passed": 1, "failed": 0, "figures": {}}}))
+    recorder = RowRecorder(record)
+    for name, outcome, figures in (
+        ("test_C10_C2_both[a_C3]", "passed", {"kills": 3}),
+        ("test_C2_alone", "failed", {}),
+        ("test_other", "passed", {}),
+        ("test_C2_skipped", "skipped", {}),
+    ):
+        for when in ("setup", "call", "teardown"):
+            result = outcome if when == "call" else "passed"
+            properties = [("figures", figures)]
+            report = pytest.TestReport(f"a.py::{name}", ("a.py", 1, name), {}, result, None, when, (), 0.0, properties)
+            report.user_properties = properties
+            recorder.pytest_runtest_logreport(report)
+    recorder.pytest_sessionfinish()
+    found = json.loads(record.read_text())
+    assert list(found) == ["C2", "C10", "N1"] and found["N1"]["date"] == "2030-01-02"
+    assert (found["C2"]["passed"], found["C2"]["failed"], found["C10"]["passed"]) == (1, 1, 1)
+    assert found["C10"]["figures"] == {"test_C10_C2_both[a_C3]": {"kills": 3}}
+    assert found["C2"]["date"] == date.today().isoformat()
