@@ -96,11 +96,17 @@ def _take(directory: Path) -> RunLock:
     if held and holder is None:
         raise ConfigError("run.directory", f"{directory} is in use by another run ({_holder(path)})", HINT)
     if holder is not None:
-        _wait_for_silence(directory, holder)
-    if holder is not None or not flock:
         if lock is not None:
             lock.release()
-        lock = _replace(path)
+        _wait_for_silence(directory, holder)
+    if holder is not None or not flock:
+        try:
+            lock = _replace(path)
+        except OSError as error:
+            if holder is None:  # storage that takes nothing at all is reported by whoever has to write there
+                return RunLock()
+            problem = f"{path}, left by a run that has vanished, cannot be replaced ({error.strerror})"
+            raise ConfigError("run.directory", problem, "Delete it, or choose another run.directory") from None
     _sign(path, lock)
     return RunLock(path, lock)
 
@@ -128,17 +134,16 @@ def _wait_for_silence(directory: Path, holder: str) -> None:
 
 
 def _replace(path: Path) -> FileLock | None:
-    """Put a new file in the place of one whose lock may never end. Should its holder live, it sees that, and ends."""
+    """Put a new file in the place of one whose lock may never end. Should its holder live, it sees that, and ends.
+
+    Raises OSError where the storage takes none.
+    """
     new = path.with_name(f"{LOCK}.{os.getpid()}")
     lock: FileLock | None = None
-    try:
-        new.touch()
-        with suppress(OSError):
-            lock = FileLock(new)
-        os.replace(new, path)
-    except OSError as error:
-        problem = f"{path}, left by a run that has vanished, cannot be replaced ({error.strerror})"
-        raise ConfigError("run.directory", problem, "Delete it, or choose another run.directory") from None
+    new.touch()
+    with suppress(OSError):
+        lock = FileLock(new)
+    os.replace(new, path)
     return lock
 
 

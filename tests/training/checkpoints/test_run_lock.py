@@ -256,3 +256,15 @@ def test_C12_a_run_that_had_only_seemed_dead_ends_when_it_comes_back(tmp_path, m
 def test_C12_object_storage_is_refused_by_name():
     with pytest.raises(ConfigError, match=r'^run\.directory: "s3://bucket/run" is a URL: object storage can neither'):
         build_config({"run": {"directory": "s3://bucket/run"}}, [])
+
+
+def test_C12_storage_that_takes_nothing_is_left_to_whoever_writes_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+
+    def full(self: Path, *arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "touch", full)
+    with run_lock(tmp_path, Ranks()) as lock:
+        assert not lock.lost()
+    assert "only heartbeats" in capsys.readouterr().err
