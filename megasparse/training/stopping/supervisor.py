@@ -136,6 +136,7 @@ class RankProcess:
     def __init__(self, command: list[str], environment: dict[str, str], clock: Callable[[], float]):
         self._clock = clock
         self.rank = environment["RANK"]
+        self._oom_kills = oom_kills()
         self.process = subprocess.Popen(command, env=environment, start_new_session=True)
         self.code: int | None = None
         """Its exit code, or minus the number of the signal that killed it; None while it runs, or if we killed it."""
@@ -165,10 +166,31 @@ class RankProcess:
         if self.code is None:
             return f"{name} was still running {NORMAL_END:g} s after another had ended well, and was killed"
         if self.code < 0:
-            memory = "; was the machine out of memory?" if self.code == -signal.SIGKILL else ""
-            return f"{name} was killed by {SIGNAL_NAMES.get(-self.code, -self.code)}{memory}"
+            why = killed_for_memory(self._oom_kills, oom_kills()) if self.code == -signal.SIGKILL else ""
+            return f"{name} was killed by {SIGNAL_NAMES.get(-self.code, -self.code)}{why}"
         words = f" ({EXIT_CODES[self.code]})" if self.code in EXIT_CODES else ""
         return f"{name} ended with exit code {self.code}{words}"
+
+
+def oom_kills() -> int | None:
+    """Processes that the kernel has killed for want of memory since it started; None where it does not say."""
+    try:
+        words = Path("/proc/vmstat").read_text().split()
+        return int(words[words.index("oom_kill") + 1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def killed_for_memory(before: int | None, after: int | None) -> str:
+    """What a SIGKILL was sent for, by the kernel's count before and after; to be written behind it."""
+    if before is None or after is None:
+        return "; was the machine out of memory?"
+    if after == before:
+        return "; not by the kernel for want of memory, which it counts"
+    return (
+        "; the machine was out of memory, and the kernel killed for it. The last line of metrics.jsonl has what rank 0 "
+        "held (memory/...), megasparse plan what a rank takes and what would take less"
+    )
 
 
 class Supervisor:

@@ -133,7 +133,7 @@ if RANK == 2:
     pid = int(toy.notes("started", 1)[0])
     os.kill(pid, signal.SIGKILL)
     assert toy.wait_as_time_passes() == 128 + signal.SIGKILL
-    assert f"rank 1 (pid {pid}) was killed by SIGKILL; was the machine out of memory?" in toy.cause()
+    assert f"rank 1 (pid {pid}) was killed by SIGKILL; not by the kernel for want of memory" in toy.cause()
     assert toy.leftovers() == []
 
 
@@ -308,3 +308,14 @@ def test_S7_a_checkpoint_chosen_by_hand_is_refused_with_restarts(toy):
     with pytest.raises(ConfigError, match=r"--resume never: every one of 3 restarts.* Leave out --restarts"):
         checkpoints_folder(["--config", str(toy.config), "--resume", "never"], restarts=3)
     checkpoints_folder(["--config", str(toy.config), "--resume", "never"])
+
+
+def test_N9_a_kill_by_the_kernel_for_want_of_memory_is_told_from_others():
+    """By the count that /proc/vmstat has of them; the tests' machine may itself have any number."""
+    counted = [
+        int(line.split()[1]) for line in Path("/proc/vmstat").read_text().splitlines() if line[:9] == "oom_kill "
+    ]
+    assert [supervisor.oom_kills()] == (counted or [None])
+    assert "machine was out of memory, and the kernel killed" in supervisor.killed_for_memory(2, 3)
+    assert supervisor.killed_for_memory(3, 3).startswith("; not by the kernel")
+    assert supervisor.killed_for_memory(None, 3) == "; was the machine out of memory?"
