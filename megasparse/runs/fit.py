@@ -9,8 +9,9 @@ from megasparse.errors import UserError
 from megasparse.planning.further import longest_that_fits, pretraining_hints
 from megasparse.planning.hardware import GPUS, gigabytes
 from megasparse.planning.plan import Assumptions, Plan
-from megasparse.tasks.memory_check import ERROR, available_bytes, ranks_here
+from megasparse.tasks.memory_check import ERROR, ranks_here
 from megasparse.training.ranks import Ranks
+from megasparse.training.reporting.memory import available_bytes
 
 
 def require_fit(config: Config, ranks: Ranks) -> None:
