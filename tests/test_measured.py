@@ -137,6 +137,28 @@ def decoders():
     yield f"the window captures {far[0]} of the attention, taught sketches {taught}, the oracle {far[1]};"
 
 
+def fine_tuned():
+    for row in read("measured/decoder_fits.json")["rows"]:
+        longest = " | ".join(f"{number // 1024:,}K" if number else "no" for number in row["longest"])
+        sizes = f"{row['gpu'] / 1e9:.1f} | {row['cpu'] / 1e9:.1f}"
+        yield f"| {row['shape']} | {row['trained']}, {row['weights']:,} | {sizes} | {longest} |"
+    for trained, file in (("all weights", "memory_smollm2"), ("adapters", "memory_smollm2_lora")):
+        for row in read(f"measured/{file}.json")["rows"]:
+            predicted, allocated = row["predicted"], row["allocated"]
+            assert abs(predicted / allocated - 1) < 0.1
+            sizes = f"{predicted / 1e9:.2f} GB | {allocated / 1e9:.2f} GB"
+            yield f"| {trained} | {row['tokens']:,} | {sizes} | {(predicted / allocated - 1) * 100:+.1f} % |"
+    curves = {arm: seeds["0"] for arm, seeds in read("pictures/decoder_4k.json").items()}
+    for name, arm in (("full", "full"), ("LSH beside a window", "lsh beside a window")):
+        held_out = " | ".join(f"{value:.3f}" for value in curves[arm]["held_out"].values())
+        yield f"| {name} | {held_out} | {curves[arm]['step_seconds']:.0f} |"
+    gaps = [
+        f"{hashed - full:.3f}".lstrip("0")
+        for full, hashed in zip(*(curve["held_out"].values() for curve in curves.values()), strict=True)
+    ]
+    yield f"hashing is {gaps[1]} bits/dim behind full attention, {gaps[0]} after five"
+
+
 def experiments():
     without, with_it = (read("measured/residual_bits.json")["runs"][bits]["held_out"]["500"] for bits in ("null", "14"))
     yield f"held-out bits/dim {with_it:.3f} with it and {without:.3f} without"
@@ -154,6 +176,7 @@ def experiments():
         ("reliability.md", reliability),
         ("when-hashing-pays.md", pays),
         ("decoders.md", decoders),
+        ("decoders.md", fine_tuned),
         ("experiments.md", experiments),
     ],
 )
