@@ -7,7 +7,8 @@ from megasparse.attention.block_sparse import FixedPatternAttention, block_atten
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.costs import Passes
 from megasparse.config.attention import BigBirdAttentionConfig
-from megasparse.ops.random import derive, random_bits
+from megasparse.ops.keys import derive
+from megasparse.ops.random import random_bits
 
 
 class BigBirdAttention(FixedPatternAttention):

@@ -25,7 +25,8 @@ from megasparse.config.attention import NGramAttentionConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.hashing.sign import code_dtype
-from megasparse.ops.random import derive, random_bits
+from megasparse.ops.keys import derive
+from megasparse.ops.random import random_bits
 
 
 @dataclass

@@ -21,7 +21,8 @@ from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.dtype import at_least_fp32
-from megasparse.ops.random import derive, normal
+from megasparse.ops.keys import derive
+from megasparse.ops.random import normal
 
 _TILE_ELEMENTS = 1 << 22  # similarities at a time
 

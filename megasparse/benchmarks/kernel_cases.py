@@ -69,11 +69,12 @@ def angular_hash(dtype: torch.dtype, head_dim: int) -> None:
 def sign_codes(dtype: torch.dtype, head_dim: int) -> None:
     """32 hashes of 9 bits; and as many as need several programs for the same tokens."""
     from megasparse.ops.hashing.gpu import sign_codes as coded
+    from megasparse.ops.hashing.sign import Kind, drawn
 
     x = torch.zeros(1, 2, 256, head_dim, dtype=dtype)
-    coded(x, 1, range(2), 32, 9, "hadamard")
-    coded(x, 1, range(2), 4 * head_dim, 9, "hadamard")
-    coded(x, 1, range(2), 32, 9, "gaussian")
+    many: tuple[tuple[int, Kind], ...] = ((32, "hadamard"), (4 * head_dim, "hadamard"), (32, "gaussian"))
+    for hashes, kind in many:
+        coded(x, drawn(1, range(2), hashes, 9, head_dim, kind, x.device), hashes, kind)
 
 
 @case
@@ -155,8 +156,8 @@ def random_numbers(dtype: torch.dtype, head_dim: int) -> None:
     """Bits and normal numbers."""
     from megasparse.ops.random_kernels import bits, bits_by_head, normals
 
-    bits(1234, -99, torch.zeros(8, dtype=torch.int64), 192)
-    bits_by_head(1234, -99, range(8), 11, 192, torch.device("cpu"))
+    bits((1234, -99), torch.zeros(8, dtype=torch.int64), 192)
+    bits_by_head((1234, -99), range(8), 11, 192, torch.device("cpu"))
     normals((1, 2), (3, 4), range(8), 2, 64 * 64, torch.device("cpu"))
 
 

@@ -15,7 +15,7 @@ from megasparse.benchmarks.attention import Case, Pass, build, kept_bytes, model
 from megasparse.claims.claim import Claim, Curve, Judgement, Numbers, Picture, Trial, mean_of
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
-from megasparse.ops.random import derive
+from megasparse.ops.keys import derive
 from megasparse.runs.comparison import spread
 
 PAPER = "YOSO"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasparse.errors import ConfigError
-from megasparse.ops.random import derive
+from megasparse.ops.keys import derive
 
 
 @dataclass(frozen=True)

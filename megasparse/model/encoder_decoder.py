@@ -19,7 +19,8 @@ from megasparse.config.schema import ModelConfig
 from megasparse.model.decoder import Causal, DecodingCache
 from megasparse.model.padding import padding_of
 from megasparse.model.stack import Stack, TokenScores
-from megasparse.ops.random import RngContext, derive
+from megasparse.ops.keys import derive
+from megasparse.ops.random import RngContext
 
 
 class SourceEncoder(Stack):

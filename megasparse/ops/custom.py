@@ -7,26 +7,12 @@ the operator once more; outside of torch.compile nothing changes.
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Late:
-    """A constant that a number in a tensor tells when the operator runs: a graph then holds for every such number. A
-    subclass is a dataclass whose `value` is what the operator gets.
-    """
-
-    number: Tensor
-    """A single one, of the host."""
-
-    def value(self) -> Any:
-        raise NotImplementedError
-
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,14 +23,15 @@ _FORWARD = "(Tensor[] tensors, int call) -> Tensor[]"
 _BACKWARD = "(Tensor[] tensors, Tensor[] grads, int call) -> Tensor[]"
 
 
-def custom(fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def custom(fake: Callable[P, R], copies: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function of tensors, and of constants that can be hashed, that gives a tensor or a tuple of them.
 
-    fake: a function of the same arguments that gives tensors of the results' shapes and dtypes.
+    fake: a function of the same arguments that gives tensors of the results' shapes and dtypes. copies: it reads
+    tensors of the host, so that torch.compile leaves it out of the CUDA graphs that it captures.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        operator = _operator(function, fake)
+        operator = _operator(function, fake, (torch.Tag.cudagraph_unsafe,) if copies else ())
 
         @wraps(function)
         def call(*arguments: P.args, **named: P.kwargs) -> R:
@@ -87,15 +74,12 @@ def _encoded(x: Any, tensors: list[Tensor]) -> Any:
     return x
 
 
-def _decoded(x: Any, tensors: Iterator[Tensor], real: bool) -> Any:
-    """The argument, given its tensors. real: they have values, so that what is late is known."""
+def _decoded(x: Any, tensors: Iterator[Tensor]) -> Any:
+    """The argument, given its tensors."""
     if not isinstance(x, tuple):
         return next(tensors) if x == _TENSOR else x
-    kind, items = x[0], [_decoded(item, tensors, real) for item in x[1:]]
-    if kind in (tuple, list):
-        return kind(items)
-    made = kind(*items)
-    return made.value() if real and isinstance(made, Late) else made
+    kind, items = x[0], [_decoded(item, tensors) for item in x[1:]]
+    return kind(items) if kind in (tuple, list) else kind(*items)
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -108,14 +92,16 @@ def _name(function: Callable[..., Any]) -> str:
     return f"megasparse::{name}"
 
 
-def _operator(function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., list[Tensor]]:
+def _operator(
+    function: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...]
+) -> Callable[..., list[Tensor]]:
     name = _name(function)
 
     def run(tensors: list[Tensor], call: int) -> list[Tensor]:
         return [x.contiguous() for x in _results(function, tensors, call)]
 
     def shapes(tensors: list[Tensor], call: int) -> list[Tensor]:
-        return _results(fake, tensors, call, real=False)
+        return _results(fake, tensors, call)
 
     def gradients(tensors: list[Tensor], grads: list[Tensor], call: int) -> list[Tensor]:
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
@@ -134,7 +120,7 @@ def _operator(function: Callable[..., Any], fake: Callable[..., Any]) -> Callabl
 
     backward = torch.library.custom_op(f"{name}_backward", gradients, mutates_args=(), schema=_BACKWARD)
     backward.register_fake(gradient_shapes)
-    forward = torch.library.custom_op(name, run, mutates_args=(), schema=_FORWARD)
+    forward = torch.library.custom_op(name, run, mutates_args=(), schema=_FORWARD, tags=tags)
     forward.register_fake(shapes)
 
     def save(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tensor]) -> None:
@@ -168,7 +154,7 @@ def attention_like(q: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Te
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def _results(function: Callable[..., Any], tensors: list[Tensor], call: int, real: bool = True) -> list[Tensor]:
-    arguments, names, named = _decoded(_CALLS[call], iter(tensors), real)
+def _results(function: Callable[..., Any], tensors: list[Tensor], call: int) -> list[Tensor]:
+    arguments, names, named = _decoded(_CALLS[call], iter(tensors))
     found = function(*arguments, **dict(zip(names, named, strict=True)))
     return [found] if isinstance(found, Tensor) else list(found)

@@ -91,31 +91,30 @@ def block(width: int) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, its positional arguments, and its settings: compile-time constants, num_warps, num_stages. untouched:
-    arguments that this launch neither reads nor writes.
+    """A kernel, its grid, its positional arguments, and its settings: compile-time constants, num_warps, num_stages.
+    untouched: arguments that this launch neither reads nor writes.
     """
 
     kernel: Any
+    grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     settings: dict[str, Any]
     untouched: tuple[Tensor, ...] = ()
 
+    def start(self) -> None:
+        """Start it on the device of its first tensor; a grid without programs, or tensors without memory, nothing."""
+        first = next(x for x in self.arguments if isinstance(x, Tensor))
+        if all(self.grid) and not first.is_meta:
+            with torch.cuda.device_of(first):
+                self.kernel[self.grid](*self.arguments, **self.settings)
 
-_observer: Callable[[Launch], None] | None = None
+
+_observer: Callable[[Launch], None] = Launch.start
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, untouched: Any = (), **settings: Any) -> None:
-    """Starts `kernel` on the device of its first tensor; a grid without programs, or tensors without memory, start
-    nothing. untouched: see `Launch`.
-    """
-    if _observer is not None:
-        _observer(Launch(kernel, arguments, settings, untouched))
-    elif all(grid):
-        first = next(x for x in arguments if isinstance(x, Tensor))
-        if first.is_meta:
-            return
-        with torch.cuda.device_of(first):
-            kernel[grid](*arguments, **settings)
+    """Starts `kernel`, see `Launch.start`. untouched: see `Launch`."""
+    _observer(Launch(kernel, grid, arguments, settings, tuple(untouched)))
 
 
 @contextlib.contextmanager

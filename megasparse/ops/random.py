@@ -8,12 +8,11 @@ the draws must not.
 B batch, L length, H heads, R rounds, E width.
 """
 
-import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from megasparse.ops.backend import implementation
 from megasparse.ops.blocks import at_most
-from megasparse.ops.custom import Late, custom
+from megasparse.ops.custom import custom
+from megasparse.ops.keys import DeviceStep, Halves, Key, LateKey, derive, halves
 
 _CPU_BLOCK_ELEMENTS = 1 << 20  # elements of dropout at a time: 4 MB of bits
 _GPU_BLOCK_ELEMENTS = 1 << 26
@@ -29,46 +29,17 @@ _GPU_BLOCK_ELEMENTS = 1 << 26
 EVALUATION_STEP = -1  # evaluation and generation draw as if at this step, whatever the training step is
 
 
-def derive(*parts: int | str) -> int:
-    """A 64-bit key from numbers and words: equal parts, equal key, on every machine."""
-    if isinstance(parts[0], _LateKey):
-        return cast(int, _LateKey(parts[0].number, (*parts[0].path, parts[1:])))
-    return _derived(*parts)
-
-
-@torch.compiler.assume_constant_result
-def _derived(*parts: int | str) -> int:
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-@dataclass(frozen=True)
-class _LateKey(Late):
-    """A key inside torch.compile, in place of an integer. number: the step. path: what follows seed and step, and what
-    further keys are derived from it by; its first part begins with the seed.
-    """
-
-    path: tuple[tuple[int | str, ...], ...]
-
-    def value(self) -> int:
-        (seed, *rest), *more = self.path
-        key = derive(seed, int(self.number), *rest)
-        for parts in more:
-            key = derive(key, *parts)
-        return key
-
-
 @dataclass(frozen=True)
 class RngContext:
     """Everything that the random draws of one forward pass depend on.
 
-    seed: of the run. step: optimizer step. samples: (B,) int64, global number of each sequence. training: dropout is
-    on. rounds: hash rounds in place of the configured ones, or None. first: position of the first token that is here,
-    where ranks share sequences.
+    seed: of the run. step: optimizer step, a DeviceStep where a CUDA graph is captured. samples: (B,) int64, global
+    number of each sequence. training: dropout is on. rounds: hash rounds in place of the configured ones, or None.
+    first: position of the first token that is here, where ranks share sequences.
     """
 
     seed: int
-    step: int
+    step: int | DeviceStep
     samples: Tensor
     training: bool
     rounds: int | None = None
@@ -77,17 +48,27 @@ class RngContext:
     _step: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_step", torch.tensor(self.step, device="cpu"))
+        own = self.step.number if isinstance(self.step, DeviceStep) else torch.tensor(self.step, device="cpu")
+        object.__setattr__(self, "_step", own)
 
     @staticmethod
     def evaluation(seed: int, batch_size: int, rounds: int | None = None) -> "RngContext":
         """The draws of evaluation and generation: the step is fixed, dropout is off."""
         return RngContext(seed, EVALUATION_STEP, torch.arange(batch_size), training=False, rounds=rounds)
 
-    def key(self, layer: int, purpose: str) -> int:
+    def at(self, first: int) -> "RngContext":
+        """The same draws, of tokens that begin at position `first`. Most are there already: torch.compile then does not
+        see the step as a constant.
+        """
+        return self if first == self.first else replace(self, first=first)
+
+    def key(self, layer: int, purpose: str) -> Key:
         """A key of this step. Inside torch.compile the step is a tensor, so that no step compiles anew."""
+        path = ((self.seed, layer, purpose),)
         if torch.compiler.is_compiling():
-            return cast(int, _LateKey(self._step, ((self.seed, layer, purpose),)))
+            return LateKey(self._step, path)
+        if isinstance(self.step, DeviceStep):
+            return LateKey(self.step, path)
         return derive(self.seed, self.step, layer, purpose)
 
     def rows(self, length: int, device: torch.device) -> Tensor:
@@ -100,72 +81,72 @@ class RngContext:
         return found
 
 
-def _bits_like(key: int, rows: Tensor, columns: int) -> Tensor:
-    return rows.new_empty(*rows.shape, columns, dtype=torch.int32)
-
-
-@custom(_bits_like)
-def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
+def random_bits(key: Key | Halves, rows: Tensor, columns: int) -> Tensor:
     """(*rows.shape, columns) int32, uniform over all 2^32 values: a hash of (key, row number, column number).
 
     rows: int64, any shape. Built of an integer mixer whose every input bit reaches every output bit.
     """
+    return _random_bits(halves(key, rows.device), rows, columns)
+
+
+@custom(lambda key, rows, columns: rows.new_empty(*rows.shape, columns, dtype=torch.int32))
+def _random_bits(key: Halves, rows: Tensor, columns: int) -> Tensor:
     if implementation(rows, dtypes=(torch.int64,), largest_width=None) == "triton":
         from megasparse.ops.random_kernels import bits
 
-        return bits(*_halves(key), rows, columns)
+        return bits(key, rows, columns)
     row, column = _seeds(key, rows, columns)
     return _mix_(row.unsqueeze(-1) + column)
 
 
-def _seeds(key: int, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def _seeds(key: Halves, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Mixed numbers of the rows and of the columns, int32; mixing their sum gives the bits."""
-    low, high = _halves(key)
+    low, high = key
     # Conversions keep the low 32 bits.
     row = _mix_(rows.to(torch.int32) + low) ^ _mix_((rows >> 32).to(torch.int32) + high)
     column = torch.arange(columns, dtype=torch.int32, device=rows.device) + high
     return _mix_(row), _mix_(column)
 
 
-def dropout(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def dropout(x: Tensor, rate: float, key: Key, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Zeroes elements of x (B, L, E) with probability `rate` and scales the rest by 1/(1 − rate).
 
     rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element), so the backward draws it again
     and nothing is kept. dtype: of the result, by default that of x; computed in the wider of the two.
     """
     dtype = dtype or x.dtype
-    return x.to(dtype) if rate == 0.0 else _dropped(x, dtype, rate, key, rows)
+    return x.to(dtype) if rate == 0.0 else _dropped(x, dtype, rate, halves(key, x.device), rows)
 
 
 @custom(lambda x, dtype, rate, key, rows: torch.empty_like(x, dtype=dtype))
-def _dropped(x: Tensor, dtype: torch.dtype, rate: float, key: int, rows: Tensor) -> Tensor:
+def _dropped(x: Tensor, dtype: torch.dtype, rate: float, key: Halves, rows: Tensor) -> Tensor:
     found: Tensor = _Dropout.apply(x, dtype, partial(_drop, rate=rate, key=key, rows=rows))
     return found
 
 
-def add_dropout(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, sign: int = 1) -> Tensor:
+def add_dropout(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor, sign: int = 1) -> Tensor:
     """Compute stream + sign·dropout(x), in the dtype of the stream (B, L, E); on a GPU in one pass. sign: 1 or −1."""
     if implementation(x, largest_width=None) != "triton":
         dropped = dropout(x, rate, key, rows, stream.dtype)
         return stream + dropped if sign == 1 else stream - dropped
-    return _add_dropped(stream, x, rate, key, rows, sign)
+    return _add_dropped(stream, x, rate, halves(key, x.device), rows, sign)
 
 
 @custom(lambda stream, x, rate, key, rows, sign: torch.empty_like(stream))
-def _add_dropped(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, sign: int) -> Tensor:
+def _add_dropped(stream: Tensor, x: Tensor, rate: float, key: Halves, rows: Tensor, sign: int) -> Tensor:
     found: Tensor = _AddDropout.apply(stream, x, sign, partial(_drop, rate=rate, key=key, rows=rows))
     return found
 
 
-def relu_dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
+def relu_dropout(x: Tensor, rate: float, key: Key, rows: Tensor) -> Tensor:
     """Compute dropout(relu(x)), on a GPU in one pass each way: where the result is 0, so is its gradient."""
     if rate == 0.0 or implementation(x, largest_width=None) != "triton":
         return dropout(torch.relu(x), rate, key, rows)
-    return _relu_dropped(x, rate, key, rows)
+    return _relu_dropped(x, rate, halves(key, x.device), rows)
 
 
 @custom(lambda x, rate, key, rows: torch.empty_like(x))
-def _relu_dropped(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
+def _relu_dropped(x: Tensor, rate: float, key: Halves, rows: Tensor) -> Tensor:
     found: Tensor = _ReluDropout.apply(x, rate, partial(_drop, rate=rate, key=key, rows=rows, relu=True))
     return found
 
@@ -222,7 +203,7 @@ def _drop(
     x: Tensor,
     dtype: torch.dtype,
     rate: float,
-    key: int,
+    key: Halves,
     rows: Tensor,
     relu: bool = False,
     to: tuple[Tensor, int] | None = None,
@@ -234,7 +215,7 @@ def _drop(
     if implementation(x, largest_width=None) == "triton":
         from megasparse.ops.random_kernels import drop
 
-        return drop(x, dtype, rate, _halves(key), threshold, rows, relu, to)
+        return drop(x, dtype, rate, key, threshold, rows, relu, to)
     x = x.to(torch.promote_types(x.dtype, dtype))
     flat = x.flatten(0, 1)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -259,19 +240,20 @@ class PairDropout:
     """
 
     rate: float
-    key: int
+    key: Halves
     queries: Tensor
     shift: int = 0
 
     @staticmethod
-    def of(rate: float, key: int, rows: Tensor, heads: range) -> "PairDropout":
+    def of(rate: float, key: Key, rows: Tensor, heads: range) -> "PairDropout":
         """Draw for the queries `rows` (B, L), see `RngContext.rows`, of the global head numbers `heads`."""
-        return PairDropout(rate, key, _pair_queries(key, rows, heads))
+        own = halves(key, rows.device)
+        return PairDropout(rate, own, _pair_queries(own, rows, heads))
 
     def keys(self, count: int) -> Tensor:
         """The mixed numbers of the keys, (Lk,) int32."""
         number = (torch.arange(count, device=self.queries.device) + self.shift) % count
-        return _mix_(number.to(torch.int32) + _halves(self.key)[1])
+        return _mix_(number.to(torch.int32) + self.key[1])
 
     def factors(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
         """The factors of probabilities, 0 or 1/(1 − rate), of pairs of mixed numbers, which broadcast."""
@@ -284,22 +266,31 @@ class PairDropout:
 
 
 @custom(lambda key, rows, heads: rows.new_empty(len(rows), len(heads), rows.shape[1], dtype=torch.int32))
-def _pair_queries(key: int, rows: Tensor, heads: range) -> Tensor:
-    head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) + _halves(key)[0]
+def _pair_queries(key: Halves, rows: Tensor, heads: range) -> Tensor:
+    head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) + key[0]
     return _mix_(_seeds(key, rows, 0)[0].unsqueeze(1) + _mix_(head).unsqueeze(1))
 
 
-def normal(key: int, rows: Tensor, columns: int) -> Tensor:
+def normal(key: Key, rows: Tensor, columns: int) -> Tensor:
     """(*rows.shape, columns) fp32 standard normal numbers, each a function of (key, row number, column number).
 
     Box–Muller in float64 from two 32-bit draws.
     """
-    radius, angle = (random_bits(derive(key, purpose), rows, columns) for purpose in ("radius", "angle"))
+    return _normal(*_radius_and_angle(key, rows.device), rows, columns)
+
+
+def _radius_and_angle(key: Key, device: torch.device) -> tuple[Halves, Halves]:
+    """The keys of both draws of a normal number."""
+    return halves(derive(key, "radius"), device), halves(derive(key, "angle"), device)
+
+
+def _normal(of_radius: Halves, of_angle: Halves, rows: Tensor, columns: int) -> Tensor:
+    radius, angle = _random_bits(of_radius, rows, columns), _random_bits(of_angle, rows, columns)
     uniform = (radius.double() + (2**31 + 0.5)) / 2**32  # in (0, 1)
     return (torch.sqrt(-2.0 * torch.log(uniform)) * torch.cos(angle.double() * (2 * math.pi / 2**32))).float()
 
 
-def rotations(key: int, heads: range, rounds: int, head_dim: int, factors: list[int], device: torch.device) -> Tensor:
+def rotations(key: Key, heads: range, rounds: int, head_dim: int, factors: list[int], device: torch.device) -> Tensor:
     """Gaussian projections of angular LSH, (H, R, D, Σ n_f/2), for the global head numbers `heads`.
 
     Each head and round has its own, whatever other heads and rounds are drawn: more rounds keep the first ones.
@@ -309,34 +300,44 @@ def rotations(key: int, heads: range, rounds: int, head_dim: int, factors: list[
 
 
 def _by_head(dtype: torch.dtype) -> Callable[..., Tensor]:
-    def like(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+    def like(*arguments: Any) -> Tensor:
+        heads, count, columns, device = arguments[-4:]
         return torch.empty(len(heads), count, columns, dtype=dtype, device=device)
 
     return like
 
 
-@custom(_by_head(torch.float32))
-def normal_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+def normal_by_head(key: Key, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """`count` vectors of normal numbers for each global head number, (H, count, columns) fp32.
 
     A head's vectors are the same whatever other heads there are, and more vectors keep the first ones.
     """
+    return _normal_by_head(*_radius_and_angle(key, device), heads, count, columns, device)
+
+
+@custom(_by_head(torch.float32))
+def _normal_by_head(
+    radius: Halves, angle: Halves, heads: range, count: int, columns: int, device: torch.device
+) -> Tensor:
     if implementation(torch.empty(0, device=device), (torch.get_default_dtype(),), largest_width=None) == "triton":
         from megasparse.ops.random_kernels import normals
 
-        radius, angle = (_halves(derive(key, purpose)) for purpose in ("radius", "angle"))
         return normals(radius, angle, heads, count, columns, device)
-    return normal(key, rows_by_head(heads, count, device), columns)
+    return _normal(radius, angle, rows_by_head(heads, count, device), columns)
+
+
+def bits_by_head(key: Key | Tensor, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+    """(H, count, columns) int32: `random_bits` of the rows of `rows_by_head`."""
+    return _bits_by_head(halves(key, device), heads, count, columns, device)
 
 
 @custom(_by_head(torch.int32))
-def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """(H, count, columns) int32: `random_bits` of the rows of `rows_by_head`."""
+def _bits_by_head(key: Halves, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     if implementation(torch.empty(0, device=device), (torch.get_default_dtype(),), largest_width=None) == "triton":
         from megasparse.ops.random_kernels import bits_by_head as by_head
 
-        return by_head(*_halves(key), heads, count, columns, device)
-    return random_bits(key, rows_by_head(heads, count, device), columns)
+        return by_head(key, heads, count, columns, device)
+    return _random_bits(key, rows_by_head(heads, count, device), columns)
 
 
 def rows_by_head(heads: range, count: int, device: torch.device) -> Tensor:
@@ -348,18 +349,8 @@ def rows_by_head(heads: range, count: int, device: torch.device) -> Tensor:
 def _mix_(x: Tensor, spare: Tensor | None = None) -> Tensor:
     """A bijection of 32-bit integers, in place (C. Wellons' lowbias32), wrapping around. spare: space like x."""
     shifted = torch.empty_like(x) if spare is None else spare
-    for shift, factor in ((16, 0x7FEB352D), (15, _signed(0x846CA68B)), (16, 1)):
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
         torch.bitwise_right_shift(x, shift, out=shifted)
         x ^= shifted.bitwise_and_((1 << (32 - shift)) - 1)  # what a signed shift copies of the sign is cut off
         x *= factor
     return x
-
-
-def _halves(key: int) -> tuple[int, int]:
-    """The low and the high 32 bits of a key as signed numbers."""
-    return _signed(key), _signed(key >> 32)
-
-
-def _signed(x: int) -> int:
-    """The low 32 bits of x as a signed number."""
-    return ((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

@@ -8,11 +8,25 @@ import triton.language as tl
 from torch import Tensor, empty_like
 
 from megasparse.ops.kernels import launch, mix
+from megasparse.ops.keys import Halves
 
 _NUMBERS = 4096  # of a program
 _LARGEST_COLUMNS = 1024
 _SCALE = tl.constexpr(2.0**-32)
 _TURN = tl.constexpr(2 * math.pi / 2**32)
+
+
+@triton.jit
+def _key(low, high):
+    """The halves of a key, uint32: two arguments, or where `high` is None two numbers at `low`."""
+    if high is None:
+        low, high = tl.load(low), tl.load(low + 1)
+    return low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
+
+
+def _arguments(key: Halves) -> tuple[int | Tensor, int | None]:
+    """What a kernel gives to `_key`."""
+    return (key, None) if isinstance(key, Tensor) else key
 
 
 @triton.jit
@@ -38,7 +52,7 @@ def _dropout(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < count)[:, None] & (column < width)[None, :]
-    low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
+    low, high = _key(low, high)
     number = tl.load(rows + row, mask=row < count, other=0)
     bits = _bits_of(_row_seed(number, low, high)[:, None], column[None, :], high)
     place = row.to(tl.int64)[:, None] * width + column[None, :]
@@ -55,14 +69,14 @@ def drop(
     x: Tensor,
     dtype: torch.dtype,
     rate: float,
-    key: tuple[int, int],
+    key: Halves,
     threshold: int,
     rows: Tensor,
     relu: bool = False,
     to: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Return x (B, L, E), or relu(x), with the elements zeroed whose bits are below `threshold`, the rest scaled by
-    1/(1 − rate); the same to the bit as `ops.random` in torch. key: its halves, signed. rows: (B, L) int64. to: what
+    1/(1 − rate); the same to the bit as `ops.random` in torch. rows: (B, L) int64. to: what
     it is added to, and the sign that it is added with.
 
     Cost: tensors are read and the result written once, and 8·B·L bytes of rows; about 12 integer operations an element.
@@ -74,7 +88,7 @@ def drop(
     columns = min(_LARGEST_COLUMNS, triton.next_power_of_2(width))
     tall = _NUMBERS // columns
     grid = (-(-count // tall), -(-width // columns))
-    arguments = (x, rows, stream, out, count, width, *key, threshold, 1.0 / (1.0 - rate))
+    arguments = (x, rows, stream, out, count, width, *_arguments(key), threshold, 1.0 / (1.0 - rate))
     launch(_dropout, grid, *arguments, SIGN=sign, RELU=relu, ROWS=tall, COLUMNS=columns, num_warps=4)
     return out
 
@@ -101,28 +115,28 @@ def _bits(rows, out, columns, low, high, first, count, COLUMNS: tl.constexpr):
     """rows: the rows' numbers, or None for `count` of every head from `first` on."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
+    low, high = _key(low, high)
     number = (first + row // count) * 65536 + row % count if rows is None else tl.load(rows + row)
     seed = _row_seed(number, low, high)
     tl.store(out + row * columns + column, _bits_of(seed, column, high), mask=column < columns)
 
 
-def bits(low: int, high: int, rows: Tensor, columns: int) -> Tensor:
-    """Computes `ops.random.random_bits` in one launch, the same to the bit. low, high: the key's halves, signed."""
+def bits(key: Halves, rows: Tensor, columns: int) -> Tensor:
+    """Computes `ops.random.random_bits` in one launch, the same to the bit."""
     out = torch.empty(*rows.shape, columns, dtype=torch.int32, device=rows.device)
-    return _draw_bits(out, rows.contiguous(), low, high, 0, 1)
+    return _draw_bits(out, rows.contiguous(), key, 0, 1)
 
 
-def bits_by_head(low: int, high: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """Computes `ops.random.bits_by_head` in one launch, the same to the bit. low, high: as in `bits`."""
+def bits_by_head(key: Halves, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+    """Computes `ops.random.bits_by_head` in one launch, the same to the bit."""
     out = torch.empty(len(heads), count, columns, dtype=torch.int32, device=device)
-    return _draw_bits(out, None, low, high, heads.start, count)
+    return _draw_bits(out, None, key, heads.start, count)
 
 
-def _draw_bits(out: Tensor, rows: Tensor | None, low: int, high: int, first: int, count: int) -> Tensor:
+def _draw_bits(out: Tensor, rows: Tensor | None, key: Halves, first: int, count: int) -> Tensor:
     columns = out.shape[-1]
     grid = (out.numel() // max(1, columns), -(-columns // _LARGEST_COLUMNS))
-    arguments = (rows, out, columns, low, high, first, count)
+    arguments = (rows, out, columns, *_arguments(key), first, count)
     launch(_bits, grid, *arguments, COLUMNS=min(_LARGEST_COLUMNS, triton.next_power_of_2(columns)), num_warps=4)
     return out
 
@@ -135,8 +149,8 @@ def _normals(out, first, count, columns, low, high, other_low, other_high, COLUM
     place = tl.program_id(0)
     row = (first + place // count).to(tl.int64) * 65536 + place % count
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
-    other_low, other_high = other_low.to(tl.uint32, bitcast=True), other_high.to(tl.uint32, bitcast=True)
+    low, high = _key(low, high)
+    other_low, other_high = _key(other_low, other_high)
     radius = _bits_of(_row_seed(row, low, high), column, high).to(tl.float64)
     angle = _bits_of(_row_seed(row, other_low, other_high), column, other_high).to(tl.float64)
     length = tl.sqrt(-2.0 * tl.log((radius + 2147483648.5) * _SCALE))
@@ -144,13 +158,12 @@ def _normals(out, first, count, columns, low, high, other_low, other_high, COLUM
     tl.store(out + place.to(tl.int64) * columns + column, number.to(tl.float32), mask=column < columns)
 
 
-def normals(
-    radius: tuple[int, int], angle: tuple[int, int], heads: range, count: int, columns: int, device: torch.device
-) -> Tensor:
+def normals(radius: Halves, angle: Halves, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """Computes `ops.random.normal_by_head` in one launch, equal to it up to the rounding of float64 logarithms and
-    cosines. radius, angle: the halves of the keys of both draws, signed.
+    cosines. radius, angle: the keys of both draws.
     """
     out = torch.empty(len(heads), count, columns, dtype=torch.float32, device=device)
     grid = (len(heads) * count, -(-columns // _LARGEST_COLUMNS))
-    launch(_normals, grid, out, heads.start, count, columns, *radius, *angle, COLUMNS=_LARGEST_COLUMNS, num_warps=4)
+    arguments = (out, heads.start, count, columns, *_arguments(radius), *_arguments(angle))
+    launch(_normals, grid, *arguments, COLUMNS=_LARGEST_COLUMNS, num_warps=4)
     return out

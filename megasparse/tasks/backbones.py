@@ -108,7 +108,9 @@ class HuggingFaceBody(Backbone):
             return self._states(given)
         devices = [read.tokens.device] if read.tokens.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed(rng.key(-1, f"transformers {rng.samples.tolist()}") >> 1)
+            key = rng.key(-1, f"transformers {rng.samples.tolist()}")
+            assert isinstance(key, int), "transformers draws from torch's generator, not from the steps of a graph"
+            torch.manual_seed(key >> 1)
             return self._states(given)
 
     def _states(self, given: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,8 @@ from megasparse.attention.bigbird import random_blocks
 from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.attention import AttentionConfig
-from megasparse.ops.random import RngContext, derive
+from megasparse.ops.keys import derive
+from megasparse.ops.random import RngContext
 from tests.helpers.models import Single
 
 BOTH = pytest.mark.parametrize("causal", [True, False])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.hashing import kernels
-from megasparse.ops.hashing.sign import Kind, code_dtype, diagonals, normals
+from megasparse.ops.hashing.sign import Kind, code_dtype
 from megasparse.ops.kernels import launch, whole_vectors
 
 _WARPS = 4
@@ -66,29 +66,28 @@ def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]
     return codes
 
 
-def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
-    """Computes `operator.sign_codes` by kernels.
+def sign_codes(x: Tensor, drawn: Tensor, hashes: int, kind: Kind) -> Tensor:
+    """Computes `operator.sign_codes` by kernels, from what was `sign.drawn`.
 
     Cost: gaussian 2·B·H·L·D·m·τ operations in fp32; hadamard 3·B·H·L·τ·P·(1 + log₂ P) for each P hashes. Moves x once
     and 2 or 4 bytes a code: B·H·L·(D·bytes + 2·m).
     """
     x = whole_vectors(x)
-    batch, _, length, width = x.shape
-    codes = torch.empty(batch, len(heads), hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
+    (batch, heads, length, width), code_bits = x.shape, drawn.shape[2]
+    codes = torch.empty(batch, heads, hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
     if kind == "gaussian":
-        drawn = normals(key, heads, hashes, code_bits, width, x.device).permute(0, 2, 3, 1).contiguous()  # (H, τ, D, m)
+        drawn = drawn.permute(0, 2, 3, 1).contiguous()  # (H, τ, D, m)
         sizes = _tile(hashes)
-        grid = (-(-length // sizes["TOKENS"]) * batch * len(heads) * -(-hashes // sizes["COLUMNS"]),)
-        arguments = (x, drawn, codes, length, len(heads), hashes, code_bits, *x.stride()[:3])
+        grid = (-(-length // sizes["TOKENS"]) * batch * heads * -(-hashes // sizes["COLUMNS"]),)
+        arguments = (x, drawn, codes, length, heads, hashes, code_bits, *x.stride()[:3])
         launch(kernels.sides, grid, *arguments, D=width, **sizes)
         return codes
     power = 1 << (width - 1).bit_length()
     tokens = min(32 * _WARPS, _COORDINATES // power)
     together = min(power, 1 << (hashes - 1).bit_length(), _HASHES)
     parts = -(-hashes // together)
-    grid = (-(-length // tokens) * batch * len(heads) * parts,)
-    drawn = diagonals(key, heads, hashes, code_bits, power, x.device)
-    arguments = (x, drawn, codes, length, len(heads), hashes, code_bits, *x.stride()[:3])
+    grid = (-(-length // tokens) * batch * heads * parts,)
+    arguments = (x, drawn, codes, length, heads, hashes, code_bits, *x.stride()[:3])
     levels = power.bit_length() - 1
     split = {"LEVELS": levels, "PARTS_LEVELS": levels - (together.bit_length() - 1), "FIRST": parts == 1}
     launch(kernels.transformed_sides, grid, *arguments, 0, D=width, **split, TOKENS=tokens, num_warps=_WARPS)

@@ -12,6 +12,7 @@ from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.custom import custom
 from megasparse.ops.hashing import blockwise, reference, sign
+from megasparse.ops.keys import Key
 
 
 def _angular_like(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
@@ -19,8 +20,8 @@ def _angular_like(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     return x.new_empty(batch, heads, rotations.shape[1], length, dtype=sign.code_dtype(math.prod(factors)))
 
 
-def _signs_like(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: sign.Kind) -> Tensor:
-    return x.new_empty(*x.shape[:2], hashes, x.shape[2], dtype=sign.code_dtype(1 << code_bits))
+def _signs_like(x: Tensor, drawn: Tensor, hashes: int, kind: sign.Kind) -> Tensor:
+    return x.new_empty(*x.shape[:2], hashes, x.shape[2], dtype=sign.code_dtype(1 << drawn.shape[2]))
 
 
 @custom(_angular_like)
@@ -44,10 +45,7 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     return gpu.angular_hash(x, rotations, factors)
 
 
-@custom(_signs_like)
-@without_autocast
-@torch.no_grad()
-def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: sign.Kind) -> Tensor:
+def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, kind: sign.Kind) -> Tensor:
     """Codes of x (B, H, L, D) in each hash: (B, H, m, L), int16 up to 15 bits, else int32; 0 <= code < 2^τ.
 
     gaussian: bit t is [r·x >= 0], r normal: two vectors at angle θ collide in a hash with probability (1 − θ/π)^τ.
@@ -63,12 +61,18 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
     only where a projection is zero up to rounding; the kernels' hadamard codes are those of blockwise to the bit.
     """
     assert len(heads) == x.shape[1] and 1 <= code_bits <= sign.MOST_BITS
-    chosen = implementation(x)
-    if chosen == "reference":
+    if implementation(x) == "reference":
         codes = reference.sign_codes(x, key, heads, hashes, code_bits, kind)
         return codes.to(sign.code_dtype(1 << code_bits))
-    if chosen == "blockwise":
-        return sign.sign_codes(x, key, heads, hashes, code_bits, kind)
+    return _sign_codes(x, sign.drawn(key, heads, hashes, code_bits, x.shape[3], kind, x.device), hashes, kind)
+
+
+@custom(_signs_like)
+@without_autocast
+@torch.no_grad()
+def _sign_codes(x: Tensor, drawn: Tensor, hashes: int, kind: sign.Kind) -> Tensor:
+    if implementation(x) == "blockwise":
+        return sign.sign_codes(x, drawn, hashes, kind)
     from megasparse.ops.hashing import gpu
 
-    return gpu.sign_codes(x, key, heads, hashes, code_bits, kind)
+    return gpu.sign_codes(x, drawn, hashes, kind)

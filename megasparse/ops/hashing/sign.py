@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
+from megasparse.ops.keys import Key
 from megasparse.ops.random import bits_by_head, normal_by_head
 
 _BLOCK_ELEMENTS = 1 << 20  # projected numbers at a time: 4 MB of fp32
@@ -22,14 +23,14 @@ def code_dtype(count: int) -> torch.dtype:
     return torch.int16 if count <= 1 << 15 else torch.int32
 
 
-def normals(key: int, heads: range, hashes: int, code_bits: int, width: int, device: torch.device) -> Tensor:
-    """Gaussian hyperplanes, (H, m, τ, D) fp32."""
-    drawn = normal_by_head(key, heads, hashes, code_bits * width, device)
-    return drawn.view(len(heads), hashes, code_bits, width)
-
-
-def diagonals(key: int, heads: range, hashes: int, code_bits: int, power: int, device: torch.device) -> Tensor:
-    """D₁, D₂, D₃ of every transform, (H, groups of P hashes, τ, 3, P) int32: −1 where negative, else 1."""
+def drawn(key: Key, heads: range, hashes: int, code_bits: int, width: int, kind: Kind, device: torch.device) -> Tensor:
+    """What hashes are drawn from: gaussian hyperplanes, (H, m, τ, D) fp32; or D₁, D₂, D₃ of every transform, (H, groups
+    of P hashes, τ, 3, P) int32: −1 where negative, else 1.
+    """
+    if kind == "gaussian":
+        normals = normal_by_head(key, heads, hashes, code_bits * width, device)
+        return normals.view(len(heads), hashes, code_bits, width)
+    power = 1 << (width - 1).bit_length()
     groups = -(-hashes // power)
     bits = bits_by_head(key, heads, groups * code_bits, 3 * power, device)
     return bits.view(len(heads), groups, code_bits, 3, power)
@@ -37,21 +38,15 @@ def diagonals(key: int, heads: range, hashes: int, code_bits: int, power: int, d
 
 @without_autocast
 @torch.no_grad()
-def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
-    """Computes `operator.sign_codes` in blocks."""
-    batch, _, length, width = x.shape
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    power = 1 << (width - 1).bit_length()
-    groups = -(-hashes // power)
-    if kind == "gaussian":
-        drawn = normals(key, heads, hashes, code_bits, width, x.device).flatten(1, 2).to(dtype)  # (H, m·τ, D)
-        numbers = hashes * code_bits
-    else:
-        drawn = diagonals(key, heads, hashes, code_bits, power, x.device).flatten(1, 2)  # (H, groups·τ, 3, P)
-        drawn = torch.where(drawn < 0, -1.0, 1.0).to(dtype)
-        numbers = groups * code_bits * power
-    codes = torch.empty(batch, len(heads), hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
-    step = max(1, at_most(_BLOCK_ELEMENTS) // (batch * len(heads) * numbers))
+def sign_codes(x: Tensor, drawn: Tensor, hashes: int, kind: Kind) -> Tensor:
+    """Computes `operator.sign_codes` in blocks, from what was `drawn`."""
+    batch, heads, length, _ = x.shape
+    dtype, (groups, code_bits) = torch.promote_types(x.dtype, torch.float32), drawn.shape[1:3]
+    drawn = drawn.flatten(1, 2)  # (H, m·τ, D) or (H, groups·τ, 3, P)
+    drawn = drawn.to(dtype) if kind == "gaussian" else torch.where(drawn < 0, -1.0, 1.0).to(dtype)
+    numbers = drawn.shape[1] * (1 if kind == "gaussian" else drawn.shape[3])
+    codes = torch.empty(batch, heads, hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
+    step = max(1, at_most(_BLOCK_ELEMENTS) // (batch * heads * numbers))
     for start in range(0, length, step):
         block = x[:, :, start : start + step].to(dtype)
         if kind == "gaussian":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
-from megasparse.ops.random import derive, random_bits
+from megasparse.ops.random import random_bits
 from megasparse.ops.sketch.draws import Noise, keys_in_tile
 from megasparse.ops.sketch.specification import KeyChoiceSpec
 from megasparse.ops.tiled import tiled
@@ -119,7 +119,7 @@ def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
 
 def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
     """Return log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u one of the 2^23 numbers (n + ½)/2^23."""
-    draws = [random_bits(derive(noise.key, head, tile), noise.rows[:, rows], keys) for head in noise.heads]
+    draws = [random_bits(noise.tile(head, tile), noise.rows[:, rows], keys) for head in range(len(noise.heads))]
     whole = torch.stack(draws, dim=1).bitwise_right_shift_(9).add_(1 << 22)
     return whole.float().add_(0.5).mul_(2.0**-23).log_()
 

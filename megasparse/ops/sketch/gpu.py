@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megasparse.ops.autocast import Function
 from megasparse.ops.kernels import launch
-from megasparse.ops.random import derive
 from megasparse.ops.sketch import choice_kernels, draws, kernels
 from megasparse.ops.sketch.draws import Noise
 from megasparse.ops.sketch.specification import KeyChoiceSpec
@@ -99,20 +98,12 @@ def chosen_keys(
         lse.float().contiguous() if needs_lse and lse is not None else None,
         _documents(key_mask, segments),
         None if noise is None else noise.rows.contiguous(),
-        None if noise is None else _seeds(noise, -(-length // draws.KEYS), q.device),
+        None if noise is None else noise.of_tiles(length).key,
         out, queries, length, first_query,
         WIDTH=width, CAUSAL=spec.causal, HEADS=heads, COUNT=spec.count, SAMPLING=drawn, TILE=draws.KEYS,
         ROWS=_CHOOSING, COLUMNS=64, PLACES=max(_LANES, triton.next_power_of_2(spec.count)), num_warps=1,
     )  # fmt: skip
     return out
-
-
-def _seeds(noise: Noise, tiles: int, device: torch.device) -> Tensor:
-    """(H, tiles, 2) int32, the low and high halves of the keys of every head's tiles."""
-    keys = [[derive(noise.key, head, tile) for tile in range(tiles)] for head in noise.heads]
-    signed = [[key - (key >> 63 << 64) for key in row] for row in keys]
-    whole = torch.tensor(signed, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return whole.view(torch.int32).view(len(keys), tiles, 2).to(device, non_blocking=True)
 
 
 def _coordinates(x: Tensor, scale: float = 1.0) -> Tensor:

@@ -46,9 +46,6 @@ def sketched_attention(
     return h, lse
 
 
-@custom(_choice_like)
-@without_autocast
-@torch.no_grad()
 def chosen_keys(
     q: Tensor,
     k: Tensor,
@@ -70,9 +67,17 @@ def chosen_keys(
     α = 1 is p = ∞: that key is chosen whatever u is, the limit of α → 1. Of equal scores the smaller position wins.
     Returns (B, H, Lq, K) int32, H = 1 without noise; −1 where fewer than K keys are visible.
     """
+    drawn = None if noise is None else noise.of_tiles(k.shape[1])
+    return _chosen_keys(q, k, spec, drawn, lse, key_mask, segments, first_query)
+
+
+@custom(_choice_like)
+@without_autocast
+@torch.no_grad()
+def _chosen_keys(q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, *rest: Any) -> Tensor:
     # The kernels take q and k in float64 too.
     module = _module(q.float(), 1 if noise is None else len(noise.heads))
-    index: Tensor = module.chosen_keys(q, k, spec, noise, lse, key_mask, segments, first_query)
+    index: Tensor = module.chosen_keys(q, k, spec, noise, *rest)
     return index
 
 

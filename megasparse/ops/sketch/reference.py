@@ -6,7 +6,7 @@ B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query ch
 import torch
 from torch import Tensor
 
-from megasparse.ops.random import derive, random_bits
+from megasparse.ops.random import random_bits
 from megasparse.ops.sketch import draws
 from megasparse.ops.sketch.draws import Noise
 from megasparse.ops.sketch.specification import KeyChoiceSpec
@@ -47,8 +47,8 @@ def uniform(noise: Noise, keys: int) -> Tensor:
     """Return u of every pair, (B, H, Lq, keys) float64: the 2^23 numbers (n + ½)/2^23."""
     tiles = range(0, keys, draws.KEYS)
     heads = [
-        torch.cat([random_bits(derive(noise.key, h, t // draws.KEYS), noise.rows, draws.KEYS) for t in tiles], -1)
-        for h in noise.heads
+        torch.cat([random_bits(noise.tile(h, t // draws.KEYS), noise.rows, draws.KEYS) for t in tiles], -1)
+        for h in range(len(noise.heads))
     ]
     return ((torch.stack(heads, 1)[..., :keys] >> 9) + 2**22 + 0.5).double() / 2**23
 

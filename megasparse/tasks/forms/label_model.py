@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.config.finetuning import HeadConfig
-from megasparse.ops.random import RngContext, derive, dropout
+from megasparse.ops.keys import derive
+from megasparse.ops.random import RngContext, dropout
 from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Inputs, Padded
 
