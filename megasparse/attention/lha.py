@@ -4,8 +4,6 @@ B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters.
 """
 
 import math
-from collections.abc import Iterator
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -22,31 +20,17 @@ from megasparse.attention.contract import (
     MechanismSpec,
 )
 from megasparse.attention.costs import Passes, Work, product
-from megasparse.attention.documents import Document, documents, most_documents
+from megasparse.attention.documents import Document, most_documents
 from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
-from megasparse.attention.lha_hash import (
-    Example,
-    HashFunctions,
-    Sides,
-    Weights,
-    bucket_codes,
-    bucket_members,
-    divergence,
-    scores_of,
-)
-from megasparse.attention.lha_sample import Hashes, Sample, sample_flops
+from megasparse.attention.lha_hash import HashFunctions, Weights, bucket_codes, scores_of
+from megasparse.attention.lha_learning import Batch, Rule, divergences, members, sides_of
+from megasparse.attention.lha_sample import SampleRule, sample_flops
 from megasparse.config.attention import LHAAttentionConfig
-from megasparse.ops.attention_utility import (
-    Features,
-    exact_keys,
-    exact_queries,
-    feature_keys,
-    feature_queries,
-)
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
+from megasparse.ops.keys import halves
 from megasparse.ops.positions import sinusoids
-from megasparse.ops.random_features import orthogonal_projections, positive_features
+from megasparse.ops.random_features import orthogonal_projections
 
 
 class Assignment(NamedTuple):
@@ -108,15 +92,17 @@ class LHAAttention(BandAttention):
         joint = self._joint(inputs)
 
         def job(query: Weights, key: Weights) -> Assignment:
-            queries, keys = _sides(inputs.q.detach(), inputs.k.detach(), joint, query, key)
+            queries, keys = sides_of(inputs.q.detach(), inputs.k.detach(), joint, query, key)
             query_codes = bucket_codes(queries, self.buckets)
             key_codes = query_codes if joint else bucket_codes(keys, self.buckets)
             if self.config.window == "band":
                 return Assignment(query_codes, key_codes, None, None)
 
+            rule = self._sample_rule(inputs.causal)
+
             def choose(document: Document) -> Lists:
-                best = self._members(queries, document)
-                return best, best if joint else self._members(keys, document)
+                best = members(queries, document, rule)
+                return best, best if joint else members(keys, document, rule)
 
             return Assignment(query_codes, key_codes, *clusters_by_document(inputs, choose))
 
@@ -134,10 +120,6 @@ class LHAAttention(BandAttention):
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
         assigned = self.assign(inputs, context)
         return Buckets(assigned.query_codes, assigned.key_codes, self.buckets)
-
-    def _members(self, sides: Sides, document: Document) -> Tensor:
-        inputs = tuple(document.take(x) for x in sides.inputs)
-        return bucket_members(Sides(inputs, sides.weights), self.buckets, self.bucket_size)
 
     def _band(self, inputs: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
         key_codes = None if self._joint(inputs) else assigned.key_codes.unsqueeze(2)
@@ -167,19 +149,9 @@ class LHAAttention(BandAttention):
 
         if self.config.utility == "collisions":
             return self._collisions(inputs, context)
-        joint = self._joint(inputs)
-
-        def job(query: Weights, key: Weights) -> tuple[Tensor, ...]:
-            def hashes(q: Tensor, k: Tensor) -> tuple[Sides, Sides]:
-                return _sides(q, k, joint, query, key)
-
-            examples = self._sampled if self.config.utility == "sampled" else self._whole
-            of_queries, of_keys = examples(hashes, inputs, assigned, context)
-            weights = hashes(inputs.q, inputs.k)
-            return *divergence(of_queries, weights[0].weights), *divergence(of_keys, weights[1].weights)
-
-        found = self.hash(job, inputs.q, context)
-        queries, kept, negative_q, keys, _, negative_k = (total / _real(inputs) for total in found)
+        batch, rule = self._batch(inputs, assigned, context), self._rule(inputs, context)
+        found = self.hash(lambda query, key: divergences(batch, rule, query, key), inputs.q, context)
+        (queries, kept, negative_q), (keys, _, negative_k) = ((x / _real(inputs)).unbind() for x in found)
         statistics = {
             "kl_queries": queries,
             "kl_keys": keys,
@@ -190,60 +162,26 @@ class LHAAttention(BandAttention):
         loss = self.config.weight / self.spec.layers * (queries + keys)
         return loss, {name: value.detach() for name, value in statistics.items()}
 
-    def _sampled(
-        self, hashes: Hashes, inputs: AttentionInputs, assigned: Assignment, context: AttentionContext
-    ) -> tuple[Iterator[Example], Iterator[Example]]:
-        """Return what queries and what keys learn from, of a sample of each document's."""
-        visible, buckets = inputs.causal and self.config.visible_utility, (self.buckets, self.bucket_size)
-        drawn = []
-        for document in documents(inputs.key_mask, inputs.segments):
-            q, k = (document.take(x.detach()) for x in (inputs.q, inputs.k))
-            drawn.append((document, Sample.draw(q, k, hashes, buckets, visible, self.config, context)))
-        queries = (sample.of_queries(hashes, document.take(assigned.query_codes)) for document, sample in drawn)
-        keys = (sample.of_keys(hashes, document.take(assigned.key_codes)) for document, sample in drawn)
-        return chain.from_iterable(queries), chain.from_iterable(keys)
+    def _batch(self, inputs: AttentionInputs, assigned: Assignment, context: AttentionContext) -> Batch:
+        projection, (heads, _, width) = None, inputs.q.shape[1:]
+        if self.config.utility == "features":
+            numbers = range(context.head_offset, context.head_offset + heads)
+            key = context.rng.key(context.layer, "lha features")
+            projection = orthogonal_projections(key, numbers, self.config.features, width, inputs.q.device)
+        q, k = inputs.q.detach(), inputs.k.detach()
+        return Batch(q, k, assigned.query_codes, assigned.key_codes, inputs.key_mask, inputs.segments, projection)
 
-    def _whole(
-        self, hashes: Hashes, inputs: AttentionInputs, assigned: Assignment, context: AttentionContext
-    ) -> tuple[Iterator[Example], Iterator[Example]]:
-        """Return the same of all queries and keys."""
-        sides = hashes(inputs.q.detach(), inputs.k.detach())
-        one_document = inputs.key_mask is None and inputs.segments is None
-        # The joint hash has the same members for both.
-        known = self._members(sides[0], Document(slice(None), None)) if one_document and self._joint(inputs) else None
-        of_queries = self._examples(sides, False, inputs, assigned, context, known)
-        return of_queries, self._examples(sides[::-1], True, inputs, assigned, context, known)
+    def _rule(self, inputs: AttentionInputs, context: AttentionContext) -> Rule:
+        assert self.config.utility != "collisions"
+        of_tokens, of_draws = (
+            halves(context.rng.key(context.layer, purpose), inputs.q.device) for purpose in ("lha sample", "lha keys")
+        )
+        sample = self._sample_rule(inputs.causal)
+        return Rule(self.config.utility, self._joint(inputs), sample, (of_tokens, of_draws))
 
-    def _examples(
-        self,
-        sides: tuple[Sides, Sides],
-        of_keys: bool,
-        inputs: AttentionInputs,
-        assigned: Assignment,
-        context: AttentionContext,
-        known: Tensor | None,
-    ) -> Iterator[Example]:
-        """Yield what the hash functions learn from. sides: what is to learn, and the other one, whose utility it
-        learns. known: the other one's members, where all tokens are one document and they are known already.
-
-        A bucket's members here are its best, the same number of every bucket, whatever the window (section 4.4). By the
-        buckets of the plain argmax one bucket that holds all tokens would be a perfect solution, and training soon
-        finds it.
-        """
-        visible = inputs.causal and self.config.visible_utility
-        for document in documents(inputs.key_mask, inputs.segments):
-            q, k = (document.take(x.detach()) for x in (inputs.q, inputs.k))
-            hashed = [document.take(x) for x in sides[0].inputs]
-            own = document.take(assigned.key_codes if of_keys else assigned.query_codes)
-            members = self._members(sides[1], document) if known is None else known
-            if self.config.utility == "features":
-                features = feature_keys if of_keys else feature_queries
-                found = features(*self._features(q, k, context), members, visible=visible)
-            else:
-                exact = exact_keys if of_keys else exact_queries
-                found = exact(q, k, members, scale=q.shape[-1] ** -0.5, visible=visible)
-            for tokens, utility in found:
-                yield Example(tuple(x[:, :, tokens] for x in hashed), utility, own[:, :, tokens])
+    def _sample_rule(self, causal: bool) -> SampleRule:
+        visible, config = causal and self.config.visible_utility, self.config
+        return SampleRule(config.samples, config.sampled_keys, visible, self.buckets, self.bucket_size)
 
     def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """`collision_loss` of a sample of queries and their best keys beyond the window and the sinks, weighted."""
@@ -266,15 +204,6 @@ class LHAAttention(BandAttention):
         """Queries of a document to learn from in this step, (S,) token numbers: the same of every head and sequence."""
         key = context.rng.key(context.layer, "lha sample")
         return drawn_positions(key, q.shape[2], self.config.samples, q.device)
-
-    def _features(self, q: Tensor, k: Tensor, context: AttentionContext) -> tuple[Features, Features]:
-        """Random features of exp(q·k/√D). Each row has a shift of its own, so no other token makes it underflow."""
-        numbers = range(context.head_offset, context.head_offset + q.shape[1])
-        key = context.rng.key(context.layer, "lha features")
-        projection = orthogonal_projections(key, numbers, self.config.features, q.shape[3], q.device)
-        scaled = (x * x.shape[-1] ** -0.25 for x in (q, k))
-        of_queries, of_keys = (Features(*positive_features(x, projection, per_row=True)) for x in scaled)
-        return of_queries, of_keys
 
     def flops(self, length: int) -> Passes:
         work = self.workload(length)
@@ -328,14 +257,6 @@ class LHAAttention(BandAttention):
 def _projection(spec: MechanismSpec) -> nn.Linear:
     width, device = spec.heads * spec.head_dim, torch.get_default_device()
     return skip_init(nn.Linear, spec.d_model, width, bias=False, device=device)
-
-
-def _sides(q: Tensor, k: Tensor, joint: bool, query: Weights, key: Weights) -> tuple[Sides, Sides]:
-    """Inputs that assign queries, and those that assign keys; both by the joint hash H_Q(q_i) + H_K(k_i) if asked."""
-    if joint:
-        both = Sides((q, k), (query, key))
-        return both, both
-    return Sides((q,), (query,)), Sides((k,), (key,))
 
 
 def _real(inputs: AttentionInputs) -> Tensor | int:

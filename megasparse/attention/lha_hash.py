@@ -17,9 +17,11 @@ from torch.autograd.function import once_differentiable
 from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.ops.attention_utility import tiles
 from megasparse.ops.backend import implementation
+from megasparse.ops.custom import custom
 from megasparse.ops.hash_learning import divergence as bucket_divergence
 from megasparse.ops.hash_learning import ranks
-from megasparse.ops.random import derive, rotations
+from megasparse.ops.keys import derive
+from megasparse.ops.random import rotations
 
 T = TypeVar("T")
 Weights = tuple[Tensor, ...]
@@ -72,6 +74,17 @@ class HashFunctions(nn.Module):
         return job(query, key_)
 
 
+def _code_dtype(buckets: int) -> torch.dtype:
+    return torch.int16 if buckets <= 1 << 15 else torch.int32
+
+
+def _codes_like(sides: Sides, buckets: int) -> Tensor:
+    x = sides.inputs[0]
+    return x.new_empty(x.shape[:3], dtype=_code_dtype(buckets))
+
+
+@custom(_codes_like)
+@torch.no_grad()
 def bucket_codes(sides: Sides, buckets: int) -> Tensor:
     """Return the argmax of the scores (Eq. 8 and 18): (B, H, L), int16 where that is enough. Kernels keep the scores to
     themselves, and differ only where the two largest are equal up to rounding.
@@ -81,9 +94,16 @@ def bucket_codes(sides: Sides, buckets: int) -> Tensor:
 
         return learned_codes(sides.inputs, sides.weights)
     codes = [scores_of(inputs, sides.weights).argmax(-1) for _, inputs in _in_tiles(sides, buckets)]
-    return torch.cat(codes, dim=-1).to(torch.int16 if buckets <= 1 << 15 else torch.int32)
+    return torch.cat(codes, dim=-1).to(_code_dtype(buckets))
 
 
+def _members_like(sides: Sides, buckets: int, size: int) -> Tensor:
+    x = sides.inputs[0]
+    return x.new_empty(*x.shape[:2], buckets, min(size, x.shape[2]), dtype=torch.int64)
+
+
+@custom(_members_like)
+@torch.no_grad()
 def bucket_members(sides: Sides, buckets: int, size: int) -> Tensor:
     """The `size` tokens with the highest scores in each bucket, softmax over a token's buckets (section 4.4), of equals
     the earlier ones: (B, H, N, min(size, L)) int64 in order.
@@ -134,14 +154,16 @@ class Example(NamedTuple):
     weight: float = 1.0
 
 
-def divergence(examples: Iterable[Example], weights: tuple[Weights, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def divergence(examples: Iterable[Example], weights: tuple[Weights, ...]) -> Tensor:
     """Σ KL(ψ ‖ softmax(H)) over all examples' tokens and heads (Eq. 13); Σ ψ[bucket], the utility of their buckets; and
-    Σ ψ·ln ψ, the negative entropy of their utilities (Figure 4).
+    Σ ψ·ln ψ, the negative entropy of their utilities (Figure 4): (3,).
 
     A token whose ψ is 0 adds nothing. Only the first has a gradient, that of the weights.
     """
-    sums = _Divergence.apply(examples, len(weights), torch.is_grad_enabled(), *(w for side in weights for w in side))
-    return sums[0], *sums[1:].detach().unbind()
+    flat = [w for side in weights for w in side]
+    learn = torch.is_grad_enabled() and any(w.requires_grad for w in flat)
+    sums: Tensor = _Divergence.apply(examples, len(weights), learn, *flat)
+    return sums
 
 
 class _Divergence(torch.autograd.Function):

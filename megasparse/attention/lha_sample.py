@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megasparse.attention.contract import AttentionContext
 from megasparse.attention.costs import Passes, Workload, product
 from megasparse.attention.far_attention import drawn_positions
 from megasparse.attention.lha_hash import Example, Sides, in_buckets, thresholds
@@ -26,12 +25,26 @@ from megasparse.ops.attention_utility import (
     sampled_normalizer,
     sampled_queries,
 )
+from megasparse.ops.keys import Halves, Key
 from megasparse.ops.random import random_bits
 
 _TOKENS_A_BUCKET = 4
 """U, in buckets, where that is more than C."""
 Hashes = Callable[[Tensor, Tensor], tuple[Sides, Sides]]
 """What hashes queries, and what hashes keys, of q and k (B, H, ..., D); one and the same of the joint hash."""
+
+
+@dataclass(frozen=True)
+class SampleRule:
+    """S sampled queries and C sampled keys of a document; whether the utility counts visible keys alone; how many
+    buckets there are, and how many members each has.
+    """
+
+    queries: int
+    keys: int
+    visible: bool
+    buckets: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -58,36 +71,30 @@ class Sample:
     @staticmethod
     @torch.no_grad()
     def draw(
-        q: Tensor,
-        k: Tensor,
-        hashes: Hashes,
-        buckets: tuple[int, int],
-        visible: bool,
-        config: LHAAttentionConfig,
-        context: AttentionContext,
+        q: Tensor, k: Tensor, hashes: Hashes, rule: SampleRule, keys: tuple[Key | Halves, Key | Halves]
     ) -> "Sample":
         """Draw the sample of a document's queries and keys (B, H, L, D), the same token numbers in every head and
-        sequence, but for the draws. buckets: how many, and how many members each has.
+        sequence, but for the draws. keys: of the tokens and of the draws.
         """
-        length, count = q.shape[2], config.sampled_keys
-        most = max(count, config.samples, _TOKENS_A_BUCKET * buckets[0])
-        tokens = drawn_positions(context.rng.key(context.layer, "lha sample"), length, most, q.device)
+        length, count, visible = q.shape[2], rule.keys, rule.visible
+        most = max(count, rule.queries, _TOKENS_A_BUCKET * rule.buckets)
+        tokens = drawn_positions(keys[0], length, most, q.device)
         some_q, some_k = q.index_select(2, tokens), k.index_select(2, tokens)
-        queries = Queries(some_q[:, :, : config.samples], tokens[: config.samples])
-        rule = {"scale": q.shape[-1] ** -0.5, "visible": visible}
+        queries = Queries(some_q[:, :, : rule.queries], tokens[: rule.queries])
+        scoring = {"scale": q.shape[-1] ** -0.5, "visible": visible}
         if length <= count:
             every = torch.zeros(length, device=q.device)
             draws, drawn_q = Draws(some_k, tokens, every), some_q
         else:
             places = torch.arange(count, device=q.device)
-            bits = random_bits(context.rng.key(context.layer, "lha keys"), places, 1).squeeze(-1)
-            draws = draw_keys(queries, k, (bits.double() + 2.0**31) / 2.0**32, **rule)
+            bits = random_bits(keys[1], places, 1).squeeze(-1)
+            draws = draw_keys(queries, k, (bits.double() + 2.0**31) / 2.0**32, **scoring)
             drawn_q = at_tokens(q, draws.tokens)
-        normalizer = sampled_normalizer(queries, draws, **rule)
-        size = max(1, round(buckets[1] * len(tokens) / length))
+        normalizer = sampled_normalizer(queries, draws, **scoring)
+        size = max(1, round(rule.size * len(tokens) / length))
         sides = hashes(some_q, some_k)
-        of_queries = thresholds(sides[0], buckets[0], size)
-        bars = of_queries, of_queries if sides[1] is sides[0] else thresholds(sides[1], buckets[0], size)
+        of_queries = thresholds(sides[0], rule.buckets, size)
+        bars = of_queries, of_queries if sides[1] is sides[0] else thresholds(sides[1], rule.buckets, size)
         return Sample(
             length, visible, tokens, some_q, some_k, queries, min(count, length), draws, drawn_q, normalizer, bars
         )
