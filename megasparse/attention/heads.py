@@ -6,7 +6,7 @@ B batch, L length, H heads, D head dim, E width.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -56,7 +56,7 @@ class Padding:
 
     key_mask: Tensor | None = None
     segments: Tensor | None = None
-    part: SequencePart = WHOLE
+    part: SequencePart = field(default_factory=lambda: WHOLE)  # torch.compile traces no object as a default
 
 
 class AttentionLayer(nn.Module):
@@ -162,9 +162,7 @@ def split_heads_by_mechanism(
     that are here; each mechanism gets all tokens of this rank's part of its heads.
     """
     q, k, v = projected
-    part, whole = padding.part, context.rng
-    if whole.first != 0:
-        whole = dataclasses.replace(whole, first=0)
+    part, whole = padding.part, context.rng.at(0)
     first, first_key = 0, 0
     for kind, heads in split.items():
         mechanism = mechanisms[kind]

@@ -3,8 +3,6 @@
 B batch, L length, V vocabulary.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -56,7 +54,7 @@ class Encoder(Transformer):
         """
         masking = self.config.masking
         part, tokens = padding.part, padding.part.gather(tokens, 1)  # whose number and order decide
-        key, rows = rng.key(-1, "masked tokens"), replace(rng, first=0).rows(tokens.shape[1], tokens.device)
+        key, rows = rng.key(-1, "masked tokens"), rng.at(0).rows(tokens.shape[1], tokens.device)
         order, fate, other = (random_bits(key, rows, 3).to(torch.int64) + 2**31).unbind(-1)  # uniform below 2^32
         maskable = self._maskable(tokens, padding)
         if masking.whole_words:

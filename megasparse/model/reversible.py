@@ -23,21 +23,20 @@ def reversible(blocks: Sequence[Block], streams: Streams, source: Tensor | None,
 
 
 class _Reversible(Function):
+    """In torch.compile it stays outside of the graphs, of which the forward is one, and so is each branch again."""
+
     @staticmethod
+    @torch.compiler.disable(recursive=False)
     def forward(
         ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass
     ) -> tuple[Tensor, Tensor, Tensor]:
-        streams = [x1, x2]
-        total = torch.zeros((), device=x1.device)
-        for block in blocks:
-            auxiliary, *streams = block(run, None, source, *streams)
-            if auxiliary is not None:
-                total = total + auxiliary
+        first, second, total = _forward(blocks, run, source, x1, x2)
         ctx.blocks, ctx.run = blocks, run
-        ctx.save_for_backward(*streams, source)
-        return streams[0], streams[1], total
+        ctx.save_for_backward(first, second, source)
+        return first, second, total
 
     @staticmethod
+    @torch.compiler.disable(recursive=False)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d1, d2, d_auxiliary = grads
         y1, y2, source = ctx.saved_tensors
@@ -51,6 +50,18 @@ class _Reversible(Function):
                 y1, y2 = branch.plus(y2, out, replay.rng, sign=-1), y1
                 d1, d2 = d2, d1 + gradient
         return d1, d2, None if source is None else source.grad, None, None
+
+
+def _forward(
+    blocks: Sequence[Block], run: Pass, source: Tensor | None, *streams: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = torch.zeros((), device=streams[0].device)
+    for block in blocks:
+        auxiliary, *streams = block(run, None, source, *streams)  # type: ignore[assignment]
+        if auxiliary is not None:
+            total = total + auxiliary
+    first, second = streams
+    return first, second, total
 
 
 def _again(compute: Compute, x: Tensor, *grads: Tensor) -> tuple[Tensor, Tensor]:

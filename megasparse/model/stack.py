@@ -5,7 +5,6 @@ B batch, L length, E d_model, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -189,7 +188,7 @@ class Transformer(Stack, ABC):
         nothing is scored, loss and accuracy are 0.
         """
         padding = padding or padding_of(tokens, self.config, SequencePart.of(sequence))
-        rng = replace(rng or RngContext.evaluation(0, len(tokens)), first=padding.part.rank * tokens.shape[1])
+        rng = (rng or RngContext.evaluation(0, len(tokens))).at(padding.part.rank * tokens.shape[1])
         scores, cost, auxiliary, statistics = self._scores(tokens, rng, padding)
         loss, found = mean_cost(scores, cost, divisor, padding.part)
         return self.task_weight * loss + auxiliary, statistics | found

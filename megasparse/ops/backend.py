@@ -20,6 +20,7 @@ LARGEST_IN_99_KB = 128
 MOST_PAIRS = 65535
 """The largest second number of a grid."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def implementation(
@@ -47,7 +48,7 @@ def implementation(
     if forced == "triton" and dropout is not None:
         raise ConfigError(VARIABLE, "the kernels have no dropout of attention probabilities", "Unset it")
     if forced is None:
-        if not fits or dropout is not None or not _has_triton() or not (x.is_cuda or x.is_meta):
+        if not fits or dropout is not None or not _HAS_TRITON or not (x.is_cuda or x.is_meta):
             return "blockwise"
         return "triton" if x.is_meta or _suits(x.device, x.shape[-1], largest_width) else "blockwise"
     if forced not in get_args(Implementation):
@@ -60,7 +61,7 @@ def implementation(
 
 
 def _require_kernels(x: Tensor, fits: bool, dtypes: tuple[torch.dtype, ...], largest_width: int | None) -> None:
-    if not _has_triton():
+    if not _HAS_TRITON:
         raise ConfigError(VARIABLE, "triton is not installed", "pip install triton, or set blockwise")
     if not fits:
         taken = ", ".join(_name(dtype) for dtype in dtypes)
@@ -100,8 +101,3 @@ def _facts(device: torch.device) -> tuple[str | None, int]:
 @cache
 def _say(line: str) -> None:
     print(line, file=sys.stderr)
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

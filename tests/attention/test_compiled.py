@@ -8,11 +8,12 @@ from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, Padding
 from megasparse.ops.custom import custom
 from megasparse.ops.random import dropout
+from tests.helpers.kernels import DEVICE
 from tests.helpers.models import named, random_tokens, small, training_draws
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ["full", "local relative", "lsh", "yoso", "smart_bird"])
+@pytest.mark.parametrize("name", ["full", "local relative", "lsh", "lha", "yoso", "smart_bird", "performer"])
 def test_a_layer_is_one_graph(name, backend):
     layer = AttentionLayer(small(attention=named(name)), layer=0)
     generator = torch.Generator().manual_seed(0)
@@ -62,13 +63,40 @@ def test_steps_with_other_draws_have_one_graph(name):
         return loss.detach(), leaf.grad
 
     torch._dynamo.reset()
-    compiled = torch.compile(attend, backend=lambda *given: graphs.append(1) or aot_eager(*given), fullgraph=True)
+    compiled = torch.compile(attend, backend=lambda *given: graphs.append(given) or aot_eager(*given), fullgraph=True)
     seen = set()
     for step in range(3):
         ours, expected = results(compiled, step), results(attend, step)
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
         seen.add(ours[0].item())
     assert len(graphs) == 1 and len(seen) == 3
+    assert_keys_alone_read_the_step(*graphs[0])
+
+
+def assert_keys_alone_read_the_step(graph, inputs):
+    """What draws read is on the device, and what reads the step is left out of captured CUDA graphs."""
+    steps = [x for x, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True) if value.dim() == 0]
+    readers = [user for step in steps for user in step.users]
+    assert len(steps) == 1 and readers
+    for reader in readers:
+        assert "_late_words" in str(reader.target)
+        assert torch.Tag.cudagraph_unsafe in reader.target.tags
+
+
+@pytest.mark.parametrize("name", ["lsh", "lha", "yoso", "smart_bird", "local relative"])
+def test_kernels_are_inside_operators(name, monkeypatch):
+    """What a GPU runs, in Triton's interpreter: the compiler meets no kernel."""
+    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
+    layer = AttentionLayer(small(attention=named(name), query_key_norm=True), layer=0).to(DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) / 6)
+    x, padding, context = torch.randn(1, 16, 32, generator=generator), Padding(), AttentionContext(0, training_draws(1))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: layer(x, context, padding).out, backend="eager", fullgraph=True)
+    ours, expected = (attend(x.to(DEVICE)) for attend in (compiled, lambda x: layer(x, context, padding).out))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_copy_of_the_code_has_operators_of_its_own():

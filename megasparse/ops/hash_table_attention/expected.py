@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import Function, without_autocast
+from megasparse.ops.custom import custom
 from megasparse.ops.hash_table_attention.layout import groups, row_slices
 from megasparse.ops.hash_table_attention.specification import HashTableAttentionSpec
 
@@ -18,6 +19,12 @@ _QUERIES = 64  # of a tile
 _TILE_ELEMENTS = 1 << 18  # weights in a tile: 1 MB of fp32
 
 
+def _like(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(v.dtype, torch.float32)
+    return v.new_empty(*q.shape[:3], v.shape[3], dtype=wide), v.new_empty(q.shape[:3], dtype=wide)
+
+
+@custom(_like)
 @without_autocast
 def expected_attention(
     q: Tensor,

@@ -1,0 +1,36 @@
+"""torch.compile of a whole model: one graph, or where layers are reversible, no break inside what a layer computes."""
+
+import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.utils import counters
+
+from megasparse.model.build import build_model
+from tests.helpers.models import attention, random_tokens, small, training_draws
+
+
+def trained(model, forward, step):
+    """The objective and the gradients of a step."""
+    model.zero_grad()
+    objective = forward(random_tokens(2, 128, seed=step), training_draws(2, step))[0]
+    objective.backward()
+    return [objective.detach(), *(weight.grad for weight in model.parameters())]
+
+
+@pytest.mark.parametrize("activations", ["stored", "reversible"])
+def test_a_model_is_compiled_with_all_its_attention(activations):
+    """With dropout and tiles, of two steps, whose draws differ."""
+    settings = {"dropout": 0.1, "activations": activations, "feed_forward_tiles": 2, "loss_tiles": 2}
+    config = small(layers=2, attention=attention("lsh", "lha"), **settings)
+    model, graphs = build_model(config, seed=0), []
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(
+        model, backend=lambda *given: graphs.append(1) or aot_eager(*given), fullgraph=activations == "stored"
+    )
+    for step in range(2):
+        for ours, expected in zip(trained(model, compiled, step), trained(model, model, step), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    if activations == "stored":
+        assert len(graphs) == 1
+    assert all("_Reversible" in reason for reason in counters["graph_break"])
