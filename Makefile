@@ -61,6 +61,8 @@ install: .venv/installed
 	@touch $@
 
 .venv/installed-dev: .venv/installed
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: the tests need Python 3.11, as transformers does. Name one: make clean, then make PYTHON=python3.12"; exit 2; }
 	@echo "installing the tools of the tests"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
