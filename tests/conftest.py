@@ -16,7 +16,7 @@ SLOW = (
     *("distributed/*", "reliability/*", "benchmarks/*", "cli/*", "stopping/*", "hub/*", "forms/*"),
     *("*launcher*.py", "*_memory.py", "*_kernels.py", "*_fuzz*.py", "test_remote*.py", "test_workers.py"),
     *("test_decoding.py", "test_implementations.py", "test_windows_by_key_rank.py", "model/test_duplication.py"),
-    *("test_jsonl.py",),
+    *("test_jsonl.py", "test_captured.py", "test_compiled.py"),
     *("test_dry_run.py", "test_compress.py", "test_memory_check.py", "tasks/test_restore.py"),
     *("tasks/test_run.py", "test_asynchronous_saving.py", "test_exact_resume.py", "test_scalars.py", "test_tracing.py"),
     *("test_frozen.py", "test_ranks.py", "test_api.py", "test_lha.py", "test_wikihop.py", "test_full_disk.py"),
