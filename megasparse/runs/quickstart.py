@@ -3,6 +3,7 @@
 Each step is an ordinary command and is printed before it runs. Run again, finished steps are not repeated.
 """
 
+import importlib.util
 import json
 import os
 import shlex
@@ -17,7 +18,8 @@ from megasparse.errors import UserError
 from megasparse.evaluation.compress import bits_per_byte
 
 SHARDS = Path("data/quickstart")
-RUN = Path("runs/quickstart")
+SMALL = ("training.steps=250", "evaluation.every=125", "checkpoint.every=125", "run.directory=runs/quickstart_small")
+"""Settings of the run that shows all steps in two minutes; its model has learned little."""
 
 # A Wikipedia dump in enwik8's own format, 6 MB, is test data of the package gensim. One fixed platform tag is asked
 # for, so that every machine gets the same file, whatever it runs itself.
@@ -26,44 +28,88 @@ WHEEL_SHA256 = "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8
 MEMBER = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 PLATFORM = ["--platform", "manylinux_2_24_x86_64", "--python-version", "3.11", "--implementation", "cp"]
 
+NEXT = """
+Next:
+  {run}/report.html                                         a page about this run, in a browser
+  tensorboard --logdir runs                                 its curves
+  megasparse generate --checkpoint {run} --prompt "A "      more text
+  megasparse prepare-data text --source my_books/ --output data/books
+  megasparse pretrain quickstart --set data.path=data/books --set run.directory=runs/books
+  megasparse finetune finetune/quick --set task.source=reviews.csv     classes of your own table"""
 
-def quickstart() -> None:
-    """Run every step. Raises UserError where one fails."""
-    say("1/4  a sample of Wikipedia, as webdataset shards")
+
+def quickstart(small: bool = False) -> None:
+    """Run every step. Raises UserError where one fails. small: with a training of a minute."""
+    run = Path("runs/quickstart_small" if small else "runs/quickstart")
+    say("1/5  a sample of Wikipedia, as webdataset shards")
     wheel = fetch_wheel("gensim==4.4.0", WHEEL, WHEEL_SHA256, PLATFORM)
     megasparse("prepare-data", "text", "--source", wheel, "--member", MEMBER, "--output", SHARDS)
-    say("2/4  training (its curves: tensorboard --logdir runs)")
-    megasparse(*training_command())
-    say("3/4  bits/dim of held-out text, every byte of the test split scored")
-    result = RUN / "evaluation.json"
-    megasparse("evaluate", "--checkpoint", RUN, "--data", SHARDS, "--json", result)
-    summary = summarize(result)
-    say("4/4  a sample")
-    megasparse("generate", "--checkpoint", RUN, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8)
-    report(summary)
+    say("2/5  training (its curves: tensorboard --logdir runs)")
+    megasparse(*training_command(small))
+    say("3/5  bits/dim of held-out text, every byte of the test split scored")
+    megasparse("evaluate", "--checkpoint", run, "--data", SHARDS, "--json", run / "evaluation.json")
+    say("4/5  the same text as a file, compressed by the model")
+    text = write_held_out(run)
+    compress(run, text)
+    say("5/5  a sample, and a page about the run")
+    megasparse("generate", "--checkpoint", run, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8)
+    megasparse("report", run)
+    report(summarize(run, text), run)
 
 
-def training_command() -> list[str]:
+def training_command(small: bool) -> list[str]:
     """Two ranks share the batch of two sequences on a CPU of two cores or more; a GPU, or one core, takes both."""
     import torch
 
     alone = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
-    return ["pretrain", "quickstart"] if alone else ["supervise", "--ranks", "2", "pretrain", "quickstart"]
+    changes = [word for setting in (SMALL if small else ()) for word in ("--set", setting)]
+    return [*([] if alone else ["supervise", "--ranks", "2"]), "pretrain", "quickstart", *changes]
 
 
-def summarize(result: Path) -> dict[str, float]:
-    """The model's bits/dim beside those of gzip -9 and xz -9 on the same bytes, also written to RUN/summary.json."""
-    packed = bits_per_byte(EvaluationStream(Index.load(SHARDS), "test"))
-    model = json.loads(result.read_text())["bits_per_dim"]
-    summary = {"bits_per_dim": model, "gzip_bits_per_dim": packed["gzip"], "xz_bits_per_dim": packed["xz"]}
-    (RUN / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+def held_out() -> EvaluationStream:
+    return EvaluationStream(Index.load(SHARDS), "test")
+
+
+def write_held_out(run: Path) -> Path:
+    """The test split as a text file, RUN/held_out.txt."""
+    text, stream = run / "held_out.txt", held_out()
+    text.write_bytes(bytes(stream.read(0, stream.tokens).tolist()))
+    return text
+
+
+def compress(run: Path, text: Path) -> None:
+    """Compress the text with the model, unless that is done, or its coder is not installed."""
+    if importlib.util.find_spec("constriction") is None:
+        print("  left out: pip install 'megasparse[compress]' brings the coder, then run this again")
+    elif not packed(text).exists():
+        megasparse("compress", text, "--checkpoint", run)
+
+
+def packed(text: Path) -> Path:
+    return text.with_name(f"{text.name}.msz")
+
+
+def summarize(run: Path, text: Path) -> dict[str, float]:
+    """Bits/dim of the model beside those of gzip -9, xz -9 and the model's file, also written to RUN/summary.json."""
+    sizes = bits_per_byte(held_out())
+    model = json.loads((run / "evaluation.json").read_text())["bits_per_dim"]
+    summary = {"bits_per_dim": model, "gzip_bits_per_dim": sizes["gzip"], "xz_bits_per_dim": sizes["xz"]}
+    if packed(text).exists():
+        summary["file_bits_per_dim"] = 8 * packed(text).stat().st_size / text.stat().st_size
+    (run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 
 
-def report(summary: dict[str, float]) -> None:
-    say(f"done; the same held-out bytes, in bits/dim (also in {RUN / 'summary.json'})")
-    for name, key in [("gzip -9", "gzip_bits_per_dim"), ("xz -9", "xz_bits_per_dim"), ("this model", "bits_per_dim")]:
-        print(f"  {name:<11}{summary[key]:.3f}  {'#' * round(summary[key] * 16)}")
+def report(summary: dict[str, float], run: Path) -> None:
+    say(f"done; the same held-out bytes, in bits/dim (also in {run / 'summary.json'})")
+    names = {"gzip -9": "gzip", "xz -9": "xz", "this model's file": "file"}
+    found = {name: summary.get(f"{key}_bits_per_dim") for name, key in names.items()} | {
+        "as evaluated": summary["bits_per_dim"]
+    }
+    for name, value in found.items():
+        if value is not None:
+            print(f"  {name:<18}{value:.3f}  {'#' * round(value * 16)}")
+    print(NEXT.format(run=run))
 
 
 def megasparse(*words: object) -> None:
