@@ -102,13 +102,10 @@ def summarize(run: Path, text: Path) -> dict[str, float]:
 
 def report(summary: dict[str, float], run: Path) -> None:
     say(f"done; the same held-out bytes, in bits/dim (also in {run / 'summary.json'})")
-    names = {"gzip -9": "gzip", "xz -9": "xz", "this model's file": "file"}
-    found = {name: summary.get(f"{key}_bits_per_dim") for name, key in names.items()} | {
-        "as evaluated": summary["bits_per_dim"]
-    }
-    for name, value in found.items():
-        if value is not None:
-            print(f"  {name:<18}{value:.3f}  {'#' * round(value * 16)}")
+    names = {"gzip -9": "gzip_", "xz -9": "xz_", "this model": "", "its file": "file_"}
+    for name, key in names.items():
+        if (value := summary.get(f"{key}bits_per_dim")) is not None:
+            print(f"  {name:<11}{value:.3f}  {'#' * round(value * 16)}")
     print(NEXT.format(run=run))
 
 

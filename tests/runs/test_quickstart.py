@@ -30,7 +30,7 @@ def test_every_step_runs_and_the_file_is_as_long_as_evaluation_promises(tmp_path
     assert summary["file_bits_per_dim"] == pytest.approx(summary["bits_per_dim"], rel=0.01)
     assert (run / "report.html").exists()
     said = capfd.readouterr().out
-    assert f"this model's file {summary['file_bits_per_dim']:.3f}" in said and "Next:" in said
+    assert f"its file   {summary['file_bits_per_dim']:.3f}" in said and "Next:" in said
 
 
 def test_a_missing_coder_leaves_one_step_out(tmp_path, monkeypatch, capsys):
