@@ -1,6 +1,8 @@
 """Exported folders as their users have them: only torch, transformers and the folder."""
 
 import ast
+import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -24,7 +26,7 @@ from transformers import (
 
 from megasparse.attention.heads import Padding
 from megasparse.data.tokenizers.byte import ByteTokenizer
-from megasparse.hub.bundle import bundle
+from megasparse.hub.bundle import _OPERATORS, bundle
 from megasparse.hub.export import to_hf
 from megasparse.hub.modelling.stand_ins.section import Field, Section
 from megasparse.hub.tokenizer_files import byte_files
@@ -330,3 +332,16 @@ def test_the_stand_in_reads_sections_that_may_be_left_out():
     assert outer.model_copy(update={"inner": None}).inner is None and outer.inner.separator == 3
     with pytest.raises(ValueError, match="Inner has no other"):
         Outer.model_validate({"inner": {"other": 3}})
+
+
+@pytest.mark.parametrize("name", _OPERATORS)
+def test_blockwise_forms_take_what_operators_take(name):
+    """An exported folder has them in the operators' place."""
+    package, operator, blockwise = (
+        importlib.import_module(f"megasparse.ops.{name}{part}") for part in ("", ".operator", ".blockwise")
+    )
+    functions = [each for each in package.__all__ if inspect.isfunction(getattr(operator, each, None))]
+    for each in functions:
+        found = [list(inspect.signature(getattr(module, each)).parameters) for module in (operator, blockwise)]
+        assert found[0] == found[1], each
+    assert functions

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
-from megasparse.ops.hashing.sign import code_dtype, sign_codes
-
-__all__ = ["angular_hash", "sign_codes"]
+from megasparse.ops.hashing.sign import Kind, code_dtype, drawn, drawn_codes
+from megasparse.ops.keys import Key
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers at a time: 8 MB of fp32
 
@@ -34,3 +33,8 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
             code = code * factor + torch.where(plus, highest.indices, lowest.indices + factor // 2)
         codes[..., start : start + step] = code.transpose(-1, -2)  # type: ignore[union-attr]
     return codes
+
+
+def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
+    """Computes `operator.sign_codes` in blocks."""
+    return drawn_codes(x, drawn(key, heads, hashes, code_bits, x.shape[3], kind, x.device), hashes, kind)

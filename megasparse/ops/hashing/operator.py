@@ -72,7 +72,7 @@ def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, k
 @torch.no_grad()
 def _sign_codes(x: Tensor, drawn: Tensor, hashes: int, kind: sign.Kind) -> Tensor:
     if implementation(x) == "blockwise":
-        return sign.sign_codes(x, drawn, hashes, kind)
+        return sign.drawn_codes(x, drawn, hashes, kind)
     from megasparse.ops.hashing import gpu
 
     return gpu.sign_codes(x, drawn, hashes, kind)

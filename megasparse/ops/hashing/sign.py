@@ -38,7 +38,7 @@ def drawn(key: Key, heads: range, hashes: int, code_bits: int, width: int, kind:
 
 @without_autocast
 @torch.no_grad()
-def sign_codes(x: Tensor, drawn: Tensor, hashes: int, kind: Kind) -> Tensor:
+def drawn_codes(x: Tensor, drawn: Tensor, hashes: int, kind: Kind) -> Tensor:
     """Computes `operator.sign_codes` in blocks, from what was `drawn`."""
     batch, heads, length, _ = x.shape
     dtype, (groups, code_bits) = torch.promote_types(x.dtype, torch.float32), drawn.shape[1:3]
