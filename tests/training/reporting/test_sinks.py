@@ -1,16 +1,17 @@
 """Weights & Biases and MLflow beside TensorBoard: what they were given is in their own files, and nothing is sent."""
 
 import builtins
-import time
 
 import mlflow
 import pytest
 import torch
+import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.monitor import Monitor
+from megasparse.training.reporting.sinks import run_id
 from tests.helpers.tiny import tiny_config
 
 SCALARS = {"train/loss": 1.25, "optimizer/learning_rate": 1e-3, "speed/tokens_per_second": 10.0}
@@ -41,12 +42,21 @@ def test_mlflow_has_every_step_once_and_a_restart_goes_on_with_the_run(tmp_path,
 
 
 def records(data):
-    """The records of LevelDB's log format, of files shorter than a block (32 KiB), behind wandb's header of 7 bytes."""
-    place = 7
+    """The records of LevelDB's log format: blocks of 32 KiB, behind wandb's header of 7 bytes, whose records, begun by
+    checksum, size and type, are whole (type 1) or parts of one (2 first, 3, 4 last).
+    """
+    place, whole = 7, b""
     while place + 7 <= len(data):
-        size = int.from_bytes(data[place + 4 : place + 6], "little")
-        yield data[place + 7 : place + 7 + size]
+        left = 32768 - place % 32768
+        if left < 7:  # the end of a block is left empty
+            place += left
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + size]
         place += 7 + size
+        if kind in (1, 4):
+            yield whole
+            whole = b""
 
 
 def history(folder):
@@ -66,13 +76,10 @@ def test_wandb_has_every_step_offline_under_one_name(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = tiny_config(tmp_path / "run", logging={"sink": "wandb"})
-    write(config, [1, 2])
-    begun = time.time_ns() // 10**9
-    while time.time_ns() // 10**9 == begun:  # wandb names its folder by the second
-        time.sleep(0.01)
-    write(config, [3])
+    write(config, [1, 2, 3])
+    wandb.teardown()  # waits for wandb's own process, which writes the file, as the end of a program does
     files = {file.name for file in (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")}
-    assert len(files) == 1 and (tmp_path / "run" / "wandb_id").read_text().strip() in files.pop()
+    assert len(files) == 1 and run_id(tmp_path / "run" / "wandb_id") in files.pop()
     assert sorted((int(step), float(loss)) for step, loss in history(tmp_path / "run")) == [
         (1, 1.0),
         (2, 2.0),
