@@ -161,6 +161,33 @@ def fine_tuned():
     yield f"hashing is {gaps[2]} bits/dim behind full attention, {gaps[1]} after five, {gaps[0]} before"
 
 
+def decoder_budgets():
+    rows = read("measured/decoder_budgets.json")["rows"]
+    (full,) = (row["nats"] for row in rows if row["arm"] == "full")
+    names = {
+        "oracle": "oracle: the window's and the sinks' keys, and each head's best others",
+        "Smart Bird, taught": "**Smart Bird, taught**, mean of 3 seeds",
+        "LHA, taught": "LHA, taught, seed 1",
+        "window": "window, sinks",
+        "LHA": "LHA, random",
+        "LSH": "LSH, one round",
+        "Smart Bird": "Smart Bird, random",
+        "window, layer 0 full": "window, sinks, layer 0 full",
+    }
+    for arm, name in names.items():
+        cells = []
+        for budget in ("96", "192", "384"):
+            own = [row for row in rows if row["arm"] == f"{budget} {arm}"]
+            nats = f"{statistics.mean(row['nats'] - full for row in own):.3f}".lstrip("0") if own else ""
+            cells.append(f"{nats} ({statistics.mean(row['keys'] for row in own):.0f})" if own else "")
+        yield f"{name} | {' | '.join(cells)} |".replace("  ", " ")
+    taught = [[row["nats"] - full for row in rows if row["arm"] == f"{n} Smart Bird, taught"] for n in (384, 192)]
+    least, most = (f"{bound(taught[0]):.3f}".lstrip("0") for bound in (min, max))
+    yield f"within {least} to {most} nats of full attention"
+    least, most = (f"{bound(taught[1]):.3f}".lstrip("0") for bound in (min, max))
+    yield f"at {least} to {most} with 190 keys"
+
+
 def experiments():
     without, with_it = (read("measured/residual_bits.json")["runs"][bits]["held_out"]["500"] for bits in ("null", "14"))
     yield f"held-out bits/dim {with_it:.3f} with it and {without:.3f} without"
@@ -178,6 +205,7 @@ def experiments():
         ("reliability.md", reliability),
         ("when-hashing-pays.md", pays),
         ("decoders.md", decoders),
+        ("decoders.md", decoder_budgets),
         ("decoders.md", fine_tuned),
         ("experiments.md", experiments),
     ],
