@@ -101,7 +101,7 @@ def test_a_run_that_ends_by_itself_keeps_its_exit_code_and_its_arguments_are_val
     assert (args.ranks, args.nodes, args.node_rank, args.address) == (8, 2, 1, ("first.pod", 29500))
     assert args.script == "pretrain"
     given = parser_of("pretrain", module_of("pretrain")).parse_args(args.arguments)
-    assert given.name == "reformer_64k" and "run.directory=/work/runs/reformer_64k" in given.set
+    assert given.name == "reformer_64k" and "run.directory=/mnt/megasparse/runs/reformer_64k" in given.set
 
 
 def test_a_pod_that_is_asked_to_stop_waits_for_the_save_and_does_not_look_complete(tmp_path):
