@@ -9,8 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 KEY = "\nThe pass key is {number}. Remember it. {number} is the pass key.\n"
-QUESTION = "\nWhat is the pass key? The pass key is"
-ANSWER = " {number}"
+QUESTION = "\nWhat is the pass key? The pass key is "
+"""The space is asked with: tokenizers that cut numbers into digits have it as a token, where a model may as well say
+"a", which is no matter of finding."""
+ANSWER = "{number}"
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def test_a_passkey_is_hidden_once_and_found_by_what_can_look_back():
         text = "".join(map(chr, trial.tokens[0].tolist()))
         digits = text[-5:]
         assert (
-            len(text) == 400 and trial.answer == 6 and text.endswith(f"What is the pass key? The pass key is {digits}")
+            len(text) == 400 and trial.answer == 5 and text.endswith(f"What is the pass key? The pass key is {digits}")
         )
         assert text.count(digits) == 3 and digits.isdigit()
         assert abs(text.index("\nThe pass key is ") / (400 - 110) - trial.depth) < 0.1
