@@ -1,4 +1,4 @@
-# make quickstart   from nothing to held-out bits/dim of a model trained on real text, in under 15 minutes on two cores
+# make quickstart   from nothing to held-out bits/dim of a model trained on real text: 9 minutes on two quiet cores
 # make test         the tests (10 minutes on two cores)         make checks   ruff, mypy, the site's links
 # make test-fast    those that take no processes, kernels or long runs: under 2 minutes on two cores
 # make kernels      every GPU kernel in Triton's interpreter, and compiled for the A100 and the H100 (no GPU needed)

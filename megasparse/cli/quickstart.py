@@ -1,6 +1,6 @@
 """Go from nothing to a trained model, on any machine: real text, the real engine, held-out bits/dim, a sample.
 
-    megasparse quickstart            # 15 minutes on two cores; writes data/quickstart and runs/quickstart
+    megasparse quickstart            # 9 minutes on two quiet cores; writes data/quickstart and runs/quickstart
     megasparse quickstart --small    # all steps in two or three minutes, into runs/quickstart_small
     make quickstart                  # the first in a checkout; installs into .venv first
 
