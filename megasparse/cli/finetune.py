@@ -1,6 +1,8 @@
 """Fine-tune a pretrained model on a downstream task, or on a CSV or JSONL file of your own.
 
-    megasparse finetune finetune/quick --dry-run                       # a minute on a CPU
+    megasparse finetune finetune/quick                                 # a small model, the shipped table: a minute
+    megasparse finetune finetune/reviews                               # the quickstart's model, the same table
+    megasparse finetune finetune/reviews --set task.source=mine.csv --set 'task.text=["review"]' --set task.label=stars
     megasparse finetune finetune/own_data_4k --set task.source=reviews.csv \\
       --set 'task.text=["review"]' --set task.label=stars --set start.huggingface=models/encoder
     deepspeed launch/finetune.py --config configs/finetune/glue_mnli.json    # every GPU of this machine
@@ -13,6 +15,7 @@ import argparse
 
 from megasparse.cli.arguments import add_training, config_from
 from megasparse.config.finetuning import FinetuneConfig
+from megasparse.tasks import build_task
 from megasparse.training.stopping.signals import StopSignals
 
 
@@ -25,6 +28,7 @@ def run(args: argparse.Namespace) -> None:
     signals = StopSignals()
     if not args.dry_run:
         signals.follow_launcher()
+    build_task(config.task)  # a file that is missing, or has other columns, is reported at once too
     # Imported when the configuration is known to be right: a mistake in it should be reported at once.
     from megasparse.runs.finetuning import finetune, finetune_dry_run
 

@@ -93,9 +93,12 @@ def run(args: argparse.Namespace) -> None:
         workers=args.workers or min(cores, 1 + source.total_bytes // WORKER_BYTES),
     )
     print(f"{args.output}: {'prepared' if written else 'already prepared'}")
-    for name, split in Index.load(args.output).file.splits.items():
+    index = Index.load(args.output)
+    for name, split in index.file.splits.items():
         words = f" ({split.words:,} words)" if split.words else ""
-        print(f"  {name}: {split.tokens:,} tokens in {split.samples:,} samples, {len(split.shards)} shards{words}")
+        records = f"{split.tokens // index.record:,} records, " if index.record else ""
+        size = f"{split.tokens:,} tokens in {split.samples:,} samples, {len(split.shards)} shards{words}"
+        print(f"  {name}: {records}{size}")
     if isinstance(source, RecordSource):
         _report(source, args.output)
 

@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> None:
     from megasparse.runs.pretraining import pretrain, pretrain_dry_run
 
     if args.dry_run:
-        print(pretrain_dry_run(config))
+        for part in pretrain_dry_run(config):
+            print(part, flush=True)
         return
     resume, changed = args.resume, args.allow_changed_config
     pretrain(

@@ -265,7 +265,8 @@ class CheckpointConfig(Section):
 
 class LoggingConfig(Section):
     every: Positive = 1
-    """Steps between lines of the progress display and of TensorBoard; metrics.jsonl has every step."""
+    """Steps between points of TensorBoard and of the progress bar; where that is no terminal, a line comes every 10 s.
+    metrics.jsonl has every step."""
     sink: Literal["wandb", "mlflow"] | None = None
     """Where scalars, texts and pictures go beside TensorBoard: Weights & Biases or MLflow, set up by their own
     environment variables (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI). null: nothing leaves this machine."""

@@ -1,4 +1,4 @@
-"""The configurations that come with megasparse, found by their names."""
+"""The configurations that come with megasparse, found by their names, and the table that one of them reads."""
 
 import difflib
 from pathlib import Path
@@ -15,6 +15,15 @@ def shipped_configs() -> dict[str, Path]:
     folder = next((place for place in (PACKAGE / "configs", PACKAGE.parent / "configs") if place.is_dir()), None)
     files = sorted(folder.rglob(f"*{SUFFIX}")) if folder else []
     return {file.relative_to(folder).as_posix().removesuffix(SUFFIX): file for file in files if folder}
+
+
+def find_file(name_or_path: str | Path) -> Path:
+    """The file that `name_or_path` names: a path, or where there is none one that comes with megasparse, such as
+    "configs/finetune/reviews.csv".
+    """
+    path, name = Path(name_or_path), str(name_or_path)
+    shipped = PACKAGE / name
+    return shipped if name.startswith("configs/") and not path.exists() and shipped.is_file() else path
 
 
 def find_config(name_or_path: str | Path) -> Path:

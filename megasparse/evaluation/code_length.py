@@ -11,7 +11,7 @@ import torch
 
 from megasparse.evaluation.bits_per_dim import Stream, score_seeds
 from megasparse.evaluation.compress import png_bits_per_dim
-from megasparse.evaluation.perplexity import PIXELS, Counts, counts_of, measures
+from megasparse.evaluation.perplexity import BYTES, PIXELS, Counts, counts_of, measures
 from megasparse.evaluation.pictures import image_shape
 from megasparse.evaluation.protocol import Protocol
 
@@ -77,6 +77,8 @@ def summary(result: Mapping[str, Any]) -> str:
     protocol, found = result["protocol"], {name: result[name] for name in UNITS if result.get(name) is not None}
     if not protocol["lossless"]:  # cheap where words are predicted as unknown ones: not to be compared with compressors
         found.pop("bits_per_byte", None)
+    if protocol["tokenizer"]["name"] == BYTES:  # a number of millions, which no model of words would have
+        found.pop("word_perplexity", None)
     primary, *others = found
     parts = [f"{found[primary]:.4f} {UNITS[primary]}", f"accuracy {100 * result['accuracy']:.2f} %"]
     parts += [f"{UNITS[name]} {found[name]:.4f}" for name in others if found[name] != found[primary]]

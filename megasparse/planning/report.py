@@ -1,5 +1,6 @@
 """A plan in words, and as JSON."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from megasparse.config.schema import Config
@@ -10,12 +11,17 @@ from megasparse.planning.plan import Assumptions, Plan
 from megasparse.planning.planner import Hint
 
 
-def dry_run_report(config: Config) -> str:
-    """The report of --dry-run: the trial step, and the plan for as few A100s as the configuration takes."""
-    trial = dry_run(config).lines(config)
-    ranks = config.parallel.sequence
+def dry_run_report(config: Config) -> Iterator[str]:
+    """The parts of --dry-run's report: the plan for as few A100s as the configuration takes, which needs no step, and
+    then the trial step, which may take minutes here.
+    """
+    training, ranks = config.training, config.parallel.sequence
+    step = f"{training.global_batch} × {config.data.sequence_length:,} tokens"
+    yield f"planning {training.steps:,} steps of {step}; of long sequences that takes minutes"
     plan = Plan(config, Assumptions(GPUS["A100"], gpus=ranks, per_node=max(8, ranks)))
-    return "\n".join([trial, "", "planned, see megasparse plan:", *lines(plan), *assumption_lines(plan)])
+    yield "\n".join(["", "planned, see megasparse plan:", *lines(plan), *assumption_lines(plan), ""])
+    yield "one step of synthetic data, on this machine:"
+    yield dry_run(config).lines(config)
 
 
 def as_json(plan: Plan, longest: Longest | None, changes: list[Hint]) -> dict[str, Any]:
@@ -123,7 +129,7 @@ def assumption_lines(plan: Plan) -> list[str]:
 def _hidden(plan: Plan, seconds: float) -> str:
     length = plan.hides_from(seconds)
     ratio = f"computing takes {plan.compute_seconds / seconds:.3g} times as long"
-    return f"{ratio}; {'at no length of this model' if length is None else f'hidden from {length:,} tokens on'}"
+    return f"{ratio}; {'at no length of this model' if length is None else f'hidden at {length:,} tokens or more'}"
 
 
 def _seconds(seconds: float) -> str:

@@ -3,13 +3,17 @@
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
+
+import torch
 
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.ops.random import RngContext
+from megasparse.planning.duration import warn_if_long
 from megasparse.planning.held import by_kind
 from megasparse.tasks.memory_check import predict, require_fit
-from megasparse.tasks.run import open_run
+from megasparse.tasks.run import TaskRun, open_run
 from megasparse.tasks.scoring import selection_of, validation
 from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.loop import train
@@ -40,6 +44,8 @@ def finetune(
     say = _reporter(ranks)
     task = open_run(config, say)
     predicted = require_fit(task, ranks, say)
+    changes = ["fewer training.epochs", "a smaller task.max_length", "a smaller task.limit"]
+    warn_if_long(least_flops(task), task.config.training.precision, changes, ranks)
     config = task.config  # with the numbers that depend on the data filled in
     selection = selection_of(config)
 
@@ -61,6 +67,20 @@ def finetune(
             selection.write(result.directory / "best.json")
     ranks.stop()
     return result
+
+
+def least_flops(task: TaskRun) -> float:
+    """FLOPs of all steps in products of weights alone, forward and backward, as `model_flops_per_token` counts them;
+    those of adapters and frozen weights as if all were trained.
+    """
+    training = task.config.training
+    embedded = {id(each.weight) for each in task.model.modules() if isinstance(each, torch.nn.Embedding)}
+    weights = sum(p.numel() for p in task.model.parameters() if p.dim() > 1 and id(p) not in embedded)
+    tokens = float(training.steps * training.global_batch)
+    if training.batch_unit == "examples":
+        sample = list(islice(task.train, 1000))
+        tokens *= sum(example.length for example in sample) / len(sample)
+    return 6.0 * weights * tokens
 
 
 def finetune_dry_run(config: FinetuneConfig) -> str:

@@ -1,5 +1,6 @@
 """A pretraining run, top to bottom: shards, model, engine, evaluation, loop."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ from megasparse.evaluation.held_out import held_out
 from megasparse.hub.starting import adapted, require_base, resumed_from
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
+from megasparse.planning.duration import warn_if_long
 from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
 from megasparse.planning.held import planned_memory
 from megasparse.planning.report import dry_run_report
@@ -63,7 +65,10 @@ def pretrain(
             built.set_word_starts(data.tokenizer.word_starts())
         return built
 
-    length = config.data.sequence_length
+    length, training = config.data.sequence_length, config.training
+    flops = model_flops_per_token(config.model, length), hardware_flops_per_token(config.model, length)
+    work = flops[1] * training.steps * training.global_batch * length
+    warn_if_long(work, training.precision, ["fewer training.steps", "a shorter data.sequence_length"], ranks)
     recipe = Recipe(
         RunIdentity(config, data.fingerprint, data.evaluation.tokenizer.model_dump()),
         make_rng=partial(RngContext, config.run.seed, training=True),
@@ -71,7 +76,7 @@ def pretrain(
         open_data=lambda position, hooks: training_batches(config, data, ranks, position, hooks),
         build_evaluation=lambda engine, hooks: held_out(engine, data.evaluation, config, hooks),
         plan=lambda: planned_memory(config, ranks),
-        flops_per_token=(model_flops_per_token(config.model, length), hardware_flops_per_token(config.model, length)),
+        flops_per_token=flops,
     )
     with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:
         result = train(run)
@@ -79,6 +84,8 @@ def pretrain(
     return result
 
 
-def pretrain_dry_run(config: Config) -> str:
-    """Take one step on dummy data in this process, which writes nothing, and report it beside the memory plan."""
+def pretrain_dry_run(config: Config) -> Iterator[str]:
+    """Plan a run and take one step on dummy data in this process, which writes nothing. Yields each part when it is
+    known.
+    """
     return dry_run_report(config)

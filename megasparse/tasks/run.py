@@ -9,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megasparse.config.finetuning import FinetuneConfig, TaskConfig
+from megasparse.config.shipped import find_file
 from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
 from megasparse.errors import ConfigError, DataError, did_you_mean
@@ -104,7 +105,7 @@ def read_examples(task: Task, config: FinetuneConfig) -> tuple[Iterable[Example]
     """Training and validation examples, all of them labelled; of a task that streams they are read when they are asked
     for, once, where no part is held out or left out. Raises DataError where there are none, or one has no label.
     """
-    settings, seed, source = config.task, config.run.seed, Path(config.task.source)
+    settings, seed, source = config.task, config.run.seed, find_file(config.task.source)
     files = split_files(task, source, "train")
     official = settings.validation is not None or "validation" in task.files(source)
     held_out_files = _validation_files(task, settings) if official else []

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from megasparse.config.shipped import find_file
 from megasparse.data.files import file_sha256
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.readers.parts import split_name
@@ -17,7 +18,7 @@ def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple
     None takes "test" where it has labels, else "validation". Raises DataError where there are no such files, and
     ConfigError for a split of files.
     """
-    paths = [Path(source) for source in sources]
+    paths = [find_file(source) for source in sources]
     folder = next((path for path in paths if path.is_dir()), None)
     if folder is None:
         if split is not None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from megasparse.cli import prepare_data
 from megasparse.cli.main import door, parser_of
@@ -84,6 +85,25 @@ def test_records_have_a_report_with_a_picture(tmp_path, capsys):
     picture = (tmp_path / "data" / "lengths.svg").read_bytes()
     main([*map(str, given), "--output", str(tmp_path / "data"), "--workers", "1"])
     assert picture == (tmp_path / "data" / "lengths.svg").read_bytes() and b"<svg" in picture
+
+
+def test_images_are_counted_beside_the_samples_that_hold_several(tmp_path, capsys):
+    (tmp_path / "photos").mkdir()
+    for number in range(20):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "photos" / f"{number}.png")
+    given = [
+        "images",
+        "--source",
+        tmp_path / "photos",
+        "--size",
+        8,
+        "--sample-bytes",
+        500,
+        "--output",
+        tmp_path / "data",
+    ]
+    main(list(map(str, given)))
+    assert "train: 18 records, 3,456 tokens in 9 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", prepare_data.IN_PLACE)

@@ -36,7 +36,8 @@ def test_it_holds_the_command_the_package_and_every_configuration(wheel):
         entries = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert "megasparse = megasparse.cli.main:main" in entries
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megasparse").rglob("*.py")}
-    expected |= {f"megasparse/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.json")}
+    shipped = [*(ROOT / "configs").rglob("*.json"), *(ROOT / "configs").rglob("*.csv")]
+    expected |= {f"megasparse/{path.relative_to(ROOT).as_posix()}" for path in shipped}
     assert {name for name in names if ".dist-info/" not in name} == expected
 
 
@@ -56,4 +57,5 @@ def test_it_works_from_an_empty_folder(wheel, tmp_path):
     assert "quickstart" in megasparse("configs").split()
     printed = json.loads(megasparse("pretrain", "quickstart", "--print-config"))
     assert printed == json.loads(load_config("quickstart").model_dump_json())
-    assert not list((tmp_path / "empty").iterdir())
+    fits = megasparse("finetune", "finetune/quick", "--set", "run.device=cpu", "--dry-run")
+    assert "fits" in fits and not list((tmp_path / "empty").iterdir())

@@ -72,6 +72,7 @@ def test_a_uniform_model_needs_log2_of_its_vocabulary():
     of_text = of_bytes([math.log(256)] * 256)
     assert of_text["bits_per_dim"] == of_text["bits_per_byte"] == pytest.approx(8.0, rel=1e-12)
     assert of_text["word_perplexity"] == pytest.approx(256**BYTES_A_WORD, rel=1e-9)
+    assert "word" not in summary(of_text)  # a number of millions, beside which nothing stands
 
 
 def test_a_unigram_model_needs_the_entropy_of_its_words():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megasparse.config.finetuning import TaskConfig
+from megasparse.config.shipped import find_file
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.readers.rows import comma_separated, field, json_lines, tab_separated
 from megasparse.tasks.task import Example, SourceLocation, Task
@@ -41,7 +42,9 @@ class Table(Task):
         if config.labels == []:
             self.metrics = ("pearson", "spearman")
             return
-        self.classes = _classes(config.labels) if config.labels is not None else self._classes_of(Path(config.source))
+        self.classes = (
+            _classes(config.labels) if config.labels is not None else self._classes_of(find_file(config.source))
+        )
 
     def resolved(self) -> TaskConfig:
         return self.config.model_copy(update={"labels": list(self.classes or ())})

@@ -1,11 +1,15 @@
 """Training on DeepSpeed's ZeRO: of all of megasparse, only this file and config/deepspeed_section.py know DeepSpeed."""
 
+import io
 import itertools
+import logging
 import math
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +46,8 @@ class DeepSpeedEngine(Engine):
         self._swap = Swap(zero, model, ranks)
         section = config.deepspeed | ({"zero_optimization": self._swap.section()} if zero else {})
         settings = _deepspeed_config(config, section, self._stage, ranks)
-        self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
+        with _lines_in(Path(config.run.directory)):
+            self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
         self._swap.attach(self._engine.optimizer)
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
         if isinstance(self.optimizer, PartitionedAdafactor):
@@ -196,6 +201,24 @@ class DeepSpeedEngine(Engine):
             self._engine.destroy()
         finally:
             self._swap.close()
+
+
+@contextmanager
+def _lines_in(run: Path) -> Iterator[None]:
+    """Append what DeepSpeed prints and logs to RUN/deepspeed.log; without that folder, or room in it, to nothing."""
+    with ExitStack() as opened:
+        file: TextIO = io.StringIO()
+        with suppress(OSError):
+            file = opened.enter_context((run / "deepspeed.log").open("a", encoding="utf-8"))
+        logger = logging.getLogger("DeepSpeed")
+        streams = [
+            (handler, handler.setStream(file))
+            for handler in logger.handlers
+            if isinstance(handler, logging.StreamHandler)
+        ]
+        opened.callback(lambda: [handler.setStream(stream) for handler, stream in streams])
+        opened.enter_context(redirect_stdout(file))
+        yield
 
 
 def _import_deepspeed(ranks: Ranks) -> Any:

@@ -2,15 +2,19 @@
 
 import csv
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError
+from megasparse.runs.api import load_finetune_config
 from megasparse.tasks import build_task
 from megasparse.tasks.metrics import METRICS
+from megasparse.tasks.run import read_examples
 from megasparse.tasks.task import split_files
+from tests.helpers.finetuning import reviews
 from tests.helpers.refusals import refusal
 
 TEXTS = ['a "good" film, again', "two\nlines", "\u2028 plain ", "x"]
@@ -210,3 +214,15 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     file = write(tmp_path / "a.csv", ("text", "label"), ("x", "a"))
     assert 'holds no "test" split' in refusal(lambda: split_files(task, file, "test"))
     assert "no such folder" in refusal(lambda: split_files(build_task(TaskConfig(name="ag_news")), file, "train"))
+
+
+@pytest.mark.parametrize("name", ["finetune/quick", "finetune/reviews"])
+def test_the_shipped_table_is_read_in_any_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_finetune_config(name)
+    train, held_out = read_examples(build_task(config.task), config)
+    assert (len(train), len(held_out)) == (540, 60)
+    assert {example.label for example in held_out} == {0, 1}
+    Path("configs/finetune").mkdir(parents=True)
+    reviews(Path(config.task.source), 40)  # a file of one's own of that name comes first
+    assert len(read_examples(build_task(config.task), config)[0]) == 36
