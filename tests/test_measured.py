@@ -59,6 +59,18 @@ def performance():
     yield f"reformer-pytorch {peer:.0f} s."
 
 
+def results():
+    found = read("measured/calibration.json")
+    names = ["mixed with the uniform distribution", "mixed with the training split's frequencies", "at a temperature"]
+    plain, dear, cost = (found[key] for key in ("plain", "dear_tokens", "dear_bits_per_dim"))
+    yield f"| as they are | | {plain['validation']:.4f} | {plain['test']:.4f} |"
+    for name, row in zip(names, found["calibrated"], strict=True):
+        chosen = f"share {row['share']:.5f}" if "share" in row else f"{row['temperature']:.2f}"
+        yield f"| {name} | {chosen} | {row['validation']:.4f} | {row['test']:.4f} |"
+    yield f"are {dear['validation']} in validation and {dear['test']} in test; they take "
+    yield f"{cost['validation']:.3f} and {cost['test']:.3f} bits/dim".replace("0.", ".")
+
+
 def pays():
     curves = {corpus: read(f"pictures/pays_{corpus}.json") for corpus in ("client", "wikipedia", "recall")}
     tests = {
@@ -210,6 +222,7 @@ def experiments():
         ("decoders.md", decoder_budgets),
         ("decoders.md", fine_tuned),
         ("experiments.md", experiments),
+        ("results.md", results),
     ],
 )
 def test_figures_are_those_of_the_measured_files(document, rows):
