@@ -49,6 +49,7 @@ COMMANDS = {
     "bench offload": "what offloading to CPU memory or to a disk costs per step",
     "bench launches": "count a layer's or a step's launches and bytes on a GPU, without one",
     "bench decoder": "compare attentions inside a pretrained decoder",
+    "bench peers": "train published Reformers on the same batches; their bits/dim as reported and strictly causal",
     "bench kernels": "registers, spills and shared memory of every GPU kernel",
     "gpu-check": "check a GPU in ten minutes: kernels right, times, ratios, counted beside measured",
     "completion": "print a completion script for bash, zsh or fish",
@@ -58,6 +59,7 @@ COMMANDS = {
 EXTRAS = {
     **dict.fromkeys(("transformers",), "hf"),
     "constriction": "compress",
+    "reformer_pytorch": "bench",
     **dict.fromkeys(("fsspec", "s3fs"), "remote"),
     **dict.fromkeys(("sklearn", "scipy", "peft", "accelerate", "sacrebleu", "rouge_score", "matplotlib"), "tasks"),
 }
