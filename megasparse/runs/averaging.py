@@ -14,6 +14,7 @@ from megasparse.tasks.start import FOLDER
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment
 from megasparse.training.checkpoints.identity import versions
 from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, NO_DATA, seal
+from megasparse.training.checkpoints.merged import whole
 from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 
@@ -22,13 +23,14 @@ RANK_FILE = "rank-00000.safetensors"
 
 def average(run: Path, last: int, output: Path) -> tuple[Path, list[int]]:
     """Write OUTPUT/checkpoints/STEP and OUTPUT/config.json, and OUTPUT/start for a fine-tuning run. Returns the
-    checkpoint's path, and the steps that were averaged.
+    checkpoint's path, and the steps that were averaged. The adapters of a pretraining run are averaged merged: a mean
+    of products is no product of means.
 
     Raises CheckpointError where the run has fewer checkpoints, or one is damaged or of another model; HubError where
     `output` exists or cannot be written.
     """
     refuse_existing(output)
-    checkpoints = [Checkpoint.open(path) for path in last_of(run, last)]
+    checkpoints = [whole(Checkpoint.open(path)) for path in last_of(run, last)]
     *older, newest = checkpoints
     for checkpoint in older:
         if (unlike := unlike_parts(checkpoint, newest)) is not None:
@@ -64,7 +66,7 @@ def average(run: Path, last: int, output: Path) -> tuple[Path, list[int]]:
         }
         _write(temporary / path / MANIFEST, seal(manifest))
         _write(temporary / "config.json", json.dumps(config, indent=2) + "\n")
-        if (run / FOLDER).is_dir():
+        if config.get("start") and (run / FOLDER).is_dir():
             shutil.copytree(run / FOLDER, temporary / FOLDER)
     return output / path, steps
 

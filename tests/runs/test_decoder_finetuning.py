@@ -95,6 +95,22 @@ def test_adapters_learn_go_on_and_come_out_merged(decoder, tmp_path, capsys):
     torch.testing.assert_close(logits_of(theirs, read), logits[0], rtol=1e-4, atol=1e-4)
 
 
+def test_the_mean_of_adapters_is_that_of_their_products(decoder, tmp_path):
+    go_on(tmp_path / "run", decoder, books(tmp_path / "books"), **{"checkpoint.every": 2, "checkpoint.keep": 2})
+    run(door("average"), tmp_path / "run", "--last", 2, "--output", tmp_path / "mean")
+    query = "blocks.1.attention.attention.query"
+    base = Checkpoint.open(tmp_path / "run" / "start" / "checkpoints" / "00000000")
+    steps = [Checkpoint.open(tmp_path / "run" / "checkpoints" / f"{step:08}") for step in (2, 4)]
+    products = []
+    for step in steps:
+        a, b = (step.tensor("weight", f"{query}.lora_{each}.default.weight") for each in "AB")
+        products.append(32 / 16 * b @ a)
+    model, settings, _, _ = restore(tmp_path / "mean")
+    expected = base.tensor("weight", f"{query}.weight") + sum(products) / 2
+    torch.testing.assert_close(dict(model.named_parameters())[f"{query}.weight"], expected)
+    assert settings.lora is None and (products[0] - products[1]).abs().max() > 1e-3
+
+
 def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     texts = books(tmp_path / "books")
     sets = [word for key, value in QUICK.items() for word in ("--set", f"{key}={value}")]
