@@ -8,6 +8,10 @@ import pytest
 
 import megasparse
 from megasparse.cli.main import module_of, parser_of, split
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.load import load_settings
+from megasparse.config.schema import Config
+from megasparse.config.shipped import shipped_configs
 from tests.test_imports import MAY_IMPORT
 
 ROOT = Path(__file__).parents[1]
@@ -16,10 +20,13 @@ DOCUMENTS = [
     *(ROOT / name for name in NAMED),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs/reference").glob("*.md")),
+    *sorted((ROOT / "docs/tutorials").glob("*.md")),
 ]
 FOLDERS = ("megasparse", "launch", "tools", "configs", "tests", "docs", "tokenizers")
 MADE = ("tokenizers/books.model", "tokenizers/bert.json", "tokenizers/multi30k.model", "tokenizers/small.model")
 """Files that a reader makes or brings."""
+SETTINGS: dict[str, type[Config | FinetuneConfig]] = {"pretrain": Config, "plan": Config, "finetune": FinetuneConfig}
+"""Commands whose configuration a document names with keys that it changes."""
 PLACEHOLDERS = {"NAME", "test_NAME", "my", "test_my", "mine"}
 """Stems of files that stand for a reader's own."""
 
@@ -50,9 +57,13 @@ def test_commands_of_a_document_are_commands(path):
         if "--help" in rest:
             continue
         try:
-            parser_of(name, module_of(name)).parse_args(rest)
+            args = parser_of(name, module_of(name)).parse_args(rest)
         except SystemExit:
             pytest.fail(f"{path.name}: {shlex.join(words)}")
+        if name in SETTINGS and not getattr(args, "start", None):  # which a configuration extends
+            config = args.config or args.name
+            if config.removeprefix("configs/").removesuffix(".json") in shipped_configs():
+                load_settings(config, args.set, SETTINGS[name])
 
 
 def test_commands_are_found_in_documents():

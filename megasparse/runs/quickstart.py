@@ -16,6 +16,7 @@ from megasparse.data.reader import EvaluationStream
 from megasparse.data.wheels import fetch_wheel
 from megasparse.errors import UserError
 from megasparse.evaluation.compress import bits_per_byte
+from megasparse.training.checkpoints.run_folder import find_newest
 
 SHARDS = Path("data/quickstart")
 SMALL = ("training.steps=250", "evaluation.every=125", "checkpoint.every=125", "run.directory=runs/quickstart_small")
@@ -35,7 +36,7 @@ Next:
   megasparse generate --checkpoint {run} --prompt "A "      more text
   megasparse prepare-data text --source my_books/ --output data/books
   megasparse pretrain quickstart --set data.path=data/books --set run.directory=runs/books
-  megasparse finetune finetune/quick --set task.source=reviews.csv     classes of your own table"""
+  megasparse finetune finetune/reviews --set start.checkpoint={run}     a classifier of reviews, or of your own table"""
 
 
 def quickstart(small: bool = False) -> None:
@@ -47,7 +48,7 @@ def quickstart(small: bool = False) -> None:
     say("2/5  training (its curves: tensorboard --logdir runs)")
     megasparse(*training_command(small))
     say("3/5  bits/dim of held-out text, every byte of the test split scored")
-    megasparse("evaluate", "--checkpoint", run, "--data", SHARDS, "--json", run / "evaluation.json")
+    evaluate(run)
     say("4/5  the same text as a file, compressed by the model")
     text = write_held_out(run)
     compress(run, text)
@@ -64,6 +65,15 @@ def training_command(small: bool) -> list[str]:
     alone = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
     changes = [word for setting in (SMALL if small else ()) for word in ("--set", setting)]
     return [*([] if alone else ["supervise", "--ranks", "2"]), "pretrain", "quickstart", *changes]
+
+
+def evaluate(run: Path) -> None:
+    """Score the test split with the newest checkpoint, unless that is done."""
+    result, newest = run / "evaluation.json", find_newest(run / "checkpoints")
+    if result.exists() and newest and json.loads(result.read_text())["protocol"]["checkpoint_step"] == int(newest.name):
+        print(f"  {result}: already there")
+    else:
+        megasparse("evaluate", "--checkpoint", run, "--data", SHARDS, "--json", result)
 
 
 def held_out() -> EvaluationStream:

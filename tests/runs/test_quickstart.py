@@ -33,6 +33,16 @@ def test_every_step_runs_and_the_file_is_as_long_as_evaluation_promises(tmp_path
     assert f"its file   {summary['file_bits_per_dim']:.3f}" in said and "Next:" in said
 
 
+def test_an_evaluation_of_an_older_checkpoint_is_made_again(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(steps, "megasparse", lambda *words: asked.append(words[0]))
+    (tmp_path / "checkpoints" / "00000002").mkdir(parents=True)
+    for step in (2, 1):
+        (tmp_path / "evaluation.json").write_text(json.dumps({"protocol": {"checkpoint_step": step}}))
+        steps.evaluate(tmp_path)
+    assert asked == ["evaluate"]
+
+
 def test_a_missing_coder_leaves_one_step_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(steps, "megasparse", None)
