@@ -83,12 +83,22 @@ def write_png(path: Path, picture: Picture) -> None:
         Image.fromarray(np.ascontiguousarray(picture)).save(file, format="PNG")
 
 
-def sheet(rows: Sequence[Sequence[Picture]], headings: Sequence[str] = (), labels: Sequence[str] = ()) -> Picture:
-    """A grid of pictures of one size, small ones enlarged. headings: words over columns; labels: words beside rows."""
+def sheet(
+    rows: Sequence[Sequence[Picture]],
+    headings: Sequence[str] = (),
+    labels: Sequence[str] = (),
+    foot: Sequence[str] = (),
+) -> Picture:
+    """A grid of pictures of one size, small ones enlarged. headings: words over columns; labels: words beside rows;
+    foot: lines below.
+    """
     side, columns = rows[0][0].shape[0], max(len(row) for row in rows)
     scale = max(1, SHEET_SIDE // side)
     cell, top, left = side * scale + GAP, HEADING if headings else 0, LABEL if labels else 0
-    drawn = Image.new("RGB", (left + GAP + columns * cell, top + GAP + len(rows) * cell), BACKGROUND)
+    bottom = top + GAP + len(rows) * cell
+    drawn = Image.new("RGB", (left + GAP + columns * cell, bottom + len(foot) * HEADING), BACKGROUND)
+    for number, line in enumerate(foot):
+        ImageDraw.Draw(drawn).text((GAP, bottom + number * HEADING), line, fill=(255, 255, 255))
     for column, heading in enumerate(headings):
         ImageDraw.Draw(drawn).text((left + GAP + column * cell, 2), heading, fill=(255, 255, 255))
     for row, label in enumerate(labels):

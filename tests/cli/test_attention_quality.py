@@ -53,7 +53,9 @@ def test_it_measures_every_layer_and_writes_what_it_says(folder, capsys):
     )
     pictures = sorted((folder / "maps").iterdir())
     assert [path.name for path in pictures] == ["00_layer0_full.png", "01_layer1_lsh.png"]
-    assert Image.open(pictures[0]).size == (48 + 4 + 9 * (128 + 4), 16 + 4 + 4 * (128 + 4)), "with labels and headings"
+    assert Image.open(pictures[0]).size == (48 + 4 + 9 * (128 + 4), 16 + 4 + 4 * (128 + 4) + 2 * 16), (
+        "with labels, headings, legend"
+    )
 
 
 def test_the_same_command_gives_the_same_numbers(folder):

@@ -140,6 +140,9 @@ def test_a_sheet_enlarges_only_what_is_small():
     plain, labelled = sheet([[big, big]] * 2), sheet([[big, big]] * 2, labels=["one", "two"])
     assert plain.shape == (400 + 3 * GAP, 400 + 3 * GAP, 3)
     assert (labelled[:, LABEL:] == plain).all()
+    with_foot = sheet([[big, big]] * 2, foot=["a line", "another"])
+    assert (with_foot[: len(plain)] == plain).all() and len(with_foot) == len(plain) + 2 * HEADING
+    assert (with_foot[-HEADING:] != BACKGROUND).any()
     for row in range(2):
         assert (labelled[row * (200 + GAP) + GAP :][:HEADING, :LABEL] != BACKGROUND).any()
 

@@ -17,7 +17,8 @@ from megasparse.evaluation.attention.metrics import (
     relative_error,
     upper_bound,
 )
-from megasparse.evaluation.attention.weights import attention_map, weights_of
+from megasparse.evaluation.attention.weights import LEGEND, attention_map, weights_of
+from megasparse.evaluation.pictures import sheet
 from megasparse.ops.random import RngContext
 from megasparse.training.engines.contract import Engine
 
@@ -26,6 +27,7 @@ WINDOW = 1024
 TOP = 16
 """Largest exact weights of a query that its recall counts."""
 HEADS_SHOWN = 2
+LINES = LEGEND.split("; ")  # below maps that may be narrow
 
 
 def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[[], dict[str, float | str | Tensor]]:
@@ -51,7 +53,7 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
             exact, own = weights_of(call, call.exact()), weights_of(call, call.mechanism.without_additions())
             for name, value in measure(call, exact, own).items():
                 found[f"quality/{call.kind}/{name}"].append(value)
-            pictures.setdefault(f"quality/{call.kind}/maps", _picture(exact, own))
+            pictures.setdefault(f"quality/{call.kind}/maps", _picture(call, exact, own))
         return pictures | {name: sum(values) / len(values) for name, values in found.items()}
 
     return quality
@@ -92,10 +94,12 @@ def measure(call: Call, exact: Tensor, own: Tensor) -> dict[str, float]:
     return {name: float(value.double().mean()) for name, value in values.items()}
 
 
-def _picture(exact: Tensor, own: Tensor) -> Tensor:
+def _picture(call: Call, exact: Tensor, own: Tensor) -> Tensor:
     """The exact map beside its own, of the first heads of the first sequence, one below the other: (S, S', 3) uint8."""
+    heads = range(min(HEADS_SHOWN, exact.shape[1]))
     rows = [
-        torch.cat([attention_map(w[0, head], w[0, head] != 0) for w in (exact, own)], dim=1)
-        for head in range(min(HEADS_SHOWN, exact.shape[1]))
+        [attention_map(w[0, head], w[0, head] != 0, causal=call.inputs.causal).cpu().numpy() for w in (exact, own)]
+        for head in heads
     ]
-    return torch.cat(rows)
+    labels = [f"head {call.context.head_offset + head}" for head in heads]
+    return torch.tensor(sheet(rows, ["full attention", call.kind], labels, [f"layer {call.context.layer}", *LINES]))

@@ -32,7 +32,7 @@ from megasparse.evaluation.attention.metrics import (
     same_bucket,
     upper_bound,
 )
-from megasparse.evaluation.attention.weights import attention_map, weights_of
+from megasparse.evaluation.attention.weights import LEGEND, attention_map, weights_of
 from megasparse.evaluation.pictures import sheet
 from megasparse.ops.keys import derive
 from megasparse.ops.sketch.reference import sketched_weights
@@ -203,22 +203,25 @@ def _sketch(call: Call) -> dict[str, float]:
 
 @torch.no_grad()
 def maps(call: Call, mechanism: LHAAttention, protocol: Protocol, attention: AttentionConfig, heads: int = 4) -> Tensor:
-    """Attention maps of a call's first window, with headings: a head a row; full attention without a mask, what each
-    method of METHODS sees of it, and YOSO's weights of few and many hashes (YOSO's Figure 4). (S, S′, 3) uint8.
+    """Attention maps of a call's first window, with headings: a head a row; full attention, what each method of METHODS
+    sees of it, and YOSO's weights of few and many hashes (YOSO's Figure 4). (S, S′, 3) uint8. Of a decoder the causal
+    half is drawn, of scores that know no mask.
     """
+    causal = call.inputs.causal
     weights = attention_weights(call.inputs.q, call.inputs.k, call.scale)[0, :heads]
     codes = assignments(call, mechanism, protocol.buckets, _key(call, protocol), 0)
     seen = [torch.ones_like(weights, dtype=torch.bool)]
     seen += [same_bucket(*codes[method]["balanced"])[0, :heads] for method in METHODS]
-    columns = [attention_map(weights, visible) for visible in seen]
+    columns = [attention_map(weights, visible, causal=causal) for visible in seen]
     for hashes in YOSO_SHOWN:
         settings = attention.yoso.model_copy(update={"convolution": None, "evaluation_hashes": hashes})
         sampled = weights_of(call, YOSOAttention(settings, call.spec))[0, :heads]
-        columns.append(attention_map(sampled, sampled > 0))
+        columns.append(attention_map(sampled, sampled > 0, causal=causal))
     labels = [f"head {call.context.head_offset + head}" for head in range(len(weights))]
-    headings = ["full, unmasked", *METHODS, *(f"yoso, {hashes} hashes" for hashes in YOSO_SHOWN)]
+    headings = ["full", *METHODS, *(f"yoso, {hashes} hashes" for hashes in YOSO_SHOWN)]
     rows = zip(*(column.cpu().numpy() for column in columns), strict=True)
-    return torch.tensor(sheet(list(rows), headings, labels))
+    of = f"layer {call.context.layer} of {protocol.checkpoint}, whose own attention is {call.kind}"
+    return torch.tensor(sheet(list(rows), headings, labels, [of, LEGEND]))
 
 
 def summary(result: dict[str, Any]) -> str:

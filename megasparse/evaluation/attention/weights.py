@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megasparse.attention.contract import Attention
 from megasparse.attention.observation import Call
+from megasparse.evaluation.pictures import BACKGROUND
 
 
 @torch.no_grad()
@@ -33,12 +34,18 @@ def weights_of(call: Call, mechanism: Attention) -> Tensor:
     return torch.cat(columns, dim=-1)
 
 
-def attention_map(weights: Tensor, visible: Tensor, size: int = 256) -> Tensor:
+LEGEND = "a query a row, a key a column; white: not seen; blue: seen; darker: more of its query's attention"
+"""What `attention_map` draws, for the foot of a sheet."""
+
+
+def attention_map(weights: Tensor, visible: Tensor, size: int = 256, causal: bool = False) -> Tensor:
     """A picture of attention matrices (..., L, L): uint8 (..., S, S, 3), S = min(L, size).
 
     Queries downwards, keys to the right. White is not visible, blue visible; darker has more of its query's weight. Of
-    the pairs that share a pixel the strongest shows.
+    the pairs that share a pixel the strongest shows. causal: keys behind their query are ground, not part of the map.
     """
+    if causal:
+        weights, visible = weights.tril(), visible.tril()
     strength = (weights / weights.amax(-1, keepdim=True).clamp_min(1e-30)).sqrt() * visible
     side = min(weights.shape[-1], size)
     shape = (*weights.shape[:-2], side, side)
@@ -48,4 +55,8 @@ def attention_map(weights: Tensor, visible: Tensor, size: int = 256) -> Tensor:
     )
     blue = torch.tensor([0.75, 0.87, 1.0], device=weights.device)
     paper = 1.0 - seen.unsqueeze(-1) * (1.0 - blue)
-    return (255 * paper * (1.0 - dark.unsqueeze(-1))).round().to(torch.uint8)
+    picture = (255 * paper * (1.0 - dark.unsqueeze(-1))).round().to(torch.uint8)
+    if causal:
+        later = torch.ones(side, side, dtype=torch.bool, device=weights.device).triu(1)
+        picture[..., later, :] = torch.tensor(BACKGROUND, dtype=torch.uint8, device=weights.device)
+    return picture

@@ -18,6 +18,7 @@ from megasparse.evaluation.attention.metrics import (
     upper_bound,
 )
 from megasparse.evaluation.attention.weights import attention_map, weights_of
+from megasparse.evaluation.pictures import BACKGROUND
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.ops.unit_keys import unit_vectors
@@ -194,6 +195,8 @@ def test_maps_show_what_is_seen():
     assert picture[0, 0].tolist() == [0, 0, 0] and picture[0, 1].tolist() == [255, 255, 255]
     faint = attention_map(torch.tensor([[1.0, 0.0]]).expand(2, 2), torch.ones(2, 2, dtype=torch.bool))
     assert faint[0, 1].tolist() == [191, 222, 255]
+    half = attention_map(weights, torch.ones(2, 2, dtype=torch.bool), causal=True)
+    assert half[0, 1].tolist() == list(BACKGROUND) and half[0, 0].tolist() == half[1, 1].tolist() == [0, 0, 0]
     assert attention_map(torch.rand(3, 64, 64), torch.ones(3, 64, 64, dtype=torch.bool), size=16).shape == (
         3,
         16,
