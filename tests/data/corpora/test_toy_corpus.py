@@ -1,0 +1,62 @@
+"""A corpus that exists in this file alone, added as CONTRIBUTING.md describes: the command finds it."""
+
+from itertools import pairwise
+from types import ModuleType
+
+import pytest
+
+from megasparse.cli.main import door
+from megasparse.data.corpora import CORPORA
+from megasparse.data.corpora.drawn import add_drawn_arguments, drawn_splits, encoder
+from megasparse.data.index import Index
+from megasparse.data.reader import EvaluationStream
+from megasparse.errors import ConfigError
+
+main = door("prepare-data")
+
+
+def add_arguments(parser):
+    add_drawn_arguments(parser, 64, 8, held_out=2)
+    parser.add_argument("--step", type=int, default=1)
+
+
+def splits(source, settings):
+    if settings["step"] < 1:
+        raise ConfigError("--step", f"{settings['step']} goes nowhere", "Give 1 or more")
+
+    def draw(words):
+        first = int(words.random_raw() % 256)
+        return bytes((first + settings["step"] * place) % 256 for place in range(settings["sample_bytes"]))
+
+    return drawn_splits(settings, 2, draw)
+
+
+@pytest.fixture(autouse=True)
+def counting(monkeypatch):
+    """The module that a file megasparse/data/corpora/counting.py would be, and its line in CORPORA."""
+    module = ModuleType("counting", "Sequences that count upwards.")
+    module.HELP, module.EXAMPLE = "sequences that count, made here", "--output data/counting"
+    module.add_arguments, module.splits, module.encoder = add_arguments, splits, encoder
+    monkeypatch.setitem(CORPORA, "counting", module)
+
+
+def test_its_help_has_its_words_and_its_example(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["counting", "--help"])
+    said = capsys.readouterr().out
+    assert "Sequences that count upwards." in said and "megasparse prepare-data counting --output data/counting" in said
+
+
+def test_it_is_prepared_and_read_back(tmp_path, capsys):
+    main(["counting", "--step", "3", "--output", str(tmp_path / "data"), "--workers", "1"])
+    assert "train: 8 records, 512 tokens" in capsys.readouterr().out
+    index = Index.load(tmp_path / "data")
+    tokens = EvaluationStream(index, "validation").read(0, 64).tolist()
+    assert index.record == 64 and [(b - a) % 256 for a, b in pairwise(tokens)] == [3] * 63
+
+
+def test_its_mistakes_are_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["counting", "--step", "0", "--output", str(tmp_path / "data")])
+    assert capsys.readouterr().err == "error: --step: 0 goes nowhere. Give 1 or more\n"
+    assert not (tmp_path / "data").exists()

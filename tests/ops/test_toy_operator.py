@@ -1,0 +1,84 @@
+"""An operator that exists in this file alone, in the three forms that CONTRIBUTING.md describes; and that the shipped
+operators with kernels have these forms, a case for the recorded table, and a test of their kernels.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from megasparse.benchmarks.kernel_cases import CASES
+from megasparse.ops.autocast import Function
+from megasparse.ops.backend import VARIABLE, implementation
+from megasparse.ops.kernels import launch, recorded
+from tests.helpers.kernels import DEVICE
+
+OPS = Path(__file__).parents[2] / "megasparse/ops"
+OPERATORS = sorted(path.parent for path in OPS.glob("*/kernels.py"))
+BLOCK = 16
+
+
+def reference(x):
+    """y = x²."""
+    return (x.double() * x.double()).to(x.dtype)
+
+
+def blockwise(x):
+    return torch.cat([part.square() for part in x.split(BLOCK)])
+
+
+@triton.jit
+def square(x, y, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, at < count, 0.0)
+    tl.store(y + at, value * value, at < count)
+
+
+@triton.jit
+def square_gradient(x, gradient, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, at < count, 0.0) * tl.load(gradient + at, at < count, 0.0)
+    tl.store(out + at, 2.0 * value, at < count)
+
+
+class Square(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        y = torch.empty_like(x)
+        launch(square, (-(-len(x) // BLOCK),), x, y, len(x), BLOCK=BLOCK, num_warps=1)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        out = torch.empty_like(x)
+        launch(square_gradient, (-(-len(x) // BLOCK),), x, gradient.contiguous(), out, len(x), BLOCK=BLOCK, num_warps=1)
+        return out
+
+
+def operator(x):
+    return {"reference": reference, "blockwise": blockwise, "triton": Square.apply}[implementation(x)](x)
+
+
+@pytest.mark.parametrize("forced", ["reference", "blockwise", "triton"])
+def test_three_forms_of_one_operator_agree(forced, monkeypatch):
+    monkeypatch.setenv(VARIABLE, forced)
+    x = torch.linspace(-3, 3, 37, device=DEVICE, requires_grad=True)  # an odd length: the last block is not full
+    y = operator(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(y, x.detach() ** 2)
+    torch.testing.assert_close(gradient, 2 * x.detach())
+    with recorded() as started:
+        operator(x).sum().backward()
+    assert len(started) == (2 if forced == "triton" else 0)
+
+
+@pytest.mark.parametrize("folder", OPERATORS, ids=lambda path: path.name)
+def test_an_operator_with_kernels_has_the_forms_of_the_recipe(folder):
+    missing = {"operator.py", "blockwise.py", "gpu.py"} - {path.name for path in folder.iterdir()}
+    assert not missing
+    cases = Path(OPS.parent / "benchmarks/kernel_cases.py").read_text()
+    assert f"megasparse.ops.{folder.name}" in cases and CASES
