@@ -82,6 +82,9 @@ def _check_model(model: ModelConfig) -> None:
     if model.residual_bits is not None and model.blocks != "reversible":
         problem = f'{model.residual_bits} is given, but model.blocks = "{model.blocks}" has nothing to rebuild'
         raise ConfigError("model.residual_bits", problem, 'Set it to null, or model.blocks to "reversible"')
+    if model.embedding_once and model.blocks != "reversible":
+        problem = f'given, but model.blocks = "{model.blocks}" adds it once anyway'
+        raise ConfigError("model.embedding_once", problem, 'Leave it out, or set model.blocks to "reversible"')
     if len(model.attention.pattern) > model.layers:
         raise ConfigError(
             "model.attention.pattern",

@@ -132,6 +132,11 @@ class ModelConfig(Section):
     feed_forward_biases: bool = True
     blocks: Literal["reversible", "ordinary"] = "reversible"
     """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary residual blocks on one."""
+    embedding_once: bool = False
+    """Reversible blocks: the embedding e is taken out of the second stream at the end, so that the streams' sum, which
+    tied heads and encoders' readers see, is e plus all branches, as with ordinary blocks. Without it, it is 2e plus
+    all branches, and training is slower at the beginning (docs/results.md). Keeps one more tensor as large as a stream.
+    """
     residual_bits: int | None = Field(default=None, ge=4, le=18)
     """The streams of reversible blocks are multiples of 2^-residual_bits, whose sums are exact, so that the backward
     rebuilds them to the bit; at 14 streams up to 256 are exact in fp32. null: sums are rounded."""

@@ -78,11 +78,11 @@ class Causal(Transformer):
     def decode(self, token: Tensor, cache: DecodingCache) -> Tensor:
         """Takes one more token (B,) into the cache. Returns the logits (B, V) of the token after it."""
         assert cache.position < self.config.max_length, "the cache is full"
-        streams = self._enter(token[:, None], cache.position, cache.rng)
+        entered = streams = self._enter(token[:, None], cache.position, cache.rng)
         for block, layer in zip(self.layers, cache.layers, strict=True):
             streams = block.decode(streams, layer, cache.position, cache.rng, token[:, None])
         cache.position += 1
-        return self.head(streams, None)
+        return self.head(self._leave(streams, entered), None)
 
     def _empty_cache(self, rng: RngContext) -> DecodingCache:
         layers = [block.attention.attention.new_cache(len(rng.samples), rng.rounds) for block in self.layers]

@@ -104,8 +104,9 @@ class Stack(nn.Module):
         known = self._known(read, rng.first, padding.part)
         run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, known)
         states = None if source is None else source.states
-        streams, auxiliary = self._stack(self._enter(read, rng.first, rng), states, run, caches)
-        return streams, auxiliary, average_over_layers(run.statistics, self.config.layers)
+        entered = self._enter(read, rng.first, rng)
+        streams, auxiliary = self._stack(entered, states, run, caches)
+        return self._leave(streams, entered), auxiliary, average_over_layers(run.statistics, self.config.layers)
 
     def mechanisms(self) -> Iterator[tuple[int, Attention]]:
         """The mechanisms of self-attention, each with its layer."""
@@ -127,6 +128,10 @@ class Stack(nn.Module):
         if self.config.residual_bits is not None:
             x = to_fixed_point(at_least_fp32(x), self.config.residual_bits)
         return (x, x) if self.config.blocks == "reversible" else (x,)
+
+    def _leave(self, streams: Streams, entered: Streams) -> Streams:
+        """The streams that readers see."""
+        return (streams[0], streams[1] - entered[1]) if self.config.embedding_once else streams
 
     def _stack(
         self, streams: Streams, source: Tensor | None, run: Pass, caches: Sequence[Any] | None
