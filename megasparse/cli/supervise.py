@@ -3,6 +3,7 @@
     megasparse supervise --ranks 2 pretrain quickstart
     megasparse supervise --ranks 8 --restarts 3 pretrain reformer_64k --set data.path=data/enwik8
     megasparse supervise --ranks 8 --nodes 2 --node-rank 0 --address host:29500 pretrain reformer_64k
+    megasparse supervise --ranks 8 --restarts 3 --min-ranks 4 pretrain reformer_64k
     megasparse supervise --ranks 2 my_script.py --config my_run.json
 
 SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are passed on to every rank once, and the saves that follow may take as long as
@@ -28,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="restart after a failure that this may cure, at most N times in a row without a new checkpoint (0)",
     )
+    parser.add_argument(
+        "--min-ranks",
+        type=positive,
+        metavar="N",
+        help="go on with fewer ranks, of all nodes, where the restarts of one machine do not help or the batch does "
+        "not divide, and try all again every hour (all of them: never with fewer)",
+    )
     parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="nodes, each with a supervisor (1)")
     parser.add_argument("--node-rank", type=natural, default=0, metavar="N", help="which of them this is (0)")
     parser.add_argument(
@@ -51,7 +59,8 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 
 def run(args: argparse.Namespace) -> None:
-    from megasparse.training.stopping.supervisor import NodeLayout, Supervisor, checkpoints_folder
+    from megasparse.training.stopping.ranks_left import NodeLayout, ranks_to_go_on_with
+    from megasparse.training.stopping.supervisor import Supervisor, report, supervised_config
 
     program = [args.script]
     if not Path(args.script).is_file():
@@ -67,5 +76,11 @@ def run(args: argparse.Namespace) -> None:
             f"--address: is not given, and --nodes is {args.nodes}. Give node 0 and a free port, host:29500"
         )
     layout = NodeLayout(args.ranks, args.nodes, args.node_rank, args.address)
-    checkpoints = checkpoints_folder(args.arguments, args.restarts)
-    sys.exit(Supervisor([sys.executable, *program, *args.arguments], layout, checkpoints, args.restarts).run())
+    config = supervised_config(args.arguments, args.restarts)
+    sizes = ranks_to_go_on_with(config, layout.world_size, args.min_ranks)
+    if args.min_ranks is not None:
+        report(f"numbers of ranks that this run may have: {', '.join(map(str, sizes))}")
+    if not NodeLayout(args.ranks, args.nodes, args.node_rank, total=sizes[0]).here:
+        report(f"the {sizes[0]} ranks leave none for this node")
+    checkpoints = Path(config.run.directory) / "checkpoints"
+    sys.exit(Supervisor([sys.executable, *program, *args.arguments], layout, checkpoints, args.restarts, sizes).run())

@@ -73,7 +73,9 @@ class Toy:
     def __init__(self, folder: Path):
         self.folder = folder
         self.config = folder / "config.json"
-        self.config.write_text(json.dumps({"run": {"directory": str(folder / "run")}}))
+        self.config.write_text(
+            json.dumps({"run": {"directory": str(folder / "run")}, "training": {"global_batch": 24}})
+        )
         self.now = 0.0
         self._set_clock(0.0)
 

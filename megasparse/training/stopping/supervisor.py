@@ -15,10 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from megasparse.config.load import load_config
+from megasparse.config.schema import Config
 from megasparse.errors import (
     HANG,
     LOST_PEER,
@@ -30,6 +30,7 @@ from megasparse.errors import (
     UserError,
 )
 from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.stopping.ranks_left import NodeLayout, RanksLeft
 
 POLL = 0.05
 LAST_WORDS = 3.0
@@ -58,8 +59,8 @@ EXIT_CODES = {
 SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
 
 
-def checkpoints_folder(script_arguments: Sequence[str], restarts: int = 0) -> Path:
-    """Folder of the checkpoints of the run that a training script's arguments (--config, --set) configure.
+def supervised_config(script_arguments: Sequence[str], restarts: int = 0) -> Config:
+    """Configuration of the run that a training script's arguments (--config, --set) configure.
 
     Raises ConfigError where that configuration is wrong (all of it but the `deepspeed` section, which is DeepSpeed's to
     check, and importing that takes seconds), or where every one of several starts would begin at the same checkpoint.
@@ -74,7 +75,7 @@ def checkpoints_folder(script_arguments: Sequence[str], restarts: int = 0) -> Pa
     if restarts and args.resume != "auto":
         problem = f"every one of {restarts} restarts would begin there again"
         raise ConfigError(f"--resume {args.resume}", problem, "Leave out --restarts, or --resume")
-    return Path(load_config(args.config, [*args.set, "deepspeed={}"]).run.directory) / "checkpoints"
+    return load_config(args.config, [*args.set, "deepspeed={}"])
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
@@ -93,41 +94,20 @@ def reserve_port(host: str, port: int) -> socket.socket:
     return reserved
 
 
-@dataclass(frozen=True)
-class NodeLayout:
-    """The ranks of this node among all, and where they meet. address: (host, port) of rank 0; None on a single node."""
-
-    ranks: int = 1
-    nodes: int = 1
-    node_rank: int = 0
-    address: tuple[str, int] | None = None
-
-    @contextmanager
-    def meeting_point(self) -> Iterator[tuple[str, int]]:
-        """Yield host and port of rank 0, reserved where that rank runs here. Raises UserError where it is taken."""
-        if self.address and self.node_rank > 0:
-            yield self.address
-            return
-        host, port = self.address or ("127.0.0.1", 0)
-        try:
-            reserved = reserve_port("" if self.address else host, port)
-        except OSError as error:
-            hint = "End what listens there (ss -ltnp shows it), or choose another port"
-            raise UserError(f"--address {host}:{port}: the port cannot be had ({error.strerror}). {hint}") from None
-        with reserved:
-            yield host, reserved.getsockname()[1]
-
-    def environment(self, local_rank: int, address: tuple[str, int]) -> dict[str, str]:
-        values: dict[str, object] = {
-            "RANK": self.node_rank * self.ranks + local_rank,
-            "LOCAL_RANK": local_rank,
-            "WORLD_SIZE": self.nodes * self.ranks,
-            "LOCAL_WORLD_SIZE": self.ranks,
-            "LOCAL_SIZE": self.ranks,  # DeepSpeed's name for it
-            "MASTER_ADDR": address[0],
-            "MASTER_PORT": address[1],
-        }
-        return {**os.environ, **{key: str(value) for key, value in values.items()}}
+@contextmanager
+def meeting_point(layout: NodeLayout) -> Iterator[tuple[str, int]]:
+    """Yield host and port of rank 0, reserved where that rank runs here. Raises UserError where it is taken."""
+    if layout.address and layout.node_rank > 0:
+        yield layout.address
+        return
+    host, port = layout.address or ("127.0.0.1", 0)
+    try:
+        reserved = reserve_port("" if layout.address else host, port)
+    except OSError as error:
+        hint = "End what listens there (ss -ltnp shows it), or choose another port"
+        raise UserError(f"--address {host}:{port}: the port cannot be had ({error.strerror}). {hint}") from None
+    with reserved:
+        yield host, reserved.getsockname()[1]
 
 
 class RankProcess:
@@ -135,7 +115,7 @@ class RankProcess:
 
     def __init__(self, command: list[str], environment: dict[str, str], clock: Callable[[], float]):
         self._clock = clock
-        self.rank = environment["RANK"]
+        self.rank, self.local_rank = environment["RANK"], int(environment["LOCAL_RANK"])
         self._oom_kills = oom_kills()
         self.process = subprocess.Popen(command, env=environment, start_new_session=True)
         self.code: int | None = None
@@ -197,7 +177,9 @@ class Supervisor:
     """Runs `command` as the ranks of this node's `layout` until they end well or a signal has ended them.
 
     checkpoints: folder of the run's checkpoints, which shows its progress. restarts: how often in a row a failure may
-    be followed by another start without a new checkpoint in between. clock: seconds since any moment.
+    be followed by another start without a new checkpoint in between. sizes: numbers of ranks of all nodes that the run
+    may have, the largest first; it goes on with fewer, without the device of the rank at fault, where restarts are used
+    up, and tries all again after TRY_AGAIN seconds. clock: seconds since any moment.
     """
 
     def __init__(
@@ -206,9 +188,15 @@ class Supervisor:
         layout: NodeLayout,
         checkpoints: Path,
         restarts: int = 0,
+        sizes: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.command, self.layout, self.checkpoints, self.restarts = command, layout, checkpoints, restarts
+        self.command, self.checkpoints, self.restarts = command, checkpoints, restarts
+        self.left = RanksLeft(layout, list(sizes) or [layout.world_size], clock)
+        self.layout = self.left.layout()
+        self._at_fault: RankProcess | None = None
+        self._growing = False
+        self._begun_at = -1
         self._clock = clock
         self.arrived: list[int] = []
         """Signals that are still to be passed on."""
@@ -226,20 +214,31 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would take the exit codes away
         failures = 0
         while True:
-            before = self._newest_step()
+            before = self._begun_at = self._newest_step()
+            self.layout = self.left.layout()
             code, cause = self._run_once()
+            after = self._newest_step()
+            if after > before:
+                self.left.proven()
+            if code == 0 and self._growing and not self._stopping():
+                self.left.restore()
+                failures = self.restarts  # one more is enough to go on with fewer again
+                report(f"trying all {self.left.layout().world_size} ranks again")
+                continue
             if code == 0:
                 return 0
-            after = self._newest_step()
             failures = 1 if after > before else failures + 1
             useless = code in USELESS_TO_RESTART
-            if self.restarts and failures > self.restarts and not useless:
-                where = f"at the same checkpoint {after:08d}" if after >= 0 else "before the first checkpoint"
-                cause = f"stopped: ended {failures} times {where} without getting further; the last cause: {cause}"
-            report(cause)
-            if failures > self.restarts or useless or self._stopping():
-                return code
-            seconds = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
+            if failures > self.restarts and not useless and not self._stopping() and self._go_on_with_fewer(cause):
+                failures = 0
+            else:
+                if self.restarts and failures > self.restarts and not useless:
+                    where = f"at the same checkpoint {after:08d}" if after >= 0 else "before the first checkpoint"
+                    cause = f"stopped: ended {failures} times {where} without getting further; the last cause: {cause}"
+                report(cause)
+                if failures > self.restarts or useless or self._stopping():
+                    return code
+            seconds = min(FIRST_WAIT * 2 ** max(0, failures - 1), LONGEST_WAIT)
             report(f"starting again in {seconds:g} s (restart {failures} of {self.restarts} without a new checkpoint)")
             self._wait(seconds)
             if self._stopping():
@@ -248,13 +247,15 @@ class Supervisor:
     def _run_once(self) -> tuple[int, str]:
         """Start the ranks and wait for the end of the last; return the exit code, and the cause in words."""
         ranks: list[RankProcess] = []
-        with self.layout.meeting_point() as address:
+        self._growing = False
+        with meeting_point(self.layout) as address:
             try:
-                for local_rank in range(self.layout.ranks):
+                for local_rank in range(self.layout.here):
                     ranks.append(RankProcess(self.command, self.layout.environment(local_rank, address), self._clock))
                 while not all([rank.ended() for rank in ranks]) and self._clock() < self._limit(ranks):
                     time.sleep(POLL)
                     self._forward(ranks)
+                    self._ask_for_all(ranks)
             finally:
                 for rank in ranks:
                     rank.kill()
@@ -276,16 +277,33 @@ class Supervisor:
                 rank.send(signum)
             self.forwarded.add(signum)
 
+    def _ask_for_all(self, ranks: list[RankProcess]) -> None:
+        """Let the ranks save and end where it is time to try all of them again, and fewer have proved to work."""
+        ready = self.left.due() and not self._growing and not self._stopping()
+        if ready and self._newest_step() > self._begun_at:
+            self._growing = True
+            for rank in ranks:
+                rank.send(signal.SIGUSR1)
+
+    def _go_on_with_fewer(self, cause: str) -> bool:
+        """Whether the run can go on without the device of the rank at fault."""
+        if self._at_fault is None or not self.left.lose(self._at_fault.local_rank):
+            return False
+        left = self.left.layout()
+        report(f"{cause}; going on without its device, with {left.world_size} of {self.left.sizes[0]} ranks")
+        return True
+
     def _limit(self, ranks: list[RankProcess]) -> float:
         """Time at which those that still run are killed."""
         limits = [rank.ended_at + LAST_WORDS for rank in ranks if rank.code]
-        if not self._stopping():
+        if not self._stopping() and not self._growing:
             limits += [rank.ended_at + NORMAL_END for rank in ranks if rank.code == 0]
         if self.insisted:
             limits.append(self.insisted[1] + AT_ONCE)
         return min(limits, default=math.inf)
 
     def _verdict(self, ranks: list[RankProcess]) -> tuple[int, str]:
+        self._at_fault = None
         if all(rank.code == 0 for rank in ranks):
             return 0, ""
         if self.insisted:
@@ -298,6 +316,7 @@ class Supervisor:
             return HANG, str(next(rank for rank in ranks if rank.code is None))
         # A rank that lost another may well be seen first; what the other died of is the cause.
         cause = next((rank for rank in failed if rank.code != LOST_PEER), failed[0])
+        self._at_fault = cause
         assert cause.code is not None
         return cause.code if cause.code > 0 else 128 - cause.code, str(cause)
 

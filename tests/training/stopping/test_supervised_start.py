@@ -4,11 +4,10 @@ import json
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from megasparse.training.stopping.supervisor import checkpoints_folder
+from megasparse.training.stopping.supervisor import supervised_config
 from tests.helpers.supervised import LIMIT, ROOT, TOY
 
 # Where the ranks meet
@@ -158,10 +157,10 @@ def test_the_folder_that_shows_progress_is_the_runs_own(tmp_path):
     config = tmp_path / "config.json"
     config.write_text("{}")
     given = ["--config", str(config), "--stop-at", "3"]
-    assert checkpoints_folder(given) == Path("runs/default/checkpoints")
+    assert supervised_config(given).run.directory == "runs/default"
     config.write_text('{"run": {"directory": "a"}, "deepspeed": {"zero_optimization": {"stage": 2}}}')
-    assert checkpoints_folder(given) == Path("a/checkpoints")
-    assert checkpoints_folder([f"--config={config}"]) == Path("a/checkpoints")
+    assert supervised_config(given).run.directory == "a"
+    assert supervised_config([f"--config={config}"]).run.directory == "a"
     twice = ["--set", "run.directory=b", "--set", "run.directory=c"]
-    assert checkpoints_folder([*twice, *given]) == Path("c/checkpoints")
-    assert checkpoints_folder([*given, "--set", 'run={"directory": "d"}']) == Path("d/checkpoints")
+    assert supervised_config([*twice, *given]).run.directory == "c"
+    assert supervised_config([*given, "--set", 'run={"directory": "d"}']).run.directory == "d"

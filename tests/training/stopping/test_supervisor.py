@@ -10,7 +10,8 @@ import pytest
 
 from megasparse.errors import HANG, LOST_PEER, ConfigError
 from megasparse.training.stopping import supervisor
-from megasparse.training.stopping.supervisor import NodeLayout, Supervisor, checkpoints_folder
+from megasparse.training.stopping.ranks_left import NodeLayout
+from megasparse.training.stopping.supervisor import Supervisor, supervised_config
 
 # Signals
 
@@ -306,8 +307,8 @@ def test_S7_storage_that_cannot_be_read_is_no_progress_and_no_crash(monkeypatch)
 
 def test_S7_a_checkpoint_chosen_by_hand_is_refused_with_restarts(toy):
     with pytest.raises(ConfigError, match=r"--resume never: every one of 3 restarts.* Leave out --restarts"):
-        checkpoints_folder(["--config", str(toy.config), "--resume", "never"], restarts=3)
-    checkpoints_folder(["--config", str(toy.config), "--resume", "never"])
+        supervised_config(["--config", str(toy.config), "--resume", "never"], restarts=3)
+    supervised_config(["--config", str(toy.config), "--resume", "never"])
 
 
 def test_N9_a_kill_by_the_kernel_for_want_of_memory_is_told_from_others():
