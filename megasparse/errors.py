@@ -48,7 +48,7 @@ class DataError(UserError):
 
     def __init__(self, path: str | os.PathLike[str], problem: str, hint: str):
         super().__init__(f"{os.fspath(path)}: {problem}. {hint}")
-        self.path = os.fspath(path)
+        self.path, self.problem, self.hint = os.fspath(path), problem, hint
 
 
 class CheckpointError(UserError):
@@ -56,7 +56,7 @@ class CheckpointError(UserError):
 
     def __init__(self, path: str | os.PathLike[str], problem: str, hint: str):
         super().__init__(f"{os.fspath(path)}: {problem}. {hint}")
-        self.path = os.fspath(path)
+        self.path, self.problem, self.hint = os.fspath(path), problem, hint
 
 
 class StorageError(CheckpointError):

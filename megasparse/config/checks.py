@@ -18,6 +18,7 @@ def check(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks. The rules that need an import of seconds come last."""
     check_sizes("", config)
     _check_directory(config)
+    _check_bucket(config)
     if isinstance(config, Config):
         check_model(config.model)
         _check_tokenizer(config)
@@ -37,8 +38,18 @@ def check(config: RunSettings) -> None:
 def _check_directory(config: RunSettings) -> None:
     if "://" in config.run.directory:
         problem = f"{show(config.run.directory)} is a URL: object storage can neither rename a folder nor lock a file"
-        hint = "Choose a folder of a file system, such as NFS or Lustre, and copy checkpoints from there"
+        hint = "Choose a folder of a file system, such as NFS or Lustre, and set checkpoint.bucket to the URL"
         raise ConfigError("run.directory", problem, hint)
+
+
+BUCKETS = ("s3://", "gs://", "az://", "file:///")
+
+
+def _check_bucket(config: RunSettings) -> None:
+    bucket = config.checkpoint.bucket
+    if bucket is not None and not bucket.startswith(BUCKETS):
+        problem = f"{show(bucket)} is no URL of an object store"
+        raise ConfigError("checkpoint.bucket", problem, f"It begins with {', '.join(BUCKETS)}")
 
 
 def _check_start(config: FinetuneConfig) -> None:

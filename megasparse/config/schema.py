@@ -265,7 +265,11 @@ class CheckpointConfig(Section):
     asynchronous: bool = False
     """Copy the state, and write it while training goes on. Takes as much CPU memory as a checkpoint has bytes."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """When a checkpoint cannot be written: end with exit code 3, or report it and go on to the next."""
+    """When a checkpoint cannot be written or uploaded: end with exit code 3, or report it and go on to the next."""
+    bucket: str | None = None
+    """URL to which each checkpoint is uploaded beside training, and from which a run goes on whose folder has none or
+    older ones, on any machine: s3://, gs://, az:// or file://, for this run alone. null: they are in `run.directory`
+    only."""
 
 
 class LoggingConfig(Section):

@@ -7,8 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from megasparse.callbacks import Progress, silent
-from megasparse.data.fetching import ATTEMPTS, fetch_bytes, fetch_shard
+from megasparse.data.fetching import fetch_bytes, fetch_file
 from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, Shard
+from megasparse.data.retrying import ATTEMPTS
 from megasparse.data.shard_cache import Fill, ShardCache
 from megasparse.data.urls import check_url
 from megasparse.errors import UserError
@@ -48,7 +49,7 @@ class RemoteFolder(os.PathLike[str]):
 
     def _fill(self, shard: Shard, progress: Progress, attempts: int) -> Fill:
         url = self / shard.file
-        return lambda path, descriptor: fetch_shard(url, shard, path, descriptor, progress, attempts)
+        return lambda path, descriptor: fetch_file(url, shard.bytes, shard.sha256, path, descriptor, progress, attempts)
 
 
 class _Closed(Exception):

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megasparse.callbacks import Progress
-from megasparse.data.fetching import PATIENCE_SECONDS, POLL_SECONDS, FetchError
+from megasparse.data.fetching import FetchError
 from megasparse.data.files import file_sha256, sync_folder
 from megasparse.data.index_file import Shard
+from megasparse.data.retrying import PATIENCE_SECONDS, POLL_SECONDS
 from megasparse.errors import ConfigError, DataError
 
 ENTRY = re.compile(r"\A[0-9a-f]{64}(?:\.(?P<bytes>[0-9]{1,16})\.partial|\.tar)\Z")

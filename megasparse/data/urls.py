@@ -38,8 +38,9 @@ STORES = {
     "gs": Store("Google Cloud Storage", "gcsfs", "'megasparse[gs]'"),
     "az": Store("Azure", "adlfs", "'megasparse[az]'"),
     "hf": Store("HuggingFace", "huggingface_hub", "huggingface_hub"),
+    "file": Store("The file system", "fsspec", "'megasparse[remote]'"),
 }
-"""Object stores by the scheme of their URLs."""
+"""Object stores, and a file system in place of one, by the scheme of their URLs."""
 
 T = TypeVar("T")
 
@@ -73,17 +74,20 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
-def check_url(url: str) -> str:
-    """The URL of a folder without a slash at its end. Raises DataError for what is none that we read."""
+def check_url(url: str, file: bool = False) -> str:
+    """The URL of a folder without a slash at its end. Raises DataError for what is none that we read.
+
+    file: whether file:// is one.
+    """
     parts = urlsplit(url)
     named = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # never the password that it may have
-    if parts.scheme not in (known := ("http", "https", *STORES)):
+    if parts.scheme not in (known := ["http", "https", *(store for store in STORES if file or store != "file")]):
         problem = f'"{parts.scheme}" is not a kind of URL that is read here'
         raise DataError(named, problem, f"Known here: {', '.join(known)}. Or give the path of a folder")
     if "@" in parts.netloc or parts.query or parts.fragment:
         problem = "a folder's URL has no user, password, query or fragment"
         raise DataError(named, problem, "Credentials of stores are taken from the environment")
-    if not parts.hostname or not re.fullmatch(r"[!-~]+", url):
+    if (not parts.hostname and parts.scheme != "file") or not re.fullmatch(r"[!-~]+", url):
         raise DataError(ascii(named)[1:-1], "this is not a URL", "It has a host, and %20 in place of a space")
     return url.rstrip("/")
 
@@ -185,17 +189,19 @@ class _Object:
         return asked(self._scheme, lambda: bytes(self._file.read(size)))
 
 
-def object_store(url: str) -> Any:
+def object_store(url: str, attempts: int = 1) -> Any:
     """The file system of fsspec that a URL is in. Raises DataError where its library is missing.
+
+    attempts: how often S3's client sends a request before it fails; who repeats more than that request takes 1.
 
     Credentials, endpoint and region are those of the environment, or of the store's own files in the home directory,
     as for every tool of that store.
     """
-    return _store(urlsplit(url).scheme)
+    return _store(urlsplit(url).scheme, attempts)
 
 
 @cache
-def _store(scheme: str) -> Any:
+def _store(scheme: str, attempts: int) -> Any:
     store = STORES[scheme]
     try:
         import fsspec
@@ -206,9 +212,10 @@ def _store(scheme: str) -> Any:
         raise DataError(f"{scheme}://", problem, f"Run: pip install {store.install}") from None
     if scheme != "s3":
         return fsspec.filesystem(scheme)
-    waits = {"connect_timeout": STALL_SECONDS, "read_timeout": STALL_SECONDS, "retries": {"total_max_attempts": 1}}
+    retries = {"total_max_attempts": attempts, "mode": "standard"}
+    waits = {"connect_timeout": STALL_SECONDS, "read_timeout": STALL_SECONDS, "retries": retries}
     system = fsspec.filesystem(scheme, config_kwargs=waits, use_listings_cache=False)
-    system.retries = 1  # asking again is done, and reported, in one place
+    system.retries = 1  # it would not report that it asks again
     return system
 
 

@@ -19,7 +19,7 @@ from megasparse.model.adapters import add_adapters
 from megasparse.model.build import build_model, empty_model
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights, persistent_buffers
 from megasparse.training.checkpoints.manifest import read_manifest
-from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.checkpoints.uploads import newest_anywhere
 from megasparse.training.ranks import Ranks
 
 Readers = dict[str, Callable[[], Tensor]]
@@ -50,14 +50,17 @@ def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
     """
     place = _start_of(config)
     problem = None
-    own = find_newest(Path(config.run.directory) / "checkpoints") is not None
-    if ranks.rank == 0 and not own and not place.exists():
+    own = False
+    if ranks.rank == 0:
         try:
-            new = write_start(config, Path(source), place.parents[1])
-            print(f"started from {source}; new weights: {', '.join(new) or 'none'}", file=sys.stderr)
+            own = newest_anywhere(config) is not None
+            if not place.exists() and (config.lora is not None or not own):
+                new = write_start(config, Path(source), place.parents[1])
+                print(f"started from {source}; new weights: {', '.join(new) or 'none'}", file=sys.stderr)
         except UserError as error:
             problem = str(error)
-    if (problem := ranks.gather(problem)[0]) is not None:
+    own, problem = ranks.gather([own, problem])[0]
+    if problem is not None:
         raise UserError(problem)
     return "auto" if own or config.lora is not None else str(place)
 

@@ -25,6 +25,8 @@ def train(run: TrainingRun) -> RunResult:
 
     A stop that `run.hooks` wants on any rank takes effect on all of them before the next step, after a save.
 
+    With `checkpoint.bucket` it ends when its last checkpoint is uploaded.
+
     Raises TrainingError after `training.max_skipped_steps` steps in a row that were not applied; StorageError where a
     checkpoint cannot be written; SilentCorruption where a check finds any; DataError where a rank cannot read its data,
     and LostPeer on the other ranks.
@@ -32,13 +34,15 @@ def train(run: TrainingRun) -> RunResult:
     config, saver, steps = run.config, run.saver, run.config.training.steps
     here = LoopState(run.start, config.training.skip_loss_spikes, run.selection)
     last = min(steps, run.stop_at or steps)
+    if run.selection is not None:
+        saver.best = run.selection.step
+    saver.begin_uploads()
     if here.step >= last or here.ended_early:
         run.monitor.say(_why_not_begun(here, steps, last))
+        saver.finish_uploads()
         return _result(run, here)
     if here.step:
         run.monitor.event(here.step, f"started again, after step {here.step}")
-    if run.selection is not None:
-        saver.best = run.selection.step
     source, reports = iter(run.batches), StepReports(run, last)
     corruption = CorruptionCheck(run.engine, config, here.step)
     for step in Tracer(config, run.ranks, run.hooks.trace_wanted).steps(range(here.step + 1, last + 1)):
@@ -71,6 +75,7 @@ def train(run: TrainingRun) -> RunResult:
     if here.saved != here.step:
         problem = f"step {here.step}, the last, is not saved"
         raise StorageError(saver.directory, problem, "Repair the storage and start again")
+    saver.finish_uploads()
     run.monitor.say(_last_word(here, steps))
     return _result(run, here)
 

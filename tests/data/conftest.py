@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from megasparse.data import fetching, urls
+from megasparse.data import retrying, urls
 from megasparse.data.index import Index
 from megasparse.data.shard_cache import ShardCache
 from tests.data.folders import ramp, write_folder
@@ -34,7 +34,7 @@ def impatient(monkeypatch, request):
     """Short limits where a server is to stall, long ones elsewhere: a busy machine is no stall."""
     faults = getattr(request.node, "callspec", None) and request.node.callspec.params.get("faults", ())
     monkeypatch.setattr(urls, "STALL_SECONDS", 0.4 if "stall" in (faults or ()) else 20.0)
-    monkeypatch.setattr(fetching, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(retrying, "LONGEST_PAUSE", 0.01)
     yield
     urls._store.cache_clear()
 

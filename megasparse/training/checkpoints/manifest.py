@@ -87,10 +87,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
         problem = f"{size} bytes, and a manifest of what its files hold has no more than {most}"
         raise CheckpointError(file, problem, RESTORE)
     try:
-        text = file.read_bytes().decode()
+        content = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(file, f"cannot be read ({type(error).__name__})", RESTORE) from None
+    return parse_manifest(content, file)
+
+
+def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
+    """The manifest in the content of a file, whose name is for messages. Raises CheckpointError as `read_manifest`."""
+    try:
+        text = content.decode()
         manifest = json.loads(text)
         intact = isinstance(manifest, dict) and seal(manifest) == text
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(file, f"cannot be read ({type(error).__name__})", RESTORE) from None
     if not intact:
         raise CheckpointError(file, "changed since it was written (sha256 differs)", RESTORE)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -90,7 +91,7 @@ class RankFile:
 @contextmanager
 def durable(path: Path, size: int) -> Iterator[BinaryIO]:
     """A new file, not writable by others whatever the umask; on disk, with `size` bytes, when the block ends."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     with os.fdopen(descriptor, "wb") as file:
         yield file
         _sync(file)
@@ -104,6 +105,13 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
         with suppress(FileExistsError):
             os.mkdir(folder, 0o755)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes free on the file system of a folder, which need not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def _check_finite(fragment: Fragment, block: Tensor) -> None:

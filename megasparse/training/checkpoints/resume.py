@@ -18,6 +18,7 @@ from megasparse.training.checkpoints.manifest import NO_DATA
 from megasparse.training.checkpoints.records import contradiction
 from megasparse.training.checkpoints.run_folder import find_newest, list_checkpoints
 from megasparse.training.checkpoints.saving import remove_leftovers
+from megasparse.training.checkpoints.uploads import fetch_newest
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
 
@@ -74,6 +75,7 @@ def find_start(
     directory = run.checkpoints
     if ranks.rank == 0:
         remove_leftovers(directory)
+    fetch_newest(run.config, directory, ranks, hooks, resume)
     newest = _newest_of_all(directory, ranks)
     if resume == "never" and newest is not None:
         hint = "Choose another run.directory, or leave --resume out to go on"
@@ -170,8 +172,9 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
         kept = [key for key in kept if key.startswith("model.")]
     listed = _listed(then, now, kept)
     if kept and not allow_changed:
+        anew = "another run.directory" + " and checkpoint.bucket" * (config.checkpoint.bucket is not None)
         hint = (
-            "Put them back, choose another run.directory to start a new run, "
+            f"Put them back, choose {anew} to start a new run, "
             f"or go on all the same with --resume {checkpoint.path} --allow-changed-config"
         )
         raise CheckpointError(checkpoint.path, f"the configuration has changed since: {listed}", hint)

@@ -29,8 +29,9 @@ from megasparse.errors import CheckpointError, StorageError, TrainingError, User
 from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.checkpoints.identity import RunIdentity, differences, versions
 from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, gap, seal
-from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
-from megasparse.training.checkpoints.run_folder import TEMPORARY, list_checkpoints
+from megasparse.training.checkpoints.rank_file import RankFile, durable, free_bytes, make_folder
+from megasparse.training.checkpoints.run_folder import TEMPORARY, find_newest, list_checkpoints
+from megasparse.training.checkpoints.uploads import Uploads
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
 
@@ -65,6 +66,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.config, self.directory = self.run.config, self.run.checkpoints
+        self._uploads = Uploads(self.config, self.ranks, self.hooks)
 
     def save(self, engine: Saved, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
         """Write the checkpoint of `step`; all ranks call it. Returns its path on all of them.
@@ -98,8 +100,9 @@ class Saver:
         return self._under_way is not None and self._under_way.writing()
 
     def finish(self) -> Path | None:
-        """End the save that is under way, waiting for all ranks' threads; all ranks call it. Returns the checkpoint's
-        path, None where nothing was under way. Raises as `save` does.
+        """End the save that is under way, waiting for all ranks' threads, and begin to upload it; all ranks call it.
+        Returns the checkpoint's path, None where nothing was under way. Raises as `save` does, and as `finish_uploads`
+        for the upload before.
         """
         save, self._under_way = self._under_way, None
         if save is None:
@@ -115,7 +118,20 @@ class Saver:
         except StorageError as error:
             self._go_on_without(error)
             return None
+        self._uploads.check()
         return save.final
+
+    def begin_uploads(self) -> None:
+        """Take `checkpoint.bucket` for this run, and upload the newest checkpoint if it is not there, beside training;
+        all ranks call it, once. Raises StorageError and CheckpointError, the same on every rank.
+        """
+        self._uploads.begin_run(find_newest(self.directory), self.best)
+
+    def finish_uploads(self) -> None:
+        """Wait for the upload that is under way; all ranks call it. Raises, the same on every rank: StorageError where
+        one has failed, unless `checkpoint.on_failure` is "continue"; CheckpointError where another run uploads there.
+        """
+        self._uploads.check(wait=True)
 
     def _agree(self, engine: Saved, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
         """Begin a save on all ranks or on none, where they save the same and there is room for it."""
@@ -158,7 +174,9 @@ class Saver:
         except OSError:
             os.rename(save.final, save.temporary)  # to be deleted as after any failure
             raise
+        self._uploads.wait()  # of what may be deleted now
         self._tidy(save.final)
+        self._uploads.begin(save.final, self.best)
 
     def _tidy(self, newest: Path) -> None:
         """Point `latest` at the newest checkpoint and delete the oldest. Saving is done: failures here only warn."""
@@ -294,13 +312,6 @@ class _Save:
                 reported = self._blocks
                 progress(self.doing)
             self._thread.join(0.1)
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes free on the file system of a folder, which need not exist yet."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def remove(path: Path) -> None:

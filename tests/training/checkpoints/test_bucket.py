@@ -1,0 +1,332 @@
+"""Checkpoints in a bucket: complete or absent whatever fails, and a run on another machine goes on from there."""
+
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megasparse.callbacks import silent
+from megasparse.config.checks import check
+from megasparse.config.schema import Config
+from megasparse.data import retrying, urls
+from megasparse.errors import CheckpointError, ConfigError, StorageError
+from megasparse.training.checkpoints.bucket import Bucket
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.manifest import MANIFEST
+from megasparse.training.checkpoints.resume import find_start
+from megasparse.training.checkpoints.run_folder import list_checkpoints
+from megasparse.training.checkpoints.saving import Saver
+from megasparse.training.engines.contract import Engine
+from megasparse.training.loop import train
+from megasparse.training.ranks import Ranks
+from megasparse.training.selection import Selection
+from tests.helpers.faulty_store import OPERATIONS, FaultyStore
+from tests.helpers.ranks_in_threads import run_in_threads
+from tests.helpers.tiny import identity_of, metrics, tiny_config, tiny_engine, tiny_run
+
+URL = "memory://bucket/run"
+FILE = "rank-00000.safetensors"
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store without faults so far. Attempts follow each other without a pause."""
+    store = FaultyStore()
+    store.store.clear()
+    monkeypatch.setitem(urls.STORES, "memory", urls.Store("The store", "fsspec", "fsspec"))
+    monkeypatch.setattr(urls, "_store", lambda scheme, attempts: store)
+    monkeypatch.setattr(retrying, "LONGEST_PAUSE", 0.0)
+    return store
+
+
+def config_of(folder: Path, **checkpoint: Any) -> Config:
+    return tiny_config(folder, checkpoint={"keep": 2, "bucket": URL, **checkpoint})
+
+
+def prepare(folder: Path, ranks: Ranks = Ranks(), **checkpoint: Any) -> tuple[Saver, Engine]:  # noqa: B008
+    config = config_of(folder, **checkpoint)
+    saver = Saver(identity_of(config), ranks)
+    saver.begin_uploads()
+    return saver, tiny_engine(config, ranks)
+
+
+def save(saver: Saver, engine: Engine, *steps: int) -> None:
+    for step in steps:
+        saver.save(engine, step, step * 8, {})
+    saver.finish_uploads()
+
+
+def start(folder: Path, resume: str = "auto", **checkpoint: Any) -> Checkpoint | None:
+    return find_start(identity_of(config_of(folder, **checkpoint)), Ranks(), resume=resume)
+
+
+def in_bucket(store: FaultyStore) -> list[str]:
+    return [path.removeprefix("/bucket/run/") for path in store.files()]
+
+
+def checkpoints(*steps: int) -> list[str]:
+    return [f"{step:08d}/{name}" for step in steps for name in (MANIFEST, FILE)]
+
+
+def test_C14_the_newest_and_the_best_are_in_the_bucket_as_on_the_disk(store, tmp_path):
+    saver, engine = prepare(tmp_path)
+    saver.save(engine, 1, 8, {})
+    saver.best = 1
+    save(saver, engine, 2, 3, 4)
+    assert in_bucket(store) == [*checkpoints(1, 3, 4), "latest", "owner"]
+    assert [path.name for path in list_checkpoints(saver.directory)] == ["00000001", "00000003", "00000004"]
+    for path in list_checkpoints(saver.directory):
+        for file in path.iterdir():
+            assert store.cat_file(f"{URL}/{path.name}/{file.name}") == file.read_bytes()
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_as_many_are_kept_as_on_the_disk(store, tmp_path, keep):
+    saver, engine = prepare(tmp_path, keep=keep)
+    save(saver, engine, 1, 2, 3, 4)
+    kept = [path.name for path in list_checkpoints(saver.directory)]
+    assert len(kept) == min(keep, 4)
+    assert in_bucket(store) == [*checkpoints(*map(int, kept)), "latest", "owner"]
+
+
+def test_C14_training_waits_for_no_upload_but_the_one_before(store, tmp_path):
+    saver, engine = prepare(tmp_path)
+    gate = threading.Event()
+    store.faults.append((f"put_file .*{FILE}", gate))
+    assert saver.save(engine, 1, 8, {}) is not None, "saved, while its upload stands still"
+    assert in_bucket(store) == ["owner"]
+    second = threading.Thread(target=saver.save, args=(engine, 2, 16, {}))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive() and [path.name for path in list_checkpoints(saver.directory)] == ["00000001", "00000002"]
+    gate.set()
+    second.join()
+    saver.finish_uploads()
+    assert in_bucket(store) == [*checkpoints(1, 2), "latest", "owner"]
+
+
+class Killed(BaseException):
+    """Acts like SIGKILL: nothing of ours may catch it and clean up."""
+
+
+def test_C14_whenever_a_run_dies_a_checkpoint_is_complete_or_absent(store, tmp_path, monkeypatch):
+    """Before each operation of an upload and of the deletions after it, in turn."""
+    saver, engine = prepare(tmp_path / "run", bucket=None)
+    for step in (1, 2, 3):
+        saver.save(engine, step, step * 8, {})
+    paths = {int(path.name): path for path in list_checkpoints(saver.directory)}
+    moment, ended, outcomes = 0, False, []
+    while not ended:
+        store.store.clear()
+        store.before = lambda operation: None
+        bucket = Bucket(URL, silent)
+        bucket.claim("a run")
+        bucket.upload(paths[2], "a run")
+        count = iter(range(moment, -1, -1))
+
+        def die(operation: str, count: Any = count) -> None:
+            if next(count) == 0:
+                raise Killed
+
+        store.before = die
+        try:
+            bucket.upload(paths[3], "a run")
+            bucket.tidy(3, 1, None)
+            ended = True
+        except (Killed, StopIteration):
+            pass
+        store.before = lambda operation: None
+        found = Bucket(URL, silent).newest()
+        bucket.fetch(found, tmp_path / str(moment))
+        assert Checkpoint.open(tmp_path / str(moment) / f"{found:08d}").step == found
+        outcomes.append(found)
+        bucket.upload(paths[3], "a run")  # the next start
+        bucket.tidy(3, 1, None)
+        assert in_bucket(store) == [*checkpoints(3), "latest", "owner"]
+        moment += 1
+    assert moment > 10 and outcomes == sorted(outcomes) and set(outcomes) == {2, 3}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_C14_what_fails_is_tried_again(store, tmp_path, operation, capsys):
+    faults = ["cut", ConnectionError("refused"), TimeoutError("too slow")]
+    store.faults = [(f"^{operation} ", fault) for fault in faults]
+    saver, engine = prepare(tmp_path / "run")
+    save(saver, engine, 1, 2, 3)
+    assert in_bucket(store) == [*checkpoints(2, 3), "latest", "owner"]
+    found = start(tmp_path / "other machine")
+    assert found.step == 3 and not store.faults
+    assert capsys.readouterr().err.count("again in") >= 2
+
+
+def test_C14_a_bucket_that_does_not_recover_ends_the_run_and_the_next_start_uploads_what_is_missing(store, tmp_path):
+    saver, engine = prepare(tmp_path)
+    store.faults = [("put_file", OSError("down"))] * 8
+    assert saver.save(engine, 1, 8, {}) is not None
+    with pytest.raises(StorageError, match=rf"^{URL}: uploading {URL}/00000001/{FILE}: down, at attempt 8") as caught:
+        saver.save(engine, 2, 16, {})
+    assert caught.value.exit_code == 3
+    assert [path.name for path in list_checkpoints(saver.directory)] == ["00000001", "00000002"]
+    saver.finish_uploads()
+    store.store.clear()
+    config = config_of(tmp_path)
+    with tiny_run(config) as run:
+        run.saver.begin_uploads()
+        run.saver.finish_uploads()
+    assert in_bucket(store) == [*checkpoints(2), "latest", "owner"]
+
+
+def test_a_failed_upload_is_reported_and_gone_on_from_where_the_configuration_says_so(store, tmp_path, capsys):
+    saver, engine = prepare(tmp_path, on_failure="continue")
+    store.faults = [("put_file", OSError("down"))] * 8
+    save(saver, engine, 1, 2)
+    assert "warning: going on, as checkpoint.on_failure says" in capsys.readouterr().err
+    assert in_bucket(store) == [*checkpoints(2), "latest", "owner"]
+
+
+def test_what_the_store_refuses_is_not_tried_again(store, tmp_path):
+    saver, engine = prepare(tmp_path)
+    store.faults = [("put_file", PermissionError("AccessDenied"))]
+    with pytest.raises(CheckpointError, match=r"The store answers: AccessDenied.*what the credentials here may do"):
+        save(saver, engine, 1)
+    assert not store.faults
+
+
+def test_every_rank_hears_of_a_failure(store, tmp_path):
+    def work(ranks: Ranks) -> None:
+        saver, engine = prepare(tmp_path, ranks)
+        if ranks.rank == 0:
+            store.faults = [("put_file", OSError("down"))] * 8
+        saver.save(engine, 1, 8, {})
+        saver.finish_uploads()
+
+    errors = run_in_threads(work)
+    assert [type(error) for error in errors] == [StorageError] * 2 and str(errors[0]) == str(errors[1])
+
+
+def test_C14_a_store_that_lists_late(store, tmp_path):
+    saver, engine = prepare(tmp_path / "run", keep=1)
+    save(saver, engine, 1)
+    store.listings = {URL: store.ls(URL, detail=False)}
+    save(saver, engine, 2)
+    assert [name.rpartition("/")[2] for name in store.listings[URL]] == ["00000001", "latest", "owner"]
+    assert start(tmp_path / "other machine").step == 2, "neither what is gone nor nothing"
+    save(saver, engine, 3)
+    store.listings.clear()
+    save(saver, engine, 4)
+    assert in_bucket(store) == [*checkpoints(4), "latest", "owner"], "what was listed late is deleted later"
+
+
+def test_C14_another_machine_goes_on_from_the_bucket_and_the_first_one_from_there(store, tmp_path):
+    buckets = {"straight": None, "first": URL, "second": URL}
+    runs = {
+        name: tiny_config(tmp_path / name, training={"steps": 12}, checkpoint={"every": 2, "keep": 1, "bucket": bucket})
+        for name, bucket in buckets.items()
+    }
+
+    def go(name: str, stop: int) -> None:
+        selection = Selection("train/loss", lower=True)
+        with tiny_run(runs[name], stop_at=stop) as run:
+            run.selection = selection
+            assert train(run).step == stop
+
+    go("straight", 12)
+    go("first", 4)
+    go("second", 8)
+    go("first", 12)
+    losses = {name: {line["step"]: line["train/loss"] for line in metrics(config)} for name, config in runs.items()}
+    assert losses["first"] | losses["second"] == losses["straight"]
+    assert min(losses["second"]) == 5, "it has not begun anew"
+    first, straight = (Checkpoint.open(tmp_path / name / "checkpoints" / "00000012") for name in ("first", "straight"))
+    assert torch.equal(first.tensor("weight", "out.bias"), straight.tensor("weight", "out.bias"))
+
+
+def test_the_best_checkpoint_comes_with_the_newest(store, tmp_path):
+    saver, engine = prepare(tmp_path / "run", keep=1)
+    saver.best = 1
+    selection = {"step": 1, "metric": "m", "value": 1.0, "scalars": {}, "without_better": 1}
+    for step in (1, 2, 3):
+        saver.save(engine, step, step * 8, {"selection": selection})
+    saver.finish_uploads()
+    assert start(tmp_path / "other machine").step == 3
+    found = list_checkpoints(tmp_path / "other machine" / "checkpoints")
+    assert [path.name for path in found] == ["00000001", "00000003"]
+
+
+def test_a_later_run_elsewhere_ends_the_earlier_one(store, tmp_path):
+    first, engine = prepare(tmp_path / "first")
+    save(first, engine, 1)
+    second, _ = prepare(tmp_path / "second")
+    save(second, engine, 2)
+    before = {path: store.cat_file(path) for path in store.files()}
+    with pytest.raises(CheckpointError, match=r"another run writes there now \(.* since .*\)") as caught:
+        first.save(engine, 2, 16, {"another": "story"})
+        first.finish_uploads()
+    assert caught.value.exit_code == 2 and {path: store.cat_file(path) for path in store.files()} == before
+
+
+def test_a_bucket_of_a_later_story_is_not_written_over(store, tmp_path):
+    saver, engine = prepare(tmp_path / "run")
+    save(saver, engine, 1, 2)
+    with pytest.raises(CheckpointError, match=rf"{URL}/00000002: a new run would overwrite this one"):
+        start(tmp_path / "new", "never")
+    older = saver.directory / "00000001"
+    with pytest.raises(CheckpointError, match=rf"{URL}/00000002: is later than {older}"):
+        start(tmp_path / "run", str(older))
+    assert start(tmp_path / "run", str(older), bucket=f"{URL}/other").step == 1
+
+
+def test_another_configuration_is_refused_from_a_bucket_too(store, tmp_path):
+    saver, engine = prepare(tmp_path / "run")
+    save(saver, engine, 1)
+    other = tiny_config(tmp_path / "other", run={"seed": 1}, checkpoint={"bucket": URL})
+    with pytest.raises(CheckpointError, match=r"run.seed: 0 -> 1.*another run.directory and checkpoint.bucket"):
+        find_start(identity_of(other), Ranks())
+
+
+@pytest.mark.parametrize("name", [FILE, MANIFEST])
+def test_C14_what_has_changed_in_the_bucket_is_not_used(store, tmp_path, name):
+    saver, engine = prepare(tmp_path / "run")
+    save(saver, engine, 1)
+    path = f"{URL}/00000001/{name}"
+    content = bytearray(store.cat_file(path))
+    content[len(content) // 2] ^= 1
+    store.pipe_file(path, bytes(content))
+    with pytest.raises(CheckpointError, match=rf"{path}: .*(sha256|cannot be read)"):
+        start(tmp_path / "other machine")
+    assert list_checkpoints(tmp_path / "other machine" / "checkpoints") == []
+
+
+def test_no_room_for_what_is_fetched(store, tmp_path, monkeypatch):
+    saver, engine = prepare(tmp_path / "run")
+    save(saver, engine, 1)
+    monkeypatch.setattr("megasparse.training.checkpoints.bucket.free_bytes", lambda folder: 5)
+    with pytest.raises(StorageError, match=rf"no room for {URL}/00000001: [\d,]+ bytes needed, 5 bytes free"):
+        start(tmp_path / "other machine")
+
+
+def test_a_folder_in_place_of_a_bucket(tmp_path):
+    bucket = (tmp_path / "mounted").as_uri()
+    saver, engine = prepare(tmp_path / "run", bucket=bucket)
+    save(saver, engine, 1, 2, 3)
+    left = sorted(str(path.relative_to(tmp_path / "mounted")) for path in (tmp_path / "mounted").rglob("*"))
+    assert left == ["00000002", *checkpoints(2), "00000003", *checkpoints(3), "latest", "owner"]
+    shutil.rmtree(tmp_path / "run")
+    assert start(tmp_path / "other machine", bucket=bucket).step == 3
+
+
+@pytest.mark.parametrize("url", ["bucket/run", "http://host/run", "hf://buckets/me/run", "s3:/bucket"])
+def test_what_is_no_bucket_is_refused_before_anything_else(url):
+    with pytest.raises(ConfigError, match=r"checkpoint.bucket: .* is no URL of an object store. It begins with s3://"):
+        check(tiny_config("run", checkpoint={"bucket": url}))
+
+
+def test_a_missing_library_is_one_error_with_its_command(monkeypatch, tmp_path):
+    urls._store.cache_clear()
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(CheckpointError, match=r"^gs://: gcsfs is not installed. Run: pip install 'megasparse\[gs\]'$"):
+        start(tmp_path, bucket="gs://bucket/run")
