@@ -7,6 +7,7 @@ save_replaced, load_replaced keep it.
 """
 
 import importlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,10 @@ def __getattr__(name: str) -> Any:
 
 def require_transformers() -> None:
     """Raises HubError where transformers, which the tools of this folder need, cannot be imported."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or deepspeed, which transformers imports, says that it is none
     try:
         import transformers  # noqa: F401
     except ImportError:
