@@ -14,6 +14,7 @@ from megasparse.attention.heads import build_mechanism
 from megasparse.config.parts import decoder_part, encoder_part
 from megasparse.config.pattern import heads_of_layer
 from megasparse.config.schema import GATED, ModelConfig
+from megasparse.errors import ConfigError
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
@@ -45,6 +46,14 @@ def hardware_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     if model.loss_tiles > 1:
         again += head.forward
     return (head + feed_forward + others).both + again
+
+
+def known_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[float, float] | tuple[()]:
+    """Of the model and of the hardware, as above; empty where a mechanism does not count its FLOPs."""
+    try:
+        return model_flops_per_token(model, sequence_length), hardware_flops_per_token(model, sequence_length)
+    except ConfigError:
+        return ()
 
 
 def _parts(model: ModelConfig, sequence_length: int) -> tuple[Passes, Passes, Passes]:

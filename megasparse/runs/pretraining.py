@@ -10,7 +10,7 @@ from megasparse.hub.starting import adapted, require_base, resumed_from
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.planning.duration import warn_if_long
-from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
+from megasparse.planning.flops import known_flops_per_token
 from megasparse.planning.held import planned_memory
 from megasparse.planning.report import dry_run_report
 from megasparse.runs.data import open_data, training_batches
@@ -66,9 +66,9 @@ def pretrain(
         return built
 
     length, training = config.data.sequence_length, config.training
-    flops = model_flops_per_token(config.model, length), hardware_flops_per_token(config.model, length)
-    work = flops[1] * training.steps * training.global_batch * length
-    warn_if_long(work, training.precision, ["fewer training.steps", "a shorter data.sequence_length"], ranks)
+    if flops := known_flops_per_token(config.model, length):
+        work = flops[1] * training.steps * training.global_batch * length
+        warn_if_long(work, training.precision, ["fewer training.steps", "a shorter data.sequence_length"], ranks)
     recipe = Recipe(
         RunIdentity(config, data.fingerprint, data.evaluation.tokenizer.model_dump()),
         make_rng=partial(RngContext, config.run.seed, training=True),

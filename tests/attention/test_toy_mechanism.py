@@ -14,7 +14,7 @@ from megasparse.config.mechanism import MechanismSection
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
-from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
+from megasparse.planning.flops import hardware_flops_per_token, known_flops_per_token, model_flops_per_token
 from megasparse.planning.roofline import PEAKS, least_seconds
 from tests.helpers.models import random_tokens, training_draws
 
@@ -99,5 +99,8 @@ def test_a_lack_is_refused_by_name(monkeypatch):
     model = build_model(config(monkeypatch), seed=0)
     with pytest.raises(ConfigError, match=r"MeanAttention cannot decode token by token.*implement MeanAttention\.new_"):
         model.new_cache(1, seed=0)
+    assert len(known_flops_per_token(config(monkeypatch), 64)) == 2
+    uncounted = config(monkeypatch, mechanism=UncountedAttention)
     with pytest.raises(ConfigError, match="UncountedAttention has no count of its FLOPs"):
-        model_flops_per_token(config(monkeypatch, mechanism=UncountedAttention), 64)
+        model_flops_per_token(uncounted, 64)
+    assert known_flops_per_token(uncounted, 64) == ()  # so a run trains without
