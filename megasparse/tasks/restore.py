@@ -52,6 +52,9 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     trained = build_task(settings.task)
     values = settings.model_dump(mode="json")
     config = build_settings(values, [*overrides, *_in_place_of(trained, task)], FinetuneConfig)
+    for key in ("model", "lora"):
+        if getattr(config, key) != getattr(settings, key):
+            raise ConfigError(key, "a fine-tuned model is read as it was trained", f"Leave out --set {key}…")
     chosen = build_task(config.task)
     _require_alike(trained, chosen)
     run = Path(os.path.abspath(checkpoint.path)).parents[1]

@@ -145,5 +145,7 @@ def test_overrides_are_checked(trained):
         restore_task(trained / "run", ["task.max_length=129"])
     with pytest.raises(ConfigError, match="max_lenght"):
         restore_task(trained / "run", ["task.max_lenght=1"])
+    with pytest.raises(ConfigError, match="model: a fine-tuned model is read as it was trained"):
+        restore_task(trained / "run", ["model.attention.lsh.chunk=4"])
     with pytest.raises(CheckpointError, match="shape"):
         restore_task(trained / "run", ["head.hidden=5"])
