@@ -69,6 +69,10 @@ def results():
         yield f"| {name} | {chosen} | {row['validation']:.4f} | {row['test']:.4f} |"
     yield f"are {dear['validation']} in validation and {dear['test']} in test; they take "
     yield f"{cost['validation']:.3f} and {cost['test']:.3f} bits/dim".replace("0.", ".")
+    for name, arm in read("measured/translation_streams.json")["arms"].items():
+        shown_name = name.replace("embedding once", "`embedding_once`")
+        bleu = f"{arm['test']['bleu']:.1f} |" if "test" in arm else ""
+        yield f"| {shown_name} | {', '.join(f'{nats:.3f}' for nats in arm['held_out'].values())} | {bleu}"
 
 
 def pays():
