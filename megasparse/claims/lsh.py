@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megasparse.attention.heads import build_mechanism
 from megasparse.benchmarks.attention import model_of
-from megasparse.benchmarks.launches import count_layer, total
+from megasparse.benchmarks.launches import count_layer
 from megasparse.claims.claim import Claim, Curve, Judgement, Numbers, Picture, Trial, mean_of
 from megasparse.config.attention import AttentionKind
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
@@ -16,6 +16,7 @@ from megasparse.ops.bucketed_attention.reference import visible
 from megasparse.ops.hashing import angular_hash
 from megasparse.ops.keys import derive
 from megasparse.ops.random import rotations
+from megasparse.planning.launches import total
 from megasparse.runs.comparison import spread
 
 PAPER = "Reformer"

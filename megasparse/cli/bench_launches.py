@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from megasparse.benchmarks.launches import Counts, count_layer, count_step, least_bytes, report, seconds, total
+    from megasparse.benchmarks.launches import count_layer, least_bytes, report, seconds
+    from megasparse.planning.launches import Counts, count_step, total
     from megasparse.planning.roofline import PEAKS
 
     kinds = [] if args.mechanisms is None else args.mechanisms.split(",")

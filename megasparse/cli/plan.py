@@ -2,6 +2,7 @@ r"""Predict what a pretraining run will take: memory, traffic, FLOPs, time, cost
 
     megasparse plan reformer_64k --gpus 8 --gpu-memory 80GiB
     megasparse plan reformer_64k --set parallel.sequence=8 --gpus 64 --gpu-memory 80GiB --price-per-gpu-hour 2 --json
+    megasparse plan llama_8b_1m --gpus 8 --gpu H100
     megasparse plan decoder_64k --start runs/smollm2 --gpus 1 --gpu-memory 24GiB
     megasparse plan quickstart --gpus 1 --gpu-memory 4GiB --measure        # the code that runs on this CPU
 
@@ -25,8 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_start(parser)
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of all nodes together")
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of one node (%(default)s)")
-    parser.add_argument("--gpu-memory", required=True, metavar="SIZE", help="memory of one GPU, such as 80GiB")
-    parser.add_argument("--gpu", default="A100", metavar="NAME", help="A100, H100 or H200, or another with its peak")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU, such as 80GiB; by default --gpu's")
+    parser.add_argument(
+        "--gpu", default="A100", metavar="NAME", help="A100-80GB, H100 or H200, or another with its peak"
+    )
     parser.add_argument("--peak-tflops", type=float, metavar="X", help="dense bf16 peak of one GPU")
     parser.add_argument("--mfu", type=float, default=0.3, metavar="X", help="model FLOPs utilisation to assume (0.3)")
     parser.add_argument("--network", metavar="SIZE", help="bytes/s of a node's network, such as 200GB (the default)")
@@ -55,7 +58,8 @@ def run(args: argparse.Namespace) -> None:
     if args.network:
         gpu = replace(gpu, network=float(parse_bytes("--network", args.network)))
     on = Assumptions(
-        gpu, args.gpus, args.gpus_per_node, parse_bytes("--gpu-memory", args.gpu_memory), args.mfu,
+        gpu, args.gpus, args.gpus_per_node,
+        parse_bytes("--gpu-memory", args.gpu_memory) if args.gpu_memory else gpu.memory, args.mfu,
         args.price_per_gpu_hour, "measured" if args.measure else "counted",
     )  # fmt: skip
     plan = Plan(config, on)

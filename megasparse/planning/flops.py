@@ -4,6 +4,7 @@ A sequence of an encoder–decoder is a source and a target.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -17,6 +18,22 @@ from megasparse.config.schema import GATED, ModelConfig
 from megasparse.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What the parts of a model take: attention without its projections."""
+
+    head: Passes
+    feed_forward: Passes
+    projections: Passes
+    attention: Passes
+
+    def __mul__(self, times: float) -> "Parts":
+        return Parts(*(getattr(self, part.name) * times for part in fields(self)))
+
+    def __add__(self, other: "Parts") -> "Parts":
+        return Parts(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+
+
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs a token of one forward and backward pass, for the model FLOPs utilisation.
 
@@ -25,27 +42,18 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     backward, masked inside a block, or done elementwise (sorting, sampling) is not counted. An encoder–decoder's is the
     mean over the tokens of source and target. Raises ConfigError for a mechanism that does not count its FLOPs.
     """
-    head, feed_forward, others = _parts(model, sequence_length)
-    return (head + feed_forward + others).both
+    parts = _parts(model, sequence_length)
+    return (parts.head + parts.feed_forward + parts.projections + parts.attention).both
 
 
 def hardware_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """`model_flops_per_token` and what the backward computes once more, for the hardware FLOPs utilisation.
 
     Reversible and checkpointed layers run forward again, but for the codes that reversible ones keep; what is cut into
-    tiles (`feed_forward_tiles`, `loss_tiles`) runs forward again tile by tile, in layers that are recomputed a third
-    time. Scores that a kernel computes again inside its own backward are not counted.
+    tiles (`feed_forward_tiles`, `loss_tiles`) runs forward again tile by tile, in checkpointed layers a third time.
+    Scores that a kernel computes again inside its own backward are not counted.
     """
-    head, feed_forward, others = _parts(model, sequence_length)
-    layers = 0.0 if model.activations == "stored" else 1.0
-    again = layers * (feed_forward.forward + others.forward)
-    if model.activations == "reversible":
-        again -= _kept(model, sequence_length)
-    if model.feed_forward_tiles > 1:
-        again += feed_forward.forward
-    if model.loss_tiles > 1:
-        again += head.forward
-    return (head + feed_forward + others).both + again
+    return sum(hardware_flops_by_part(model, sequence_length).values())
 
 
 def known_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[float, float] | tuple[()]:
@@ -56,27 +64,43 @@ def known_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[flo
         return ()
 
 
-def _parts(model: ModelConfig, sequence_length: int) -> tuple[Passes, Passes, Passes]:
-    """FLOPs a token of the output head, of the feed-forwards, and of the rest of the layers."""
+def hardware_flops_by_part(model: ModelConfig, sequence_length: int) -> dict[str, float]:
+    """`hardware_flops_per_token` of attention, of the codes that it hashes by, projections, feed-forward and head."""
+    parts, activations = _parts(model, sequence_length), model.activations
+    again = 0.0 if activations == "stored" else 1.0
+    codes = _codes(model, sequence_length)
+    hashed = codes * (1.0 if activations == "reversible" else 1.0 + again)
+    # A reversible backward knows the gradient of what it recomputes, so each tile is computed once more, not twice.
+    tiled = 1.0 if model.feed_forward_tiles > 1 and activations != "reversible" else 0.0
+    return {
+        "attention": parts.attention.both + again * parts.attention.forward - codes * (1.0 + again),
+        "hashing": hashed,
+        "projections": parts.projections.both + again * parts.projections.forward,
+        "feed-forward": parts.feed_forward.both + (again + tiled) * parts.feed_forward.forward,
+        "head": parts.head.both + (parts.head.forward if model.loss_tiles > 1 else 0.0),
+    }
+
+
+def _parts(model: ModelConfig, sequence_length: int) -> Parts:
+    """FLOPs a token."""
     if model.source is None:
-        return _head(model), _feed_forward(model), _attention(model, sequence_length)
-    source = model.source.length
+        return Parts(_head(model), _feed_forward(model), *_attention(model, sequence_length))
+    source, nothing = model.source.length, Passes()
     target, encoder = sequence_length - source, encoder_part(model)
     crossing = _cross_attention(model).flops(source, target) * model.layers
-    others = _attention(encoder, source) * source + _attention(model, target) * target + crossing
-    feed_forward = _feed_forward(encoder) * source + _feed_forward(model) * target
-    head, share = _head(model) * target, 1 / sequence_length
-    return head * share, feed_forward * share, others * share
+    read = Parts(nothing, _feed_forward(encoder), *_attention(encoder, source)) * source
+    written = Parts(_head(model), _feed_forward(model), *_attention(model, target)) * target
+    return (read + written + Parts(nothing, nothing, nothing, crossing)) * (1 / sequence_length)
 
 
-def _kept(model: ModelConfig, sequence_length: int) -> float:
-    """FLOPs a token of the codes that reversible layers do not compute again."""
+def _codes(model: ModelConfig, sequence_length: int) -> float:
+    """FLOPs a token of the codes in a forward pass, which reversible layers do not compute again."""
     if model.source is None:
         return sum(mechanism.kept_flops(sequence_length).forward for mechanism in _mechanisms(model))
     source = model.source.length
     target = sequence_length - source
     crossing = model.layers * _cross_attention(model).kept_flops(source, target).forward
-    whole = source * _kept(encoder_part(model), source) + target * _kept(decoder_part(model), target) + crossing
+    whole = source * _codes(encoder_part(model), source) + target * _codes(decoder_part(model), target) + crossing
     return whole / sequence_length
 
 
@@ -93,15 +117,16 @@ def _feed_forward(model: ModelConfig) -> Passes:
     return product(2.0 * products * model.layers * model.d_model * model.d_ff)
 
 
-def _attention(model: ModelConfig, sequence_length: int) -> Passes:
-    """Attention of all layers, with its projections, but without cross-attention."""
-    total = Passes()
+def _attention(model: ModelConfig, sequence_length: int) -> tuple[Passes, Passes]:
+    """The projections of all layers, and attention between them, but without cross-attention."""
+    projections, attention = Passes(), Passes()
     for mechanism in _mechanisms(model):
         grouped = 1 if mechanism.shared_qk else 2  # values, and keys, which shared QK has not
-        projections = 2 + grouped * (model.key_heads or model.heads) / model.heads  # and queries, and output
+        number = 2 + grouped * (model.key_heads or model.heads) / model.heads  # and queries, and output
         width = mechanism.spec.heads * mechanism.spec.head_dim
-        total += product(2.0 * projections * model.d_model * width) + mechanism.flops(sequence_length)
-    return total
+        projections += product(2.0 * number * model.d_model * width)
+        attention += mechanism.flops(sequence_length)
+    return projections, attention
 
 
 def _mechanisms(model: ModelConfig) -> Iterator[Attention]:

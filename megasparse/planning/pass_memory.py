@@ -28,6 +28,7 @@ from megasparse.model.encoder import Encoder
 from megasparse.ops.blocks import smaller_blocks
 from megasparse.ops.random import RngContext
 from megasparse.optimizers import OPTIMIZERS
+from megasparse.planning.depth import deeper, shallow
 from megasparse.planning.dry_run import dummy_records
 from megasparse.planning.memory_curves import Curve, Phases, continued, phases
 from megasparse.planning.states import States
@@ -90,7 +91,7 @@ class PassMemory:
     def curve(self) -> Curve:
         """The curve of the configured micro-batch. Away from the run's own length, blocks scale with the length."""
         lengths, batch = self.lengths, self.config.training.micro_batch
-        found = continued(lengths, [self._phases(batch, length) for length in lengths], self._all_pairs)
+        found = continued(lengths, [self._deep_phases(batch, length) for length in lengths], self._all_pairs)
         return replace(found, linear=found.linear / batch, square=found.square / batch)
 
     @property
@@ -98,6 +99,19 @@ class PassMemory:
         source = self.config.model.source
         crosses = source is not None and source.cross_attention == "full"
         return crosses or any(isinstance(module, Attention) and module.all_pairs for module in self.model.modules())
+
+    @cached_property
+    def _shallow(self) -> list["PassMemory"]:
+        """The passes of two shallow models that stand for a deep one; none where it is measured itself."""
+        configs = (self.config.model_copy(update={"model": model}) for model in shallow(self.config.model))
+        return [PassMemory(config, self.path) for config in configs]
+
+    def _deep_phases(self, batch: int, length: int) -> Phases:
+        if not self._shallow:
+            return self._phases(batch, length)
+        model = self.config.model
+        three, four = (passes._phases(batch, length) for passes in self._shallow)
+        return deeper(three, four, len(model.attention.pattern), model.layers)
 
     def _phases(self, batch: int, length: int) -> Phases:
         model: Any = self.model

@@ -2,7 +2,8 @@
 
 Assumed, and printed with every plan: the model FLOPs utilisation of computing alone; bandwidths (planning/hardware.py);
 that ZeRO's communication and the swap to the CPU go on while the device computes, and that all-to-alls do not. The
-optimizer's arithmetic on the CPU is not in the time.
+optimizer's arithmetic on the CPU is not in the time. Beside that time stands another one, of counted work
+(`Plan.time`), which assumes no utilisation of the whole.
 """
 
 from bisect import bisect_left
@@ -17,6 +18,7 @@ from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_
 from megasparse.planning.hardware import Hardware
 from megasparse.planning.pass_memory import PassMemory, Path
 from megasparse.planning.states import Memory, Zero, memory
+from megasparse.planning.step_time import StepTime, Work, bytes_a_token, step_time
 from megasparse.planning.traffic import Cluster, Communication, Offload, communication, offload
 
 RESERVE = 1 << 30
@@ -141,6 +143,31 @@ class Plan:
     def step_seconds(self) -> float:
         found = self.communication
         return max(self.compute_seconds, found.zero_seconds, self.offload.seconds) + found.sequence_seconds
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Seconds that a rank computes in a step, by part: counted work at the speed of its arithmetic or memory.
+        Raises ConfigError for an encoder–decoder, and for a mechanism that does not count its FLOPs.
+        """
+        work = Work(self.config, self.moved, self.passes.states, self.zero, self.cluster, self.micro_batches)
+        return step_time(work, self.on.gpu)
+
+    @cached_property
+    def moved(self) -> dict[str, float]:
+        """Bytes that each token moves, see `bytes_a_token`."""
+        return bytes_a_token(self.config)
+
+    @property
+    def counted_seconds(self) -> float:
+        """Seconds of a step by these parts, in place of an assumed utilisation; the optimizer hides nothing."""
+        found = self.communication
+        passes = max(self.time.passes, found.zero_seconds, self.offload.seconds)
+        return passes + found.sequence_seconds + self.time.optimizer
+
+    @property
+    def exposed(self) -> float:
+        """The share of `counted_seconds` in which a rank waits for communication or swap."""
+        return 1 - self.time.total / self.counted_seconds
 
     @property
     def run_seconds(self) -> float:

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from megasparse.config.schema import Config
+from megasparse.errors import ConfigError
 from megasparse.planning.dry_run import dry_run
 from megasparse.planning.further import Longest
 from megasparse.planning.hardware import GPUS, gigabytes
 from megasparse.planning.plan import Assumptions, Plan
 from megasparse.planning.planner import Hint
+from megasparse.planning.step_time import STREAMED
 
 
 def dry_run_report(config: Config) -> Iterator[str]:
@@ -43,6 +45,7 @@ def as_json(plan: Plan, longest: Longest | None, changes: list[Hint]) -> dict[st
         "communication": {**vars(found), "seconds": found.seconds},
         "offload": vars(plan.offload),
         "step_seconds": plan.step_seconds,
+        "counted": _counted(plan),
         "run_seconds": plan.run_seconds,
         "cost": plan.cost,
         "zero_hides_from_length": plan.hides_from(found.zero_seconds),
@@ -96,7 +99,26 @@ def lines(plan: Plan) -> list[str]:
         f"{'a step':36} {_seconds(plan.step_seconds)}, {plan.tokens / plan.step_seconds:,.0f} tokens/s",
         f"{f'{config.training.steps:,} steps':36} {plan.run_seconds / 3600:,.1f} h{cost}",
     ]
-    return reported
+    return [*reported, *_counted_lines(plan)]
+
+
+def _counted(plan: Plan) -> dict[str, Any] | None:
+    try:
+        return {"parts": vars(plan.time), "step_seconds": plan.counted_seconds, "exposed": plan.exposed}
+    except ConfigError:
+        return None
+
+
+def _counted_lines(plan: Plan) -> list[str]:
+    """The step by counted work; none for what is not counted."""
+    try:
+        time = plan.time
+    except ConfigError:
+        return []
+    mfu = plan.model_flops / (plan.counted_seconds * plan.on.gpu.peak * plan.on.gpus)
+    parts = [f"{'  ' + name.replace('_', '-'):36} {_seconds(value)}" for name, value in vars(time).items() if value]
+    step = f"{_seconds(plan.counted_seconds)}, {mfu:.0%} MFU, {plan.exposed:.1%} of it waiting"
+    return ["", f"{'a step, by counted work':36} {step}", *parts]
 
 
 def further_lines(plan: Plan, longest: Longest | None, changes: list[Hint]) -> list[str]:
@@ -123,6 +145,8 @@ def assumption_lines(plan: Plan) -> list[str]:
         f"assumed: {plan.on.mfu:.0%} MFU of {gpu.peak / 1e12:g} TFLOP/s while computing, bandwidths one way in GB/s: "
         f"between GPUs {gpu.link / 1e9:g}, a node's network {gpu.network / 1e9:g}, PCIe {gpu.pcie / 1e9:g}, "
         f"NVMe a node {gpu.nvme / 1e9:g}; ZeRO's communication and the swap overlap computing, all-to-alls do not",
+        f"counted work: arithmetic at {gpu.reach:.0%} of the peak, codes of {gpu.single / 1e12:g} TFLOP/s in fp32, "
+        f"memory at {STREAMED:.0%} of {gpu.bandwidth / 1e12:g} TB/s, the CPUs' of {gpu.host / 1e9:g} GB/s a node",
     ]
 
 

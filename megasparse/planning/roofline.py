@@ -6,7 +6,7 @@ import torch
 
 from megasparse.attention.contract import Attention
 from megasparse.attention.costs import Passes
-from megasparse.training.reporting.monitor import PEAK_TFLOPS
+from megasparse.planning.hardware import GPUS
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Peaks:
 
 
 PEAKS = {
-    "A100-SXM4-80GB": Peaks(PEAK_TFLOPS["A100"] * 1e12, 19.5e12, 2.04e12),
-    "H100 80GB HBM3": Peaks(PEAK_TFLOPS["H100"] * 1e12, 67e12, 3.35e12),
-    "H200": Peaks(PEAK_TFLOPS["H200"] * 1e12, 67e12, 4.8e12),
+    "A100-SXM4-80GB": Peaks(GPUS["A100"].peak, GPUS["A100"].single, GPUS["A100"].bandwidth),
+    "H100 80GB HBM3": Peaks(GPUS["H100"].peak, GPUS["H100"].single, GPUS["H100"].bandwidth),
+    "H200": Peaks(GPUS["H200"].peak, GPUS["H200"].single, GPUS["H200"].bandwidth),
 }
 """By a part of the name that torch.cuda.get_device_name gives; NVIDIA's data sheets of the SXM modules."""
 

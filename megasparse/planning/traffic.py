@@ -44,12 +44,15 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes a rank sends in a step, and seconds that it takes at the hardware's bandwidths, none of it hidden."""
+    """Bytes a rank sends in a step, and seconds that it takes at the hardware's bandwidths, none of it hidden. network:
+    bytes that a node sends to others, for all its GPUs.
+    """
 
     zero: float
     sequence: float
     zero_seconds: float
     sequence_seconds: float
+    network: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -67,8 +70,9 @@ def communication(
     zero_seconds = max(sent / gpu.link, between / gpu.network)
     moved = _all_to_all(config, cluster.sequence) * micro_batches
     outside = max(0.0, 1 - cluster.local / cluster.sequence)  # of a group that does not fit into a node
-    seconds = max(moved * (1 - outside) / gpu.link, moved * outside * cluster.local / gpu.network)
-    return Communication(sent, moved, zero_seconds, seconds)
+    away = moved * outside * cluster.local
+    seconds = max(moved * (1 - outside) / gpu.link, away / gpu.network)
+    return Communication(sent, moved, zero_seconds, seconds, between + away)
 
 
 def _all_to_all(config: Config, sequence: int) -> float:

@@ -7,11 +7,12 @@ import torch
 
 from megasparse.attention.heads import build_mechanism
 from megasparse.benchmarks.attention import model_of
-from megasparse.benchmarks.launches import Counts, LaunchCounter, count_layer, count_step, seconds, total
+from megasparse.benchmarks.launches import count_layer, seconds
 from megasparse.cli.main import main
 from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
 from megasparse.ops.counting_sort import counting_sort
+from megasparse.planning.launches import Counts, LaunchCounter, count_step, total
 from megasparse.planning.roofline import Peaks
 
 

@@ -64,7 +64,15 @@ def test_every_door_leads_to_a_subcommand_and_is_short():
         (doors[path.name],) = re.findall(r'door\("(.*)"\)', text)
         assert ast.get_docstring(ast.parse(text))
     without = {"configs", "completion", "bench plot", "bench launches", "attention-coverage", "repetitions"}
-    without |= {"compress", "decompress", "convert teach", "bench decoder", "bench fits", "bench memory"}
+    without |= {
+        "compress",
+        "decompress",
+        "convert teach",
+        "bench decoder",
+        "bench fits",
+        "bench memory",
+        "bench scaling",
+    }
     assert set(doors.values()) == set(COMMANDS) - without
 
 

@@ -5,7 +5,8 @@ import pytest
 from megasparse.config.load import build_config
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import build_model
-from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
+from megasparse.planning.flops import hardware_flops_by_part, hardware_flops_per_token, model_flops_per_token
+from megasparse.planning.launches import count_step, total
 
 BASE = {"max_length": 64, "layers": 1, "d_model": 32, "d_ff": 48, "heads": 4, "vocabulary": 256}
 
@@ -200,7 +201,7 @@ TILED = {"feed_forward_tiles": 2, "loss_tiles": 4}
     ("changed", "again"),
     [  # of the forward: what runs once more in the backward
         ({}, {"layers": 1}),
-        (TILED, {"layers": 1, "feed_forward": 1, "head": 1}),
+        (TILED, {"layers": 1, "head": 1}),
         ({"blocks": "ordinary", "activations": "stored"}, {}),
         ({"blocks": "ordinary", "activations": "stored", **TILED}, {"feed_forward": 1, "head": 1}),
         ({"blocks": "ordinary", "activations": "checkpoint"}, {"layers": 1}),
@@ -248,3 +249,19 @@ def test_both_stacks_of_an_encoder_decoder_run_again(cross):
     crossing = 3 * 4 * 32 * 32 * 64 + pairs
     again = 64 * (hardware_flops_per_token(config, 64) - model_flops_per_token(config, 64))
     assert again == pytest.approx(encoder + decoder + crossing)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"blocks": "ordinary", "activations": "checkpoint"}, {"blocks": "ordinary", "activations": "stored"}],
+)
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_hardware_flops_are_those_of_the_products_that_run(changed, tiles):
+    """All that torch multiplies in a step, counted operation by operation, and local attention's kernels by formula."""
+    tiled = {"feed_forward_tiles": tiles, "loss_tiles": tiles, "feed_forward": "swiglu", "key_heads": 2}
+    sections = {"model": {**BASE, **changed, **tiled, "attention": attention("local")}, "data": {"sequence_length": 64}}
+    config = build_config(sections)
+    found = hardware_flops_by_part(config.model, 64)
+    assert total(count_step(config)).flops == 64 * (
+        sum(found.values()) - found["attention"]
+    )  # local attention has no codes

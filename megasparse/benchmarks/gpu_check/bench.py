@@ -14,12 +14,13 @@ from torch.autograd import DeviceType
 
 from megasparse.benchmarks.attention import DTYPES, MECHANISMS, Case, build, least, model_of
 from megasparse.benchmarks.gpu_check.report import Report, Row
-from megasparse.benchmarks.launches import Counts, count_layer, count_step, seconds, total
+from megasparse.benchmarks.launches import count_layer, seconds
 from megasparse.benchmarks.training import models
 from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.hardware import GPUS
+from megasparse.planning.launches import Counts, count_step, total
 from megasparse.planning.measure import peak, reset_peak, time_passes
 from megasparse.planning.plan import RESERVE, Assumptions, Plan
 from megasparse.planning.roofline import Peaks, peaks_of

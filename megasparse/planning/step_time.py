@@ -1,0 +1,122 @@
+"""Seconds that a rank computes in a step, by part: a roofline of counted work.
+
+    attention       the longer of its FLOPs and of the bytes that its kernels move
+    hashing         FLOPs of the codes, in fp32 outside of the tensor cores
+    projections, feed-forward, head     their FLOPs
+    elementwise     the bytes of all other operations: norms, sums, rotations, activations, losses
+    optimizer       30 bytes a weight of AdamW: gradient, fp32 weight and moments read, weights and moments written
+
+FLOPs are counted by formula, with what the backward computes again (planning/flops.py), and run at the share of the
+peak that the hardware states (`reach`). Bytes are counted on the meta device (planning/launches.py), and move at
+STREAMED of the memory's bandwidth, those of an offloaded optimizer at that of the CPU's. Parts follow one another.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from megasparse.config.schema import Config
+from megasparse.errors import ConfigError
+from megasparse.planning.flops import hardware_flops_by_part
+from megasparse.planning.hardware import Hardware
+from megasparse.planning.launches import count_step, total
+from megasparse.planning.planner import with_changes
+from megasparse.planning.states import States, Zero
+from megasparse.planning.traffic import Cluster
+
+STREAMED = 0.8
+"""Share of a memory's bandwidth that operations which stream through it are assumed to reach."""
+OPTIMIZER_BYTES = 30
+"""AdamW, a weight: fp32 gradient, weight and two moments read, these three and the bf16 weight written."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a rank and step."""
+
+    attention: float
+    hashing: float
+    projections: float
+    feed_forward: float
+    head: float
+    elementwise: float
+    optimizer: float
+
+    @property
+    def passes(self) -> float:
+        """What communication and swap can hide behind."""
+        return self.total - self.optimizer
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True)
+class Work:
+    """A rank's work. moved: as `bytes_a_token` has it."""
+
+    config: Config
+    moved: Mapping[str, float]
+    states: States
+    zero: Zero
+    cluster: Cluster
+    micro_batches: int
+
+
+def step_time(work: Work, gpu: Hardware) -> StepTime:
+    """Raises ConfigError for a mechanism that does not count its FLOPs."""
+    config, moved, cluster, zero = work.config, work.moved, work.cluster, work.zero
+    length = config.data.sequence_length
+    tokens = work.micro_batches * config.training.micro_batch * length / config.parallel.sequence
+    speed, bandwidth = gpu.peak * gpu.reach, gpu.bandwidth * STREAMED
+    seconds = {name: tokens * n / speed for name, n in hardware_flops_by_part(config.model, length).items()}
+    own = work.states.trained / (cluster.gpus if zero.stage > 0 else 1)
+    update = bandwidth if zero.optimizer == "none" else gpu.host * STREAMED / cluster.local
+    return StepTime(
+        max(seconds["attention"], tokens * moved["attention"] / bandwidth),
+        seconds["hashing"] * gpu.peak / gpu.single,
+        seconds["projections"],
+        seconds["feed-forward"],
+        seconds["head"],
+        tokens * moved["elementwise"] / bandwidth,
+        OPTIMIZER_BYTES * own / update,
+    )
+
+
+def bytes_a_token(config: Config) -> dict[str, float]:
+    """Bytes moved by attention and by what is elementwise, both passes, by each token of a rank's micro-batch.
+
+    Counted in passes of one and of two periods of the pattern, over few tiles of the size that they have in the run,
+    and continued to the run's depth and length by lines. Raises ConfigError for an encoder–decoder.
+    """
+    model = config.model
+    if model.source is not None:
+        raise ConfigError("model.kind", '"encoder_decoder" has no seconds by part', "Plan its two stacks one by one")
+    length, period = config.data.sequence_length // config.parallel.sequence, len(model.attention.pattern)
+    tiles = [number for number in (model.feed_forward_tiles, model.loss_tiles) if number > 1]
+    shares = [min(1.0, 2 * each / min(tiles)) if tiles else each for each in (0.5, 1.0)]
+    depths = [period, 2 * period] if model.layers > 2 * period else [model.layers]
+    found: dict[str, float] = {}
+    counted = [[_bytes(config, layers, length, share) for share in shares] for layers in depths]
+    for work in ("attention", "elementwise"):
+        by_depth = [_line(shares, [each[work] for each in row], 1.0) for row in counted]
+        whole = _line(depths, by_depth, model.layers) if len(depths) > 1 else by_depth[0]
+        found[work] = whole / (length * config.training.micro_batch)
+    return found
+
+
+def _bytes(config: Config, layers: int, length: int, share: float) -> dict[str, float]:
+    """Bytes by kind of work of one micro-batch of so many layers, of this share of a rank's tokens, in tiles as large
+    as the run's."""
+    model = config.model
+    tiles = {key: max(1, round(getattr(model, key) * share)) for key in ("feed_forward_tiles", "loss_tiles")}
+    config = with_changes(config, "model", layers=layers, **tiles)
+    config = with_changes(config, "data", sequence_length=max(1, round(length * share)))
+    by_work = total(count_step(config)).by_work
+    return {work: float(by_work.get(work, 0)) for work in ("attention", "elementwise")}
+
+
+def _line(places: list[float] | list[int], values: list[float], at: float) -> float:
+    """The value of a line through two points."""
+    (a, b), (low, high) = places, values
+    return low + (high - low) * (at - a) / (b - a)
