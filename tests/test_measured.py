@@ -215,6 +215,41 @@ def experiments():
     yield f"the gradient was off by {relu} (GELU: {gelu} in all of them)"
 
 
+def scaling():
+    found = read("measured/scaling.json")
+    rows = {(row["configuration"], row["gpu"], row["gpus"], row["sequence"]): row for row in found["rows"]}
+    for (name, gpu, gpus, ranks), row in rows.items():
+        size = f"{row['peak'] / 1e9:.1f} GB{'' if row['fits'] else ', too much'}"
+        time = f"{row['step_seconds']:.3g} s | {row['exposed']:.0%} | {row['tokens_a_second_and_gpu']:,.0f}"
+        kept = f"{row['goodput']['share']:.1%} | {row['cost_of_a_billion_tokens']:,.0f}".replace("%", " %", 1)
+        time = time.replace("%", " %")
+        yield f"| {name} | {gpus} {gpu} | {ranks} | {size} | {time} | {kept} |"
+    for key in PARTED:
+        row = rows[key]
+        parts = " | ".join(f"{seconds:.2f}" for seconds in row["seconds"].values())
+        yield f"| {key[0]}, {key[2]} {key[1]}, {key[3]} | {parts} | {row['traffic_seconds']['all_to_all']:.2f} |"
+        traffic = (row["traffic"][link] / 1e9 for link in ("all_to_all", "nvlink", "node_to_network", "pcie"))
+        yield f"| {key[0]}, {key[2]} {key[1]}, {key[3]} | {' | '.join(f'{size:,.1f}' for size in traffic)} |"
+    lsh, lha = (rows[name, "H100", 8, 8]["step_seconds"] for name in ("llama_8b_1m", "llama_8b_1m_lha"))
+    assert lsh <= 40 and lha <= 40
+    yield f"met, as planned.** {lsh:.1f} s with LSH, {lha:.1f} s with LHA"
+    yield f"It would take {rows['llama_8b_1m', 'H100', 1, 1]['peak'] / 1e9:.0f} GB"
+    for step in found["published"]:
+        error = step["predicted_seconds"] / step["seconds"] - 1
+        assert abs(error) < 0.2
+        seconds = f"{step['seconds']:.3g} s | {step['predicted_seconds']:.3g} s | {error * 100:+.0f} %"
+        yield f"| {step['name']} | {seconds} | {step['at_30_percent_mfu']:.3g} s |"
+
+
+PARTED = [
+    ("llama_8b_1m", "H100", 8, 8),
+    ("llama_8b_1m", "A100", 8, 8),
+    ("llama_8b_1m", "H100", 64, 32),
+    ("llama_8b_1m_lha", "H100", 8, 8),
+    ("llama_1b_256k", "H100", 8, 8),
+]
+
+
 @pytest.mark.parametrize(
     ("document", "rows"),
     [
@@ -227,6 +262,7 @@ def experiments():
         ("decoders.md", fine_tuned),
         ("experiments.md", experiments),
         ("results.md", results),
+        ("scaling.md", scaling),
     ],
 )
 def test_figures_are_those_of_the_measured_files(document, rows):

@@ -231,6 +231,14 @@ class LHAAttention(BandAttention):
         }[self.config.utility]
         return (product(2 * 2.0 * weights) + Passes(utility)) * work.heads
 
+    def kept_flops(self, length: int) -> Passes:
+        """Both hash functions of each token, once; where they learn from all tokens these need them again."""
+        if self.config.hash != "random" and self.config.utility != "sampled":
+            return Passes()
+        dim = self.spec.head_dim
+        weights = dim * self.buckets + (dim * dim if self.config.hash == "mlp" else 0)
+        return Passes(self.spec.heads * 2 * 2.0 * weights)
+
     def operators(self, length: int, size: int) -> dict[str, Work]:
         """LSH's operators in one round. The hash functions read q and k, and what they learn reads both again."""
         work, traffic = self.workload(length), self.traffic(size)

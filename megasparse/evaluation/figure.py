@@ -19,8 +19,9 @@ def new_figure(columns: int) -> tuple[Any, list[Any]]:
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Style the axes and write the SVG, the same byte for byte from the same numbers."""
+def save_figure(figure: Any, path: Path, **legend_at: Any) -> None:
+    """Style the axes and write the SVG, the same byte for byte from the same numbers. legend_at: where the legend is,
+    as Axes.legend takes it."""
     from matplotlib import rc_context
 
     for axes in figure.axes:
@@ -28,7 +29,7 @@ def save_figure(figure: Any, path: Path) -> None:
         axes.tick_params(colors=GREY)
         for part in (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.spines.values()):
             part.set_color(GREY)
-    legend = figure.axes[0].legend(frameon=False, fontsize="small", labelcolor=GREY)
+    legend = figure.axes[0].legend(frameon=False, fontsize="small", labelcolor=GREY, **legend_at)
     legend.set_zorder(3)
     with rc_context({"svg.hashsalt": "megasparse"}):
         figure.savefig(path, transparent=True, metadata={"Date": None})

@@ -11,7 +11,7 @@ peak that the hardware states (`reach`). Bytes are counted on the meta device (p
 STREAMED of the memory's bandwidth, those of an offloaded optimizer at that of the CPU's. Parts follow one another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megasparse.config.schema import Config
@@ -86,22 +86,22 @@ def step_time(work: Work, gpu: Hardware) -> StepTime:
 def bytes_a_token(config: Config) -> dict[str, float]:
     """Bytes moved by attention and by what is elementwise, both passes, by each token of a rank's micro-batch.
 
-    Counted in passes of one and of two periods of the pattern, over few tiles of the size that they have in the run,
-    and continued to the run's depth and length by lines. Raises ConfigError for an encoder–decoder.
+    Counted in passes of one and of two periods of the pattern, over two and four tiles of the size that they have in
+    the run, and continued to the run's depth and length by lines. Raises ConfigError for an encoder–decoder.
     """
     model = config.model
     if model.source is not None:
         raise ConfigError("model.kind", '"encoder_decoder" has no seconds by part', "Plan its two stacks one by one")
     length, period = config.data.sequence_length // config.parallel.sequence, len(model.attention.pattern)
     tiles = [number for number in (model.feed_forward_tiles, model.loss_tiles) if number > 1]
-    shares = [min(1.0, 2 * each / min(tiles)) if tiles else each for each in (0.5, 1.0)]
+    few = min(tiles, default=4)
+    shares = [2 / few, 4 / few] if few > 4 else [1.0]  # work in tiles begins with two of them
     depths = [period, 2 * period] if model.layers > 2 * period else [model.layers]
     found: dict[str, float] = {}
     counted = [[_bytes(config, layers, length, share) for share in shares] for layers in depths]
     for work in ("attention", "elementwise"):
         by_depth = [_line(shares, [each[work] for each in row], 1.0) for row in counted]
-        whole = _line(depths, by_depth, model.layers) if len(depths) > 1 else by_depth[0]
-        found[work] = whole / (length * config.training.micro_batch)
+        found[work] = _line(depths, by_depth, model.layers) / (length * config.training.micro_batch)
     return found
 
 
@@ -116,7 +116,9 @@ def _bytes(config: Config, layers: int, length: int, share: float) -> dict[str, 
     return {work: float(by_work.get(work, 0)) for work in ("attention", "elementwise")}
 
 
-def _line(places: list[float] | list[int], values: list[float], at: float) -> float:
-    """The value of a line through two points."""
+def _line(places: Sequence[float], values: Sequence[float], at: float) -> float:
+    """The value of a line through two points; of one point its own."""
+    if len(places) == 1:
+        return values[0]
     (a, b), (low, high) = places, values
     return low + (high - low) * (at - a) / (b - a)

@@ -225,6 +225,7 @@ def test_codes_that_reversible_layers_keep_are_not_computed_again():
     for kind, section, projections, keys, codes in (
         ("lsh", {"chunk": 8, "rounds": 3}, 3, 3 * 8, 3 * 4 * 8 * 8 * 2),
         ("routing", {"chunk": 16}, 3, 16, 4 * 2 * 8 * 4),
+        ("lha", {"chunk": 16, "hash": "random"}, 4, 16, 4 * 2 * 2 * 8 * 4),
     ):
         forward = FEED_FORWARD / 3 + 2 * projections * 32 * 32 + 4 * 32 * keys
         kept = model(attention=attention(kind, **{kind: section}))
