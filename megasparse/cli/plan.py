@@ -100,7 +100,9 @@ def _timeline(plan: Any, args: argparse.Namespace) -> None:
     drawn = sorted({*range(min(2, plan.on.gpus)), *ranks, *links})[:DRAWN]
     draw(found, drawn, args.timeline)
     planned = timeline(plan).seconds
-    print(f"a step: {found.seconds:.4g} s, as planned {planned:.4g} s; drawn in {args.timeline}")
+    computing = found.busy("compute", 0) / found.seconds
+    about = f"as planned {planned:.4g} s; rank 0 computes {computing:.0%} of it"
+    print(f"a step: {found.seconds:.4g} s, {about}; drawn in {args.timeline}")
 
 
 def _slow(option: str, given: list[str], ranks: int) -> dict[int, float]:
