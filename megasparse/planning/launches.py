@@ -19,6 +19,7 @@ from megasparse.config.schema import Config
 from megasparse.ops.kernels import Launch, observed
 from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import dummy_records
+from megasparse.planning.memory_curves import run_backward
 from megasparse.planning.pass_memory import PassMemory, as_on_a_gpu
 
 META = torch.device("meta")
@@ -133,7 +134,7 @@ def count_step(config: Config) -> dict[str, Counts]:
 
     def forward() -> Callable[[], None]:
         objective = model(tokens, rng)[0]
-        return lambda: objective.backward()
+        return lambda: run_backward(objective)
 
     return count(forward)
 

@@ -89,7 +89,7 @@ def phases(model: nn.Module, forward: Callable[[], Tensor], device: torch.device
         with meter, torch.set_grad_enabled(learns):
             objective = forward()
             if learns:
-                _run_backward(objective)
+                run_backward(objective)
             peaks.append(meter.mark())
     finally:
         for hook in hooks:
@@ -101,7 +101,7 @@ def phases(model: nn.Module, forward: Callable[[], Tensor], device: torch.device
     return Phases([*ends, ""], gradients, np.maximum(0.0, np.array(peaks) - gradients))
 
 
-def _run_backward(objective: Tensor) -> None:
+def run_backward(objective: Tensor) -> None:
     """Tensor.backward, and what it recomputes, inside the function modes that are on: torch hands its own backward to
     these, and runs it without them.
     """

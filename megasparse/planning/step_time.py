@@ -86,8 +86,9 @@ def step_time(work: Work, gpu: Hardware) -> StepTime:
 def bytes_a_token(config: Config) -> dict[str, float]:
     """Bytes moved by attention and by what is elementwise, both passes, by each token of a rank's micro-batch.
 
-    Counted in passes of one and of two periods of the pattern, over two and four tiles of the size that they have in
-    the run, and continued to the run's depth and length by lines. Raises ConfigError for an encoder–decoder.
+    Counted in passes of one and of two periods of the pattern, and of what is left of it, over two and four tiles of
+    the size that they have in the run, and continued to the run's depth and length by lines. Raises ConfigError for an
+    encoder–decoder.
     """
     model = config.model
     if model.source is not None:
@@ -96,7 +97,8 @@ def bytes_a_token(config: Config) -> dict[str, float]:
     tiles = [number for number in (model.feed_forward_tiles, model.loss_tiles) if number > 1]
     few = min(tiles, default=4)
     shares = [2 / few, 4 / few] if few > 4 else [1.0]  # work in tiles begins with two of them
-    depths = [period, 2 * period] if model.layers > 2 * period else [model.layers]
+    rest = model.layers % period
+    depths = [period + rest, 2 * period + rest] if model.layers > 2 * period + rest else [model.layers]
     found: dict[str, float] = {}
     counted = [[_bytes(config, layers, length, share) for share in shares] for layers in depths]
     for work in ("attention", "elementwise"):

@@ -71,6 +71,7 @@ def test_every_door_leads_to_a_subcommand_and_is_short():
         "bench decoder",
         "bench fits",
         "bench memory",
+        "bench peers",
         "bench scaling",
     }
     assert set(doors.values()) == set(COMMANDS) - without
@@ -158,7 +159,7 @@ COMP_WORDS=({words} "{current}"); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _mega
     [
         ("", "pret", "pretrain"),
         ("", "ben", "bench"),
-        ("bench", "", "attention plot training memory fits offload launches decoder kernels"),
+        ("bench", "", "attention plot training memory fits scaling offload launches decoder peers kernels"),
         ("bench offload", "--nv", "--nvme-path"),
         ("pretrain", "quick", "quickstart"),
         ("finetune --dry-run", "finetune/glue_r", "finetune/glue_rte"),
@@ -182,7 +183,7 @@ def test_other_shells_have_scripts_with_the_same_words(completion, capsys):
     assert capsys.readouterr().out.endswith(completion)
     main(["completion", "fish"])
     fish = capsys.readouterr().out
-    assert "-a 'attention plot training memory fits offload launches decoder kernels'" in fish
+    assert "-a 'attention plot training memory fits scaling offload launches decoder peers kernels'" in fish
     assert "__fish_seen_subcommand_from pretrain" in fish
 
 
