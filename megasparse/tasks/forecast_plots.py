@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megasparse.errors import ConfigError, UserError
+from megasparse.evaluation.figure import COLOURS, GREY, style
 from megasparse.evaluation.outputs import require_writable, whole_file, write_json
 from megasparse.tasks.forms.forecast import ForecastForm, Window
 from megasparse.tasks.metrics import METRICS
@@ -73,7 +74,9 @@ def plot_forecasts(
     for number, column in enumerate(form.series.targets):
         file = output / f"{number:02d}_{re.sub(r'[^A-Za-z0-9.-]', '_', column)[:80]}.png"
         with whole_file(file) as out:
-            picture(figure, form, number, [(windows[i], forecasts["model"][i]) for i in chosen]).savefig(out)
+            picture(figure, form, number, [(windows[i], forecasts["model"][i]) for i in chosen]).savefig(
+                out, transparent=True
+            )
     return lines
 
 
@@ -110,16 +113,15 @@ def picture(figure: Any, form: ForecastForm, number: int, chosen: Sequence[tuple
         history = window.values[:, form.series.target_places]
         before = [first + step * i for i in range(-len(history), 0)]
         after = [first + step * i for i in range(len(forecast))]
-        for label, dates, values, style in (
-            ("read", before, history, {"color": "0.45"}),
-            ("truth", after, window.label, {"color": "tab:blue"}),
-            ("forecast", after, forecast, {"color": "tab:red", "linestyle": "--"}),
+        for label, dates, values, look in (
+            ("read", before, history, {"color": GREY}),
+            ("truth", after, window.label, {"color": COLOURS[3]}),
+            ("forecast", after, forecast, {"color": COLOURS[1], "linestyle": "--"}),
         ):
-            axes.plot(dates, form.in_units(values)[column], label=label, **style)
-        axes.axvline(first, color="0.8", linewidth=1)
-        axes.set_title(f"{column}, from {window.name}", loc="left", fontsize=10)
-        axes.grid(alpha=0.25)
-    found.axes[0].legend(loc="upper left", ncols=3, fontsize=9)
+            axes.plot(dates, form.in_units(values)[column], label=label, **look)
+        axes.axvline(first, color=GREY, linewidth=1)
+        axes.set_title(f"{column}, from {window.name}", loc="left", fontsize=10, color=GREY)
+    style(found, loc="upper left", ncols=3)
     return found
 
 

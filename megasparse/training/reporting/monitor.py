@@ -143,7 +143,10 @@ class Monitor:
         if "evaluation/bits_per_dim" in scalars:
             reported.append(f"held-out {scalars['evaluation/bits_per_dim']:.4f} bits/dim")
         elif "evaluation/loss" in scalars:
-            reported.append(f"held-out loss {scalars['evaluation/loss']:.4f}")
+            found = {
+                name.removeprefix("evaluation/"): x for name, x in scalars.items() if name.startswith("evaluation/")
+            }
+            reported.append(f"held-out {', '.join(f'{name} {x:.4f}' for name, x in found.items())}")
         if not self._bar.disable:
             with _no_terminal_matters():
                 self._bar.set_postfix_str(", ".join(reported))

@@ -223,3 +223,9 @@ def test_other_ranks_write_nothing(tmp_path):
         monitor.event(1, "nothing")
         monitor.say("hello")
     assert not (tmp_path / "run").exists()
+
+
+def test_without_a_terminal_a_line_has_every_held_out_metric(tmp_path, capsys):
+    with Monitor(tiny_config(tmp_path), Ranks(), 0) as monitor:
+        monitor.write(1, SCALARS | {"evaluation/loss": 0.25, "evaluation/accuracy": 0.5, "quality/lsh/utility": 1.0})
+    assert "tokens/s, held-out loss 0.2500, accuracy 0.5000, " in capsys.readouterr().err
