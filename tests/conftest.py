@@ -21,7 +21,7 @@ SLOW = (
     *("tasks/test_run.py", "test_asynchronous_saving.py", "test_exact_resume.py", "test_scalars.py", "test_tracing.py"),
     *("test_frozen.py", "test_ranks.py", "test_api.py", "test_lha.py", "test_wikihop.py", "test_full_disk.py"),
     *("ops/test_autocast.py", "test_bucketed_attention.py", "test_hash_table_attention.py", "ops/test_sketch.py"),
-    *("test_corruption.py", "test_memory_shortage.py"),
+    *("test_corruption.py", "test_memory_shortage.py", "runs/test_peers.py"),
     *("test_backend.py", "training/test_loop.py", "test_encoder_decoder.py", "test_download.py", "test_run_lock.py"),
 )
 """Patterns of files that `make test-fast` leaves out: over 4 seconds on a quiet core, or in folders of such files."""

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     config = config_from(args, Config)
-    from megasparse.benchmarks.peers import PEERS, compare_peers, table
+    from megasparse.runs.peers import PEERS, compare_peers, table
 
     names = [_known(part, PEERS) for part in args.peers.split(",")]
     rates, seeds = _numbers("--rates", args.rates, float), _numbers("--seeds", args.seeds, int)

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from megasparse.benchmarks import peers
-from megasparse.benchmarks.peers import PEERS, Peer, compare_peers, score, table
 from megasparse.cli.main import door
 from megasparse.config.load import load_config
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
+from megasparse.runs import peers
+from megasparse.runs.peers import PEERS, Peer, compare_peers, score, table
 from tests.helpers.commands import refused, run
 
 main = door("bench peers")
