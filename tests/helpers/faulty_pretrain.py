@@ -136,6 +136,7 @@ def watch_files(faults: Faults) -> None:
 
 def watch_model(faults: Faults) -> None:
     from megasparse.model import build
+    from megasparse.runs import pretraining
 
     samples = (faults.folder / f"samples-{faults.rank}.txt").open("a")
     build_model = build.build_model
@@ -157,7 +158,8 @@ def watch_model(faults: Faults) -> None:
         model.register_forward_pre_hook(before)
         return model
 
-    build.build_model = build_and_watch  # type: ignore[assignment]
+    for holder in (build, pretraining):  # the latter may have been imported before, by a rank in reserve
+        holder.build_model = build_and_watch  # type: ignore[attr-defined]
 
 
 def watch_data(faults: Faults) -> None:

@@ -35,7 +35,7 @@ class DeepSpeedEngine(Engine):
         zero = config.deepspeed.get("zero_optimization", {})
         self._stage = int(zero.get("stage", 0))
         self._rounded = config.training.precision == "bf16"
-        deepspeed = _import_deepspeed(ranks)
+        deepspeed = _deepspeed_for(ranks)
         self._check(config)
         self.replicated, self.whole_weights = self._stage == 0, self._stage < 3
         self._names = {id(p): name for name, p in self._trained.items()}
@@ -221,10 +221,17 @@ def _lines_in(run: Path) -> Iterator[None]:
         yield
 
 
-def _import_deepspeed(ranks: Ranks) -> Any:
-    # DeepSpeed calls collectives by names that torch will rename: nothing a user can act on
+def import_deepspeed() -> Any:
+    """Import DeepSpeed, which takes seconds, and return it."""
+    # It calls collectives by names that torch will rename: nothing a user can act on
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     import deepspeed
+
+    return deepspeed
+
+
+def _deepspeed_for(ranks: Ranks) -> Any:
+    deepspeed = import_deepspeed()
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 

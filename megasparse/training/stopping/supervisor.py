@@ -31,6 +31,7 @@ from megasparse.errors import (
 )
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.stopping.ranks_left import NodeLayout, RanksLeft
+from megasparse.training.stopping.spares import Spares, send
 
 POLL = 0.05
 LAST_WORDS = 3.0
@@ -41,6 +42,8 @@ AGAIN = 0.5
 """Seconds after a SIGTERM or SIGINT from which another one means: at once."""
 AT_ONCE = 5.0
 """Seconds that the ranks then have."""
+LOOK = 1.0
+"""Seconds between looks for a checkpoint, after the first of which ranks are kept in reserve."""
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
 """Seconds before a restart; doubled with every restart that leads nowhere."""
 
@@ -113,11 +116,19 @@ def meeting_point(layout: NodeLayout) -> Iterator[tuple[str, int]]:
 class RankProcess:
     """One rank. It is not reaped before `reap`, so that its number cannot have come to mean another process."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], clock: Callable[[], float]):
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        clock: Callable[[], float],
+        spare: "subprocess.Popen[bytes] | None" = None,
+    ):
         self._clock = clock
         self.rank, self.local_rank = environment["RANK"], int(environment["LOCAL_RANK"])
         self._oom_kills = oom_kills()
-        self.process = subprocess.Popen(command, env=environment, start_new_session=True)
+        self.process = spare or subprocess.Popen(command, env=environment, start_new_session=True)
+        if spare is not None:
+            send(spare, environment)
         self.code: int | None = None
         """Its exit code, or minus the number of the signal that killed it; None while it runs, or if we killed it."""
         self.ended_at = math.inf
@@ -197,6 +208,7 @@ class Supervisor:
         self._at_fault: RankProcess | None = None
         self._growing = False
         self._begun_at = -1
+        self._spares, self._look_at = Spares(command), 0.0
         self._clock = clock
         self.arrived: list[int] = []
         """Signals that are still to be passed on."""
@@ -209,6 +221,12 @@ class Supervisor:
 
     def run(self) -> int:
         """Return the exit code: 0 where all ended well, else that of the rank at fault (128 + n: signal n)."""
+        try:
+            return self._run()
+        finally:
+            self._spares.end()
+
+    def _run(self) -> int:
         for signum in FORWARDED:
             signal.signal(signum, lambda number, _: self.arrived.append(number))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would take the exit codes away
@@ -251,11 +269,14 @@ class Supervisor:
         with meeting_point(self.layout) as address:
             try:
                 for local_rank in range(self.layout.here):
-                    ranks.append(RankProcess(self.command, self.layout.environment(local_rank, address), self._clock))
+                    environment = self.layout.environment(local_rank, address)
+                    spare = self._spares.take() if not self.layout.devices else None
+                    ranks.append(RankProcess(self.command, environment, self._clock, spare))
                 while not all([rank.ended() for rank in ranks]) and self._clock() < self._limit(ranks):
                     time.sleep(POLL)
                     self._forward(ranks)
                     self._ask_for_all(ranks)
+                    self._prepare_spares()
             finally:
                 for rank in ranks:
                     rank.kill()
@@ -284,6 +305,14 @@ class Supervisor:
             self._growing = True
             for rank in ranks:
                 rank.send(signal.SIGUSR1)
+
+    def _prepare_spares(self) -> None:
+        """Start the ranks of a restart, which take seconds to import what they need, once these have saved."""
+        wanted = self.restarts and not self._spares.full() and not self._stopping()
+        if wanted and self._clock() >= self._look_at:
+            self._look_at = self._clock() + LOOK
+            if self._newest_step() > self._begun_at:
+                self._spares.fill(self.layout.here)
 
     def _go_on_with_fewer(self, cause: str) -> bool:
         """Whether the run can go on without the device of the rank at fault."""
