@@ -35,6 +35,23 @@ def reliability():
         f"{found['step_seconds']:.2f} s and {found['micro_batches']} micro-batches"
     )
 
+    warm, cold = read("measured/recovery.json"), read("measured/recovery_cold.json")
+    split = ", ".join(f"{name} {value:.1f}" for name, value in warm["median_seconds"].items() if name != "whole")
+    imports = cold["median_seconds"]["import"] + cold["median_seconds"]["build"]
+    cpu, cold_cpu = (sum(found["median_cpu_seconds"].values()) for found in (warm, cold))
+    yield (
+        f"{warm['median_seconds']['whole']:.1f} s from the kill to the end of the first new step, median of "
+        f"{warm['kills']} ({split}; the longest {warm['longest_seconds']:.1f} s)"
+    )
+    yield (
+        f"with none in reserve {cold['median_seconds']['whole']:.1f} s, of which importing and building take "
+        f"{imports:.1f} s. A rank's own CPU seconds: {cpu:.1f} and {cold_cpu:.1f}"
+    )
+    yield (
+        f"{warm['kills']} kills, {warm['resumes']} resumes, {warm['differing_losses']} differing losses, "
+        f"{warm['lost_or_repeated_samples']} steps with other samples"
+    )
+
 
 def readme():
     found, quickstart = attention(65_536), read("measured/quickstart.json")["summary"]
