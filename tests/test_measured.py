@@ -223,6 +223,26 @@ def decoder_budgets():
     yield f"at {least} to {most} with 190 keys"
 
 
+def passkeys():
+    """Rows of what is found at equal keys; nats of each seed above full attention's."""
+    names = {
+        "full": "full",
+        "192 Smart Bird, taught with facts": "**Smart Bird, taught further on texts that ask**",
+        "192 Smart Bird, taught": "Smart Bird, taught",
+        "192 LHA, taught": "LHA, taught (seed 1)",
+        "192 window": "window, sinks",
+    }
+    rows = read("measured/decoder_passkey.json")["rows"]
+    full = next(row["nats"] for row in rows if row["arm"] == "full" and row["trial"] is None)
+    for arm, name in names.items():
+        own = [row for row in rows if row["arm"] == arm]
+        found = [row["found"] for row in own if row["trial"] is not None]
+        texts = sorted((row for row in own if row["trial"] is None), key=lambda row: row["seed"])
+        above = ", ".join(f"{row['nats'] - full:.3f}".lstrip("0") for row in texts) if arm != "full" else "0"
+        keys = statistics.mean(row["keys"] for row in texts)
+        yield f"| {name} | {keys:,.0f} | {above} | {sum(found)} of {len(found)} |"
+
+
 def experiments():
     without, with_it = (read("measured/residual_bits.json")["runs"][bits]["held_out"]["500"] for bits in ("null", "14"))
     yield f"held-out bits/dim {with_it:.3f} with it and {without:.3f} without"
@@ -277,6 +297,7 @@ PARTED = [
         ("decoders.md", decoders),
         ("decoders.md", decoder_budgets),
         ("decoders.md", fine_tuned),
+        ("decoders.md", passkeys),
         ("experiments.md", experiments),
         ("results.md", results),
         ("scaling.md", scaling),
