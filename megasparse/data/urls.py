@@ -41,6 +41,8 @@ STORES = {
     "file": Store("The file system", "fsspec", "'megasparse[remote]'"),
 }
 """Object stores, and a file system in place of one, by the scheme of their URLs."""
+READ = tuple(scheme for scheme in STORES if scheme != "file")
+"""Those that data may be read from: a folder of this machine is given by its path."""
 
 T = TypeVar("T")
 
@@ -81,7 +83,7 @@ def check_url(url: str, file: bool = False) -> str:
     """
     parts = urlsplit(url)
     named = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # never the password that it may have
-    if parts.scheme not in (known := ["http", "https", *(store for store in STORES if file or store != "file")]):
+    if parts.scheme not in (known := ["http", "https", *(STORES if file else READ)]):
         problem = f'"{parts.scheme}" is not a kind of URL that is read here'
         raise DataError(named, problem, f"Known here: {', '.join(known)}. Or give the path of a folder")
     if "@" in parts.netloc or parts.query or parts.fragment:
