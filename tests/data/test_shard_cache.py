@@ -45,9 +45,7 @@ def test_a_full_disk_is_named_and_not_asked_again(server, cache, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(
-        DataError, match=r"partial: what is fetched cannot be written: No space left.*Make room"
-    ):
+    with pytest.raises(DataError, match=r"partial: what is fetched cannot be written: No space left.*Make room"):
         ShardReader(index, "train").read(0, 0, 10)
     assert server.count() == 1
 
