@@ -11,7 +11,7 @@ from megasparse import __version__
 from megasparse.errors import UserError, did_you_mean, report_user_errors
 
 COMMANDS = {
-    "quickstart": "prepare real text, train a small model on it and evaluate it: 15 minutes on two cores",
+    "quickstart": "prepare real text, train a small model on it and evaluate it: 9 minutes on two cores",
     "pretrain": "pretrain a decoder, an encoder or an encoder-decoder",
     "finetune": "fine-tune a pretrained model on a downstream task or a table of your own",
     "evaluate": "held-out bits/dim of a pretrained model, the metrics of a fine-tuned one",
