@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
+FULL_WINDOW, FACTS = ("full", "192 window"), "192 Smart Bird, taught with facts"
 
 
 def read(name):
@@ -65,6 +66,10 @@ def readme():
     yield f"| quickstart, held-out bits/dim | {ours:.3f} | gzip {gzip:.3f}, xz {xz:.3f} |"
     yield f"gzip -9 {gzip:.3f} "
     yield f"this model {ours:.3f} "
+    rows = [row for row in read("measured/decoder_passkey.json")["rows"] if row["trial"] is None]
+    nats = {name: statistics.mean(row["nats"] for row in rows if row["arm"] == name) for name in (*FULL_WINDOW, FACTS)}
+    window, taught = (f"{nats[name] - nats['full']:.3f}"[1:] for name in ("192 window", FACTS))
+    yield f"nats above full attention | {taught} | window, sinks {window} |"
     yield f"its file {quickstart['file_bits_per_dim']:.3f} "
     yield f"{read('measured/quickstart.json')['seconds'] / 60:.0f} minutes on two quiet cores"
 
@@ -227,7 +232,7 @@ def passkeys():
     """Rows of what is found at equal keys; nats of each seed above full attention's."""
     names = {
         "full": "full",
-        "192 Smart Bird, taught with facts": "**Smart Bird, taught further on texts that ask**",
+        FACTS: "**Smart Bird, taught further on texts that ask**",
         "192 Smart Bird, taught": "Smart Bird, taught",
         "192 LHA, taught": "LHA, taught (seed 1)",
         "192 window": "window, sinks",

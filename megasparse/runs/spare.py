@@ -37,6 +37,8 @@ def main() -> None:
 
 def _import_all() -> None:
     """What a run imports, which takes seconds. Nothing here touches a device: its rank is not known yet."""
+    # torch asks NVML whether there is a GPU: asking CUDA would settle which ones this process sees
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
 
     if not torch.cuda.is_available():
