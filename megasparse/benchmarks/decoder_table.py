@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from megasparse.benchmarks.decoders import Arm, attending, measure
 from megasparse.benchmarks.passkey import Trial, retrieved
 from megasparse.errors import DataError
-from megasparse.evaluation.outputs import write_json
+from megasparse.evaluation.outputs import kept_rows, write_json
 from megasparse.hub.replaced_folder import replacement_of
 from megasparse.hub.text_windows import windows
 
@@ -30,7 +30,7 @@ def measured(
     else.
     """
     tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True)
-    found, rows = _windows(tokenizer, texts, length), _kept(output, length)
+    found, rows = _windows(tokenizer, texts, length), kept_rows(output, KEYS, length=length)
     places: list[tuple[int, int | None]] = [(number, None) for number in range(len(found))]
     places += [(0, trial) for trial in range(trials)]
     wanted = [(arm, seed, place) for arm in arms for seed in arm.seeds(seeds) for place in places]
@@ -67,20 +67,6 @@ def _windows(tokenizer: Any, texts: list[Path], length: int) -> list[list[int]]:
     if not found:
         raise DataError(texts[0], "holds no *.txt", "Give text files")
     return found
-
-
-def _kept(output: Path, length: int) -> list[dict[str, Any]]:
-    if not output.exists():
-        return []
-    try:
-        found = json.loads(output.read_bytes())
-        rows = list(found["rows"])
-        if found["length"] != length or not all({*KEYS} <= row.keys() for row in rows):
-            raise ValueError
-    except (ValueError, LookupError, TypeError, AttributeError):
-        problem = f"holds no rows of {length} tokens that this command wrote"
-        raise DataError(output, problem, "Name another file, or remove it") from None
-    return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -8,7 +8,6 @@ as it reports itself, and from the tokens before the position alone. The differe
 B batch, L length, V vocabulary.
 """
 
-import json
 import math
 import random
 import statistics
@@ -24,8 +23,8 @@ from tqdm import tqdm
 
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.reader import EvaluationStream
-from megasparse.errors import DataError
-from megasparse.evaluation.outputs import write_json
+from megasparse.errors import ConfigError, DataError
+from megasparse.evaluation.outputs import kept_rows, write_json
 from megasparse.planning.measure import machine
 from megasparse.runs.data import open_data, training_batches
 from megasparse.training.ranks import Ranks
@@ -108,9 +107,11 @@ def compare_peers(
 ) -> list[dict[str, Any]]:
     """The rows of every peer, rate and seed, of which those that are not in the JSON file `output` are measured and
     written. config: of a decoder of ours, whose sizes, batches, schedule and steps they have. positions: scored twice.
-    Raises DataError for a file of something else.
+    Raises ConfigError for sizes that a peer cannot have, DataError for a test split that is shorter than a window, and
+    for a file of something else.
     """
-    rows = _kept(output)
+    _check(config)
+    rows = kept_rows(output, KEYS)
     wanted = [(name, rate, seed) for name in names for rate in rates for seed in seeds]
     for name, rate, seed in wanted:
         own = config.model_copy(
@@ -121,11 +122,27 @@ def compare_peers(
         )
         row = dict(zip(KEYS, (name, seed, config.training.steps, rate, str(config.data.path)), strict=True))
         if not any(all(old[key] == row[key] for key in KEYS) for old in rows):
-            torch.manual_seed(seed)
-            peer = PEERS[name](config.model)
-            rows.append(row | train(peer, own, f"{name}, rate {rate:g}, seed {seed}") | score(peer, own, positions))
+            with torch.random.fork_rng(devices=[]):  # which the peers draw from
+                torch.manual_seed(seed)
+                peer = PEERS[name](config.model)
+                trained = train(peer, own, f"{name}, rate {rate:g}, seed {seed}")
+                rows.append(row | trained | score(peer, own, positions))
             write_json(output, {"machine": machine(torch.device("cpu")), "rows": rows})
     return rows
+
+
+def _check(config: Config) -> None:
+    model, length = config.model, config.data.sequence_length
+    if model.kind != "decoder":
+        raise ConfigError("model.kind", f'the peers are decoders, not "{model.kind}"', "Name a decoder's configuration")
+    multiple = 2 * model.attention.lsh.chunk
+    if length != model.max_length or length % multiple:
+        problem = f"{length} is not model.max_length = {model.max_length}, or no multiple of {multiple}"
+        raise ConfigError("data.sequence_length", problem, "The peers train on whole sequences of 2 × chunk: set both")
+    data = open_data(config).evaluation
+    for split in (config.evaluation.split, "test"):
+        if (tokens := EvaluationStream(data, split).tokens) < length:
+            raise DataError(data.directory, f"{split} has {tokens} tokens, less than a window", "Prepare more text")
 
 
 def train(peer: Peer, config: Config, name: str) -> dict[str, Any]:
@@ -159,9 +176,10 @@ def bits_per_dim(peer: Peer, stream: EvaluationStream, config: Config, limit: in
     """As the peer reports it: of the first `limit` whole windows, one pass each, all tokens but each window's first."""
     length, nats = config.data.sequence_length, []
     peer.eval()
-    for start in list(range(0, stream.tokens - length + 1, length))[:limit]:
-        torch.manual_seed(config.run.seed)  # of the rotations
-        nats.append(_nats(peer, stream.read(start, start + length)[None]).double().mean())
+    with torch.random.fork_rng(devices=[]):  # training draws on as if nothing had been scored
+        for start in list(range(0, stream.tokens - length + 1, length))[:limit]:
+            torch.manual_seed(config.run.seed)  # of the rotations
+            nats.append(_nats(peer, stream.read(start, start + length)[None]).double().mean())
     peer.train()
     return float(torch.stack(nats).mean()) / math.log(2)
 
@@ -199,18 +217,6 @@ def score(peer: Peer, config: Config, positions: int) -> dict[str, Any]:
 def _nats(peer: Peer, tokens: Tensor) -> Tensor:
     """Of every token but the first, (B, L - 1)."""
     return F.cross_entropy(peer(tokens)[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none")
-
-
-def _kept(output: Path) -> list[dict[str, Any]]:
-    if not output.exists():
-        return []
-    try:
-        rows = list(json.loads(output.read_bytes())["rows"])
-        if not all({*KEYS} <= row.keys() for row in rows):
-            raise ValueError
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise DataError(output, "holds no rows that this command wrote", "Name another file, or remove it") from None
-    return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -78,6 +78,10 @@ def test_wrong_requests_are_one_line(config, tmp_path, capsys):
     words = ["pays", "--json", tmp_path / "peers.json"]
     assert 'there is no "trax"' in refused(capsys, main, *words, "--peers", "trax")
     assert "--rates" in refused(capsys, main, *words, "--rates", "fast")
-    (tmp_path / "peers.json").write_text("{}")
     sizes = [word for size in (*SIZES, f"data.path={config.data.path}") for word in ("--set", size)]
+    shorter = refused(capsys, main, *words, *sizes, "--set", "data.sequence_length=64")
+    assert "data.sequence_length: 64 is not model.max_length = 128" in shorter
+    longer = ("--set", "model.max_length=8192", "--set", "data.sequence_length=8192")
+    assert "validation has" in refused(capsys, main, *words, *sizes, *longer)
+    (tmp_path / "peers.json").write_text("{}")
     assert "holds no rows" in refused(capsys, main, *words, *sizes)
