@@ -41,8 +41,6 @@ STORES = {
     "file": Store("The file system", "fsspec", "'megasparse[remote]'"),
 }
 """Object stores, and a file system in place of one, by the scheme of their URLs."""
-READ = tuple(scheme for scheme in STORES if scheme != "file")
-"""Those that data may be read from: a folder of this machine is given by its path."""
 
 T = TypeVar("T")
 
@@ -72,6 +70,11 @@ class ResponseBody(NamedTuple):
         self.stream.close()
 
 
+def data_stores() -> list[str]:
+    """The stores that data may be read from: a folder of this machine is given by its path."""
+    return [scheme for scheme in STORES if scheme != "file"]
+
+
 def is_url(place: str) -> bool:
     return "://" in place
 
@@ -83,7 +86,7 @@ def check_url(url: str, file: bool = False) -> str:
     """
     parts = urlsplit(url)
     named = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # never the password that it may have
-    if parts.scheme not in (known := ["http", "https", *(STORES if file else READ)]):
+    if parts.scheme not in (known := ["http", "https", *(STORES if file else data_stores())]):
         problem = f'"{parts.scheme}" is not a kind of URL that is read here'
         raise DataError(named, problem, f"Known here: {', '.join(known)}. Or give the path of a folder")
     if "@" in parts.netloc or parts.query or parts.fragment:

@@ -161,7 +161,7 @@ def call(*words: object, log: Path) -> None:
     """Run a subcommand of megasparse on one thread, its output going to `log`. UserError where it fails."""
     command = [sys.executable, "-m", "megasparse", *map(str, words)]
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # its last line is its error
     with log.open("w") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False).returncode
     if code != 0:

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 import signal
@@ -225,7 +226,12 @@ def run(words: list[str], place: Path) -> str | None:
         start = log.tell()
         # A session of its own: the terminal's Ctrl-C must reach the run once, as SIGTERM, and not twice.
         child = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # its last line is its error, not what stdout held back
         )
         try:
             code = child.wait()

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 from tqdm import tqdm
 
 from megasparse.data.files import file_sha256, replacing, sync_folder
-from megasparse.data.urls import READ, Refused, asked, check_url, http_opener, object_store, open_url, resumed_at
+from megasparse.data.urls import Refused, asked, check_url, data_stores, http_opener, object_store, open_url, resumed_at
 from megasparse.errors import ConfigError, DataError
 
 PIECE = 1 << 20
@@ -32,7 +32,7 @@ PINNED = re.compile(r"hf://(datasets/|spaces/)?[^/@]+/[^/@]+@[0-9a-f]{40}(/|\Z)"
 def is_url(location: str) -> bool:
     """Whether this is a URL. Raises ConfigError for one of a kind that is not read here."""
     scheme, separator, _ = location.partition("://")
-    if separator and scheme.lower() not in (known := ("http", "https", *READ)):
+    if separator and scheme.lower() not in (known := ("http", "https", *data_stores())):
         raise ConfigError("--source", f'"{scheme}" is not a kind of URL we read', f"Known here: {', '.join(known)}")
     return bool(separator)
 
@@ -43,7 +43,7 @@ def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[t
     suffixes: of a folder, only files whose names end so. Raises ConfigError for a HuggingFace URL without a revision:
     what is read must stay the same; what `download` raises.
     """
-    if location.partition("://")[0].lower() not in READ:
+    if location.partition("://")[0].lower() not in data_stores():
         path = download(location, folder)
         return [(path, path.name.partition("-")[2])]
     if location.startswith("hf://") and not PINNED.match(location):
@@ -91,7 +91,7 @@ def download(url: str, folder: Path) -> Path:
     if not copy.exists():
         unfinished = folder / f"{name}.partial"
         try:
-            fetch = _fetch_object if url.partition("://")[0].lower() in READ else _fetch
+            fetch = _fetch_object if url.partition("://")[0].lower() in data_stores() else _fetch
             fetch(url, unfinished, folder / f"{name}.validator")
         except (Refused, OSError, EOFError, HTTPException, ValueError) as error:
             have = unfinished.stat().st_size if unfinished.exists() else 0
