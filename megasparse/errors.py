@@ -17,6 +17,7 @@ import contextlib
 import difflib
 import functools
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -27,6 +28,10 @@ LOST_PEER = 6
 """Exit codes of the watchdog, and of a rank that lost another."""
 INTERRUPTED = 130
 """Exit code of a program that Ctrl-C ended in a shell. Training saves first, and ends with 0."""
+
+
+PIPE_CLOSED = 141
+"""Exit code, as in a shell, of a program whose reader has ended, such as `head`: no error of either."""
 
 
 class UserError(Exception):
@@ -112,10 +117,14 @@ def report_user_errors(main: Callable[..., None]) -> Callable[..., None]:
         code = 0
         try:
             main(*args, **kwargs)
+            sys.stdout.flush()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             code = INTERRUPTED
         except Exception as error:
+            if _has_lost_its_reader(error):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter writes the rest there
+                sys.exit(PIPE_CLOSED)
             if isinstance(error, UserError):
                 problem = error
             elif _is_broken_connection(error):
@@ -148,6 +157,15 @@ def leave(code: int) -> NoReturn:
 
 def _has_peers() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _has_lost_its_reader(error: Exception) -> bool:
+    """Whether it says that nobody reads stdout any more, rather than another pipe."""
+    if not isinstance(error, BrokenPipeError):
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _is_broken_connection(error: Exception) -> bool:

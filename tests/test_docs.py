@@ -1,5 +1,6 @@
 """Documents name what exists: files, modules, links and commands; their lines fit an editor."""
 
+import math
 import re
 import shlex
 from pathlib import Path
@@ -8,10 +9,10 @@ import pytest
 
 import megasparse
 from megasparse.cli.main import module_of, parser_of, split
-from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import load_settings
 from megasparse.config.schema import Config
-from megasparse.config.shipped import shipped_configs
+from megasparse.planning.dry_run import dry_run
+from tests.helpers.documents import commands, runs
+from tests.planning.test_configs import reduced
 from tests.test_imports import MAY_IMPORT
 
 ROOT = Path(__file__).parents[1]
@@ -25,17 +26,8 @@ DOCUMENTS = [
 FOLDERS = ("megasparse", "launch", "tools", "configs", "tests", "docs", "tokenizers")
 MADE = ("tokenizers/books.model", "tokenizers/bert.json", "tokenizers/multi30k.model", "tokenizers/small.model")
 """Files that a reader makes or brings."""
-SETTINGS: dict[str, type[Config | FinetuneConfig]] = {"pretrain": Config, "plan": Config, "finetune": FinetuneConfig}
-"""Commands whose configuration a document names with keys that it changes."""
 PLACEHOLDERS = {"NAME", "test_NAME", "my", "test_my", "mine"}
 """Stems of files that stand for a reader's own."""
-
-
-def commands(text: str) -> list[list[str]]:
-    """The words of every `megasparse ...` command in an indented block, continued lines joined."""
-    joined = re.sub(r"\$\w+", "1", re.sub(r"\\\n\s*", " ", text))  # a loop's variable stands for a number or a name
-    lines = re.findall(r"^ {4,}(megasparse (?!.*\.\.\.).+)$", joined, re.M)
-    return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -57,13 +49,20 @@ def test_commands_of_a_document_are_commands(path):
         if "--help" in rest:
             continue
         try:
-            args = parser_of(name, module_of(name)).parse_args(rest)
+            parser_of(name, module_of(name)).parse_args(rest)
         except SystemExit:
             pytest.fail(f"{path.name}: {shlex.join(words)}")
-        if name in SETTINGS and not getattr(args, "start", None):  # which a configuration extends
-            config = args.config or args.name
-            if config.removeprefix("configs/").removesuffix(".json") in shipped_configs():
-                load_settings(config, args.set, SETTINGS[name])
+
+
+OTHERS = [path for path in DOCUMENTS if path.name != "papers.md"]  # which has a test of its own
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.name)
+def test_pretrainings_of_a_document_dry_run_scaled_down(path):
+    trained = [words for words in commands(path.read_text(encoding="utf-8")) if "--help" not in words]
+    small = [reduced(run) for words in trained for run in runs(words) if isinstance(run, Config)]
+    for config in {config.model.model_dump_json(): config for config in small}.values():
+        assert math.isfinite(dry_run(config).loss)
 
 
 def test_commands_are_found_in_documents():

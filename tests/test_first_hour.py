@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.test_docs import ROOT, commands
+from tests.helpers.documents import commands
+from tests.test_docs import ROOT
 
 PAGE = (ROOT / "docs/first-hour.md").read_text(encoding="utf-8")
 

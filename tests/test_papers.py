@@ -11,7 +11,8 @@ import torch
 from megasparse.config.schema import Config
 from megasparse.model.build import empty_model
 from megasparse.planning.dry_run import dry_run
-from tests.helpers.papers import FIELDS, Reproduction, gpu_hours, model_of, reproductions, runs
+from tests.helpers.documents import runs
+from tests.helpers.papers import FIELDS, Reproduction, gpu_hours, model_of, reproductions
 from tests.planning.test_configs import reduced
 
 TEXT = (Path(__file__).parents[1] / "docs/papers.md").read_text(encoding="utf-8")

@@ -195,3 +195,15 @@ def test_an_interrupted_command_is_one_line_and_no_traceback(capsys):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_of_the_output_that_has_ended_is_no_error(unbuffered):
+    """As in `megasparse configs | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "megasparse", "configs"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -1,21 +1,16 @@
 """The reproductions that docs/papers.md lists: what each command would train, and what the planner says that costs."""
 
 import re
-import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from megasparse.cli.main import module_of, parser_of, split
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import load_config, load_settings
+from megasparse.config.load import load_config
 from megasparse.config.schema import Config, ModelConfig
-from megasparse.config.shipped import find_config
 from megasparse.planning.flops import model_flops_per_token
 from megasparse.planning.hardware import GPUS
 from megasparse.planning.plan import MFU, Assumptions, Plan
-from megasparse.runs import comparison, sweep
+from tests.helpers.documents import commands
 
 FIELDS = ("data", "cost", "paper", "ours", "deviations")
 EXAMPLES = {
@@ -54,57 +49,8 @@ def reproductions(text: str) -> list[Reproduction]:
             paper = title
             continue
         fields = dict(re.findall(r"^- (\w+): ((?:.|\n(?!-|\n))+)", body, re.M))
-        found.append(Reproduction(paper, title, list(commands(body)), fields))
+        found.append(Reproduction(paper, title, commands(body), fields))
     return found
-
-
-def commands(body: str) -> Iterator[list[str]]:
-    """The words of every command of an indented block, as `megasparse` takes them."""
-    block = re.sub(r"\\\n\s*", " ", "\n".join(re.findall(r"^    (.*)$", body, re.M)))
-    for line in _unrolled(block.splitlines()):
-        if launched := re.match(r"deepspeed launch/(pretrain|finetune)\.py (.*)", line):
-            line = " ".join(("megasparse", *launched.groups()))
-        if line.startswith("megasparse "):
-            yield shlex.split(line, comments=True)[1:]
-
-
-def _unrolled(lines: list[str]) -> Iterator[str]:
-    """The lines with each loop `for NAME in WORDS; do ... done` written out."""
-    while lines:
-        line, lines = lines[0].strip(), lines[1:]
-        if not (loop := re.match(r"for (\w+) in (.+); do$", line)):
-            yield line
-            continue
-        depth, end = 1, 0
-        while depth:
-            depth += {"for": 1, "done": -1}.get(lines[end].split()[0], 0)
-            end += 1
-        for value in loop[2].split():
-            yield from _unrolled(
-                [re.sub(rf"\$({loop[1]}\b|{{{loop[1]}}})", value, inner) for inner in lines[: end - 1]]
-            )
-        lines = lines[end:]
-
-
-def runs(words: list[str]) -> list[Config | FinetuneConfig]:
-    """Every run that a command trains, its configuration checked; none of a command that trains nothing."""
-    name, rest = split(words)
-    assert name is not None, shlex.join(words)
-    args = parser_of(name, module_of(name)).parse_args(rest)
-    if name == "pretrain":
-        return [load_config(args.config or args.name, args.set)]
-    if name == "finetune":
-        return [load_settings(args.config or args.name, args.set, FinetuneConfig)]
-    if name == "compare":
-        given = comparison.load(find_config(args.comparison))
-        planned = comparison.commands(given, Path("runs"), args.arms, args.seeds, args.set)
-        return [run for each in planned if each[0] == "pretrain" for run in runs(each)]
-    if name != "sweep":
-        return []
-    given = sweep.Sweep(find_config(args.config), find_config(args.grid), args.output, args.seeds, args.set)
-    combinations = sweep.combine(sweep.load_grid(given.grid), given.set, given.seeds)
-    planned = [sweep.command(given, each, seed)[3:] for each in combinations for seed in range(given.seeds)]
-    return [run for each in planned for run in runs(each)]
 
 
 def gpu_hours(run: Config | FinetuneConfig) -> float:

@@ -1,0 +1,78 @@
+"""The commands of documents, and the runs that they would train."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from megasparse.cli.main import module_of, parser_of, split
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.load import load_settings
+from megasparse.config.schema import Config
+from megasparse.config.shipped import find_config
+from megasparse.runs import comparison, sweep
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every command in an indented block, as `megasparse` takes them: continued lines joined, loops of
+    the shell written out. Left out are commands with `...`, which show a form.
+    """
+    block = re.sub(r"\\\n\s*", " ", "\n".join(re.findall(r"^ {4,}(.*)$", text, re.M)))
+    found = []
+    for line in _unrolled(block.splitlines()):
+        if launched := re.match(r"deepspeed launch/(pretrain|finetune)\.py (.*)", line):
+            line = " ".join(("megasparse", *launched.groups()))
+        if line.startswith("megasparse ") and "..." not in line:
+            found.append(shlex.split(line, comments=True)[1:])
+    return found
+
+
+def _unrolled(lines: list[str]) -> Iterator[str]:
+    """The lines with each loop `for NAME in WORDS; do ... done` written out."""
+    while lines:
+        line, lines = lines[0].strip(), lines[1:]
+        if not (loop := re.match(r"for (\w+) in (.+); do$", line)):
+            yield line
+            continue
+        depth, end = 1, 0
+        while depth:
+            depth += {"for": 1, "done": -1}.get(lines[end].split()[0], 0)
+            end += 1
+        for value in loop[2].split():
+            yield from _unrolled(
+                [re.sub(rf"\$({loop[1]}\b|{{{loop[1]}}})", value, inner) for inner in lines[: end - 1]]
+            )
+        lines = lines[end:]
+
+
+def runs(words: list[str]) -> list[Config | FinetuneConfig]:
+    """Every run that a command trains or plans, its configuration checked. None of one that does neither, or takes its
+    configuration from a file of the reader's.
+    """
+    name, rest = split(words)
+    assert name is not None, shlex.join(words)
+    args = parser_of(name, module_of(name)).parse_args(rest)
+    if name == "supervise":
+        return runs([args.script, *args.arguments])
+    if name in ("pretrain", "plan", "finetune"):
+        kind = FinetuneConfig if name == "finetune" else Config
+        config = args.config or args.name
+        return [] if _is_own(config) else [load_settings(config, args.set, kind)]
+    if name == "compare" and not _is_own(args.comparison):
+        parts = comparison.by_corpus(comparison.load(find_config(args.comparison)), args.corpora).values()
+        given = [(part, Path("runs"), args.arms, args.seeds, args.set) for part in parts]
+        return _all([words for each in given for words in comparison.commands(*each)])
+    if name == "sweep":
+        grid = sweep.Sweep(find_config(args.config), find_config(args.grid), args.output, args.seeds, args.set)
+        combinations = sweep.combine(sweep.load_grid(grid.grid), grid.set, grid.seeds)
+        return _all([sweep.command(grid, each, seed)[3:] for each in combinations for seed in range(grid.seeds)])
+    return []
+
+
+def _is_own(config: str) -> bool:
+    """Whether it stands for a file of the reader's, or one that a run wrote."""
+    return config in ("C", "mine.json") or config.startswith("runs/")
+
+
+def _all(planned: list[list[str]]) -> list[Config | FinetuneConfig]:
+    return [run for words in planned if words[0] in ("pretrain", "finetune") for run in runs(words)]
