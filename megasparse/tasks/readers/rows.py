@@ -123,6 +123,9 @@ def comma_separated(
         location, first = SourceLocation(file, first), last + 1
         if names is None:
             names = _column_names(fields, location)
+            if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
+                hint = "Save it with commas between the fields, or with tabs and the ending .tsv"
+                raise DataError(str(location), f'has one column, "{names[0]}"', hint)
         elif fields:
             hint = "Put it right: a field with a comma stands in quotation marks"
             if skipping is not None:

@@ -25,6 +25,14 @@ def refusal(reader, file, *arguments):
     return str(caught.value)
 
 
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_a_table_of_semicolons_or_tabs_is_said_to_be_one(file, delimiter):
+    file.write_text(f"text{delimiter}label\nGood, really{delimiter}1\n")
+    assert "Save it with commas between the fields, or with tabs and the ending .tsv" in refusal(comma_separated, file)
+    file.write_text("text\nGood; really\n")
+    assert [row for _, row in comma_separated(file)] == [{"text": "Good; really"}]
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("last", [True, False])
 def test_lines_end_in_lf_or_cr_lf_the_last_one_also_in_nothing(file, end, last):
