@@ -42,6 +42,11 @@ def test_files_and_links_that_a_document_names_exist(path):
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_an_option_on_a_line_of_its_own_continues_one(path):
+    assert not re.findall(r"^ {4,}[^#\n]*[^\\\n]\n {4,}--\w", path.read_text(encoding="utf-8"), re.M)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_of_a_document_are_commands(path):
     for words in commands(path.read_text(encoding="utf-8")):
         name, rest = split(words)
