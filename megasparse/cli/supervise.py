@@ -59,8 +59,10 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 
 def run(args: argparse.Namespace) -> None:
+    from megasparse.training.stopping.host_supervisor import HostSupervisor
     from megasparse.training.stopping.ranks_left import NodeLayout, ranks_to_go_on_with
     from megasparse.training.stopping.supervisor import Supervisor, report, supervised_config
+    from megasparse.training.stopping.watchdog import HEARTBEATS
 
     program = [args.script]
     if not Path(args.script).is_file():
@@ -80,7 +82,8 @@ def run(args: argparse.Namespace) -> None:
     sizes = ranks_to_go_on_with(config, layout.world_size, args.min_ranks)
     if args.min_ranks is not None:
         report(f"numbers of ranks that this run may have: {', '.join(map(str, sizes))}")
-    if not NodeLayout(args.ranks, args.nodes, args.node_rank, total=sizes[0]).here:
-        report(f"the {sizes[0]} ranks leave none for this node")
-    checkpoints = Path(config.run.directory) / "checkpoints"
-    sys.exit(Supervisor([sys.executable, *program, *args.arguments], layout, checkpoints, args.restarts, sizes).run())
+    command, directory = [sys.executable, *program, *args.arguments], Path(config.run.directory)
+    place = (command, layout, directory / "checkpoints", args.restarts, sizes)
+    if args.nodes > 1 and args.min_ranks is not None:
+        sys.exit(HostSupervisor(*place, directory / HEARTBEATS).run())
+    sys.exit(Supervisor(*place).run())

@@ -30,6 +30,7 @@ from megasparse.errors import (
     UserError,
 )
 from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.stopping.memory_kills import killed_for_memory, oom_kills
 from megasparse.training.stopping.ranks_left import NodeLayout, RanksLeft
 from megasparse.training.stopping.spares import Spares, send
 
@@ -113,6 +114,14 @@ def meeting_point(layout: NodeLayout) -> Iterator[tuple[str, int]]:
         yield host, reserved.getsockname()[1]
 
 
+class RunOver(Exception):
+    """There is no next start, and why. code: the exit code of the host that ended the run."""
+
+    def __init__(self, why: str, code: int = 0):
+        super().__init__(why)
+        self.code = code
+
+
 class RankProcess:
     """One rank. It is not reaped before `reap`, so that its number cannot have come to mean another process."""
 
@@ -163,27 +172,6 @@ class RankProcess:
         return f"{name} ended with exit code {self.code}{words}"
 
 
-def oom_kills() -> int | None:
-    """Processes that the kernel has killed for want of memory since it started; None where it does not say."""
-    try:
-        words = Path("/proc/vmstat").read_text().split()
-        return int(words[words.index("oom_kill") + 1])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def killed_for_memory(before: int | None, after: int | None) -> str:
-    """What a SIGKILL was sent for, by the kernel's count before and after; to be written behind it."""
-    if before is None or after is None:
-        return "; was the machine out of memory?"
-    if after == before:
-        return "; not by the kernel for want of memory, which it counts"
-    return (
-        "; the machine was out of memory, and the kernel killed for it. The last line of metrics.jsonl has what rank 0 "
-        "held (memory/...), megasparse plan what a rank takes and what would take less"
-    )
-
-
 class Supervisor:
     """Runs `command` as the ranks of this node's `layout` until they end well or a signal has ended them.
 
@@ -230,37 +218,53 @@ class Supervisor:
         for signum in FORWARDED:
             signal.signal(signum, lambda number, _: self.arrived.append(number))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would take the exit codes away
-        failures = 0
+        failures = code = 0
         while True:
+            try:
+                failures = 0 if self._agree(used_up=failures > self.restarts) else failures
+            except RunOver as over:
+                report(f"stopped: {over}")
+                return code or over.code
             before = self._begun_at = self._newest_step()
-            self.layout = self.left.layout()
             code, cause = self._run_once()
             after = self._newest_step()
             if after > before:
                 self.left.proven()
-            if code == 0 and self._growing and not self._stopping():
-                self.left.restore()
-                failures = self.restarts  # one more is enough to go on with fewer again
-                report(f"trying all {self.left.layout().world_size} ranks again")
-                continue
             if code == 0:
-                return 0
+                if self._stopping() or not self._grows():
+                    return 0
+                failures = self.restarts  # one more is enough to go on with fewer again
+                continue
             failures = 1 if after > before else failures + 1
             useless = code in USELESS_TO_RESTART
-            if failures > self.restarts and not useless and not self._stopping() and self._go_on_with_fewer(cause):
-                failures = 0
-            else:
-                if self.restarts and failures > self.restarts and not useless:
-                    where = f"at the same checkpoint {after:08d}" if after >= 0 else "before the first checkpoint"
-                    cause = f"stopped: ended {failures} times {where} without getting further; the last cause: {cause}"
-                report(cause)
-                if failures > self.restarts or useless or self._stopping():
-                    return code
+            used_up = failures > self.restarts and not useless
+            if used_up and not self._stopping() and self._go_on_with_fewer(code, cause):
+                continue
+            if used_up and self.restarts:
+                where = f"at the same checkpoint {after:08d}" if after >= 0 else "before the first checkpoint"
+                cause = f"stopped: ended {failures} times {where} without getting further; the last cause: {cause}"
+            report(cause)
+            if used_up or useless or self._stopping():
+                return code
             seconds = min(FIRST_WAIT * 2 ** max(0, failures - 1), LONGEST_WAIT)
             report(f"starting again in {seconds:g} s (restart {failures} of {self.restarts} without a new checkpoint)")
             self._wait(seconds)
             if self._stopping():
                 return code
+
+    def _agree(self, used_up: bool) -> bool:
+        """Settle the layout of the next start; whether it is one whose failures count anew. Raises RunOver where there
+        is none. used_up: whether the last start was the last one with its layout.
+        """
+        self.layout = self.left.layout()
+        return used_up
+
+    def _grows(self) -> bool:
+        """Whether ranks that have ended well did so to start again, as more than they were."""
+        if self._growing:
+            self.left.restore()
+            report(f"trying all {self.left.layout().world_size} ranks again")
+        return self._growing
 
     def _run_once(self) -> tuple[int, str]:
         """Start the ranks and wait for the end of the last; return the exit code, and the cause in words."""
@@ -277,6 +281,7 @@ class Supervisor:
                     self._forward(ranks)
                     self._ask_for_all(ranks)
                     self._prepare_spares()
+                    self._look()
             finally:
                 for rank in ranks:
                     rank.kill()
@@ -300,9 +305,9 @@ class Supervisor:
 
     def _ask_for_all(self, ranks: list[RankProcess]) -> None:
         """Let the ranks save and end where it is time to try all of them again, and fewer have proved to work."""
-        ready = self.left.due() and not self._growing and not self._stopping()
-        if ready and self._newest_step() > self._begun_at:
+        if self._due() and not self._growing and not self._stopping() and self._newest_step() > self._begun_at:
             self._growing = True
+            self._announce()
             for rank in ranks:
                 rank.send(signal.SIGUSR1)
 
@@ -314,8 +319,18 @@ class Supervisor:
             if self._newest_step() > self._begun_at:
                 self._spares.fill(self.layout.here)
 
-    def _go_on_with_fewer(self, cause: str) -> bool:
-        """Whether the run can go on without the device of the rank at fault."""
+    def _look(self) -> None:
+        """What else there is to do at every turn of a loop that waits."""
+
+    def _due(self) -> bool:
+        """Whether it is time to try more ranks."""
+        return self.left.due()
+
+    def _announce(self) -> None:
+        """What there is to do before ranks are asked to end so that more can start."""
+
+    def _go_on_with_fewer(self, code: int, cause: str) -> bool:
+        """Whether the run can go on without what is at fault, here the device of a rank."""
         if self._at_fault is None or not self.left.lose(self._at_fault.local_rank):
             return False
         left = self.left.layout()
@@ -364,6 +379,7 @@ class Supervisor:
         end = self._clock() + seconds
         while self._clock() < end and not self._stopping():
             time.sleep(POLL)
+            self._look()
 
 
 def report(line: str) -> None:

@@ -6,17 +6,14 @@ hosts. One thread exchanges heartbeats; another decides, because the first may b
 answering.
 """
 
-import errno
 import faulthandler
 import functools
-import json
 import os
 import re
 import socket
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -25,11 +22,10 @@ from types import TracebackType
 
 from megasparse.callbacks import never
 from megasparse.errors import HANG, UserError
+from megasparse.training.stopping.beats import read_beat, write_beat
 
 HEARTBEATS = "heartbeats"
 """The folder of a run's heartbeats, in its own."""
-SIZE = 4096
-"""Bytes of a heartbeat file, always: rewriting it in place needs no space on a full disk."""
 START = 10
 """Times the time-out that starting, and the first step, may take."""
 GAPS = 4
@@ -190,16 +186,8 @@ class Watchdog:
         return self._directory / f"rank-{rank:05}.json"
 
     def _write(self, heartbeat: Heartbeat) -> None:
-        fields = asdict(heartbeat)
-        text = json.dumps({"crc32": _checksum(fields), "heartbeat": fields}).ljust(SIZE - 1) + "\n"
         try:
-            # Opened anew each time: on a network file system it is closing that shows it to the others.
-            file = os.open(self._path(self._rank), os.O_WRONLY | os.O_CREAT, 0o644)
-            try:
-                if os.pwrite(file, text.encode(), 0) < len(text):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            finally:
-                os.close(file)
+            write_beat(self._path(self._rank), asdict(heartbeat))
         except OSError as error:
             self._storage_failed(error)
 
@@ -309,11 +297,9 @@ class Watchdog:
 def read_heartbeat(path: Path) -> Heartbeat | None:
     """Read a heartbeat; None where it was being written. Raises OSError where the file cannot be read."""
     try:
-        record = json.loads(path.read_bytes())
-        if record["crc32"] != _checksum(record["heartbeat"]):
-            return None
-        return Heartbeat(**record["heartbeat"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        fields = read_beat(path)
+        return None if fields is None else Heartbeat(**fields)
+    except TypeError:
         return None
 
 
@@ -332,10 +318,6 @@ def boot_id() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
-
-
-def _checksum(fields: dict[str, object]) -> int:
-    return zlib.crc32(json.dumps(fields).encode())
 
 
 def _state(process: int) -> str:
