@@ -6,6 +6,9 @@
     megasparse supervise --ranks 8 --restarts 3 --min-ranks 4 pretrain reformer_64k
     megasparse supervise --ranks 2 my_script.py --config my_run.json
 
+With --min-ranks and several nodes the run goes on without a node that has vanished, and takes it in when its command is
+started again: docs/nodes.md.
+
 SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are passed on to every rank once, and the saves that follow may take as long as
 they take; a second SIGTERM or SIGINT ends all within 5 s. When a rank dies, the others are ended within 5 s, and the
 last line names the cause. Exit codes are those of the ranks: 0 done or saved, 2 a mistake, 3 a checkpoint could
@@ -33,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-ranks",
         type=positive,
         metavar="N",
-        help="go on with fewer ranks, of all nodes, where the restarts of one machine do not help or the batch does "
-        "not divide, and try all again every hour (all of them: never with fewer)",
+        help="go on with fewer ranks, of all nodes, where restarts do not help, a node is gone or the batch does not "
+        "divide; try all again every hour, and nodes when they are back (all of them: never with fewer)",
     )
     parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="nodes, each with a supervisor (1)")
     parser.add_argument("--node-rank", type=natural, default=0, metavar="N", help="which of them this is (0)")
