@@ -200,7 +200,8 @@ def test_R7_a_start_that_is_over_before_a_host_has_heard_of_it_is_not_joined(tmp
     hosts.pass_time()
     assert list(hosts.layouts) == [0]
     hosts.end_ranks(0)
-    hosts.pass_time()
+    hosts.pass_time(10 * PERIOD)
+    assert not hosts.layouts, "the other may have begun"
     hosts.living[1] = late
     hosts.pass_time(5 * PERIOD)
     assert sorted(hosts.layouts) == [0, 1]
