@@ -26,7 +26,7 @@ class _Reversible(Function):
     """In torch.compile it stays outside of the graphs, of which the forward is one, and so is each branch again."""
 
     @staticmethod
-    @torch.compiler.disable(recursive=False)
+    @torch._disable_dynamo(recursive=False)  # torch.compiler.disable imports the compiler at once
     def forward(
         ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,7 +36,7 @@ class _Reversible(Function):
         return first, second, total
 
     @staticmethod
-    @torch.compiler.disable(recursive=False)
+    @torch._disable_dynamo(recursive=False)  # torch.compiler.disable imports the compiler at once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d1, d2, d_auxiliary = grads
         y1, y2, source = ctx.saved_tensors

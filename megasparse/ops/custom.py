@@ -49,7 +49,15 @@ def custom(fake: Callable[P, R], copies: bool = False) -> Callable[[Callable[P, 
     return decorate
 
 
-@torch.compiler.assume_constant_result
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """torch.compiler.assume_constant_result, which imports the compiler: as long as torch itself, for what compiles
+    nothing.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_graphs
 def _number(call: Any) -> int:
     """The number of these arguments, the same for equal ones."""
     if call not in _CALLS:

@@ -12,7 +12,7 @@ from typing import Union, overload
 import torch
 from torch import Tensor
 
-from megasparse.ops.custom import custom
+from megasparse.ops.custom import constant_in_graphs, custom
 
 Part = int | str
 Path = tuple[tuple[Part, ...], ...]
@@ -81,7 +81,7 @@ def derive(first: Part | LateKey, *parts: Part) -> int | LateKey:
     return _derived(first, *parts)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _derived(*parts: Part) -> int:
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -44,6 +44,8 @@ def _import_all() -> None:
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
 
+    import torch._dynamo  # as the first optimizer does
+
     import megasparse.runs.pretraining  # noqa: F401
     from megasparse.training.engines.deepspeed import import_deepspeed
 

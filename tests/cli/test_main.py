@@ -197,6 +197,14 @@ def test_an_interrupted_command_is_one_line_and_no_traceback(capsys):
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
+def test_a_model_is_read_and_run_without_deepspeed_and_the_compiler():
+    """Each takes as long to import as torch."""
+    code = "import sys, megasparse, torch; config = megasparse.load_config('quickstart'); "
+    code += "megasparse.build_model(config.model, seed=0)(torch.zeros(1, 64, dtype=torch.int64)); "
+    code += "print({'deepspeed', 'torch._dynamo'} & {*sys.modules})"
+    assert start(program=("-c", code)).stdout == "set()\n"
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_of_the_output_that_has_ended_is_no_error(unbuffered):
     """As in `megasparse configs | head -1`."""
