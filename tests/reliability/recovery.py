@@ -1,12 +1,16 @@
 """How long a run stands still when a rank dies, and whether anything is lost: random kills of a supervised run.
 
     python -m tests.reliability.recovery --kills 100 --json docs/measured/recovery.json
+    python -m tests.reliability.recovery --every 600 --minutes 60 --json docs/measured/goodput.json
 
 A tiny model on two ranks, a checkpoint every other step. Each kill is a SIGKILL of one rank, drawn with the moment (up
 to 5 s after the ranks of the start have done a step and those in reserve are there). The seconds from it to the end of
 the first new step are split as they pass on the slower rank; the CPU seconds are those of that rank's process from its
 beginning on. In the end every loss is compared, to the bit, with those of a run that nothing happened to, and every
 sample. --cold: with no ranks in reserve.
+
+--every: a kill in the middle of each so many seconds in place of that, a checkpoint every 200th step. Goodput is the
+share of the wall time, from the first step on, that passed in steps whose results were kept.
 """
 
 import argparse
@@ -33,6 +37,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "timed_pretrain.py"
 PHASES = ("begun", "imported", "met", "opened", "ready", "stepped")
 NAMES = {"begun": "start", "imported": "import", "met": "meet", "opened": "read", "ready": "build", "stepped": "step"}
 STEPS_AFTER = 4
+SAVE_EVERY = 200
+"""Steps between two checkpoints where goodput is measured."""
 COLD = """
 import runpy, sys
 from megasparse.training.stopping import supervisor
@@ -147,6 +153,43 @@ def measure(kills: int, seed: int, warm: bool, folder: Path) -> dict[str, Any]:
     }
 
 
+def goodput(minutes: float, every: float, seed: int, warm: bool, folder: Path) -> dict[str, Any]:
+    draw = random.Random(seed)
+    run = Run(folder / "killed", prepared(folder), training={"steps": 1_000_000}, checkpoint={"every": SAVE_EVERY})
+    try:
+        start(run, warm)
+        run.wait_until(lambda: bool(stepped(run)))
+        began, found = time.time(), []
+        for number in range(round(60 * minutes / every)):
+            time.sleep(max(0.0, began + (number + 0.5) * every - time.time()))
+            found.append(kill(run, draw, RANKS * warm))
+        time.sleep(max(0.0, began + 60 * minutes - time.time()))
+        os.kill(run.launcher, signal.SIGTERM)
+        assert run.wait().code == 0, run.said()
+        seconds = time.time() - began
+    finally:
+        run.kill_all()
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    kept = [line["speed/step_seconds"] for line in lines]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return {
+        "date": date.today().isoformat(),
+        "seed": seed,
+        "ranks_in_reserve": RANKS * warm,
+        "kills": len(found),
+        "seconds_between_kills": every,
+        "seconds": seconds,
+        "steps": len(kept),
+        "steps_between_checkpoints": SAVE_EVERY,
+        "median_step_seconds": statistics.median(kept),
+        "goodput": sum(kept[1:]) / seconds,  # the clock began after the first
+        "median_seconds": medians([each["seconds"] for each in found]),
+        "longest_seconds": max(each["seconds"]["whole"] for each in found),
+        "each": found,
+        "machine": machine(torch.device("cpu")),
+    }
+
+
 def medians(each: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(one[name] for one in each) for name in each[0]}
 
@@ -156,9 +199,14 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--every", type=float, metavar="SECONDS")
+    parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        result = measure(args.kills, args.seed, not args.cold, Path(temporary))
+        if args.every is None:
+            result = measure(args.kills, args.seed, not args.cold, Path(temporary))
+        else:
+            result = goodput(args.minutes, args.every, args.seed, not args.cold, Path(temporary))
     args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({name: value for name, value in result.items() if name != "each"}, indent=1))
