@@ -9,7 +9,7 @@ the first new step are split as they pass on the slower rank; the CPU seconds ar
 beginning on. In the end every loss is compared, to the bit, with those of a run that nothing happened to, and every
 sample. --cold: with no ranks in reserve.
 
---every: a kill in the middle of each so many seconds in place of that, a checkpoint every 200th step. Goodput is the
+--every: a kill in the middle of each so many seconds in place of that, a checkpoint every 50th step. Goodput is the
 share of the wall time, from the first step on, that passed in steps whose results were kept.
 """
 
@@ -37,7 +37,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "timed_pretrain.py"
 PHASES = ("begun", "imported", "met", "opened", "ready", "stepped")
 NAMES = {"begun": "start", "imported": "import", "met": "meet", "opened": "read", "ready": "build", "stepped": "step"}
 STEPS_AFTER = 4
-SAVE_EVERY = 200
+SAVE_EVERY = 50
 """Steps between two checkpoints where goodput is measured."""
 COLD = """
 import runpy, sys
