@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasparse.errors import HANG, LOST_PEER
-from megasparse.training.stopping.hosts_left import HostsLeft
+from megasparse.training.stopping.hosts_left import PERIOD, HostsLeft
 from megasparse.training.stopping.ranks_left import NodeLayout
 from megasparse.training.stopping.supervisor import POLL, SIGNAL_NAMES, RunOver, Supervisor, report
 
@@ -31,7 +31,7 @@ class HostSupervisor(Supervisor):
         heartbeats: Path,
     ):
         super().__init__(command, layout, checkpoints, restarts, sizes)
-        self.hosts = HostsLeft(heartbeats, layout, sizes, self._clock)
+        self.hosts, self._due_at = HostsLeft(heartbeats, layout, sizes, self._clock), 0.0
 
     def run(self) -> int:
         """Return the exit code, as `Supervisor.run` does."""
@@ -61,6 +61,10 @@ class HostSupervisor(Supervisor):
         self.hosts.look()
 
     def _due(self) -> bool:
+        now = self._clock()
+        if now < self._due_at:
+            return False
+        self._due_at = now + PERIOD  # a new checkpoint is looked for where hosts wait, on a disk that all share
         return self.hosts.due()
 
     def _announce(self) -> None:
