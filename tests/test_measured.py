@@ -70,6 +70,11 @@ def readme():
     nats = {name: statistics.mean(row["nats"] for row in rows if row["arm"] == name) for name in (*FULL_WINDOW, FACTS)}
     window, taught = (f"{nats[name] - nats['full']:.3f}"[1:] for name in ("192 window", FACTS))
     yield f"nats above full attention | {taught} | window, sinks {window} |"
+    killed = read("measured/recovery.json")
+    yield (
+        f"| kill −9 of a rank at random moments, {killed['kills']} times | {killed['differing_losses']} bits differ, "
+        f"{killed['lost_or_repeated_samples']} samples lost |"
+    )
     yield f"its file {quickstart['file_bits_per_dim']:.3f} "
     yield f"{read('measured/quickstart.json')['seconds'] / 60:.0f} minutes on two quiet cores"
 

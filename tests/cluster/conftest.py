@@ -41,6 +41,13 @@ def cluster_run(folder: Path, data: Path, **sections: dict[str, Any]) -> Run:
     return Run(folder, data, **(own | sections))
 
 
+def first_rank(host: Host) -> int:
+    """The one rank of a host in its first start: neither its supervisor nor in reserve."""
+    others = {*host.processes("supervise"), *host.processes("megasparse.runs.spare")}
+    (rank,) = set(host.processes("launch/pretrain.py", "--config")) - others
+    return rank
+
+
 @dataclass
 class TwoNodes:
     """Two hosts that know each other as node-a and node-b; everything is started on node-a."""

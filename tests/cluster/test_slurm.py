@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ENVIRONMENT, STEPS, cluster_run
+from tests.cluster.conftest import ENVIRONMENT, STEPS, cluster_run, first_rank
 from tests.helpers.faults import Run
 from tests.helpers.hosts import require
 from tests.helpers.slurm import Slurm
@@ -66,8 +66,7 @@ def test_requeued_preempted_and_out_of_time_it_goes_on_to_the_end(slurm, run, cl
 def test_a_killed_rank_is_restarted_without_the_queue(slurm, pair, run, clean):
     job = submit(slurm, run)
     wait_for_step(slurm, run, 20)
-    (rank,) = set(pair[1].processes("launch/pretrain.py", "--config")) - set(pair[1].processes("supervise"))
-    os.kill(rank, signal.SIGKILL)
+    os.kill(first_rank(pair[1]), signal.SIGKILL)
     state = slurm.wait_for(job, "COMPLETED", "FAILED")
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), said(run)
     assert run.losses() == clean.losses()

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from megasparse.errors import HANG
-from tests.cluster.conftest import NOBODY, STEPS, TwoNodes, cluster_run
-from tests.helpers.faults import Run, patience
+from tests.cluster.conftest import NOBODY, STEPS, TwoNodes, cluster_run, first_rank
+from tests.helpers.faults import LIMIT, Run, patience
 
 pytestmark = pytest.mark.cluster
 
@@ -104,8 +104,7 @@ def test_two_nodes_one_and_two_again_go_on_with_the_same_batch(two_nodes, run, c
 def test_supervisors_on_both_nodes_start_again_by_themselves(two_nodes, run, clean):
     two_nodes.supervise(run, "--restarts", "2")
     run.wait_for_step(25)
-    (rank,) = set(two_nodes.b.processes(*RANK)) - set(two_nodes.b.processes("supervise.py"))
-    os.kill(rank, signal.SIGKILL)
+    os.kill(first_rank(two_nodes.b), signal.SIGKILL)
     ended = run.wait()
     assert ended.code == 0, ended.said
     assert run.losses() == clean.losses()
@@ -145,7 +144,7 @@ def test_a_wrong_hostfile_ends_at_once(two_nodes, run, hostfile, said):
 )
 def test_what_is_out_of_reach_ends_in_time(two_nodes, run, hostfile, options, code):
     two_nodes.start(run, hostfile, *options)
-    ended = run.wait()
+    ended = run.wait(limit=50 + LIMIT)
     assert ended.code == code, ended.said
     assert "HANG: rank 0 on node-a waited 50 s for the 2 ranks to meet at 10.77.0." in ended.said
     assert not run.directory.exists()
