@@ -72,7 +72,7 @@ def readme():
     yield f"nats above full attention | {taught} | window, sinks {window} |"
     killed = read("measured/recovery.json")
     yield (
-        f"| kill −9 of a rank at random moments, {killed['kills']} times | {killed['differing_losses']} bits differ, "
+        f"| kill −9 at random moments, {killed['kills']} times | {killed['differing_losses']} bits differ, "
         f"{killed['lost_or_repeated_samples']} samples lost |"
     )
     yield f"its file {quickstart['file_bits_per_dim']:.3f} "
