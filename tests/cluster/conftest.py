@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.faults import SUPERVISE, Run, running
+from tests.helpers.faults import LIMIT, SUPERVISE, Run, running
 from tests.helpers.hosts import Host, hosts, require
 from tests.helpers.slurm import Slurm
 from tests.helpers.trained import prepared
@@ -117,7 +117,7 @@ def clean(tmp_path_factory, data):
     run = cluster_run(tmp_path_factory.mktemp("clean"), data)
     with running(run):
         run.start()
-        ended = run.wait()
+        ended = run.wait(limit=3 * LIMIT)
     assert ended.code == 0, ended.said
     assert sorted(run.losses()) == list(range(1, STEPS + 1))
     return run
