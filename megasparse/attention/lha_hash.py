@@ -56,7 +56,8 @@ class HashFunctions(nn.Module):
         for side, names in self.names.items():
             for number, shape in enumerate(shapes[kind]):
                 names.append(f"{side}_{'bias' if len(shape) == 1 else 'weight'}{number // 2 + 1}")
-                self.register_parameter(names[-1], nn.Parameter(torch.zeros(shape)))
+                made = torch.zeros(shape) if len(shape) == 1 else torch.empty(shape)
+                self.register_parameter(names[-1], nn.Parameter(made))
 
     def forward(self, job: Callable[[Weights, Weights], T], q: Tensor, context: AttentionContext) -> T:
         """`job` of the weights of H_Q and of H_K, which under ZeRO 3 are gathered only during a call."""

@@ -54,8 +54,7 @@ class RoutingAttention(BandAttention):
         self.shared_qk = spec.causal
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
         self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": True}
-        self.register_buffer("centroids", torch.empty(spec.heads, self.buckets, spec.head_dim))  # (H, N, D)
-        self.initialise(0, "")
+        self.register_buffer("centroids", torch.zeros(spec.heads, self.buckets, spec.head_dim))  # (H, N, D)
         self._sums: Tensor | None = None  # of this step's members: (H, N, D + 1) float64, their number last
         if config.window == "top_k" and spec.causal:
             self.leak = (

@@ -16,7 +16,7 @@ from megasparse.errors import ConfigError, HubError, UserError
 from megasparse.hub import require_transformers
 from megasparse.hub.importing import FIRST, write_checkpoint
 from megasparse.model.adapters import add_adapters
-from megasparse.model.build import build_model, empty_model
+from megasparse.model.build import deferred_model, empty_model, initial_weight
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights, persistent_buffers
 from megasparse.training.checkpoints.manifest import read_manifest
 from megasparse.training.checkpoints.uploads import newest_anywhere
@@ -109,18 +109,24 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
     weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
     new = [name for name in weights if name not in found]
     if new:
-        model = build_model(config.model, config.run.seed)
+        model = deferred_model(config.model, config.run.seed)
         weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
     if "embedding.weight" not in found:
         raise HubError(source, "has no embedding of tokens", "Give a pretrained decoder or encoder")
     readers: Readers = {
         name: partial(_pretrained, source, name, found[name], weight)
         if name in found
-        else partial(Tensor.detach, weight)
+        else partial(_initial, config, name, weight)
         for name, weight in weights.items()
     }
     write_checkpoint(config.model_copy(update={"lora": None}), readers, output)
     return new
+
+
+def _initial(config: Config, name: str, weight: Tensor) -> Tensor:
+    if not weight.is_meta:
+        return weight.detach()
+    return initial_weight(config.model, config.run.seed, name, weight.shape).view(weight.shape)
 
 
 def _pretrained(source: Path, name: str, read: Callable[[], Tensor], weight: Tensor) -> Tensor:

@@ -1,7 +1,12 @@
 """A model out of its configuration, with its initial weights."""
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from megasparse.config.parts import encoder_part
 from megasparse.config.schema import ModelConfig
@@ -39,29 +44,89 @@ def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float
     return model.to(dtype)
 
 
+def deferred_model(config: ModelConfig, seed: int) -> Model:
+    """The model of `build_model` with its matrices on the meta device, shapes without memory, and their values still to
+    come from `initial_weight` or a checkpoint. Vectors and buffers have theirs.
+    """
+    with _MatricesOnMeta():
+        model = empty_model(config)
+    _initialise_buffers(model, seed)
+    return model
+
+
 def initialise(module: nn.Module, config: ModelConfig, seed: int) -> None:
     """Gives a model, or any part of one, the initial weights that `build_model` describes."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if parameter.dim() < 2:
-                continue
-            generator = torch.Generator().manual_seed(derive(seed, "initial weights", name) >> 1)
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * _deviation(name, parameter, config))
+            if parameter.dim() >= 2:
+                parameter.copy_(initial_weight(config, seed, name, parameter.shape).view(parameter.shape))
+    _initialise_buffers(module, seed)
+
+
+def initial_weight(
+    config: ModelConfig, seed: int, name: str, shape: Sequence[int], start: int = 0, numel: int | None = None
+) -> Tensor:
+    """Elements [start, start + numel) of the flattened initial matrix `name`, by default all of them; fp32, on the CPU.
+
+    No more than these and a block of others are in memory.
+    """
+    total = math.prod(shape)
+    generator = torch.Generator().manual_seed(derive(seed, "initial weights", name) >> 1)
+    drawn = _normal(generator, total, start, total - start if numel is None else numel)
+    return drawn.mul_(_deviation(name, shape, config))
+
+
+BLOCK = 1 << 20
+"""Numbers (4 MB) that are drawn at a time."""
+
+
+def _normal(generator: torch.Generator, total: int, start: int, numel: int) -> Tensor:
+    """Elements [start, start + numel) of torch.randn(total).
+
+    On the CPU torch draws normal numbers in groups of 16, and the last 16 once more where the groups do not fill the
+    tensor (normal_fill, 2.13): blocks of whole groups, the last one of at least 16, are the same numbers.
+    """
+    found, end, first = torch.empty(numel), start + numel, 0
+    while first < end:
+        size = BLOCK if total - first >= BLOCK + 16 else total - first
+        block = torch.randn(size, generator=generator)
+        low, high = max(first, start), min(first + size, end)
+        if low < high:
+            found[low - start : high - start] = block[low - first : high - first]
+        first += size
+    return found
+
+
+def _initialise_buffers(module: nn.Module, seed: int) -> None:
     for name, part in module.named_modules():
         if (buffers := getattr(part, "initialise", None)) is not None:
             buffers(seed, name)
 
 
+class _MatricesOnMeta(TorchFunctionMode):
+    """Puts what torch.empty makes on the meta device, but for vectors. All weights that are drawn begin as that, and a
+    model's constructors compute with no other such tensor.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in (torch.empty, torch.empty_like):
+            made = function(*args, **{**kwargs, "device": "meta"})
+            if made.dim() >= 2:
+                return made
+        return function(*args, **kwargs)
+
+
 BERT_DEVIATION = 0.02
 
 
-def _deviation(name: str, parameter: Tensor, config: ModelConfig) -> float:
+def _deviation(name: str, shape: Sequence[int], config: ModelConfig) -> float:
     if config.source is not None and name.startswith("encoder."):
-        return _deviation(name.removeprefix("encoder."), parameter, encoder_part(config))
+        return _deviation(name.removeprefix("encoder."), shape, encoder_part(config))
     if config.style == "bert" and "mechanisms." not in name:
         return BERT_DEVIATION
     if name.startswith("embedding."):
         return 1.0
-    scale = parameter.shape[1] ** -0.5
+    scale = shape[1] ** -0.5
     branches = config.layers * (3 if config.source else 2)
     return scale * branches**-0.5 if name.endswith((".output.weight", ".down")) else scale

@@ -7,7 +7,7 @@ from typing import Any
 from megasparse.config.schema import Config
 from megasparse.evaluation.held_out import held_out
 from megasparse.hub.starting import adapted, require_base, resumed_from
-from megasparse.model.build import build_model
+from megasparse.model.build import deferred_model, initial_weight
 from megasparse.ops.random import RngContext
 from megasparse.planning.duration import warn_if_long
 from megasparse.planning.flops import known_flops_per_token
@@ -60,7 +60,7 @@ def pretrain(
         resume = resumed_from(config, start, ranks)
 
     def model() -> Any:
-        built: Any = build_model(config.model, config.run.seed) if config.lora is None else adapted(config)
+        built: Any = deferred_model(config.model, config.run.seed) if config.lora is None else adapted(config)
         if config.model.masking.whole_words:
             built.set_word_starts(data.tokenizer.word_starts())
         return built
@@ -73,6 +73,7 @@ def pretrain(
         RunIdentity(config, data.fingerprint, data.evaluation.tokenizer.model_dump()),
         make_rng=partial(RngContext, config.run.seed, training=True),
         build_model=model,
+        initial=partial(initial_weight, config.model, config.run.seed),
         open_data=lambda position, hooks: training_batches(config, data, ranks, position, hooks),
         build_evaluation=lambda engine, hooks: held_out(engine, data.evaluation, config, hooks),
         plan=lambda: planned_memory(config, ranks),

@@ -1,6 +1,6 @@
 """Build the optimizer of a run, and read and write its state as checkpoints keep it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,18 +11,24 @@ from megasparse.optimizers import OPTIMIZERS
 from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor
 
 
-def build_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig, partitioned: bool = False) -> Optimizer:
+def build_optimizer(
+    parameters: Iterable[Tensor], config: OptimizerConfig, partitioned: bool = False,
+    shapes: Iterable[Sequence[int]] | None = None,
+) -> Optimizer:  # fmt: skip
     """Build an optimizer over `parameters`. Matrices decay, vectors (norms, biases) do not.
 
-    partitioned: it will update vectors that hold pieces of them, as under ZeRO 1 to 3.
+    partitioned: it will update vectors that hold pieces of them, as under ZeRO 1 to 3. shapes: of the whole parameters,
+    where these are pieces already.
 
     Its learning rate is 0: the engine sets it before every step. An engine that steps once to create its state
     (as DeepSpeed does in some settings) thereby changes no weight.
     """
     parameters = list(parameters)
+    dims = [p.ndim for p in parameters] if shapes is None else [len(shape) for shape in shapes]
+    pairs = list(zip(parameters, dims, strict=True))
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p, dim in pairs if dim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p, dim in pairs if dim < 2], "weight_decay": 0.0},
     ]
     spec = OPTIMIZERS[config.name]
     build = spec.build_partitioned if partitioned else spec.build

@@ -22,6 +22,7 @@ from megasparse.training.checkpoints.run_lock import run_lock
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.build import build_engine
 from megasparse.training.engines.contract import Engine, MakeRng
+from megasparse.training.engines.weights import Initial
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.memory_shortage import Plan, PlannedMemory, is_out_of_memory, shortage
 from megasparse.training.reporting.monitor import Monitor
@@ -50,6 +51,8 @@ class Recipe:
     identity: RunIdentity
     make_rng: MakeRng
     build_model: Callable[[], nn.Module]
+    initial: Initial | None = field(kw_only=True, default=None)
+    """Initial values of what the model has on the meta device."""
     open_data: Callable[[int, RunHooks], Steps]
     """Opens this rank's steps from a global sample number on."""
     build_evaluation: Callable[[Engine, RunHooks], Evaluate | None] = no_evaluation
@@ -120,7 +123,9 @@ def open_training(
             step, position = (start.step, start.sequences) if start else (0, 0)
             model = recipe.build_model()
             batches = opened.enter_context(recipe.open_data(position, hooks))
-            engine = opened.enter_context(closing(build_engine(model, config, recipe.make_rng, ranks, start)))
+            engine = opened.enter_context(
+                closing(build_engine(model, config, recipe.make_rng, ranks, start, recipe.initial))
+            )
             evaluate = recipe.build_evaluation(engine, hooks)
             monitor = opened.enter_context(Monitor(config, ranks, step, *recipe.flops_per_token))
             saver = Saver(recipe.identity, ranks, hooks)

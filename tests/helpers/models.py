@@ -162,7 +162,9 @@ class Single:
     def __init__(self, name: str, causal: bool, dropout: float = 0.0, **changes: Any):
         self.kind, self.causal = kind_of(name), causal
         config = small(attention=named(name, dropout), kind="decoder" if causal else "encoder", **changes)
-        self.mechanism = build_mechanism(self.kind, config, heads=2)
+        self.mechanism: Any = build_mechanism(self.kind, config, heads=2)
+        if hasattr(self.mechanism, "initialise"):
+            self.mechanism.initialise(0, "")
         generator = torch.Generator().manual_seed(11)
         with torch.no_grad():
             for parameter in self.mechanism.parameters():

@@ -269,6 +269,14 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
         parameter.data.copy_(checkpoint.tensor("weight", name))
 
 
+def load_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Fill the persistent buffers of a module whose weights are yet to be read. Raises as `load_weights` does."""
+    buffers = persistent_buffers(module)
+    for name, tensor in _matched(module, checkpoint).items():
+        if name in buffers:
+            tensor.copy_(checkpoint.tensor("weight", name))
+
+
 def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.Module]) -> nn.Module:
     """Build the model of a configuration that came with a checkpoint on the meta device: shapes without memory.
 

@@ -1,30 +1,35 @@
 """The engine that a configuration asks for. Both kinds are imported here and only here, when they are needed."""
 
+from collections.abc import Callable
+
 from torch import nn
 
 from megasparse.config.schema import RunSettings
-from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights
+from megasparse.training.checkpoints.checkpoint import Checkpoint, load_buffers
 from megasparse.training.engines.contract import Engine, MakeRng
+from megasparse.training.engines.weights import Initial, Weights
 from megasparse.training.ranks import Ranks
 
 
 def build_engine(
-    model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks, checkpoint: Checkpoint | None = None
-) -> Engine:
+    model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks, checkpoint: Checkpoint | None = None,
+    initial: Initial | None = None,
+) -> Engine:  # fmt: skip
     """Build the engine that `config.run.engine` names, with `model`'s weights or with those of `checkpoint`.
 
+    initial: the values of what `model` has on the meta device.
     Raises ConfigError where the settings do not go together, CheckpointError where the checkpoint is of another model.
     """
-    model.to(ranks.device)
     if checkpoint is not None:
-        load_weights(model, checkpoint)  # before the engine makes its low-precision and partitioned copies
-    engine = _engine_class(config)(model, config, make_rng, ranks)
+        load_buffers(model, checkpoint)
+    weights = Weights(model, initial, checkpoint)
+    engine = _engine_class(config)(model, config, make_rng, ranks, weights)
     if checkpoint is not None:
         engine.load(checkpoint)
     return engine
 
 
-def _engine_class(config: RunSettings) -> type[Engine]:
+def _engine_class(config: RunSettings) -> Callable[[nn.Module, RunSettings, MakeRng, Ranks, Weights], Engine]:
     if config.run.engine == "torch":
         from megasparse.training.engines.plain import TorchEngine
 

@@ -22,6 +22,7 @@ from megasparse.optimizers.partitioned_adafactor import FACTORS, PartitionedAdaf
 from megasparse.training.checkpoints.checkpoint import MEMORY, Fragment, Storage
 from megasparse.training.checkpoints.swapping import SubGroup, Swap, swapped_sections
 from megasparse.training.engines.contract import Engine, MakeRng, whole_fragments
+from megasparse.training.engines.weights import Weights, move_buffers, put
 from megasparse.training.optimizer import build_optimizer, state_tensors
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.exposed import ExposedCommunication
@@ -30,7 +31,7 @@ from megasparse.training.reporting.exposed import ExposedCommunication
 class DeepSpeedEngine(Engine):
     """ZeRO stage 0 to 3 on any number of ranks, optimizer and weights on the device, in CPU memory or on a disk."""
 
-    def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
+    def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks, weights: Weights):
         super().__init__(model, config, make_rng, ranks)
         zero = config.deepspeed.get("zero_optimization", {})
         self._stage = int(zero.get("stage", 0))
@@ -39,14 +40,19 @@ class DeepSpeedEngine(Engine):
         self._check(config)
         self.replicated, self.whole_weights = self._stage == 0, self._stage < 3
         self._names = {id(p): name for name, p in self._trained.items()}
-        self.optimizer = build_optimizer(self._trained.values(), config.optimizer, partitioned=self._stage > 0)
-        groups = [list(group["params"]) for group in self.optimizer.param_groups]
-        if ranks.world_size > 1:
-            self._exposed = ExposedCommunication(ranks.device, self._trained.values(), self.optimizer)
         self._swap = Swap(zero, model, ranks)
         section = config.deepspeed | ({"zero_optimization": self._swap.section()} if zero else {})
         settings = _deepspeed_config(config, section, self._stage, ranks)
         with _lines_in(Path(config.run.directory)):
+            if self._stage < 3:
+                weights.fill(ranks.device)
+            else:
+                self._partition(weights, settings)
+            trained, shapes = self._trained.values(), self._shapes.values()
+            self.optimizer = build_optimizer(trained, config.optimizer, self._stage > 0, shapes)
+            groups = [list(group["params"]) for group in self.optimizer.param_groups]
+            if ranks.world_size > 1:
+                self._exposed = ExposedCommunication(ranks.device, trained, self.optimizer)
             self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
         self._swap.attach(self._engine.optimizer)
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
@@ -61,6 +67,33 @@ class DeepSpeedEngine(Engine):
             raise ConfigError("training.precision", problem, 'Use "bf16", or a GPU, or offload_param.device "cpu"')
         if swapped:
             _check_async_io(f"deepspeed.zero_optimization.{swapped[0]}.device")
+
+    def _partition(self, weights: Weights, settings: dict[str, Any]) -> None:
+        """Partition the model, one weight after another, as `deepspeed.initialize` would under ZeRO 3; it wants all of
+        them whole, on every rank, and broadcasts the first rank's. Here each rank reads its own piece.
+        """
+        deepspeed = import_deepspeed()
+        deepspeed.init_distributed()  # without it the settings are checked as if for one rank
+        init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=settings)
+        ranks = 1 if init.zero_param_process_group is not None else self.ranks.world_size  # a node's ranks keep more
+        weight: Any
+        for name, weight in weights.model.named_parameters():
+            size = -(-weight.numel() // ranks)
+            start = min(self.ranks.rank % ranks * size, weight.numel())
+            put(
+                weight,
+                self._around(weights.read(name, weight, start, min(size, weight.numel() - start)), weight, start),
+            )
+            init._convert_to_deepspeed_param(weight)
+            weight.partition()
+        move_buffers(weights.model, self.ranks.device)
+
+    def _around(self, piece: Tensor, weight: Tensor, start: int) -> Tensor:
+        """A weight on the device of which nothing is written but a piece, from the element `start` on."""
+        dtype = torch.bfloat16 if self._rounded else weight.dtype
+        whole = torch.empty(weight.shape, dtype=dtype, device=self.ranks.device)
+        whole.view(-1)[start : start + len(piece)] = piece
+        return whole
 
     def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megasparse.config.schema import RunSettings
 from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.engines.contract import Engine, MakeRng, whole_fragments
+from megasparse.training.engines.weights import Weights
 from megasparse.training.optimizer import build_optimizer
 from megasparse.training.ranks import Ranks
 
@@ -19,8 +20,9 @@ class TorchEngine(Engine):
 
     totals_before_backward = False
 
-    def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
+    def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks, weights: Weights):
         super().__init__(model, config, make_rng, ranks)
+        weights.fill(ranks.device)
         self._masters: dict[str, Tensor] = dict(self._trained)
         self._rounded = config.training.precision == "bf16"
         if self._rounded:
