@@ -47,6 +47,7 @@ COMMANDS = {
     "bench memory": "predicted memory of training steps, beside what they allocate",
     "bench fits": "decoders of 0.1B to 8B on one GPU: the longest sequences that the planner finds room for",
     "bench scaling": "plans on 1 to 512 GPUs: memory, seconds by part, traffic, cost; published steps beside them",
+    "bench build": "time and memory of building a model, as one rank of several",
     "bench offload": "what offloading to CPU memory or to a disk costs per step",
     "bench launches": "count a layer's or a step's launches and bytes on a GPU, without one",
     "bench decoder": "compare attentions inside a pretrained decoder",

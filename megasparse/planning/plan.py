@@ -17,7 +17,7 @@ from megasparse.errors import ConfigError
 from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
 from megasparse.planning.hardware import Hardware
 from megasparse.planning.pass_memory import PassMemory, Path
-from megasparse.planning.states import Memory, Zero, memory
+from megasparse.planning.states import Memory, Zero, building, memory
 from megasparse.planning.step_time import StepTime, Work, bytes_a_token, step_time
 from megasparse.planning.traffic import Cluster, Communication, Offload, communication, offload
 
@@ -95,11 +95,15 @@ class Plan:
 
     @property
     def starting(self) -> int:
-        """Bytes of a GPU before the first step, when it has the whole model: what is trained in fp32, what is frozen as
-        it stays. 0 of a measured path.
+        """Bytes of a GPU at the most before the first step. 0 of a measured path."""
+        return RESERVE + self.building()[0] if self.on.path == "counted" else 0
+
+    def building(self, on_gpu: bool = True) -> tuple[int, int]:
+        """Bytes of a GPU, without the reserve, and of a rank's CPU memory while its model is built. Frozen weights are
+        read whole before they are rounded.
         """
-        states = self.passes.states
-        return RESERVE + 4 * states.trained + states.size * states.frozen if self.on.path == "counted" else 0
+        device, host = building(self.passes.states, self.zero, self.on.gpus, on_gpu)
+        return device, max(host, 4 * self.passes.states.frozen)
 
     @property
     def fits(self) -> bool:

@@ -33,6 +33,7 @@ def as_json(plan: Plan, longest: Longest | None, changes: list[Hint]) -> dict[st
         "gpus": plan.on.gpus,
         "parameters": plan.passes.states.trained,
         "memory": {**vars(plan.memory), "path": plan.on.path, "trial_lengths": plan.passes.lengths},
+        "building": dict(zip(("device", "host"), plan.building(), strict=True)),
         "activations": plan.activations,
         "peak": plan.peak,
         "available": plan.on.available,
@@ -73,7 +74,9 @@ def lines(plan: Plan) -> list[str]:
             reported += [f"  {'while in ' + part:34} {gigabytes(size)}" for part, size in plan.activations.items()]
     limit = "" if on.available is None else f" of {gigabytes(on.available)}: {'fits' if plan.fits else 'DOES NOT FIT'}"
     if plan.starting > plan.peak:
-        reported.append(f"{'at the start, the whole model':36} {gigabytes(plan.starting)}")
+        reported.append(f"{'while the model is built':36} {gigabytes(plan.starting)}")
+    if on.path == "counted":
+        reported.append(f"{'CPU: while the model is built':36} {gigabytes(plan.building()[1])}")
     reported += [f"{'peak of a GPU' if on.path == 'counted' else 'peak':36} {gigabytes(plan.peak)}{limit}", ""]
     reported += [
         f"{'model FLOPs a step':36} {plan.model_flops:.3g}",

@@ -78,6 +78,28 @@ class Memory:
     nvme: dict[str, int] = field(default_factory=dict)
 
 
+def building(states: States, zero: Zero, ranks: int, on_gpu: bool = True) -> tuple[int, int]:
+    """The most bytes of a rank's device and of its share of CPU memory while its model and its engine are built.
+
+    Below ZeRO 3 the device gets each weight whole in fp32, read or drawn one at a time. Under it it gets this rank's
+    piece of it, and has one whole weight at a time, also where DeepSpeed gathers each once to put a hook on it. Then
+    DeepSpeed makes fp32 weights and gradients, but no moments; where it offloads them, gradients twice.
+    """
+    if zero.stage < 3:
+        return 4 * states.trained + states.size * states.frozen, 4 * states.largest
+    pieces = (states.trained + states.frozen) * states.size // ranks
+    masters = gradients = 4 * states.trained // ranks
+    device = states.size * (states.largest + zero.bucket)
+    host, read = 0, 4 * states.largest // ranks
+    if zero.weights == "none":
+        device += pieces
+        host = pieces if on_gpu else 0  # they are moved into one vector by way of the CPU
+    if zero.optimizer == "none":
+        device += masters + gradients
+    kept = (pieces if zero.weights == "cpu" else 0) + (masters + 2 * gradients if zero.optimizer == "cpu" else 0)
+    return device, max(kept, host + read)
+
+
 def memory(
     states: States, zero: Zero, ranks: int, *, passing: int, again: int, accumulated: bool, other: int = 0,
     on_gpu: bool = True,

@@ -37,7 +37,8 @@ def shortage(plan: Plan, host: int) -> tuple[bool, str] | None:
     """
     assert plan.on.available is not None
     needed = max(plan.peak, plan.starting)
-    pools = {"GPU memory": (needed, plan.on.available), "CPU memory": (sum(plan.memory.host.values()), host)}
+    on_cpu = max(sum(plan.memory.host.values()), plan.building()[1])
+    pools = {"GPU memory": (needed, plan.on.available), "CPU memory": (on_cpu, host)}
     name, (peak, free) = max(pools.items(), key=lambda pool: pool[1][0] / max(1, pool[1][1]))
     if peak <= free:
         return None
