@@ -54,6 +54,7 @@ ADAM_BUFFERS = 4
 ZERO_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "offload_optimizer.ratio": (1.0,),
     "offload_optimizer.super_offload": (False,),
+    "mics_shard_size": (-1,),  # weights are cut among all ranks
     "round_robin_gradients": (False,),  # DeepSpeed's own map from weights to their pieces is wrong under it
     "zenflow": (None,),
 }

@@ -80,19 +80,17 @@ class DeepSpeedEngine(Engine):
         for name, weight in weights.model.named_parameters():
             size = -(-weight.numel() // ranks)
             start = min(self.ranks.rank % ranks * size, weight.numel())
-            put(
-                weight,
-                self._around(weights.read(name, weight, start, min(size, weight.numel() - start)), weight, start),
-            )
+            put(weight, self._with_piece(weights, name, weight, start, min(size, weight.numel() - start)))
             init._convert_to_deepspeed_param(weight)
             weight.partition()
         move_buffers(weights.model, self.ranks.device)
 
-    def _around(self, piece: Tensor, weight: Tensor, start: int) -> Tensor:
-        """A weight on the device of which nothing is written but a piece, from the element `start` on."""
+    def _with_piece(self, weights: Weights, name: str, weight: Tensor, start: int, numel: int) -> Tensor:
+        """A weight of which nothing is written but the elements [start, start + numel), on the device."""
         dtype = torch.bfloat16 if self._rounded else weight.dtype
+        piece = weights.read(name, weight, start, numel)
         whole = torch.empty(weight.shape, dtype=dtype, device=self.ranks.device)
-        whole.view(-1)[start : start + len(piece)] = piece
+        whole.view(-1)[start : start + numel] = piece
         return whole
 
     def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
