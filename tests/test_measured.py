@@ -288,6 +288,25 @@ def scaling():
         yield f"| {step['name']} | {seconds} | {step['at_30_percent_mfu']:.3g} s |"
 
 
+def build():
+    found = read("measured/build.json")
+    largest = found["peak"] - found["held"]
+    for name, key in (
+        ("pieces of the weights, bf16", "pieces"),
+        ("held in the end", "held"),
+        ("peak, counted by the tensors that exist", "peak"),
+        ("peak, planned", "planned"),
+        ("peak, resident, less what the process had before", "resident"),
+    ):
+        yield f"| {name} | {found[key] / 1e9:.2f} GB |"
+    yield f"| largest weight, the head | {largest / 1e9:.2f} GB |"
+    yield f"| the whole model on the meta device | {found['meta_seconds']:.1f} s |"
+    yield f"| its pieces, and DeepSpeed's optimizer | {found['build_seconds']:.0f} s |"
+    yield f"{found['weights'] / 1e9:.2f} billion weights"
+    yield f"its bucket of {found['bucket'] / 1e9:.2f} GB"
+    yield f"Without the bucket {(found['peak'] - found['bucket']) / 1e9:.2f} GB"
+
+
 PARTED = [
     ("llama_8b_1m", "H100", 8, 8),
     ("llama_8b_1m", "A100", 8, 8),
@@ -311,6 +330,7 @@ PARTED = [
         ("experiments.md", experiments),
         ("results.md", results),
         ("scaling.md", scaling),
+        ("scaling.md", build),
     ],
 )
 def test_figures_are_those_of_the_measured_files(document, rows):
