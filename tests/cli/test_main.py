@@ -69,6 +69,7 @@ def test_every_door_leads_to_a_subcommand_and_is_short():
         "decompress",
         "convert teach",
         "bench decoder",
+        "bench build",
         "bench fits",
         "bench memory",
         "bench peers",
@@ -159,7 +160,7 @@ COMP_WORDS=({words} "{current}"); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _mega
     [
         ("", "pret", "pretrain"),
         ("", "ben", "bench"),
-        ("bench", "", "attention plot training memory fits scaling offload launches decoder peers kernels"),
+        ("bench", "", "attention plot training memory fits scaling build offload launches decoder peers kernels"),
         ("bench offload", "--nv", "--nvme-path"),
         ("pretrain", "quick", "quickstart"),
         ("finetune --dry-run", "finetune/glue_r", "finetune/glue_rte"),
@@ -183,7 +184,7 @@ def test_other_shells_have_scripts_with_the_same_words(completion, capsys):
     assert capsys.readouterr().out.endswith(completion)
     main(["completion", "fish"])
     fish = capsys.readouterr().out
-    assert "-a 'attention plot training memory fits scaling offload launches decoder peers kernels'" in fish
+    assert "-a 'attention plot training memory fits scaling build offload launches decoder peers kernels'" in fish
     assert "__fish_seen_subcommand_from pretrain" in fish
 
 

@@ -139,7 +139,7 @@ def watch_model(faults: Faults) -> None:
     from megasparse.runs import pretraining
 
     samples = (faults.folder / f"samples-{faults.rank}.txt").open("a")
-    build_model = build.build_model
+    deferred_model = build.deferred_model
 
     def before(module: Any, arguments: tuple[Any, ...]) -> None:
         tokens, rng = arguments[:2]
@@ -154,12 +154,12 @@ def watch_model(faults: Faults) -> None:
 
     def build_and_watch(*arguments: Any) -> Any:
         faults.happen("build")
-        model = faults.model = build_model(*arguments)
+        model = faults.model = deferred_model(*arguments)
         model.register_forward_pre_hook(before)
         return model
 
     for holder in (build, pretraining):  # the latter may have been imported before, by a rank in reserve
-        holder.build_model = build_and_watch  # type: ignore[attr-defined]
+        holder.deferred_model = build_and_watch  # type: ignore[attr-defined]
 
 
 def watch_data(faults: Faults) -> None:
