@@ -21,7 +21,7 @@ class HeadProjection(nn.Module):
 
     def forward(self, x: Tensor, part: SequencePart, exactly: bool = False) -> list[Tensor]:
         """Project heads x (B, H, L, D), those that are here, to (B, L, d) of each group; see `exact_projection`."""
-        weights = part.own(self.weight, 0).chunk(self.groups // part.size)
+        weights = part.own(self.weight, 0).chunk(self.groups // part.shares)
         grouped = [heads.transpose(1, 2).flatten(2) for heads in x.split(self.width_in // x.shape[3], dim=1)]
         project = exact_projection if exactly else _project
         return [project(own, weight) for own, weight in zip(grouped, weights, strict=True)]

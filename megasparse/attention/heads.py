@@ -77,7 +77,7 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.heads, self.head_dim = config.heads, head_dim(config)
+        self.heads, self.head_dim, self.groups = config.heads, head_dim(config), config.attention.head_groups
         self.causal, self.group = config.kind != "encoder", config.heads // (config.key_heads or config.heads)
         self.rotary = Rotary(config.positions, self.head_dim) if config.positions.kind == "rotary" else None
         self.split = heads_of_layer(config, layer)
@@ -133,14 +133,18 @@ class AttentionLayer(nn.Module):
         k = q[:, :0] if self.key is None else split_heads(self.key(x), self.head_dim)
         if self.query_norm is not None:
             q, k = self.query_norm(q), k if self.key_norm is None else self.key_norm(k)
-        if self.rotary is not None:
-            q, k = self.rotary(q, first_position), self.rotary(k, first_position)
-        if self.group > 1:
-            k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))
+        q, k, v = self.placed(q, k, v, first_position)
         mechanisms = {kind: self.mechanism(kind) for kind in self.split}
         yield from split_heads_by_mechanism(
             mechanisms, self.split, (q, k, v), padding, self.causal, context, first_position
         )
+
+    def placed(self, q: Tensor, k: Tensor, v: Tensor, first_position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and keys and values (B, H or fewer, L, D), in their positions and as many as queries, or none."""
+        if self.rotary is not None:
+            q, k = self.rotary(q, first_position), self.rotary(k, first_position)
+        times = q.shape[1] // v.shape[1]
+        return (q, k, v) if times == 1 else (q, k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1))
 
     def _merge(self, outs: list[Tensor]) -> Tensor:
         return self.output(merge_heads(outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)))

@@ -1,5 +1,7 @@
 """Layer normalisation, or RMS normalisation."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -19,4 +21,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Normalise x (..., E). dtype: of the result, by default that of x."""
-        return layer_norm(x, self.weight, self.bias, self.eps, dtype)
+        return self.by(dict(self.named_parameters()), x, dtype)
+
+    def by(self, weights: Mapping[str, Tensor], x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """`forward` with such weights, by their names."""
+        return layer_norm(x, weights["weight"], weights.get("bias"), self.eps, dtype)

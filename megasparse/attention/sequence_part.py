@@ -26,6 +26,9 @@ class SequencePart:
     """The ranks that share the sequences, in the order of their ranks."""
     rank: int = 0
     size: int = 1
+    groups: int = 1
+    """Groups of heads that attend one after another, of which the heads that are here are the one with this number."""
+    number: int = 0
 
     @staticmethod
     def of(group: torch.distributed.ProcessGroup | None) -> "SequencePart":
@@ -33,12 +36,17 @@ class SequencePart:
             return WHOLE
         return SequencePart(group, torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
 
+    @property
+    def shares(self) -> int:
+        """The number of parts that a mechanism's heads are in."""
+        return self.groups * self.size
+
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's S-th of what all have whole: of tokens or of heads."""
-        if self.size == 1:
+        """This rank's S-th of what all have whole: of tokens or of heads; of heads in groups, of this group's."""
+        if self.shares == 1:
             return x
-        width = x.shape[dim] // self.size
-        return x.narrow(dim, self.rank * width, width)
+        width = x.shape[dim] // self.shares
+        return x.narrow(dim, (self.number * self.size + self.rank) * width, width)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The tensors x of all ranks one after another along `dim`, on every rank."""

@@ -57,7 +57,9 @@ def _plan(config: Config, gpu: Hardware, gpus: int, sequence: int, known: Plan |
     """The plan, with tiles as large as configured. known: one of as many ranks a sequence, whose counts hold."""
     model, before = config.model, config.parallel.sequence
     tiles = {key: max(1, getattr(model, key) * before // sequence) for key in ("feed_forward_tiles", "loss_tiles")}
-    config = with_changes(with_changes(config, "model", **tiles), "parallel", sequence=sequence)
+    groups = max(1, model.attention.head_groups * before // sequence)  # a rank attends to as many heads at a time
+    attention = model.attention.model_copy(update={"head_groups": groups})
+    config = with_changes(with_changes(config, "model", attention=attention, **tiles), "parallel", sequence=sequence)
     config = with_changes(config, "training", global_batch=config.training.micro_batch * gpus // sequence)
     plan = Plan(config, Assumptions(gpu, gpus, NODE, gpu.memory), None if known is None else known.passes)
     if known is not None:

@@ -376,13 +376,13 @@ class AttentionConfig(Section):
     kind, or the number of heads of each of several kinds, such as {"local": 4, "lha": 4}, in whatever order."""
     full_below: Positive | None = None
     """In a model whose max_length is below this, full attention takes the place of `lsh` and `smyrf`, on the same
-    weights. null never. It changes the function, so neither the machine nor a batch's length has a say in it;
-    megasparse bench attention --write-crossover measures from which length on hashing is faster, and writes it here."""
+    weights. null never. bench attention --write-crossover writes the length from which on hashing is faster."""
     dropout: Rate = 0.0
-    """Dropout of attention probabilities, after the softmax, each pair of query and key by itself. It is computed by
-    blocks, on a GPU too, where that is slower than the kernels."""
+    """Dropout of attention probabilities, after the softmax. It is computed by blocks: slower than a GPU's kernels."""
     output_dropout: Rate | None = None
     """Dropout of the output of attention, before it is added to the residual stream; null takes `model.dropout`."""
+    head_groups: Positive = 1
+    """Groups of each mechanism's heads, which attend one after another, backward included; the same losses."""
     full: FullAttentionConfig = FullAttentionConfig()
     local: LocalAttentionConfig = LocalAttentionConfig()
     lsh: LSHAttentionConfig = LSHAttentionConfig()

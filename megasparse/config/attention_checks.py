@@ -49,6 +49,36 @@ def check_heads(model: ModelConfig) -> None:
                 )
 
 
+def check_head_groups(model: ModelConfig) -> None:
+    """Raise ConfigError where `attention.head_groups` does not divide the heads of a mechanism, or what they share."""
+    groups, shared = model.attention.head_groups, model.heads // (model.key_heads or model.heads)
+    if groups == 1:
+        return
+    key = "model.attention.head_groups"
+    for layer in range(len(model.attention.pattern)):
+        for kind, heads in heads_of_layer(model, layer).items():
+            if (joined := _joined(model, kind)) is not None:
+                problem = f"{groups} groups, but the heads of {show(kind)} are not independent: {joined}"
+                raise ConfigError(key, problem, "Set it to 1, or choose another mechanism")
+            together = model.attention.smart_bird.sketch_heads if kind == "smart_bird" else 1
+            if heads // together % groups:
+                problem = f"{groups} groups cannot share out the {heads} heads of {show(kind)} in layer {layer}"
+                raise ConfigError(key, problem, "Set it to a divisor of the heads (or sketches) of every mechanism")
+            own = heads // groups
+            if own % shared and shared % own:
+                problem = f"groups of {own} heads divide the {shared} heads that share keys by model.key_heads"
+                raise ConfigError(key, problem, f"Make them a divisor or a multiple of {shared}")
+
+
+def _joined(model: ModelConfig, kind: str) -> str | None:
+    """What all heads of a layer share that no group of them can compute by itself; None where there is nothing."""
+    if kind == "smart_bird" and model.attention.smart_bird.sketch != "heads":
+        return 'all have one sketch, unless sketch = "heads"'
+    if kind == "lha" and model.attention.lha.project_positions:
+        return "project_positions projects to all of them"
+    return None
+
+
 def check_pretraining(model: ModelConfig) -> None:
     """Raise ConfigError for the first mechanism that does not fit pretraining; fine-tuning has rules of its own."""
     for kind in kinds(model):

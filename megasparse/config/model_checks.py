@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megasparse.config.attention_checks import check_attention, check_heads
+from megasparse.config.attention_checks import check_attention, check_head_groups, check_heads
 from megasparse.config.messages import show
 from megasparse.config.parts import decoder_part, encoder_part
 from megasparse.config.pattern import heads_of_layer, kinds
@@ -93,6 +93,7 @@ def _check_model(model: ModelConfig) -> None:
         )
     check_heads(model)
     _check_key_heads(model)
+    check_head_groups(model)
 
 
 def _check_style(model: ModelConfig) -> None:

@@ -25,12 +25,14 @@ def check_parallel(config: Config) -> None:
         nearest = max(1, round(length / size)) * size
         problem = f"{length} tokens do not divide among parallel.sequence = {size} ranks"
         raise ConfigError("data.sequence_length", problem, f"Set it to {nearest}, or parallel.sequence to a divisor")
+    groups = model.attention.head_groups
     for layer in range(min(model.layers, len(model.attention.pattern))):
         for kind, heads in heads_of_layer(model, layer).items():
             shared = model.attention.smart_bird.sketch_heads if kind == "smart_bird" else 1
-            if heads // shared % size:
+            if heads // shared // groups % size:
+                where = f"layer {layer}" + (f", in {groups} model.attention.head_groups" if groups > 1 else "")
                 raise ConfigError(
                     "parallel.sequence",
-                    f"{size} ranks cannot share out the {heads} heads of {show(kind)} in layer {layer}",
+                    f"{size} ranks cannot share out the {heads} heads of {show(kind)} in {where}",
                     "Set it to a divisor of the heads (or sketches) of every mechanism, or change the pattern",
                 )

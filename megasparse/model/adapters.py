@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megasparse.attention.contract import Attention
+from megasparse.attention.heads import AttentionLayer
 from megasparse.config.lora import LoRAConfig
 from megasparse.config.messages import show
 from megasparse.errors import ConfigError, UserError, did_you_mean
@@ -41,6 +42,9 @@ def add_adapters(
         raise ConfigError("lora.dropout", problem, "Set it to 0")
     targets = _targets(model, config.targets, kinds)
     alpha: Any = config.alpha  # peft's annotation says int, and it divides it by the rank
+    if any(isinstance(module, AttentionLayer) and module.groups > 1 for module in model.modules()):
+        problem = "attention in groups reads pieces of its weights, and adapters have none of them"
+        raise ConfigError("model.attention.head_groups", problem, "Set it to 1, or leave lora out")
     settings = LoraConfig(
         r=config.rank, lora_alpha=alpha, lora_dropout=config.dropout, target_modules=targets, bias="none"
     )

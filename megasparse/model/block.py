@@ -5,10 +5,11 @@ Streams and norms are fp32. A branch computes in the dtype of its weights, and i
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, RecomputeCache, Targets
@@ -17,6 +18,8 @@ from megasparse.attention.heads import AttentionLayer, Padding
 from megasparse.attention.norm import Norm
 from megasparse.config.schema import ModelConfig
 from megasparse.model.feed_forward import FeedForward
+from megasparse.model.head_groups import attend_in_groups, rewrite_in_groups
+from megasparse.model.in_place import Place, Tiles, cut, handed_over, in_tiles, inside, recomputed
 from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.fixed_point import to_fixed_point
 from megasparse.ops.random import RngContext, add_dropout, dropout
@@ -42,8 +45,6 @@ class Pass:
     """What AttentionContext.tokens says."""
     statistics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """Statistics by name, and by the layers that have them."""
-    gradient: Tensor | None = None
-    """In a reversible backward: the gradient of the output of the branch that is being recomputed."""
     recompute: defaultdict[tuple[str, int], RecomputeCache] = field(default_factory=lambda: defaultdict(RecomputeCache))
 
     def replay(self) -> "Pass":
@@ -52,23 +53,65 @@ class Pass:
             cache.replay()
         return replace(self, statistics={})
 
+    def anew(self) -> "Pass":
+        """A pass of its own, which has decided nothing."""
+        return replace(self, statistics={}, recompute=defaultdict(RecomputeCache))
+
 
 class Branch(nn.Module):
     """A part of a layer, added to a stream after dropout, and its norm: before it (pre-norm), or after (style bert)."""
 
     purpose: str
     """What the draws of its dropout are for."""
+    gathered_at_once: bool = False
+    """Whether its call uses all of its weights, those of its parts too: ZeRO 3 is to gather them for it."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.layer, self.rate, self.post_norm = layer, config.dropout, config.style == "bert"
-        self.bits = config.residual_bits
+        self.bits, self.tiles = config.residual_bits, config.feed_forward_tiles
         self.norm = Norm(config)
 
     def read(self, stream: Tensor) -> Tensor:
         """The branch's input from a stream, in the dtype of its weights."""
         dtype = self.norm.weight.dtype
         return stream.to(dtype) if self.post_norm else self.norm(stream, dtype)
+
+    def read_by(self, weights: Mapping[str, Tensor], stream: Tensor) -> Tensor:
+        """`read` with the branch's weights by name."""
+        dtype = self.norm.weight.dtype
+        return stream.to(dtype) if self.post_norm else self.norm.by(inside("norm", weights), stream, dtype)
+
+    def rewrite(self, compute: Compute, place: Place, run: Pass) -> Tensor | None:
+        """The branch in place: in the forward it writes a stream and returns its auxiliary loss; in the backward it
+        takes its output off again, adds to a gradient, and gives its weights theirs.
+        """
+        if place.d_written is None:
+            out, auxiliary = compute(place.read)
+        else:
+            out, auxiliary = recomputed(compute, place, self.gradient(place.d_written, run.rng)), None
+        tiles = Tiles(self, place, run.rng)
+        for number, piece in enumerate(cut(out, self.tiles)):
+            tiles.write(number, piece)
+        return auxiliary
+
+    def rewrite_by_call(self, place: Place, run: Pass) -> Tensor | None:
+        """`rewrite` of a branch whose call does it, with all of its weights at once."""
+        if place.d_read is None:
+            auxiliary: Tensor | None = self(place.read, run, place=place)
+            return auxiliary
+        with torch.enable_grad():
+            done = self(place.read.new_zeros(()).requires_grad_(), run, place=place)
+        if done.requires_grad:
+            done.backward()
+        return None
+
+    def write(self, stream: Tensor, out: Tensor, rng: RngContext, sign: int, rows: Tensor) -> None:
+        """`plus` in place, of a tile."""
+        if self.bits is None and not self._drops(rng):
+            stream.add_(out, alpha=sign)
+        else:
+            stream.copy_(self.plus(stream, out, rng, sign, rows))
 
     def add(self, streams: Streams, out: Tensor, rng: RngContext) -> Streams:
         """The streams after the branch, whose output is out: (B, L, E). Of two it reads the last; they swap."""
@@ -77,12 +120,13 @@ class Branch(nn.Module):
         x = self.plus(streams[0], out, rng)
         return (self.norm(x) if self.post_norm else x,)
 
-    def plus(self, stream: Tensor, out: Tensor, rng: RngContext, sign: int = 1) -> Tensor:
+    def plus(self, stream: Tensor, out: Tensor, rng: RngContext, sign: int = 1, rows: Tensor | None = None) -> Tensor:
         """Return stream + sign·dropout(out) in the stream's dtype, fp32 or wider; in fixed point to the bit what it
-        was before, where the sign is the other one.
+        was before, where the sign is the other one. rows: of a tile, see `RngContext.rows`.
         """
         if self._drops(rng):
-            rows, key = rng.rows(out.shape[1], out.device), rng.key(self.layer, self.purpose)
+            rows = rng.rows(out.shape[1], out.device) if rows is None else rows
+            key = rng.key(self.layer, self.purpose)
             if self.bits is None:
                 return add_dropout(stream, out, self.rate, key, rows, sign)
             out = dropout(out, self.rate, key, rows, stream.dtype)
@@ -91,13 +135,13 @@ class Branch(nn.Module):
             out = to_fixed_point(out, self.bits)
         return stream + out if sign == 1 else stream - out
 
-    def gradient(self, grad: Tensor, rng: RngContext) -> Tensor:
+    def gradient(self, grad: Tensor, rng: RngContext, rows: Tensor | None = None) -> Tensor:
         """The gradient of the branch's output. grad: that of what it adds. Dropout, being linear, is its own."""
         dtype = self.norm.weight.dtype
         if not self._drops(rng):
             return grad.to(dtype)
         key = rng.key(self.layer, self.purpose)
-        return dropout(grad, self.rate, key, rng.rows(grad.shape[1], grad.device), dtype)
+        return dropout(grad, self.rate, key, rng.rows(grad.shape[1], grad.device) if rows is None else rows, dtype)
 
     def _drops(self, rng: RngContext) -> bool:
         return rng.training and self.rate > 0.0
@@ -115,19 +159,45 @@ class AttentionBranch(Branch):
         super().__init__(config, layer)
         self.rate = _output_rate(config)
         self.attention = AttentionLayer(config, layer)
+        self.gathered_at_once = self.attention.groups > 1
 
-    def forward(self, x: Tensor, run: Pass, cache: Any = None) -> tuple[Tensor, Tensor | None]:
-        """Run the residual branch. x: (B, L, E). Returns its output and the auxiliary loss."""
+    def forward(
+        self, x: Tensor, run: Pass, cache: Any = None, place: Place | None = None, position: int | None = None
+    ) -> Any:
+        """Run the residual branch. x: (B, L, E). Returns its output and the auxiliary loss. place: see
+        `Branch.rewrite_by_call`, in groups of heads. position: of the one new token to decode.
+        """
+        if position is not None:
+            context = AttentionContext(self.layer, run.rng, tokens=run.tokens)
+            return at_least_fp32(self.attention.decode(self.read(x), cache, position, context))
+        if place is not None:
+            found, statistics = rewrite_in_groups(self, place, run)
+            self.note(run, statistics)
+            return found if place.d_read is None else handed_over(found, x)
+        if self.attention.groups > 1 and cache is None:
+            return attend_in_groups(self, x, run)
         decisions = run.recompute["attention", self.layer]
         context = AttentionContext(self.layer, run.rng, recompute=decisions, targets=run.targets, tokens=run.tokens)
         output = self.attention(self.read(x), context, run.padding, cache=cache)
-        for name, value in output.statistics.items():
-            run.statistics.setdefault(f"attention/{name}", {})[self.layer] = value
+        self.note(run, output.statistics)
         return output.out, output.auxiliary_loss
 
+    def rewrite(self, compute: Compute, place: Place, run: Pass) -> Tensor | None:
+        return super().rewrite(compute, place, run) if self.attention.groups == 1 else self.rewrite_by_call(place, run)
+
+    def note(self, run: Pass, statistics: Mapping[str, Tensor]) -> None:
+        """Adds this layer's statistics to a pass."""
+        for name, value in statistics.items():
+            run.statistics.setdefault(f"attention/{name}", {})[self.layer] = value
+
+    def group_weights(self) -> dict[str, nn.Parameter]:
+        """The weights that attention in groups reads, by name."""
+        norm_after = self.post_norm  # which the sum of stream and branch goes through
+        return {n: w for n, w in self.named_parameters() if not (norm_after and n.startswith("norm."))}
+
     def decode(self, x: Tensor, cache: Any, position: int, rng: RngContext, tokens: Tensor) -> Tensor:
-        context = AttentionContext(self.layer, rng, tokens=tokens)
-        return at_least_fp32(self.attention.decode(self.read(x), cache, position, context))
+        found: Tensor = self(x, Pass(rng, Padding(), tokens=tokens), cache, position=position)
+        return found
 
 
 class CrossAttentionBranch(Branch):
@@ -155,9 +225,21 @@ class FeedForwardBranch(Branch):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
         self.feed_forward = FeedForward(config, layer)
+        self.gathered_at_once = config.blocks == "reversible"
 
-    def forward(self, x: Tensor, run: Pass) -> Tensor:
-        return self.feed_forward(self.read(x), run.rng, run.gradient)
+    def forward(self, x: Tensor, run: Pass, place: Place | None = None) -> Tensor | None:
+        """Run the residual branch on a stream x, or, tile by tile, in place; see `Branch.rewrite_by_call`."""
+        if place is None:
+            return self.feed_forward(self.read(x), run.rng)
+
+        def tile(x: Tensor, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+            return self.feed_forward.of_tile(self.read_by(weights, x), rows, run.rng, inside("feed_forward", weights))
+
+        sums = in_tiles(self, tile, place, run.rng)
+        return None if sums is None else handed_over(sums, x)
+
+    def rewrite(self, compute: Compute, place: Place, run: Pass) -> Tensor | None:
+        return self.rewrite_by_call(place, run)
 
 
 class Block(nn.Module):

@@ -1,6 +1,6 @@
 """The position-wise feed-forward, in tiles, backward included. B batch, L length, E d_model, F d_ff."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -39,23 +39,24 @@ class FeedForward(nn.Module):
         self.gate = nn.Parameter(torch.empty(config.d_ff, config.d_model)) if gated else None
         self.gate_bias = nn.Parameter(torch.zeros(config.d_ff)) if gated and config.feed_forward_biases else None
 
-    def forward(self, x: Tensor, rng: RngContext, gradient: Tensor | None = None) -> Tensor:
-        """Run the feed-forward. x: (B, L, E). gradient: that of the result, where it is known before (`tiled`)."""
-        rate = self.rate if rng.training else 0.0
-        key = rng.key(self.layer, "feed-forward hidden dropout")
-
+    def forward(self, x: Tensor, rng: RngContext) -> Tensor:
+        """Run the feed-forward. x: (B, L, E)."""
         weights = dict(self.named_parameters(recurse=False))
 
         def tile(x: Tensor, rows: Tensor, *given: Tensor) -> Tensor:
-            w = dict(zip(weights, given, strict=True))
-            hidden = F.linear(x, w["up"], w.get("up_bias"))
-            if "gate" in w:
-                hidden = dropout(self.activation(F.linear(x, w["gate"], w.get("gate_bias"))) * hidden, rate, key, rows)
-            elif self.activation is F.relu:
-                hidden = relu_dropout(hidden, rate, key, rows)
-            else:
-                hidden = dropout(self.activation(hidden), rate, key, rows)
-            return F.linear(hidden, w["down"], w.get("down_bias"))
+            return self.of_tile(x, rows, rng, dict(zip(weights, given, strict=True)))
 
-        rows = rng.rows(x.shape[1], x.device)
-        return tiled(tile, (x, rows), list(weights.values()), self.tiles, gradient)
+        return tiled(tile, (x, rng.rows(x.shape[1], x.device)), list(weights.values()), self.tiles)
+
+    def of_tile(self, x: Tensor, rows: Tensor, rng: RngContext, w: Mapping[str, Tensor]) -> Tensor:
+        """The feed-forward of a tile (B, T, E) with weights w. rows: (B, T), see `RngContext.rows`."""
+        rate = self.rate if rng.training else 0.0
+        key = rng.key(self.layer, "feed-forward hidden dropout")
+        hidden = F.linear(x, w["up"], w.get("up_bias"))
+        if "gate" in w:
+            hidden = dropout(self.activation(F.linear(x, w["gate"], w.get("gate_bias"))) * hidden, rate, key, rows)
+        elif self.activation is F.relu:
+            hidden = relu_dropout(hidden, rate, key, rows)
+        else:
+            hidden = dropout(self.activation(hidden), rate, key, rows)
+        return F.linear(hidden, w["down"], w.get("down_bias"))

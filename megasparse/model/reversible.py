@@ -6,19 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasparse.model.block import Block, Compute, Pass, Streams
+from megasparse.model.block import Block, Pass, Streams
+from megasparse.model.in_place import Place, owned
 from megasparse.ops.autocast import Function
 
 
-def reversible(blocks: Sequence[Block], streams: Streams, source: Tensor | None, run: Pass) -> tuple[Streams, Tensor]:
+def reversible(
+    blocks: Sequence[Block], streams: Streams, source: Tensor | None, run: Pass, given_away: bool = False
+) -> tuple[Streams, Tensor]:
     """Runs reversible blocks, keeping only the last output. Returns the streams and the sum of auxiliary losses.
 
     source: (B, S, E), what the blocks' cross-attention sees. Backward, from the last branch to the first (Reformer Eq.
     8, where the streams change places after each branch): X1 = Y2 − Branch(Y1), X2 = Y1, each branch run once more for
     its value and its gradients. The source's gradients are summed over the blocks and handed on as one. Auxiliary
     losses are outputs, so what only they train is trained.
+    given_away: the backward may overwrite the returned streams and their gradients, which it copies otherwise. Nobody
+    may read the streams after that, and nothing but one reader may have made the gradients.
     """
-    first, second, auxiliary = _Reversible.apply(*streams, source, blocks, run)
+    first, second, auxiliary = _Reversible.apply(*streams, source, blocks, run, given_away)
     return (first, second), auxiliary
 
 
@@ -28,10 +33,10 @@ class _Reversible(Function):
     @staticmethod
     @torch._disable_dynamo(recursive=False)  # torch.compiler.disable imports the compiler at once
     def forward(
-        ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass
+        ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass, given_away: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         first, second, total = _forward(blocks, run, source, x1, x2)
-        ctx.blocks, ctx.run = blocks, run
+        ctx.blocks, ctx.run, ctx.given_away, ctx.one = blocks, run, given_away, x1 is x2
         ctx.save_for_backward(first, second, source)
         return first, second, total
 
@@ -40,38 +45,30 @@ class _Reversible(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d1, d2, d_auxiliary = grads
         y1, y2, source = ctx.saved_tensors
+        d1, d2 = owned([d1, d2]) if ctx.given_away else (d1.clone(), d2.clone())
+        if not ctx.given_away:
+            y1, y2 = y1.clone(), y2.clone()
         if source is not None:
             source = source.detach().requires_grad_()
         replay = ctx.run.replay()
         for block in reversed(ctx.blocks):
             for branch, compute in reversed(block.branches(replay, None, source)):
-                replay.gradient = branch.gradient(d2, replay.rng)
-                out, gradient = _again(compute, y1, replay.gradient, d_auxiliary)
-                y1, y2 = branch.plus(y2, out, replay.rng, sign=-1), y1
-                d1, d2 = d2, d1 + gradient
-        return d1, d2, None if source is None else source.grad, None, None
+                branch.rewrite(compute, Place(y1, y2, d1, d2, d_auxiliary), replay)
+                y1, y2, d1, d2 = y2, y1, d2, d1
+        if ctx.one:  # both streams are the embedding: their gradients are summed in place
+            d1, d2 = d1.add_(d2), None  # type: ignore[assignment]
+        return d1, d2, None if source is None else source.grad, None, None, None
 
 
 def _forward(
-    blocks: Sequence[Block], run: Pass, source: Tensor | None, *streams: Tensor
+    blocks: Sequence[Block], run: Pass, source: Tensor | None, first: Tensor, second: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    total = torch.zeros((), device=streams[0].device)
+    total = torch.zeros((), device=first.device)
+    first, second = first.clone(), second.clone()
     for block in blocks:
-        auxiliary, *streams = block(run, None, source, *streams)  # type: ignore[assignment]
-        if auxiliary is not None:
-            total = total + auxiliary
-    first, second = streams
+        for branch, compute in block.branches(run, None, source):
+            auxiliary = branch.rewrite(compute, Place(second, first), run)
+            first, second = second, first
+            if auxiliary is not None:
+                total = total + auxiliary
     return first, second, total
-
-
-def _again(compute: Compute, x: Tensor, *grads: Tensor) -> tuple[Tensor, Tensor]:
-    """A branch's output for x, and the gradient of x; weights and source accumulate theirs.
-
-    grads: gradients of its output and of its auxiliary loss.
-    """
-    x = x.detach().requires_grad_()
-    with torch.enable_grad():
-        outputs = [y for y in compute(x) if y is not None]
-    torch.autograd.backward(outputs, [grad.to(y.dtype) for y, grad in zip(outputs, grads, strict=False)])
-    assert x.grad is not None
-    return outputs[0].detach(), x.grad

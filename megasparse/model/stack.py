@@ -93,19 +93,20 @@ class Stack(nn.Module):
         targets: Targets | None = None,
         caches: Sequence[Any] | None = None,
         source: Source | None = None,
+        given_away: bool = False,
     ) -> tuple[Streams, Tensor, dict[str, Tensor]]:
         """The streams that the head reads, the sum of auxiliary losses, and the layers' statistics, see
         `average_over_layers`.
 
         read: what the embedding reads, from position rng.first on. targets: for the mechanisms, in training. caches:
         empty ones, one a layer, which take in the whole sequence. source: what an encoder–decoder's cross-attention
-        reads; caches have it already.
+        reads; caches have it already. given_away: see `reversible`.
         """
         known = self._known(read, rng.first, padding.part)
         run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, known)
         states = None if source is None else source.states
         entered = self._enter(read, rng.first, rng)
-        streams, auxiliary = self._stack(entered, states, run, caches)
+        streams, auxiliary = self._stack(entered, states, run, caches, given_away)
         return self._leave(streams, entered), auxiliary, average_over_layers(run.statistics, self.config.layers)
 
     def mechanisms(self) -> Iterator[tuple[int, Attention]]:
@@ -134,10 +135,10 @@ class Stack(nn.Module):
         return (streams[0], streams[1] - entered[1]) if self.config.embedding_once else streams
 
     def _stack(
-        self, streams: Streams, source: Tensor | None, run: Pass, caches: Sequence[Any] | None
+        self, streams: Streams, source: Tensor | None, run: Pass, caches: Sequence[Any] | None, given_away: bool
     ) -> tuple[Streams, Tensor]:
         if self.config.activations == "reversible" and torch.is_grad_enabled():
-            return reversible(self.layers, streams, source, run)
+            return reversible(self.layers, streams, source, run, given_away)
         total = torch.zeros((), device=streams[0].device)
         for i, block in enumerate(self.layers):
             auxiliary, *streams = block(run, caches[i] if caches is not None else None, source, *streams)
@@ -215,7 +216,8 @@ class Transformer(Stack, ABC):
     ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
         """`_scores` of tokens that a decoder predicts from a source."""
         read, scored = self.prepare_inputs(tokens, rng, padding)
-        streams, auxiliary, statistics = self.streams(read, rng, padding, Targets(tokens, scored), source=source)
+        known = Targets(tokens, scored)
+        streams, auxiliary, statistics = self.streams(read, rng, padding, known, source=source, given_away=True)
         nats, correct, cost = self.head(streams, tokens, rng.training)
         further, more = self._extra_loss(streams, tokens, rng)
         return TokenScores(nats, correct, scored), cost, auxiliary + further, statistics | more

@@ -68,14 +68,17 @@ def hardware_flops_by_part(model: ModelConfig, sequence_length: int) -> dict[str
     """`hardware_flops_per_token` of attention, of the codes that it hashes by, projections, feed-forward and head."""
     parts, activations = _parts(model, sequence_length), model.activations
     again = 0.0 if activations == "stored" else 1.0
+    # Groups of heads attend again in any backward, and read their queries, keys and values twice there.
+    attend = again + (model.attention.head_groups > 1 and activations != "reversible")
     codes = _codes(model, sequence_length)
     hashed = codes * (1.0 if activations == "reversible" else 1.0 + again)
+    projected = parts.projections.both + attend * parts.projections.forward + _grouped_projections(model, attend)
     # A reversible backward knows the gradient of what it recomputes, so each tile is computed once more, not twice.
     tiled = 1.0 if model.feed_forward_tiles > 1 and activations != "reversible" else 0.0
     return {
-        "attention": parts.attention.both + again * parts.attention.forward - codes * (1.0 + again),
+        "attention": parts.attention.both + attend * parts.attention.forward - codes * (1.0 + attend),
         "hashing": hashed,
-        "projections": parts.projections.both + again * parts.projections.forward,
+        "projections": projected,
         "feed-forward": parts.feed_forward.both + (again + tiled) * parts.feed_forward.forward,
         "head": parts.head.both + (parts.head.forward if model.loss_tiles > 1 else 0.0),
     }
@@ -127,6 +130,23 @@ def _attention(model: ModelConfig, sequence_length: int) -> tuple[Passes, Passes
         projections += product(2.0 * number * model.d_model * width)
         attention += mechanism.flops(sequence_length)
     return projections, attention
+
+
+def _grouped_projections(model: ModelConfig, attend: float) -> float:
+    """FLOPs a token that groups of heads project beside what all heads at once do: queries, keys and values once more
+    in the backward, and keys and values of heads that several groups share in each of these. attend: forward passes
+    in the backward.
+    """
+    groups, found = model.attention.head_groups, 0.0
+    if groups == 1 or model.source is not None:
+        return 0.0
+    for mechanism in _mechanisms(model):
+        heads, each = mechanism.spec.heads, 2.0 * model.d_model * mechanism.spec.head_dim
+        shared = model.heads // (model.key_heads or model.heads)
+        keyed = (1 if mechanism.shared_qk else 2) * heads / shared
+        repeated = keyed * (max(1, shared * groups // heads) - 1)
+        found += each * (heads + keyed + repeated + (3.0 + attend) * repeated)
+    return found
 
 
 def _mechanisms(model: ModelConfig) -> Iterator[Attention]:

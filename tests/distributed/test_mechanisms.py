@@ -64,8 +64,16 @@ def model_of(kind: str) -> dict[str, Any]:
 
 
 REVERSIBLE = {"style": "reformer", "token_types": 0, "blocks": "reversible", "activations": "reversible"}
-MODELS = {kind: model_of(kind) for kind in PATTERNS} | {"bert": BERT, "reversible pairs": BERT | REVERSIBLE}
+GROUPED_HEADS = model_of("decoder") | {
+    "heads": 4, "head_dim": 8, "layers": 2, "feed_forward_tiles": 3,
+    "attention": {"pattern": [{"lha": 2, "routing": 2}, {"lsh": 2, "yoso": 2}], **SMALL, "head_groups": 2},
+}  # fmt: skip
+MODELS = {kind: model_of(kind) for kind in PATTERNS} | {
+    "bert": BERT, "reversible pairs": BERT | REVERSIBLE, "head groups": GROUPED_HEADS,
+    "head groups, stored": GROUPED_HEADS | {"blocks": "ordinary", "activations": "stored"},
+}  # fmt: skip
 STAGES = {"decoder": (2, 3), "encoder": (2, 3), "encoder_decoder": (0, 2, 3), "bert": (1, 3), "reversible pairs": (3,)}
+STAGES |= {"head groups": (2, 3), "head groups, stored": (3,)}
 CASES = [(name, stage) for name, stages in STAGES.items() for stage in stages]
 ROUTING: dict[str, Any] = {
     "max_length": 24, "layers": 2, "d_model": 16, "d_ff": 16, "heads": 2, "positions": {"kind": "learned"},

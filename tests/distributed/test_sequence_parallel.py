@@ -57,6 +57,13 @@ EXTRA: dict[str, dict[str, Any]] = {
     "score_from": {"attention": attention("lsh"), "score_from": 70},
     "whole words": {"attention": attention("lsh"), "masking": {"whole_words": True}},
     "parts": {"attention": attention(*SPLIT), **PARTS, "key_heads": 2},
+    "head groups": {
+        "attention": attention("lsh", {"lha": 4, "yoso": 4}, lsh={"shared_qk": False}).model_copy(
+            update={"head_groups": 2}
+        ),
+        "heads": 8,
+        "feed_forward_tiles": 3,
+    },
     "bert": {"attention": named("yoso expectation"), "style": "bert", **ORDINARY, "token_types": 2},
 }
 RAGGED = [(kind, padded) for kind in ("decoder", "encoder") for padded in (False, True)]

@@ -256,11 +256,12 @@ def test_both_stacks_of_an_encoder_decoder_run_again(cross):
     "changed",
     [{}, {"blocks": "ordinary", "activations": "checkpoint"}, {"blocks": "ordinary", "activations": "stored"}],
 )
-@pytest.mark.parametrize("tiles", [1, 4])
-def test_hardware_flops_are_those_of_the_products_that_run(changed, tiles):
+@pytest.mark.parametrize(("tiles", "groups"), [(1, 1), (4, 1), (4, 2), (1, 4)])
+def test_hardware_flops_are_those_of_the_products_that_run(changed, tiles, groups):
     """All that torch multiplies in a step, counted operation by operation, and local attention's kernels by formula."""
     tiled = {"feed_forward_tiles": tiles, "loss_tiles": tiles, "feed_forward": "swiglu", "key_heads": 2}
-    sections = {"model": {**BASE, **changed, **tiled, "attention": attention("local")}, "data": {"sequence_length": 64}}
+    grouped = {**attention("local"), "head_groups": groups}
+    sections = {"model": {**BASE, **changed, **tiled, "attention": grouped}, "data": {"sequence_length": 64}}
     config = build_config(sections)
     found = hardware_flops_by_part(config.model, 64)
     assert total(count_step(config)).flops == 64 * (

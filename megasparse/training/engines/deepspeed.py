@@ -43,6 +43,9 @@ class DeepSpeedEngine(Engine):
         self._swap = Swap(zero, model, ranks)
         section = config.deepspeed | ({"zero_optimization": self._swap.section()} if zero else {})
         settings = _deepspeed_config(config, section, self._stage, ranks)
+        for module in model.modules():
+            if getattr(module, "gathered_at_once", False):
+                deepspeed.utils.set_z3_leaf_module(module, True)
         with _lines_in(Path(config.run.directory)):
             if self._stage < 3:
                 weights.fill(ranks.device)

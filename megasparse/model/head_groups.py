@@ -1,0 +1,280 @@
+"""Attention of a few heads at a time, forward and backward: no tensor holds queries, keys or values of all heads.
+
+As UPipe of Arctic's long-sequence training does, but in every mechanism, and inside reversible layers. A group's
+queries, keys and values are projected tile by tile from the normalised stream; its heads attend; its output is
+projected tile by tile and added to what the other groups have added. The backward does one group after another again.
+Every draw depends on the layer's number of a head, not on its group, and decisions are kept group by group, so that
+results are those of all heads at once, up to the order in which the groups' outputs and gradients are summed.
+
+B batch, L length, E d_model, D head dim, n heads of a group.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.attention.contract import AttentionContext
+from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, split_heads_by_mechanism
+from megasparse.model.in_place import Place, Tiles, cut, inside
+from megasparse.ops.autocast import Function
+from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.tiled import GradientSums
+
+if TYPE_CHECKING:
+    from megasparse.model.block import AttentionBranch, Pass
+
+READING = ("norm", "query", "key", "value", "query_norm", "key_norm")
+"""Parts of a branch that read the stream."""
+Weights = dict[str, Tensor]
+Write = Callable[[int, Tensor], None]
+"""Takes the output of a group, (B, T, E), on the tile of a number."""
+
+
+_most = 1 << 31
+
+
+@contextmanager
+def few_groups() -> Iterator[None]:
+    """Inside the context two groups of each mechanism stand for all. Memory is that of all, since they repeat; results
+    are not.
+    """
+    global _most
+    before, _most = _most, 2
+    try:
+        yield
+    finally:
+        _most = before
+
+
+class HeadGroup(NamedTuple):
+    """Neighbouring heads of one mechanism of a layer. first: their first head; first_key: among heads with keys."""
+
+    kind: str
+    number: int
+    first: int
+    first_key: int
+    heads: int
+
+
+class HeadGroups:
+    """The heads of a branch's attention, group by group, on tiles of the stream that it reads."""
+
+    def __init__(self, branch: "AttentionBranch", run: "Pass", tiles: list[Tensor]):
+        self.branch, self.run, self.tiles = branch, run, tiles
+        self.layer: AttentionLayer = branch.attention
+        self.weights = branch.group_weights()
+
+    def forward(self, write: Write) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Attend. Returns the auxiliary loss and the statistics, means over the groups."""
+        total: Tensor | None = None
+        statistics: dict[str, Tensor] = {}
+        for group in self._groups():
+            weights = self._weights(group, self._piece)
+            out, auxiliary, found = self._attend(group, *self._project_all(weights))
+            for number, tile in enumerate(out.tensor_split(len(self.tiles), dim=2)):
+                write(number, _output(tile, weights))
+            del out
+            if auxiliary is not None:
+                auxiliary = auxiliary / self.layer.groups
+                total = auxiliary if total is None else total + auxiliary
+            for name, value in found.items():
+                name, mean = f"{group.kind}/{name}", value / self.layer.groups
+                statistics[name] = statistics[name] + mean if name in statistics else mean
+        return total, statistics
+
+    def backward(
+        self, write: Write | None, grad: Callable[[int], Tensor], dx: list[Tensor], d_auxiliary: Tensor | None
+    ) -> GradientSums:
+        """Attend again. Adds to the gradient of the tiles, dx, and returns those of the branch's weights.
+
+        write: takes the output once more. grad: the gradient of the output on a tile.
+        """
+        sums = GradientSums(self.weights)
+        for group in self._groups():
+            weights = self._weights(group, self._piece)
+            leaves = [x.requires_grad_() for x in self._project_all(weights)]
+            with torch.enable_grad():
+                out, auxiliary, _ = self._attend(group, *leaves)
+            d_out = self._output_again(out.detach(), group, sums, write, grad)
+            outputs, grads = [out], [d_out]
+            if auxiliary is not None and d_auxiliary is not None and auxiliary.requires_grad:
+                outputs, grads = [out, auxiliary], [d_out, d_auxiliary / self.layer.groups]
+            for name in sums.weights:
+                if name.startswith(f"attention.mechanisms.{group.kind}."):
+                    sums.itself(name)
+            d_heads = sums.take(outputs, grads, leaves)
+            del out, d_out, outputs, grads, auxiliary, leaves
+            self._project_again(d_heads, group, sums, dx)
+            del d_heads
+        return sums
+
+    def _output_again(
+        self, out: Tensor, group: HeadGroup, sums: GradientSums, write: Write | None, grad: Callable[[int], Tensor]
+    ) -> Tensor:
+        """The gradient of a group's output (B, n, L, D)."""
+        d_out = torch.empty_like(out)
+        count = len(self.tiles)
+        tiles = zip(out.tensor_split(count, dim=2), d_out.tensor_split(count, dim=2), strict=True)
+        for number, (tile, d_tile) in enumerate(tiles):
+            leaf = tile.detach().requires_grad_()
+            with torch.enable_grad():
+                projected = _output(leaf, self._weights(group, sums.leaf, ("output",)))
+            (found,) = sums.take([projected], [grad(number)], [leaf])
+            d_tile.copy_(found)
+            if write is not None:
+                write(number, projected.detach())
+        return d_out
+
+    def _project_again(self, d_heads: tuple[Any, ...], group: HeadGroup, sums: GradientSums, dx: list[Tensor]) -> None:
+        split = [None if d is None else d.tensor_split(len(self.tiles), dim=2) for d in d_heads]
+        for number, (position, x) in enumerate(self._positions()):
+            leaf = x.detach().requires_grad_()
+            with torch.enable_grad():
+                heads = self._project(leaf, position, self._weights(group, sums.leaf, READING))
+            given = [(y, d[number]) for y, d in zip(heads, split, strict=True) if d is not None and y.requires_grad]
+            (found,) = sums.take([y for y, _ in given], [d for _, d in given], [leaf])
+            dx[number].add_(found)
+
+    def _groups(self) -> Iterator[HeadGroup]:
+        first = first_key = 0
+        for kind, heads in self.layer.split.items():
+            own = heads // self.layer.groups
+            for number in range(min(self.layer.groups, _most)):
+                yield HeadGroup(kind, number, first + number * own, first_key + number * own, own)
+            first += heads
+            first_key += 0 if self.layer.mechanism(kind).shared_qk else heads
+
+    def _weights(
+        self, group: HeadGroup, piece: Callable[..., Tensor], parts: tuple[str, ...] = (*READING, "output")
+    ) -> Weights:
+        """The group's rows and columns of the branch's weights, by name. piece: a weight, by name, or, by dimension,
+        place and number, a piece of it.
+        """
+        dim, shared = self.layer.head_dim, self.layer.group
+        keyed = not self.layer.mechanism(group.kind).shared_qk
+        keys = max(1, group.heads // shared) * dim  # heads that share a key's head are in one group, or are all of it
+        cuts = {
+            "query": (0, group.first * dim, group.heads * dim),
+            "key": (0, group.first_key // shared * dim, keys if keyed else 0),
+            "value": (0, group.first // shared * dim, keys),
+            "output": (1, group.first * dim, group.heads * dim),
+        }
+        found: Weights = {}
+        for name in self.weights:
+            part, _, which = name.removeprefix("attention.").partition(".")
+            output_bias = (part, which) == ("output", "bias")
+            if part not in parts or (part in ("key", "key_norm") and not keyed) or (output_bias and group.first):
+                continue
+            found[f"{part}.{which}"] = piece(name, *(() if output_bias else cuts.get(part, ())))
+        return found
+
+    def _piece(self, name: str, *cut_out: int) -> Tensor:
+        weight = self.weights[name].detach()
+        return weight.narrow(*cut_out) if cut_out else weight
+
+    def _positions(self) -> Iterator[tuple[int, Tensor]]:
+        """The tiles, each with the position of its first token."""
+        position = self.run.rng.first
+        for x in self.tiles:
+            yield position, x
+            position += x.shape[1]
+
+    def _project(self, x: Tensor, position: int, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a tile; k has no heads where queries are the keys."""
+        x = self.branch.read_by(weights, x)
+        q, v = (split_heads(_linear(x, weights, name), self.layer.head_dim) for name in ("query", "value"))
+        k = split_heads(_linear(x, weights, "key"), self.layer.head_dim) if "key.weight" in weights else q[:, :0]
+        if self.layer.query_norm is not None:
+            q = self.layer.query_norm.by(inside("query_norm", weights), q)
+        if self.layer.key_norm is not None and k.shape[1]:
+            k = self.layer.key_norm.by(inside("key_norm", weights), k)
+        return self.layer.placed(q, k, v, position)
+
+    def _project_all(self, weights: Weights) -> tuple[Tensor, ...]:
+        """Queries, keys and values of all tiles: (B, n, L, D) each."""
+        whole: tuple[Tensor, ...] = ()
+        start = 0
+        length = sum(x.shape[1] for x in self.tiles)
+        for position, x in self._positions():
+            found = self._project(x, position, weights)
+            whole = whole or tuple(y.new_empty(*y.shape[:2], length, y.shape[3]) for y in found)
+            for all_of_them, y in zip(whole, found, strict=True):
+                all_of_them.narrow(2, start, x.shape[1]).copy_(y)
+            start += x.shape[1]
+        return whole
+
+    def _attend(
+        self, group: HeadGroup, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        layer, run = self.layer, self.run
+        mechanism = layer.mechanism(group.kind)
+        part = replace(run.padding.part, groups=layer.groups, number=group.number)
+        decisions = run.recompute["attention", self.branch.layer]
+        context = AttentionContext(self.branch.layer, run.rng, group.first, decisions, run.targets, tokens=run.tokens)
+        ((_, inputs, own),) = split_heads_by_mechanism(
+            {group.kind: mechanism}, {group.kind: group.heads}, (q, k, v), replace(run.padding, part=part),
+            layer.causal, context, run.rng.first,
+        )  # fmt: skip
+        out, auxiliary, statistics = mechanism(self.tiles[0], inputs, own)
+        return part.to_tokens(out), auxiliary, statistics
+
+
+def rewrite_in_groups(branch: "AttentionBranch", place: Place, run: "Pass") -> tuple[Any, dict[str, Tensor]]:
+    """The branch in place (`Branch.rewrite`), from its own call. Returns the auxiliary loss, in a backward the
+    gradients of its weights; and the statistics.
+    """
+    tiles = Tiles(branch, place, run.rng)
+    groups = HeadGroups(branch, run, tiles.x)
+    if place.d_read is None:
+        return groups.forward(tiles.write)
+    return groups.backward(tiles.write, tiles.grad, tiles.dx, place.d_auxiliary), {}
+
+
+def attend_in_groups(branch: "AttentionBranch", x: Tensor, run: "Pass") -> tuple[Tensor, Tensor | None]:
+    """The branch of an ordinary layer: what it adds to the stream x, (B, L, E) fp32 or wider, and its auxiliary loss.
+    The backward computes each group once more, from x.
+    """
+    weights = branch.group_weights()
+    found: tuple[Tensor, Tensor | None] = _InGroups.apply(branch, run, x, *weights.values())
+    return found
+
+
+class _InGroups(Function):
+    @staticmethod
+    def forward(ctx: Any, branch: "AttentionBranch", run: "Pass", x: Tensor, *weights: Tensor) -> Any:
+        ctx.branch, ctx.run = branch, run.anew()
+        ctx.save_for_backward(x)
+        out = at_least_fp32(torch.zeros_like(x))
+        tiles = cut(out, branch.tiles)
+
+        def write(number: int, tile: Tensor) -> None:
+            tiles[number].add_(tile)
+
+        auxiliary, statistics = HeadGroups(branch, ctx.run, cut(x, branch.tiles)).forward(write)
+        branch.note(run, statistics)
+        return out, auxiliary
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        d_out, d_auxiliary = grads
+        assert d_out is not None
+        (x,) = ctx.saved_tensors
+        branch, dx, tiles = ctx.branch, torch.zeros_like(x), cut(d_out, ctx.branch.tiles)
+        groups = HeadGroups(branch, ctx.run.replay(), cut(x, branch.tiles))
+        sums = groups.backward(None, tiles.__getitem__, cut(dx, branch.tiles), d_auxiliary)
+        given = sums.gradients()
+        return None, None, dx, *(given.get(name) for name in branch.group_weights())
+
+
+def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
+    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+def _output(out: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """What a group adds: its output (B, n, T, D) by its columns of the output projection."""
+    return _linear(merge_heads(out), weights, "output")
