@@ -19,10 +19,10 @@ from megasparse.attention.norm import Norm
 from megasparse.config.schema import ModelConfig
 from megasparse.model.feed_forward import FeedForward
 from megasparse.model.head_groups import attend_in_groups, rewrite_in_groups
-from megasparse.model.in_place import Place, Tiles, cut, handed_over, in_tiles, inside, recomputed
+from megasparse.model.in_place import Place, handed_over, in_tiles, inside, recomputed
 from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.fixed_point import to_fixed_point
-from megasparse.ops.random import RngContext, add_dropout, dropout
+from megasparse.ops.random import RngContext, add_dropout, add_dropout_, dropout
 
 Streams = tuple[Tensor, ...]
 """The residual streams, (B, L, E) fp32 each: two in a reversible stack, one in an ordinary one."""
@@ -90,9 +90,7 @@ class Branch(nn.Module):
             out, auxiliary = compute(place.read)
         else:
             out, auxiliary = recomputed(compute, place, self.gradient(place.d_written, run.rng)), None
-        tiles = Tiles(self, place, run.rng)
-        for number, piece in enumerate(cut(out, self.tiles)):
-            tiles.write(number, piece)
+        self.write(place.written, out, run.rng, place.sign, run.rng.rows(out.shape[1], out.device))
         return auxiliary
 
     def rewrite_by_call(self, place: Place, run: Pass) -> Tensor | None:
@@ -101,17 +99,20 @@ class Branch(nn.Module):
             auxiliary: Tensor | None = self(place.read, run, place=place)
             return auxiliary
         with torch.enable_grad():
-            done = self(place.read.new_zeros(()).requires_grad_(), run, place=place)
+            zero = torch.zeros((), dtype=place.read.dtype, device=place.read.device, requires_grad=True)
+            done = self(zero, run, place=place)
         if done.requires_grad:
             done.backward()
         return None
 
     def write(self, stream: Tensor, out: Tensor, rng: RngContext, sign: int, rows: Tensor) -> None:
         """`plus` in place, of a tile."""
-        if self.bits is None and not self._drops(rng):
-            stream.add_(out, alpha=sign)
-        else:
+        if self.bits is not None:
             stream.copy_(self.plus(stream, out, rng, sign, rows))
+        elif self._drops(rng):
+            add_dropout_(stream, out, self.rate, rng.key(self.layer, self.purpose), rows, sign)
+        else:
+            stream.add_(out, alpha=sign)
 
     def add(self, streams: Streams, out: Tensor, rng: RngContext) -> Streams:
         """The streams after the branch, whose output is out: (B, L, E). Of two it reads the last; they swap."""

@@ -132,6 +132,15 @@ def add_dropout(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor, 
     return _add_dropped(stream, x, rate, halves(key, x.device), rows, sign)
 
 
+def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor, sign: int = 1) -> None:
+    """`add_dropout` in place, without gradients."""
+    kernel = implementation(x, largest_width=None) == "triton" and not torch.compiler.is_compiling()
+    if kernel and stream.is_contiguous():
+        _drop(x, stream.dtype, rate, halves(key, x.device), rows, to=(stream, sign), in_place=True)
+    else:
+        stream.add_(dropout(x, rate, key, rows, stream.dtype), alpha=sign)
+
+
 @custom(lambda stream, x, rate, key, rows, sign: torch.empty_like(stream))
 def _add_dropped(stream: Tensor, x: Tensor, rate: float, key: Halves, rows: Tensor, sign: int) -> Tensor:
     found: Tensor = _AddDropout.apply(stream, x, sign, partial(_drop, rate=rate, key=key, rows=rows))
@@ -207,15 +216,17 @@ def _drop(
     rows: Tensor,
     relu: bool = False,
     to: tuple[Tensor, int] | None = None,
+    in_place: bool = False,
 ) -> Tensor:
     """Drops numbers in blocks that stay in a CPU's cache: drawn whole, bits cost more than a wide product. By kernels
-    alone: relu, dropout of relu(x); to, a tensor that it is added to, and the sign that it is added with.
+    alone: relu, dropout of relu(x); to, a tensor that it is added to, and the sign that it is added with, in_place or
+    not.
     """
     threshold = round(rate * 2**32) - 2**31
     if implementation(x, largest_width=None) == "triton":
         from megasparse.ops.random_kernels import drop
 
-        return drop(x, dtype, rate, key, threshold, rows, relu, to)
+        return drop(x, dtype, rate, key, threshold, rows, relu, to, in_place)
     x = x.to(torch.promote_types(x.dtype, dtype))
     flat = x.flatten(0, 1)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)

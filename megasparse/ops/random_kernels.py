@@ -74,16 +74,17 @@ def drop(
     rows: Tensor,
     relu: bool = False,
     to: tuple[Tensor, int] | None = None,
+    in_place: bool = False,
 ) -> Tensor:
     """Return x (B, L, E), or relu(x), with the elements zeroed whose bits are below `threshold`, the rest scaled by
-    1/(1 − rate); the same to the bit as `ops.random` in torch. rows: (B, L) int64. to: what
-    it is added to, and the sign that it is added with.
+    1/(1 − rate); the same to the bit as `ops.random` in torch. rows: (B, L) int64. to: what it is added to, and the
+    sign that it is added with. in_place: the sum overwrites what it is added to, which is contiguous.
 
     Cost: tensors are read and the result written once, and 8·B·L bytes of rows; about 12 integer operations an element.
     """
     x, rows = x.contiguous(), rows.contiguous()
     stream, sign = (None, 1) if to is None else (to[0].contiguous(), to[1])
-    out = empty_like(x, dtype=dtype)
+    out = stream if in_place and stream is not None else empty_like(x, dtype=dtype)
     count, width = rows.numel(), x.shape[-1]
     columns = min(_LARGEST_COLUMNS, triton.next_power_of_2(width))
     tall = _NUMBERS // columns

@@ -5,6 +5,7 @@ from megasparse.ops.keys import DeviceStep
 from megasparse.ops.random import (
     RngContext,
     add_dropout,
+    add_dropout_,
     bits_by_head,
     dropout,
     normal,
@@ -71,6 +72,9 @@ def test_what_is_added_to_a_stream_is_that_of_torch_and_comes_off_again(monkeypa
         out.backward(torch.randn(2, 9, 48, generator=generator).to(device))
         with torch.no_grad():
             torch.testing.assert_close(add_dropout(out, *given, -1), stream)
+            for place in (stream.detach().clone(), stream.detach().repeat(1, 2, 1)[:, :9]):  # whole, and a tile
+                add_dropout_(place, *given)
+                assert torch.equal(place, out)
         made.append([y.detach().cpu() for y in (out, stream.grad, x.grad)])
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
