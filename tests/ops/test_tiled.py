@@ -31,26 +31,6 @@ def test_tiles_change_neither_value_nor_gradients(tiles):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_with_a_known_gradient_a_tile_is_computed_once(dtype):
-    calls = []
-
-    def counted(*tensors):
-        calls.append(len(tensors[0][0]))
-        return mlp(*tensors)
-
-    x, shift, up, down = inputs(7, dtype)
-    grad = torch.randn(2, 7, 6, dtype=dtype)
-    result = tiled(counted, (x, shift), (up, down), 3)
-    expected = [result, *torch.autograd.grad(result, [x, up, down], grad)]
-    assert calls == [3, 2, 2] * 2
-    calls.clear()
-    result = tiled(counted, (x, shift), (up, down), 3, grad)
-    found = [result, *torch.autograd.grad(result, [x, up, down], grad)]
-    assert calls == [3, 2, 2]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 def test_a_weight_gets_one_gradient_summed_in_fp32():
     x, shift, up, down = inputs(64, dtype=torch.bfloat16)
     calls = []
