@@ -117,32 +117,38 @@ def report_user_errors(main: Callable[..., None]) -> Callable[..., None]:
         code = 0
         try:
             main(*args, **kwargs)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as it is where a program is started without one
+                sys.stdout.flush()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             code = INTERRUPTED
         except Exception as error:
-            if _has_lost_its_reader(error):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter writes the rest there
-                sys.exit(PIPE_CLOSED)
-            if isinstance(error, UserError):
-                problem = error
-            elif _is_broken_connection(error):
-                problem = LostPeer("the connection to another rank broke; that rank's own message says why")
-            elif _has_peers():
-                traceback.print_exc()
-                leave(1)
-            else:
-                raise
-            rank = int(os.environ.get("RANK", "0"))
-            print(f"error: {problem}" if rank == 0 else f"error on rank {rank}: {problem}", file=sys.stderr)
-            code = problem.exit_code
+            code = _report(error)
         if _has_peers():
             leave(code)
         if code:
             sys.exit(code)
 
     return run
+
+
+def _report(error: Exception) -> int:
+    """Print what a user can correct, in one line, and return the exit code. Raises `error` where it is none of that."""
+    if _has_lost_its_reader(error):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter writes the rest there
+        return PIPE_CLOSED
+    if isinstance(error, UserError):
+        problem = error
+    elif _is_broken_connection(error):
+        problem = LostPeer("the connection to another rank broke; that rank's own message says why")
+    elif _has_peers():
+        traceback.print_exc()
+        leave(1)
+    else:
+        raise error
+    rank = int(os.environ.get("RANK", "0"))
+    print(f"error: {problem}" if rank == 0 else f"error on rank {rank}: {problem}", file=sys.stderr)
+    return problem.exit_code
 
 
 def leave(code: int) -> NoReturn:

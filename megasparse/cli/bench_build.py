@@ -8,21 +8,18 @@ On the CPU, in bytes of every tensor that exists and as resident memory. No othe
 
 import argparse
 
-from megasparse.cli.arguments import add_config, add_json, config_from
+from megasparse.cli.arguments import add_config, add_json, config_from, positive
 from megasparse.config.schema import Config
-from megasparse.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks in all (default: %(default)s)")
+    parser.add_argument("--ranks", type=positive, default=8, metavar="N", help="ranks in all (default: %(default)s)")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     config = config_from(args, Config)
-    if args.ranks < 1:
-        raise ConfigError("--ranks", f"{args.ranks} is no number of ranks", "Give 1 or more")
     from megasparse.benchmarks.build import bench_build
 
     for line in bench_build(config, args.ranks, args.command, args.json):

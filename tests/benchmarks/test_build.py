@@ -32,4 +32,3 @@ def test_an_eighth_is_built_without_the_other_ranks(tmp_path, capsys):
 def test_what_has_no_pieces_is_refused(capsys):
     stage = 'deepspeed={"zero_optimization": {"stage": 2}}'
     assert "stage: 2 leaves every rank the whole model" in refused(capsys, main, *WORDS, "--set", stage)
-    assert "--ranks: 0 is no number of ranks" in refused(capsys, main, *WORDS, "--ranks", "0")

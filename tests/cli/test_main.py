@@ -198,6 +198,11 @@ def test_an_interrupted_command_is_one_line_and_no_traceback(capsys):
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
+def test_a_program_without_an_output_ends_well():
+    done = subprocess.run(["sh", "-c", f"{sys.executable} -m megasparse configs >&-"], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_model_is_read_and_run_without_deepspeed_and_the_compiler():
     """Each takes as long to import as torch."""
     code = "import sys, megasparse, torch; config = megasparse.load_config('quickstart'); "
