@@ -140,6 +140,9 @@ class ModelConfig(Section):
     residual_bits: int | None = Field(default=None, ge=4, le=18)
     """The streams of reversible blocks are multiples of 2^-residual_bits, whose sums are exact, so that the backward
     rebuilds them to the bit; at 14 streams up to 256 are exact in fp32. null: sums are rounded."""
+    residual_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What the residual streams and their gradients are kept in; sums are made in fp32 and rounded to it. bf16 halves
+    what a reversible stack holds, and rounds each stream to 8 bits in every layer (docs/experiments.md)."""
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
     """What the backward reads: recomputed from the output (reversible blocks only), all stored, or recomputed from each
     layer's stored input (ordinary blocks only; `checkpoint_cpu` keeps those inputs in CPU memory)."""
@@ -219,7 +222,8 @@ class TrainingConfig(Section):
     micro_batch: Positive = 1
     """Sequences a rank takes at once; the rest of its share is accumulated."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Branches' arithmetic; residual streams, norms, softmax statistics and master weights are fp32 in both."""
+    """Branches' arithmetic; norms, softmax statistics and master weights are fp32 in both. Residual streams have
+    `model.residual_dtype`."""
     gradient_clipping: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest L2 norm of the gradient; 0 does not clip."""
     max_skipped_steps: Positive = 20

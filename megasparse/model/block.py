@@ -1,7 +1,8 @@
 """A layer of the stack: attention, in an encoder–decoder cross-attention, and feed-forward branches around residual
 streams. B batch, L length, S source length, E d_model.
 
-Streams and norms are fp32. A branch computes in the dtype of its weights, and is added to a stream in fp32.
+Streams are fp32 or bf16 (`model.residual_dtype`), norms fp32. A branch computes in the dtype of its weights, and is
+added to a stream in fp32.
 """
 
 from collections import defaultdict
@@ -25,7 +26,7 @@ from megasparse.ops.fixed_point import to_fixed_point
 from megasparse.ops.random import RngContext, add_dropout, add_dropout_, dropout
 
 Streams = tuple[Tensor, ...]
-"""The residual streams, (B, L, E) fp32 each: two in a reversible stack, one in an ordinary one."""
+"""The residual streams, (B, L, E) each, of one dtype: two in a reversible stack, one in an ordinary one."""
 
 Compute = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """A branch: from the stream that it reads, what it adds to a stream (B, L, E), and its auxiliary loss or None."""
@@ -122,8 +123,8 @@ class Branch(nn.Module):
         return (self.norm(x) if self.post_norm else x,)
 
     def plus(self, stream: Tensor, out: Tensor, rng: RngContext, sign: int = 1, rows: Tensor | None = None) -> Tensor:
-        """Return stream + sign·dropout(out) in the stream's dtype, fp32 or wider; in fixed point to the bit what it
-        was before, where the sign is the other one. rows: of a tile, see `RngContext.rows`.
+        """Return stream + sign·dropout(out), summed in fp32 or wider, in the stream's dtype; in fixed point to the bit
+        what it was before, where the sign is the other one. rows: of a tile, see `RngContext.rows`.
         """
         if self._drops(rng):
             rows = rng.rows(out.shape[1], out.device) if rows is None else rows
@@ -134,7 +135,7 @@ class Branch(nn.Module):
         out = at_least_fp32(out)
         if self.bits is not None:
             out = to_fixed_point(out, self.bits)
-        return stream + out if sign == 1 else stream - out
+        return (stream + out if sign == 1 else stream - out).to(stream.dtype)
 
     def gradient(self, grad: Tensor, rng: RngContext, rows: Tensor | None = None) -> Tensor:
         """The gradient of the branch's output. grad: that of what it adds. Dropout, being linear, is its own."""

@@ -77,7 +77,7 @@ class OutputHead(nn.Module):
             (x,) = streams
             x = F.gelu(F.linear(x.to(weights["dense"].dtype), weights["dense"], weights["dense_bias"])).float()
         elif self.tied:
-            x = torch.stack(list(streams)).mean(0)
+            x = torch.stack([at_least_fp32(x) for x in streams]).mean(0)
         else:
             x = torch.cat(list(streams), dim=-1)
         return layer_norm(x, gain, shift, self.eps, weights["weight"].dtype)

@@ -128,6 +128,8 @@ class Stack(nn.Module):
             x = dropout(x, self.config.dropout, rng.key(-1, "embedding dropout"), rng.rows(x.shape[1], x.device))
         if self.config.residual_bits is not None:
             x = to_fixed_point(at_least_fp32(x), self.config.residual_bits)
+        if self.config.residual_dtype == "bf16":
+            x = x.bfloat16()
         return (x, x) if self.config.blocks == "reversible" else (x,)
 
     def _leave(self, streams: Streams, entered: Streams) -> Streams:

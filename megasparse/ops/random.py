@@ -125,10 +125,11 @@ def _dropped(x: Tensor, dtype: torch.dtype, rate: float, key: Halves, rows: Tens
 
 
 def add_dropout(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor, sign: int = 1) -> Tensor:
-    """Compute stream + sign·dropout(x), in the dtype of the stream (B, L, E); on a GPU in one pass. sign: 1 or −1."""
+    """Compute stream + sign·dropout(x), summed in fp32 at least, in the dtype of the stream (B, L, E); on a GPU in one
+    pass. sign: 1 or −1."""
     if implementation(x, largest_width=None) != "triton":
-        dropped = dropout(x, rate, key, rows, stream.dtype)
-        return stream + dropped if sign == 1 else stream - dropped
+        dropped = dropout(x, rate, key, rows, _wide(stream))
+        return (stream + dropped if sign == 1 else stream - dropped).to(stream.dtype)
     return _add_dropped(stream, x, rate, halves(key, x.device), rows, sign)
 
 
@@ -138,7 +139,12 @@ def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor,
     if kernel and stream.is_contiguous():
         _drop(x, stream.dtype, rate, halves(key, x.device), rows, to=(stream, sign), in_place=True)
     else:
-        stream.add_(dropout(x, rate, key, rows, stream.dtype), alpha=sign)
+        stream.add_(dropout(x, rate, key, rows, _wide(stream)), alpha=sign)
+
+
+def _wide(stream: Tensor) -> torch.dtype:
+    """The dtype of sums with a stream, before they are rounded to its own."""
+    return torch.promote_types(stream.dtype, torch.float32)
 
 
 @custom(lambda stream, x, rate, key, rows, sign: torch.empty_like(stream))

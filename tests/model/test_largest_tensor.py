@@ -26,11 +26,11 @@ class Allocations(PeakMemory):
             self.sizes.append(storage.nbytes())
 
 
-def step(groups):
+def step(groups, **changes):
     own = attention("lsh").model_copy(
         update={"lsh": LSHAttentionConfig(chunk=16, rounds=1, buckets=16, shared_qk=False), "head_groups": groups}
     )
-    settings = {"layers": 1, "d_model": WIDTH, "d_ff": D_FF, "heads": HEADS, "vocabulary": 128}
+    settings = {"layers": 1, **changes, "d_model": WIDTH, "d_ff": D_FF, "heads": HEADS, "vocabulary": 128}
     tiles = {"feed_forward_tiles": 32, "loss_tiles": 32}
     rotary = {"kind": "rotary"}
     model = build_model(ModelConfig(max_length=LENGTH, attention=own, positions=rotary, **settings, **tiles), seed=0)
@@ -51,3 +51,10 @@ def test_nothing_but_streams_is_larger_than_a_group_of_heads():
     assert grouped.peak < 4 * STREAM + 24 * STREAM / HEADS
     assert len(whole.sizes) > 40
     assert whole.peak > 16 * STREAM
+
+
+def test_streams_in_bf16_are_half_as_large():
+    """The embedding alone is fp32, and so is its gradient, when the streams are not there yet, or no longer."""
+    grouped = step(HEADS, residual_dtype="bf16")
+    assert sum(size > 0.51 * STREAM for size in grouped.sizes) <= 4
+    assert grouped.peak < 2 * STREAM + 24 * STREAM / HEADS
