@@ -76,6 +76,7 @@ class Targets(NamedTuple):
 
     values: int64, (B, L) a token for each position, (B,) a label for each sequence, or, with `answer`, (B, T) the
     tokens that another stack predicts from each sequence. counted: bool, the values that count, or None for all.
+    Where ranks share sequences: of the tokens that are here, but of an answer all.
     """
 
     values: Tensor
@@ -87,10 +88,10 @@ class Targets(NamedTuple):
 class AttentionContext:
     """Circumstances of one call: the layer, the global number of its first head, and what its draws depend on.
 
-    recompute: the decisions of this forward pass. targets: of the tokens that are here, in training only. part: of the
-    sequences, and of the mechanism's heads, that are here; parameters and buffers that have a row a head are taken by
-    `part.own`. tokens: (B, L) int64 of the whole sequences, the newest token that each position knows, in a decoder the
-    one before it, −1 where there is none; None in a model that reads no tokens.
+    recompute: the decisions of this forward pass. targets: in training only. part: of the sequences, and of the
+    mechanism's heads, that are here; parameters and buffers that have a row a head are taken by `part.own`. tokens:
+    (B, L) int64 of the whole sequences, the newest token that each position knows, in a decoder the one before it, −1
+    where there is none; None in a model that reads no tokens.
     """
 
     layer: int

@@ -22,7 +22,9 @@ from megasparse.ops.random import PairDropout, rotations
 
 
 class Source(NamedTuple):
-    """The encoder's output. states: (B, S, E). key_mask: (B, S) bool, true for real tokens, or None."""
+    """The encoder's output. states: (B, S, E). key_mask: (B, S) bool, true for real tokens, or None. Where ranks share
+    sequences: states of the tokens that are here, the mask of all.
+    """
 
     states: Tensor
     key_mask: Tensor | None
@@ -32,7 +34,8 @@ class Source(NamedTuple):
 class SourceKeys:
     """Keys and values (B, H, S, D) of the sources in one layer, and what cached decoding keeps of them.
 
-    codes: (B, H, R, S), the keys' buckets, or None in full attention.
+    codes: (B, H, R, S), the keys' buckets, or None in full attention. Where ranks share sequences, H are those of this
+    rank.
     """
 
     k: Tensor
@@ -71,16 +74,18 @@ class CrossAttention(nn.Module):
     def forward(
         self, x: Tensor, source: Source | SourceKeys, context: AttentionContext, first_position: int = 0
     ) -> Tensor:
-        """Attend to the source. x: (B, T, E), target tokens from `first_position` on. Returns (B, T, E)."""
+        """Attend to the source. x: (B, T, E), target tokens from `first_position` on; where ranks share sequences,
+        those that are here. Returns (B, T, E).
+        """
         keys = source if isinstance(source, SourceKeys) else self.read(source, context)
-        q = split_heads(self.query(x), self.head_dim)
+        (q,) = context.part.to_heads(split_heads(self.query(x), self.head_dim))
         attend = self._hashed if self.hashed else self._full
-        return self.output(merge_heads(attend(q, keys, context, first_position)))
+        return self.output(merge_heads(context.part.to_tokens(attend(q, keys, context, first_position))))
 
     def read(self, source: Source, context: AttentionContext) -> SourceKeys:
         """Keys and values of the sources."""
         states = source.states.to(self.query.weight.dtype)
-        k, v = (split_heads(part(states), self.head_dim) for part in (self.key, self.value))
+        k, v = context.part.to_heads(*(split_heads(part(states), self.head_dim) for part in (self.key, self.value)))
         codes = context.recompute.keep(lambda: self._codes(k, context)) if self.hashed else None
         return SourceKeys(k, v, source.key_mask, codes)
 
@@ -107,7 +112,7 @@ class CrossAttention(nn.Module):
         if not rng.training or self.dropout == 0.0:
             return None
         key = rng.key(context.layer, "cross-attention probability dropout")
-        return PairDropout.of(self.dropout, key, rng.rows(q.shape[2], q.device), range(self.heads))
+        return PairDropout.of(self.dropout, key, rng.at(0).rows(q.shape[2], q.device), self._here(q, context))
 
     def _hashed(self, q: Tensor, keys: SourceKeys, context: AttentionContext, first_position: int) -> Tensor:
         assert keys.codes is not None
@@ -129,5 +134,10 @@ class CrossAttention(nn.Module):
         rng = context.rng
         key = rng.key(context.layer, "cross-attention rotation")
         rounds = rng.rounds or (self.lsh.rounds if rng.training else self.lsh.rounds_in_evaluation)
-        matrices = rotations(key, range(self.heads), rounds, self.head_dim, self.factors, x.device)
+        matrices = rotations(key, self._here(x, context), rounds, self.head_dim, self.factors, x.device)
         return angular_hash(x, matrices, self.factors)
+
+    def _here(self, x: Tensor, context: AttentionContext) -> range:
+        """The numbers of the heads x (B, H, L, D) that are here."""
+        first = context.part.rank * x.shape[1]
+        return range(first, first + x.shape[1])

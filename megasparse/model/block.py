@@ -211,7 +211,8 @@ class CrossAttentionBranch(Branch):
         self.attention = CrossAttention(config)
 
     def forward(self, x: Tensor, run: Pass, source: Source | SourceKeys) -> Tensor:
-        context = AttentionContext(self.layer, run.rng, recompute=run.recompute["cross-attention", self.layer])
+        decisions = run.recompute["cross-attention", self.layer]
+        context = AttentionContext(self.layer, run.rng, recompute=decisions, part=run.padding.part)
         return self.attention(self.read(x), source, context)
 
     def new_cache(self, source: Source, rng: RngContext) -> SourceKeys:

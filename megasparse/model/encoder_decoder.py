@@ -14,6 +14,7 @@ from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
 from megasparse.attention.norm import Norm
+from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.parts import encoder_part
 from megasparse.config.schema import ModelConfig
 from megasparse.model.decoder import Causal, DecodingCache
@@ -31,14 +32,19 @@ class SourceEncoder(Stack):
         self.norm = Norm(config)
 
     def forward(
-        self, tokens: Tensor, rng: RngContext, key_mask: Tensor | None, targets: Targets | None = None
+        self,
+        tokens: Tensor,
+        rng: RngContext,
+        key_mask: Tensor | None,
+        targets: Targets | None = None,
+        part: SequencePart = WHOLE,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Run the encoder. tokens: (B, S), or what else the embedding takes. targets: for the mechanisms, in training.
-        Returns the mean of the streams, normalised, (B, S, E) fp32; the sum of auxiliary losses, and the layers'
-        statistics.
+        """Run the encoder. tokens: (B, S), or what else the embedding takes; of shared sequences those that are here,
+        with the mask of all. targets: for the mechanisms, in training. Returns the mean of the streams, normalised,
+        (B, S, E) fp32; the sum of auxiliary losses, and the layers' statistics.
         """
-        own = replace(rng, seed=derive(rng.seed, "encoder"))
-        streams, auxiliary, statistics = self.streams(tokens, own, Padding(key_mask), targets)
+        own = replace(rng, seed=derive(rng.seed, "encoder")).at(part.rank * tokens.shape[1])
+        streams, auxiliary, statistics = self.streams(tokens, own, Padding(key_mask, part=part), targets)
         return self.norm(torch.stack(streams).mean(0)), auxiliary, statistics
 
 
@@ -58,8 +64,8 @@ class EncoderDecoder(Causal):
         self.source_length, self.task_weight = config.source.length, min(self.task_weight, *weights)
 
     def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
-        assert sequence is None, "the configuration would have refused this"
-        return super().count_scored(tokens[:, self.source_length :])
+        part = SequencePart.of(sequence)
+        return super().count_scored(part.gather(tokens, 1)[:, self.source_length :]) * (part.rank == 0)
 
     @torch.no_grad()
     def encode(self, tokens: Tensor, seed: int, rounds: int | None = None) -> Source:
@@ -96,15 +102,23 @@ class EncoderDecoder(Causal):
     def _scores(
         self, tokens: Tensor, rng: RngContext, padding: Padding
     ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
-        """Scores of (B, S + T) tokens; those of the source are not scored."""
+        """Scores of (B, S + T) tokens; those of the source are not scored.
+
+        Where ranks share sequences, each has a part of these tokens, from which all ids, 8 bytes a token, are gathered;
+        source and target are then shared out each by itself. The scores are those of the target's tokens here.
+        """
         assert padding.segments is None, "a sequence is one source and its target"
+        part, tokens = padding.part, padding.part.gather(tokens, 1)
         split = [self.source_length, tokens.shape[1] - self.source_length]
         source, target = tokens.split(split, dim=1)
         source_mask, target_mask = (None, None) if padding.key_mask is None else padding.key_mask.split(split, dim=1)
-        states, source_loss, of_encoder = self.encoder(
-            source, rng, source_mask, Targets(target, target_mask, answer=True)
+        answer = Targets(target, target_mask, answer=True)
+        states, source_loss, of_encoder = self.encoder(part.own(source, 1), rng, source_mask, answer, part)
+        target, first = part.own(target, 1), part.rank * (split[1] // part.size)
+        scores, cost, loss, statistics = self._score_targets(
+            target, rng.at(first), Padding(target_mask, part=part), Source(states, source_mask)
         )
-        scores, cost, loss, statistics = self.score_targets(target, rng, target_mask, Source(states, source_mask))
-        whole = TokenScores(*(F.pad(x, (self.source_length, 0)) for x in scores))
+        unscored = (self.source_length if part.size == 1 else 0, 0)
+        scores, cost = TokenScores(*(F.pad(x, unscored) for x in scores)), F.pad(cost, unscored)
         of_both = statistics | {f"encoder/{name}": value for name, value in of_encoder.items()}
-        return whole, F.pad(cost, (self.source_length, 0)), source_loss + loss, of_both
+        return scores, cost, source_loss + loss, of_both
