@@ -100,6 +100,12 @@ def results():
         shown_name = name.replace("embedding once", "`embedding_once`")
         bleu = f"{arm['test']['bleu']:.1f} |" if "test" in arm else ""
         yield f"| {shown_name} | {', '.join(f'{nats:.3f}' for nats in arm['held_out'].values())} | {bleu}"
+    whole = {name: arm["0"]["test"] for name, arm in read("measured/quickstart_whole.json").items()}
+    norm, rate = whole["RMSNorm, SwiGLU"], whole["learning rate 6e-3"]
+    yield (
+        f"RMSNorm with SwiGLU {norm:.3f}, a learning rate of 6e-3 {rate:.3f}, as it was before "
+        f"{plain['validation']:.3f}"
+    )
     for found in (arm["0"] for arm in read("measured/quickstart_tried.json").values()):
         curve = " | ".join(f"{found['held_out'][step]:.3f}" for step in ("200", "300", "400"))
         if found["test"] is not None:  # the evaluation after training: here of the validation split

@@ -88,7 +88,7 @@ UTILITY = Claim(
     "query:key ratio outside 1:2 … 2:1, and fewer a size off by more than 2 times.",
     budgets={
         "cpu": {
-            "config": "quickstart",
+            "config": "quickstart_relu",
             "corpus": "comparisons/lha_utility",
             "changes": [
                 'model.attention.pattern=["full"]', "model.max_length=512", "data.sequence_length=512",

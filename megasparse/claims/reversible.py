@@ -21,7 +21,7 @@ def config_of(length: int, **settings: Any) -> Config:
     """The quickstart's model with local and LSH attention, and other settings of `model`."""
     words = [f"model.{key}={value}" for key, value in {**settings, "max_length": length}.items()]
     return load_config(
-        "quickstart", [*words, f"data.sequence_length={length}", 'model.attention.pattern=["local","lsh"]']
+        "quickstart_relu", [*words, f"data.sequence_length={length}", 'model.attention.pattern=["local","lsh"]']
     )
 
 

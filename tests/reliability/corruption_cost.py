@@ -1,6 +1,6 @@
 """What a check for silent corruption costs: seconds beside those of the step, forward passes, bytes read.
 
-    python -m tests.reliability.corruption_cost --config quickstart --json docs/measured/corruption_check.json
+    python -m tests.reliability.corruption_cost --config quickstart_relu --json docs/measured/corruption_check.json
 
 trains the configured model on plain torch in one process on random tokens, and checks every step.
 """
@@ -60,7 +60,7 @@ def measure(name: str, steps: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="quickstart")
+    parser.add_argument("--config", default="quickstart_relu")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
