@@ -2,6 +2,7 @@
 
     megasparse evaluate --checkpoint runs/quickstart --data data/quickstart --json runs/quickstart/test.json
     megasparse evaluate --checkpoint runs/quickstart --data data/quickstart --stride 1024 --rounds 8
+    megasparse supervise --ranks 2 evaluate --checkpoint runs/quickstart --set parallel.sequence=2
     megasparse evaluate --task rte --checkpoint runs/rte --source glue_data/RTE --predictions rte.jsonl
     megasparse evaluate --task rte --checkpoint runs/rte_0 runs/rte_1 runs/rte_2 --source glue_data/RTE
 
@@ -9,9 +10,12 @@ Pretrained models: bits/dim, perplexities and accuracy of a decoder, loss and ac
 encoder or on the targets of an encoder-decoder. Every symbol of the split is scored once (or the first --limit
 windows). Fine-tuned models (--task): the official metric with its confidence interval. The numbers are written with
 their whole protocol.
+
+Several ranks share out the windows of a pretrained model, and parallel.sequence of them the tokens of each.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +61,8 @@ def run(args: argparse.Namespace) -> None:
 
     require_writable(args.json, args.predictions, sources=args.source or ())
     result, summary = _evaluate_task(args) if args.task else _evaluate_split(args)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
     print(summary)
     if args.json:
         write_json(args.json, result)
@@ -106,6 +112,8 @@ def _check(args: argparse.Namespace) -> None:
             problem = f"{len(args.checkpoint)} pretrained models"
             raise ConfigError("--checkpoint", problem, "Evaluate them one by one, or give --task of fine-tuned ones")
         return
+    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ConfigError("--task", f"is evaluated by one rank, and {ranks} were started", "Start it without supervise")
     if not args.source:
         raise ConfigError("--source", "is missing", f"Give the folder of {args.task}'s official files, or a file")
     if args.predictions is None:

@@ -5,6 +5,7 @@
     megasparse supervise --ranks 8 --nodes 2 --node-rank 0 --address host:29500 pretrain reformer_64k
     megasparse supervise --ranks 8 --restarts 3 --min-ranks 4 pretrain reformer_64k
     megasparse supervise --ranks 2 my_script.py --config my_run.json
+    megasparse supervise --ranks 2 evaluate --checkpoint runs/quickstart --set parallel.sequence=2
 
 With --min-ranks and several nodes the run goes on without a node that has vanished, and takes it in when its command is
 started again: docs/nodes.md.
@@ -20,7 +21,7 @@ import sys
 from pathlib import Path
 
 from megasparse.cli.arguments import positive
-from megasparse.errors import UserError
+from megasparse.errors import ConfigError, UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address", type=host_and_port, metavar="HOST:PORT", help="node 0 and a free port there; one node needs none"
     )
-    parser.add_argument("script", help='"pretrain", or a Python script that trains')
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, beginning with the configuration")
+    parser.add_argument("script", help='"pretrain", "evaluate", or a Python script that trains')
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def natural(text: str) -> int:
@@ -67,12 +68,12 @@ def run(args: argparse.Namespace) -> None:
     from megasparse.training.stopping.supervisor import Supervisor, report, supervised_config
     from megasparse.training.stopping.watchdog import HEARTBEATS
 
-    program = [args.script]
+    program, trains = [args.script], True
     if not Path(args.script).is_file():
-        if args.script != "pretrain":
-            raise UserError(f"{args.script}: no such script. Give pretrain, or the path of a Python script")
-        program = ["-m", "megasparse", "pretrain"]
-        if args.arguments and not args.arguments[0].startswith("-"):
+        if args.script not in ("pretrain", "evaluate"):
+            raise UserError(f"{args.script}: no such script. Give pretrain, evaluate, or the path of a Python script")
+        program, trains = ["-m", "megasparse", args.script], args.script == "pretrain"
+        if trains and args.arguments and not args.arguments[0].startswith("-"):
             args.arguments.insert(0, "--config")
     if args.node_rank >= args.nodes:
         raise UserError(f"--node-rank {args.node_rank}: nodes are counted from 0. Give less than --nodes {args.nodes}")
@@ -81,11 +82,18 @@ def run(args: argparse.Namespace) -> None:
             f"--address: is not given, and --nodes is {args.nodes}. Give node 0 and a free port, host:29500"
         )
     layout = NodeLayout(args.ranks, args.nodes, args.node_rank, args.address)
+    command = [sys.executable, *program, *args.arguments]
+    if not trains:
+        for option, given in (("--restarts", args.restarts), ("--min-ranks", args.min_ranks)):
+            if given:
+                problem = "an evaluation saves nothing that another start could go on from"
+                raise ConfigError(f"{option} {given}", problem, "Leave it out")
+        sys.exit(Supervisor(command, layout, None).run())
     config = supervised_config(args.arguments, args.restarts)
     sizes = ranks_to_go_on_with(config, layout.world_size, args.min_ranks)
     if args.min_ranks is not None:
         report(f"numbers of ranks that this run may have: {', '.join(map(str, sizes))}")
-    command, directory = [sys.executable, *program, *args.arguments], Path(config.run.directory)
+    directory = Path(config.run.directory)
     place = (command, layout, directory / "checkpoints", args.restarts, sizes)
     if args.nodes > 1 and args.min_ranks is not None:
         sys.exit(HostSupervisor(*place, directory / HEARTBEATS).run())

@@ -22,7 +22,9 @@ from tqdm import tqdm
 
 from megasparse.errors import ConfigError, UserError
 from megasparse.evaluation.protocol import Protocol
+from megasparse.model.padding import cut
 from megasparse.ops.random import RngContext
+from megasparse.training.ranks import Ranks
 
 Scorer = Callable[[Tensor, RngContext, int], tuple[Tensor, Tensor, Tensor]]
 """(tokens (B, T) int64, random draws, n) -> sum of the nats, number of right predictions, and number of what was
@@ -143,11 +145,19 @@ def score(
     return Score(float(sums[0]), float(sums[1]), int(sums[2]))
 
 
-def of_model(model: Any) -> Scorer:
-    """Scorer of a model with `token_scores`."""
+def of_model(model: Any, sequence: dist.ProcessGroup | None = None) -> Scorer:
+    """Scorer of a model with `token_scores`. sequence: ranks that share each window, of which this one is one."""
+
+    def here(tokens: Tensor, rng: RngContext) -> tuple[Any, int]:
+        """Scores of the tokens that are here, and the position of the first."""
+        if sequence is None:
+            return model.token_scores(tokens, rng), 0
+        own, padding = cut(tokens, model.config, sequence)
+        return model.token_scores(own, rng, padding), padding.part.rank * own.shape[1]
 
     def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
-        nats, correct, scored = (x[:, skip:] for x in model.token_scores(tokens, rng))
+        found, first = here(tokens, rng)
+        nats, correct, scored = (x[:, max(0, skip - first) :] for x in found)
         return nats[scored].double().sum(), correct[scored].sum(), scored.sum()
 
     return sums
@@ -181,13 +191,15 @@ def score_seeds(
     protocol: Protocol,
     batch: int,
     limit: int | None,
-    device: torch.device | str,
+    ranks: Ranks,
     scorer: Scorer | None = None,
 ) -> list[Score]:
-    """Score a split by a protocol, once for each of its seeds: the model's tokens, or what `scorer` scores."""
+    """Score a split by a protocol, once for each of its seeds: the model's tokens, or what `scorer` scores. Every rank
+    calls it, and has the same scores.
+    """
     return [
         score(
-            scorer or of_model(model),
+            scorer or of_model(model, ranks.sequence),
             stream,
             protocol.sequence_length,
             seed,
@@ -196,8 +208,9 @@ def score_seeds(
             rounds=protocol.rounds,
             batch=batch,
             limit=limit,
-            device=device,
-            progress=True,
+            device=ranks.device,
+            progress=ranks.rank == 0,
+            ranks_a_window=ranks.sequence_size,
         )
         for seed in protocol.seeds
     ]

@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from megasparse.evaluation.bits_per_dim import Stream, score_seeds
 from megasparse.evaluation.compress import png_bits_per_dim
 from megasparse.evaluation.perplexity import BYTES, PIXELS, Counts, counts_of, measures
 from megasparse.evaluation.pictures import image_shape
 from megasparse.evaluation.protocol import Protocol
+from megasparse.training.ranks import Ranks
 
 
 def evaluate(
-    decoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
+    decoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
 ) -> dict[str, Any]:
     """Score a split by a protocol: the measures of perplexity.measures for its tokenizer, "accuracy", "nats", "dims",
     "bytes", "words", "standard_deviation", "standard_deviations", "protocol"; of pixels also "png_bits_per_dim".
@@ -30,7 +29,7 @@ def evaluate(
     """
     kind = protocol.tokenizer["name"]
     shape = image_shape(protocol.sequence_length) if kind == PIXELS else None
-    scores = score_seeds(decoder, stream, protocol, batch, limit, device)
+    scores = score_seeds(decoder, stream, protocol, batch, limit, ranks)
     dims = scores[0].dims
     counts = counts_of(protocol, dims, stream.tokens)
     nats, correct = (math.fsum(sums) / len(scores) for sums in zip(*((s.nats, s.correct) for s in scores), strict=True))

@@ -9,16 +9,16 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megasparse.evaluation.bits_per_dim import Stream, score_seeds
 from megasparse.evaluation.protocol import Protocol
 from megasparse.ops.random import RngContext
+from megasparse.training.ranks import Ranks
 
 
 def evaluate(
-    encoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
+    encoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
 ) -> dict[str, Any]:
     """Score a split by a protocol: {"loss", "perplexity", "accuracy", "nats", "dims", "standard_deviation",
     "protocol"}.
@@ -28,13 +28,13 @@ def evaluate(
     With model.sentence_order also "sentence_order": {"loss", "accuracy", "pairs"}, the mean nats of a pair, half of
     which are swapped by the same draws, in a second pass.
     """
-    scores = score_seeds(encoder, stream, protocol, batch, limit, device)
+    scores = score_seeds(encoder, stream, protocol, batch, limit, ranks)
     nats, masked = math.fsum(s.nats for s in scores), sum(s.dims for s in scores)
     losses = [s.nats / s.dims for s in scores]
     own = {"masking": encoder.config.masking.model_dump(), "split_tokens": stream.tokens}
     order = {}
     if encoder.config.sentence_order is not None:
-        order = {"sentence_order": _sentence_order(encoder, stream, protocol, batch, limit, device)}
+        order = {"sentence_order": _sentence_order(encoder, stream, protocol, batch, limit, ranks)}
     return {
         "loss": nats / masked,
         "perplexity": math.exp(nats / masked),
@@ -48,10 +48,10 @@ def evaluate(
 
 
 def _sentence_order(
-    encoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
+    encoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
 ) -> dict[str, Any]:
     scores = score_seeds(
-        encoder, stream, protocol, batch, limit, device, lambda tokens, rng, skip: order_sums(encoder, tokens, rng)
+        encoder, stream, protocol, batch, limit, ranks, lambda tokens, rng, skip: order_sums(encoder, tokens, rng)
     )
     pairs = sum(s.dims for s in scores)
     return {

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from megasparse.evaluation.bits_per_dim import Stream, score_seeds
 from megasparse.evaluation.protocol import Protocol
+from megasparse.training.ranks import Ranks
 
 
 def evaluate(
-    model: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, device: torch.device | str
+    model: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
 ) -> dict[str, Any]:
     """Score a split by a protocol: {"loss", "perplexity", "accuracy", "nats", "dims", "standard_deviation",
     "protocol"}.
@@ -23,7 +22,7 @@ def evaluate(
     smoothing; perplexity: exp(loss). Over several hash seeds all are of the mean code length; the deviation is the
     sample standard deviation of the losses.
     """
-    scores = score_seeds(model, stream, protocol, batch, limit, device)
+    scores = score_seeds(model, stream, protocol, batch, limit, ranks)
     dims = scores[0].dims
     losses = [each.nats / dims for each in scores]
     own = {

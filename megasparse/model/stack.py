@@ -203,7 +203,9 @@ class Transformer(Stack, ABC):
 
     @torch.no_grad()
     def token_scores(self, tokens: Tensor, rng: RngContext, padding: Padding | None = None) -> TokenScores:
-        return self._scores(tokens, rng, padding or padding_of(tokens, self.config))[0]
+        """How well each of the tokens that are here is predicted. padding: of shared sequences, whose part it names."""
+        padding = padding or padding_of(tokens, self.config)
+        return self._scores(tokens, rng.at(padding.part.rank * tokens.shape[1]), padding)[0]
 
     def _scores(
         self, tokens: Tensor, rng: RngContext, padding: Padding

@@ -8,7 +8,7 @@ from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation import code_length, masked_tokens, target_tokens
 from megasparse.evaluation.bits_per_dim import refuse_leaks
 from megasparse.evaluation.protocol import protocol_of
-from megasparse.evaluation.restore import restore, trained_tokenizer
+from megasparse.evaluation.restore import restore_on_ranks, trained_tokenizer
 from megasparse.model.decoder import Causal
 from megasparse.model.encoder import Encoder
 from megasparse.runs.data import open_folder
@@ -33,7 +33,9 @@ def evaluate_split(
 
     directory: a checkpoint, or a run's folder, whose newest checkpoint is taken. data: a folder of shards, by default
     the one that the run was trained on. stride: new tokens per window. rounds: hash rounds in place of the configured
-    ones. hash_seeds: repeat with so many draws of the rotations. limit: score only so many windows.
+    ones. hash_seeds: repeat with so many draws of the rotations. limit: score only so many windows. Where several ranks
+    were started, each calls this and has the same result: they share out the windows, and `parallel.sequence` of them
+    the tokens of each.
     Raises UserError where a decoder's attention sees later tokens, unless this is allowed; CheckpointError, DataError
     and ConfigError for what is missing, damaged or does not fit.
 
@@ -41,7 +43,7 @@ def evaluate_split(
         >>> numbers["bits_per_dim"] > 0
         True
     """
-    model, config, checkpoint, device = restore(directory, overrides)
+    model, config, checkpoint, ranks = restore_on_ranks(directory, overrides)
     if isinstance(model, Causal) and not allow_leaking_attention:
         refuse_leaks(model.leaks)
     tokenizer = trained_tokenizer(config, checkpoint)
@@ -50,5 +52,5 @@ def evaluate_split(
         model.set_word_starts(tokenizer.word_starts())
     protocol = protocol_of(config, checkpoint, index, tokenizer, split, stride, rounds, hash_seeds)
     measure = MEASURES[config.model.kind]
-    result = measure.evaluate(model, EvaluationStream(index, split), protocol, batch, limit, device)
+    result = measure.evaluate(model, EvaluationStream(index, split), protocol, batch, limit, ranks)
     return result, measure.summary(result)

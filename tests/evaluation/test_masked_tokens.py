@@ -26,7 +26,7 @@ def protocol(seeds: list[int]):
 
 def test_sentence_order_is_reported_with_its_loss_accuracy_and_pairs():
     model, records = encoder(layers=1, **BERT), pairs(7, LENGTH)
-    result = masked_tokens.evaluate(model, Stream(records), protocol([0, 1]), 3, None, "cpu")
+    result = masked_tokens.evaluate(model, Stream(records), protocol([0, 1]), 3, None, Ranks())
     nats, correct = [], []
     for seed in (0, 1):
         rng = dataclasses.replace(RngContext.evaluation(seed, 7), samples=torch.arange(7) * LENGTH)
@@ -44,7 +44,7 @@ def test_the_evaluation_inside_training_is_that_of_a_checkpoint():
     config = Config(model=model.config).model_copy(update={"data": DataConfig(sequence_length=LENGTH)})
     engine = SimpleNamespace(module=model, ranks=Ranks(), evaluate=model)
     found = HeldOut(engine, config, RunHooks(), stream, None, None)._losses()
-    result = masked_tokens.evaluate(model.eval(), stream, protocol([0]), 3, config.evaluation.sequences, "cpu")
+    result = masked_tokens.evaluate(model.eval(), stream, protocol([0]), 3, config.evaluation.sequences, Ranks())
     order = result["sentence_order"]
     assert found["evaluation/loss"] == pytest.approx(result["loss"], rel=1e-5)
     assert found["evaluation/sentence_order_nats"] == pytest.approx(order["loss"], rel=1e-5)
@@ -53,5 +53,5 @@ def test_the_evaluation_inside_training_is_that_of_a_checkpoint():
 
 def test_without_it_nothing_is_said_of_it():
     model = encoder(layers=1, sentence_order=None, **BERT)
-    result = masked_tokens.evaluate(model, Stream(pairs(4, LENGTH)), protocol([0]), 2, None, "cpu")
+    result = masked_tokens.evaluate(model, Stream(pairs(4, LENGTH)), protocol([0]), 2, None, Ranks())
     assert "sentence_order" not in result and "sentence order" not in masked_tokens.summary(result)

@@ -23,6 +23,7 @@ from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.model.stack import TokenScores
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
+from megasparse.training.ranks import Ranks
 from tests.helpers import commands
 from tests.helpers.models import small
 from tests.helpers.scoring import Stream, protocol_with
@@ -55,11 +56,11 @@ def protocol(tokenizer: str = "words", **changed) -> Protocol:
 def of_words(nats: list[float], batch: int = 1, limit: int | None = None, **changed) -> dict:
     """Result of the word tokens of TEXT: one for each word, where `nats` are those of the vocabulary."""
     stream = Stream([VOCABULARY.index(word) for word in WORDS])
-    return evaluate(Model(nats), stream, protocol(**changed), batch, limit, "cpu")
+    return evaluate(Model(nats), stream, protocol(**changed), batch, limit, Ranks())
 
 
 def of_bytes(nats: list[float], limit: int | None = None, **changed) -> dict:
-    return evaluate(Model(nats), Stream(list(TEXT)), protocol("bytes", **changed), 1, limit, "cpu")
+    return evaluate(Model(nats), Stream(list(TEXT)), protocol("bytes", **changed), 1, limit, Ranks())
 
 
 def test_a_uniform_model_needs_log2_of_its_vocabulary():
@@ -160,7 +161,7 @@ def test_pixels_have_bits_per_dim_beside_those_of_png_files():
     stream = Stream([0] * 96 + [i * i % 251 for i in range(48)])  # the last is harder to pack
     settings = protocol("pixels", sequence_length=48, stride=48, record=48, split_bytes=144, split_words=None)
     for limit, count in ((None, 3), (2, 2)):
-        found = evaluate(Model([math.log(256)] * 256), stream, settings, 1, limit, "cpu")
+        found = evaluate(Model([math.log(256)] * 256), stream, settings, 1, limit, Ranks())
         assert found["bits_per_dim"] == pytest.approx(8.0) and found["dims"] == count * 48
         assert found["png_bits_per_dim"] == png_bits_per_dim(stream, 48, limit)
         assert not {"bits_per_byte", "word_perplexity"} & found.keys()

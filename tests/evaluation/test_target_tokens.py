@@ -14,6 +14,7 @@ from megasparse.evaluation.target_tokens import evaluate, summary
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.ops.random import EVALUATION_STEP, RngContext
+from megasparse.training.ranks import Ranks
 from tests.helpers.commands import run
 from tests.helpers.models import small
 from tests.helpers.scoring import Stream, protocol_with
@@ -48,7 +49,7 @@ def test_targets_are_scored_and_neither_sources_nor_padding(model):
     data = records(7)
     stream = Stream([token for record in data for token in record])
     settings = protocol_with("bytes", sequence_length=14, stride=14, record=14, rounds=None, seeds=[3, 4])
-    found = evaluate(model, stream, settings, batch=3, limit=None, device="cpu")
+    found = evaluate(model, stream, settings, batch=3, limit=None, ranks=Ranks())
     count, sums, correct = sum(token != PADDING for record in data for token in record[SOURCE:]), [], 0
     for seed in (3, 4):
         total = 0.0
@@ -67,7 +68,7 @@ def test_targets_are_scored_and_neither_sources_nor_padding(model):
     assert found["standard_deviation"] == pytest.approx(abs(sums[0] - sums[1]) / count / math.sqrt(2), rel=1e-3)
     assert found["protocol"]["source_length"] == SOURCE and found["protocol"]["leaks"] == []
     assert summary(found).startswith(f"{found['loss']:.4f} nats a target token, perplexity {found['perplexity']:.3f}, ")
-    one = evaluate(model, stream, protocol_with("bytes", sequence_length=14, stride=14, seeds=[3]), 1, 2, "cpu")
+    one = evaluate(model, stream, protocol_with("bytes", sequence_length=14, stride=14, seeds=[3]), 1, 2, Ranks())
     assert one["standard_deviation"] is None
     assert one["dims"] == sum(token != PADDING for record in data[:2] for token in record[SOURCE:])
 

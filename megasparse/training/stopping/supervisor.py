@@ -175,17 +175,17 @@ class RankProcess:
 class Supervisor:
     """Runs `command` as the ranks of this node's `layout` until they end well or a signal has ended them.
 
-    checkpoints: folder of the run's checkpoints, which shows its progress. restarts: how often in a row a failure may
-    be followed by another start without a new checkpoint in between. sizes: numbers of ranks of all nodes that the run
-    may have, the largest first; it goes on with fewer, without the device of the rank at fault, where restarts are used
-    up, and tries all again after TRY_AGAIN seconds. clock: seconds since any moment.
+    checkpoints: folder of the run's checkpoints, which shows its progress; None of a command that has none. restarts:
+    how often in a row a failure may be followed by another start without a new checkpoint in between. sizes: numbers of
+    ranks of all nodes that the run may have, the largest first; it goes on with fewer, without the device of the rank
+    at fault, where restarts are used up, and tries all again after TRY_AGAIN seconds. clock: seconds since any moment.
     """
 
     def __init__(
         self,
         command: list[str],
         layout: NodeLayout,
-        checkpoints: Path,
+        checkpoints: Path | None,
         restarts: int = 0,
         sizes: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -353,6 +353,8 @@ class Supervisor:
         if self.insisted:
             return 128 + self.insisted[0], f"ended at once, as a second {SIGNAL_NAMES[self.insisted[0]]} asked for"
         if early := {-rank.code for rank in ranks if rank.code} & self.forwarded:
+            if self.checkpoints is None:
+                return 128 + min(early), f"stopped by {SIGNAL_NAMES[min(early)]}"
             report(f"stopped by {SIGNAL_NAMES[min(early)]} before training had begun: there was nothing to save")
             return 0, ""
         failed = sorted((rank for rank in ranks if rank.code), key=lambda rank: rank.ended_at)
@@ -367,7 +369,7 @@ class Supervisor:
     def _newest_step(self) -> int:
         """Step of the newest checkpoint; -1 where there is none, or the storage cannot be read right now."""
         try:
-            newest = find_newest(self.checkpoints)
+            newest = None if self.checkpoints is None else find_newest(self.checkpoints)
         except OSError:
             return -1
         return int(newest.name) if newest else -1

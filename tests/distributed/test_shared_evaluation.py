@@ -1,0 +1,123 @@
+"""The evaluation of pretrained models by two ranks, which share out windows, or the tokens of each: one rank's numbers.
+
+Models as they are initialised, of data prepared as a user prepares it.
+"""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import evaluate
+from megasparse.cli.main import door
+from megasparse.config.load import build_config
+from megasparse.hub.importing import write_checkpoint
+from megasparse.model.build import build_model
+from megasparse.runs.evaluation import evaluate_split
+from tests.helpers.commands import refused
+from tests.helpers.models import SMALL
+from tests.helpers.run_ranks import ROOT, run_ranks
+from tests.helpers.trained import prepared
+
+PATTERN = {"pattern": [{"local": 2, "lsh": 2}, "lsh"], **SMALL}
+SIZE = {"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 4, "attention": PATTERN}
+SOURCE = {"length": 32, "attention": PATTERN, "cross_attention": "lsh"}
+PAIR = {"kind": "encoder_decoder", "vocabulary": 264, "max_length": 32, "padding_token": 257, "source": SOURCE}
+MODELS: dict[str, dict[str, Any]] = {
+    "decoder": {},
+    "scored late": {"score_from": 40},
+    "encoder": {"kind": "encoder", "vocabulary": 257},
+    "pairs": PAIR,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "decoder": ("decoder", {}),
+    "two at once, two draws": ("decoder", {"batch": 2, "hash_seeds": 2, "rounds": 3}),
+    "stride": ("decoder", {"stride": 24}),
+    "scored late": ("scored late", {}),
+    "encoder": ("encoder", {}),
+    "pairs": ("pairs", {"batch": 3}),
+}
+SEQUENCE = (1, 2)
+"""Ranks that share a sequence: with one, each has windows of its own."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Checkpoints by the names of the models, of runs on one rank; the last window of text is of 17 tokens."""
+    folder, draw = tmp_path_factory.mktemp("shared"), random.Random(0)
+    prepared(folder, 4010)
+    for name in ("en", "de"):
+        lines = ("".join(draw.choices("abcdef ", k=draw.randint(1, 30))).strip() for _ in range(60))
+        (folder / name).write_text("".join(f"{line or 'a'}\n" for line in lines))
+    files = ["--source", str(folder / "en"), "--target", str(folder / "de"), "--split", "80,10,10", "--workers", "1"]
+    lengths = ["--source-length", "32", "--target-length", "32", "--output", str(folder / "pairs.data")]
+    door("prepare-data")(["parallel", *files, *lengths])
+    for name, changes in MODELS.items():
+        data = {"path": str(folder / ("pairs.data" if name == "pairs" else "data")), "sequence_length": 64}
+        run = {"device": "cpu", "engine": "torch"}
+        config = build_config({"model": {**SIZE, **changes}, "data": data, "run": run})
+        weights = dict(build_model(config.model, 0).named_parameters())
+        write_checkpoint(config, {name: weight.detach for name, weight in weights.items()}, folder / name)
+    return folder
+
+
+def on_two_ranks(folder: str) -> dict[str, Any]:
+    """The numbers of this rank, by the ranks that share a sequence and the case."""
+    found = {}
+    for sequence in SEQUENCE:
+        for name, (model, options) in CASES.items():
+            result, _ = evaluate_split(Path(folder, model), overrides=[f"parallel.sequence={sequence}"], **options)
+            found[f"{sequence} {name}"] = result
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return run_ranks(on_two_ranks, folder=str(folder))
+
+
+def numbers(result: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in result.items() if isinstance(value, float | int)}
+
+
+@pytest.mark.parametrize("sequence", SEQUENCE)
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_are_one(folder, found, sequence, name):
+    model, options = CASES[name]
+    alone, _ = evaluate_split(folder / model, **options)
+    ours, theirs = (each[f"{sequence} {name}"] for each in found)
+    assert ours == theirs and ours["protocol"] == json.loads(json.dumps(alone["protocol"]))
+    assert numbers(ours) == pytest.approx(numbers(alone), rel=1e-6)
+    assert ours["dims"] == alone["dims"] > 0
+
+
+def started(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, ROOT / "launch/supervise.py", "--ranks", 2, "evaluate", *arguments]
+    return subprocess.run([*map(str, line)], capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+def test_started_ranks_print_and_write_once(folder):
+    options = ["--checkpoint", folder / "decoder", "--limit", 3]
+    ended = started(*options, "--json", folder / "shared.json", "--set", "parallel.sequence=2")
+    assert ended.returncode == 0, ended.stderr
+    _, summary = evaluate_split(folder / "decoder", limit=3)
+    assert ended.stdout == summary + "\n"
+    assert json.loads((folder / "shared.json").read_text())["dims"] == 3 * 64
+
+
+def test_a_number_that_is_no_multiple_is_refused(folder, capsys):
+    given = ["--checkpoint", folder / "decoder", "--set", "parallel.sequence=2"]
+    assert "parallel.sequence: 2 ranks are to share a sequence, but the 1 ranks" in refused(capsys, evaluate, *given)
+
+
+def test_a_task_is_evaluated_by_one_rank(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("megasparse.errors.leave", sys.exit)
+    given = ["--task", "table", "--checkpoint", "runs/mine", "--source", "labelled.csv"]
+    assert "--task: is evaluated by one rank, and 2 were started" in refused(capsys, evaluate, *given)
