@@ -28,6 +28,12 @@ from megasparse.ops.random import RngContext, add_dropout, add_dropout_, dropout
 Streams = tuple[Tensor, ...]
 """The residual streams, (B, L, E) each, of one dtype: two in a reversible stack, one in an ordinary one."""
 
+
+def mean_stream(streams: Streams) -> Tensor:
+    """What readers of a stack see: the mean of its streams, (B, L, E), in fp32 at least."""
+    return torch.stack([at_least_fp32(x) for x in streams]).mean(0)
+
+
 Compute = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """A branch: from the stream that it reads, what it adds to a stream (B, L, E), and its auxiliary loss or None."""
 

@@ -17,6 +17,7 @@ from megasparse.attention.norm import Norm
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.parts import encoder_part
 from megasparse.config.schema import ModelConfig
+from megasparse.model.block import mean_stream
 from megasparse.model.decoder import Causal, DecodingCache
 from megasparse.model.padding import padding_of
 from megasparse.model.stack import Stack, TokenScores
@@ -45,7 +46,7 @@ class SourceEncoder(Stack):
         """
         own = replace(rng, seed=derive(rng.seed, "encoder")).at(part.rank * tokens.shape[1])
         streams, auxiliary, statistics = self.streams(tokens, own, Padding(key_mask, part=part), targets)
-        return self.norm(torch.stack(streams).mean(0)), auxiliary, statistics
+        return self.norm(mean_stream(streams)), auxiliary, statistics
 
 
 class EncoderDecoder(Causal):

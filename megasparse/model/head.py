@@ -1,13 +1,13 @@
 """The output: norm, projection, and each token's score. B batch, L length, E d_model, V vocabulary."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.config.schema import ModelConfig
-from megasparse.model.block import Streams
+from megasparse.model.block import Streams, mean_stream
 from megasparse.ops.adaptive_softmax import adaptive_log_probabilities, adaptive_scores
 from megasparse.ops.cross_entropy import token_scores
 from megasparse.ops.dtype import at_least_fp32
@@ -52,7 +52,7 @@ class OutputHead(nn.Module):
         """
         weights = dict(self.named_parameters(recurse=False))
         if targets is None:
-            return at_least_fp32(self._logits(self._hidden([x[:, -1] for x in streams], weights), weights))
+            return at_least_fp32(self._logits(self._hidden(tuple(x[:, -1] for x in streams), weights), weights))
 
         def score(targets: Tensor, *rest: Tensor) -> Tensor:
             given = dict(zip(weights, rest[len(streams) :], strict=True))
@@ -69,7 +69,7 @@ class OutputHead(nn.Module):
             return torch.stack([nats, correct.to(nats.dtype)], dim=-1)
         return token_scores(self._logits(hidden, weights), targets, self.smoothing if training else 0.0)
 
-    def _hidden(self, streams: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+    def _hidden(self, streams: Streams, weights: Mapping[str, Tensor]) -> Tensor:
         gain, shift = weights["norm_weight"], weights.get("norm_bias")
         if self.scale != 1.0:
             gain, shift = gain * self.scale, None if shift is None else shift * self.scale
@@ -77,7 +77,7 @@ class OutputHead(nn.Module):
             (x,) = streams
             x = F.gelu(F.linear(x.to(weights["dense"].dtype), weights["dense"], weights["dense_bias"])).float()
         elif self.tied:
-            x = torch.stack([at_least_fp32(x) for x in streams]).mean(0)
+            x = mean_stream(streams)
         else:
             x = torch.cat(list(streams), dim=-1)
         return layer_norm(x, gain, shift, self.eps, weights["weight"].dtype)

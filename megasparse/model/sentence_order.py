@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.norm import Norm
 from megasparse.config.schema import ModelConfig
-from megasparse.model.block import Streams
+from megasparse.model.block import Streams, mean_stream
 from megasparse.ops.random import RngContext, random_bits
 
 
@@ -55,7 +55,7 @@ class SentenceOrder(nn.Module):
 
     def forward(self, streams: Streams, tokens: Tensor, rng: RngContext) -> OrderScores:
         """Predict the order of each pair. streams: of `tokens` as `arrange` returned them."""
-        x = torch.stack([stream[:, 0] for stream in streams]).mean(0)
+        x = mean_stream(tuple(stream[:, 0] for stream in streams))
         if self.norm is not None:
             x = self.norm(x)
         pooled = torch.tanh(F.linear(x.to(self.dense.dtype), self.dense, self.dense_bias))

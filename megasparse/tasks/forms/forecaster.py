@@ -18,6 +18,7 @@ from megasparse.attention.heads import Padding, projection
 from megasparse.attention.norm import Norm
 from megasparse.config.parts import encoder_part
 from megasparse.config.schema import ModelConfig
+from megasparse.model.block import mean_stream
 from megasparse.model.embedding import Positions
 from megasparse.model.encoder_decoder import SourceEncoder
 from megasparse.model.stack import Stack
@@ -84,7 +85,7 @@ class VectorStacks(Stack):
         """
         memory, of_encoder, _ = self.encoder(read, rng, None, targets)
         streams, own, _ = self.streams(seen, rng, Padding(), targets, source=Source(memory, None))
-        return self.norm(torch.stack(streams).mean(0)), of_encoder + own
+        return self.norm(mean_stream(streams)), of_encoder + own
 
 
 class ForecastBody(Backbone):
