@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.full import KeyValueCache
+from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import Places, merge, sink_attention
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
@@ -236,9 +237,9 @@ class BandAttention(Attention):
             return query_codes, key_codes
         return with_window(query_codes), None if key_codes is None else with_window(key_codes)
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> BandCache:
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> BandCache:
         rounds, buckets = self.local + self.cached_rounds(rounds), self.buckets + (self.sinks > 0)
-        return BandCache.empty(batch, self.spec, rounds, buckets, self.window, like)
+        return BandCache.empty(batch, self.spec.here(part), rounds, buckets, self.window, like)
 
     def cached_rounds(self, rounds: int | None) -> int:
         """Hash rounds of a cache. rounds: in place of the configured ones, or None."""

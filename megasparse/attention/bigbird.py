@@ -36,7 +36,7 @@ class BigBirdAttention(FixedPatternAttention):
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         block = torch.tensor([position // self.chunk], device=device)
-        further = self._further(block, self.spec.heads, True, context)[:, 0]
+        further = self._further(block, self.spec.here(context.part).heads, True, context)[:, 0]
         # Every head has equally many: only the empty places are left out.
         further = further[further >= 0].view(len(further), -1)
         return visible_blocks(position, self.chunk, self._first(), further, device)

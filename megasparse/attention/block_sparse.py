@@ -12,6 +12,7 @@ from torch import Tensor
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput
 from megasparse.attention.each_document import attend_each
 from megasparse.attention.full import KeyValueCache
+from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 
 
@@ -29,8 +30,8 @@ class FixedPatternAttention(Attention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         return AttentionOutput(attend_each(inputs, lambda alone: self.attend(alone, context)), None, {})
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> KeyValueCache:
-        return KeyValueCache.empty(batch, self.spec, self.spec.max_length, like)
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> KeyValueCache:
+        return KeyValueCache.empty(batch, self.spec.here(part), self.spec.max_length, like)
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, context: AttentionContext) -> None:
         cache.put(inputs.k, inputs.v)
@@ -39,7 +40,7 @@ class FixedPatternAttention(Attention):
         self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, position: int, context: AttentionContext
     ) -> Tensor:
         cache.put(inputs.k, inputs.v, position)
-        head = torch.arange(self.spec.heads, device=cache.k.device)[:, None]
+        head = torch.arange(inputs.q.shape[1], device=cache.k.device)[:, None]
         seen = self.visible(position, context, cache.k.device)
         k, v = (cached[:, head, seen].to(inputs.q.dtype) for cached in (cache.k, cache.v))
         return F.scaled_dot_product_attention(inputs.q, k, v)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -128,6 +128,10 @@ class MechanismSpec:
     dropout: float = 0.0
     """Rate of dropout of attention probabilities, in training."""
 
+    def here(self, part: SequencePart) -> "MechanismSpec":
+        """That of the heads which are on this rank."""
+        return replace(self, heads=self.heads // part.shares)
+
 
 class Attention(nn.Module, ABC):
     """One mechanism over some heads of a layer, built from its section of the configuration and its spec.
@@ -201,8 +205,9 @@ class Attention(nn.Module, ABC):
 
     # Decoding with a cache, of causal mechanisms
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> Any:
-        """An empty decoding cache for `batch` sequences, on the device and in the dtype of `like`.
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> Any:
+        """An empty decoding cache for `batch` sequences, on the device and in the dtype of `like`. part: of the heads,
+        for which it is.
 
         Its `select(rows)` makes it that of the sequences `rows`, (n,) int64 indices into the batch, repeats allowed.
         Raises ConfigError for a mechanism that cannot decode token by token.

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes, Work
+from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import FullAttentionConfig
 from megasparse.ops.backend import implementation
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
@@ -83,8 +84,8 @@ class FullAttention(Attention):
     def operators(self, length: int, size: int) -> dict[str, Work]:
         return self.one_kernel(length, size)
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> KeyValueCache:
-        return KeyValueCache.empty(batch, self.spec, self.spec.max_length, like)
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> KeyValueCache:
+        return KeyValueCache.empty(batch, self.spec.here(part), self.spec.max_length, like)
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, context: AttentionContext) -> None:
         cache.put(inputs.k, inputs.v)

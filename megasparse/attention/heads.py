@@ -112,17 +112,23 @@ class AttentionLayer(nn.Module):
                 mechanism.fill_cache(x, inputs, cache[kind], own)
         return AttentionOutput(self._merge(outs), auxiliary, statistics)
 
-    def new_cache(self, batch: int, rounds: int | None) -> dict[str, Any]:
+    def new_cache(self, batch: int, rounds: int | None, part: SequencePart = WHOLE) -> dict[str, Any]:
+        """An empty cache of each mechanism. part: see `Attention.new_cache`."""
         like = self.query.weight
-        return {kind: self.mechanism(kind).new_cache(batch, like, rounds) for kind in self.split}
+        return {kind: self.mechanism(kind).new_cache(batch, like, rounds, part) for kind in self.split}
 
     def mechanism(self, kind: str) -> Attention:
         return cast(Attention, self.mechanisms[kind])
 
-    def decode(self, x: Tensor, cache: dict[str, Any], position: int, context: AttentionContext) -> Tensor:
-        """Run the layer on one new token. x: (B, 1, E), the new token at `position`. Returns (B, 1, E)."""
-        projected = self._project(x, position, Padding(), context)
-        outs = [self.mechanism(kind).decode(x, inputs, cache[kind], position, own) for kind, inputs, own in projected]
+    def decode(
+        self, x: Tensor, cache: dict[str, Any], position: int, context: AttentionContext, padding: Padding
+    ) -> Tensor:
+        """Run the layer on one new token. x: (B, 1, E), the new token at `position`. padding: whose part is that of the
+        caches. Returns (B, 1, E).
+        """
+        outs = []
+        for kind, inputs, own in self._project(x, position, padding, context):
+            outs.append(own.part.to_tokens(self.mechanism(kind).decode(x, inputs, cache[kind], position, own)))
         return self._merge(outs)
 
     def _project(

@@ -92,10 +92,10 @@ class LocalAttention(Attention):
         traffic = self.traffic(size)
         return {"attention": Work(self.flops(length), traffic.softmax(1, ordered=False) + traffic.sinks(self.sinks))}
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> LocalCache:
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> LocalCache:
         # The chunk at hand and the one before it share two places by turns.
-        tokens = KeyValueCache.empty(batch, self.spec, 2 * self.chunk + self.sinks, like)
-        return LocalCache(tokens, None if self.relative is None else self.relative(self.chunk, causal=True))
+        tokens = KeyValueCache.empty(batch, self.spec.here(part), 2 * self.chunk + self.sinks, like)
+        return LocalCache(tokens, None if self.relative is None else self.relative(self.chunk, True, part))
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: LocalCache, context: AttentionContext) -> None:
         length, capacity = inputs.k.shape[2], 2 * self.chunk

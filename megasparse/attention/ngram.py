@@ -19,7 +19,7 @@ from megasparse.attention.contract import (
     MechanismSpec,
 )
 from megasparse.attention.costs import Passes, Work
-from megasparse.attention.sequence_part import SequencePart
+from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_attention
 from megasparse.config.attention import NGramAttentionConfig
 from megasparse.errors import ConfigError
@@ -127,9 +127,9 @@ class NGramAttention(Attention):
         keys = _following(codes[:, None], inputs, self.buckets)[:, None]
         return bucketed_attention(q, k, v, codes[:, None, None], self.far, key_mask, segments, keys, dropout)
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> NGramCache:
-        lengths = self.config.lengths
-        band = BandCache.empty(batch, self.spec, len(lengths), self.buckets + 1, self.far.window, like, hashed_heads=1)
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> NGramCache:
+        lengths, spec = self.config.lengths, self.spec.here(part)
+        band = BandCache.empty(batch, spec, len(lengths), self.buckets + 1, self.far.window, like, hashed_heads=1)
         recent = torch.full((batch, max(lengths) - 1), -1, dtype=torch.int64, device=like.device)
         return NGramCache(band, recent, recent.new_full((batch, 1, len(lengths), 1), self.buckets))
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes, product
 from megasparse.attention.each_document import attend_each
+from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import PerformerAttentionConfig
 from megasparse.ops.linear_attention import State, causal_linear_attention, linear_attention
 from megasparse.ops.random_features import orthogonal_projections
@@ -64,7 +65,7 @@ class PerformerAttention(Attention):
         inside = (min(self.config.chunk, length) + 1) / 2 if self.spec.causal else 0.0
         return product(self.spec.heads * (8.0 * dim * features + 2.0 * (features + dim) * inside))
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> PerformerCache:
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> PerformerCache:
         return PerformerCache()
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: PerformerCache, context: AttentionContext) -> None:

@@ -22,7 +22,7 @@ from megasparse.attention.costs import Passes, Work, product
 from megasparse.attention.far_attention import SAMPLES, drawn_positions, far_attention, far_pairs, sketch_divergence
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.head_sketch import HeadProjection
-from megasparse.attention.sequence_part import SequencePart
+from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_index, without_seen
 from megasparse.attention.sketch_objectives import PooledObjective, TokenObjective
 from megasparse.config.attention import SmartBirdAttentionConfig
@@ -246,10 +246,10 @@ class SmartBirdAttention(Attention):
             work["window"] = Work(self._window_flops(length), moved)
         return work
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> SketchCache:
-        capacity = self.spec.max_length
-        sketch = like.new_zeros(batch, self.groups, capacity, self.config.sketch_dim)
-        return SketchCache(KeyValueCache.empty(batch, self.spec, capacity, like), sketch.double())
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> SketchCache:
+        capacity, groups = self.spec.max_length, self.groups if self.groups == 1 else self.groups // part.shares
+        sketch = like.new_zeros(batch, groups, capacity, self.config.sketch_dim)
+        return SketchCache(KeyValueCache.empty(batch, self.spec.here(part), capacity, like), sketch.double())
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, context: AttentionContext) -> None:
         cache.heads.put(inputs.k, inputs.v)

@@ -142,11 +142,12 @@ class YOSOAttention(Attention):
         codes = Passes(2 * row + 2 * hashes * code)
         return {"attention": Work(self.flops(length), each + codes + Passes(row, 4 * row))}
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None) -> YOSOCache:
-        heads, width = self.spec.heads, self.spec.head_dim
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> YOSOCache:
+        spec, width = self.spec.here(part), self.spec.head_dim
+        heads = spec.heads
         recent = like.new_zeros(batch, heads, (self.config.convolution or 1) - 1, width)
         if self.config.expectation:
-            return YOSOCache(None, KeyValueCache.empty(batch, self.spec, self.spec.max_length, like), recent)
+            return YOSOCache(None, KeyValueCache.empty(batch, spec, spec.max_length, like), recent)
         hashes = rounds or self.config.rounds_in_evaluation
         dtype = torch.promote_types(like.dtype, torch.float32)
         width += not self.normalises
@@ -174,7 +175,7 @@ class YOSOAttention(Attention):
         out = self._normalized(out)
         if self.convolution is not None:
             window = torch.cat([recent, inputs.v.to(recent.dtype)], dim=2)
-            out = out + self.convolution(window, None, None, True)[:, :, -1:]
+            out = out + self.convolution(window, None, None, True, context.part)[:, :, -1:]
         return out.to(inputs.q.dtype)
 
     def _take_in(self, k: Tensor, v: Tensor, cache: YOSOCache, position: int, context: AttentionContext) -> None:

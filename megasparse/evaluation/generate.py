@@ -5,10 +5,12 @@ B batch, n tokens of a prompt, V vocabulary.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megasparse.errors import ConfigError
 from megasparse.ops.keys import derive
@@ -33,6 +35,16 @@ class Sampling:
 
     def generator(self, row: int) -> torch.Generator:
         return torch.Generator().manual_seed(derive(self.seed, "sampled row", row) >> 1 if row else self.seed)
+
+
+class SharedDecoder:
+    """A decoder whose heads ranks share out, with a decoder's interface. Each calls it alike, and has the same logits,
+    but the cache of its heads alone.
+    """
+
+    def __init__(self, decoder: Any, sequence: ProcessGroup):
+        self.new_cache = partial(decoder.new_cache, sequence=sequence)
+        self.prefill, self.decode = decoder.prefill, decoder.decode
 
 
 def check_length(prompt: int, tokens: int, max_length: int) -> None:

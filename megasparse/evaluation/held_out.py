@@ -15,11 +15,12 @@ from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.evaluation.attention.quality import attention_quality
 from megasparse.evaluation.bits_per_dim import Score, Scorer, of_engine, score
-from megasparse.evaluation.generate import generate
+from megasparse.evaluation.generate import SharedDecoder, generate
 from megasparse.evaluation.masked_tokens import order_sums
 from megasparse.evaluation.pictures import image_shape, picture_of
 from megasparse.model.padding import cut
 from megasparse.training.engines.contract import Engine
+from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks, check_stop
 
 Found = dict[str, float | str | Tensor]
@@ -126,23 +127,23 @@ def held_out(
     draw = None
     if config.evaluation.every and config.evaluation.sample_tokens:
         pause = partial(check_stop, hooks, engine.ranks, "making a sample")
-        draw = sampler(engine.module, config, engine.ranks.device, pause)
+        draw = sampler(engine.module, config, engine.ranks, pause)
     return HeldOut(engine, config, hooks, stream, quality, draw)
 
 
-def sampler(
-    decoder: Any, config: Config, device: torch.device, pause: Callable[[], None]
-) -> Callable[[], str | Tensor]:
+def sampler(decoder: Any, config: Config, ranks: Ranks, pause: Callable[[], None]) -> Callable[[], str | Tensor]:
     """Build a function that samples a text or an image, and calls `pause` now and then. Every rank gets the same: under
-    ZeRO-3 each step gathers the weights from all of them.
+    ZeRO-3 each step gathers the weights from all of them. Ranks that share sequences share out the heads.
     """
     tokenizer, tokens = build_tokenizer(config.data.tokenizer), config.evaluation.sample_tokens
     shape = image_shape(config.data.sequence_length) if tokenizer.name == "pixels" else None
 
+    model = decoder if ranks.sequence is None else SharedDecoder(decoder, ranks.sequence)
+
     def draw(count: int) -> Iterator[int]:
         found = generate(
-            decoder,
-            torch.empty(0, dtype=torch.long, device=device),
+            model,
+            torch.empty(0, dtype=torch.long, device=ranks.device),
             count,
             hash_seed=config.run.seed,
             vocabulary=tokenizer.vocabulary,

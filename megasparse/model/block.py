@@ -177,7 +177,7 @@ class AttentionBranch(Branch):
         """
         if position is not None:
             context = AttentionContext(self.layer, run.rng, tokens=run.tokens)
-            return at_least_fp32(self.attention.decode(self.read(x), cache, position, context))
+            return at_least_fp32(self.attention.decode(self.read(x), cache, position, context, run.padding))
         if place is not None:
             found, statistics = rewrite_in_groups(self, place, run)
             self.note(run, statistics)
@@ -203,8 +203,8 @@ class AttentionBranch(Branch):
         norm_after = self.post_norm  # which the sum of stream and branch goes through
         return {n: w for n, w in self.named_parameters() if not (norm_after and n.startswith("norm."))}
 
-    def decode(self, x: Tensor, cache: Any, position: int, rng: RngContext, tokens: Tensor) -> Tensor:
-        found: Tensor = self(x, Pass(rng, Padding(), tokens=tokens), cache, position=position)
+    def decode(self, x: Tensor, cache: Any, position: int, run: Pass) -> Tensor:
+        found: Tensor = self(x, run, cache, position=position)
         return found
 
 
@@ -282,14 +282,14 @@ class Block(nn.Module):
         found.append((feed, lambda x: (feed(x, run), None)))
         return found
 
-    def decode(self, streams: Streams, cache: Any, position: int, rng: RngContext, tokens: Tensor) -> Streams:
-        """One new token, (B, 1): streams of (B, 1, E)."""
+    def decode(self, streams: Streams, cache: Any, position: int, run: Pass) -> Streams:
+        """One new token: streams of (B, 1, E)."""
         own, cross, feed = self.attention, self.cross_attention, self.feed_forward
-        branches: list[tuple[Branch, Compute]] = [(own, lambda x: (own.decode(x, cache, position, rng, tokens), None))]
+        branches: list[tuple[Branch, Compute]] = [(own, lambda x: (own.decode(x, cache, position, run), None))]
         if cross is not None:
-            branches.append((cross, lambda x: (cross.decode(x, cache["cross"], position, rng), None)))
-        branches.append((feed, lambda x: (feed(x, Pass(rng, Padding())), None)))
-        return _residual(streams, branches, rng)[0]
+            branches.append((cross, lambda x: (cross.decode(x, cache["cross"], position, run.rng), None)))
+        branches.append((feed, lambda x: (feed(x, run), None)))
+        return _residual(streams, branches, run.rng)[0]
 
 
 def _residual(

@@ -10,19 +10,24 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megasparse.attention.decoding_part import DecodingPart
 from megasparse.attention.heads import Padding
-from megasparse.attention.sequence_part import SequencePart
+from megasparse.attention.sequence_part import WHOLE, SequencePart
+from megasparse.model.block import Pass
 from megasparse.model.stack import Transformer
 from megasparse.ops.random import RngContext
 
 
 @dataclass
 class DecodingCache:
-    """State of cached decoding: each layer's cache, the number of positions in it, and what its draws depend on."""
+    """State of cached decoding: each layer's cache, the number of positions in it, what its draws depend on, and which
+    of the heads it has.
+    """
 
     layers: list[Any]
     position: int
     rng: RngContext
+    part: SequencePart = WHOLE
 
     def select(self, rows: Tensor) -> None:
         """Becomes the cache of sequences `rows`, (n,) int64 indices into the batch. Each keeps its draws."""
@@ -70,7 +75,7 @@ class Causal(Transformer):
     def prefill(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
         """Takes a prompt (B, n), n >= 0, into an empty cache at once. Returns the logits (B, V) of token n."""
         assert cache.position == 0, "a prompt goes into an empty cache"
-        streams, _, _ = self.streams(tokens, cache.rng, Padding(), caches=cache.layers)
+        streams, _, _ = self.streams(tokens, cache.rng, Padding(part=cache.part), caches=cache.layers)
         cache.position = tokens.shape[1] + 1
         return self.head(streams, None)
 
@@ -79,19 +84,24 @@ class Causal(Transformer):
         """Takes one more token (B,) into the cache. Returns the logits (B, V) of the token after it."""
         assert cache.position < self.config.max_length, "the cache is full"
         entered = streams = self._enter(token[:, None], cache.position, cache.rng)
+        run = Pass(cache.rng, Padding(part=cache.part), tokens=token[:, None])
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            streams = block.decode(streams, layer, cache.position, cache.rng, token[:, None])
+            streams = block.decode(streams, layer, cache.position, run)
         cache.position += 1
         return self.head(self._leave(streams, entered), None)
 
-    def _empty_cache(self, rng: RngContext) -> DecodingCache:
-        layers = [block.attention.attention.new_cache(len(rng.samples), rng.rounds) for block in self.layers]
-        return DecodingCache(layers, 0, rng)
+    def _empty_cache(self, rng: RngContext, part: SequencePart = WHOLE) -> DecodingCache:
+        layers = [block.attention.attention.new_cache(len(rng.samples), rng.rounds, part) for block in self.layers]
+        return DecodingCache(layers, 0, rng, part)
 
 
 class Decoder(Causal):
     """A causal language model."""
 
-    def new_cache(self, batch_size: int, seed: int, rounds: int | None = None) -> DecodingCache:
-        """An empty cache for sequences of up to `max_length` tokens. seed: the run's, for rotations of evaluation."""
-        return self._empty_cache(RngContext.evaluation(seed, batch_size, rounds))
+    def new_cache(
+        self, batch_size: int, seed: int, rounds: int | None = None, sequence: ProcessGroup | None = None
+    ) -> DecodingCache:
+        """An empty cache for sequences of up to `max_length` tokens. seed: the run's, for rotations of evaluation.
+        sequence: ranks that all decode the same tokens, each with the cache of its part of the heads.
+        """
+        return self._empty_cache(RngContext.evaluation(seed, batch_size, rounds), DecodingPart.of(sequence))

@@ -34,7 +34,7 @@ def write_run(path: Path, data: Path, **sections: Any) -> Path:
         "model": size | {"attention": attention},
         "data": {"path": str(data), "sequence_length": 64},
         "training": {"steps": 6, "global_batch": 2, "micro_batch": 1},
-        "evaluation": {"every": 2},
+        "evaluation": {"every": 2, "sample_tokens": 8},
         **sections,
         "run": {"directory": str(path), "device": "cpu", "engine": "deepspeed" if "deepspeed" in sections else "torch"},
     }

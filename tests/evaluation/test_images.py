@@ -25,6 +25,7 @@ from megasparse.evaluation.pictures import (
     read_picture,
     sheet,
 )
+from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import StopWanted
 
 RGB = Shape(4, 3)
@@ -209,13 +210,13 @@ def test_a_sample_is_broken_off_where_the_run_is_to_stop(monkeypatch):
             raise StopWanted
 
     with pytest.raises(StopWanted):
-        sampler(Counter(), of_pixels(48), torch.device("cpu"), pause)()
+        sampler(Counter(), of_pixels(48), Ranks(), pause)()
 
 
 @pytest.mark.parametrize(("tokens", "drawn"), [(20, 20), (48, 48), (100, 48)])
 def test_a_sample_is_a_picture_and_what_was_not_drawn_is_black(tokens, drawn):
     pauses: list[int] = []
-    found = sampler(Counter(), of_pixels(tokens), torch.device("cpu"), lambda: pauses.append(1))()
+    found = sampler(Counter(), of_pixels(tokens), Ranks(), lambda: pauses.append(1))()
     assert isinstance(found, torch.Tensor) and len(pauses) == 1
     assert found.shape == (4, 4, 3) and found.dtype == torch.uint8
     wanted = (torch.arange(48) * 5 % 256).masked_fill(torch.arange(48) >= drawn, 0)
