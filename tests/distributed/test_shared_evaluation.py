@@ -1,4 +1,5 @@
 """The evaluation of pretrained models by two ranks, which share out windows, or the tokens of each: one rank's numbers.
+So is the quality of their attention, of which each measures its heads.
 
 Models as they are initialised, of data prepared as a user prepares it.
 """
@@ -8,14 +9,19 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from launch import evaluate
 from megasparse.cli.main import door
 from megasparse.config.load import build_config
+from megasparse.data.index import Index
+from megasparse.evaluation.attention.quality import attention_quality
+from megasparse.evaluation.restore import restore_on_ranks
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.runs.evaluation import evaluate_split
@@ -66,6 +72,13 @@ def folder(tmp_path_factory):
     return folder
 
 
+def quality(checkpoint: Path, *overrides: str) -> dict[str, Any]:
+    model, config, _, ranks = restore_on_ranks(checkpoint, overrides)
+    engine: Any = SimpleNamespace(module=model, ranks=ranks)
+    found = attention_quality(engine, Index.load(config.data.path), config)()
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in found.items()}
+
+
 def on_two_ranks(folder: str) -> dict[str, Any]:
     """The numbers of this rank, by the ranks that share a sequence and the case."""
     found = {}
@@ -73,6 +86,8 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
         for name, (model, options) in CASES.items():
             result, _ = evaluate_split(Path(folder, model), overrides=[f"parallel.sequence={sequence}"], **options)
             found[f"{sequence} {name}"] = result
+    for name in MODELS:
+        found[f"quality of {name}"] = quality(Path(folder, name), "parallel.sequence=2")
     torch.distributed.destroy_process_group()
     return found
 
@@ -95,6 +110,14 @@ def test_two_ranks_are_one(folder, found, sequence, name):
     assert ours == theirs and ours["protocol"] == json.loads(json.dumps(alone["protocol"]))
     assert numbers(ours) == pytest.approx(numbers(alone), rel=1e-6)
     assert ours["dims"] == alone["dims"] > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_quality_of_attention_is_that_of_one_rank(folder, found, name):
+    alone, (ours, theirs) = quality(folder / name), (each[f"quality of {name}"] for each in found)
+    assert numbers(ours) == numbers(theirs) == pytest.approx(numbers(alone), rel=1e-6)
+    maps = {name for name in alone if name.endswith("/maps")}
+    assert {name for name in maps if ours[name] == alone[name]} == maps == {"quality/local/maps", "quality/lsh/maps"}
 
 
 def started(*arguments: object) -> "subprocess.CompletedProcess[str]":

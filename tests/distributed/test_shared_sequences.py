@@ -35,6 +35,7 @@ def write_run(path: Path, data: Path, **sections: Any) -> Path:
         "data": {"path": str(data), "sequence_length": 64},
         "training": {"steps": 6, "global_batch": 2, "micro_batch": 1},
         "evaluation": {"every": 2, "sample_tokens": 8},
+        "logging": {"attention_quality_every": 2},
         **sections,
         "run": {"directory": str(path), "device": "cpu", "engine": "deepspeed" if "deepspeed" in sections else "torch"},
     }
@@ -61,7 +62,9 @@ def test_a_launched_run_goes_on_alone(folder):
     expected, reported = read_metrics(folder / "alone"), read_metrics(shared)
     assert len(reported) == len(expected) == 6
     for one, other in zip(reported, expected, strict=True):
-        for name in ("train/loss", "evaluation/loss", "evaluation/accuracy", "optimizer/gradient_norm"):
+        for name in (
+            "train/loss", "evaluation/loss", "evaluation/accuracy", "optimizer/gradient_norm", "quality/lsh/utility",
+        ):  # fmt: skip
             assert (name in one) == (name in other)
             assert one.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=1e-5), (name, one["step"])
 

@@ -2,9 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megasparse.attention.observation import Call, calls
 from megasparse.config.schema import Config
@@ -19,6 +21,7 @@ from megasparse.evaluation.attention.metrics import (
 )
 from megasparse.evaluation.attention.weights import LEGEND, attention_map, weights_of
 from megasparse.evaluation.pictures import sheet
+from megasparse.model.padding import cut
 from megasparse.ops.random import RngContext
 from megasparse.training.engines.contract import Engine
 
@@ -36,36 +39,46 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
 
     For each kind of attention but full, mean over its layers and heads: quality/KIND/output_error, .../recall_top,
     .../utility, .../utility_bound and .../utility_floor, of LSH and LHA also .../bucket_ratio, .../bucket_size and
-    .../bucket_largest (see `measure`), and of its first layer .../maps, a picture.
+    .../bucket_largest (see `measure`), and of its first layer .../maps, a picture. Ranks that share sequences measure
+    each its own heads, where their number divides the window; the whole of it otherwise.
     """
     stream = EvaluationStream(index, config.evaluation.split)
     longest = WINDOW if config.model.source is None else config.data.sequence_length
     length = min(longest, config.data.sequence_length, stream.tokens)
-    tokens = stream.read(0, length).unsqueeze(0).to(engine.ranks.device)
+    ranks = engine.ranks
+    tokens = stream.read(0, length).unsqueeze(0).to(ranks.device)
+    sequence = ranks.sequence if length % ranks.sequence_size == 0 else None
 
     @torch.no_grad()
     def quality() -> dict[str, float | str | Tensor]:
         found: dict[str, list[float]] = defaultdict(list)
         pictures: dict[str, float | str | Tensor] = {}
-        for call in record_calls(engine.module, tokens, config.run.seed):
+        for call in record_calls(engine.module, tokens, config.run.seed, sequence):
             if call.kind == "full":
                 continue
             exact, own = weights_of(call, call.exact()), weights_of(call, call.mechanism.without_additions())
             for name, value in measure(call, exact, own).items():
                 found[f"quality/{call.kind}/{name}"].append(value)
-            pictures.setdefault(f"quality/{call.kind}/maps", _picture(call, exact, own))
-        return pictures | {name: sum(values) / len(values) for name, values in found.items()}
+            if (name := f"quality/{call.kind}/maps") not in pictures:
+                pictures[name] = _picture(call, exact, own)
+        means = torch.tensor([sum(values) / len(values) for values in found.values()], dtype=torch.float64)
+        if sequence is not None:  # each rank has equally many heads
+            means = ranks.sum(means.to(ranks.device)) / ranks.world_size
+        return pictures | dict(zip(found, means.tolist(), strict=True))
 
     return quality
 
 
 @torch.no_grad()
-def record_calls(model: nn.Module, tokens: Tensor, seed: int) -> list[Call]:
-    """The call of each of a model's mechanisms on tokens (B, L), in evaluation mode."""
+def record_calls(model: Any, tokens: Tensor, seed: int, sequence: ProcessGroup | None = None) -> list[Call]:
+    """The call of each of a model's mechanisms on tokens (B, L), in evaluation mode. sequence: ranks that share the
+    tokens, each of which has the calls of its heads.
+    """
     training = model.training
+    own, padding = cut(tokens, model.config, sequence)
     model.eval()
     with calls(model) as found:
-        model(tokens, RngContext.evaluation(seed, len(tokens)))
+        model(own, RngContext.evaluation(seed, len(tokens)), padding)
     model.train(training)
     return found
 
@@ -96,10 +109,12 @@ def measure(call: Call, exact: Tensor, own: Tensor) -> dict[str, float]:
 
 def _picture(call: Call, exact: Tensor, own: Tensor) -> Tensor:
     """The exact map beside its own, of the first heads of the first sequence, one below the other: (S, S', 3) uint8."""
-    heads = range(min(HEADS_SHOWN, exact.shape[1]))
+    part, here = call.context.part, exact.shape[1]
+    exact, own = (part.gather(w[:1, :HEADS_SHOWN], 1)[0, :HEADS_SHOWN] for w in (exact, own))
     rows = [
-        [attention_map(w[0, head], w[0, head] != 0, causal=call.inputs.causal).cpu().numpy() for w in (exact, own)]
-        for head in heads
+        [attention_map(w, w != 0, causal=call.inputs.causal).cpu().numpy() for w in pair]
+        for pair in zip(exact, own, strict=True)
     ]
-    labels = [f"head {call.context.head_offset + head}" for head in heads]
+    first = call.context.head_offset - part.rank * here
+    labels = [f"head {first + head}" for head in range(len(rows))]
     return torch.tensor(sheet(rows, ["full attention", call.kind], labels, [f"layer {call.context.layer}", *LINES]))
