@@ -3,12 +3,17 @@
 megasparse generate --checkpoint runs/quickstart --prompt "The history of " --tokens 300 --temperature 0.8
 megasparse generate --checkpoint runs/pixels --images 16 --output samples
 megasparse generate --checkpoint runs/pixels --complete cat.png dog.png --output completions
+megasparse supervise --ranks 2 generate --checkpoint runs/quickstart --set parallel.sequence=2
 megasparse generate --checkpoint runs/translation --source "Ein Satz." --beams 4 --length-penalty 0.6
+
+Several ranks write a decoder's text together: each has the decoding caches of its part of the heads.
 """
 
 import argparse
 import os
 import sys
+from functools import partial
+from typing import Any
 
 from megasparse.cli.arguments import add_checkpoint
 from megasparse.errors import ConfigError
@@ -41,14 +46,19 @@ def run(args: argparse.Namespace) -> None:
         if getattr(args, option) not in (None, ""):
             what = "images" if drawing else "text"
             raise ConfigError(f"--{option}", f"it does not go with {what}", "Leave it out")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        for option in ("images", "complete", "source", "source_file"):
+            if getattr(args, option) is not None:
+                problem = "several ranks continue a decoder's text, and nothing else"
+                raise ConfigError(f"--{option.replace('_', '-')}", problem, "Start it without supervise")
     from megasparse.evaluation.bits_per_dim import refuse_leaks
-    from megasparse.evaluation.generate import Sampling
+    from megasparse.evaluation.generate import Sampling, shared_decoder
     from megasparse.evaluation.images import complete_images, draw_images, shape_of
-    from megasparse.evaluation.restore import restore, trained_tokenizer
+    from megasparse.evaluation.restore import restore_on_ranks, trained_tokenizer
     from megasparse.evaluation.texts import Request, read_sources, texts
     from megasparse.model.encoder import Encoder
 
-    model, config, checkpoint, device = restore(args.checkpoint, args.set)
+    model, config, checkpoint, ranks = restore_on_ranks(args.checkpoint, args.set)
     if isinstance(model, Encoder):
         raise ConfigError("--checkpoint", "an encoder predicts masked tokens and writes no text", "Give a decoder's")
     refuse_leaks(model.leaks)
@@ -63,7 +73,9 @@ def run(args: argparse.Namespace) -> None:
         request = Request(os.fsencode(args.prompt), args.tokens, sampling, args.beams, args.length_penalty)
         sources = read_sources(args.source, args.source_file)
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-        for pieces in texts(model, config, tokenizer, request, sources, device):
+        show: Any = partial(print, flush=True) if ranks.rank == 0 else lambda *_, **__: None
+        decoder = shared_decoder(model, ranks) if config.model.source is None else model
+        for pieces in texts(decoder, config, tokenizer, request, sources, ranks.device):
             for piece in pieces:
-                print(" ".join(piece.split("\n")) if args.source_file else piece, end="", flush=True)
-            print()
+                show(" ".join(piece.split("\n")) if args.source_file else piece, end="")
+            show()

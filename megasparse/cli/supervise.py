@@ -23,6 +23,9 @@ from pathlib import Path
 from megasparse.cli.arguments import positive
 from megasparse.errors import ConfigError, UserError
 
+COMMANDS = ("pretrain", "evaluate", "generate")
+"""Subcommands that several ranks run."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="processes on this node, one a GPU (1)")
@@ -45,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address", type=host_and_port, metavar="HOST:PORT", help="node 0 and a free port there; one node needs none"
     )
-    parser.add_argument("script", help='"pretrain", "evaluate", or a Python script that trains')
+    parser.add_argument("script", help='"pretrain", "evaluate", "generate", or a Python script that trains')
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
@@ -70,8 +73,9 @@ def run(args: argparse.Namespace) -> None:
 
     program, trains = [args.script], True
     if not Path(args.script).is_file():
-        if args.script not in ("pretrain", "evaluate"):
-            raise UserError(f"{args.script}: no such script. Give pretrain, evaluate, or the path of a Python script")
+        if args.script not in COMMANDS:
+            known = ", ".join(COMMANDS)
+            raise UserError(f"{args.script}: no such script. Give {known}, or the path of a Python script")
         program, trains = ["-m", "megasparse", args.script], args.script == "pretrain"
         if trains and args.arguments and not args.arguments[0].startswith("-"):
             args.arguments.insert(0, "--config")
@@ -86,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
     if not trains:
         for option, given in (("--restarts", args.restarts), ("--min-ranks", args.min_ranks)):
             if given:
-                problem = "an evaluation saves nothing that another start could go on from"
+                problem = f"{args.script} saves nothing that another start could go on from"
                 raise ConfigError(f"{option} {given}", problem, "Leave it out")
         sys.exit(Supervisor(command, layout, None).run())
     config = supervised_config(args.arguments, args.restarts)

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megasparse.errors import ConfigError
 from megasparse.ops.keys import derive
+from megasparse.training.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,14 @@ class SharedDecoder:
     def __init__(self, decoder: Any, sequence: ProcessGroup):
         self.new_cache = partial(decoder.new_cache, sequence=sequence)
         self.prefill, self.decode = decoder.prefill, decoder.decode
+
+
+def shared_decoder(decoder: Any, ranks: Ranks) -> Any:
+    """What decodes on these ranks: all of them one text. Raises ConfigError where not all share out the heads."""
+    if ranks.sequence_size < ranks.world_size:
+        problem = f"{ranks.sequence_size}, but {ranks.world_size} ranks are to write one text"
+        raise ConfigError("parallel.sequence", problem, f"Set it to {ranks.world_size}")
+    return decoder if ranks.sequence is None else SharedDecoder(decoder, ranks.sequence)
 
 
 def check_length(prompt: int, tokens: int, max_length: int) -> None:

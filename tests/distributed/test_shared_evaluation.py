@@ -16,16 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch import evaluate
+from launch import evaluate, generate
 from megasparse.cli.main import door
 from megasparse.config.load import build_config
 from megasparse.data.index import Index
+from megasparse.errors import ConfigError
 from megasparse.evaluation.attention.quality import attention_quality
+from megasparse.evaluation.generate import shared_decoder
 from megasparse.evaluation.restore import restore_on_ranks
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.runs.evaluation import evaluate_split
-from tests.helpers.commands import refused
+from megasparse.training.ranks import Ranks
+from tests.helpers.commands import refused, run
 from tests.helpers.models import SMALL
 from tests.helpers.run_ranks import ROOT, run_ranks
 from tests.helpers.trained import prepared
@@ -120,23 +123,43 @@ def test_the_quality_of_attention_is_that_of_one_rank(folder, found, name):
     assert {name for name in maps if ours[name] == alone[name]} == maps == {"quality/local/maps", "quality/lsh/maps"}
 
 
-def started(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, ROOT / "launch/supervise.py", "--ranks", 2, "evaluate", *arguments]
+def started(command: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, ROOT / "launch/supervise.py", "--ranks", 2, command, *arguments]
     return subprocess.run([*map(str, line)], capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
 def test_started_ranks_print_and_write_once(folder):
     options = ["--checkpoint", folder / "decoder", "--limit", 3]
-    ended = started(*options, "--json", folder / "shared.json", "--set", "parallel.sequence=2")
+    ended = started("evaluate", *options, "--json", folder / "shared.json", "--set", "parallel.sequence=2")
     assert ended.returncode == 0, ended.stderr
     _, summary = evaluate_split(folder / "decoder", limit=3)
     assert ended.stdout == summary + "\n"
     assert json.loads((folder / "shared.json").read_text())["dims"] == 3 * 64
 
 
+def test_started_ranks_write_one_text(folder, capsys):
+    options = ["--checkpoint", folder / "decoder", "--prompt", "ab", "--tokens", 30]
+    ended = started("generate", *options, "--set", "parallel.sequence=2")
+    assert ended.returncode == 0, ended.stderr
+    run(generate, *options)
+    assert ended.stdout == capsys.readouterr().out
+
+
 def test_a_number_that_is_no_multiple_is_refused(folder, capsys):
     given = ["--checkpoint", folder / "decoder", "--set", "parallel.sequence=2"]
     assert "parallel.sequence: 2 ranks are to share a sequence, but the 1 ranks" in refused(capsys, evaluate, *given)
+
+
+def test_what_one_rank_alone_does_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("megasparse.errors.leave", sys.exit)
+    given = ["--checkpoint", "runs/mine", "--images", 3]
+    assert "--images: several ranks continue a decoder's text" in refused(capsys, generate, *given)
+
+
+def test_all_ranks_write_one_text():
+    with pytest.raises(ConfigError, match=r"parallel\.sequence: 1, but 2 ranks are to write one text\. Set it to 2"):
+        shared_decoder(None, Ranks(0, 2))
 
 
 def test_a_task_is_evaluated_by_one_rank(monkeypatch, capsys):

@@ -119,8 +119,8 @@ def test_neither_torch_nor_deepspeed_is_imported(tmp_path):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["no/script.py"], "error: no/script.py: no such script. Give pretrain, evaluate, or the path of a Python"),
-        (["--restarts", "2", "evaluate"], "error: --restarts 2: an evaluation saves nothing that another start could"),
+        (["no/script.py"], "error: no/script.py: no such script. Give pretrain, evaluate, generate, or the path"),
+        (["--restarts", "2", "evaluate"], "error: --restarts 2: evaluate saves nothing that another start could go on"),
         (["SCRIPT"], "error: --config: is not given. Add the run's JSON file to the arguments of the script"),
         (["SCRIPT", "--config", "no.json"], "error: no.json: cannot be read"),
         (["SCRIPT", "--config", "CONFIG", "--set", "run.directry=x"], 'Did you mean "directory"?'),
