@@ -157,6 +157,8 @@ class Attention(nn.Module, ABC):
     """Why a later token can move an earlier output, for a mechanism that keeps a paper's leaking window; else None."""
     normalises: bool = False
     """Whether each output is scaled to length 1, so that it is not linear in the values."""
+    heads_together: int = 1
+    """Neighbouring heads that ranks do not share out, since they choose their keys together."""
     all_pairs: bool = False
     """Whether every query meets every key, so that memory can grow with the square of the length."""
 

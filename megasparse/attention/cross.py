@@ -78,14 +78,16 @@ class CrossAttention(nn.Module):
         those that are here. Returns (B, T, E).
         """
         keys = source if isinstance(source, SourceKeys) else self.read(source, context)
-        (q,) = context.part.to_heads(split_heads(self.query(x), self.head_dim))
+        part = context.part.of_heads(self.heads)
+        (q,) = part.to_heads(split_heads(self.query(x), self.head_dim))
         attend = self._hashed if self.hashed else self._full
-        return self.output(merge_heads(context.part.to_tokens(attend(q, keys, context, first_position))))
+        return self.output(merge_heads(part.to_tokens(attend(q, keys, context, first_position))))
 
     def read(self, source: Source, context: AttentionContext) -> SourceKeys:
         """Keys and values of the sources."""
         states = source.states.to(self.query.weight.dtype)
-        k, v = context.part.to_heads(*(split_heads(part(states), self.head_dim) for part in (self.key, self.value)))
+        part = context.part.of_heads(self.heads)
+        k, v = part.to_heads(*(split_heads(side(states), self.head_dim) for side in (self.key, self.value)))
         codes = context.recompute.keep(lambda: self._codes(k, context)) if self.hashed else None
         return SourceKeys(k, v, source.key_mask, codes)
 
@@ -139,5 +141,5 @@ class CrossAttention(nn.Module):
 
     def _here(self, x: Tensor, context: AttentionContext) -> range:
         """The numbers of the heads x (B, H, L, D) that are here."""
-        first = context.part.rank * x.shape[1]
+        first = context.part.of_heads(self.heads).way * x.shape[1]
         return range(first, first + x.shape[1])

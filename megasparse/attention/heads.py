@@ -104,7 +104,7 @@ class AttentionLayer(nn.Module):
         for kind, inputs, own in self._project(x, context.rng.first, padding, context):
             mechanism = self.mechanism(kind)
             out, loss, scalars = mechanism(x, inputs, own)
-            outs.append(padding.part.to_tokens(out))
+            outs.append(own.part.to_tokens(out))
             if loss is not None:
                 auxiliary = loss if auxiliary is None else auxiliary + loss
             statistics |= {f"{kind}/{name}": value for name, value in scalars.items()}
@@ -172,10 +172,11 @@ def split_heads_by_mechanism(
     that are here; each mechanism gets all tokens of this rank's part of its heads.
     """
     q, k, v = projected
-    part, whole = padding.part, context.rng.at(0)
+    whole = context.rng.at(0)
     first, first_key = 0, 0
     for kind, heads in split.items():
         mechanism = mechanisms[kind]
+        part = padding.part.of_heads(heads // mechanism.heads_together)
         mine, values = q[:, first : first + heads], v[:, first : first + heads]
         keys = mine
         if not mechanism.shared_qk:
@@ -191,7 +192,7 @@ def split_heads_by_mechanism(
             mine, keys = unit_keys(mine)
         else:
             mine, keys, values = part.to_heads(mine, keys, values)
-        offset = context.head_offset + first + part.rank * (heads // part.size)
+        offset = context.head_offset + first + part.way * (heads // part.ways)
         own = dataclasses.replace(context, head_offset=offset, rng=whole, part=part)
         dropped = mechanism.pair_dropout(mine, own)
         yield kind, AttentionInputs(mine, keys, values, padding.key_mask, padding.segments, causal, dropped), own

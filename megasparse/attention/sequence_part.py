@@ -1,10 +1,13 @@
 """Sequences that several ranks share, as DeepSpeed's Ulysses does (Jacobs et al. 2023): every rank has some tokens of
-all heads, but inside attention all tokens of some heads, so that hashing, sorting and windows see whole sequences.
+all heads, but inside attention all tokens of some heads, so that hashing, sorting and windows see whole sequences. Where
+there are more ranks than heads to share out, several have the same ones.
 
-B batch, H heads, L length, D head dim, S ranks that share a sequence.
+B batch, H heads, L length, D head dim, S ranks that share a sequence, W ways in which they share heads out, C = S/W
+ranks that have the same heads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -15,8 +18,9 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class SequencePart:
-    """This rank's part of every sequence: the tokens [rank·L/S, (rank + 1)·L/S) of all heads; inside attention the
-    same S-th of each mechanism's heads, with all tokens. S = 1: everything, and nothing is exchanged.
+    """This rank's part of every sequence: the tokens [rank·L/S, (rank + 1)·L/S) of all heads; inside attention a W-th of
+    each mechanism's heads, with all tokens, which C neighbouring ranks have alike. S = 1: everything, and nothing is
+    exchanged.
 
     What is exchanged has its exact adjoint as gradient: where each rank's objective is such that their mean is the
     objective, the mean of the ranks' gradients is its gradient.
@@ -29,6 +33,8 @@ class SequencePart:
     groups: int = 1
     """Groups of heads that attend one after another, of which the heads that are here are the one with this number."""
     number: int = 0
+    copies: int = 1
+    """C: ranks that have the same heads. Of what has rows by token, rather than by head, each has its own in any case."""
 
     @staticmethod
     def of(group: torch.distributed.ProcessGroup | None) -> "SequencePart":
@@ -36,17 +42,44 @@ class SequencePart:
             return WHOLE
         return SequencePart(group, torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
 
+    def of_heads(self, heads: int) -> "SequencePart":
+        """The part of so many heads, or groups of heads that stay together: W is the most ways in which the ranks can
+        share them out evenly.
+        """
+        return replace(self, copies=self.size // gcd(self.size, heads))
+
+    @property
+    def ways(self) -> int:
+        """W."""
+        return self.size // self.copies
+
+    @property
+    def way(self) -> int:
+        """The number of this rank's heads among the W."""
+        return self.rank // self.copies
+
+    @property
+    def answers(self) -> list[bool]:
+        """Of each rank whether this one answers for its tokens, among the C that have the same heads: for its own, and
+        those of W ranks. To and fro, so that each has as many early tokens as late ones, which see more keys.
+        """
+        numbers = [place % (2 * self.copies) for place in range(self.size)]
+        copies = [min(number, 2 * self.copies - 1 - number) for number in numbers]
+        return [copy == copies[self.rank] for copy in copies]
+
     @property
     def shares(self) -> int:
         """The number of parts that a mechanism's heads are in."""
-        return self.groups * self.size
+        return self.groups * self.ways
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's S-th of what all have whole: of tokens or of heads; of heads in groups, of this group's."""
+        """This rank's part of what all have whole: of heads, for a part `of_heads`, a W-th of this group's; of tokens,
+        for any other, an S-th.
+        """
         if self.shares == 1:
             return x
         width = x.shape[dim] // self.shares
-        return x.narrow(dim, (self.number * self.size + self.rank) * width, width)
+        return x.narrow(dim, (self.number * self.ways + self.way) * width, width)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The tensors x of all ranks one after another along `dim`, on every rank."""
@@ -61,38 +94,43 @@ class SequencePart:
         return x if self.size == 1 else self.gather(x.detach().unsqueeze(0), 0).sum(0)
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """(B, H, L/S, D) each, of all heads, to (B, H/S, L, D) each, of this rank's heads. One message."""
+        """(B, H, L/S, D) each, of all heads, to (B, H/W, L, D) each, of this rank's heads. One message."""
         if self.size == 1:
             return tensors
-        by_rank = [x.unflatten(1, (self.size, -1)).movedim(1, 0) for x in tensors]  # (S, B, H/S, L/S, D)
-        received = _Exchange.apply(torch.stack(by_rank, dim=1), self.group)
+        by_way = torch.stack([x.unflatten(1, (self.ways, -1)).movedim(1, 0) for x in tensors], dim=1)
+        received = _Exchange.apply(by_way.repeat_interleave(self.copies, dim=0), self.group)  # (S, n, B, H/W, L/S, D)
         return received.movedim(0, 3).flatten(3, 4).unbind(0)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Back: (B, H/S, L, D) to (B, H, L/S, D)."""
+        """Back: (B, H/W, L, D), which C ranks have alike, to (B, H, L/S, D). Each token comes from one of them."""
         if self.size == 1:
             return x
-        by_rank = x.unflatten(2, (self.size, -1)).movedim(2, 0)  # (S, B, H/S, L/S, D)
-        return _Exchange.apply(by_rank, self.group).movedim(0, 1).flatten(1, 2)
+        by_rank = x.unflatten(2, (self.size, -1)).movedim(2, 0)  # (S, B, H/W, L/S, D)
+        if self.copies > 1:
+            by_rank = by_rank[torch.tensor(self.answers, device=x.device)]
+        return _Exchange.apply(by_rank, self.group, self.answers).movedim(0, 1).flatten(1, 2)
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange of x (S, ...): piece s goes to rank s, and what came from rank s is piece s. Its own adjoint."""
+    """Exchange of pieces x (n, ...), one for each rank, or for each of those that are given: the first piece goes to
+    the first of them, and what came from it is the first piece. Its own adjoint.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchanged(x, group)
+    def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup, ranks: list[bool] | None = None) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return _exchanged(x, group, ranks)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(grads[0], ctx.group, ctx.ranks), None, None
 
 
-def _exchanged(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+def _exchanged(x: Tensor, group: torch.distributed.ProcessGroup, ranks: list[bool] | None) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    torch.distributed.all_to_all_single(out, x.contiguous(), group=group)
+    sizes = None if ranks is None or all(ranks) else [int(given) for given in ranks]
+    torch.distributed.all_to_all_single(out, x.contiguous(), sizes, sizes, group=group)
     return out
 
 

@@ -75,7 +75,8 @@ class SmartBirdAttention(Attention):
         self.key: Any
         self.groups = 1
         if config.sketch == "heads":
-            self.groups, wide = spec.heads // config.sketch_heads, config.sketch_heads * spec.head_dim
+            self.heads_together, wide = config.sketch_heads, config.sketch_heads * spec.head_dim
+            self.groups = spec.heads // config.sketch_heads
             self.query, self.key = (HeadProjection(self.groups, wide, config.sketch_dim) for _ in range(2))
         else:
             self.query, self.key = (Projection(self.width, config.sketch_dim) for _ in range(2))

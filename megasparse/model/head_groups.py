@@ -221,7 +221,7 @@ class HeadGroups:
             layer.causal, context, run.rng.first,
         )  # fmt: skip
         out, auxiliary, statistics = mechanism(self.tiles[0], inputs, own)
-        return part.to_tokens(out), auxiliary, statistics
+        return own.part.to_tokens(out), auxiliary, statistics
 
 
 def rewrite_in_groups(branch: "AttentionBranch", place: Place, run: "Pass") -> tuple[Any, dict[str, Tensor]]:

@@ -110,9 +110,8 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
-def compare(ranks: Ranks, kind: str, name: str, padded: bool) -> dict[str, float]:
+def compare(ranks: Ranks, model: Any, tokens: Tensor) -> dict[str, float]:
     """On rank 0, the largest relative difference of each sum over the ranks to that of the whole batch."""
-    model, tokens = model_of(kind, name, padded), batch_of(padded)
     scored = float(model.count_scored(tokens))
     own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.place]
     counted = ranks.sum(model.count_scored(own, sequence=ranks.sequence).double())
@@ -203,7 +202,7 @@ def on_four_ranks(folder: str) -> list[float]:
 
 def on_two_ranks(folder: str) -> dict[str, Any]:
     ranks = start_ranks(RunConfig(device="cpu"), 2)
-    found = {" ".join(map(str, case)): compare(ranks, *case) for case in cases()}
+    found = {" ".join(map(str, case)): compare(ranks, model_of(*case), batch_of(case[2])) for case in cases()}
     found["deepspeed"] = against_deepspeed(ranks)
     found |= {f"ragged {kind} {padded}": ragged(ranks, kind, padded) for kind, padded in RAGGED}
     found |= {f"stage {stage}": of_stage(folder, stage) for stage in STAGES}

@@ -84,13 +84,8 @@ def test_each_rank_reads_its_part_of_every_sequence(folder):
     [
         ({"run": {"engine": "torch"}}, 'parallel.sequence: 2 ranks are to share a sequence, but run.engine = "torch"'),
         ({"data": {"sequence_length": 23}}, "data.sequence_length: 23 tokens do not divide among"),
-        ({"parallel": {"sequence": 3}}, 'share out the 2 heads of "local" in layer 0'),
         ({"model": {"sentence_order": {"separator": 9}}}, "model.sentence_order: given"),
         ({"model": {"source": {"length": 7}}}, "model.source.length: 7 tokens do not divide among"),
-        (
-            {"model": {"source": {"length": 8, "attention": {"pattern": [{"lsh": 3, "full": 3}]}}}},
-            'share out the 3 heads of "full" in layer 0 of model.source',
-        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused(tmp_path, changes, message):

@@ -1,0 +1,71 @@
+"""Two and four ranks that share sequences of fewer heads: losses and gradients of every mechanism are those of one
+rank, to 1e-5.
+
+One launch of ranks goes through all cases, as in test_sequence_parallel.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megasparse.config.schema import RunConfig
+from megasparse.model.build import build_model
+from megasparse.training.ranks import start_ranks
+from tests.distributed.test_sequence_parallel import ORDINARY, PADDED, batch_of, compare
+from tests.helpers.models import AXIAL, attention, causal_names, encoder_names, named, small
+from tests.helpers.run_ranks import run_ranks
+
+BOTH = [{"local": 2, "lsh": 1}, {"ngram": 1, "lha": 2}]
+EXTRA: dict[str, dict[str, Any]] = {
+    "split": {"attention": attention(*BOTH), "heads": 3},
+    "stored, rotary": {"attention": attention(*BOTH), "heads": 3, **ORDINARY, "positions": {"kind": "rotary"}},
+    "head groups": {
+        "attention": attention("lsh", {"lha": 2, "yoso": 2}, lsh={"shared_qk": False}).model_copy(
+            update={"head_groups": 2}
+        ),
+        "heads": 4,
+        "key_heads": 2,
+        "feed_forward_tiles": 3,
+    },
+    "sketches of two heads": {
+        "attention": attention(
+            "smart_bird", smart_bird={"sketch": "heads", "sketch_heads": 2, "objective": "attention"}
+        ),
+        "heads": 4,
+    },
+}
+CASES = [
+    *(("decoder", name, number % 2 == 0) for number, name in enumerate([*causal_names(), *EXTRA])),
+    *(("encoder", name, number % 2 == 1) for number, name in enumerate([*encoder_names(), *EXTRA])),
+]
+"""(kind, name, padded)."""
+
+
+def model_of(kind: str, name: str, padded: bool) -> Any:
+    """One head, unless the case says otherwise, and dropout, of attention probabilities too where documents are
+    padded.
+    """
+    settings = EXTRA.get(name) or {"attention": named(name, 0.1 if padded else 0.0)}
+    if kind == "encoder" and name in EXTRA and "ngram" in str(settings["attention"].pattern):
+        settings = settings | {"attention": attention({"local": 2, "lsh": 1}, {"random": 1, "lha": 2})}
+    fixed = {"kind": kind, "vocabulary": 260, "heads": 1, "layers": 2, "dropout": 0.1, "positions": AXIAL}
+    return build_model(small(**{**fixed, **settings, **(PADDED if padded else {})}), 0)
+
+
+def on_ranks(world: int) -> dict[str, Any]:
+    ranks = start_ranks(RunConfig(device="cpu"), world)
+    found = {" ".join(map(str, case)): compare(ranks, model_of(*case), batch_of(case[2])) for case in CASES}
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module", params=(2, 4))
+def found(request):
+    return run_ranks(on_ranks, request.param, timeout=900, world=request.param)[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
+def test_ranks_are_one(found, case):
+    worst = found[" ".join(map(str, case))]
+    assert {name: value for name, value in worst.items() if not value <= 1e-5} == {}
