@@ -14,9 +14,12 @@ from torch import Tensor
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import Places, merge, sink_attention
+from megasparse.attention.sinks import Places, merge, sink_attention, sinks_of
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+
+_LAST = -1e30
+"""A log-sum-exp below all that a token can have that sees another."""
 
 
 def band_attention(
@@ -30,6 +33,7 @@ def band_attention(
     count_rounds: bool,
     buckets: int | None = None,
     self_at_last: bool = True,
+    share: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query to the keys in its bucket near it: the last M at or before it, itself included.
 
@@ -39,10 +43,10 @@ def band_attention(
     exclude_self: a token sees itself only when it sees nothing else; a token that sees nothing sees itself in any case,
     or, with self_at_last false, gets 0 and −∞.
     count_rounds: a key seen in N rounds counts once, else N times. The chunk window needs shared codes. buckets: a
-    number that all codes are below, or None.
+    number that all codes are below, or None. share: of the pairs, see `BucketedAttentionSpec`.
     Returns out (B, H, L, D) in q's dtype and the log-sum-exp lse (B, H, L), in fp32 at least; padding gets 0 and −∞.
     """
-    spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self, count_rounds, buckets, self_at_last)
+    spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self, count_rounds, buckets, self_at_last, share)
     return bucketed_attention(
         inputs.q, inputs.k, inputs.v, query_codes, spec, inputs.key_mask, inputs.segments, key_codes, inputs.dropout
     )
@@ -198,39 +202,40 @@ class BandAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """Buckets of queries and keys (B, H, R, L) of a decoder's tokens from `position` on; None for shared codes."""
 
-    def attend(self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None) -> Tensor:
-        """`band_attention` with the window that the mechanism has beside its buckets. Codes (B, H, R, L)."""
-        codes = self._seen_codes(query_codes, key_codes)
-        if self.sinks:
-            return self._attend_with_sinks(inputs, *codes)
-        return band_attention(inputs, *codes, self.window, buckets=self.buckets, **self.rule)[0]
-
-    def _attend_with_sinks(self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None) -> Tensor:
-        """The buckets without the sinks' keys, merged with the sinks. A decoder's sinks see nothing but sinks, so they
-        are padding to the buckets; in an encoder they are queries in the buckets.
+    def attend(
+        self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart = WHOLE
+    ) -> tuple[Tensor, Tensor | None]:
+        """`band_attention` with the window that the mechanism has beside its buckets, and with the sinks: the output
+        and, where ranks share out the pairs, its log-sum-exp. Codes (B, H, R, L).
         """
-        sink = Places.of(inputs).rank < self.sinks
-        real = inputs.key_mask
+        codes = self._seen_codes(query_codes, key_codes)
+        if not self.sinks and part.copies == 1:
+            return band_attention(inputs, *codes, self.window, buckets=self.buckets, **self.rule)[0], None
+        parts = [self._in_buckets(inputs, *codes, part)]
+        if self.sinks:
+            own = {name: self.rule[name] for name in ("scale", "exclude_self")}
+            parts.append(sinks_of(part, sink_attention(self.sinks, inputs, **own)))
+        return _see_self_at_last(inputs, *merge(parts), part)
+
+    def _in_buckets(
+        self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart
+    ) -> tuple[Tensor, Tensor]:
+        """The buckets without the sinks' keys. A decoder's sinks see nothing but sinks, so they are padding to the
+        buckets; in an encoder they are queries in the buckets.
+        """
         others, buckets = inputs, self.buckets
-        if inputs.causal:
+        sink = Places.of(inputs).rank < self.sinks if self.sinks else None
+        if sink is not None and inputs.causal:
+            real = inputs.key_mask
             mask = (~sink if real is None else ~sink & real).expand(len(inputs.q), -1)
             others = inputs._replace(key_mask=mask)
-        else:
+        elif sink is not None:
             keys = query_codes if key_codes is None else key_codes
             key_codes, buckets = keys.int().masked_fill(sink[:, None, None], self.buckets), self.buckets + 1
-        parts = [
-            band_attention(
-                others, query_codes, key_codes, self.window, buckets=buckets, self_at_last=False, **self.rule
-            ),
-            sink_attention(self.sinks, inputs, scale=self.rule["scale"], exclude_self=self.rule["exclude_self"]),
-        ]
-        out, alone = merge(parts)
-        if real is not None:
-            alone = alone & real[:, None]
-        own = inputs.v.to(out.dtype)
-        if (dropout := inputs.dropout) is not None:
-            own = own * dropout.factors(dropout.queries, dropout.keys(own.shape[2]), own.dtype).unsqueeze(-1)
-        return torch.where(alone.unsqueeze(-1), own, out)
+        return band_attention(
+            others, query_codes, key_codes, self.window, buckets=buckets, self_at_last=False, share=part.share,
+            **self.rule,
+        )  # fmt: skip
 
     def _seen_codes(self, query_codes: Tensor, key_codes: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if not self.local:
@@ -266,6 +271,24 @@ class BandAttention(Attention):
             keys = (queries if keys is None else keys).to(torch.int64, copy=True)
             keys[..., : self.sinks - position] = self.buckets
         return queries, keys
+
+
+def _see_self_at_last(
+    inputs: AttentionInputs, out: Tensor, lse: Tensor, part: SequencePart
+) -> tuple[Tensor, Tensor | None]:
+    """Out (B, H, L, D), where a real token that sees nothing sees itself. Where ranks share out the pairs, it may see
+    others' pairs yet: itself then counts as nothing beside them.
+    """
+    alone = lse.isneginf()
+    if inputs.key_mask is not None:
+        alone = alone & inputs.key_mask[:, None]
+    own = inputs.v.to(out.dtype)
+    if (dropout := inputs.dropout) is not None:
+        own = own * dropout.factors(dropout.queries, dropout.keys(own.shape[2]), own.dtype).unsqueeze(-1)
+    if part.copies > 1:
+        alone = alone & part.answered(lse.shape[2], lse.device)
+    out = torch.where(alone.unsqueeze(-1), own, out)
+    return out, None if part.copies == 1 else lse.masked_fill(alone, _LAST)
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:

@@ -38,12 +38,14 @@ class AttentionInputs(NamedTuple):
 
 class AttentionOutput(NamedTuple):
     """The result of a mechanism. out: (B, H, Lq, D). auxiliary_loss: scalar to minimise with the task's, or None.
-    statistics: name -> detached scalar.
+    statistics: name -> detached scalar. lse: (B, H, Lq), where ranks that have the same heads share out the pairs, of
+    those that are this rank's; None where `out` is whole for the tokens that it answers for.
     """
 
     out: Tensor
     auxiliary_loss: Tensor | None
     statistics: dict[str, Tensor]
+    lse: Tensor | None = None
 
 
 class RecomputeCache:

@@ -20,6 +20,7 @@ from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.attention.norm import Norm
 from megasparse.attention.rotary import Rotary
 from megasparse.attention.sequence_part import WHOLE, SequencePart
+from megasparse.attention.sinks import merge
 from megasparse.config.attention import FullAttentionConfig
 from megasparse.config.pattern import attends_fully, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig
@@ -103,11 +104,11 @@ class AttentionLayer(nn.Module):
         statistics: dict[str, Tensor] = {}
         for kind, inputs, own in self._project(x, context.rng.first, padding, context):
             mechanism = self.mechanism(kind)
-            out, loss, scalars = mechanism(x, inputs, own)
-            outs.append(own.part.to_tokens(out))
-            if loss is not None:
+            found = mechanism(x, inputs, own)
+            outs.append(to_tokens(found, own.part))
+            if (loss := found.auxiliary_loss) is not None:
                 auxiliary = loss if auxiliary is None else auxiliary + loss
-            statistics |= {f"{kind}/{name}": value for name, value in scalars.items()}
+            statistics |= {f"{kind}/{name}": value for name, value in found.statistics.items()}
             if cache is not None:
                 mechanism.fill_cache(x, inputs, cache[kind], own)
         return AttentionOutput(self._merge(outs), auxiliary, statistics)
@@ -197,6 +198,13 @@ def split_heads_by_mechanism(
         dropped = mechanism.pair_dropout(mine, own)
         yield kind, AttentionInputs(mine, keys, values, padding.key_mask, padding.segments, causal, dropped), own
         first += heads
+
+
+def to_tokens(found: AttentionOutput, part: SequencePart) -> Tensor:
+    """What a mechanism's ranks have found, (B, H, L/S, D) of all its heads for the tokens that are here."""
+    if found.lse is None:
+        return part.to_tokens(found.out)
+    return merge(part.parts_to_tokens(found.out, found.lse))[0]
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:

@@ -25,6 +25,7 @@ from megasparse.attention.far_attention import Near, best_far, collision_loss, d
 from megasparse.attention.lha_hash import HashFunctions, Weights, bucket_codes, scores_of
 from megasparse.attention.lha_learning import Batch, Rule, divergences, members, sides_of
 from megasparse.attention.lha_sample import SampleRule, sample_flops
+from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import LHAAttentionConfig
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
@@ -73,11 +74,11 @@ class LHAAttention(BandAttention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         assigned = context.recompute.keep(lambda: self.assign(inputs, context))
         attend = self._band if assigned.query_members is None else self._top_k
-        out, statistics = attend(inputs, assigned)
+        found = attend(inputs, assigned, context.part)
         if self.config.hash == "random" or not context.rng.training:
-            return AttentionOutput(out, None, statistics)
+            return found
         loss, learned = self._learn(inputs, assigned, context)
-        return AttentionOutput(out, loss, statistics | learned)
+        return found._replace(auxiliary_loss=loss, statistics=found.statistics | learned)
 
     def positions(self, first: int, q: Tensor) -> tuple[Tensor, Tensor]:
         if not self.config.project_positions:
@@ -121,12 +122,12 @@ class LHAAttention(BandAttention):
         assigned = self.assign(inputs, context)
         return Buckets(assigned.query_codes, assigned.key_codes, self.buckets)
 
-    def _band(self, inputs: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
+    def _band(self, inputs: AttentionInputs, assigned: Assignment, part: SequencePart) -> AttentionOutput:
         key_codes = None if self._joint(inputs) else assigned.key_codes.unsqueeze(2)
-        out = self.attend(inputs, assigned.query_codes.unsqueeze(2), key_codes)
-        return out, {} if inputs.causal else _balance(inputs, assigned, self.buckets)
+        out, lse = self.attend(inputs, assigned.query_codes.unsqueeze(2), key_codes, part)
+        return AttentionOutput(out, None, {} if inputs.causal else _balance(inputs, assigned, self.buckets), lse)
 
-    def _top_k(self, inputs: AttentionInputs, assigned: Assignment) -> tuple[Tensor, dict[str, Tensor]]:
+    def _top_k(self, inputs: AttentionInputs, assigned: Assignment, part: SequencePart) -> AttentionOutput:
         assert assigned.query_members is not None and assigned.key_members is not None
         spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, self.config.count_buckets)
         members = assigned.query_members, assigned.key_members
@@ -134,7 +135,7 @@ class LHAAttention(BandAttention):
         alone = lse.isneginf()
         if inputs.key_mask is not None:
             alone = alone & inputs.key_mask[:, None]
-        return out, {"queries_in_no_bucket": alone.sum() / _real(inputs)}
+        return AttentionOutput(out, None, {"queries_in_no_bucket": alone.sum() / _real(inputs)})
 
     def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """The auxiliary loss of a training pass, and its statistics, without attention itself."""

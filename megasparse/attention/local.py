@@ -11,7 +11,7 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.costs import Passes, Work
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import merge, sink_attention
+from megasparse.attention.sinks import merge, sink_attention, sinks_of
 from megasparse.config.attention import LocalAttentionConfig
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
@@ -73,14 +73,14 @@ class LocalAttention(Attention):
             r, u, w = self.relative(self.chunk, causal, context.part)
             relative = LocalAttentionSpec(self.chunk, causal, scale)
             out = relative_local_attention(q, k, v, r, u, w, relative, key_mask, segments, dropout)
-        else:
-            window = Window("chunk", self.chunk, ahead=not causal)
-            plain = BucketedAttentionSpec(window, causal, scale, exclude_self=False)
-            out, lse = bucketed_attention(q, k, v, None, plain, key_mask, segments, dropout=dropout)
-            if self.sinks:
-                sinks = sink_attention(self.sinks, inputs, scale=scale, chunk=self.chunk)
-                out, _ = merge([(out, lse), sinks])
-        return AttentionOutput(out, None, {})
+            return AttentionOutput(out, None, {})
+        part, window = context.part, Window("chunk", self.chunk, ahead=not causal)
+        plain = BucketedAttentionSpec(window, causal, scale, exclude_self=False, self_at_last=False, share=part.share)
+        out, lse = bucketed_attention(q, k, v, None, plain, key_mask, segments, dropout=dropout)
+        if self.sinks:
+            sinks = sink_attention(self.sinks, inputs, scale=scale, chunk=self.chunk)
+            out, lse = merge([(out, lse), sinks_of(part, sinks)])
+        return AttentionOutput(out, None, {}, None if part.copies == 1 else lse)
 
     def flops(self, length: int) -> Passes:
         """Relative positions have scores of their own: 6·D more a key."""

@@ -69,7 +69,8 @@ class LSHAttention(BandAttention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
-        return AttentionOutput(self.attend(inputs, queries, keys), None, {})
+        out, lse = self.attend(inputs, queries, keys, context.part)
+        return AttentionOutput(out, None, {}, lse)
 
     def flops(self, length: int) -> Passes:
         work, keys = self.workload(length), self._window_keys(length)

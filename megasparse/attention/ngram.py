@@ -20,7 +20,7 @@ from megasparse.attention.contract import (
 )
 from megasparse.attention.costs import Passes, Work
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import merge, sink_attention
+from megasparse.attention.sinks import merge, sink_attention, sinks_of
 from megasparse.config.attention import NGramAttentionConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
@@ -80,7 +80,7 @@ class NGramAttention(Attention):
         self.buckets = 1 << max(1, spec.max_length - 1).bit_length()
         self.bias = SourceBias(spec.heads, len(config.lengths))
         scale, window = spec.head_dim**-0.5, Window("chunk", min(config.window, spec.max_length))
-        self.near = BucketedAttentionSpec(window, causal=True, scale=scale, exclude_self=False)
+        self.near = BucketedAttentionSpec(window, causal=True, scale=scale, exclude_self=False, self_at_last=False)
         # Where bucket-mates t < i are seen, their successors t + 1 <= i take part: keys and values move by one place.
         moved = Window("band", config.chunk)
         self.moved = BucketedAttentionSpec(
@@ -109,23 +109,29 @@ class NGramAttention(Attention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         codes = context.recompute.keep(lambda: self.assign(context, inputs.key_mask, inputs.segments))
         q, k, v, key_mask, segments, _, dropout = inputs
-        found = [bucketed_attention(q, k, v, None, self.near, key_mask, segments, dropout=dropout)]
+        part = context.part
+        near = replace(self.near, share=part.share)
+        found = [bucketed_attention(q, k, v, None, near, key_mask, segments, dropout=dropout)]
         if sinks := self.config.sinks:
-            found.append(sink_attention(sinks, inputs, scale=self.near.scale, chunk=self.near.window.chunk))
-        bias = F.pad(self.bias(context.part), (len(found), 0))[:, None]
-        found += [self._round(inputs, own) for own in codes.unbind(1)]
-        return AttentionOutput(merge(found, bias)[0], None, {})
+            seen = sink_attention(sinks, inputs, scale=self.near.scale, chunk=self.near.window.chunk)
+            found.append(sinks_of(part, seen))
+        bias = F.pad(self.bias(part), (len(found), 0))[:, None]
+        found += [self._round(inputs, own, part.share) for own in codes.unbind(1)]
+        out, lse = merge(found, bias)
+        return AttentionOutput(out, None, {}, None if part.copies == 1 else lse)
 
-    def _round(self, inputs: AttentionInputs, codes: Tensor) -> tuple[Tensor, Tensor]:
+    def _round(self, inputs: AttentionInputs, codes: Tensor, share: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of what a round shows, 0 and −∞ where that is nothing. codes: (B, L)."""
         q, k, v, key_mask, segments, _, dropout = inputs
         if key_mask is None:
             k, v, codes_of_all = k.roll(-1, dims=2), v.roll(-1, dims=2), codes[:, None, None]
             moved = None if dropout is None else replace(dropout, shift=1)
-            return bucketed_attention(q, k, v, codes_of_all, self.moved, None, segments, dropout=moved)
+            spec = replace(self.moved, share=share)
+            return bucketed_attention(q, k, v, codes_of_all, spec, None, segments, dropout=moved)
         # What follows a real token may be padding, so keys have buckets of their own.
         keys = _following(codes[:, None], inputs, self.buckets)[:, None]
-        return bucketed_attention(q, k, v, codes[:, None, None], self.far, key_mask, segments, keys, dropout)
+        far = replace(self.far, share=share)
+        return bucketed_attention(q, k, v, codes[:, None, None], far, key_mask, segments, keys, dropout)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> NGramCache:
         lengths, spec = self.config.lengths, self.spec.here(part)

@@ -6,7 +6,7 @@ B batch, H heads, L length, D head dim.
 import torch
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, band_attention
+from megasparse.attention.band import BandAttention
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
 from megasparse.config.attention import RandomAttentionConfig
@@ -44,7 +44,8 @@ class RandomAttention(BandAttention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         codes = self.assign(inputs, 0, context)
-        return AttentionOutput(band_attention(inputs, codes, None, self.window, **self.rule)[0], None, {})
+        out, lse = self.attend(inputs, codes, None, context.part)
+        return AttentionOutput(out, None, {}, lse)
 
     def flops(self, length: int) -> Passes:
         work = self.workload(length)

@@ -73,12 +73,16 @@ class RoutingAttention(BandAttention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         routes = context.recompute.keep(lambda: self._decide(inputs, context))
-        if self.config.window == "band":
-            queries, keys = (codes.unsqueeze(2) for codes in routes)
-            return AttentionOutput(self.attend(inputs, queries, None if inputs.causal else keys), None, {})
+        if self.config.window == "top_k":
+            return self._top_k(inputs, routes)
+        queries, keys = (codes.unsqueeze(2) for codes in routes)
+        out, lse = self.attend(inputs, queries, None if inputs.causal else keys, context.part)
+        return AttentionOutput(out, None, {}, lse)
+
+    def _top_k(self, inputs: AttentionInputs, routes: Routes) -> AttentionOutput:
         spec = ClusterAttentionSpec(inputs.causal, self.rule["scale"], count_clusters=True)
         heads = inputs.q, inputs.k, inputs.v
-        out, lse = cluster_attention(*heads, routes[0], routes[1], spec, dropout=inputs.dropout)
+        out, lse = cluster_attention(*heads, routes.queries, routes.keys, spec, dropout=inputs.dropout)
         real = torch.ones_like(lse, dtype=torch.bool)
         if inputs.key_mask is not None:
             real = inputs.key_mask[:, None].expand_as(lse)

@@ -1,6 +1,6 @@
 """Sequences that several ranks share, as DeepSpeed's Ulysses does (Jacobs et al. 2023): every rank has some tokens of
-all heads, but inside attention all tokens of some heads, so that hashing, sorting and windows see whole sequences. Where
-there are more ranks than heads to share out, several have the same ones.
+all heads, but inside attention all tokens of some heads, so that hashing, sorting and windows see whole sequences.
+Where there are more ranks than heads to share out, several have the same ones.
 
 B batch, H heads, L length, D head dim, S ranks that share a sequence, W ways in which they share heads out, C = S/W
 ranks that have the same heads.
@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class SequencePart:
-    """This rank's part of every sequence: the tokens [rank·L/S, (rank + 1)·L/S) of all heads; inside attention a W-th of
-    each mechanism's heads, with all tokens, which C neighbouring ranks have alike. S = 1: everything, and nothing is
-    exchanged.
+    """This rank's part of every sequence: the tokens [rank·L/S, (rank + 1)·L/S) of all heads; inside attention a W-th
+    of each mechanism's heads, with all tokens, which C neighbouring ranks have alike. S = 1: everything, and nothing
+    is exchanged.
 
     What is exchanged has its exact adjoint as gradient: where each rank's objective is such that their mean is the
     objective, the mean of the ranks' gradients is its gradient.
@@ -34,7 +34,7 @@ class SequencePart:
     """Groups of heads that attend one after another, of which the heads that are here are the one with this number."""
     number: int = 0
     copies: int = 1
-    """C: ranks that have the same heads. Of what has rows by token, rather than by head, each has its own in any case."""
+    """C, inside attention (`of_heads`): ranks that have the same heads."""
 
     @staticmethod
     def of(group: torch.distributed.ProcessGroup | None) -> "SequencePart":
@@ -66,6 +66,15 @@ class SequencePart:
         numbers = [place % (2 * self.copies) for place in range(self.size)]
         copies = [min(number, 2 * self.copies - 1 - number) for number in numbers]
         return [copy == copies[self.rank] for copy in copies]
+
+    def answered(self, length: int, device: torch.device) -> Tensor:
+        """Whether this rank answers for each token: (L,) bool."""
+        return torch.tensor(self.answers, device=device).repeat_interleave(length // self.size)
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        """What each of the C ranks does of the pairs that they share out: the g-th of C parts; None for all."""
+        return None if self.copies == 1 else (self.rank % self.copies, self.copies)
 
     @property
     def shares(self) -> int:
@@ -109,6 +118,15 @@ class SequencePart:
         if self.copies > 1:
             by_rank = by_rank[torch.tensor(self.answers, device=x.device)]
         return _Exchange.apply(by_rank, self.group, self.answers).movedim(0, 1).flatten(1, 2)
+
+    def parts_to_tokens(self, out: Tensor, lse: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """`to_tokens` of what C ranks have found for all tokens, out (B, H/W, L, D) and lse (B, H/W, L): C of each."""
+        found = []
+        for x in (out, lse):
+            by_rank = x.unflatten(2, (self.size, -1)).movedim(2, 0)  # (S, B, H/W, L/S, ...)
+            parts = _Exchange.apply(by_rank, self.group).unflatten(0, (self.ways, self.copies))
+            found.append(parts.movedim(0, 2).flatten(2, 3).unbind(0))  # (B, H, L/S, ...) each
+        return list(zip(*found, strict=True))
 
 
 class _Exchange(torch.autograd.Function):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.contract import AttentionInputs
+from megasparse.attention.sequence_part import SequencePart
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.local_attention.layout import PADDING, by_document
 
@@ -91,7 +92,8 @@ def without_seen(index: Tensor, inputs: AttentionInputs, sinks: int, chunk: int 
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One softmax over the keys of several: its output (B, H, L, D), and which queries no part shows a key, (B, H, L).
+    """One softmax over the keys of several: its output (B, H, L, D) and log-sum-exp (B, H, L), 0 and −∞ where no part
+    shows a key.
 
     parts: outputs (B, H, L, D), 0 where nothing is seen, and log-sum-exps (B, H, L), −∞ there. bias: (H, 1, parts),
     added to the scores of each part's keys, or None.
@@ -103,4 +105,14 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) ->
     lse = lse.masked_fill(nothing, 0.0)  # kept out of the softmax, whose gradient would be NaN
     weight = torch.softmax(lse, dim=-1).to(outs[0].dtype)
     out = sum(part * share.unsqueeze(-1) for part, share in zip(outs, weight.unbind(-1), strict=True))
-    return out, nothing.squeeze(-1)
+    return out, torch.logsumexp(lse, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)
+
+
+def sinks_of(part: SequencePart, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of `sink_attention`, for a merge, where ranks that have the same heads share out the
+    pairs: of the tokens that this rank answers for.
+    """
+    if part.copies == 1:
+        return found
+    out, lse = found
+    return out, lse.masked_fill(~part.answered(lse.shape[2], lse.device), -torch.inf)

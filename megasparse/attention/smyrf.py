@@ -46,8 +46,11 @@ class SMYRFAttention(Attention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
         spec = ClusterAttentionSpec(causal=False, scale=inputs.q.shape[-1] ** -0.5, count_clusters=False)
-        out, _ = cluster_attention(inputs.q, inputs.k, inputs.v, queries, keys, spec, dropout=inputs.dropout)
-        return AttentionOutput(out, None, {})
+        number, shares = context.part.share or (0, 1)
+        own = slice(number, None, shares)
+        lists = queries[:, :, own], keys[:, :, own]
+        out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, *lists, spec, dropout=inputs.dropout)
+        return AttentionOutput(out, None, {}, None if shares == 1 else lse)
 
     def flops(self, length: int) -> Passes:
         """In each round one cluster, and the codes."""

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.contract import AttentionContext
-from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, split_heads_by_mechanism
+from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, split_heads_by_mechanism, to_tokens
 from megasparse.model.in_place import Place, Tiles, cut, inside
 from megasparse.ops.autocast import Function
 from megasparse.ops.dtype import at_least_fp32
@@ -220,8 +220,8 @@ class HeadGroups:
             {group.kind: mechanism}, {group.kind: group.heads}, (q, k, v), replace(run.padding, part=part),
             layer.causal, context, run.rng.first,
         )  # fmt: skip
-        out, auxiliary, statistics = mechanism(self.tiles[0], inputs, own)
-        return own.part.to_tokens(out), auxiliary, statistics
+        found = mechanism(self.tiles[0], inputs, own)
+        return to_tokens(found, own.part), found.auxiliary_loss, found.statistics
 
 
 def rewrite_in_groups(branch: "AttentionBranch", place: Place, run: "Pass") -> tuple[Any, dict[str, Tensor]]:

@@ -129,7 +129,7 @@ def test_sinks_are_in_the_softmax_of_buckets_and_window_once(causal, shared, loc
         heads = random_heads(length, causal, **masks)
 
         def ours(q, k, v, heads=heads):
-            return mechanism.attend(heads._replace(q=q, k=k, v=v), queries, None if shared else keys)
+            return mechanism.attend(heads._replace(q=q, k=k, v=v), queries, None if shared else keys)[0]
 
         def dense(q, k, v, heads=heads):
             codes = (with_window(queries), with_window(keys)) if local else (queries, keys)

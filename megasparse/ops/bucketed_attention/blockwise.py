@@ -52,6 +52,8 @@ class _BucketedAttention(Function):
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         lse2 = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+        if spec.share is not None:
+            out, lse2 = out.zero_(), lse2.fill_(LOWEST)
         order, slot = lay_out_rows(q, codes, key_mask, segments, spec.window)
         for rows in row_groups(q, k, v, order, slot, Tiling(spec), dropout):
             _forward_rows(rows, out.flatten(0, 1)[rows.place], lse2.flatten(0, 1)[rows.place])

@@ -39,6 +39,11 @@ class Tiling:
         window = self.spec.window
         return window.chunk if window.kind == "chunk" else min(window.chunk, 32 if window.chunk <= 64 else 64)
 
+    def tiles(self, length: int) -> range:
+        """The tiles whose queries attend."""
+        places = self.spec.places(length)
+        return range(places.start // self.tile, -(-places.stop // self.tile))
+
     @property
     def back(self) -> int:
         """Tiles of keys before a tile's own."""
@@ -94,7 +99,7 @@ class Rows:
     dropout: PairDropout | None = None
 
     def blocks(self) -> Iterator["Block"]:
-        """All tiles of all rounds, round after round."""
+        """All tiles that attend, of all rounds, round after round."""
         for number in range(self.order.shape[1]):
             yield from Round(self, number).blocks()
 
@@ -124,12 +129,15 @@ class Round:
 
     def _range(self, slot: Tensor, with_empty: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Slots of each tile's keys (G, n, 1, S·T), and low and high of its queries (G, n, T, 1), which see the slots
-        low < slot <= high. slot: (G, P). Not with_empty: empty places neither see nor are seen.
+        low < slot <= high. slot: (G, P). Not with_empty: empty places neither see nor are seen, and the queries of
+        other shares do not see.
         """
         width, first, end = self.tiling.spec.window.width, self.tiling.lead, self.tiling.lead + self.length
         low, high = slot - width, slot + (width - 1 if self.tiling.two_sided else 0)
         if not with_empty:
-            low[:, end:] = torch.inf
+            places = self.tiling.spec.places(self.length)
+            low[:, : first + places.start] = torch.inf
+            low[:, first + places.stop :] = torch.inf
             slot[:, :first] = -torch.inf
             slot[:, end:] = -torch.inf
         keys, _ = self._tiles(slot)
@@ -143,8 +151,9 @@ class Round:
 
     def blocks(self) -> Iterator["Block"]:
         step = max(1, at_most(_SCORE_ELEMENTS) // (self.token.shape[0] * self.tiling.span * self.tiling.tile**2))
-        for start in range(0, self.tiles, step):
-            yield Block(self, start, min(start + step, self.tiles))
+        tiles = self.tiling.tiles(self.length)
+        for start in tiles[::step]:
+            yield Block(self, start, min(start + step, tiles.stop))
 
 
 class Block:
@@ -260,8 +269,8 @@ def row_groups(
     batch, heads, length, _ = q.shape
     order, slot = (x.expand(-1, heads, -1, -1) for x in (order, slot))
     dtype = torch.promote_types(q.dtype, torch.float32)
-    tiles = -(-length // tiling.tile)
-    step = max(1, at_most(_SCORE_ELEMENTS) // (tiles * tiling.span * tiling.tile**2))
+    tiles = len(tiling.tiles(length))
+    step = max(1, at_most(_SCORE_ELEMENTS) // (max(1, tiles) * tiling.span * tiling.tile**2))
     for start in range(0, batch * heads, step):
         place = slice(start, min(start + step, batch * heads))
         q_rows, k_rows, v_rows, order_rows, slot_rows = (take_rows(x, place) for x in (q, k, v, order, slot))

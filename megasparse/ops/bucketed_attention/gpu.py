@@ -43,6 +43,8 @@ def bucketed_attention(
         else:
             assert codes is not None
             intervals = separate_intervals(codes, key_codes, spec, key_mask, segments)
+        if spec.share is not None:
+            intervals = intervals.of_queries(spec.places(q.shape[2]))
     separate = key_codes is not None
     k, v = k.to(q.dtype), v.to(q.dtype)
     out, lse = _BucketedAttention.apply(q, k, v, spec, separate, *intervals.tensors())

@@ -5,7 +5,7 @@ places [low_i, high_i), and neither bound falls along the sorted queries: a bloc
 block of keys is met by a run of queries. B batch, H heads, R rounds, L length, M chunk, G rows of a layout.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,17 @@ class Intervals:
 
     def tensors(self) -> list[Tensor | None]:
         return [getattr(self, field.name) for field in fields(self)]
+
+    def of_queries(self, places: range) -> "Intervals":
+        """The same, where the queries at no other sorted places see anything; padding keeps its bounds."""
+        place = torch.arange(self.low.shape[-1], device=self.low.device)
+        before, after = place < places.start, place >= places.stop
+
+        def bound(x: Tensor) -> Tensor:
+            outside = x.masked_fill(before, 0).masked_fill(after, self.low.shape[-1])
+            return torch.where(x == NOWHERE, x, outside)
+
+        return replace(self, low=bound(self.low), high=bound(self.high))
 
     def meeting(self, block: int) -> tuple[Tensor, Tensor]:
         """Return first, end (G, R, ⌈L / block⌉) int32: only sorted queries [first, end) see keys of a block."""

@@ -3,9 +3,11 @@
 B batch, H heads, R rounds, Lq queries, Lk keys, M chunk, W keys a window: M, or 2M where it is two-sided.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.ops.blocks import at_most
@@ -28,22 +30,35 @@ def attention_by_key_rank(
     dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`operator.bucketed_attention` in blockwise torch, where keys have codes of their own."""
-    chunk, distinct = spec.window.chunk, spec.count_rounds
-    index = windows_by_key_rank(query_codes, key_codes, chunk, spec.causal, key_mask, segments, distinct=distinct)
-    index = _see_self_at_last(index, key_mask, spec)
-    return gathered_attention(q, k, v, index, scale=spec.scale, dropout=dropout)
+    chunk, distinct, length = spec.window.chunk, spec.count_rounds, q.shape[2]
+    places = spec.places(length)
+    own = slice(places.start, places.stop)
+    index = windows_by_key_rank(
+        query_codes[..., own], key_codes, chunk, spec.causal, key_mask, segments, distinct=distinct,
+        first_query=own.start,
+    )  # fmt: skip
+    index = _see_self_at_last(index, own, key_mask, spec)
+    if spec.share is None:
+        return gathered_attention(q, k, v, index, scale=spec.scale, dropout=dropout)
+    if dropout is not None:
+        dropout = replace(dropout, queries=dropout.queries[:, :, own])
+    out, lse = gathered_attention(q[:, :, own], k, v, index, scale=spec.scale, dropout=dropout)
+    around = (own.start, length - own.stop)
+    return F.pad(out, (0, 0, *around)), F.pad(lse, around, value=-torch.inf)
 
 
-def _see_self_at_last(index: Tensor, key_mask: Tensor | None, spec: BucketedAttentionSpec) -> Tensor:
-    """The windows (B, H, L, K) of self-attention: whoever sees nothing sees itself, if it may, and padding nothing."""
-    own = torch.arange(index.shape[2], dtype=index.dtype, device=index.device)
+def _see_self_at_last(index: Tensor, rows: slice, key_mask: Tensor | None, spec: BucketedAttentionSpec) -> Tensor:
+    """The windows (B, H, Lq, K) of the queries `rows` of self-attention: whoever sees nothing sees itself, if it may,
+    and padding nothing.
+    """
+    own = torch.arange(rows.start, rows.stop, dtype=index.dtype, device=index.device)
     if spec.exclude_self:
         index = index.masked_fill_(index == own[:, None], -1)
     if spec.self_at_last:
         alone = (index < 0).all(dim=-1)
         index[..., 0] = torch.where(alone, own, index[..., 0])
     if key_mask is not None:
-        index = index.masked_fill_(~key_mask[:, None, :, None], -1)
+        index = index.masked_fill_(~key_mask[:, None, rows, None], -1)
     return index
 
 
@@ -63,9 +78,9 @@ def windows_by_key_rank(
 
     With c keys of that bucket at or before i, these are the key ranks [c − M, c), or [c − M, c + M). Whether the
     query's own key is among them is up to its own bucket alone. query_codes: (B, H, R, Lq), key_codes: (B, H, R, Lk),
-    any integer type. key_mask: (B, Lk) bool, true for real keys. segments: (B, L) document numbers >= 0, of queries and
-    keys alike. distinct: a key seen in several rounds is given once, in the first of them. first_query: position of the
-    first query; that of the first key is 0.
+    any integer type. key_mask: (B, Lk) bool, true for real keys. segments: (B, Lk) document numbers >= 0, of keys, and
+    of queries by their positions. distinct: a key seen in several rounds is given once, in the first of them.
+    first_query: position of the first query; that of the first key is 0.
     Returns (B, H, Lq, R·W) int32 key numbers, −1 at empty places.
     """
     batch, heads, rounds, queries = query_codes.shape
@@ -112,7 +127,8 @@ def key_range(
     query_group, key_group = query_codes.to(torch.int64).contiguous(), key_codes.to(torch.int64)
     if segments is not None:
         document = segments[:, None].to(torch.int64) << 32
-        query_group, key_group = query_group + document, key_group + document
+        query_group = query_group + document[..., first_query : first_query + query_codes.shape[-1]]
+        key_group = key_group + document
     if key_mask is not None:  # into a group that no query is in
         key_group = key_group.masked_fill(~key_mask[:, None], torch.iinfo(torch.int64).max)
     group, order = torch.sort(key_group, dim=-1, stable=True)

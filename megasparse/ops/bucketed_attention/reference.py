@@ -67,6 +67,20 @@ def _visible_by_key_rank(codes: Tensor, key_codes: Tensor, chunk: int, causal: b
     return near
 
 
+def _in_share(codes: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
+    """(B, H, R, L) bool: whether a query stands in the share of its round's order by (document, bucket, position),
+    padding last.
+    """
+    order = codes.argsort(dim=-1, stable=True)
+    for mask in (segments, None if key_mask is None else ~key_mask):
+        if mask is not None:
+            first = mask[:, None, None].expand_as(codes).gather(-1, order).to(torch.int64)
+            order = order.gather(-1, first.argsort(dim=-1, stable=True))
+    places = spec.places(codes.shape[-1])
+    place = order.argsort(-1)
+    return (place >= places.start) & (place < places.stop)
+
+
 def bucketed_attention(
     q: Tensor,
     k: Tensor,
@@ -92,7 +106,12 @@ def bucketed_attention(
         seen = seen & ~torch.eye(length, dtype=torch.bool, device=q.device)
     counts = seen.sum(2)  # (B, H, L, L)
     score = (q * spec.scale) @ k.transpose(-1, -2)
-    weight = (counts > 0).to(q.dtype).log() if spec.count_rounds else counts.to(q.dtype).log()
+    if spec.share is None:
+        weight = (counts > 0).to(q.dtype).log() if spec.count_rounds else counts.to(q.dtype).log()
+    else:  # of a pair that N rounds show, a share has as many Nths as it has rounds
+        own = (seen & _in_share(codes, spec, key_mask, segments)[..., None]).sum(2)
+        weight = (own / counts.clamp_min(1) if spec.count_rounds else own).to(q.dtype).log()
+        counts = own
     logits = score + weight
     real = torch.ones_like(q[:, :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, None]
     if spec.self_at_last and (spec.exclude_self or key_codes is not None):

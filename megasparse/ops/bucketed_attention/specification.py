@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+PLACES = 64
+"""A share begins at a multiple of so many sorted places, where every kernel begins a block of queries."""
+
 
 @dataclass(frozen=True)
 class Window:
@@ -41,6 +44,8 @@ class BucketedAttentionSpec:
     all codes are below, or None; it saves passes of the sort. self_at_last: a token that sees nothing else sees itself,
     where exclude_self or key codes of their own leave it alone; else its output is 0 and its log-sum-exp −∞, for a
     merge with other keys.
+    share: (g, G), only the queries of the g-th of G parts of every round's sorted order attend, or of the positions,
+    where keys have codes of their own on a CPU; the others get 0 and −∞. All parts merged are the whole.
     """
 
     window: Window
@@ -50,3 +55,13 @@ class BucketedAttentionSpec:
     count_rounds: bool = True
     buckets: int | None = None
     self_at_last: bool = True
+    share: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.share is None or not self.self_at_last, "who sees nothing is known when shares are merged"
+
+    def places(self, length: int) -> range:
+        """The sorted places of the queries that attend."""
+        number, shares = self.share or (0, 1)
+        each = -(-length // (PLACES * shares)) * PLACES
+        return range(min(number * each, length), min((number + 1) * each, length))
