@@ -32,8 +32,9 @@ def random_codes(length, rounds, buckets=3, batch=2, heads=2, seed=1, device="cp
     return codes.to(device)
 
 
-def call(attention, heads, codes, window, key_mask=None, segments=None, key_codes=None, **rule):
-    return attention(*heads, codes, BucketedAttentionSpec(window, **rule), key_mask, segments, key_codes)
+def call(attention, heads, codes, window, key_mask=None, segments=None, key_codes=None, dropout=None, **rule):
+    dropped = () if dropout is None else (dropout,)  # which kernels do not take
+    return attention(*heads, codes, BucketedAttentionSpec(window, **rule), key_mask, segments, key_codes, *dropped)
 
 
 def gradients(attention, heads, codes, window, **rule):

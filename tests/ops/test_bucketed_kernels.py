@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import megasparse.ops.bucketed_attention.gpu as kernels
+from megasparse.attention.sinks import merge
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.intervals import NOWHERE, separate_intervals, shared_intervals
 from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
@@ -85,6 +86,29 @@ def test_separate_codes_are_as_defined(seed):
     masks = masks_of(45) if seed % 3 == 0 else {}
     rule = {"causal": seed % 2 == 0, "exclude_self": seed > 1, "count_rounds": seed != 1, **masks}
     assert_as_defined(random_heads(45), codes, BAND, key_codes=key_codes, **rule)
+
+
+@pytest.mark.parametrize("seed", some(8, 3))
+def test_shares_merged_are_as_defined(seed):
+    """Two shares, of two and of one block of queries; the bounds of others' queries stay ascending."""
+    codes, key_codes = (random_codes(150, 1 + (seed + 1) % 2, seed=each) for each in (1, 5))
+    window = (BAND, CHUNK, BAND, Window("chunk", 7, same_bucket=False))[seed % 4]
+    rule = {"scale": 0.6, "causal": seed < 4, "exclude_self": seed % 3 == 0, "self_at_last": False}
+    rule |= masks_of(150) if seed % 2 else {}
+    rule |= {"key_codes": key_codes} if seed % 4 == 2 else {}
+    heads = random_heads(150)
+
+    def shares(*heads):
+        each = ((number, 2) for number in range(2))
+        return merge([call(kernels.bucketed_attention, heads, codes, window, share=one, **rule) for one in each])
+
+    exact = gradients(defined, [x.double() for x in heads], codes, window, **rule)
+    assert_within_bars(operators.gradients(shares, heads), exact, heads[0].dtype)
+    if "key_codes" not in rule:
+        spec = BucketedAttentionSpec(window, rule["causal"], buckets=3)
+        found = shared_intervals(codes, heads[0], spec, rule.get("key_mask"), rule.get("segments"))
+        for places in (range(0, 128), range(128, 150)):
+            meets_whom_it_should(found.of_queries(places), 150)
 
 
 def test_windows_far_apart_are_all_met():

@@ -45,10 +45,11 @@ def score_gradient(
 ):  # fmt: skip
     """The weights of pairs and the gradients of their scores: scores are scale·a·bᵀ, gradients of weights c·dᵀ."""
     score = dot(a, tl.trans(b), PRECISION) * (scale * LOG2E)
-    # Nothing weighs more than 1: were it not for this, scores of 1e8, known to 8, could give exp(8).
-    weight = tl.where(seen, tl.exp2(tl.minimum(score - lse2, 0.0)), 0.0)
+    weight = tl.where(seen, tl.exp2(score - lse2), 0.0)
     if COUNT:
         weight *= part
+    # Nothing weighs more than 1: were it not for this, scores of 1e8, known to 8, could give exp(8).
+    weight = tl.minimum(weight, 1.0)
     return weight, weight * (dot(c, tl.trans(d), PRECISION) - delta)
 
 

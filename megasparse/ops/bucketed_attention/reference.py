@@ -110,7 +110,7 @@ def bucketed_attention(
         weight = (counts > 0).to(q.dtype).log() if spec.count_rounds else counts.to(q.dtype).log()
     else:  # of a pair that N rounds show, a share has as many Nths as it has rounds
         own = (seen & _in_share(codes, spec, key_mask, segments)[..., None]).sum(2)
-        weight = (own / counts.clamp_min(1) if spec.count_rounds else own).to(q.dtype).log()
+        weight = (own.to(q.dtype) / counts.clamp_min(1) if spec.count_rounds else own.to(q.dtype)).log()
         counts = own
     logits = score + weight
     real = torch.ones_like(q[:, :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, None]
