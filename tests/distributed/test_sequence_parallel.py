@@ -110,6 +110,13 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
+def summed(ranks: Ranks, values: dict[str, Tensor], divisor: int) -> list[Tensor]:
+    """Each of them summed over the ranks, divided; all in one message, of which four busy ranks wait for few."""
+    total = ranks.sum(torch.cat([x.double().flatten() for x in values.values()])) / divisor
+    parts = total.split([x.numel() for x in values.values()])
+    return [part.view(x.shape) for part, x in zip(parts, values.values(), strict=True)]
+
+
 def compare(ranks: Ranks, model: Any, tokens: Tensor) -> dict[str, float]:
     """On rank 0, the largest relative difference of each sum over the ranks to that of the whole batch."""
     scored = float(model.count_scored(tokens))
@@ -119,8 +126,9 @@ def compare(ranks: Ranks, model: Any, tokens: Tensor) -> dict[str, float]:
     objective, found, statistics = gradients(model, own, divided, sequence=ranks.sequence)
     missing = [name for name, gradient in found.items() if gradient is None]
     assert not missing, f"ZeRO waits for the gradients of {missing}"
-    sums = {name: ranks.sum(statistics[name].double()) for name in ("nats", "tokens")}
-    sums |= {name: ranks.sum(x) / ranks.world_size for name, x in {"objective": objective, **found}.items()}
+    totals, means = {name: statistics[name] for name in ("nats", "tokens")}, {"objective": objective, **found}
+    sums = dict(zip(totals, summed(ranks, totals, 1), strict=True))
+    sums |= dict(zip(means, summed(ranks, means, ranks.world_size), strict=True))
     if ranks.rank:
         return {}
     alone, expected, reported = gradients(model, tokens, scored)

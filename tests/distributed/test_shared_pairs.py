@@ -17,7 +17,7 @@ from megasparse.model.build import build_model
 from megasparse.model.padding import cut
 from megasparse.ops.random import RngContext
 from megasparse.training.ranks import Ranks, start_ranks
-from tests.distributed.test_sequence_parallel import difference, gradients
+from tests.distributed.test_sequence_parallel import difference, gradients, summed
 from tests.helpers.models import can_be_causal, encoder_names, named, padded_pairs, small_pair
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import dummy_steps, tiny_config
@@ -32,6 +32,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "rotary": {"positions": {"kind": "rotary"}},
     "own embedding": {"source": {"shared_embedding": False}},
     "not padded": {},
+    "one head": {"heads": 1},
 }
 
 
@@ -59,13 +60,6 @@ def held_out(model: Any, tokens: Tensor, ranks: Ranks) -> Tensor:
     own, padding = cut(tokens, model.config, ranks.sequence)
     with torch.no_grad():
         return model(own, RngContext.evaluation(0, len(tokens)), padding)[1]["nats"].double()
-
-
-def summed(ranks: Ranks, values: dict[str, Tensor], divisor: int) -> list[Tensor]:
-    """Each of them summed over the ranks, divided; all in one message, of which four busy ranks wait for few."""
-    total = ranks.sum(torch.cat([x.double().flatten() for x in values.values()])) / divisor
-    parts = total.split([x.numel() for x in values.values()])
-    return [part.view(x.shape) for part, x in zip(parts, values.values(), strict=True)]
 
 
 def compare(ranks: Ranks, name: str, cross: str) -> dict[str, float]:

@@ -170,9 +170,9 @@ class _Call:
         self.sizes = (self.heads, self.rows // layouts, self.length)
         self.tiles = tiles(head_dim, q.dtype, separate)
         self.dims = {"HEAD_DIM": head_dim, "BLOCK_D": block(head_dim)}
-        self.settings = self.dims | {
+        self.settings: dict[str, Any] = self.dims | {
             "ROUNDS": self.rounds,
-            "COUNT": intervals.token_place is not None,
+            "COUNT": 0 if intervals.token_place is None else 1 if spec.share is None else 2,
             "RULE": _order_rule(spec, separate),
             "JUMP": separate,
             "SELF": spec.self_at_last and (spec.exclude_self or separate),  # who sees nothing sees itself

@@ -43,13 +43,17 @@ def products(
 def score_gradient(
     a, b, c, d, lse2, delta, seen, part, scale, COUNT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The weights of pairs and the gradients of their scores: scores are scale·a·bᵀ, gradients of weights c·dᵀ."""
+    """The weights of pairs and the gradients of their scores: scores are scale·a·bᵀ, gradients of weights c·dᵀ. COUNT:
+    0, 1, or 2 in a share of the pairs.
+    """
     score = dot(a, tl.trans(b), PRECISION) * (scale * LOG2E)
-    weight = tl.where(seen, tl.exp2(score - lse2), 0.0)
-    if COUNT:
-        weight *= part
     # Nothing weighs more than 1: were it not for this, scores of 1e8, known to 8, could give exp(8).
-    weight = tl.minimum(weight, 1.0)
+    if COUNT == 2:  # before it is divided a pair may, where others have its other rounds
+        weight = tl.minimum(tl.where(seen, tl.exp2(score - lse2) * part, 0.0), 1.0)
+    else:
+        weight = tl.where(seen, tl.exp2(tl.minimum(score - lse2, 0.0)), 0.0)
+        if COUNT:
+            weight *= part
     return weight, weight * (dot(c, tl.trans(d), PRECISION) - delta)
 
 
