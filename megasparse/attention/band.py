@@ -189,6 +189,7 @@ class BandAttention(Attention):
 
     window: Window
     buckets: int
+    shares_pairs = True
     rule: dict[str, Any]
     """Scale, exclude_self and count_rounds, as `band_attention` takes them."""
     local: bool = False

@@ -161,6 +161,10 @@ class Attention(nn.Module, ABC):
     """Whether each output is scaled to length 1, so that it is not linear in the values."""
     heads_together: int = 1
     """Neighbouring heads that ranks do not share out, since they choose their keys together."""
+    shares_pairs: bool = False
+    """Whether ranks that have the same heads share out their pairs of queries and keys (`context.part.share`), where
+    `forward` gives a log-sum-exp too. Otherwise each of them computes these heads whole.
+    """
     all_pairs: bool = False
     """Whether every query meets every key, so that memory can grow with the square of the length."""
 
@@ -237,6 +241,10 @@ class Attention(nn.Module, ABC):
     def kept_flops(self, length: int) -> Passes:
         """The part of `flops` that finds codes, which reversible layers keep for the backward."""
         return Passes()
+
+    def shared_flops(self, length: int) -> Passes:
+        """The part of `flops` that ranks with the same heads share out; the rest each of them repeats."""
+        return self.flops(length) - self.kept_flops(length) if self.shares_pairs else Passes()
 
     def operators(self, length: int, size: int) -> dict[str, Work] | None:
         """FLOPs and bytes moved by each kernel, or None for a mechanism without kernels. size: bytes of a number."""

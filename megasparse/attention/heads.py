@@ -45,6 +45,12 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
     return FullAttention(FullAttentionConfig(shared_qk=built.shared_qk), spec) if attends_fully(model, kind) else built
 
 
+def ranks_with_the_same_heads(mechanism: Attention, model: ModelConfig, ranks: int) -> int:
+    """How many of the ranks that share a sequence have the same heads of a mechanism."""
+    heads = mechanism.spec.heads // model.attention.head_groups // mechanism.heads_together
+    return SequencePart(size=ranks).of_heads(heads).copies
+
+
 def head_dim(model: ModelConfig) -> int:
     return model.head_dim or model.d_model // model.heads
 

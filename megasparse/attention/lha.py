@@ -61,7 +61,7 @@ class LHAAttention(BandAttention):
         sides = ("query", "key") if config.project_positions else ()
         self.position_projections = nn.ModuleDict({side: _projection(spec) for side in sides})
         self.window = Window("band", min(config.chunk, spec.max_length))
-        self.local, self.sinks = config.local, config.sinks
+        self.local, self.sinks, self.shares_pairs = config.local, config.sinks, config.window == "band"
         self.buckets = -(-spec.max_length // config.chunk)
         self.bucket_size = math.floor(math.sqrt(2) * spec.max_length / self.buckets)
         self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": True}
@@ -207,9 +207,14 @@ class LHAAttention(BandAttention):
         return drawn_positions(key, q.shape[2], self.config.samples, q.device)
 
     def flops(self, length: int) -> Passes:
+        return self._pairs(length) + self._hashing_flops(length)
+
+    def shared_flops(self, length: int) -> Passes:
+        return self._pairs(length) if self.shares_pairs else Passes()
+
+    def _pairs(self, length: int) -> Passes:
         work = self.workload(length)
-        pairs = work.pairs(self._window_keys(length)) * (1 + self.local) + work.pairs(self.sinks)
-        return pairs + self._hashing_flops(length)
+        return work.pairs(self._window_keys(length)) * (1 + self.local) + work.pairs(self.sinks)
 
     def _hashing_flops(self, length: int) -> Passes:
         """Both hash functions (random ones forward only), and the utilities that they learn, forward only: those of a

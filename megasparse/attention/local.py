@@ -65,6 +65,7 @@ class LocalAttention(Attention):
         super().__init__(spec)
         self.chunk, self.sinks = min(config.chunk, spec.max_length), config.sinks
         self.relative = RelativePositions(spec) if config.relative else None
+        self.shares_pairs = self.relative is None
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         q, k, v, key_mask, segments, causal, dropout = inputs

@@ -73,6 +73,7 @@ class NGramAttention(Attention):
     """
 
     reads_tokens = True
+    shares_pairs = True
 
     def __init__(self, config: NGramAttentionConfig, spec: MechanismSpec):
         super().__init__(spec)

@@ -49,7 +49,7 @@ class RoutingAttention(BandAttention):
         super().__init__(spec)
         self.config = config
         self.window = Window("band", min(config.chunk, spec.max_length))
-        self.local, self.sinks = config.local, config.sinks
+        self.local, self.sinks, self.shares_pairs = config.local, config.sinks, config.window == "band"
         self.buckets = -(-spec.max_length // config.chunk)
         self.shared_qk = spec.causal
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5

@@ -24,6 +24,8 @@ class SMYRFAttention(Attention):
     Real tokens of a document alone make its clusters: ⌈n/chunk⌉ a round, only the last one smaller than `chunk`.
     """
 
+    shares_pairs = True
+
     def __init__(self, config: SMYRFAttentionConfig, spec: MechanismSpec):
         super().__init__(spec)
         self.config = config

@@ -25,8 +25,8 @@ def bench_scaling(
 ) -> Iterator[str]:
     """Yield lines of Markdown, and write the rows to `output` as JSON.
 
-    names: of configurations. gpus: numbers of GPUs, each planned with as many ranks a sequence as a node has and as
-    the heads allow, one sequence for each such group. prices: of a GPU and hour, by the GPU's name.
+    names: of configurations. gpus: numbers of GPUs, each planned with as many ranks a sequence as a node has, as there
+    are heads, and twice as many, one sequence for each such group. prices: of a GPU and hour, by the GPU's name.
     """
     yield "| configuration | GPUs | ranks a sequence | memory | step | exposed | tokens/s a GPU | goodput | cost |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -50,7 +50,7 @@ def bench_scaling(
 def _shapes(config: Config, gpus: Sequence[int]) -> list[tuple[int, int]]:
     """Numbers of GPUs, each with those of ranks that share a sequence."""
     heads = config.model.heads
-    return [(n, ranks) for n in gpus for ranks in sorted({min(n, NODE, heads), min(n, heads)})]
+    return [(n, ranks) for n in gpus for ranks in sorted({min(n, NODE, heads), min(n, heads), min(n, 2 * heads)})]
 
 
 def _plan(config: Config, gpu: Hardware, gpus: int, sequence: int, known: Plan | None) -> Plan:

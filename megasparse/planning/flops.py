@@ -11,7 +11,7 @@ import torch
 from megasparse.attention.contract import Attention
 from megasparse.attention.costs import Passes, product
 from megasparse.attention.cross import CrossAttention
-from megasparse.attention.heads import build_mechanism
+from megasparse.attention.heads import build_mechanism, ranks_with_the_same_heads
 from megasparse.config.parts import decoder_part, encoder_part
 from megasparse.config.pattern import heads_of_layer
 from megasparse.config.schema import GATED, ModelConfig
@@ -46,14 +46,15 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     return (parts.head + parts.feed_forward + parts.projections + parts.attention).both
 
 
-def hardware_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+def hardware_flops_per_token(model: ModelConfig, sequence_length: int, ranks: int = 1) -> float:
     """`model_flops_per_token` and what the backward computes once more, for the hardware FLOPs utilisation.
 
     Reversible and checkpointed layers run forward again, but for the codes that reversible ones keep; what is cut into
     tiles (`feed_forward_tiles`, `loss_tiles`) runs forward again tile by tile, in checkpointed layers a third time.
-    Scores that a kernel computes again inside its own backward are not counted.
+    Scores that a kernel computes again inside its own backward are not counted. ranks: those that share a sequence;
+    where several have the same heads, what each of them repeats counts as often.
     """
-    return sum(hardware_flops_by_part(model, sequence_length).values())
+    return sum(hardware_flops_by_part(model, sequence_length, ranks).values())
 
 
 def known_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[float, float] | tuple[()]:
@@ -64,13 +65,13 @@ def known_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[flo
         return ()
 
 
-def hardware_flops_by_part(model: ModelConfig, sequence_length: int) -> dict[str, float]:
+def hardware_flops_by_part(model: ModelConfig, sequence_length: int, ranks: int = 1) -> dict[str, float]:
     """`hardware_flops_per_token` of attention, of the codes that it hashes by, projections, feed-forward and head."""
-    parts, activations = _parts(model, sequence_length), model.activations
+    parts, activations = _parts(model, sequence_length, ranks), model.activations
     again = 0.0 if activations == "stored" else 1.0
     # Groups of heads attend again in any backward, and read their queries, keys and values twice there.
     attend = again + (model.attention.head_groups > 1 and activations != "reversible")
-    codes = _codes(model, sequence_length)
+    codes = _codes(model, sequence_length, ranks)
     hashed = codes * (1.0 if activations == "reversible" else 1.0 + again)
     projected = parts.projections.both + attend * parts.projections.forward + _grouped_projections(model, attend)
     # A reversible backward knows the gradient of what it recomputes, so each tile is computed once more, not twice.
@@ -84,26 +85,30 @@ def hardware_flops_by_part(model: ModelConfig, sequence_length: int) -> dict[str
     }
 
 
-def _parts(model: ModelConfig, sequence_length: int) -> Parts:
+def _parts(model: ModelConfig, sequence_length: int, ranks: int = 1) -> Parts:
     """FLOPs a token."""
     if model.source is None:
-        return Parts(_head(model), _feed_forward(model), *_attention(model, sequence_length))
+        return Parts(_head(model), _feed_forward(model), *_attention(model, sequence_length, ranks))
     source, nothing = model.source.length, Passes()
     target, encoder = sequence_length - source, encoder_part(model)
     crossing = _cross_attention(model).flops(source, target) * model.layers
-    read = Parts(nothing, _feed_forward(encoder), *_attention(encoder, source)) * source
-    written = Parts(_head(model), _feed_forward(model), *_attention(model, target)) * target
+    read = Parts(nothing, _feed_forward(encoder), *_attention(encoder, source, ranks)) * source
+    written = Parts(_head(model), _feed_forward(model), *_attention(model, target, ranks)) * target
     return (read + written + Parts(nothing, nothing, nothing, crossing)) * (1 / sequence_length)
 
 
-def _codes(model: ModelConfig, sequence_length: int) -> float:
+def _codes(model: ModelConfig, sequence_length: int, ranks: int) -> float:
     """FLOPs a token of the codes in a forward pass, which reversible layers do not compute again."""
     if model.source is None:
-        return sum(mechanism.kept_flops(sequence_length).forward for mechanism in _mechanisms(model))
+        return sum(
+            mechanism.kept_flops(sequence_length).forward * ranks_with_the_same_heads(mechanism, model, ranks)
+            for mechanism in mechanisms_of(model)
+        )
     source = model.source.length
     target = sequence_length - source
     crossing = model.layers * _cross_attention(model).kept_flops(source, target).forward
-    whole = source * _codes(encoder_part(model), source) + target * _codes(decoder_part(model), target) + crossing
+    stacks = ((source, encoder_part(model)), (target, decoder_part(model)))
+    whole = sum(length * _codes(stack, length, ranks) for length, stack in stacks) + crossing
     return whole / sequence_length
 
 
@@ -120,15 +125,17 @@ def _feed_forward(model: ModelConfig) -> Passes:
     return product(2.0 * products * model.layers * model.d_model * model.d_ff)
 
 
-def _attention(model: ModelConfig, sequence_length: int) -> tuple[Passes, Passes]:
+def _attention(model: ModelConfig, sequence_length: int, ranks: int) -> tuple[Passes, Passes]:
     """The projections of all layers, and attention between them, but without cross-attention."""
     projections, attention = Passes(), Passes()
-    for mechanism in _mechanisms(model):
+    for mechanism in mechanisms_of(model):
         grouped = 1 if mechanism.shared_qk else 2  # values, and keys, which shared QK has not
         number = 2 + grouped * (model.key_heads or model.heads) / model.heads  # and queries, and output
         width = mechanism.spec.heads * mechanism.spec.head_dim
         projections += product(2.0 * number * model.d_model * width)
         attention += mechanism.flops(sequence_length)
+        if (copies := ranks_with_the_same_heads(mechanism, model, ranks)) > 1:
+            attention += (mechanism.flops(sequence_length) - mechanism.shared_flops(sequence_length)) * (copies - 1)
     return projections, attention
 
 
@@ -140,7 +147,7 @@ def _grouped_projections(model: ModelConfig, attend: float) -> float:
     groups, found = model.attention.head_groups, 0.0
     if groups == 1 or model.source is not None:
         return 0.0
-    for mechanism in _mechanisms(model):
+    for mechanism in mechanisms_of(model):
         heads, each = mechanism.spec.heads, 2.0 * model.d_model * mechanism.spec.head_dim
         shared = model.heads // (model.key_heads or model.heads)
         keyed = (1 if mechanism.shared_qk else 2) * heads / shared
@@ -149,7 +156,7 @@ def _grouped_projections(model: ModelConfig, attend: float) -> float:
     return found
 
 
-def _mechanisms(model: ModelConfig) -> Iterator[Attention]:
+def mechanisms_of(model: ModelConfig) -> Iterator[Attention]:
     """Each mechanism of each layer, without memory."""
     with torch.device("meta"):
         for layer in range(model.layers):

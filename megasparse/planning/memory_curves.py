@@ -52,11 +52,14 @@ class Curve:
         square = 0.0 if hashed else self.square * length**2
         return np.asarray(self.constant + batch * (self.linear * length + square))
 
-    def shared_among(self, ranks: int) -> "Curve":
-        """The curve of one of several ranks that share a sequence: a rank has one part of it outside attention, and all
-        pairs for its part of the heads inside. L becomes the part's length.
+    def shared_among(self, ranks: int, copies: int = 1) -> "Curve":
+        """The curve of one of several ranks that share a sequence: a rank has one part of it, of all heads, outside
+        attention, and all of it, of its part of the heads, inside. That is as many numbers, or, where several (copies)
+        have the same heads, so many times as many: of what a phase of attention has beside what every phase has. L
+        becomes the part's length.
         """
-        return replace(self, square=self.square * ranks)
+        inside = np.array(["attention" in name for name in self.ends]) * (self.linear - self.linear.min())
+        return replace(self, linear=self.linear + (copies - 1) * inside, square=self.square * ranks * copies)
 
     def by_part(self, batch: int, length: float, part: Callable[[str], str]) -> dict[str, int]:
         """The most bytes beside gradients while each part of the model is at work. part: by the name of a weight."""

@@ -10,11 +10,11 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 
-from megasparse.attention.heads import head_dim
+from megasparse.attention.heads import head_dim, ranks_with_the_same_heads
 from megasparse.config.messages import show
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
-from megasparse.planning.flops import hardware_flops_per_token, model_flops_per_token
+from megasparse.planning.flops import hardware_flops_per_token, mechanisms_of, model_flops_per_token
 from megasparse.planning.hardware import Hardware
 from megasparse.planning.pass_memory import PassMemory, Path
 from megasparse.planning.states import Memory, Zero, building, memory
@@ -64,8 +64,7 @@ class Plan:
 
     def _memory(self, length: int) -> Memory:
         model, training, sequence = self.config.model, self.config.training, self.config.parallel.sequence
-        # A rank has L/S tokens of every head outside attention, and inside L tokens of H/S heads: as many numbers.
-        curve, part = self.passes.curve.shared_among(sequence), length / sequence
+        curve, part = self.passes.curve.shared_among(sequence, self.copies), length / sequence
         states, on_gpu = self.passes.states, self.on.path == "counted"
         found = memory(
             states,
@@ -78,12 +77,18 @@ class Plan:
         )
         tokens = training.micro_batch * part
         if sequence > 1:  # q, k, v and out, once more as they are sent
-            found.device["all-to-all"] = int(4 * tokens * model.heads * head_dim(model) * states.size)
+            found.device["all-to-all"] = int(4 * tokens * model.heads * head_dim(model) * states.size * self.copies)
         if on_gpu:
             found.device["CUDA context, libraries (assumed)"] = RESERVE
             if model.activations == "checkpoint_cpu":
                 found.host["offloaded activations"] = int(tokens * model.layers * model.d_model * 4)
         return found
+
+    @cached_property
+    def copies(self) -> int:
+        """The most ranks that have the same heads, of all mechanisms."""
+        model, ranks = self.config.model, self.config.parallel.sequence
+        return max(ranks_with_the_same_heads(each, model, ranks) for each in mechanisms_of(model))
 
     def _sum(self, found: Memory) -> int:
         return sum((found.device | ({} if self.on.path == "counted" else found.host)).values())
@@ -113,7 +118,8 @@ class Plan:
     def activations(self) -> dict[str, int]:
         """The most bytes of a pass, beside gradients, while each part of the model is at work."""
         sequence = self.config.parallel.sequence
-        curve, length = self.passes.curve.shared_among(sequence), self.config.data.sequence_length / sequence
+        curve = self.passes.curve.shared_among(sequence, self.copies)
+        length = self.config.data.sequence_length / sequence
         return curve.by_part(self.config.training.micro_batch, length, _part)
 
     @property
@@ -128,12 +134,19 @@ class Plan:
 
     @cached_property
     def hardware_flops(self) -> float:
-        return self.tokens * hardware_flops_per_token(self.config.model, self.config.data.sequence_length)
+        length, ranks = self.config.data.sequence_length, self.config.parallel.sequence
+        return self.tokens * hardware_flops_per_token(self.config.model, length, ranks)
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds to compute a step at the assumed utilisation, waiting for nothing."""
-        return self.model_flops / (self.on.mfu * self.on.gpu.peak * self.on.gpus)
+        """Seconds to compute a step at the assumed utilisation, waiting for nothing. What ranks with the same heads
+        repeat takes its time, and is no use.
+        """
+        seconds = self.model_flops / (self.on.mfu * self.on.gpu.peak * self.on.gpus)
+        if self.copies == 1:
+            return seconds
+        alone = self.tokens * hardware_flops_per_token(self.config.model, self.config.data.sequence_length)
+        return seconds * self.hardware_flops / alone
 
     @cached_property
     def communication(self) -> Communication:

@@ -14,9 +14,10 @@ STREAMED of the memory's bandwidth, those of an offloaded optimizer at that of t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from megasparse.attention.heads import ranks_with_the_same_heads
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
-from megasparse.planning.flops import hardware_flops_by_part
+from megasparse.planning.flops import hardware_flops_by_part, mechanisms_of
 from megasparse.planning.hardware import Hardware
 from megasparse.planning.launches import count_step, total
 from megasparse.planning.planner import with_changes
@@ -69,11 +70,12 @@ def step_time(work: Work, gpu: Hardware) -> StepTime:
     length = config.data.sequence_length
     tokens = work.micro_batches * config.training.micro_batch * length / config.parallel.sequence
     speed, bandwidth = gpu.peak * gpu.reach, gpu.bandwidth * STREAMED
-    seconds = {name: tokens * n / speed for name, n in hardware_flops_by_part(config.model, length).items()}
+    by_part = hardware_flops_by_part(config.model, length, config.parallel.sequence)
+    seconds = {name: tokens * n / speed for name, n in by_part.items()}
     own = work.states.trained / (cluster.gpus if zero.stage > 0 else 1)
     update = bandwidth if zero.optimizer == "none" else gpu.host * STREAMED / cluster.local
     return StepTime(
-        max(seconds["attention"], tokens * moved["attention"] / bandwidth),
+        max(seconds["attention"], tokens * moved["attention"] * _repeated(config, work.states.size) / bandwidth),
         seconds["hashing"] * gpu.peak / gpu.single,
         seconds["projections"],
         seconds["feed-forward"],
@@ -81,6 +83,21 @@ def step_time(work: Work, gpu: Hardware) -> StepTime:
         tokens * moved["elementwise"] / bandwidth,
         OPTIMIZER_BYTES * own / update,
     )
+
+
+def _repeated(config: Config, size: int) -> float:
+    """How many times the bytes of attention move where ranks have the same heads: those of the softmax once, if they
+    share out its pairs, by the formulas of the mechanisms' operators. size: bytes of a number.
+    """
+    once = all_ = 0.0
+    for mechanism in mechanisms_of(config.model):
+        copies = ranks_with_the_same_heads(mechanism, config.model, config.parallel.sequence)
+        found = mechanism.operators(config.data.sequence_length, size) or {}
+        moved = {name: work.moved.both for name, work in found.items()} or {"": mechanism.traffic(size).row}
+        divided = sum(moved.get(name, 0.0) for name in ("attention", "window")) if mechanism.shares_pairs else 0.0
+        once += sum(moved.values())
+        all_ += divided + copies * (sum(moved.values()) - divided)
+    return all_ / once
 
 
 def bytes_a_token(config: Config) -> dict[str, float]:

@@ -8,18 +8,20 @@ sequence, L tokens, H·D width of the heads.
     ZeRO 2     gradients reduced in every micro-batch          (A + 1)·Ψ·s·(n−1)/n
     ZeRO 3     weights gathered forward and backward, too      3·A·Ψ·s·(n−1)/n
     sequence   4 tensors (q, k, v, out) in each of P passes    A·layers·P·4·B·(L/S)·H·D·s·(S−1)/S
+               C ranks with the same H/W heads, W = S/C        A·layers·P·B·(L/S)·(H/W)·(3·D·s·(S−1) + out)
+               out, of pairs that they share out               (D·s + 4)·(S−1)
+               out, of heads that each of them computes        D·s·(W−1)
 
-P is 2, and 3 where the backward computes layers again. Shared queries and keys send 3 tensors. ZeRO 3's recomputation
-gathers no more: DeepSpeed keeps a weight that is needed again at once.
+P is 2, and 3 where the backward computes layers again. Shared queries and keys send one tensor less. ZeRO 3's
+recomputation gathers no more: DeepSpeed keeps a weight that is needed again at once.
 """
 
 from dataclasses import dataclass
 
-import torch
-
-from megasparse.attention.heads import build_mechanism, head_dim
-from megasparse.config.pattern import heads_of_layer
+from megasparse.attention.contract import Attention
+from megasparse.attention.heads import ranks_with_the_same_heads
 from megasparse.config.schema import Config, ModelConfig
+from megasparse.planning.flops import mechanisms_of
 from megasparse.planning.hardware import Hardware
 from megasparse.planning.states import States, Zero
 
@@ -68,32 +70,34 @@ def communication(
     sent = times * whole * (cluster.gpus - 1) / cluster.gpus
     between = times * whole * (cluster.nodes - 1) / cluster.nodes
     zero_seconds = max(sent / gpu.link, between / gpu.network)
-    moved = _all_to_all(config, cluster.sequence) * micro_batches
+    tokens = config.training.micro_batch * config.data.sequence_length
+    size = 2 if config.training.precision == "bf16" else 4
+    moved = all_to_all(config.model, tokens, cluster.sequence, size) * micro_batches
     outside = max(0.0, 1 - cluster.local / cluster.sequence)  # of a group that does not fit into a node
     away = moved * outside * cluster.local
     seconds = max(moved * (1 - outside) / gpu.link, away / gpu.network)
     return Communication(sent, moved, zero_seconds, seconds, between + away)
 
 
-def _all_to_all(config: Config, sequence: int) -> float:
-    """Bytes that all-to-alls send in one micro-batch."""
-    model, training = config.model, config.training
-    if sequence == 1:
+def all_to_all(model: ModelConfig, tokens: int, ranks: int, size: int) -> float:
+    """Bytes that a rank's all-to-alls send to others in a forward and backward pass of so many tokens, of whole
+    sequences. size: bytes of a number.
+    """
+    if ranks == 1:
         return 0.0
-    passes = 2 if model.activations == "stored" else 3
-    tensor = training.micro_batch * config.data.sequence_length / sequence * model.heads * head_dim(model)
-    tensor *= 2 if training.precision == "bf16" else 4
-    return _tensors(model) * passes * tensor * (sequence - 1) / sequence
+    passes = 2 if model.activations == "stored" and model.attention.head_groups == 1 else 3
+    each = sum(_exchanged(mechanism, model, ranks, size) for mechanism in mechanisms_of(model))
+    return each * passes * tokens / ranks
 
 
-def _tensors(model: ModelConfig) -> float:
-    """Count the tensors q, k, v and out of all layers; heads that share queries and keys send no keys."""
-    total = 0.0
-    for layer in range(model.layers):
-        for kind, heads in heads_of_layer(model, layer).items():
-            with torch.device("meta"):
-                total += (3 if build_mechanism(kind, model, heads).shared_qk else 4) * heads / model.heads
-    return total
+def _exchanged(mechanism: Attention, model: ModelConfig, ranks: int, size: int) -> float:
+    """Bytes that a rank sends of each of its tokens, there and back."""
+    copies, vector = ranks_with_the_same_heads(mechanism, model, ranks), mechanism.spec.head_dim * size
+    ways = ranks // copies
+    there = (2 if mechanism.shared_qk else 3) * vector * (ranks - 1)
+    parts = mechanism.shares_pairs and copies > 1
+    back = (vector + 4) * (ranks - 1) if parts else vector * (ways - 1)
+    return (there + back) * mechanism.spec.heads / ways
 
 
 @dataclass(frozen=True)

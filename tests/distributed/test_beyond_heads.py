@@ -6,15 +6,19 @@ One launch of ranks goes through all cases, as in test_sequence_parallel.
 
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
+from megasparse.attention import sequence_part
 from megasparse.config.schema import RunConfig
 from megasparse.model.build import build_model
 from megasparse.ops.bucketed_attention import specification
-from megasparse.training.ranks import start_ranks
-from tests.distributed.test_sequence_parallel import ORDINARY, PADDED, batch_of, compare
+from megasparse.planning.traffic import all_to_all
+from megasparse.training.ranks import Ranks, start_ranks
+from tests.distributed.test_sequence_parallel import ORDINARY, PADDED, batch_of, compare, gradients
 from tests.helpers.models import AXIAL, VARIANTS, attention, causal_names, encoder_names, named, small
 from tests.helpers.run_ranks import run_ranks
 
@@ -61,20 +65,53 @@ def model_of(kind: str, name: str, padded: bool) -> Any:
     return build_model(small(**{**fixed, **settings, **(PADDED if padded else {})}), 0)
 
 
+COUNTED = [("decoder", "split"), ("encoder", "stored, rotary"), ("decoder", "head groups"), ("decoder", "full")]
+"""(kind, name) of cases whose bytes are counted."""
+
+
+def sent(ranks: Ranks, kind: str, name: str) -> list[float]:
+    """Bytes of queries, keys, values, outputs and log-sum-exps that this rank sends to others in a forward and a
+    backward pass, and those of the plan.
+    """
+    model, tokens, each = model_of(kind, name, False), batch_of(False), []
+
+    def counted(x: Tensor, group: Any, given: list[bool] | None) -> Tensor:
+        others = (len(x) if given is None else sum(given)) - 1
+        if x.is_floating_point():  # tokens are not
+            each.append(others * x[0].numel() * x.element_size())
+        return exchanged(x, group, given)
+
+    exchanged = sequence_part._exchanged
+    with patch.object(sequence_part, "_exchanged", counted):
+        gradients(model, tokens.chunk(ranks.sequence_size, dim=1)[ranks.place], 1.0, sequence=ranks.sequence)
+    return [sum(each), all_to_all(model.config, tokens.numel(), ranks.sequence_size, 4)]
+
+
 def on_ranks(world: int) -> dict[str, Any]:
     specification.PLACES = 8  # so that each rank has a share of 96 places
     ranks = start_ranks(RunConfig(device="cpu"), world)
     found = {" ".join(map(str, case)): compare(ranks, model_of(*case), batch_of(case[2])) for case in cases(world)}
+    found |= {f"sent {kind} {name}": sent(ranks, kind, name) for kind, name in COUNTED}
     torch.distributed.destroy_process_group()
     return found
 
 
 @cache
 def on(world: int) -> dict[str, Any]:
-    return run_ranks(on_ranks, world, timeout=900, world=world)[0]
+    first, *others = run_ranks(on_ranks, world, timeout=900, world=world)
+    for kind, name in COUNTED:
+        assert all(rank[f"sent {kind} {name}"] == first[f"sent {kind} {name}"] for rank in others)
+    return first
 
 
 @pytest.mark.parametrize(("world", "case"), [(world, case) for world in (2, 4) for case in cases(world)], ids=str)
 def test_ranks_are_one(world, case):
     worst = on(world)[" ".join(map(str, case))]
     assert {name: value for name, value in worst.items() if not value <= 1e-5} == {}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("kind", "name"), COUNTED)
+def test_ranks_send_what_the_plan_says(world, kind, name):
+    found, planned = on(world)[f"sent {kind} {name}"]
+    assert found == planned > 0

@@ -267,3 +267,14 @@ def test_hardware_flops_are_those_of_the_products_that_run(changed, tiles, group
     assert total(count_step(config)).flops == 64 * (
         sum(found.values()) - found["attention"]
     )  # local attention has no codes
+
+
+def test_ranks_beyond_the_heads_share_out_the_pairs_or_repeat_the_heads():
+    """Of 4 heads on 8 ranks: LSH's pairs are shared out, its codes repeated; Performer is repeated."""
+    lsh, performer = (model(attention=attention(kind, lsh={"chunk": 8})) for kind in ("lsh", "performer"))
+    for config, repeated in ((lsh, {"hashing"}), (performer, {"attention"})):
+        few, many = (hardware_flops_by_part(config, 64, ranks) for ranks in (4, 8))
+        assert few == hardware_flops_by_part(config, 64)
+        assert many == pytest.approx({part: flops * (1 + (part in repeated)) for part, flops in few.items()})
+    both = model(attention={"pattern": [{"lsh": 2, "performer": 2}], "lsh": {"chunk": 8}, "head_groups": 2})
+    assert hardware_flops_by_part(both, 64, 2)["hashing"] == 2 * hardware_flops_by_part(both, 64, 1)["hashing"] > 0

@@ -175,6 +175,10 @@ def test_traffic_counts_every_pass():
     split = config.model_copy(update={"parallel": config.parallel.model_copy(update={"sequence": 4})})
     moved = communication(split, STATES, Zero(3), Cluster(16, 8, 4), 1, GPUS["A100"]).sequence
     assert moved == 2 * 3 * 3 * (2048 // 4) * 32 * 4 * 3 / 4  # layers, passes, q v out (shared keys), fp32
+    beyond = config.model_copy(update={"parallel": config.parallel.model_copy(update={"sequence": 16})})
+    moved = communication(beyond, STATES, Zero(3), Cluster(16, 16, 16), 1, GPUS["A100"]).sequence
+    each = 2 * 8 * 4 * 15 + (8 * 4 + 4) * 15  # q and v, and out with its log-sum-exps, of one of 4 heads of 8 numbers
+    assert moved == 2 * 3 * (2048 // 16) * each
     swap = offload(STATES, Zero(3, "nvme", "cpu"), cluster, 3, GPUS["A100"])
     assert (swap.weights, swap.gradients, swap.nvme) == (7 * 125, 3 * 125, 2 * 12 * 1000 / 16)
 

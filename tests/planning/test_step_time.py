@@ -102,7 +102,7 @@ def test_the_command_writes_its_rows(tmp_path, capsys, monkeypatch):
     file.write_text(config(layers=1, attention={"pattern": ["local"]}).model_dump_json())
     commands.run(door("bench scaling"), file, "--gpus", "2,16", "--price", "H100=2", "--json", out)
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["gpus"], row["sequence"]) for row in rows] == [(2, 2), (16, 4)]
+    assert [(row["gpus"], row["sequence"]) for row in rows] == [(2, 2), (16, 4), (16, 8)]
     reduced = 2 * 2 * rows[1]["parameters"] / 2  # gradients in bf16 all-reduced between two nodes
     assert rows[1]["tokens"] == 4 * 4096 and rows[1]["traffic"]["node_to_network"] == reduced
     hours = 16 * rows[1]["step_seconds"] / 3600 / rows[1]["goodput"]["share"]
