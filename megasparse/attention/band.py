@@ -210,7 +210,7 @@ class BandAttention(Attention):
         and, where ranks share out the pairs, its log-sum-exp. Codes (B, H, R, L).
         """
         codes = self._seen_codes(query_codes, key_codes)
-        if not self.sinks and part.copies == 1:
+        if not self.sinks and part.share is None:
             return band_attention(inputs, *codes, self.window, buckets=self.buckets, **self.rule)[0], None
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
@@ -286,10 +286,10 @@ def _see_self_at_last(
     own = inputs.v.to(out.dtype)
     if (dropout := inputs.dropout) is not None:
         own = own * dropout.factors(dropout.queries, dropout.keys(own.shape[2]), own.dtype).unsqueeze(-1)
-    if part.copies > 1:
+    if part.share is not None:
         alone = alone & part.answered(lse.shape[2], lse.device)
     out = torch.where(alone.unsqueeze(-1), own, out)
-    return out, None if part.copies == 1 else lse.masked_fill(alone, _LAST)
+    return out, None if part.share is None else lse.masked_fill(alone, _LAST)
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:

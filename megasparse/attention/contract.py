@@ -187,6 +187,10 @@ class Attention(nn.Module, ABC):
         The auxiliary loss comes already weighted, as the part of it that is added to the model's objective.
         """
 
+    def part_of(self, part: SequencePart, heads: int) -> SequencePart:
+        """The part of sequences, and of so many of these heads, that a rank has inside attention."""
+        return part.of_heads(heads // self.heads_together)
+
     def positions(self, first: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """What is added to queries q (B, H, L, D) and their keys, of the positions from `first` on; each broadcasts to
         q.

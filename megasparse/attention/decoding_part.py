@@ -1,6 +1,6 @@
 """Cached decoding on several ranks, each with the caches of its part of the heads.
 
-B batch, H heads, n tokens, D head dim, S ranks that share out the heads.
+B batch, H heads, n tokens, D head dim, S ranks that share out the heads in W ways, C = S/W of them have the same.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from megasparse.attention.sequence_part import WHOLE, SequencePart
 
 @dataclass(frozen=True)
 class DecodingPart(SequencePart):
-    """A rank's part of sequences whose tokens all ranks have: of each mechanism an S-th of the heads, as in training,
-    whose caches are nowhere else. All that is exchanged are the heads' outputs. Without gradient.
+    """A rank's part of sequences whose tokens all ranks have: of each mechanism a W-th of the heads, as in training,
+    whose caches no other rank has, or C − 1 others. All that is exchanged are the heads' outputs. Without gradient.
     """
 
     @staticmethod
@@ -28,9 +28,15 @@ class DecodingPart(SequencePart):
         return x
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """(B, H, n, D) each, of all heads, to (B, H/S, n, D) each, of this rank's heads."""
+        """(B, H, n, D) each, of all heads, to (B, H/W, n, D) each, of this rank's heads."""
         return tuple(self.own(x, 1) for x in tensors)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Back: (B, H/S, n, D) of each rank to (B, H, n, D), on every rank."""
-        return super().gather(x, 1)
+        """Back: (B, H/W, n, D) of each rank to (B, H, n, D), on every rank."""
+        every = super().gather(x, 1)
+        return every.unflatten(1, (self.ways, self.copies, -1))[:, :, 0].flatten(1, 2)
+
+    @property
+    def share(self) -> None:
+        """Nothing is shared out of heads that several ranks have."""
+        return None

@@ -47,8 +47,7 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
 
 def ranks_with_the_same_heads(mechanism: Attention, model: ModelConfig, ranks: int) -> int:
     """How many of the ranks that share a sequence have the same heads of a mechanism."""
-    heads = mechanism.spec.heads // model.attention.head_groups // mechanism.heads_together
-    return SequencePart(size=ranks).of_heads(heads).copies
+    return mechanism.part_of(SequencePart(size=ranks), mechanism.spec.heads // model.attention.head_groups).copies
 
 
 def head_dim(model: ModelConfig) -> int:
@@ -122,7 +121,8 @@ class AttentionLayer(nn.Module):
     def new_cache(self, batch: int, rounds: int | None, part: SequencePart = WHOLE) -> dict[str, Any]:
         """An empty cache of each mechanism. part: see `Attention.new_cache`."""
         like = self.query.weight
-        return {kind: self.mechanism(kind).new_cache(batch, like, rounds, part) for kind in self.split}
+        parts = {kind: self.mechanism(kind).part_of(part, heads) for kind, heads in self.split.items()}
+        return {kind: self.mechanism(kind).new_cache(batch, like, rounds, own) for kind, own in parts.items()}
 
     def mechanism(self, kind: str) -> Attention:
         return cast(Attention, self.mechanisms[kind])
@@ -183,7 +183,7 @@ def split_heads_by_mechanism(
     first, first_key = 0, 0
     for kind, heads in split.items():
         mechanism = mechanisms[kind]
-        part = padding.part.of_heads(heads // mechanism.heads_together)
+        part = mechanism.part_of(padding.part, heads)
         mine, values = q[:, first : first + heads], v[:, first : first + heads]
         keys = mine
         if not mechanism.shared_qk:

@@ -81,7 +81,7 @@ class LocalAttention(Attention):
         if self.sinks:
             sinks = sink_attention(self.sinks, inputs, scale=scale, chunk=self.chunk)
             out, lse = merge([(out, lse), sinks_of(part, sinks)])
-        return AttentionOutput(out, None, {}, None if part.copies == 1 else lse)
+        return AttentionOutput(out, None, {}, None if part.share is None else lse)
 
     def flops(self, length: int) -> Passes:
         """Relative positions have scores of their own: 6·D more a key."""

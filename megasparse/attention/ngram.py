@@ -119,7 +119,7 @@ class NGramAttention(Attention):
         bias = F.pad(self.bias(part), (len(found), 0))[:, None]
         found += [self._round(inputs, own, part.share) for own in codes.unbind(1)]
         out, lse = merge(found, bias)
-        return AttentionOutput(out, None, {}, None if part.copies == 1 else lse)
+        return AttentionOutput(out, None, {}, None if part.share is None else lse)
 
     def _round(self, inputs: AttentionInputs, codes: Tensor, share: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of what a round shows, 0 and −∞ where that is nothing. codes: (B, L)."""

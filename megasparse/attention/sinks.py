@@ -112,7 +112,7 @@ def sinks_of(part: SequencePart, found: tuple[Tensor, Tensor]) -> tuple[Tensor, 
     """Output and log-sum-exp of `sink_attention`, for a merge, where ranks that have the same heads share out the
     pairs: of the tokens that this rank answers for.
     """
-    if part.copies == 1:
+    if part.share is None:
         return found
     out, lse = found
     return out, lse.masked_fill(~part.answered(lse.shape[2], lse.device), -torch.inf)
