@@ -17,6 +17,8 @@ class DecodingPart(SequencePart):
     whose caches no other rank has, or C − 1 others. All that is exchanged are the heads' outputs. Without gradient.
     """
 
+    divided: bool = False
+
     @staticmethod
     def of(group: torch.distributed.ProcessGroup | None) -> SequencePart:
         if group is None:
@@ -33,10 +35,4 @@ class DecodingPart(SequencePart):
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Back: (B, H/W, n, D) of each rank to (B, H, n, D), on every rank."""
-        every = super().gather(x, 1)
-        return every.unflatten(1, (self.ways, self.copies, -1))[:, :, 0].flatten(1, 2)
-
-    @property
-    def share(self) -> None:
-        """Nothing is shared out of heads that several ranks have."""
-        return None
+        return self.gather_heads(x)

@@ -60,7 +60,8 @@ class Call:
         """
         inputs = self.inputs if v is None else self.inputs._replace(v=v)
         rng = dataclasses.replace(self.context.rng, rounds=rounds)
-        context = dataclasses.replace(self.context, rng=rng, recompute=RecomputeCache())
+        whole = dataclasses.replace(self.context.part, divided=False)
+        context = dataclasses.replace(self.context, rng=rng, recompute=RecomputeCache(), part=whole)
         return cast(AttentionOutput, mechanism(self.x, inputs, context)).out
 
 

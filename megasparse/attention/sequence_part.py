@@ -35,6 +35,8 @@ class SequencePart:
     number: int = 0
     copies: int = 1
     """C, inside attention (`of_heads`): ranks that have the same heads."""
+    divided: bool = True
+    """Whether these share out the pairs of queries and keys, where a mechanism can; else each does all."""
 
     @staticmethod
     def of(group: torch.distributed.ProcessGroup | None) -> "SequencePart":
@@ -74,7 +76,7 @@ class SequencePart:
     @property
     def share(self) -> tuple[int, int] | None:
         """What each of the C ranks does of the pairs that they share out: the g-th of C parts; None for all."""
-        return None if self.copies == 1 else (self.rank % self.copies, self.copies)
+        return (self.rank % self.copies, self.copies) if self.divided and self.copies > 1 else None
 
     @property
     def shares(self) -> int:
@@ -97,6 +99,10 @@ class SequencePart:
         wide = x.to(torch.uint8) if x.dtype == torch.bool else x
         pieces = _Exchange.apply(wide.expand(self.size, *x.shape), self.group)
         return torch.cat(pieces.unbind(0), dim).to(x.dtype)
+
+    def gather_heads(self, x: Tensor) -> Tensor:
+        """(B, H/W, ...) of each rank's heads to (B, H, ...) of all, on every rank."""
+        return SequencePart.gather(self, x, 1).unflatten(1, (self.ways, self.copies, -1))[:, :, 0].flatten(1, 2)
 
     def sum(self, x: Tensor) -> Tensor:
         """Elementwise over the ranks; without gradient."""

@@ -110,11 +110,11 @@ def measure(call: Call, exact: Tensor, own: Tensor) -> dict[str, float]:
 def _picture(call: Call, exact: Tensor, own: Tensor) -> Tensor:
     """The exact map beside its own, of the first heads of the first sequence, one below the other: (S, S', 3) uint8."""
     part, here = call.context.part, exact.shape[1]
-    exact, own = (part.gather(w[:1, :HEADS_SHOWN], 1)[0, :HEADS_SHOWN] for w in (exact, own))
+    exact, own = (part.gather_heads(w[:1, :HEADS_SHOWN])[0, :HEADS_SHOWN] for w in (exact, own))
     rows = [
         [attention_map(w, w != 0, causal=call.inputs.causal).cpu().numpy() for w in pair]
         for pair in zip(exact, own, strict=True)
     ]
-    first = call.context.head_offset - part.rank * here
+    first = call.context.head_offset - part.way * here
     labels = [f"head {first + head}" for head in range(len(rows))]
     return torch.tensor(sheet(rows, ["full attention", call.kind], labels, [f"layer {call.context.layer}", *LINES]))
