@@ -40,6 +40,7 @@ PAIR = {"kind": "encoder_decoder", "vocabulary": 264, "max_length": 32, "padding
 MODELS: dict[str, dict[str, Any]] = {
     "decoder": {},
     "scored late": {"score_from": 40},
+    "one head": {"heads": 1, "attention": {"pattern": ["local", "lsh"], "local": {"chunk": 8}, "lsh": {"chunk": 8}}},
     "encoder": {"kind": "encoder", "vocabulary": 257},
     "pairs": PAIR,
 }
@@ -48,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "two at once, two draws": ("decoder", {"batch": 2, "hash_seeds": 2, "rounds": 3}),
     "stride": ("decoder", {"stride": 24}),
     "scored late": ("scored late", {}),
+    "one head": ("one head", {}),
     "encoder": ("encoder", {}),
     "pairs": ("pairs", {"batch": 3}),
 }
