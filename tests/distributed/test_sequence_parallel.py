@@ -177,15 +177,18 @@ def against_deepspeed(ranks: Ranks) -> dict[str, float]:
 
 
 STAGES = (0, 1, 2, 3)
-TRAINED = [{"lha": 2, "local": 2, "routing": 2}, {"smart_bird": 2, "lsh": 2, "bigbird": 2}]
+TRAINED = [("lha", "local", "routing"), ("smart_bird", "lsh", "bigbird")]
 
 
-def trained_config(folder: Path, engine: str, **sections: dict[str, Any]) -> Config:
-    """Sequences of 24 tokens, among which those with id 7 are left out: not equally many on both ranks."""
+def trained_config(folder: Path, engine: str, each: int = 2, **sections: dict[str, Any]) -> Config:
+    """Sequences of 24 tokens, among which those with id 7 are left out: not equally many on both ranks. each: heads of
+    every mechanism.
+    """
+    pattern = [dict.fromkeys(kinds, each) for kinds in TRAINED]
     model = {
-        "max_length": 24, "layers": 2, "d_model": 18, "d_ff": 17, "heads": 6, "head_dim": 4, "dropout": 0.1,
+        "max_length": 24, "layers": 2, "d_model": 18, "d_ff": 17, "heads": 3 * each, "head_dim": 4, "dropout": 0.1,
         "score_from": 5, "padding_token": 7, "positions": {"kind": "learned"},
-        "attention": {"pattern": TRAINED, **SMALL, "local": {"chunk": 8, "relative": True}},
+        "attention": {"pattern": pattern, **SMALL, "local": {"chunk": 8, "relative": True}},
     }  # fmt: skip
     return tiny_config(folder, engine, model=model, data={"sequence_length": 24}, **sections)
 
@@ -196,9 +199,9 @@ def losses(config: Config, ranks: Ranks) -> list[float]:
     return [v for r in found for v in (r.loss, r.grad_norm, r.statistics["accuracy"], float(r.tokens))]
 
 
-def of_stage(folder: str, stage: int) -> list[float]:
+def of_stage(folder: str, stage: int, each: int = 2) -> list[float]:
     shared = {"parallel": {"sequence": 2}, "deepspeed": {"zero_optimization": {"stage": stage}}}
-    config = trained_config(Path(folder, str(stage)), "deepspeed", **shared)
+    config = trained_config(Path(folder, f"{stage}-{each}"), "deepspeed", each, **shared)
     return losses(config, start_ranks(config.run, 2))
 
 
@@ -214,6 +217,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
     found["deepspeed"] = against_deepspeed(ranks)
     found |= {f"ragged {kind} {padded}": ragged(ranks, kind, padded) for kind, padded in RAGGED}
     found |= {f"stage {stage}": of_stage(folder, stage) for stage in STAGES}
+    found |= {f"stage {stage}, 1 head": of_stage(folder, stage, 1) for stage in (2, 3)}
     torch.distributed.destroy_process_group()
     return found
 
@@ -224,13 +228,18 @@ def found(tmp_path_factory):
 
 
 @cache
-def alone() -> list[float]:
-    return losses(trained_config(Path("never"), "torch"), Ranks())
+def alone(each: int = 2) -> list[float]:
+    return losses(trained_config(Path("never"), "torch", each), Ranks())
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_training_on_two_ranks_is_that_on_one(found, stage):
     assert found[f"stage {stage}"] == pytest.approx(alone(), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_so_is_one_of_mechanisms_of_one_head(found, stage):
+    assert found[f"stage {stage}, 1 head"] == pytest.approx(alone(1), rel=1e-5)
 
 
 @pytest.mark.soak
