@@ -199,7 +199,7 @@ def _ours(case: Case, heads: Inputs) -> Pass:
         [(_, own, context)] = split_heads_by_mechanism(
             {kind: mechanism}, {kind: model.heads}, (q, k, v), Padding(), causal, context
         )
-        out, auxiliary, _ = mechanism(x, own, context)
+        out, auxiliary, *_ = mechanism(x, own, context)
         return [out] if auxiliary is None else [out, auxiliary]
 
     return _passes(attend, leaves, heads.g)

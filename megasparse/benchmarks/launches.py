@@ -39,7 +39,7 @@ def count_layer(kind: AttentionKind, model: ModelConfig, batch: int, dtype: torc
         [(_, own, context)] = split_heads_by_mechanism(
             {kind: mechanism}, {kind: heads}, (q, keys, v), Padding(), causal, context
         )
-        out, auxiliary, _ = mechanism(x, own, context)
+        out, auxiliary, *_ = mechanism(x, own, context)
         outs = [out] if auxiliary is None else [out, auxiliary]
         gradients = [torch.empty_like(each) for each in outs]
         return lambda: torch.autograd.backward(outs, gradients)

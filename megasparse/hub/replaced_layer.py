@@ -58,7 +58,7 @@ class Mechanisms(nn.ModuleDict):
         """Outputs of all heads (B, H, L, D), and what the mechanisms learn from."""
         outs, losses = [], []
         for mechanism, heads, own in self.split_heads_by_mechanism(given.q, given.k, given.v, padding, context):
-            out, loss, _ = mechanism(given.x, heads, own)
+            out, loss, *_ = mechanism(given.x, heads, own)
             outs.append(out)
             if loss is not None:
                 losses.append(loss)

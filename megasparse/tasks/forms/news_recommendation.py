@@ -161,7 +161,7 @@ class NewsRecommender(nn.Module):
         seen[:, 0] = True  # else a user without clicks has a softmax over nothing, and NaN spreads
         given = torch.where(mask.unsqueeze(-1), clicked, 0.0).to(self.attention.query.weight.dtype)
         context = AttentionContext(HISTORY_LAYER, rng)
-        out, auxiliary, _ = self.attention(given, context, Padding(None if bool(seen.all()) else seen))
+        out, auxiliary, *_ = self.attention(given, context, Padding(None if bool(seen.all()) else seen))
         users = self.user_pooling(self._dropped(out.float(), rng, "user dropout"), seen)
         users = torch.where(known, users, self.unknown_user.float())
         return users, users.new_zeros(()) if auxiliary is None else auxiliary
