@@ -162,7 +162,7 @@ COMP_WORDS=({words} "{current}"); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _mega
         ("", "ben", "bench"),
         ("bench", "", "attention plot training memory fits scaling build offload launches decoder peers kernels"),
         ("bench offload", "--nv", "--nvme-path"),
-        ("pretrain", "quick", "quickstart"),
+        ("pretrain", "quick", "quickstart quickstart_relu"),
         ("finetune --dry-run", "finetune/glue_r", "finetune/glue_rte"),
         ("prepare-data", "enw", "enwik8"),
         ("evaluate", "--al", "--allow-leaking-attention"),
