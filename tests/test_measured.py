@@ -53,6 +53,13 @@ def reliability():
         f"{warm['lost_or_repeated_samples']} steps with other samples"
     )
 
+    hour = read("measured/goodput.json")
+    yield (
+        f"beside other work: {hour['goodput']:.3f}; {hour['kills']} kills, {hour['steps']:,} steps of "
+        f"{hour['median_step_seconds']:.2f} s, {hour['median_seconds']['whole']:.1f} s from a kill to the end of the "
+        f"first new step, median, the longest {hour['longest_seconds']:.1f} s"
+    ).replace("work: 0", "work: ")
+
 
 def readme():
     found, quickstart = attention(65_536), read("measured/quickstart.json")["summary"]
