@@ -271,6 +271,10 @@ def passkeys():
 
 
 def experiments():
+    for name, arm in read("measured/residual_streams.json").items():
+        found = arm["0"]
+        held_out = " | ".join(f"{found['held_out'][step]:.3f}" for step in ("100", "200", "300", "400"))
+        yield f"| {name} | {held_out} | {found['test']:.3f} |"
     without, with_it = (read("measured/residual_bits.json")["runs"][bits]["held_out"]["500"] for bits in ("null", "14"))
     yield f"held-out bits/dim {with_it:.3f} with it and {without:.3f} without"
     trials = [trial["numbers"] for claim in read("claims/claims.json") for trial in claim["trials"]]
@@ -280,8 +284,8 @@ def experiments():
 
 
 def scaling():
-    found = read("measured/scaling.json")
-    rows = {(row["configuration"], row["gpu"], row["gpus"], row["sequence"]): row for row in found["rows"]}
+    found, alone = read("measured/scaling.json"), read("measured/scaling_one_gpu.json")["rows"]
+    rows = {(row["configuration"], row["gpu"], row["gpus"], row["sequence"]): row for row in [*found["rows"], *alone]}
     for (name, gpu, gpus, ranks), row in rows.items():
         size = f"{row['peak'] / 1e9:.1f} GB{'' if row['fits'] else ', too much'}"
         time = f"{row['step_seconds']:.3g} s | {row['exposed']:.0%} | {row['tokens_a_second_and_gpu']:,.0f}"
@@ -297,7 +301,10 @@ def scaling():
     lsh, lha = (rows[name, "H100", 8, 8]["step_seconds"] for name in ("llama_8b_1m", "llama_8b_1m_lha"))
     assert lsh <= 40 and lha <= 40
     yield f"met, as planned.** {lsh:.1f} s with LSH, {lha:.1f} s with LHA"
-    yield f"It would take {rows['llama_8b_1m', 'H100', 1, 1]['peak'] / 1e9:.0f} GB"
+    one, narrow = rows["llama_8b_1m", "H100", 1, 1], rows["llama_8b_1m_one_gpu", "H100", 1, 1]
+    assert one["fits"] and narrow["fits"]
+    yield f"{narrow['peak'] / 1e9:.1f} GB and {narrow['step_seconds']:.0f} s a step"
+    yield f"fp32 {one['peak'] / 1e9:.1f} GB and {one['step_seconds']:.0f} s"
     for step in found["published"]:
         error = step["predicted_seconds"] / step["seconds"] - 1
         assert abs(error) < 0.2
@@ -328,6 +335,7 @@ PARTED = [
     ("llama_8b_1m", "H100", 8, 8),
     ("llama_8b_1m", "A100", 8, 8),
     ("llama_8b_1m", "H100", 64, 32),
+    ("llama_8b_1m", "H100", 64, 64),
     ("llama_8b_1m_lha", "H100", 8, 8),
     ("llama_1b_256k", "H100", 8, 8),
 ]
