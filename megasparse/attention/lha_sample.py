@@ -25,6 +25,7 @@ from megasparse.ops.attention_utility import (
     sampled_normalizer,
     sampled_queries,
 )
+from megasparse.ops.blocks import at_most
 from megasparse.ops.keys import Halves, Key
 from megasparse.ops.random import random_bits
 
@@ -76,8 +77,9 @@ class Sample:
         """Draw the sample of a document's queries and keys (B, H, L, D), the same token numbers in every head and
         sequence, but for the draws. keys: of the tokens and of the draws.
         """
-        length, count, visible = q.shape[2], rule.keys, rule.visible
-        most = max(count, rule.queries, _TOKENS_A_BUCKET * rule.buckets)
+        # A sample is a block to planning: a pass over a part of the length has that part of its keys.
+        length, count, visible = q.shape[2], at_most(rule.keys), rule.visible
+        most = max(count, rule.queries, at_most(_TOKENS_A_BUCKET * rule.buckets))
         tokens = drawn_positions(keys[0], length, most, q.device)
         some_q, some_k = q.index_select(2, tokens), k.index_select(2, tokens)
         queries = Queries(some_q[:, :, : rule.queries], tokens[: rule.queries])
