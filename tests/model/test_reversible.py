@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasparse.attention.contract import AttentionOutput
+from megasparse.attention.contract import Attention, AttentionOutput, MechanismSpec
 from megasparse.attention.heads import Padding
 from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
@@ -116,16 +116,10 @@ def test_codes_are_kept_not_hashed_again():
 
 
 def test_an_auxiliary_loss_trains_what_only_it_reads():
-    class WithAuxiliary(torch.nn.Module):
-        shared_qk, adds_positions, reads_tokens, leak, task_weight = False, False, False, None, 1.0
-        layer_norm_qk = False
-
+    class WithAuxiliary(Attention):
         def __init__(self):
-            super().__init__()
+            super().__init__(MechanismSpec(heads=2, head_dim=16, d_model=32, max_length=128, causal=True))
             self.own = torch.nn.Parameter(torch.ones(()))
-
-        def pair_dropout(self, q, context):
-            return None
 
         def forward(self, x, heads, context):
             return AttentionOutput(heads.v, (x.float() ** 2).mean() * self.own**3, {"size": self.own.detach()})
