@@ -305,6 +305,11 @@ def scaling():
     assert one["fits"] and narrow["fits"]
     yield f"{narrow['peak'] / 1e9:.1f} GB and {narrow['step_seconds']:.0f} s a step"
     yield f"fp32 {one['peak'] / 1e9:.1f} GB and {one['step_seconds']:.0f} s"
+    node = rows["llama_8b_1m", "H100", 8, 8]
+    for ranks, said in ((32, "takes {:.1f} s, {} % of linear"), (64, "take {:.1f} s for one sequence, {} % of linear")):
+        row = rows["llama_8b_1m", "H100", 64, ranks]
+        share = row["tokens_a_second_and_gpu"] / node["tokens_a_second_and_gpu"]
+        yield said.format(row["step_seconds"], f"{share:.0%}"[:-1])
     for step in found["published"]:
         error = step["predicted_seconds"] / step["seconds"] - 1
         assert abs(error) < 0.2
