@@ -118,7 +118,8 @@ def results():
     }
     yield f"three times by turns, {steps['quickstart'] / steps['quickstart_relu'] - 1:.0%}".replace("%", " %")
     shipped = read("measured/quickstart.json")
-    yield f"{shipped['steps']:,} steps, which fit into ten minutes: {shipped['summary']['bits_per_dim']:.3f} on the test"
+    ours = shipped["summary"]["bits_per_dim"]
+    yield f"{shipped['steps']:,} steps, which fit into ten minutes: {ours:.3f} on the test split"
     for found in (arm["0"] for arm in read("measured/quickstart_tried.json").values()):
         curve = " | ".join(f"{found['held_out'][step]:.3f}" for step in ("200", "300", "400"))
         if found["test"] is not None:  # the evaluation after training: here of the validation split
