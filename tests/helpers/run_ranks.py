@@ -1,12 +1,9 @@
 """Run a function on several gloo ranks of this machine, with a time limit."""
 
-import importlib.util
-import inspect
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -17,14 +14,19 @@ from typing import Any
 from megasparse.errors import leave
 
 ROOT = Path(__file__).resolve().parents[2]
+READY = ("pytest", "deepspeed", "tests.helpers.models", "tests.helpers.tiny", "megasparse.runs.pretraining")
+"""What the server of new processes has imported: importing takes as long as most tests compute."""
 
 
 def run_ranks(function: Callable[..., Any], world_size: int = 2, timeout: float = 120.0, **arguments: Any) -> list[Any]:
     """Call `function(**arguments)` in `world_size` new processes, each with the environment of its rank.
 
     Arguments and results are JSON values; returns the results in the order of the ranks. When a rank fails, or
-    `timeout` seconds have passed, all are killed and an AssertionError shows what each of them printed.
+    `timeout` seconds have passed, all are killed and an AssertionError shows what each of them printed. Processes are
+    forked from a server that has imported what they need and computed nothing; none may use a GPU.
     """
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload([*READY])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -32,46 +34,38 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, timeout: float 
         processes = []
         for rank in range(world_size):
             environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": ROOT}
-            target = [inspect.getfile(function), function.__name__, json.dumps(arguments), f"{folder}/{rank}.json"]
-            with open(f"{folder}/{rank}.txt", "w") as output:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, __file__, *target],
-                        env=os.environ | {key: str(value) for key, value in environment.items()},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            known = {**os.environ, **{key: str(value) for key, value in environment.items()}}
+            work = (function, json.dumps(arguments), f"{folder}/{rank}", known)
+            processes.append(forks.Process(target=_rank, args=work, daemon=True))
+            processes[-1].start()
         deadline = time.monotonic() + timeout
-        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-            if any(p.poll() for p in processes):
+        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+            if any(p.exitcode for p in processes):
                 time.sleep(1.0)  # the others may be about to fail for their own reasons: let them say so
                 break
             time.sleep(0.05)
         for process in processes:
             process.kill()
-            process.wait()
-        output = [Path(f"{folder}/{rank}.txt").read_text() for rank in range(world_size)]
-        said = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(output))
-        codes = [process.returncode for process in processes]
+            process.join()
+        output = [Path(f"{folder}/{rank}.txt") for rank in range(world_size)]
+        said = "\n".join(
+            f"rank {rank}: {file.read_text() if file.exists() else ''}" for rank, file in enumerate(output)
+        )
+        codes = [process.exitcode for process in processes]
         assert codes == [0] * world_size, f"exit codes {codes} (limit {timeout} s)\n{said}"
         return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def _main(file: str, name: str, arguments: str, result: str) -> None:
-    sys.path.insert(0, str(Path(file).parent))
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    value = getattr(module, name)(**json.loads(arguments))
-    Path(result).write_text(json.dumps(value))
-
-
-if __name__ == "__main__":
+def _rank(function: Callable[..., Any], arguments: str, result: str, environment: dict[str, str]) -> None:
+    """In the new process: the result as JSON in a file, and what is printed in another."""
+    with open(f"{result}.txt", "w") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    os.environ.clear()
+    os.environ.update(environment)
     try:
-        _main(*sys.argv[1:])
+        Path(f"{result}.json").write_text(json.dumps(function(**json.loads(arguments))))
     except BaseException:
         traceback.print_exc()
         leave(1)
