@@ -18,7 +18,7 @@ from megasparse.model.build import build_model
 from megasparse.ops.bucketed_attention import specification
 from megasparse.planning.traffic import all_to_all
 from megasparse.training.ranks import Ranks, start_ranks
-from tests.distributed.test_sequence_parallel import ORDINARY, PADDED, batch_of, compare, gradients
+from tests.distributed.test_sequence_parallel import ORDINARY, PADDED, batch_of, by_turns, compare, gradients
 from tests.helpers.models import AXIAL, VARIANTS, attention, causal_names, encoder_names, named, small
 from tests.helpers.run_ranks import run_ranks
 
@@ -45,12 +45,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 def cases(world: int) -> list[tuple[str, str, bool]]:
     """(kind, name, padded): on four ranks without the variants of mechanisms."""
-    names = {"decoder": [*causal_names(), *EXTRA], "encoder": [*encoder_names(), *EXTRA]}
-    every = [
-        (kind, name, (kind == "decoder") == (number % 2 == 0))
-        for kind in names
-        for number, name in enumerate(names[kind])
-    ]
+    every = by_turns([*causal_names(), *EXTRA], [*encoder_names(), *EXTRA], first=True)
     return [case for case in every if world == 2 or case[1] not in VARIANTS]
 
 

@@ -28,7 +28,7 @@ from tests.helpers.models import (
     AXIAL,
     PARTS,
     SMALL,
-    VARIANTS,
+    all_names,
     attention,
     causal_names,
     encoder_names,
@@ -67,7 +67,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     "bert": {"attention": named("yoso expectation"), "style": "bert", **ORDINARY, "token_types": 2},
 }
 RAGGED = [(kind, padded) for kind in ("decoder", "encoder") for padded in (False, True)]
-DECODERS, ENCODERS = set(EXTRA) - {"whole words", "bert"}, set(EXTRA) - {"score_from"}
 
 
 def model_of(kind: str, name: str, padded: bool) -> Any:
@@ -90,11 +89,19 @@ def batch_of(padded: bool) -> Tensor:
     return tokens
 
 
+def by_turns(decoders: list[str], encoders: list[str], first: bool) -> list[tuple[str, str, bool]]:
+    """(kind, name, padded): each name with padding and documents in one kind and without in the other; in which, the
+    next name has it the other way round, and so has each mechanism where `first` is another.
+    """
+    turns = dict.fromkeys([*all_names(), *decoders, *encoders])
+    padded = {name: (number % 2 == 0) == first for number, name in enumerate(turns)}
+    return [("decoder", n, padded[n]) for n in decoders] + [("encoder", n, not padded[n]) for n in encoders]
+
+
 def cases() -> list[tuple[str, str, bool]]:
-    """(kind, name, padded): each with padding and documents and without; variants of a mechanism in a decoder with."""
-    names = {"decoder": [*causal_names(), *DECODERS], "encoder": [*encoder_names(), *ENCODERS]}
-    every = [(kind, name, padded) for kind in names for name in names[kind] for padded in (False, True)]
-    return sorted(case for case in every if case[1] not in VARIANTS or case[2] == (case[0] == "decoder"))
+    """With those of one head (test_beyond_heads), all four of kind and padding for each mechanism and variant."""
+    decoders = [*causal_names(), *(name for name in EXTRA if name not in ("whole words", "bert"))]
+    return by_turns(decoders, [*encoder_names(), *(name for name in EXTRA if name != "score_from")], first=False)
 
 
 def gradients(model: Any, tokens: Tensor, divisor: float, **shared: Any) -> tuple[Tensor, dict[str, Tensor], Any]:
