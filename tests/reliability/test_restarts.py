@@ -1,9 +1,11 @@
 """Ranks die and change in number, jobs are killed at any moment: what comes after is what would have come anyway."""
 
+import json
 import os
 import random
 import re
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -19,7 +21,7 @@ from megasparse.data.reader import ShardReader
 from megasparse.errors import SilentCorruption
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.run_lock import LOCK
-from tests.helpers.faults import Ended, Run, fault, is_alive, is_complete, patience, running
+from tests.helpers.faults import SCRIPT, SUPERVISE, Ended, Run, fault, is_alive, is_complete, patience, running
 
 KILLS = int(os.environ.get("MEGASPARSE_SOAK_KILLS", "20"))
 DELAY = 3.0
@@ -255,6 +257,40 @@ def test_R3_losses_are_those_of_the_same_number_of_ranks_throughout(change, clea
     assert [found[step] for step in range(1, 5)] == [expected[step] for step in range(1, 5)]
     for step in range(5, 18):
         assert found[step] == pytest.approx(expected[step], rel=1e-6), step
+
+
+EARLIER = """
+import runpy, sys
+from megasparse.training.stopping import ranks_left
+ranks_left.TRY_AGAIN = float(sys.argv[1])
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_R7_a_run_goes_on_with_the_ranks_that_are_left_and_grows_again(data, clean, tmp_path):
+    """Rank 1 of two dies in two starts; one rank goes on, until it has saved and both are tried again."""
+    run = Run(tmp_path, data)
+    twice = [fault("start", "kill", rank=1)] * 2
+    slow = fault("forward", "sleep 0.1", every=True)
+    options = ["--ranks", "2", "--restarts", "1", "--min-ranks", "1"]
+    command = [sys.executable, "-c", EARLIER, "0", str(SUPERVISE), *options, str(SCRIPT)]
+    with running(run):
+        faults = json.dumps({"folder": str(run.folder), "faults": [*twice, slow]})
+        run.launch([*command, "--config", str(run.folder / "config.json")], MEGASPARSE_FAULTS=faults)
+        ended = run.wait(limit=300)
+    assert ended.code == 0, ended.said
+    assert "going on without its device, with 1 of 2 ranks" in ended.said
+    assert "trying all 2 ranks again" in ended.said
+    alone, grown = run.first_steps()
+    assert alone == 1 and 2 < grown <= 20
+    assert run.samples() == clean.samples()
+    trained = {sample: crc for step in run.samples().values() for sample, crc in step.items()}
+    assert sorted(trained) == list(range(20 * 4))
+    sequences = sequences_of(data)
+    assert Counter(trained[n] for n in range(len(sequences))) == Counter(map(zlib.crc32, sequences))
+    for step, loss in clean.losses().items():
+        assert float.fromhex(run.losses()[step]) == pytest.approx(float.fromhex(loss), rel=1e-5), step
 
 
 BATCH = 12
