@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -122,10 +123,9 @@ def test_R1_the_run_has_epochs_and_accumulates(straight):
     assert len({line["train/loss"] for line in lines}) == STEPS
 
 
-@pytest.mark.parametrize(
-    "stop", [1, 3, STEPS_AN_EPOCH, STEPS], ids=["the first", "mid-epoch", "the end of an epoch", "the last"]
-)
-def test_R1_stopped_after_any_step_everything_later_has_the_same_bits(data, tmp_path, straight, stop):
+@pytest.mark.parametrize("stop", [3, STEPS_AN_EPOCH], ids=["mid-epoch", "the end of an epoch"])
+def test_R1_stopped_after_a_step_everything_later_has_the_same_bits(data, tmp_path, straight, stop):
+    """After the first and the last: `test_R1_stopped_at_every_step`."""
     config = configuration(data, tmp_path / "run", BOTH)
     read = launch(config, "--stop-at", str(stop))
     assert [line["step"] for line in reported(tmp_path / "run")] == list(range(1, stop + 1))
@@ -185,7 +185,7 @@ def test_N6_the_same_seed_twice_gives_the_same_bits(data, tmp_path, device, step
         found = outcome(run, launch(config))
         return found, statistics.median(line["speed/step_seconds"] for line in read_metrics(run))
 
-    fast = run_once("fast", False)[1]
+    fast = run_once("fast", False)[1] if device == "cuda" else math.nan  # what is deterministic once stays so
     (first, seconds), (second, _) = run_once("first", True), run_once("second", True)
     assert first == second
     if device == "cuda":
