@@ -8,8 +8,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from megasparse.errors import leave
 
@@ -27,6 +29,8 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, timeout: float 
     """
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload([*READY])
+    with patch.dict(os.environ, DS_ACCELERATOR="cpu"):  # as DeepSpeed looks for a GPU when it is imported
+        forkserver.ensure_running()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
