@@ -343,6 +343,16 @@ def build():
     yield f"Without the bucket {(found['peak'] - found['bucket']) / 1e9:.2f} GB"
 
 
+def long_pass():
+    for row in read("measured/long_pass.json")["rows"]:
+        sizes = [f"{row[key] / 1e9:.3f} GB" for key in ("predicted", "allocated")]
+        error = row["predicted"] / row["allocated"] - 1
+        assert abs(error) <= 0.1 and row["largest"] <= row["stream"]
+        shape = f"{row['tokens']:,} | {row['d_model']:,} | {row['head_groups']}"
+        largest = f"{row['largest'] / 1e9:.3f} GB"
+        yield f"| {row['case']} | {shape} | {' | '.join(sizes)} | {100 * error:+.2f} % | {largest} |"
+
+
 PARTED = [
     ("llama_8b_1m", "H100", 8, 8),
     ("llama_8b_1m", "A100", 8, 8),
@@ -368,6 +378,7 @@ PARTED = [
         ("results.md", results),
         ("scaling.md", scaling),
         ("scaling.md", build),
+        ("scaling.md", long_pass),
     ],
 )
 def test_figures_are_those_of_the_measured_files(document, rows):
