@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.evaluation.outputs import write_json
+from megasparse.ops.positions import kept_sinusoids
 from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.hardware import GPUS, gigabytes
 from megasparse.planning.measure import machine
@@ -50,9 +51,11 @@ def predicted_and_allocated(config: Config) -> tuple[int, int, int]:
     allocated as torch's profiler counts it, kernels' scratch memory included. And the longest pass, in tokens, that the
     prediction took.
     """
+    kept_sinusoids.cache_clear()  # tables of an earlier model would be missed here, and freed in the profile
     plan = Plan(config, Assumptions(GPUS["A100"], path="measured"))
     predicted, longest = plan.peak, max(plan.passes.lengths)
     del plan
+    kept_sinusoids.cache_clear()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         engine, batch = trial_engine(config, start_ranks(config.run))
         for step in range(STEPS):

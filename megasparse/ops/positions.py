@@ -18,7 +18,7 @@ def sinusoids(first: int, count: int, width: int, device: torch.device | str = "
     """
     device = torch.device(device)
     keep = count > 1 and count * width <= _KEPT_NUMBERS and device.type != "meta" and not torch.compiler.is_compiling()
-    return (_kept_sinusoids if keep else _sinusoids)(first, count, width, device)
+    return (kept_sinusoids if keep else _sinusoids)(first, count, width, device)
 
 
 def _sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
@@ -29,7 +29,7 @@ def _sinusoids(first: int, count: int, width: int, device: torch.device) -> Tens
 
 
 @lru_cache(maxsize=4)
-def _kept_sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
+def kept_sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # a table made in inference would be refused in training
         return _sinusoids(first, count, width, device)
 

@@ -222,6 +222,6 @@ def test_memory_is_predicted_of_as_many_examples_as_a_batch_of_tokens_has(data, 
     of_tokens = run_of(data, tmp_path / "tokens", training=tokens)
     peaks = []
     for run in (of_tokens, of_examples):
-        positions._kept_sinusoids.cache_clear()  # a table that is there already is not allocated again
+        positions.kept_sinusoids.cache_clear()  # a table that is there already is not allocated again
         peaks.append(predict(run, Ranks()).pools[0].peak)
     assert peaks[0] == peaks[1]
