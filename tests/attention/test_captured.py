@@ -59,7 +59,7 @@ def test_a_captured_model_draws_what_each_step_draws(kind, implementation, dropo
     """Every dropout, which a reversible backward draws again; kernels have none of attention probabilities."""
     monkeypatch.setenv("MEGASPARSE_OPS", implementation)
     pattern = attention(kind).model_copy(update={"dropout": dropout})
-    config = small(layers=1, heads=1, attention=pattern, dropout=0.2, feed_forward_tiles=2)
+    config = small(layers=1, attention=pattern, dropout=0.2, feed_forward_tiles=2)
     model = build_model(config, seed=0).to(DEVICE)
     tokens = random_tokens(2, 12).to(DEVICE)
 

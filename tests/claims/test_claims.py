@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -278,3 +279,25 @@ def test_the_published_page_is_what_the_rules_say_of_its_numbers(tmp_path):
     found = json.loads(json.dumps(results(CLAIMS, "cpu", tmp_path)))
     assert found == [{key: value for key, value in known.items() if key != "picture"} for known in published]
     assert (DOCS / "claims.md").read_text().rstrip() == markdown(published)
+
+
+LISTOPS = {"full": "full", "LHA": "lha", "LSH": "lsh", "Smart Bird": "smart_bird", "YOSO": "yoso"}
+SAMPLERS = {
+    "random": "random", "top K": "top_k", "raw": "raw", "inverse log": "inverse_log",
+    "inverse log squared": "inverse_log_squared",
+}  # fmt: skip
+
+
+def test_the_documents_quote_the_claims():
+    claims = json.loads((DOCS / "claims.json").read_text())
+    runs = {claim["name"]: [trial["numbers"] for trial in claim["trials"]] for claim in claims}
+    papers, results = (" ".join((DOCS.parent / name).read_text().split()) for name in ("papers.md", "results.md"))
+    listops = {name: _percent(runs["listops"][0][arm]) for name, arm in LISTOPS.items()}
+    samplers = {name: _percent([run[arm]["accuracy"] for run in runs["samplers"]]) for name, arm in SAMPLERS.items()}
+    for name, found in (listops | samplers).items():
+        assert f"{name} {found}" in papers
+    assert f"| {' | '.join(listops.values())} |" in results
+
+
+def _percent(shares):
+    return f"{100 * statistics.mean(shares):.1f} ± {100 * statistics.stdev(shares):.1f}"
