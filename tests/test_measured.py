@@ -349,8 +349,8 @@ def long_pass():
         error = row["predicted"] / row["allocated"] - 1
         assert abs(error) <= 0.1 and row["largest"] <= row["stream"]
         shape = f"{row['tokens']:,} | {row['d_model']:,} | {row['head_groups']}"
-        largest = f"{row['largest'] / 1e9:.3f} GB"
-        yield f"| {row['case']} | {shape} | {' | '.join(sizes)} | {100 * error:+.2f} % | {largest} |"
+        rest = f"{100 * error:+.2f} % | {row['largest'] / 1e9:.3f} GB".replace("-", "−")
+        yield f"| {row['case']} | {shape} | {' | '.join(sizes)} | {rest} |"
 
 
 PARTED = [
