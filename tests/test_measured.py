@@ -344,6 +344,9 @@ def build():
 
 
 def long_pass():
+    plain, grouped = read("measured/million_tokens.json")["rows"]
+    yield f"{plain['memory/peak_bytes'] / 1e9:.2f} GB at a rank's peak, {plain['speed/step_seconds']:.0f} s"
+    yield f"head_groups={grouped['head_groups']}`) {grouped['memory/peak_bytes'] / 1e9:.2f} GB"
     for row in read("measured/long_pass.json")["rows"]:
         sizes = [f"{row[key] / 1e9:.3f} GB" for key in ("predicted", "allocated")]
         error = row["predicted"] / row["allocated"] - 1
