@@ -1,5 +1,5 @@
 # make quickstart   from nothing to held-out bits/dim of a model trained on real text: 9 minutes on two quiet cores
-# make test         the tests (15 to 18 minutes on two cores)         make checks   ruff, mypy, the site's links
+# make test         the tests (about 15 minutes on two cores)         make checks   ruff, mypy, the site's links
 # make test-fast    those that take no processes, kernels or long runs: some minutes on two cores
 # make kernels      every GPU kernel in Triton's interpreter, and compiled for the A100 and the H100 (no GPU needed)
 # make soak         the tests that take minutes to hours        make clean    the virtual environment and caches

@@ -20,7 +20,7 @@ def shown(document):
 
 
 def spread(values):
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+    return f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if values[1:] else "")
 
 
 def attention(length):
@@ -273,8 +273,17 @@ def passkeys():
         found = [row["found"] for row in own if row["trial"] is not None]
         texts = sorted((row for row in own if row["trial"] is None), key=lambda row: row["seed"])
         above = ", ".join(f"{row['nats'] - full:.3f}".lstrip("0") for row in texts) if arm != "full" else "0"
-        keys = statistics.mean(row["keys"] for row in texts)
-        yield f"| {name} | {keys:,.0f} | {above} | {sum(found)} of {len(found)} |"
+        yield f"| {name} | {statistics.mean(row['keys'] for row in texts):,.0f} | {above} | {sum(found)} of {len(found)} |"
+
+
+def published_reformers():
+    rows = read("measured/peers_client.json")["rows"]
+    for peer, rate in sorted({(row["peer"], row["learning_rate"]) for row in rows}):
+        own = [row for row in rows if (row["peer"], row["learning_rate"]) == (peer, rate)]
+        bits, seconds, moved = ([row[key] for row in own] for key in ("bits_per_dim", "step_seconds", "moved"))
+        leaks = ", ".join(f"{row['leak']:+.3f} ± {row['standard_error']:.3f}" for row in own)
+        many = f"{min(moved):.0%} to {max(moved):.0%}".replace("%", " %")
+        yield f"| {peer} | {rate:g} | {statistics.median(seconds):.1f} | {spread(bits)} | {leaks} | {many} |"
 
 
 def experiments():
@@ -378,6 +387,7 @@ PARTED = [
         ("decoders.md", fine_tuned),
         ("decoders.md", passkeys),
         ("experiments.md", experiments),
+        ("when-hashing-pays.md", published_reformers),
         ("results.md", results),
         ("scaling.md", scaling),
         ("scaling.md", build),
