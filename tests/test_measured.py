@@ -273,7 +273,7 @@ def passkeys():
         found = [row["found"] for row in own if row["trial"] is not None]
         texts = sorted((row for row in own if row["trial"] is None), key=lambda row: row["seed"])
         above = ", ".join(f"{row['nats'] - full:.3f}".lstrip("0") for row in texts) if arm != "full" else "0"
-        yield f"| {name} | {statistics.mean(row['keys'] for row in texts):,.0f} | {above} | {sum(found)} of {len(found)} |"
+        yield f"| {name} | {statistics.mean(x['keys'] for x in texts):,.0f} | {above} | {sum(found)} of {len(found)} |"
 
 
 def published_reformers():
