@@ -23,7 +23,12 @@ from megasparse.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--peers", default="huggingface,reformer-pytorch", metavar="NAME,NAME", help="(default: both)")
+    parser.add_argument(
+        "--peers",
+        default="huggingface,reformer-pytorch",
+        metavar="NAME,NAME",
+        help="or huggingface-small-positions (default: %(default)s)",
+    )
     parser.add_argument("--rates", default="1e-3", metavar="X,X", help="learning rates (default: %(default)s)")
     parser.add_argument("--seeds", default="0", metavar="N,N", help="(default: %(default)s)")
     parser.add_argument(

@@ -13,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,10 @@ class Peer(nn.Module):
         return self.logits(self.model(tokens))
 
 
-def huggingface(model: ModelConfig) -> Peer:
-    """transformers' Reformer: local and LSH layers by turns, axial positions, reversible."""
+def huggingface(model: ModelConfig, positions: float = 1.0) -> Peer:
+    """transformers' Reformer: local and LSH layers by turns, axial positions, reversible. positions: the deviation that
+    these begin at, by default transformers' own; words begin at 0.02.
+    """
     from transformers import ReformerConfig, ReformerModelWithLMHead
 
     lsh, side = model.attention.lsh, 2 ** (int(math.log2(model.max_length)) // 2)
@@ -67,6 +70,7 @@ def huggingface(model: ModelConfig) -> Peer:
         max_position_embeddings=model.max_length,
         axial_pos_shape=[side, model.max_length // side],
         axial_pos_embds_dim=[half, model.d_model - half],
+        axial_norm_std=positions,
         hidden_dropout_prob=0.0,
         lsh_attention_probs_dropout_prob=0.0,
         local_attention_probs_dropout_prob=0.0,
@@ -99,7 +103,11 @@ def reformer_pytorch(model: ModelConfig) -> Peer:
     return Peer(Autopadder(own))
 
 
-PEERS: dict[str, Callable[[ModelConfig], Peer]] = {"huggingface": huggingface, "reformer-pytorch": reformer_pytorch}
+PEERS: dict[str, Callable[[ModelConfig], Peer]] = {
+    "huggingface": huggingface,
+    "huggingface-small-positions": partial(huggingface, positions=0.02),
+    "reformer-pytorch": reformer_pytorch,
+}
 
 
 def compare_peers(
