@@ -281,8 +281,8 @@ def published_reformers():
     for peer, rate in sorted({(row["peer"], row["learning_rate"]) for row in rows}):
         own = [row for row in rows if (row["peer"], row["learning_rate"]) == (peer, rate)]
         bits, seconds, moved = ([row[key] for row in own] for key in ("bits_per_dim", "step_seconds", "moved"))
-        leaks = ", ".join(f"{row['leak']:+.3f} ± {row['standard_error']:.3f}" for row in own)
-        many = f"{min(moved):.0%} to {max(moved):.0%}".replace("%", " %")
+        leaks = ", ".join(f"{row['leak']:+.4f} ± {row['standard_error']:.4f}" for row in own).replace("0.", ".")
+        many = " to ".join(f"{x * 100:.0f}" for x in sorted({min(moved), max(moved)})) + " %"
         yield f"| {peer} | {rate:g} | {statistics.median(seconds):.1f} | {spread(bits)} | {leaks} | {many} |"
 
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers",
         default="huggingface,reformer-pytorch",
         metavar="NAME,NAME",
-        help="or huggingface-small-positions (default: %(default)s)",
+        help="of huggingface, huggingface-small-positions, reformer-pytorch (default: %(default)s)",
     )
     parser.add_argument("--rates", default="1e-3", metavar="X,X", help="learning rates (default: %(default)s)")
     parser.add_argument("--seeds", default="0", metavar="N,N", help="(default: %(default)s)")
