@@ -1,14 +1,30 @@
 """BigBird attention (Zaheer et al. 2020). H heads, C tokens in a block, W blocks, N blocks of the longest sequence."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from megasparse.attention.block_sparse import FixedPatternAttention, block_attention, visible_blocks
+from megasparse.attention.block_sparse import BlockAttention, FixedPatternAttention, visible_blocks
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.costs import Passes
 from megasparse.config.attention import BigBirdAttentionConfig
 from megasparse.ops.keys import derive
 from megasparse.ops.random import random_bits
+
+
+@dataclass(frozen=True)
+class RandomBlocks:
+    """`random_blocks` of one layer: its arguments but the blocks."""
+
+    key: int
+    heads: range
+    global_blocks: int
+    total: int | None
+    count: int
+
+    def __call__(self, blocks: Tensor) -> Tensor:
+        return random_blocks(self.key, self.heads, blocks, self.global_blocks, self.total, self.count)
 
 
 class BigBirdAttention(FixedPatternAttention):
@@ -23,10 +39,8 @@ class BigBirdAttention(FixedPatternAttention):
         self.chunk = min(config.chunk, spec.max_length)
         self.blocks = -(-spec.max_length // self.chunk)
 
-    def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
-        blocks = torch.arange(-(-inputs.q.shape[2] // self.chunk), device=inputs.q.device)
-        further = self._further(blocks, inputs.q.shape[1], inputs.causal, context)
-        return block_attention(inputs, self.chunk, self._first(), further)
+    def pattern(self, inputs: AttentionInputs, context: AttentionContext) -> BlockAttention:
+        return BlockAttention(self.chunk, self._first(), self._further(inputs.q.shape[1], inputs.causal, context))
 
     def flops(self, length: int) -> Passes:
         """Longformer's count, in global blocks, and random blocks."""
@@ -36,7 +50,7 @@ class BigBirdAttention(FixedPatternAttention):
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         block = torch.tensor([position // self.chunk], device=device)
-        further = self._further(block, self.spec.here(context.part).heads, True, context)[:, 0]
+        further = self._further(self.spec.here(context.part).heads, True, context)(block)[:, 0]
         # Every head has equally many: only the empty places are left out.
         further = further[further >= 0].view(len(further), -1)
         return visible_blocks(position, self.chunk, self._first(), further, device)
@@ -44,11 +58,11 @@ class BigBirdAttention(FixedPatternAttention):
     def _first(self) -> int:
         return self.config.globals * self.chunk
 
-    def _further(self, blocks: Tensor, count: int, causal: bool, context: AttentionContext) -> Tensor:
+    def _further(self, count: int, causal: bool, context: AttentionContext) -> RandomBlocks:
         key = derive(context.rng.seed, context.layer, "bigbird blocks")
         heads = range(context.head_offset, context.head_offset + count)
         total = None if causal else self.blocks
-        return random_blocks(key, heads, blocks, self.config.globals, total, self.config.random)
+        return RandomBlocks(key, heads, self.config.globals, total, self.config.random)
 
 
 def random_blocks(key: int, heads: range, blocks: Tensor, global_blocks: int, total: int | None, count: int) -> Tensor:

@@ -4,6 +4,8 @@ B batch, H heads, L length, D head dim, C tokens in a block, W blocks, M keys of
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +22,15 @@ class FixedPatternAttention(Attention):
     """Softmax attention to keys that depend on positions alone, counted from each document's first real token."""
 
     @abstractmethod
-    def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
-        """(B, H, L, D) of heads of one document, which may have padding."""
+    def pattern(self, inputs: AttentionInputs, context: AttentionContext) -> Callable[[AttentionInputs], Tensor]:
+        """What attends in one document, which may have padding behind it: a dataclass, as `attend_each` wants it."""
 
     @abstractmethod
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         """The tokens (H or 1, n) that a decoder's token at `position` sees, itself among them."""
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        return AttentionOutput(attend_each(inputs, lambda alone: self.attend(alone, context)), None, {})
+        return AttentionOutput(attend_each(inputs, self.pattern(inputs, context)), None, {})
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> KeyValueCache:
         return KeyValueCache.empty(batch, self.spec.here(part), self.spec.max_length, like)
@@ -46,27 +48,37 @@ class FixedPatternAttention(Attention):
         return F.scaled_dot_product_attention(inputs.q, k, v)
 
 
-def block_attention(inputs: AttentionInputs, chunk: int, first: int, further: Tensor | None = None) -> Tensor:
-    """Softmax attention of each block of C tokens to itself and both neighbours (causal: the one before), the `first`
-    tokens of the sequence, and further blocks. Where not causal, the `first` tokens see all.
+@dataclass(frozen=True)
+class BlockAttention:
+    """Softmax attention (B, H, L, D) of each block of C tokens to itself and both neighbours (causal: the one before),
+    the `first` tokens of the sequence, and further blocks. Where not causal, the `first` tokens see all.
 
-    further: (H, W, n) block numbers or −1, none of them a neighbour or among the `first` tokens. Returns (B, H, L, D).
+    further: blocks (W,) -> (H, W, n) block numbers or −1, none of them a neighbour or among the `first` tokens.
     """
-    length, device = inputs.q.shape[2], inputs.q.device
-    queries = _tokens(torch.arange(-(-length // chunk), device=device)[:, None], chunk, length)  # (W, C)
-    if not inputs.causal:
-        queries = queries.masked_fill(queries < first, -1)
-    out = _clusters(inputs, queries[None, None], block_keys(length, chunk, first, further, inputs.causal, device))
-    if first and not inputs.causal:
-        whole = torch.arange(length, device=device)[None, None, None]
-        out = out + _clusters(inputs, whole[..., :first], whole)
-    return out
+
+    chunk: int
+    first: int
+    further: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        length, device = inputs.q.shape[2], inputs.q.device
+        blocks = torch.arange(-(-length // self.chunk), device=device)
+        queries = _tokens(blocks[:, None], self.chunk, length)  # (W, C)
+        if not inputs.causal:
+            queries = queries.masked_fill(queries < self.first, -1)
+        further = None if self.further is None else self.further(blocks)
+        keys = _block_keys(length, self.chunk, self.first, further, inputs.causal, device)
+        out = _clusters(inputs, queries[None, None], keys)
+        if self.first and not inputs.causal:
+            whole = torch.arange(length, device=device)[None, None, None]
+            out = out + _clusters(inputs, whole[..., : self.first], whole)
+        return out
 
 
-def block_keys(
+def _block_keys(
     length: int, chunk: int, first: int, further: Tensor | None, causal: bool, device: torch.device
 ) -> Tensor:
-    """The keys of each block, (1, H or 1, W, M), −1 for an empty place. `block_attention` says which."""
+    """The keys of each block, (1, H or 1, W, M), −1 for an empty place. `BlockAttention` says which."""
     block = torch.arange(-(-length // chunk), device=device)[:, None]  # (W, 1)
     near = torch.arange(-1, 1 if causal else 2, device=device)
     # Of the first tokens, those before the window: all others that a query may see by this list are in the window.

@@ -8,22 +8,31 @@ from torch import Tensor
 
 from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.documents import Document, begins_with_real_tokens, documents
+from megasparse.ops.custom import custom
 
 
 def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
     """Return attend(heads) -> (B, H, L, D), for each document by itself where there are several, or padding before
     them.
 
-    So what depends on positions counts them from the document's first real token. Padding gets 0.
+    So what depends on positions counts them from the document's first real token. Padding gets 0. attend: a dataclass
+    of tensors and constants, so that torch.compile has one operator for all documents, however many there are.
     """
+    if inputs.key_mask is None and inputs.segments is None:
+        return attend(inputs)
+    return _by_document(inputs, attend)
+
+
+@custom(lambda inputs, attend: inputs.q.new_empty(inputs.q.shape))
+def _by_document(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
     if begins_with_real_tokens(inputs.key_mask, inputs.segments):
         out = attend(inputs)
         return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
     each = list(documents(inputs.key_mask, inputs.segments))
-    return join([attend(alone(inputs, document)) for document in each], each, inputs.q)
+    return _join([attend(_alone(inputs, document)) for document in each], each, inputs.q)
 
 
-def alone(inputs: AttentionInputs, document: Document) -> AttentionInputs:
+def _alone(inputs: AttentionInputs, document: Document) -> AttentionInputs:
     """The heads of one document's real tokens, without masks."""
     q, k, v = (document.take(x) for x in (inputs.q, inputs.k, inputs.v))
     dropout = inputs.dropout
@@ -32,7 +41,7 @@ def alone(inputs: AttentionInputs, document: Document) -> AttentionInputs:
     return inputs._replace(q=q, k=k, v=v, key_mask=None, segments=None, dropout=dropout)
 
 
-def join(parts: Sequence[Tensor], each: Sequence[Document], like: Tensor) -> Tensor:
+def _join(parts: Sequence[Tensor], each: Sequence[Document], like: Tensor) -> Tensor:
     """Outputs (1, H, n, D) of documents at the places of their tokens, 0 elsewhere. like: (B, H, L, D)."""
     if not parts:
         return like.masked_fill(torch.ones_like(like, dtype=torch.bool), 0.0)  # has a gradient, 0, as ever

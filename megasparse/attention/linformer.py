@@ -1,12 +1,13 @@
 """Linformer attention (Wang et al. 2020). B batch, H heads, L length, D head dim, P projected length."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes, product
-from megasparse.attention.documents import begins_with_real_tokens, documents
-from megasparse.attention.each_document import alone, join
+from megasparse.attention.each_document import attend_each
 from megasparse.attention.full import attend_to_all
 from megasparse.config.attention import LinformerAttentionConfig
 
@@ -18,9 +19,24 @@ class SequenceProjection(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(projected, max_length))
 
-    def forward(self, pieces: list[Tensor]) -> list[Tensor]:
-        """(b, H, n, D) each -> (b, H, P, D) each. All in one call: ranks then call the module equally often."""
-        return [self.weight[:, : x.shape[2]].to(x.dtype) @ x for x in pieces]
+    def forward(self, length: int, dtype: torch.dtype) -> Tensor:
+        """(P, length) in this dtype, a copy: ranks that share the matrix have it whole within this call alone."""
+        return self.weight[:, :length].to(dtype, copy=True)
+
+
+@dataclass(frozen=True)
+class ProjectedAttention:
+    """softmax(q(E k)ᵀ/√D) F v of one document, (B, H, L, D): with the first columns of E (keys) and F (values)."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        k, v, length = inputs.k, inputs.v, inputs.k.shape[2]
+        if inputs.key_mask is not None:
+            k, v = (x.masked_fill(~inputs.key_mask[:, None, :, None], 0.0) for x in (k, v))
+        projected = self.keys[:, :length] @ k, self.values[:, :length] @ v
+        return attend_to_all(inputs.q, *projected, None, inputs.dropout)
 
 
 class LinformerAttention(Attention):
@@ -38,24 +54,10 @@ class LinformerAttention(Attention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         inputs = inputs.of_one_dtype()
-        if begins_with_real_tokens(inputs.key_mask, inputs.segments):
-            return AttentionOutput(self._whole(inputs), None, {})
-        each = list(documents(inputs.key_mask, inputs.segments))
-        pieces = [alone(inputs, document) for document in each]
-        keys, values = self.keys([piece.k for piece in pieces]), self.values([piece.v for piece in pieces])
-        split = zip(pieces, keys, values, strict=True)
-        parts = [attend_to_all(piece.q, k, v, None, piece.dropout) for piece, k, v in split]
-        return AttentionOutput(join(parts, each, inputs.q), None, {})
+        length, dtype = inputs.k.shape[2], inputs.k.dtype
+        attend = ProjectedAttention(self.keys(length, dtype), self.values(length, dtype))
+        return AttentionOutput(attend_each(inputs, attend), None, {})
 
     def flops(self, length: int) -> Passes:
         """P projected keys, and the projections of keys and of values, 6·D each a projected one."""
         return product(self.spec.heads * 8.0 * self.spec.head_dim * self.keys.weight.shape[0])
-
-    def _whole(self, inputs: AttentionInputs) -> Tensor:
-        q, k, v = inputs.q, inputs.k, inputs.v
-        if inputs.key_mask is None:
-            return attend_to_all(q, self.keys([k])[0], self.values([v])[0], None, inputs.dropout)
-        padding = ~inputs.key_mask[:, None, :, None]
-        k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
-        out = attend_to_all(q, self.keys([k])[0], self.values([v])[0], None, inputs.dropout)
-        return out.masked_fill(padding, 0.0)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megasparse.attention.block_sparse import FixedPatternAttention, block_attention, visible_blocks
+from megasparse.attention.block_sparse import BlockAttention, FixedPatternAttention, visible_blocks
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.costs import Passes
 from megasparse.config.attention import LongformerAttentionConfig
@@ -20,8 +20,8 @@ class LongformerAttention(FixedPatternAttention):
         super().__init__(spec)
         self.chunk, self.first = min(config.chunk, spec.max_length), config.globals
 
-    def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
-        return block_attention(inputs, self.chunk, self.first)
+    def pattern(self, inputs: AttentionInputs, context: AttentionContext) -> BlockAttention:
+        return BlockAttention(self.chunk, self.first)
 
     def flops(self, length: int) -> Passes:
         """Neighbouring blocks and G global tokens; both ways G queries see all keys, G more a query on average."""

@@ -1,7 +1,6 @@
 """Performer attention (Choromanski et al. 2020, FAVOR+). B batch, H heads, L length, D head dim, F features."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -26,6 +25,36 @@ class PerformerCache:
             self.state = State(self.state.total[rows], self.state.level[rows])
 
 
+@dataclass(frozen=True)
+class PositiveFeatures:
+    """Attention by features of the rows ω of a projection (H, F, D). Causal: pairs less than `chunk` apart are scored
+    one by one.
+    """
+
+    projection: Tensor
+    scale: float
+    chunk: int
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        if inputs.causal:
+            return self.causal(inputs, None)[0]
+        heads = inputs.q, inputs.k, inputs.v, self.projection
+        return linear_attention(*heads, scale=self.scale, key_mask=inputs.key_mask)
+
+    def causal(self, inputs: AttentionInputs, state: State | None) -> tuple[Tensor, State]:
+        """The output, and the sums over these tokens and those of the state."""
+        return causal_linear_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            self.projection,
+            scale=self.scale,
+            chunk=self.chunk,
+            key_mask=inputs.key_mask,
+            state=state,
+        )
+
+
 class PerformerAttention(Attention):
     """Softmax attention whose exp(q·k/√D) is the product of positive random features of q and k: time linear in length.
 
@@ -43,19 +72,11 @@ class PerformerAttention(Attention):
         return orthogonal_projections(key, heads, self.config.features, q.shape[3], q.device)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        attend = partial(self._attend, projection=self.projection(inputs.q, context))
-        return AttentionOutput(attend_each(inputs, attend), None, {})
+        features = self._features(self.projection(inputs.q, context))
+        return AttentionOutput(attend_each(inputs, features), None, {})
 
-    def _attend(self, inputs: AttentionInputs, projection: Tensor) -> Tensor:
-        if inputs.causal:
-            return self._causal(inputs, projection, None)[0]
-        return linear_attention(inputs.q, inputs.k, inputs.v, projection, scale=self.scale, key_mask=inputs.key_mask)
-
-    def _causal(self, inputs: AttentionInputs, projection: Tensor, state: State | None) -> tuple[Tensor, State]:
-        rule = dict(scale=self.scale, chunk=self.config.chunk)
-        return causal_linear_attention(
-            inputs.q, inputs.k, inputs.v, projection, key_mask=inputs.key_mask, state=state, **rule
-        )
+    def _features(self, projection: Tensor) -> PositiveFeatures:
+        return PositiveFeatures(projection, self.scale, self.config.chunk)
 
     def flops(self, length: int) -> Passes:
         """Features of q and of k, 6·D each a feature, and 12·D a feature in place of a key; causal: pairs inside a
@@ -79,5 +100,5 @@ class PerformerAttention(Attention):
     def _advance(self, inputs: AttentionInputs, cache: PerformerCache, context: AttentionContext) -> Tensor:
         if cache.projection is None:
             cache.projection = self.projection(inputs.q, context)
-        out, cache.state = self._causal(inputs, cache.projection, cache.state)
+        out, cache.state = self._features(cache.projection).causal(inputs, cache.state)
         return out

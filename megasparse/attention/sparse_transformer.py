@@ -1,5 +1,7 @@
 """Strided attention of the Sparse Transformer (Child et al. 2019). B batch, H heads, L length, D head dim, S stride."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -11,24 +13,13 @@ from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, buc
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 
 
-class SparseTransformerAttention(FixedPatternAttention):
-    """One softmax over the last S positions, i − S < j <= i, and every S-th one, (i − j) mod S = 0.
+@dataclass(frozen=True)
+class StridedAttention:
+    """The merged pattern, (B, H, L, D)."""
 
-    In an encoder |i − j| < S, and every S-th one on both sides. The paper's two patterns share a head here (its merged
-    form). Time grows as L·(S + L/S).
-    """
+    stride: int
 
-    def __init__(self, config: SparseTransformerAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
-        self.stride = config.stride or round(spec.max_length**0.5)
-
-    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        if inputs.key_mask is not None and inputs.segments is None:
-            # Without padding a token's rank, which makes the window, is its position, which makes the stride.
-            inputs = inputs._replace(segments=torch.zeros_like(inputs.key_mask, dtype=torch.int64))
-        return super().forward(x, inputs, context)
-
-    def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
         near, near_lse = self._near(inputs)
         far, far_lse = self._strided(inputs)
         lse = torch.logaddexp(near_lse, far_lse)
@@ -53,6 +44,27 @@ class SparseTransformerAttention(FixedPatternAttention):
         token = token.masked_fill(token >= length, -1).view(rows, stride).T[None, None]  # (1, 1, S, L/S)
         spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, count_clusters=False)
         return cluster_attention(inputs.q, inputs.k, inputs.v, token, token, spec, dropout=inputs.dropout)
+
+
+class SparseTransformerAttention(FixedPatternAttention):
+    """One softmax over the last S positions, i − S < j <= i, and every S-th one, (i − j) mod S = 0.
+
+    In an encoder |i − j| < S, and every S-th one on both sides. The paper's two patterns share a head here (its merged
+    form). Time grows as L·(S + L/S).
+    """
+
+    def __init__(self, config: SparseTransformerAttentionConfig, spec: MechanismSpec):
+        super().__init__(spec)
+        self.stride = config.stride or round(spec.max_length**0.5)
+
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        if inputs.key_mask is not None and inputs.segments is None:
+            # Without padding a token's rank, which makes the window, is its position, which makes the stride.
+            inputs = inputs._replace(segments=torch.zeros_like(inputs.key_mask, dtype=torch.int64))
+        return super().forward(x, inputs, context)
+
+    def pattern(self, inputs: AttentionInputs, context: AttentionContext) -> StridedAttention:
+        return StridedAttention(self.stride)
 
     def flops(self, length: int) -> Passes:
         """The last S positions (both ways S on either side) and every S-th one."""

@@ -113,14 +113,14 @@ def _operator(
 
     def gradients(tensors: list[Tensor], grads: list[Tensor], call: int) -> list[Tensor]:
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
-        with _recording():
-            outs = _results(function, leaves, call)
-        pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
         wanted = [x for x in leaves if x.requires_grad]
-        if not pairs:
-            return [torch.zeros_like(x) for x in wanted]
-        results, toward = zip(*pairs, strict=True)
-        found = torch.autograd.grad(results, wanted, toward, allow_unused=True, materialize_grads=True)
+        with _recording():  # the backward, too, as functions that compute anew record inside it
+            outs = _results(function, leaves, call)
+            pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+            if not pairs:
+                return [torch.zeros_like(x) for x in wanted]
+            results, toward = zip(*pairs, strict=True)
+            found = torch.autograd.grad(results, wanted, toward, allow_unused=True, materialize_grads=True)
         return [x.contiguous() for x in found]
 
     def gradient_shapes(tensors: list[Tensor], grads: list[Tensor], call: int) -> list[Tensor]:

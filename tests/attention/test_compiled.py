@@ -9,18 +9,40 @@ from megasparse.attention.heads import AttentionLayer, Padding
 from megasparse.ops.custom import custom
 from megasparse.ops.random import dropout
 from tests.helpers.kernels import DEVICE
-from tests.helpers.models import named, random_tokens, small, training_draws
+from tests.helpers.models import can_be_causal, kind_of, named, random_tokens, small, training_draws
+
+EACH_DOCUMENT = ["performer", "linformer", "longformer", "bigbird", "sparse_transformer"]
+"""Mechanisms whose outputs depend on positions inside a document."""
+PADDED = torch.arange(128) < torch.tensor([[128], [100]])
+DOCUMENTS = torch.arange(128).div(50, rounding_mode="floor").expand(2, 128)
 
 
 @pytest.mark.parametrize("name", ["full", "local relative", "lsh", "lha", "yoso", "smart_bird", "performer"])
 def test_a_layer_is_one_graph(name):
-    layer = AttentionLayer(small(attention=named(name)), layer=0)
+    assert_one_graph(name, Padding())
+
+
+@pytest.mark.parametrize("mask", [PADDED, PADDED.flip(1)], ids=["behind", "before"])
+@pytest.mark.parametrize("name", EACH_DOCUMENT)
+def test_padding_breaks_no_graph(name, mask):
+    assert_one_graph(name, Padding(mask))
+
+
+@pytest.mark.parametrize("name", ["full", "lsh", "lha", "yoso", "smart_bird", "ngram", *EACH_DOCUMENT])
+def test_packed_documents_break_no_graph(name):
+    assert_one_graph(name, Padding(PADDED, DOCUMENTS))
+
+
+def assert_one_graph(name, padding):
+    """One graph, and the outputs and gradients that the layer has without torch.compile."""
+    encoder = {} if can_be_causal(kind_of(name)) else {"kind": "encoder", "vocabulary": 260}
+    layer = AttentionLayer(small(attention=named(name), **encoder), layer=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in layer.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator) / 6)
     context = AttentionContext(0, training_draws(2), tokens=random_tokens(2, 128))
-    x, padding = torch.randn(2, 128, 32, generator=generator), Padding()
+    x = torch.randn(2, 128, 32, generator=generator)
 
     def results(attend):
         leaf = x.clone().requires_grad_()
