@@ -1,26 +1,12 @@
 """Figures in documents are those of the files in docs/measured and docs/pictures, which commands wrote."""
 
-import json
 import statistics
-from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
+from tests.helpers.measured import assert_shown, read
+
 FULL_WINDOW, FACTS = ("full", "192 window"), "192 Smart Bird, taught with facts"
-
-
-def read(name):
-    return json.loads((DOCS / name).read_text(encoding="utf-8"))
-
-
-def shown(document):
-    """The document's text on one line, so that a sentence may break anywhere."""
-    return " ".join((DOCS / document).read_text(encoding="utf-8").split())
-
-
-def spread(values):
-    return f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if values[1:] else "")
 
 
 def attention(length):
@@ -123,62 +109,6 @@ def results():
             yield f"{curve} | {found['test']:.3f} |"
 
 
-def pays():
-    curves = {corpus: read(f"pictures/pays_{corpus}.json") for corpus in ("client", "wikipedia", "recall")}
-    tests = {
-        arm: [[seed["test"] for seed in found[arm].values()] for found in curves.values()]
-        for arm in ("window 64", "n-gram")
-    }
-    assert all(len(seeds) == 3 for corpora in tests.values() for seeds in corpora)
-    yield f"| window 64 in every layer, 350 steps | {' | '.join(map(spread, tests['window 64']))} |"
-    yield f"| `ngram` in every other layer, 250 steps | {' | '.join(f'**{spread(x)}**' for x in tests['n-gram'])} |"
-    gains = [
-        statistics.mean(window) - statistics.mean(ours)
-        for window, ours in zip(tests["window 64"], tests["n-gram"], strict=True)
-    ]
-    yield f"| gain of `ngram` | {' | '.join(f'{gain:.3f}' for gain in gains)} |"
-    bounds = read("measured/pays_bounds.json")["runs"]
-    full = [{**curves[corpus], **bounds[corpus]}["full by turns"] for corpus in curves]
-    names = ("window 64 in every layer", "full attention in every other layer (seed 0)", "`ngram` in every other layer")
-    bold = ("", "", "**")
-    for name, mark, arm in zip(names, bold, ("window 64", None, "n-gram"), strict=True):
-        seeds = full if arm is None else [found[arm] for found in curves.values()]
-        means = (statistics.mean(run["held_out"]["250"] for run in each.values()) for each in seeds)
-        yield f"| {name} | {' | '.join(f'{mark}{each:.3f}{mark}' for each in means)} |"
-    yield f"on `wikipedia`, seed 0, 128 has {bounds['wikipedia']['window 128']['0']['test']:.3f} on test"
-    everywhere = bounds["client"]["full"]["0"]["held_out"]["250"]
-    yield f"| full attention in every layer | 250 | | {everywhere:.3f} | not run |"
-    for name, arm in (
-        ("window 256", "window 256"),
-        ("`ngram` in every layer", "n-gram in every layer"),
-        ("`lha` beside a window, by turns", "lha beside a window"),
-    ):
-        run = bounds["client"][arm]["0"]
-        yield f"| {name} | {run['steps']} | | {run['held_out']['250']:.3f} | {run['test']:.3f} |"
-    names = {
-        "window 64": "window 64",
-        "window 128": "window 128",
-        "`ngram` by turns": "n-gram",
-        "`lsh` beside a window, by turns": "lsh beside a window",
-        "full attention by turns": "full by turns",
-    }
-    for name, arm in names.items():
-        run = curves["client"][arm]["0"]
-        quiet = min(seed["step_seconds"] for seed in curves["client"][arm].values())
-        numbers = quiet, run["held_out"]["250"], run["test"]
-        yield f"| {name} | {run['steps']} | {numbers[0]:.2f} | {numbers[1]:.3f} | {numbers[2]:.3f} |"
-    trained = read("measured/quickstart_attention.json")
-    window, ngram, lsh = (
-        trained[arm]["test_bits_per_dim"] for arm in ("window 64 in every layer", "n-gram by turns", "LSH by turns")
-    )
-    yield f"| {window:.3f} | **{ngram:.3f}** | {lsh:.3f} |"
-    for corpus in ("client", "code", "wikipedia"):
-        places = read(f"measured/repetitions_{corpus}.json")["12"]
-        right = [place["right"] for place in places]
-        shares = " | ".join(f"{place['share']:.1%}".replace("%", " %") for place in places)
-        yield f"| `{corpus}` | {shares} | {min(right) * 100:.0f} to {max(right) * 100:.0f} % |"
-
-
 def decoders():
     names = {
         "oracle": "oracle: window 96, sinks, each head's 96 best others",
@@ -271,19 +201,6 @@ def passkeys():
         texts = sorted((row for row in own if row["trial"] is None), key=lambda row: row["seed"])
         above = ", ".join(f"{row['nats'] - full:.3f}".lstrip("0") for row in texts) if arm != "full" else "0"
         yield f"| {name} | {statistics.mean(x['keys'] for x in texts):,.0f} | {above} | {sum(found)} of {len(found)} |"
-
-
-def published_reformers():
-    found = read("measured/peers_client.json")
-    rows = found["rows"]
-    small, given = (row["curve"][-1]["bits_per_dim"] for row in (found["not_scored"][0], rows[2]))
-    yield f"at step 250 are {small:.3f} in place of {given:.3f}"
-    for peer, rate in sorted({(row["peer"], row["learning_rate"]) for row in rows}):
-        own = [row for row in rows if (row["peer"], row["learning_rate"]) == (peer, rate)]
-        bits, seconds, moved = ([row[key] for row in own] for key in ("bits_per_dim", "step_seconds", "moved"))
-        leaks = ", ".join(f"{row['leak']:+.4f} ± {row['standard_error']:.4f}" for row in own).replace("0.", ".")
-        many = " to ".join(f"{x * 100:.0f}" for x in sorted({min(moved), max(moved)})) + " %"
-        yield f"| {peer} | {rate:g} | {statistics.median(seconds):.1f} | {spread(bits)} | {leaks} | {many} |"
 
 
 def experiments():
@@ -381,13 +298,11 @@ PARTED = [
         ("../README.md", readme),
         ("performance.md", performance),
         ("reliability.md", reliability),
-        ("when-hashing-pays.md", pays),
         ("decoders.md", decoders),
         ("decoders.md", decoder_budgets),
         ("decoders.md", fine_tuned),
         ("decoders.md", passkeys),
         ("experiments.md", experiments),
-        ("when-hashing-pays.md", published_reformers),
         ("results.md", results),
         ("scaling.md", scaling),
         ("scaling.md", build),
@@ -395,6 +310,4 @@ PARTED = [
     ],
 )
 def test_figures_are_those_of_the_measured_files(document, rows):
-    text = shown(document)
-    missing = [row for row in rows() if " ".join(row.split()) not in text]
-    assert not missing, "\n".join(missing)
+    assert_shown(document, rows())
