@@ -99,7 +99,7 @@ def test_a_projected_sequence_is_dropped_too():
     single.mechanism.double()
     x, q, k, v = (t.double() for t in single.inputs(LENGTH))
     mechanism, rng = single.mechanism, RngContext(0, 0, torch.arange(2), True)
-    keys, values = mechanism.keys([k])[0], mechanism.values([v])[0]
+    keys, values = mechanism.keys.weight[:, :LENGTH] @ k, mechanism.values.weight[:, :LENGTH] @ v
     drawn = mask(rng.key(0, "attention probability dropout"), [0, 1], range(2), LENGTH, keys.shape[2])
     probability = torch.softmax(q @ keys.transpose(-1, -2) / 4.0, dim=-1)
     torch.testing.assert_close(single(x, q, k, v, training=True).out, (probability * drawn) @ values)
