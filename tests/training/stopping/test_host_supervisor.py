@@ -15,10 +15,14 @@ RANKS = """
 note("ran", f"{RANK} of {os.environ['WORLD_SIZE']}")
 on_signals(lambda n: sys.exit(0))
 ready()
-while not (HERE / "end").exists():
-    time.sleep(0.01)
-code = (HERE / "end").read_text()
-(HERE / "end").unlink()
+taken = HERE / f"end.{RANK}"
+while not taken.exists():
+    try:
+        (HERE / "end").rename(taken)  # by one of a host's ranks, which then ends
+    except FileNotFoundError:
+        time.sleep(0.01)
+code = taken.read_text()
+taken.unlink()
 sys.exit(int(code))
 """
 
