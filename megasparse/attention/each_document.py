@@ -23,7 +23,7 @@ def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Ten
     return _by_document(inputs, attend)
 
 
-@custom(lambda inputs, attend: inputs.q.new_empty(inputs.q.shape))
+@custom(lambda inputs, attend: inputs.q.new_empty(inputs.q.shape), copies=True)
 def _by_document(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
     if begins_with_real_tokens(inputs.key_mask, inputs.segments):
         out = attend(inputs)

@@ -27,7 +27,8 @@ def custom(fake: Callable[P, R], copies: bool = False) -> Callable[[Callable[P, 
     """Decorates a function of tensors, and of constants that can be hashed, that gives a tensor or a tuple of them.
 
     fake: a function of the same arguments that gives tensors of the results' shapes and dtypes. copies: it reads
-    tensors of the host, so that torch.compile leaves it out of the CUDA graphs that it captures.
+    tensors of the host, or has the host read a tensor, so that torch.compile leaves it and its gradients out of the
+    CUDA graphs that it captures.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -126,7 +127,7 @@ def _operator(
     def gradient_shapes(tensors: list[Tensor], grads: list[Tensor], call: int) -> list[Tensor]:
         return [x.new_empty(x.shape) for x in tensors if x.is_floating_point()]
 
-    backward = torch.library.custom_op(f"{name}_backward", gradients, mutates_args=(), schema=_BACKWARD)
+    backward = torch.library.custom_op(f"{name}_backward", gradients, mutates_args=(), schema=_BACKWARD, tags=tags)
     backward.register_fake(gradient_shapes)
     forward = torch.library.custom_op(name, run, mutates_args=(), schema=_FORWARD, tags=tags)
     forward.register_fake(shapes)

@@ -6,6 +6,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, Padding
+from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.ops.custom import custom
 from megasparse.ops.random import dropout
 from tests.helpers.kernels import DEVICE
@@ -17,7 +18,7 @@ PADDED = torch.arange(128) < torch.tensor([[128], [100]])
 DOCUMENTS = torch.arange(128).div(50, rounding_mode="floor").expand(2, 128)
 
 
-@pytest.mark.parametrize("name", ["full", "local relative", "lsh", "lha", "yoso", "smart_bird", "performer"])
+@pytest.mark.parametrize("name", [*MECHANISMS, "local relative", "lha top_k", "routing top_k"])
 def test_a_layer_is_one_graph(name):
     assert_one_graph(name, Padding())
 
@@ -28,9 +29,14 @@ def test_padding_breaks_no_graph(name, mask):
     assert_one_graph(name, Padding(mask))
 
 
-@pytest.mark.parametrize("name", ["full", "lsh", "lha", "yoso", "smart_bird", "ngram", *EACH_DOCUMENT])
+@pytest.mark.parametrize("name", [*sorted({*MECHANISMS} - {"smyrf"}), "local relative"])
 def test_packed_documents_break_no_graph(name):
     assert_one_graph(name, Padding(PADDED, DOCUMENTS))
+
+
+def test_what_asks_the_host_for_documents_is_left_out_of_cuda_graphs():
+    for operator in (torch.ops.megasparse._by_document, torch.ops.megasparse._by_document_backward):
+        assert torch.Tag.cudagraph_unsafe in operator.default.tags
 
 
 def assert_one_graph(name, padding):
