@@ -66,12 +66,18 @@ def pays():
 def three_seeds():
     """Arms beside a window, and full attention: seed 0 of the two earlier files, seeds 1 and 2 of their own."""
     picture, bounds = read("pictures/pays_client.json"), read("measured/pays_bounds.json")["runs"]["client"]
+    means = {}
     names = {"lsh beside a window": "`lsh` beside a window", "lha beside a window": "`lha` beside a window"}
     for arm, later in read("measured/pays_seeds.json")["runs"]["client"].items():
         runs = {**{"0": {**bounds, **picture}[arm]["0"]}, **later}
         assert len(runs) == 3
         yield f"| {names.get(arm, 'full attention')} | {held_out_and_test(runs)} |"
+        means[arm] = statistics.mean(run["held_out"]["250"] for run in runs.values())
     yield f"| window 64 (test: after 350 steps) | {held_out_and_test(picture['window 64'])} |"
+    window = statistics.mean(run["held_out"]["250"] for run in picture["window 64"].values())
+    lsh, lha, full = means.values()
+    yield f"behind the window alone by {lsh - window:.2f} and {lha - window:.2f} bits at step 250"
+    yield f"ahead of full attention by {full - lsh:.2f} and {full - lha:.2f}"
 
 
 def held_out_and_test(runs):
@@ -84,6 +90,7 @@ def published_reformers():
         [row["curve"][-1]["bits_per_dim"] for row in rows if (row["peer"], row["learning_rate"]) == (peer, 0.003)]
         for peer in ("huggingface-small-positions", "huggingface")
     )
+    yield f"default start costs it {statistics.mean(given) - statistics.mean(small):.1f} bits"
     yield f"at step 250 are {spread(small)} in place of {spread(given)}"
     for peer, rate in sorted({(row["peer"], row["learning_rate"]) for row in rows}):
         own = [row for row in rows if (row["peer"], row["learning_rate"]) == (peer, rate)]
