@@ -124,23 +124,22 @@ def choose(
     index = tl.zeros((ROWS, 1), tl.int32) - 1 - places[None, :]
     best = tl.where(index >= -COUNT, worst[:, None], _LAST)
     end = tl.max(last, 0) + 1
-    for tile in range(0, (end + TILE - 1) // TILE):
+    for first_key in range(0, end, TILE):
         if seeds is not None:
             number = tl.load(numbers + batch * queries + rows, mask=inside, other=0)
-            row, shift = row_seeds(seeds + (head * ((length + TILE - 1) // TILE) + tile) * 2, number)
-        here = tl.minimum(last, tile * TILE + TILE - 1)
-        for start in range(tile * TILE, tl.minimum(end, tile * TILE + TILE), COLUMNS):
+            row, shift = row_seeds(seeds + (head * ((length + TILE - 1) // TILE) + first_key // TILE) * 2, number)
+        for start in range(first_key, tl.minimum(end, first_key + TILE), COLUMNS):
             keys = start + columns
             score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
             score = rounded(score) if seeds is None else likelihood(score, own_lse[:, None], SAMPLING)
-            seen = keys[None, :] <= here[:, None]
+            seen = (keys[None, :] <= last[:, None]) & (keys < first_key + TILE)[None, :]
             seen &= document[:, None] == document_of(keys, documents, length)[None, :]
             score = tl.where(seen, score, -float("inf"))
             rank = ranked(score, SIGNED)
             promising = tl.max((rank > worst[:, None]).to(tl.int32))
             if promising > 0:  # u < 1: else nothing drawn could beat what is kept
                 if seeds is not None:
-                    u = uniform(row, mix((keys - tile * TILE).to(tl.uint32) + shift))
+                    u = uniform(row, mix((keys - first_key).to(tl.uint32) + shift))
                     rank = ranked(score + tl.log(u) if SAMPLING == "raw" else score * u, SIGNED)
                     promising = tl.max((rank > worst[:, None]).to(tl.int32))
                 while promising > 0:
