@@ -282,6 +282,23 @@ def long_pass():
         yield f"| {row['case']} | {shape} | {' | '.join(sizes)} | {rest} |"
 
 
+def yoso_table4():
+    """What YOSO and full attention keep for the backward at each length, and their seconds at the last."""
+    files = {hashes: read(f"measured/yoso_table4_{hashes}.json")["rows"] for hashes in (16, 32, 64, 128)}
+    ours = {m: [row for row in rows if row["implementation"] == "yoso"] for m, rows in files.items()}
+    full = {m: [row for row in rows if row["implementation"] == "full"] for m, rows in files.items()}
+    kept = {m: ", ".join(f"{row['kept_bytes'] / 1e6:.1f}" for row in rows) for m, rows in ours.items()}
+    lengths = ", ".join(f"{row['length']:,}" for row in ours[16])
+    beside = ", ".join(f"{row['kept_bytes'] / 1e6:.1f}" for row in full[16])
+    yield f"YOSO-16 {kept[16]} MB at {lengths} tokens, YOSO-32 {kept[32]}"
+    yield f"YOSO-64 {kept[64]}, YOSO-128 {kept[128]}"
+    yield f"full attention {beside}"
+    seconds = ", ".join(f"{rows[-1]['forward_backward']['median']:.1f}" for rows in ours.values())
+    yield f"YOSO-16, 32, 64, 128 take {seconds} s at 4,096 tokens"
+    for rows in full.values():
+        yield f"full attention {rows[-1]['forward_backward']['median']:.1f};"
+
+
 PARTED = [
     ("llama_8b_1m", "H100", 8, 8),
     ("llama_8b_1m", "A100", 8, 8),
@@ -303,6 +320,7 @@ PARTED = [
         ("decoders.md", fine_tuned),
         ("decoders.md", passkeys),
         ("experiments.md", experiments),
+        ("papers.md", yoso_table4),
         ("results.md", results),
         ("scaling.md", scaling),
         ("scaling.md", build),

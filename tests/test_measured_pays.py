@@ -73,6 +73,13 @@ def three_seeds():
         assert len(runs) == 3
         yield f"| {names.get(arm, 'full attention')} | {held_out_and_test(runs)} |"
         means[arm] = statistics.mean(run["held_out"]["250"] for run in runs.values())
+    heads = {
+        "lsh and lha by heads beside a window": "`lsh` in 2 heads, `lha` in 2, beside a window",
+        "routing beside a window": "`routing` beside a window",
+    }
+    for arm, runs in read("measured/pays_heads.json")["runs"]["client"].items():
+        assert len(runs) == 3
+        yield f"| {heads[arm]} | {held_out_and_test(runs)} |"
     yield f"| window 64 (test: after 350 steps) | {held_out_and_test(picture['window 64'])} |"
     window = statistics.mean(run["held_out"]["250"] for run in picture["window 64"].values())
     lsh, lha, full = means.values()
