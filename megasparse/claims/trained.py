@@ -144,8 +144,8 @@ TRAINED_ROUNDS = Claim(
     name="trained_rounds",
     paper="Reformer, Figure 4",
     says="Models trained with more hash rounds are better; with 8 they nearly match full attention.",
-    rule="Held-out nats at equal steps, means over seeds: no doubling of the rounds makes them worse by 2 of the seeds' "
-    "standard deviations or more, and with 8 rounds they are at most 0.05 above those of full attention.",
+    rule="Held-out nats at equal steps, means over seeds: no doubling of the rounds makes them worse by 2 of the "
+    "seeds' standard deviations or more, and with 8 rounds they are at most 0.05 above those of full attention.",
     budgets={
         "cpu": {"comparison": "reformer_figure4_small", "minutes": 40},
         "gpu": {"comparison": "reformer_figure4", "minutes": 9600},

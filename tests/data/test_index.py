@@ -1,6 +1,5 @@
 import os
 import random
-import tracemalloc
 import zlib
 
 import pytest
@@ -9,6 +8,7 @@ from megasparse.data.index import Index
 from megasparse.data.tokenizers.byte import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
 from tests.data.damages import edit, without_crc32
+from tests.helpers.traced import traced_peak
 
 
 def test_counts_are_those_of_the_text(make_index, corpus):
@@ -177,14 +177,14 @@ def test_D4_a_hostile_index_is_one_line_in_bounded_memory(tmp_path, content, pro
     path.write_bytes(content)
     size = len(content)
     del content
-    tracemalloc.start()
-    with pytest.raises(DataError, match=problem) as caught:
-        Index.load(tmp_path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert caught.value.path == str(path)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
-    assert peak < 5e6 + 6 * size
+
+    def load():
+        with pytest.raises(DataError, match=problem) as caught:
+            Index.load(tmp_path)
+        assert caught.value.path == str(path)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+    assert traced_peak(load) < 5e6 + 6 * size
 
 
 @pytest.mark.parametrize("kind", ["huge", "fifo", "folder", "device"])
@@ -199,12 +199,13 @@ def test_D4_what_cannot_be_an_index_is_not_even_read(tmp_path, kind):
         path.mkdir()
     else:
         path.symlink_to("/dev/zero")
-    tracemalloc.start()
     problem = r"index\.json: (1,073,741,825 bytes are too many|this is not a regular file|cannot be read: Is a dir)"
-    with pytest.raises(DataError, match=problem):
-        Index.load(tmp_path)
-    assert tracemalloc.get_traced_memory()[1] < 5e6
-    tracemalloc.stop()
+
+    def load():
+        with pytest.raises(DataError, match=problem):
+            Index.load(tmp_path)
+
+    assert traced_peak(load) < 5e6
 
 
 def test_D4_no_mutation_of_an_index_crashes(make_index, corpus):

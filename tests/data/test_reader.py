@@ -1,6 +1,5 @@
 import os
 import random
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from megasparse.data.members import find_damage
 from megasparse.data.reader import EvaluationStream, ShardFile, ShardReader
 from megasparse.errors import DataError
 from tests.data.damages import HARMS, HOSTILE, STRUCTURE, shard_of, without_crc32
+from tests.helpers.traced import traced_peak
 
 
 def test_any_range_of_a_shard_is_that_range_of_the_text(make_index, corpus):
@@ -149,13 +149,13 @@ def test_D2_D5_D6_hostile_members_are_refused(tmp_path, name):
 def test_D2_a_claimed_size_is_never_allocated(tmp_path, name):
     path = tmp_path / "x.tar"
     shard = shard_of(path, HOSTILE[name], samples=1, tokens=8 << 30, crc32="00000000")
-    tracemalloc.start()
-    for sample_bytes in (None, 65_536, 8 << 30):
-        with pytest.raises(DataError, match=r"x\.tar: .*member 0 .*at byte 0 "):
-            ShardFile(path, shard, sample_bytes)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 5e6
+
+    def read():
+        for sample_bytes in (None, 65_536, 8 << 30):
+            with pytest.raises(DataError, match=r"x\.tar: .*member 0 .*at byte 0 "):
+                ShardFile(path, shard, sample_bytes)
+
+    assert traced_peak(read) < 5e6
 
 
 def test_D2_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(make_index, corpus):
@@ -166,12 +166,12 @@ def test_D2_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(make_index,
     os.truncate(path, 1 << 29)
     shard = shard.model_copy(update={"bytes": 1 << 29})
     descriptor = os.open(path, os.O_RDONLY)
-    tracemalloc.start()
-    runs = find_damage(descriptor, shard, 1 << 28)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+
+    def check():
+        assert [run.reason for run in find_damage(descriptor, shard, 1 << 28)] == ["its crc32 differs"]
+
+    assert traced_peak(check) < 5e6
     os.close(descriptor)
-    assert [run.reason for run in runs] == ["its crc32 differs"] and peak < 5e6
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])

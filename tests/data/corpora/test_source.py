@@ -1,7 +1,6 @@
 import bz2
 import gzip
 import lzma
-import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from megasparse.data.corpora import enwik8, text
 from megasparse.data.corpora import source as source_module
 from megasparse.data.corpora.source import Source
 from megasparse.errors import ConfigError, DataError
+from tests.helpers.traced import traced_peak
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".txt": lambda raw: raw,
@@ -107,11 +107,11 @@ def test_D6_a_missing_source_or_a_command_is_named(path, tmp_path, monkeypatch):
 def test_memory_does_not_grow_with_the_source(tmp_path):
     path = tmp_path / "zeros.bz2"
     path.write_bytes(bz2.compress(bytes(50_000_000)))
-    tracemalloc.start()
-    assert open_source(path).total_bytes == 50_000_000
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 10_000_000
+
+    def read():
+        assert open_source(path).total_bytes == 50_000_000
+
+    assert traced_peak(read) < 10_000_000
 
 
 def test_files_are_kept_apart_and_empty_ones_left_out(tmp_path):
