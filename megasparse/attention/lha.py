@@ -4,6 +4,7 @@ B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters.
 """
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from megasparse.attention.contract import (
 from megasparse.attention.costs import Passes, Work, product
 from megasparse.attention.documents import Document, most_documents
 from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
-from megasparse.attention.lha_hash import HashFunctions, Weights, bucket_codes, scores_of
+from megasparse.attention.lha_hash import HashFunctions, Sides, Weights, bucket_codes, scores_of
 from megasparse.attention.lha_learning import Batch, Rule, divergences, members, sides_of
 from megasparse.attention.lha_sample import SampleRule, sample_flops
 from megasparse.attention.sequence_part import SequencePart
@@ -44,6 +45,19 @@ class Assignment(NamedTuple):
     key_codes: Tensor
     query_members: Tensor | None
     key_members: Tensor | None
+
+
+@dataclass(frozen=True)
+class BestMembers:
+    """A document's tokens of the highest scores in each bucket. keys: None where queries and keys are the same."""
+
+    queries: Sides
+    keys: Sides | None
+    rule: SampleRule
+
+    def __call__(self, document: Document) -> Lists:
+        best = members(self.queries, document, self.rule)
+        return best, best if self.keys is None else members(self.keys, document, self.rule)
 
 
 class LHAAttention(BandAttention):
@@ -99,13 +113,8 @@ class LHAAttention(BandAttention):
             if self.config.window == "band":
                 return Assignment(query_codes, key_codes, None, None)
 
-            rule = self._sample_rule(inputs.causal)
-
-            def choose(document: Document) -> Lists:
-                best = members(queries, document, rule)
-                return best, best if joint else members(keys, document, rule)
-
-            return Assignment(query_codes, key_codes, *clusters_by_document(inputs, choose))
+            best = BestMembers(queries, None if joint else keys, self._sample_rule(inputs.causal))
+            return Assignment(query_codes, key_codes, *clusters_by_document(inputs, best))
 
         return self.hash(job, inputs.q, context)
 

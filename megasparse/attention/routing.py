@@ -4,6 +4,7 @@ B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W c
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,28 @@ class Routes(NamedTuple):
 
     queries: Tensor
     keys: Tensor
+
+
+@dataclass(frozen=True)
+class NearestTokens:
+    """The `chunk` tokens of a document with the highest μ·x of every centroid: (B, H, N, min(chunk, n)), for x the
+    queries and for x the keys.
+    """
+
+    queries: Sides
+    keys: Sides
+    chunk: int
+
+    def __call__(self, document: Document) -> Lists:
+        return self._nearest(self.queries, document), self._nearest(self.keys, document)
+
+    def _nearest(self, side: Sides, document: Document) -> Tensor:
+        """Some centroids at a time, so that no tensor holds all tokens with all centroids."""
+        x, centroids = document.take(side.inputs[0]).transpose(-1, -2), side.weights[0][0].transpose(1, 2)
+        step = max(1, at_most(_TILE_ELEMENTS) // (x[..., 0, :].numel()))
+        size = min(self.chunk, x.shape[-1])
+        tiles = centroids.to(x.dtype).split(step, dim=1)
+        return torch.cat([(tile @ x).topk(size, dim=-1, sorted=False).indices for tile in tiles], dim=2)
 
 
 class RoutingAttention(BandAttention):
@@ -98,11 +121,7 @@ class RoutingAttention(BandAttention):
         if self.config.window == "band":
             return Routes(*self._codes(queries, keys))
 
-        def choose(document: Document) -> Lists:
-            nearest = [self._nearest(side, document) for side in (queries, keys)]
-            return nearest[0], nearest[1]
-
-        return Routes(*clusters_by_document(inputs, choose))
+        return Routes(*clusters_by_document(inputs, NearestTokens(queries, keys, self.config.chunk)))
 
     def _sides(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Sides, Sides]:
         """Vectors that are compared with the centroids: unit queries and unit keys, in a decoder one and the same."""
@@ -116,17 +135,6 @@ class RoutingAttention(BandAttention):
     def _codes(self, queries: Sides, keys: Sides) -> tuple[Tensor, Tensor]:
         codes = bucket_codes(queries, self.buckets)
         return codes, codes if keys is queries else bucket_codes(keys, self.buckets)
-
-    def _nearest(self, side: Sides, document: Document) -> Tensor:
-        """The `chunk` tokens of a document with the highest μ·x of every centroid: (B, H, N, min(chunk, n)).
-
-        Some centroids at a time, so that no tensor holds all tokens with all centroids.
-        """
-        x, centroids = document.take(side.inputs[0]).transpose(-1, -2), side.weights[0][0].transpose(1, 2)
-        step = max(1, at_most(_TILE_ELEMENTS) // (x[..., 0, :].numel()))
-        size = min(self.config.chunk, x.shape[-1])
-        tiles = centroids.to(x.dtype).split(step, dim=1)
-        return torch.cat([(tile @ x).topk(size, dim=-1, sorted=False).indices for tile in tiles], dim=2)
 
     def _remember(self, inputs: AttentionInputs, queries: Sides, keys: Sides, context: AttentionContext) -> None:
         """Adds unit queries and unit keys to the sums of their nearest centroids. Padding is no member."""

@@ -3,6 +3,8 @@
 B batch, H heads, R rounds, L length, n tokens of a document, D head dim, W clusters, M places of a cluster.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,21 @@ from megasparse.config.attention import SMYRFAttentionConfig
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.random import normal
+
+
+@dataclass(frozen=True)
+class EqualClusters:
+    """Clusters of `chunk` tokens of a document, by their order along lines (H, R, D + 2). q, k: (B, H, L, D)."""
+
+    q: Tensor
+    k: Tensor
+    lines: Tensor
+    chunk: int
+
+    def __call__(self, document: Document) -> Lists:
+        turned = asymmetric(document.take(self.q), document.take(self.k))
+        queries, keys = (equal_clusters(self.lines.to(x.dtype) @ x.transpose(-1, -2), self.chunk) for x in turned)
+        return queries, keys
 
 
 class SMYRFAttention(Attention):
@@ -38,21 +55,16 @@ class SMYRFAttention(Attention):
         rows = head[:, None] * (1 << 16) + torch.arange(rng.rounds or rounds, device=device)
         lines = normal(rng.key(context.layer, "smyrf projection"), rows, inputs.q.shape[3] + 2)  # (H, R, D + 2)
 
-        def choose(document: Document) -> Lists:
-            turned = asymmetric(document.take(inputs.q), document.take(inputs.k))
-            queries, keys = (equal_clusters(lines.to(x.dtype) @ x.transpose(-1, -2), self.config.chunk) for x in turned)
-            return queries, keys
-
-        return clusters_by_document(inputs, choose)
+        return clusters_by_document(inputs, EqualClusters(inputs.q, inputs.k, lines, self.config.chunk))
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
         spec = ClusterAttentionSpec(causal=False, scale=inputs.q.shape[-1] ** -0.5, count_clusters=False)
-        number, shares = context.part.share or (0, 1)
-        own = slice(number, None, shares)
-        lists = queries[:, :, own], keys[:, :, own]
-        out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, *lists, spec, dropout=inputs.dropout)
-        return AttentionOutput(out, None, {}, None if shares == 1 else lse)
+        share = context.part.share
+        if share is not None:
+            queries, keys = (x[:, :, share[0] :: share[1]] for x in (queries, keys))
+        out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, queries, keys, spec, dropout=inputs.dropout)
+        return AttentionOutput(out, None, {}, None if share is None else lse)
 
     def flops(self, length: int) -> Passes:
         """In each round one cluster, and the codes."""

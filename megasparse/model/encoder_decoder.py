@@ -3,8 +3,6 @@
 B batch, S source length, T target length, E d_model, V vocabulary.
 """
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +19,6 @@ from megasparse.model.block import mean_stream
 from megasparse.model.decoder import Causal, DecodingCache
 from megasparse.model.padding import padding_of
 from megasparse.model.stack import Stack, TokenScores
-from megasparse.ops.keys import derive
 from megasparse.ops.random import RngContext
 
 
@@ -44,7 +41,7 @@ class SourceEncoder(Stack):
         with the mask of all. targets: for the mechanisms, in training. Returns the mean of the streams, normalised,
         (B, S, E) fp32; the sum of auxiliary losses, and the layers' statistics.
         """
-        own = replace(rng, seed=derive(rng.seed, "encoder")).at(part.rank * tokens.shape[1])
+        own = rng.of("encoder").at(part.rank * tokens.shape[1])
         streams, auxiliary, statistics = self.streams(tokens, own, Padding(key_mask, part=part), targets)
         return self.norm(mean_stream(streams)), auxiliary, statistics
 

@@ -33,13 +33,14 @@ EVALUATION_STEP = -1  # evaluation and generation draw as if at this step, whate
 class RngContext:
     """Everything that the random draws of one forward pass depend on.
 
-    seed: of the run. step: optimizer step, a DeviceStep where a CUDA graph is captured. samples: (B,) int64, global
+    seed: of the run. step: optimizer step, a DeviceStep where a CUDA graph is captured, a tensor of one number in a
+    context made inside torch.compile. samples: (B,) int64, global
     number of each sequence. training: dropout is on. rounds: hash rounds in place of the configured ones, or None.
     first: position of the first token that is here, where ranks share sequences.
     """
 
     seed: int
-    step: int | DeviceStep
+    step: int | DeviceStep | Tensor
     samples: Tensor
     training: bool
     rounds: int | None = None
@@ -48,7 +49,7 @@ class RngContext:
     _step: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        own = self.step.number if isinstance(self.step, DeviceStep) else torch.tensor(self.step, device="cpu")
+        own = self.step.number if isinstance(self.step, DeviceStep) else torch.as_tensor(self.step, device="cpu")
         object.__setattr__(self, "_step", own)
 
     @staticmethod
@@ -57,17 +58,23 @@ class RngContext:
         return RngContext(seed, EVALUATION_STEP, torch.arange(batch_size), training=False, rounds=rounds)
 
     def at(self, first: int) -> "RngContext":
-        """The same draws, of tokens that begin at position `first`. Most are there already: torch.compile then does not
-        see the step as a constant.
-        """
-        return self if first == self.first else replace(self, first=first)
+        """The same draws, of tokens that begin at position `first`."""
+        return self if first == self.first else self._with(first=first)
+
+    def of(self, part: str) -> "RngContext":
+        """The draws of a part of a model that numbers its layers from 0, such as an encoder–decoder's encoder."""
+        return self._with(seed=derive(self.seed, part))
+
+    def _with(self, **changes: Any) -> "RngContext":
+        """A copy with changes. In that of a compiled graph the step is a tensor, no constant of the graph."""
+        return replace(self, step=self._step if torch.compiler.is_compiling() else self.step, **changes)
 
     def key(self, layer: int, purpose: str) -> Key:
         """A key of this step. Inside torch.compile the step is a tensor, so that no step compiles anew."""
         path = ((self.seed, layer, purpose),)
         if torch.compiler.is_compiling():
             return LateKey(self._step, path)
-        if isinstance(self.step, DeviceStep):
+        if not isinstance(self.step, int):
             return LateKey(self.step, path)
         return derive(self.seed, self.step, layer, purpose)
 

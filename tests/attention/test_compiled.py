@@ -14,6 +14,8 @@ from tests.helpers.models import can_be_causal, kind_of, named, random_tokens, s
 
 EACH_DOCUMENT = ["performer", "linformer", "longformer", "bigbird", "sparse_transformer"]
 """Mechanisms whose outputs depend on positions inside a document."""
+CLUSTERS = ["smyrf", "lha top_k", "routing top_k"]
+"""Mechanisms with lists of clusters, as many as the documents need."""
 PADDED = torch.arange(128) < torch.tensor([[128], [100]])
 DOCUMENTS = torch.arange(128).div(50, rounding_mode="floor").expand(2, 128)
 
@@ -24,19 +26,20 @@ def test_a_layer_is_one_graph(name):
 
 
 @pytest.mark.parametrize("mask", [PADDED, PADDED.flip(1)], ids=["behind", "before"])
-@pytest.mark.parametrize("name", EACH_DOCUMENT)
+@pytest.mark.parametrize("name", [*EACH_DOCUMENT, *CLUSTERS])
 def test_padding_breaks_no_graph(name, mask):
     assert_one_graph(name, Padding(mask))
 
 
-@pytest.mark.parametrize("name", [*sorted({*MECHANISMS} - {"smyrf"}), "local relative"])
+@pytest.mark.parametrize("name", [*MECHANISMS, "local relative", "lha top_k", "routing top_k"])
 def test_packed_documents_break_no_graph(name):
     assert_one_graph(name, Padding(PADDED, DOCUMENTS))
 
 
 def test_what_asks_the_host_for_documents_is_left_out_of_cuda_graphs():
-    for operator in (torch.ops.megasparse._by_document, torch.ops.megasparse._by_document_backward):
-        assert torch.Tag.cudagraph_unsafe in operator.default.tags
+    for name in ("_by_document", "_clusters_by_document"):
+        for operator in (getattr(torch.ops.megasparse, name), getattr(torch.ops.megasparse, f"{name}_backward")):
+            assert torch.Tag.cudagraph_unsafe in operator.default.tags
 
 
 def assert_one_graph(name, padding):

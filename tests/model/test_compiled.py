@@ -6,22 +6,30 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 
 from megasparse.model.build import build_model
-from tests.helpers.models import attention, random_tokens, small, training_draws
+from tests.helpers.models import attention, padded_pairs, random_tokens, small, small_pair, training_draws
 
 
-def trained(model, forward, step):
+def trained(model, forward, tokens, step):
     """The objective and the gradients of a step."""
     model.zero_grad()
-    objective = forward(random_tokens(2, 128, seed=step), training_draws(2, step))[0]
+    objective = forward(tokens, training_draws(2, step))[0]
     objective.backward()
     return [objective.detach(), *(weight.grad for weight in model.parameters())]
 
 
-@pytest.mark.parametrize("activations", ["stored", "reversible"])
-def test_a_model_is_compiled_with_all_its_attention(activations):
+@pytest.mark.parametrize(
+    ("build", "tokens", "activations"),
+    [
+        (small, lambda step: random_tokens(2, 128, seed=step), "stored"),
+        (small, lambda step: random_tokens(2, 128, seed=step), "reversible"),
+        (small_pair, lambda step: padded_pairs(2, 88, seed=step), "stored"),
+    ],
+    ids=["stored", "reversible", "encoder-decoder, stored"],
+)
+def test_a_model_is_compiled_with_all_its_attention(build, tokens, activations):
     """With dropout and tiles, of two steps, whose draws differ."""
     settings = {"dropout": 0.1, "activations": activations, "feed_forward_tiles": 2, "loss_tiles": 2}
-    config = small(layers=2, attention=attention("lsh", "lha"), **settings)
+    config = build(layers=2, attention=attention("lsh", "lha"), **settings)
     model, graphs = build_model(config, seed=0), []
     torch._dynamo.reset()
     counters.clear()
@@ -29,7 +37,10 @@ def test_a_model_is_compiled_with_all_its_attention(activations):
         model, backend=lambda *given: graphs.append(1) or aot_eager(*given), fullgraph=activations == "stored"
     )
     for step in range(2):
-        for ours, expected in zip(trained(model, compiled, step), trained(model, model, step), strict=True):
+        batch = tokens(step)
+        for ours, expected in zip(
+            trained(model, compiled, batch, step), trained(model, model, batch, step), strict=True
+        ):
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     if activations == "stored":
         assert len(graphs) == 1
