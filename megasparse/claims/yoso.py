@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megasparse.benchmarks.attention import Case, Pass, build, kept_bytes, model_of
 from megasparse.claims.claim import Claim, Curve, Judgement, Numbers, Picture, Trial, mean_of
+from megasparse.evaluation.attention.metrics import largest_error
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.keys import derive
@@ -103,25 +104,33 @@ ESTIMATOR = Claim(
 
 def measure_lengths(trial: Trial) -> Numbers:
     settings, spec = trial.settings, HashTableAttentionSpec(trial.settings["code_bits"], causal=False)
-    errors = []
+    errors, largest = [], []
     for length in settings["lengths"]:
         trial.progress(f"{length} tokens")
         q, k = pair(trial, length)
         v = torch.randn(q.shape, generator=torch.Generator().manual_seed(trial.seed + 1), dtype=q.dtype)
         exact = expected_attention(q, k, v, spec)[0]
-        squares = []
+        squares, most = [], []
         for draw in range(settings["draws"]):
             own, others = (codes(trial, x, settings["hashes"], draw) for x in (q, k))
-            squares.append((hash_table_attention(q, k, v, own, others, spec)[0] - exact).square().sum())
+            sampled = hash_table_attention(q, k, v, own, others, spec)[0]
+            squares.append((sampled - exact).square().sum())
+            most.append(largest_error(sampled, exact).mean())
         errors.append(float((torch.stack(squares).mean() / exact.square().sum()).sqrt()))
-    return {"lengths": settings["lengths"], "error": errors}
+        largest.append(float(torch.stack(most).mean()))
+    return {"lengths": settings["lengths"], "error": errors, "largest_error": largest}
 
 
 def judge_lengths(runs: Sequence[Numbers]) -> Judgement:
     means = mean_of(runs, "error")
     change = max(means) / min(means) - 1
-    head, row = ["tokens", *map(str, runs[0]["lengths"])], ["error", *(f"{error:.3f}" for error in means)]
-    return Judgement(change < 0.2, f"the error changes by {change:.1%} over these lengths", [head, row])
+    largest = mean_of(runs, "largest_error")
+    table = [
+        ["tokens", *map(str, runs[0]["lengths"])],
+        ["error", *(f"{error:.3f}" for error in means)],
+        ["error in ℓ∞", *(f"{error:.3f}" for error in largest)],
+    ]
+    return Judgement(change < 0.2, f"the error changes by {change:.1%} over these lengths", table)
 
 
 def draw_lengths(runs: Sequence[Numbers]) -> Picture:
@@ -134,7 +143,7 @@ LENGTHS = Claim(
     paper=PAPER,
     says="At a fixed number of hashes the estimate is as good for long sequences as for short ones.",
     rule="The relative error of Σ_j B_ij·v_j at 32 hashes, mean over seeds, changes by less than 20 % from 128 to "
-    "4,096 tokens.",
+    "4,096 tokens. Beside it, not judged: the largest error over the largest number, as in the paper's Figure 5.",
     budgets={
         "cpu": {
             "lengths": [128, 256, 512, 1024, 2048, 4096],
