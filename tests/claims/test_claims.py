@@ -86,8 +86,8 @@ KEPT = {"lengths": [512, 1024], "kept": {"YOSO": [10, 20], "softmax, whole matri
         (yoso.judge_estimator, UNBIASED, True),
         (yoso.judge_estimator, BIASED, False),
         (yoso.judge_estimator, SLOW, False),
-        (yoso.judge_lengths, {"lengths": [1, 2], "error": [1.0, 1.19]}, True),
-        (yoso.judge_lengths, {"lengths": [1, 2], "error": [1.0, 1.21]}, False),
+        (yoso.judge_lengths, {"lengths": [1, 2], "error": [1.0, 1.19], "largest_error": [1.0, 1.5]}, True),
+        (yoso.judge_lengths, {"lengths": [1, 2], "error": [1.0, 1.21], "largest_error": [1.0, 1.0]}, False),
         (yoso.judge_gradient, GRADIENTS, True),
         (yoso.judge_gradient, {**GRADIENTS, "shares": [1.1, 1.11, 1.12]}, False),
         (yoso.judge_gradient, {**GRADIENTS, "finite": False}, False),
@@ -133,8 +133,32 @@ def test_the_rule_of_shared_queries():
     assert trained.judge_blocks(runs(0.19)).verified and not trained.judge_blocks(runs(0.21)).verified
 
 
+def test_the_rule_of_trained_rounds():
+    def runs(**behind):
+        behind = {"LSH-8": 0.04, "LSH-4": 0.05, "LSH-2": 0.1, "LSH-1": 0.2, **behind}
+        return [
+            {"full": {"loss": x}, **{arm: {"loss": x + more} for arm, more in behind.items()}}
+            for x in (1.0, 1.01, 1.02)
+        ]
+
+    assert trained.judge_rounds(runs()).verified
+    assert not trained.judge_rounds(runs(**{"LSH-8": 0.051})).verified
+    assert trained.judge_rounds(
+        runs(**{"LSH-2": 0.219})
+    ).verified  # worse than 1 round by less than 2 deviations of .01
+    assert not trained.judge_rounds(runs(**{"LSH-2": 0.221})).verified
+    assert [list(curve.x) for curve in trained.draw_rounds(runs()).curves] == [[8, 4, 2, 1]] * 4
+
+
 def test_trials_of_trained_models_name_comparisons_whose_models_can_be_built():
-    for claim in (trained.DUPLICATION, trained.BLOCKS, learned.UTILITY, learned.LISTOPS, learned.SAMPLERS):
+    for claim in (
+        trained.DUPLICATION,
+        trained.BLOCKS,
+        trained.TRAINED_ROUNDS,
+        learned.UTILITY,
+        learned.LISTOPS,
+        learned.SAMPLERS,
+    ):
         for settings in claim.budgets.values():
             claim.check(settings)
     evaluated = trained.comparison_of(trained.DUPLICATION.budgets["cpu"])["evaluate"]
