@@ -6,7 +6,7 @@ import numpy as np
 
 from megasparse.errors import UserError
 from megasparse.tasks.ranking_metrics import auc, mrr, ndcg5, ndcg10
-from megasparse.tasks.text_metrics import bleu, chrf, rouge1, rouge2, rougeL, rougeLsum
+from megasparse.tasks.text_metrics import bleu, bleu_intl, bleu_intl_uncased, chrf, rouge1, rouge2, rougeL, rougeLsum
 
 
 def accuracy(labels: np.ndarray, predicted: np.ndarray) -> float:
@@ -65,7 +65,7 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     function.__name__: function
     for function in (
         *(accuracy, f1, macro_f1, matthews, pearson, spearman, mse, mae),
-        *(bleu, chrf, rouge1, rouge2, rougeL, rougeLsum),
+        *(bleu, bleu_intl, bleu_intl_uncased, chrf, rouge1, rouge2, rougeL, rougeLsum),
         *(auc, mrr, ndcg5, ndcg10),
     )
 }

@@ -4,21 +4,41 @@ What one pair of texts adds is computed once and kept, so that the thousand resa
 """
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 KEPT = 1 << 17
 """Number of pairs of texts whose statistics are cached at most."""
+BLEUS: dict[str, dict[str, Any]] = {
+    "bleu": {},
+    "bleu_intl": {"tokenize": "intl"},
+    "bleu_intl_uncased": {"tokenize": "intl", "lowercase": True},
+}
+"""Settings of sacrebleu's BLEU by metric."""
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
 def bleu(labels: np.ndarray, predicted: np.ndarray) -> float:
     """Corpus BLEU, 0 to 100, of plain text that sacrebleu tokenises itself (Papineni et al. 2002, Post 2018)."""
+    return _bleu("bleu", labels, predicted)
+
+
+def bleu_intl(labels: np.ndarray, predicted: np.ndarray) -> float:
+    """BLEU by the tokenizer "intl", which knows Unicode's punctuation and symbols, as Reformer's Table 4 has it."""
+    return _bleu("bleu_intl", labels, predicted)
+
+
+def bleu_intl_uncased(labels: np.ndarray, predicted: np.ndarray) -> float:
+    """BLEU as bleu_intl, of texts in lower case."""
+    return _bleu("bleu_intl_uncased", labels, predicted)
+
+
+def _bleu(name: str, labels: np.ndarray, predicted: np.ndarray) -> float:
     from sacrebleu.metrics import BLEU
 
-    sums = _summed(_bleu_counts, labels, predicted)
+    sums = _summed(partial(_bleu_counts, name), labels, predicted)
     orders = (len(sums) - 2) // 2
     correct, total = sums[2 : 2 + orders], sums[2 + orders :]
     return float(BLEU.compute_bleu(correct, total, sums[0], sums[1], smooth_method="exp").score)
@@ -53,7 +73,7 @@ def rougeLsum(labels: np.ndarray, predicted: np.ndarray) -> float:
 
 def signature(name: str) -> str | None:
     """The settings and version that a library wants reported beside its metric; None for metrics without any."""
-    if name in ("bleu", "chrf"):
+    if name == "chrf" or name in BLEUS:
         scorer = _scorer(name)
         scorer.corpus_score(["a"], [["a"]])
         return str(scorer.get_signature())
@@ -65,16 +85,16 @@ def signature(name: str) -> str | None:
 
 
 @cache
-def _scorer(name: str) -> Any:
+def _scorer(name: str, sentence: bool = False) -> Any:
     from sacrebleu.metrics import BLEU, CHRF
 
-    return CHRF() if name == "chrf" else BLEU(effective_order=name == "bleu of a sentence")
+    return CHRF() if name == "chrf" else BLEU(effective_order=sentence, **BLEUS[name])
 
 
 @lru_cache(maxsize=KEPT)
-def _bleu_counts(reference: str, hypothesis: str) -> tuple[int, ...]:
+def _bleu_counts(name: str, reference: str, hypothesis: str) -> tuple[int, ...]:
     """Lengths of hypothesis and reference, n-grams that are right, n-grams, of each order."""
-    found = _scorer("bleu of a sentence").sentence_score(hypothesis, [reference])
+    found = _scorer(name, sentence=True).sentence_score(hypothesis, [reference])
     return found.sys_len, found.ref_len, *found.counts, *found.totals
 
 

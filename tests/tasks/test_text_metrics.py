@@ -40,6 +40,18 @@ def test_bleu_and_chrf_are_sacrebleus_of_the_corpus():
     assert 1 < value("bleu") < 100 and 1 < value("chrf") < 100
 
 
+def test_reformers_bleus_are_sacrebleus_by_another_tokenizer_and_uncased():
+    labels, predicted = ["Preis: 5€–6€ (ca.) Für ALLE da"], ["Preis: 5€–6€ (ca.) für alle da"]
+    found = {name: value(name, labels, predicted) for name in ("bleu", "bleu_intl", "bleu_intl_uncased")}
+    intl = [
+        sacrebleu.corpus_bleu(predicted, [labels], tokenize="intl", lowercase=lowercase).score
+        for lowercase in (False, True)
+    ]
+    assert found["bleu_intl"] == pytest.approx(intl[0]) and found["bleu_intl_uncased"] == pytest.approx(intl[1])
+    assert found["bleu"] < found["bleu_intl"] < found["bleu_intl_uncased"] == pytest.approx(100)
+    assert "case:lc|eff:no|tok:intl" in signature("bleu_intl_uncased")
+
+
 @pytest.mark.parametrize("name", ["bleu", "chrf"])
 def test_of_any_choice_of_pairs_too(name):
     drawn = random.Random(0)

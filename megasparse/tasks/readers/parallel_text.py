@@ -89,6 +89,7 @@ class WMT14(ParallelText):
     """WMT 2014 as translation models are evaluated on it: train, newstest2013 to validate, newstest2014 to test."""
 
     name = "wmt14"
+    metrics = ("bleu", "bleu_intl", "bleu_intl_uncased", "chrf")
     stems: ClassVar[dict[str, str]] = {"train": "train", "newstest2013": "validation", "newstest2014": "test"}
 
 

@@ -210,7 +210,8 @@ def test_mind_takes_the_large_release_and_mixes_none(tmp_path):
         (("stsb", "sts_benchmark"), ("pearson", "spearman")),
         (("mind",), ("auc", "mrr", "ndcg5", "ndcg10")),
         (("cnn_dm", "headlines", "pubmed"), ("rouge1", "rouge2", "rougeL", "rougeLsum")),
-        (("parallel_text", "wmt14"), ("bleu", "chrf")),
+        (("parallel_text",), ("bleu", "chrf")),
+        (("wmt14",), ("bleu", "bleu_intl", "bleu_intl_uncased", "chrf")),
     ],
 )
 def test_metrics_are_the_official_ones_and_the_papers_come_first(names, metrics):
