@@ -208,12 +208,35 @@ def experiments():
         found = arm["0"]
         held_out = " | ".join(f"{found['held_out'][step]:.3f}" for step in ("100", "200", "300", "400"))
         yield f"| {name} | {held_out} | {found['test']:.3f} |"
+    rows = {arm: row["loss"] for arm, row in read("measured/minilm_attention.json")["rows"].items()}
+    yield f"Before the attention was replaced: {rows['before']:.3f} nats"
+    yield f"| full | {rows['before']:.3f} | {rows['full']:.3f} |"
+    for arm, name in (("yoso_e", "YOSO in expectation"), ("yoso_32", "YOSO-32"), ("lsh", "LSH, 2 rounds")):
+        behind, accuracy = rows[arm] - rows["full"], read("measured/minilm_attention.json")["rows"][arm]["accuracy"]
+        after = f"{rows[arm]:.3f} | {accuracy * 100:.1f} | {behind:.3f}".replace("| 0.", "| .")
+        yield f"| {name} | {rows[f'{arm}-start']:.3f} | {after} |"
     without, with_it = (read("measured/residual_bits.json")["runs"][bits]["held_out"]["500"] for bits in ("null", "14"))
     yield f"held-out bits/dim {with_it:.3f} with it and {without:.3f} without"
     trials = [trial["numbers"] for claim in read("claims/claims.json") for trial in claim["trials"]]
     errors = {arm: max(found[arm] for found in trials if arm in found) for arm in ("fp32, ReLU", "fp32, GELU")}
     relu, gelu = (f"{error:.1e}".replace("e-0", "e-") for error in errors.values())
     yield f"the gradient was off by {relu} (GELU: {gelu} in all of them)"
+
+
+def switches():
+    runs = read("measured/smart_bird_switches.json")["runs"]
+    for sketch in ("attention", "transformer"):
+        found = [[100 * run["accuracy"] for run in runs[f"{sketch}; {way}"].values()] for way in ("top K", "draws")]
+        both = " | ".join(f"{statistics.mean(x):.1f} ± {statistics.stdev(x):.1f}" for x in found)
+        yield f"| `{sketch}` | {both} |"
+
+
+def yoso_error():
+    """In the largest number, of MiniLM's queries and keys."""
+    errors = read("measured/yoso_error_minilm.json")["largest_error"]
+    for hashes, said in (("32", "{} at 128 tokens, {} at 256"), ("128", "128 hashes: {}, {}")):
+        found = (errors[length][hashes] for length in ("128", "256"))
+        yield said.format(*(f"{x['mean']:.2f} ± {x['half']:.2f}".replace("0.", ".") for x in found))
 
 
 def scaling():
@@ -320,7 +343,9 @@ PARTED = [
         ("decoders.md", fine_tuned),
         ("decoders.md", passkeys),
         ("experiments.md", experiments),
+        ("attention.md", switches),
         ("papers.md", yoso_table4),
+        ("papers.md", yoso_error),
         ("results.md", results),
         ("scaling.md", scaling),
         ("scaling.md", build),

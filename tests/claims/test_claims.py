@@ -320,6 +320,17 @@ def test_the_documents_quote_the_claims():
     samplers = {name: _percent([run[arm]["accuracy"] for run in runs["samplers"]]) for name, arm in SAMPLERS.items()}
     for name, found in (listops | samplers).items():
         assert f"{name} {found}" in papers
+    rounds = {
+        arm: statistics.mean(run[arm]["loss"] for run in runs["trained_rounds"]) for arm in runs["trained_rounds"][0]
+    }
+    one, two, four, eight = (f"{rounds[f'LSH-{n}']:.3f}" for n in (1, 2, 4, 8))
+    behind = f"{rounds['LSH-8'] - rounds['full']:.3f}".lstrip("0")
+    assert f"{one}, {two}, {four} and {eight} nats with 1, 2, 4 and 8" in papers
+    assert f"8 are still {behind} behind full attention's {rounds['full']:.3f}" in papers
+    largest = (
+        statistics.mean(each) for each in zip(*(run["largest_error"] for run in runs["yoso_lengths"]), strict=True)
+    )
+    assert f"from 128 to 4,096 tokens: {', '.join(f'{error:.2f}' for error in largest)} " in papers
     assert f"| {' | '.join(listops.values())} |" in results
 
 
