@@ -327,6 +327,9 @@ def test_the_documents_quote_the_claims():
     behind = f"{rounds['LSH-8'] - rounds['full']:.3f}".lstrip("0")
     assert f"{one}, {two}, {four} and {eight} nats with 1, 2, 4 and 8" in papers
     assert f"8 are still {behind} behind full attention's {rounds['full']:.3f}" in papers
+    sixteen = json.loads((DOCS.parent / "measured" / "rounds_16.json").read_text())
+    behind = sixteen["nats"] / sixteen["dims"] - runs["trained_rounds"][0]["full"]["loss"]
+    assert f"seed 0 is {behind:.3f} behind".replace("0.", ".") in papers
     largest = (
         statistics.mean(each) for each in zip(*(run["largest_error"] for run in runs["yoso_lengths"]), strict=True)
     )
