@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from tests.helpers.measured import assert_shown, read
+from tests.helpers.measured import assert_shown, read, spread
 
 FULL_WINDOW, FACTS = ("full", "192 window"), "192 Smart Bird, taught with facts"
 
@@ -231,6 +231,34 @@ def switches():
         yield f"| `{sketch}` | {both} |"
 
 
+TARGETS = {
+    "sampled": "sampled, 256 queries",
+    "256 features": "256 random features",
+    "64 features": "64 random features",
+    "sampled, normalized": "sampled, queries and keys normalised",
+    "256 features, normalized": "256 features of normalised ones",
+}
+
+
+def lha_targets():
+    runs = read("measured/lha_targets.json")["runs"]
+
+    def behind(arm, first):
+        """Nats behind another arm, with the standard error over seeds."""
+        apart = [runs[arm][seed]["loss"] - runs[first][seed]["loss"] for seed in ("0", "1", "2")]
+        return f"{statistics.mean(apart):.3f} ± {statistics.stdev(apart) / 3**0.5:.3f}".replace("0.", ".")
+
+    for arm, name in TARGETS.items():
+        loss, accuracy, kept, bound = (
+            [run[key] for run in runs[arm].values()] for key in ("loss", "accuracy", "utility", "utility_bound")
+        )
+        shares = f"{statistics.mean(kept):.3f} ({statistics.mean(bound):.3f})".replace("0.", ".")
+        last = "|" if arm == "sampled" else f"{behind(arm, 'sampled')} |"
+        yield f"| {name} | {spread(loss)} | {100 * statistics.mean(accuracy):.1f} | {shares} | {last}"
+    yield f"are {behind('256 features, normalized', 'sampled, normalized')} behind them"
+    yield f"with 256 features {behind('256 features, normalized', '256 features')}, which is no verdict"
+
+
 def yoso_error():
     """In the largest number, of MiniLM's queries and keys."""
     errors = read("measured/yoso_error_minilm.json")["largest_error"]
@@ -344,6 +372,7 @@ PARTED = [
         ("decoders.md", passkeys),
         ("experiments.md", experiments),
         ("attention.md", switches),
+        ("attention.md", lha_targets),
         ("papers.md", yoso_table4),
         ("papers.md", yoso_error),
         ("results.md", results),
