@@ -28,11 +28,6 @@ def compiled(tmp_path, *options):
     return json.loads((tmp_path / "kernels.json").read_text())["kernels"]
 
 
-FEW = 8
-"""Instructions that a Triton beside the recorded one may spill in half precision: 3.7.1 spills 6 in one kernel, the
-gradient of keys for sm_80 (docs/performance.md)."""
-
-
 def check(table):
     """Against the limits of the GPUs under any Triton, and against what was recorded under the Triton of the record."""
     known = json.loads(RECORDED.read_text())
@@ -47,7 +42,7 @@ def check(table):
             what = f"{name} {head_dim}"
             assert shared <= SHARED_MEMORY[int(capability.removeprefix("sm_"))], what
             if dtype != "fp32" and int(head_dim) <= 128:
-                assert spills <= SPILLS.get(name.split()[0], 0 if recorded else FEW), what
+                assert spills <= SPILLS.get(name.split()[0], 0), what
             if dtype == "fp32":
                 assert tensor_cores == 0, f"{what}: TF32"
             elif name.split()[0] in TENSOR_CORES:
@@ -90,6 +85,13 @@ TENSOR_CORES = [
     "gathered_attention.tile_gradients",
 ]
 """Kernels whose arithmetic is matrix products. Others hash in exact fp32, sort, or do little with each number."""
-SPILLS = {"random_numbers._normals": 21, "sign_codes.transformed_sides": 17}
+SPILLS = {
+    "random_numbers._normals": 21,
+    "sign_codes.transformed_sides": 17,
+    "bucketed_attention.forward": 2,
+    "bucketed_attention.key_gradient": 6,
+    "cluster_attention.key_gradients": 6,
+}
 """Instructions that a kernel may spill in half precision up to D = 128, others none: a table of the float64 cosine, for
-large arguments; and registers beyond 168, which ptxas gives up so that three programs fit a multiprocessor."""
+large arguments; registers beyond 168, which ptxas gives up so that three programs fit a multiprocessor; and a few for
+sm_80 under Triton 3.7.1 (docs/performance.md)."""
