@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megasparse.callbacks import silent
-from megasparse.claims import learned, lsh, reversible, trained, yoso
+from megasparse.claims import learned, lsh, maps, reversible, trained, yoso
 from megasparse.claims.claim import Claim, Judgement, Trial
 from megasparse.claims.page import markdown, write_page
 from megasparse.claims.registry import CLAIMS
@@ -102,6 +102,8 @@ KEPT = {"lengths": [512, 1024], "kept": {"YOSO": [10, 20], "softmax, whole matri
         (reversible.judge_memory, {**DEEP, "reversible": [10, 10]}, True),
         (reversible.judge_gradients, dict.fromkeys(reversible.ARMS, 1e-6), True),
         (reversible.judge_gradients, dict.fromkeys(reversible.ARMS, 2e-5), False),
+        (maps.judge, {"widths": [0.5, 0.62], "seeds": [0.7, 0.7], "heads": [0.1, 0.1]}, True),
+        (maps.judge, {"widths": [0.5, 0.58], "seeds": [0.7, 0.7], "heads": [0.9, 0.9]}, False),
     ],
 )
 def test_judges_can_say_either(judge, numbers, verified):
@@ -158,6 +160,7 @@ def test_trials_of_trained_models_name_comparisons_whose_models_can_be_built():
         learned.UTILITY,
         learned.LISTOPS,
         learned.SAMPLERS,
+        maps.NARROW_MAPS,
     ):
         for settings in claim.budgets.values():
             claim.check(settings)
@@ -200,6 +203,32 @@ def test_the_rules_of_listops_and_samplers():
     assert not learned.judge_listops([{"full": [0.34, 0.36], "lsh": [0.33, 0.336]}]).verified
     runs = [{"random": {"accuracy": 0.4}, "raw": {"accuracy": x}} for x in (0.39, 0.43)]
     assert learned.judge_samplers(runs).verified and not learned.judge_samplers(runs[:1]).verified
+
+
+def test_correlations_are_pearsons():
+    a, b = (torch.rand(5, 5, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    defined = statistics.correlation(a.flatten().tolist(), b.flatten().tolist())
+    assert maps.pearson(a, b) == pytest.approx(defined)
+    assert maps.pearson(a, 3 * a + 1) == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+def test_a_small_trial_of_maps_trains_four_models(tmp_path, monkeypatch):
+    text, folder = tmp_path / "text.txt", str(tmp_path / "data")
+    text.write_text("the same words come again, and the same words go. " * 2000)
+    run(door("prepare-data"), "text", "--source", text, "--output", folder)
+    monkeypatch.setattr(maps, "fetch_corpus", lambda trial, corpus: None)
+    changes = [f"data.path={folder}", "training.steps=2", "checkpoint.every=2", "model.max_length=64"]
+    own = {"changes": [*changes, "data.sequence_length=64"], "wide": 16, "windows": 2, "length": 32}
+    found = maps.measure(trial(maps.NARROW_MAPS, tmp_path, **own))
+    assert {name: len(values) for name, values in found.items()} == {"widths": 2, "seeds": 2, "heads": 2}
+    (one, other), (wide, _) = (maps.attention_maps(tmp_path / f"{name}-0", 2, 32) for name in ("narrow", "wide"))
+    assert one.shape == (2, 32, 32) and not torch.equal(one, other)
+    torch.testing.assert_close(one.sum(-1), torch.ones(2, 32))
+    defined = [
+        statistics.correlation(a.flatten().tolist(), b.flatten().tolist()) for a, b in zip(one, wide, strict=True)
+    ]
+    assert found["widths"][0] == pytest.approx(statistics.mean(defined), abs=1e-6)
 
 
 @pytest.mark.slow
