@@ -51,6 +51,14 @@ def pays():
         quiet = min(seed["step_seconds"] for seed in curves["client"][arm].values())
         numbers = quiet, run["held_out"]["250"], run["test"]
         yield f"| {name} | {run['steps']} | {numbers[0]:.2f} | {numbers[1]:.3f} | {numbers[2]:.3f} |"
+    dense = read("measured/pays_dense.json")["runs"]["client"]
+    for name, arm in (
+        ("`smart_bird` beside a window, by turns", "smart_bird beside a window"),
+        ("`yoso` in expectation, by turns", "yoso in expectation"),
+    ):
+        run = dense[arm]["0"]
+        numbers = run["step_seconds"], run["held_out"]["250"], run["test"]
+        yield f"| {name} | {run['steps']} | {numbers[0]:.2f} | {numbers[1]:.3f} | {numbers[2]:.3f} |"
     trained = read("measured/quickstart_attention.json")
     window, ngram, lsh = (
         trained[arm]["test_bits_per_dim"] for arm in ("window 64 in every layer", "n-gram by turns", "LSH by turns")
