@@ -102,8 +102,8 @@ NARROW_MAPS = Claim(
     says="Attention maps of a model 4 wide correlate with those of one 256 wide (0.67) nearly as two seeds do (0.76).",
     rule="Pearson's r of the attention matrices of held-out windows, mean over layers, windows and seeds: that of a "
     "model 4 wide and a wide one is at most 0.15 below that of two seeds of the wide one. Encoders of two layers and a "
-    "head each, full attention, on masked bytes in place of the paper's reviews. Beside it, not judged: narrow heads "
-    "in a wide model.",
+    "head each, full attention, on masked bytes in place of the paper's reviews. Added after the first trials, and not "
+    "judged: narrow heads in a wide model.",
     budgets={
         "cpu": {
             "config": "masked_text", "corpus": "comparisons/lha_utility", "changes": ["training.steps=1200"],
