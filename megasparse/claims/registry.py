@@ -23,7 +23,7 @@ CLAIMS = (
     yoso.MEMORY,
     _open("enwik8", "Reformer, section 5", "1.19 and 1.05 bits/dim on enwik8.", "23 and 150 hours of an A100, enwik8"),
     learned.UTILITY,
-    _open("lha_wikitext", "LHA, Table 2", "Local and LHA match full attention on WikiText-103.", "WikiText-103, a GPU"),
+    trained.HYBRID,
     learned.LISTOPS,
     _open("glue", "YOSO, Tables 1 and 2", "GLUE as BERT's after pretraining.", "500,000 steps of pretraining, GLUE"),
     maps.NARROW_MAPS,
