@@ -19,7 +19,7 @@ def peak(attention, length, longest):
     given = inputs(batch=2, length=length)
     with PeakMemory() as memory:
         model(**given, labels=torch.tensor([0, 1])).loss.backward()
-    assert model.bert.encoder.layer[0].attention.self.query.weight.grad.abs().sum() > 0
+    assert model.bert.encoder.layer[0].attention.self.value.weight.grad.abs().sum() > 0
     return memory
 
 

@@ -63,7 +63,7 @@ def test_N5_forward_and_gradients_are_those_of_the_definition(
     monkeypatch.setattr(chunks, "_LAYOUT_ELEMENTS", 3 * length)  # heads are laid out one at a time
     # Several blocks a row, several rows a block, or one block.
     size = (70, 1000, 1 << 18)[(causal + masked + 2 * exclude_self + documents) % 3]
-    monkeypatch.setattr(chunks, "_SCORE_ELEMENTS", size)
+    monkeypatch.setattr(chunks, "SCORE_ELEMENTS", size)
     mask, segments = random_masks(length)
     assert_equal_to_the_definition(
         random_heads(length), random_codes(length, rounds), window,
@@ -76,7 +76,7 @@ def test_N5_forward_and_gradients_are_those_of_the_definition(
 @pytest.mark.parametrize("chunk", [31, 33, 64, 65, 130])
 def test_N5_bands_of_any_width_are_those_of_the_definition(chunk, causal, monkeypatch):
     """Tiles are as wide as the band up to 32, then 32 and above 64 tokens 64 wide."""
-    monkeypatch.setattr(chunks, "_SCORE_ELEMENTS", 30000)
+    monkeypatch.setattr(chunks, "SCORE_ELEMENTS", 30000)
     heads, codes = random_heads(200, batch=1), random_codes(200, 2, batch=1)
     assert_equal_to_the_definition(heads, codes, Window("band", chunk), causal=causal)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import Function, without_autocast
-from megasparse.ops.bucketed_attention.chunks import LOWEST, Rows, Tiling, lay_out_rows, row_groups, take_rows
-from megasparse.ops.bucketed_attention.ranges import attention_by_key_rank
+from megasparse.ops.bucketed_attention.chunks import LOWEST, Rows, SortedLayout, take_rows
+from megasparse.ops.bucketed_attention.range_tiles import RangeLayout, RangeRows
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
 from megasparse.ops.random import PairDropout
 
@@ -36,10 +36,7 @@ def bucketed_attention(
     dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `operator.bucketed_attention`. A score is to be less than 2^90 in size."""
-    if key_codes is not None:
-        assert codes is not None
-        return attention_by_key_rank(q, k, v, codes, key_codes, spec, key_mask, segments, dropout)
-    out, lse = _BucketedAttention.apply(q, k, v, codes, spec, key_mask, segments, dropout)
+    out, lse = _BucketedAttention.apply(q, k, v, codes, spec, key_mask, segments, key_codes, dropout)
     return out, lse
 
 
@@ -47,20 +44,25 @@ class _BucketedAttention(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, spec: BucketedAttentionSpec,
-        key_mask: Tensor | None, segments: Tensor | None, dropout: PairDropout | None,
+        key_mask: Tensor | None, segments: Tensor | None, key_codes: Tensor | None, dropout: PairDropout | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-        lse2 = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
-        if spec.share is not None:
-            out, lse2 = out.zero_(), lse2.fill_(LOWEST)
-        order, slot = lay_out_rows(q, codes, key_mask, segments, spec.window)
-        for rows in row_groups(q, k, v, order, slot, Tiling(spec), dropout):
+        out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+        lse2 = torch.full(q.shape[:3], LOWEST, dtype=dtype, device=q.device)
+        layout: SortedLayout | RangeLayout
+        if key_codes is None:
+            layout = SortedLayout.of(q, codes, spec.window, key_mask, segments)
+        else:
+            assert codes is not None
+            layout = RangeLayout.of(codes, key_codes, spec, key_mask, segments)
+        for rows in layout.groups(q, k, v, spec, dropout):
             _forward_rows(rows, out.flatten(0, 1)[rows.place], lse2.flatten(0, 1)[rows.place])
         blind = lse2 < 0.5 * LOWEST
         lse = (lse2 / _LOG2_E).masked_fill_(blind, -torch.inf)
         alone = None
-        if spec.exclude_self and spec.self_at_last:  # who sees no other token has its own value, with its own score
+        if spec.self_at_last and (
+            spec.exclude_self or key_codes is not None
+        ):  # who sees no other token has its own value, with its own score
             alone = blind.nonzero(as_tuple=True)
             out[alone] = _own_value(v[alone].to(dtype), alone, dropout, v.shape[2])
             lse[alone] = (q[alone].to(dtype) * k[alone]).sum(-1) * spec.scale
@@ -70,20 +72,20 @@ class _BucketedAttention(Function):
             blind |= ~key_mask[:, None]
         lse2.masked_fill_(blind, torch.inf)  # exp2(score − ∞) = 0: no tile gives these queries a gradient
         out = out.to(q.dtype)
-        ctx.spec, ctx.alone, ctx.dropout = spec, alone, dropout
-        ctx.save_for_backward(q, k, v, order, slot, key_mask, out, lse, lse2)
+        ctx.spec, ctx.alone, ctx.dropout, ctx.layout = spec, alone, dropout, type(layout)
+        ctx.save_for_backward(q, k, v, key_mask, out, lse, lse2, *layout)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_out, grad_lse = grads
-        q, k, v, order, slot, key_mask, out, lse, lse2 = ctx.saved_tensors
+        q, k, v, key_mask, out, lse, lse2, *layout = ctx.saved_tensors
         spec: BucketedAttentionSpec = ctx.spec
         grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0.0)
         if key_mask is not None:
             grad_out = grad_out.masked_fill(~key_mask[:, None, :, None], 0.0)
         dq, dk, dv = (torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format) for _ in range(3))
-        for rows in row_groups(q, k, v, order, slot, Tiling(spec), ctx.dropout):
+        for rows in ctx.layout(*layout).groups(q, k, v, spec, ctx.dropout):
             sources = [take_rows(x, rows.place) for x in (grad_out, out, grad_lse, lse2)]
             _backward_rows(rows, *sources, *(x.flatten(0, 1)[rows.place] for x in (dq, dk, dv)))
         if ctx.alone is not None:  # out = v and lse = scale·q·k there
@@ -92,7 +94,7 @@ class _BucketedAttention(Function):
             dq[alone] += own * k[alone]
             dk[alone] += own * q[alone]
             dv[alone] += _own_value(grad_out[alone], alone, ctx.dropout, v.shape[2])
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None, None
 
 
 def _own_value(x: Tensor, alone: tuple[Tensor, ...], dropout: PairDropout | None, keys: int) -> Tensor:
@@ -103,7 +105,7 @@ def _own_value(x: Tensor, alone: tuple[Tensor, ...], dropout: PairDropout | None
     return x * own.unsqueeze(-1)
 
 
-def _forward_rows(rows: Rows, out: Tensor, lse2: Tensor) -> None:
+def _forward_rows(rows: Rows | RangeRows, out: Tensor, lse2: Tensor) -> None:
     """Fills out (G, L, D) and lse2 (G, L): the log-sum-exp in base 2, near LOWEST where nothing is visible.
 
     Rounds are merged by log-sum-exp.
@@ -126,7 +128,7 @@ def _forward_rows(rows: Rows, out: Tensor, lse2: Tensor) -> None:
 
 
 def _backward_rows(
-    rows: Rows,
+    rows: Rows | RangeRows,
     grad_out: Tensor,
     out: Tensor,
     grad_lse: Tensor,

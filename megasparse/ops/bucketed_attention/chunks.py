@@ -11,6 +11,7 @@ block, T queries a tile, S·T keys a tile, P places: sorted indices with S − 1
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,10 @@ from megasparse.ops.bucketed_attention.layout import lay_out
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec, Window
 from megasparse.ops.random import PairDropout
 
-_SCORE_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32
+SCORE_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32
 _LAYOUT_ELEMENTS = 1 << 21  # tokens sorted at a time
-_EXACT = 1 << 24  # fp32 knows every integer up to here
-_HIDDEN = 2.0**100  # far above any score, and its multiples are finite
+EXACT = 1 << 24  # fp32 knows every integer up to here
+HIDDEN = 2.0**100  # far above any score, and its multiples are finite
 LOWEST = -(2.0**90)  # below any score and far above hidden ones: the highest score where nothing is visible
 
 
@@ -117,7 +118,7 @@ class Round:
         index = rows.order[:, number].index_select(1, place.clamp_(0, self.length - 1)).long()  # (G, P)
         self.token = index + torch.arange(group, device=device)[:, None] * self.length
         largest = max(int(rows.slot.amax()), self.length)
-        dtype = rows.dtype if largest < _EXACT else torch.float64
+        dtype = rows.dtype if largest < EXACT else torch.float64
         first = 0 if self.tiling.spec.count_rounds else number
         slots = [rows.slot[:, r].gather(1, index).to(dtype) for r in range(first, number + 1)]  # (G, P)
         self.earlier = [self._range(slot) for slot in slots[:-1]]
@@ -150,7 +151,7 @@ class Round:
         return x.unfold(1, self.tiling.span * tile, tile).unsqueeze(2), queries.unsqueeze(3)
 
     def blocks(self) -> Iterator["Block"]:
-        step = max(1, at_most(_SCORE_ELEMENTS) // (self.token.shape[0] * self.tiling.span * self.tiling.tile**2))
+        step = max(1, at_most(SCORE_ELEMENTS) // (self.token.shape[0] * self.tiling.span * self.tiling.tile**2))
         tiles = self.tiling.tiles(self.length)
         for start in tiles[::step]:
             yield Block(self, start, min(start + step, tiles.stop))
@@ -204,7 +205,7 @@ class Block:
         q, k: what `queries` and `keys` give, scaled.
         """
         hidden = self._hidden().flatten(0, 1).to(q.dtype)
-        return hidden.baddbmm_(q, k.transpose(1, 2), beta=-_HIDDEN)
+        return hidden.baddbmm_(q, k.transpose(1, 2), beta=-HIDDEN)
 
     def factors(self, dropout: PairDropout) -> Tensor:
         """The factors of probabilities that dropout gives the pairs of `scores`, (G·W, T, S·T)."""
@@ -243,39 +244,45 @@ class Block:
         return self.query_tokens[:, : self.real].flatten(), values[:, : self.real].flatten(0, 1)
 
 
-def lay_out_rows(
-    q: Tensor, codes: Tensor | None, key_mask: Tensor | None, segments: Tensor | None, window: Window
-) -> tuple[Tensor, Tensor]:
-    """The order of the tokens of q and their slots in each round: (B, H, R, L) int32; (B, 1, 1, L) without codes."""
-    if codes is None:
-        codes = q.new_zeros((q.shape[0], 1, 1, q.shape[2]), dtype=torch.int16)
-    heads, rounds, length = codes.shape[1:]
-    order, slot = (torch.empty(codes.shape, dtype=torch.int32, device=q.device) for _ in range(2))
-    step = max(1, at_most(_LAYOUT_ELEMENTS) // (heads * rounds * length))
-    head_step = max(1, at_most(_LAYOUT_ELEMENTS) // (rounds * length))
-    for start in range(0, len(codes), step):
-        rows = slice(start, start + step)
-        masks = [None if x is None else x[rows] for x in (key_mask, segments)]
-        for head in range(0, heads, head_step):
-            piece = (rows, slice(head, head + head_step))
-            order[piece], slot[piece] = lay_out(codes[piece], window, *masks)
-    return order, slot
+class SortedLayout(NamedTuple):
+    """Every round's order of the tokens and their slots, (B, H, R, L) int32; (B, 1, 1, L) without codes."""
 
+    order: Tensor
+    slot: Tensor
 
-def row_groups(
-    q: Tensor, k: Tensor, v: Tensor, order: Tensor, slot: Tensor, tiling: Tiling, dropout: PairDropout | None
-) -> Iterator[Rows]:
-    """Groups of whole rows that fit into a block, or single rows. order, slot: what `lay_out_rows` gives."""
-    batch, heads, length, _ = q.shape
-    order, slot = (x.expand(-1, heads, -1, -1) for x in (order, slot))
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    tiles = len(tiling.tiles(length))
-    step = max(1, at_most(_SCORE_ELEMENTS) // (max(1, tiles) * tiling.span * tiling.tile**2))
-    for start in range(0, batch * heads, step):
-        place = slice(start, min(start + step, batch * heads))
-        q_rows, k_rows, v_rows, order_rows, slot_rows = (take_rows(x, place) for x in (q, k, v, order, slot))
-        own = None if dropout is None else replace(dropout, queries=take_rows(dropout.queries, place))
-        yield Rows(place, q_rows, k_rows, v_rows, order_rows, slot_rows, tiling, dtype, own)
+    @classmethod
+    def of(
+        cls, q: Tensor, codes: Tensor | None, window: Window, key_mask: Tensor | None, segments: Tensor | None
+    ) -> "SortedLayout":
+        if codes is None:
+            codes = q.new_zeros((q.shape[0], 1, 1, q.shape[2]), dtype=torch.int16)
+        heads, rounds, length = codes.shape[1:]
+        order, slot = (torch.empty(codes.shape, dtype=torch.int32, device=q.device) for _ in range(2))
+        step = max(1, at_most(_LAYOUT_ELEMENTS) // (heads * rounds * length))
+        head_step = max(1, at_most(_LAYOUT_ELEMENTS) // (rounds * length))
+        for start in range(0, len(codes), step):
+            rows = slice(start, start + step)
+            masks = [None if x is None else x[rows] for x in (key_mask, segments)]
+            for head in range(0, heads, head_step):
+                piece = (rows, slice(head, head + head_step))
+                order[piece], slot[piece] = lay_out(codes[piece], window, *masks)
+        return cls(order, slot)
+
+    def groups(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec, dropout: PairDropout | None
+    ) -> Iterator[Rows]:
+        """Groups of whole rows that fit into a block, or single rows."""
+        tiling = Tiling(spec)
+        batch, heads, length, _ = q.shape
+        order, slot = (x.expand(-1, heads, -1, -1) for x in self)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        tiles = len(tiling.tiles(length))
+        step = max(1, at_most(SCORE_ELEMENTS) // (max(1, tiles) * tiling.span * tiling.tile**2))
+        for start in range(0, batch * heads, step):
+            place = slice(start, min(start + step, batch * heads))
+            q_rows, k_rows, v_rows, order_rows, slot_rows = (take_rows(x, place) for x in (q, k, v, order, slot))
+            own = None if dropout is None else replace(dropout, queries=take_rows(dropout.queries, place))
+            yield Rows(place, q_rows, k_rows, v_rows, order_rows, slot_rows, tiling, dtype, own)
 
 
 def take_rows(x: Tensor, place: slice) -> Tensor:

@@ -3,63 +3,14 @@
 B batch, H heads, R rounds, Lq queries, Lk keys, M chunk, W keys a window: M, or 2M where it is two-sided.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.ops.blocks import at_most
-from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
-from megasparse.ops.gathered_attention import gathered_attention
-from megasparse.ops.random import PairDropout
 
 _PIECE_ELEMENTS = 1 << 20  # key numbers found at a time: 8 MB of int64
-
-
-def attention_by_key_rank(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_codes: Tensor,
-    key_codes: Tensor,
-    spec: BucketedAttentionSpec,
-    key_mask: Tensor | None,
-    segments: Tensor | None,
-    dropout: PairDropout | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`operator.bucketed_attention` in blockwise torch, where keys have codes of their own."""
-    chunk, distinct, length = spec.window.chunk, spec.count_rounds, q.shape[2]
-    places = spec.places(length)
-    own = slice(places.start, places.stop)
-    index = windows_by_key_rank(
-        query_codes[..., own], key_codes, chunk, spec.causal, key_mask, segments, distinct=distinct,
-        first_query=own.start,
-    )  # fmt: skip
-    index = _see_self_at_last(index, own, key_mask, spec)
-    if spec.share is None:
-        return gathered_attention(q, k, v, index, scale=spec.scale, dropout=dropout)
-    if dropout is not None:
-        dropout = replace(dropout, queries=dropout.queries[:, :, own])
-    out, lse = gathered_attention(q[:, :, own], k, v, index, scale=spec.scale, dropout=dropout)
-    around = (own.start, length - own.stop)
-    return F.pad(out, (0, 0, *around)), F.pad(lse, around, value=-torch.inf)
-
-
-def _see_self_at_last(index: Tensor, rows: slice, key_mask: Tensor | None, spec: BucketedAttentionSpec) -> Tensor:
-    """The windows (B, H, Lq, K) of the queries `rows` of self-attention: whoever sees nothing sees itself, if it may,
-    and padding nothing.
-    """
-    own = torch.arange(rows.start, rows.stop, dtype=index.dtype, device=index.device)
-    if spec.exclude_self:
-        index = index.masked_fill_(index == own[:, None], -1)
-    if spec.self_at_last:
-        alone = (index < 0).all(dim=-1)
-        index[..., 0] = torch.where(alone, own, index[..., 0])
-    if key_mask is not None:
-        index = index.masked_fill_(~key_mask[:, None, rows, None], -1)
-    return index
 
 
 def windows_by_key_rank(
