@@ -101,13 +101,18 @@ DUPLICATION = Claim(
 )
 
 
+def _losses(runs: Sequence[Numbers]) -> tuple[dict[str, float], float, list[list[str]]]:
+    """Return each arm's nats a token, mean over seeds; the largest of the arms' deviations; and their table."""
+    losses = {arm: [run[arm]["loss"] for run in runs] for arm in runs[0]}
+    means = {arm: statistics.mean(values) for arm, values in losses.items()}
+    table = [["", *losses], ["nats a token", *(spread(values, 4) for values in losses.values())]]
+    return means, max(statistics.stdev(values) for values in losses.values()), table
+
+
 def judge_blocks(runs: Sequence[Numbers]) -> Judgement:
     """Nats a token of each arm against the regular one's."""
-    losses = {arm: [run[arm]["loss"] for run in runs] for arm in runs[0]}
-    deviation = max(statistics.stdev(values) for values in losses.values())
-    regular = statistics.mean(losses["regular"])
-    behind = {arm: statistics.mean(values) - regular for arm, values in losses.items() if arm != "regular"}
-    table = [["", *losses], ["nats a token", *(spread(values, 4) for values in losses.values())]]
+    means, deviation, table = _losses(runs)
+    behind = {arm: mean - means["regular"] for arm, mean in means.items() if arm != "regular"}
     said = ", ".join(f"{arm} {difference:+.4f}" for arm, difference in behind.items())
     sentence = f"against regular: {said} nats; seeds deviate by {deviation:.4f}"
     return Judgement(all(difference < 2 * deviation for difference in behind.values()), sentence, table)
@@ -134,12 +139,9 @@ MOST_BEHIND = 0.05
 
 def judge_rounds(runs: Sequence[Numbers]) -> Judgement:
     """Nats a token of each number of rounds, and of full attention."""
-    losses = {arm: [run[arm]["loss"] for run in runs] for arm in ("full", *(f"LSH-{n}" for n in ROUNDS))}
-    means = {arm: statistics.mean(values) for arm, values in losses.items()}
-    deviation = max(statistics.stdev(values) for values in losses.values())
+    means, deviation, table = _losses(runs)
     ordered = all(means[f"LSH-{more}"] < means[f"LSH-{fewer}"] + 2 * deviation for more, fewer in pairwise(ROUNDS))
     behind = means["LSH-8"] - means["full"]
-    table = [["", *losses], ["nats a token", *(spread(values, 4) for values in losses.values())]]
     sentence = (
         f"8 rounds are {behind:+.4f} nats from full attention, 1 round {means['LSH-1'] - means['full']:+.4f}; seeds "
         f"deviate by {deviation:.4f}"
@@ -175,12 +177,9 @@ TRAINED_ROUNDS = Claim(
 
 def judge_hybrid(runs: Sequence[Numbers]) -> Judgement:
     """Nats a token of LHA in half of the heads against the window's alone, and LSH's in the same place."""
-    losses = {arm: [run[arm]["loss"] for run in runs] for arm in ("local", "local and LSH", "local and LHA", "LHA")}
-    means = {arm: statistics.mean(values) for arm, values in losses.items()}
-    deviation = max(statistics.stdev(values) for values in losses.values())
+    means, deviation, table = _losses(runs)
     learned = means["local and LHA"]
     verified = learned < means["local"] + 2 * deviation and learned < means["local and LSH"]
-    table = [["", *losses], ["nats a token", *(spread(values, 4) for values in losses.values())]]
     sentence = (
         f"LHA in half of the heads is {learned - means['local']:+.4f} nats from local attention alone, "
         f"{learned - means['local and LSH']:+.4f} from LSH there; in all heads {means['LHA'] - means['local']:+.4f}; "

@@ -152,11 +152,22 @@ def test_the_rule_of_trained_rounds():
     assert [list(curve.x) for curve in trained.draw_rounds(runs()).curves] == [[8, 4, 2, 1]] * 4
 
 
+def test_lha_in_half_of_the_heads_is_judged_against_the_window_and_against_lsh():
+    def runs(learned, random=1.1):
+        losses = {"local": 1.0, "local and LSH": random, "local and LHA": learned, "LHA": 1.3}
+        return [{arm: {"loss": loss + x} for arm, loss in losses.items()} for x in (0.0, 0.01, 0.02)]
+
+    assert trained.judge_hybrid(runs(1.019)).verified  # behind by less than 2 deviations of .01
+    assert not trained.judge_hybrid(runs(1.021)).verified
+    assert not trained.judge_hybrid(runs(1.0, random=0.99)).verified
+
+
 def test_trials_of_trained_models_name_comparisons_whose_models_can_be_built():
     for claim in (
         trained.DUPLICATION,
         trained.BLOCKS,
         trained.TRAINED_ROUNDS,
+        trained.HYBRID,
         learned.UTILITY,
         learned.LISTOPS,
         learned.SAMPLERS,
