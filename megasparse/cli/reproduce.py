@@ -1,7 +1,7 @@
 """Try the papers' claims at a size that this machine bears, and write one page: verified, refuted, not attempted.
 
     megasparse reproduce --list                        (claims, rules, minutes)
-    megasparse reproduce                               (all that a CPU can do: an hour and a half)
+    megasparse reproduce                               (all that a CPU can do: eight hours of a core)
     megasparse reproduce --only yoso_estimator lsh_rounds
     megasparse reproduce --budget gpu --dry-run        (what would be run)
 

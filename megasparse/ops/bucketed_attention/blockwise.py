@@ -60,9 +60,8 @@ class _BucketedAttention(Function):
         blind = lse2 < 0.5 * LOWEST
         lse = (lse2 / _LOG2_E).masked_fill_(blind, -torch.inf)
         alone = None
-        if spec.self_at_last and (
-            spec.exclude_self or key_codes is not None
-        ):  # who sees no other token has its own value, with its own score
+        # Who sees no other token has its own value, with its own score.
+        if spec.self_at_last and (spec.exclude_self or key_codes is not None):
             alone = blind.nonzero(as_tuple=True)
             out[alone] = _own_value(v[alone].to(dtype), alone, dropout, v.shape[2])
             lse[alone] = (q[alone].to(dtype) * k[alone]).sum(-1) * spec.scale
