@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megasparse.config.schema import Config
 from megasparse.model.build import empty_model
 from megasparse.planning.dry_run import dry_run
 from tests.helpers.documents import runs
+from tests.helpers.measured import assert_shown, read, spread
 from tests.helpers.papers import FIELDS, Reproduction, gpu_hours, model_of, reproductions
 from tests.planning.test_configs import reduced
 
@@ -57,3 +59,25 @@ def test_costs_are_the_planners(section):
     hours = sum(gpu_hours(run) for run in trained(section))
     said = re.match(r"([\d.,]+|none)", section.fields["cost"])[1]
     assert said == (f"{float(f'{hours:.2g}'):,g}" if hours else WITHOUT_COST)
+
+
+def losses(claim):
+    """Nats a token of each arm of a claim's trials, a number a seed."""
+    trials = next(found["trials"] for found in read("claims/claims.json") if found["name"] == claim)
+    return {arm: [trial["numbers"][arm]["loss"] for trial in trials] for arm in trials[0]["numbers"]}
+
+
+def test_losses_in_small_are_those_of_the_claims():
+    rounds = {arm: statistics.mean(seeds) for arm, seeds in losses("trained_rounds").items()}
+    regular, shared, reversible, local, lsh, lha, alone = (
+        spread(seeds).replace("± 0.", "± .")
+        for claim in ("shared_queries_reversible", "lha_wikitext")
+        for seeds in losses(claim).values()
+    )
+    four = "{:.3f}, {:.3f}, {:.3f} and {:.3f} nats".format(*(rounds[f"LSH-{n}"] for n in (1, 2, 4, 8)))
+    behind = f"{rounds['LSH-8'] - rounds['full']:.3f}".removeprefix("0")
+    blocks = f"regular {regular} nats, shared queries and keys {shared}, reversible {reversible}"
+    hybrid = (
+        f"local attention {local} nats, with LSH in half of the heads {lsh}, with LHA there {lha}, LHA alone {alone}"
+    )
+    assert_shown("papers.md", [four, f"{behind} behind full attention's {rounds['full']:.3f}", blocks, hybrid])
