@@ -26,7 +26,8 @@ def bucketed_attention(
     """Compute out_i = Σ_r Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the keys j visible in round r (Reformer
     Eq. 2–6, appendix A).
 
-    q, k, v: (B, H, L, D). codes: (B, H, R, L) integer buckets; None is one bucket and one round (local attention).
+    q, k, v: (B, H, L, D). codes: (B, H, R, L) integer buckets, or (B, 1, R, L), the same of all heads; None is one
+    bucket and one round (local attention).
     N_ij: the number of rounds in which j is visible to i (1 without spec.count_rounds). key_mask: (B, L) bool, true
     for real tokens: padding sees nothing and is never seen. segments: (B, L) document numbers >= 0: documents never see
     each other. key_codes: (B, H, R, L), the keys' own buckets; then codes are the queries', the window is a band, of
