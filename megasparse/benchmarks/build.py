@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megasparse.config.deepspeed_section import import_deepspeed
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.evaluation.outputs import write_json
@@ -24,7 +25,6 @@ from megasparse.planning.measure import alone, machine, peak, reset_peak
 from megasparse.planning.plan import Assumptions, Plan
 from megasparse.planning.planner import with_changes
 from megasparse.training.engines.build import build_engine
-from megasparse.training.engines.deepspeed import import_deepspeed
 from megasparse.training.ranks import Ranks
 
 CPU = torch.device("cpu")

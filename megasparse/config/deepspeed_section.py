@@ -6,6 +6,8 @@ it, which takes a second or two.
 """
 
 import logging
+import sys
+import warnings
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
@@ -88,12 +90,29 @@ def check_values(section: dict[str, Any]) -> None:
         return
     logging.disable(logging.WARNING)  # the import logs lines about accelerators, no business of a configuration
     try:
-        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+        import_deepspeed()
     finally:
         logging.disable(logging.NOTSET)
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
     # strict: without it DeepSpeed drops every "auto", which only HuggingFace's trainer fills in
     _validate(DeepSpeedZeroConfig, zero, "deepspeed.zero_optimization", strict=True)
     _check_supported(zero)
+
+
+def import_deepspeed() -> Any:
+    """Import DeepSpeed, which takes seconds, and return it."""
+    # It calls collectives by names that torch will rename: nothing a user can act on
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    unimported = "mlflow" not in sys.modules
+    if unimported:  # its autotuner, which nothing here runs, would import it: two more seconds in every process
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        import deepspeed
+    finally:
+        if unimported:
+            del sys.modules["mlflow"]
+    return deepspeed
 
 
 def _validate(model: type[BaseModel], values: dict[str, Any], prefix: str, **options: bool) -> None:

@@ -47,7 +47,7 @@ def _import_all() -> None:
     import torch._dynamo  # as the first optimizer does
 
     import megasparse.runs.pretraining  # noqa: F401
-    from megasparse.training.engines.deepspeed import import_deepspeed
+    from megasparse.config.deepspeed_section import import_deepspeed
 
     import_deepspeed()
 

@@ -186,3 +186,14 @@ def test_gradients_are_reduced_during_the_backward_on_several_gpus_at_stage_2():
     assert not overlaps_communication({"stage": 2}, several_gpus=False)
     assert not overlaps_communication({"stage": 2, "overlap_comm": False}, several_gpus=True)
     assert overlaps_communication({"stage": 1, "overlap_comm": True}, several_gpus=False)
+
+
+def test_deepspeed_is_imported_without_mlflow_which_then_still_can_be():
+    code = """
+import importlib.util, sys
+from megasparse.config.deepspeed_section import import_deepspeed
+deepspeed = import_deepspeed()
+print(hasattr(deepspeed, "initialize"), "mlflow" in sys.modules, importlib.util.find_spec("mlflow") is not None)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout.splitlines()[-1] == "True False True"

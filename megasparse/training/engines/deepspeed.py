@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 import shutil
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from megasparse.config.deepspeed_section import overlaps_communication
+from megasparse.config.deepspeed_section import import_deepspeed, overlaps_communication
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import check_shares
 from megasparse.errors import ConfigError
@@ -253,15 +252,6 @@ def _lines_in(run: Path) -> Iterator[None]:
         opened.callback(lambda: [handler.setStream(stream) for handler, stream in streams])
         opened.enter_context(redirect_stdout(file))
         yield
-
-
-def import_deepspeed() -> Any:
-    """Import DeepSpeed, which takes seconds, and return it."""
-    # It calls collectives by names that torch will rename: nothing a user can act on
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    import deepspeed
-
-    return deepspeed
 
 
 def _deepspeed_for(ranks: Ranks) -> Any:
