@@ -276,10 +276,18 @@ FORMAT = BERTFormat()
 
 
 def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
-    """HuggingFace's configuration of a model_type. Raises HubError naming `path` for what is none."""
+    """HuggingFace's configuration of a model_type. Raises HubError naming `path` for what is none, and for a model
+    whose attention was replaced: its weights alone would be read, as those of a model with full attention.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
+    from megasparse.hub.replace import ENTRY
+
+    if ENTRY in values:
+        problem = f"its attention was replaced ({ENTRY} in its config.json), which would be lost"
+        hint = "Give the model that it was made from, or train it as megasparse.hub.load_replaced loads it"
+        raise HubError(path, problem, hint)
     if values.get("model_type") != name:
         raise HubError(path, f"its model_type is {values.get('model_type')!r}", f"Give a model of {name!r}")
     try:

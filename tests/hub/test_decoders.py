@@ -130,6 +130,7 @@ def test_old_files_of_gpt2_are_read(tmp_path, buffer):
         ("mistral", {"sliding_window": 40}, 'sliding_window is 40.*Set "max_position_embeddings" to 40'),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt2", {"model_type": "smollm3"}, "model_type is 'smollm3', which cannot be imported"),
+        ("llama", {"megasparse_attention": {}}, "its attention was replaced .*which would be lost.*load_replaced"),
     ],
 )
 def test_what_ours_cannot_express_is_one_line(tmp_path, name, change, problem):
