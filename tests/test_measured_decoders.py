@@ -36,7 +36,8 @@ def fine_tuned():
         longest = " | ".join(f"{number // 1024:,}K" if number else "no" for number in row["longest"])
         sizes = f"{row['gpu'] / 1e9:.1f} | {row['cpu'] / 1e9:.1f}"
         yield f"| {row['shape']} | {row['trained']}, {row['weights']:,} | {sizes} | {longest} |"
-    for trained, file in (("all weights", "memory_smollm2"), ("adapters", "memory_smollm2_lora")):
+    lora = "memory_smollm2_lora"
+    for trained, file in (("all weights", "memory_smollm2"), ("adapters", lora), ("adapters, fp32", f"{lora}_fp32")):
         for row in read(f"measured/{file}.json")["rows"]:
             predicted, allocated = row["predicted"], row["allocated"]
             assert abs(predicted / allocated - 1) < 0.1
