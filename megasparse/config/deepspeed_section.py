@@ -112,7 +112,20 @@ def import_deepspeed() -> Any:
     finally:
         if unimported:
             del sys.modules["mlflow"]
+    _import_muon()
     return deepspeed
+
+
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon, whose class every start asks for, uncompiled: its decorator would load torch.compile's
+    back end, one and a half seconds in every process, for an optimizer that nothing here runs."""
+    from deepspeed.runtime import compiler
+
+    decorator, compiler.compile = compiler.compile, lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = decorator
 
 
 def _validate(model: type[BaseModel], values: dict[str, Any], prefix: str, **options: bool) -> None:

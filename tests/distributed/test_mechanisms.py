@@ -4,6 +4,7 @@ Draws, sampled keys and hashes depend on the global sample and head, so the numb
 two gloo ranks (`on_two_ranks`) runs all cases.
 """
 
+import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
     ranks = start_ranks(config_of(place, MODELS["decoder"], 2).run)
     for name, stage in CASES:
         found[f"{name} {stage}"] = losses(config_of(place / f"{name}{stage}", MODELS[name], stage), ranks)
+    found["compiler"] = [name for name in ("torch._inductor.codecache", "networkx") if name in sys.modules]
     config = config_of(place / "resumed", BERT, 3)
     save = Saver(identity_of(config), ranks)
     found["bert resumed"] = losses(config, ranks, 1, 1, save) + losses(config, ranks, 2, STEPS, save)
@@ -175,6 +177,10 @@ def test_two_ranks_are_one(found, name, stage):
     assert alone(name)[-2] != alone(name)[0]
     for rank in found:
         assert rank[f"{name} {stage}"] == pytest.approx(alone(name), rel=1e-5)
+
+
+def test_deepspeed_starts_without_a_compiler(found):
+    assert [rank["compiler"] for rank in found] == [[], []]
 
 
 def test_an_encoder_with_both_of_berts_objectives_resumes_exactly(found):
