@@ -15,8 +15,22 @@ from megasparse.data.index_file import INDEX_FILE, Shard
 Harm = Callable[[bytes], bytes]
 
 
-def flip(byte: int) -> Harm:
-    return lambda tar: tar[:byte] + bytes([tar[byte] ^ 1]) + tar[byte + 1 :]
+def flip(*places: int) -> Harm:
+    """A bit of each of these bytes is another."""
+
+    def flipped(tar: bytes) -> bytes:
+        content = bytearray(tar)
+        for byte in places:
+            content[byte] ^= 1
+        return bytes(content)
+
+    return flipped
+
+
+def do(harm: str | Harm, path: Path) -> Path:
+    """Do a harm, or that of a name in HARMS, to a file."""
+    path.write_bytes((HARMS[harm][0] if isinstance(harm, str) else harm)(path.read_bytes()))
+    return path
 
 
 def member(name: str, data: bytes = b"x" * 100, form: int = tarfile.PAX_FORMAT, **header: object) -> bytes:

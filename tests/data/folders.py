@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from megasparse.data.batches import Step, TrainingBatches
+from megasparse.data.corpora.source import Kind, Source
 from megasparse.data.index import Index
+from megasparse.data.prepare import prepare
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers.byte import ByteTokenizer
 
@@ -88,10 +90,28 @@ def take(data: TrainingBatches, steps: int) -> list[Step]:
         return [next(data) for _ in range(steps)]
 
 
-def everything(index: Index) -> torch.Tensor:
-    """All tokens of the split `train`."""
-    with closing(EvaluationStream(index, "train")) as stream:
+def everything(index: Index, split: str = "train") -> torch.Tensor:
+    """All tokens of a split."""
+    with closing(EvaluationStream(index, split)) as stream:
         return stream.read(0, stream.tokens)
+
+
+def source_of(*places: Path, kind: Kind = "files", member: str | None = None) -> Source:
+    return Source.open([str(place) for place in places], member, Path("/nowhere/.download"), kind)
+
+
+def prepared(
+    corpus: str, source: Source, output: Path, sample_bytes: int, shard_bytes: int, workers: int = 1, **options: Any
+) -> Index:
+    """The index of the shards that a corpus' source becomes in `output`, with its options."""
+    sizes = {"sample_bytes": sample_bytes, "shard_bytes": shard_bytes}
+    prepare(corpus, source, output, options=options, **sizes, command="a test", workers=workers)
+    return Index.load(output)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Content of every file but the lock."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
 
 
 def wait_until(true: Callable[[], bool]) -> None:

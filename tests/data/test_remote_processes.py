@@ -18,7 +18,6 @@ from megasparse.data.reader import ShardReader
 from megasparse.data.shard_cache import ShardCache
 from megasparse.errors import DataError
 from tests.data.folders import ramp, wait_until, write_folder
-from tests.helpers.shard_server import serving
 
 READ_ALL = """
 import hashlib, os, sys
@@ -46,12 +45,6 @@ Reader = subprocess.Popen[str]
 def folder(tmp_path):
     """Five shards of about 120 kB."""
     return write_folder(tmp_path / "data", [ramp(40_000 + 500 * k, 7 * k, 11 + k) % 256 for k in range(SHARDS)])
-
-
-@pytest.fixture
-def server(folder):
-    with serving(folder) as server:
-        yield server
 
 
 def want(folder: Path) -> str:

@@ -6,6 +6,7 @@ It answers HEAD and GET with ranges, as a web server does and as S3 does for an 
 import contextlib
 import re
 import threading
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -90,8 +91,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send(content, fault)
 
     def _range(self, content: bytes, fault: int | str | None) -> tuple[int, int]:
-        wanted = re.match(r"bytes=(\d+)-(\d*)$", self.headers.get("Range", ""))
-        if not wanted or fault == "no ranges":
+        wanted, tag = re.match(r"bytes=(\d+)-(\d*)$", self.headers.get("Range", "")), f'"{zlib.crc32(content)}"'
+        if not wanted or fault == "no ranges" or self.headers.get("If-Range", tag) != tag:
             self.send_response(200)
             start, stop = 0, len(content)
         else:
@@ -100,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
             if start < len(content):
                 self.send_response(206)
                 self.send_header("Content-Range", f"bytes {shown}-{stop - 1}/{len(content)}")
-        self.send_header("ETag", '"1"')
+        self.send_header("ETag", tag)
         self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
         return start, stop
 

@@ -1,18 +1,14 @@
-import functools
 import hashlib
-import http.server
-import threading
 import zipfile
-from pathlib import Path
 
 import pytest
 
 from megasparse.cli.main import door
 from megasparse.data.corpora import wikitext103
-from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
-from megasparse.data.reader import EvaluationStream
 from megasparse.errors import DataError
+from tests.data.folders import everything, source_of
+from tests.helpers.shard_server import serving
 
 main = door("prepare-data")
 
@@ -55,26 +51,13 @@ def official(monkeypatch):
 
 @pytest.fixture
 def server(archive):
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(archive.parent)))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def open_source(*paths: Path) -> Source:
-    return Source.open([str(path) for path in paths], None, Path("/nowhere/.download"), "files")
+    with serving(archive.parent) as server:
+        yield server
 
 
 @pytest.mark.usefixtures("official")
 def test_the_command_takes_the_folder_the_archive_and_its_url(folder, archive, server, tmp_path, capsys):
-    sources = {"folder": folder, "archive": archive, "url": f"{server}/wikitext-103-v1.zip"}
+    sources = {"folder": folder, "archive": archive, "url": f"{server.url}/wikitext-103-v1.zip"}
     for name, source in sources.items():
         main(["wikitext103", "--source", str(source), "--output", str(tmp_path / name), "--workers", "1"])
         index = Index.load(tmp_path / name)
@@ -82,8 +65,7 @@ def test_the_command_takes_the_folder_the_archive_and_its_url(folder, archive, s
         assert list(index.file.splits) == list(wikitext103.SPLITS)
         for split, infix in wikitext103.SPLITS.items():
             text = TEXTS[infix]
-            stream = EvaluationStream(index, split)
-            assert bytes(stream.read(0, stream.tokens).tolist()).decode() == text
+            assert bytes(everything(index, split).tolist()).decode() == text
             # What everyone counts on WikiText-103: sum(len(line.split() + ["<eos>"]) for line in file)
             lines = text.split("\n")[:-1]
             assert index.split(split).words == sum(len([*line.split(), "<eos>"]) for line in lines)
@@ -94,13 +76,13 @@ def test_the_command_takes_the_folder_the_archive_and_its_url(folder, archive, s
 @pytest.mark.usefixtures("official")
 def test_a_wrong_checksum_is_refused_and_a_part_is_not_called_official(folder):
     (folder / "wiki.train.tokens").write_text(TEXTS["train"] + " more \n", encoding="utf-8")
-    assert wikitext103.about(open_source(folder), SETTINGS) == {"kind": "tokens", "official": False}
+    assert wikitext103.about(source_of(folder), SETTINGS) == {"kind": "tokens", "official": False}
     (folder / "wiki.train.tokens").write_text(TEXTS["train"].replace("word", "wort"), encoding="utf-8")
     with pytest.raises(
         DataError, match=r"wiki\.train\.tokens: its sha1 is \w{40}, the official file's is \w{40}\. Down"
     ):
-        wikitext103.about(open_source(folder), SETTINGS)
-    some = open_source(folder / "wiki.test.tokens", folder / "wiki.valid.tokens")
+        wikitext103.about(source_of(folder), SETTINGS)
+    some = source_of(folder / "wiki.test.tokens", folder / "wiki.valid.tokens")
     assert wikitext103.about(some, SETTINGS) == {"kind": "tokens", "official": False}
     assert [name for name, _ in wikitext103.splits(some, SETTINGS)] == ["validation", "test"]
 
@@ -112,17 +94,17 @@ def test_no_two_published_checksums_are_alike():
 
 def test_what_is_not_wikitext_is_one_line(folder, archive, tmp_path):
     with pytest.raises(DataError, match=r"wiki\.test\.tokens is the same split\. Give one of the two"):
-        wikitext103.about(open_source(folder, archive), SETTINGS)
+        wikitext103.about(source_of(folder, archive), SETTINGS)
     (folder / "wiki.test.raw").write_text("x\n")
     with pytest.raises(DataError, match=r"there are both \.tokens and \.raw files\. Give wiki\.train"):
-        wikitext103.about(open_source(folder), SETTINGS)
+        wikitext103.about(source_of(folder), SETTINGS)
     (tmp_path / "x.txt").write_text("x\n")
     with pytest.raises(DataError, match=r"x\.txt: there is no wiki\.train\.tokens\. Give"):
-        wikitext103.about(open_source(tmp_path / "x.txt"), SETTINGS)
+        wikitext103.about(source_of(tmp_path / "x.txt"), SETTINGS)
     (folder / "wiki.test.raw").write_bytes(b"x\xe9\n")
     with pytest.raises(DataError, match=r"wiki\.test\.raw: byte 1 is not UTF-8"):
-        wikitext103.about(open_source(folder / "wiki.test.raw"), SETTINGS)
+        wikitext103.about(source_of(folder / "wiki.test.raw"), SETTINGS)
     torn = tmp_path / "torn.zip"
     torn.write_bytes(archive.read_bytes()[:-100])
     with pytest.raises(DataError, match=r"torn\.zip: this zip archive is damaged: its end is missing\. Get it again"):
-        open_source(torn)
+        source_of(torn)
