@@ -1,14 +1,12 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megasparse.data.corpora import CORPORA, bookcorpus, cutting
+from megasparse.data.corpora import bookcorpus, cutting
 from megasparse.data.corpora.source import Source
-from megasparse.data.index import Index
-from megasparse.data.prepare import prepare
-from megasparse.data.reader import EvaluationStream
 from megasparse.errors import DataError
+from tests.data.corpora.pictures import write_files
+from tests.data.folders import everything, prepared, source_of
 
 FILES = {
     "a.txt": b"the first sentence .\nthe second .\n\n\nanother book .\n  \nthird\nbook",
@@ -24,48 +22,39 @@ BOOKS = [
 ]
 
 
-def source_of(folder: Path, files: dict[str, bytes]) -> Source:
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    return Source.open([str(folder)], None, Path("/nowhere/.download"), "files")
+SETTINGS = {"split": "100,0,0", "tokenizer": "bytes"}
 
 
-def settings(**changed: Any) -> dict[str, Any]:
-    return {"split": "100,0,0", "tokenizer": "bytes", **changed}
+@pytest.fixture
+def source(tmp_path):
+    return source_of(write_files(tmp_path / "in", FILES))
+
+
+def splits(source: Source, settings: dict[str, Any]) -> dict[str, list[bytes]]:
+    return {name: [b"".join(book) for book in books] for name, books in bookcorpus.splits(source, settings)}
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 23])
-def test_books_end_at_empty_lines_and_files(tmp_path, monkeypatch, piece):
+def test_books_end_at_empty_lines_and_files(source, monkeypatch, piece):
     monkeypatch.setattr(cutting, "PIECE", piece)
-    source = source_of(tmp_path, FILES)
-    ((name, books),) = [
-        (name, [b"".join(book) for book in books]) for name, books in bookcorpus.splits(source, settings())
-    ]
-    assert (name, books) == ("train", BOOKS)
-    assert bookcorpus.about(source, settings()) == {"books": {"train": 5}}
+    assert splits(source, SETTINGS) == {"train": BOOKS}
+    assert bookcorpus.about(source, SETTINGS) == {"books": {"train": 5}}
 
 
-def test_a_book_belongs_to_the_split_of_its_first_byte(tmp_path):
-    source = source_of(tmp_path, FILES)
+def test_a_book_belongs_to_the_split_of_its_first_byte(source):
     content = b"".join(FILES.values())
-    given = settings(split="50,30,20")
+    given = {**SETTINGS, "split": "50,30,20"}
     want: dict[str, list[bytes]] = {"train": [], "validation": [], "test": []}
     for book in BOOKS:
         place = content.index(book) / len(content)
         want["train" if place < 0.5 else "validation" if place < 0.8 else "test"].append(book)
-    found = {name: [b"".join(book) for book in books] for name, books in bookcorpus.splits(source, given)}
-    assert found == want
+    assert splits(source, given) == want
     assert bookcorpus.about(source, given) == {"books": {name: len(books) for name, books in want.items()}}
 
 
-def test_the_shards_hold_the_lines_and_a_separator_after_each_book(tmp_path):
-    (tmp_path / "in").mkdir()
-    source = source_of(tmp_path / "in", FILES)
-    sizes = {"sample_bytes": 10, "shard_bytes": 50}
-    prepare("bookcorpus", source, tmp_path / "data", options=settings(), **sizes, command="a test")
-    index = Index.load(tmp_path / "data")
-    stream = EvaluationStream(index, "train")
-    assert bytes(stream.read(0, stream.tokens).tolist()) == b"".join(book + b"\0" for book in BOOKS)
+def test_the_shards_hold_the_lines_and_a_separator_after_each_book(source, tmp_path):
+    index = prepared("bookcorpus", source, tmp_path / "data", 10, 50, **SETTINGS)
+    assert bytes(everything(index).tolist()) == b"".join(book + b"\0" for book in BOOKS)
     assert index.split("train").words == sum(len(book.split()) for book in BOOKS)
     assert index.split("train").raw_bytes == sum(map(len, BOOKS))
     assert index.file.source["books"] == {"train": 5}
@@ -81,5 +70,4 @@ def test_the_shards_hold_the_lines_and_a_separator_after_each_book(tmp_path):
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, files, split, message):
     with pytest.raises(DataError, match=message):
-        bookcorpus.about(source_of(tmp_path, files), settings(split=split))
-    assert CORPORA["bookcorpus"] is bookcorpus
+        bookcorpus.about(source_of(write_files(tmp_path, files)), {**SETTINGS, "split": split})

@@ -1,14 +1,15 @@
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from megasparse.data.corpora import pg19
 from megasparse.data.corpora.source import Source
-from megasparse.data.index import Index
-from megasparse.data.prepare import prepare
-from megasparse.data.reader import EvaluationStream
 from megasparse.errors import DataError
+from tests.data.corpora.pictures import write_files
+from tests.data.folders import everything, prepared, source_of
+from tests.helpers.refusals import refusal
 
 FILES = {
     "train/10.txt": "The  first\nbook.\n",
@@ -20,19 +21,13 @@ FILES = {
 SETTINGS = {"tokenizer": "bytes"}
 
 
-def source_of(folder: Path, files: dict[str, str], *locations: str) -> Source:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content.encode("latin-1") if "latin" in name else content.encode())
-    given = [str(folder / location) for location in locations or [""]]
-    return Source.open(given, None, Path("/nowhere/.download"), "files")
+def written(folder: Path, files: Mapping[str, str]) -> Path:
+    coded = {name: text.encode("latin-1" if "latin" in name else "utf-8") for name, text in files.items()}
+    return write_files(folder, coded)
 
 
 def test_a_book_is_a_document_in_its_official_split(tmp_path):
-    source = source_of(tmp_path / "in", FILES)
-    sizes = {"sample_bytes": 10, "shard_bytes": 50}
-    prepare("pg19", source, tmp_path / "data", options=SETTINGS, **sizes, command="a test")
-    index = Index.load(tmp_path / "data")
+    index = prepared("pg19", source_of(written(tmp_path / "in", FILES)), tmp_path / "data", 10, 50, **SETTINGS)
     want = {
         "train": "Número neuf\0The  first\nbook.\n\0".encode(),  # by number
         "validation": b"three\0",
@@ -40,8 +35,7 @@ def test_a_book_is_a_document_in_its_official_split(tmp_path):
     }
     assert list(index.file.splits) == list(want)
     for name, content in want.items():
-        stream = EvaluationStream(index, name)
-        assert bytes(stream.read(0, stream.tokens).tolist()) == content
+        assert bytes(everything(index, name).tolist()) == content
     assert [index.split(name).words for name in want] == [5, 1, 4]
     assert [index.split(name).raw_bytes for name in want] == [
         len(content) - content.count(b"\0") for content in want.values()
@@ -55,12 +49,13 @@ def test_a_book_is_a_document_in_its_official_split(tmp_path):
 
 def test_folders_named_apart_and_archives_are_read_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(pg19, "OFFICIAL", {"train": 2, "validation": 1, "test": 1})
-    whole = source_of(tmp_path / "in", FILES)
-    apart = source_of(tmp_path / "in", {}, "test", "train", "validation", "metadata.csv")
+    folder = written(tmp_path / "in", FILES)
+    whole = source_of(folder)
+    apart = source_of(*(folder / name for name in ("test", "train", "validation", "metadata.csv")))
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         for name, content in FILES.items():
             archive.writestr(f"pg19/{name}", content)
-    zipped = source_of(tmp_path, {}, "x.zip")
+    zipped = source_of(tmp_path / "x.zip")
 
     def texts(source: Source) -> dict[str, list[bytes]]:
         return {name: [b"".join(book) for book in books] for name, books in pg19.splits(source, SETTINGS)}
@@ -68,7 +63,7 @@ def test_folders_named_apart_and_archives_are_read_alike(tmp_path, monkeypatch):
     assert texts(whole) == texts(apart) == texts(zipped)
     assert pg19.about(whole, SETTINGS) == pg19.about(apart, SETTINGS) == pg19.about(zipped, SETTINGS)
     assert pg19.about(whole, SETTINGS)["official"] is True
-    parts = source_of(tmp_path / "in", {}, "test", "train")
+    parts = source_of(folder / "test", folder / "train")
     assert pg19.about(parts, SETTINGS) == {"books": {"train": 2, "test": 1}, "official": False}
 
 
@@ -86,11 +81,9 @@ def test_folders_named_apart_and_archives_are_read_alike(tmp_path, monkeypatch):
     ],
 )
 def test_what_does_not_fit_is_one_line(tmp_path, changed, message):
-    with pytest.raises(DataError, match=message) as caught:
-        pg19.about(source_of(tmp_path, FILES | changed), SETTINGS)
-    assert "\n" not in str(caught.value)
+    refusal(lambda: pg19.about(source_of(written(tmp_path, FILES | changed)), SETTINGS), match=message)
 
 
 def test_no_books_at_all(tmp_path):
     with pytest.raises(DataError, match=r"there is no train/NNN\.txt, validation/NNN\.txt or test/NNN\.txt"):
-        pg19.about(source_of(tmp_path, {"metadata.csv": "1,A,1\n"}), SETTINGS)
+        pg19.about(source_of(written(tmp_path, {"metadata.csv": "1,A,1\n"})), SETTINGS)

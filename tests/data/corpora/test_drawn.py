@@ -1,0 +1,118 @@
+"""The corpora whose sequences are drawn: duplication and recall."""
+
+import hashlib
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from megasparse.data.corpora import CORPORA, duplication, recall
+from megasparse.errors import ConfigError
+from tests.data.folders import everything, prepared, source_of
+
+SMALL: dict[str, dict[str, int]] = {
+    "duplication": {"sample_bytes": 20, "symbols": 7, "sequences": 1000, "seed": 0},
+    "recall": {"sample_bytes": 3000, "pairs": 100, "sequences": 40, "seed": 0},
+}
+DIGESTS = {
+    "duplication": "3a7619a12ef5eb5eceb5a424fdf9b82a5971773e686130540cb674761f385b8c",
+    "recall": "61ec81f265bbfd1ebb225d030924f0c2cee3a0237e88734961246e4c9dbaca0e",
+}
+
+
+def draw(corpus: str, **changed: int) -> dict[str, list[bytes]]:
+    """The sequences of each split."""
+    settings: dict[str, Any] = {**SMALL[corpus], **changed}
+    splits = CORPORA[corpus].splits(source_of(), settings)
+    return {name: list(pieces) for name, (pieces,) in splits}
+
+
+@pytest.mark.parametrize("corpus", SMALL)
+def test_sequences_are_a_function_of_the_seed(corpus):
+    drawn = draw(corpus)
+    assert drawn == draw(corpus) and drawn != draw(corpus, seed=1)
+    assert draw(corpus, sequences=3)["train"] == drawn["train"][:3]
+    assert draw(corpus, sequences=3)["test"] == drawn["test"]
+    digest = hashlib.sha256(b"".join(b"".join(sequences) for sequences in drawn.values())).hexdigest()
+    assert digest == DIGESTS[corpus]
+
+
+@pytest.mark.parametrize(
+    ("corpus", "changed", "message"),
+    [
+        ("duplication", {"sample_bytes": 21}, "--length: 21 is not twice .* such as 22"),
+        ("duplication", {"sample_bytes": 2}, "--length: 2 is not twice .* such as 4"),
+        ("duplication", {"sample_bytes": -3}, "--length: -3 is not twice .* such as 4"),
+        ("duplication", {"symbols": 256}, "--symbols: 256 symbols and the 0 do not fit a byte"),
+        ("duplication", {"symbols": 0}, "--symbols: 0"),
+        ("duplication", {"sequences": 0}, "--sequences: 0"),
+        ("duplication", {"seed": -1}, "--seed: -1 is negative"),
+        ("recall", {"pairs": 0}, "--pairs"),
+        ("recall", {"sample_bytes": 200}, "--length"),
+        ("recall", {"sequences": 0}, "--sequences"),
+        ("recall", {"seed": -1}, "--seed"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(corpus, changed, message):
+    with pytest.raises(ConfigError, match=message):
+        draw(corpus, **changed)
+
+
+def test_sequences_are_0w0w_of_all_symbols():
+    splits = draw("duplication")
+    assert [*splits] == ["train", "validation", "test"]
+    assert [*map(len, splits.values())] == [1000, duplication.HELD_OUT, duplication.HELD_OUT]
+    for sequences in splits.values():
+        for sequence in sequences:
+            assert len(sequence) == 20 and sequence[:10] == sequence[10:]
+            assert sequence[0] == 0 and 0 not in sequence[1:10]
+    symbols = [symbol for sequence in splits["train"] for symbol in sequence[1:10]]
+    assert set(symbols) == set(range(1, 8))
+    expected, deviation = 9000 / 7, (9000 / 7 * 6 / 7) ** 0.5
+    assert all(abs(symbols.count(symbol) - expected) < 5 * deviation for symbol in range(1, 8))
+
+
+def test_no_two_sequences_are_alike_in_any_split():
+    splits = draw("duplication", sample_bytes=64, symbols=127)
+    drawn = [sequence for sequences in splits.values() for sequence in sequences]
+    assert len(set(drawn)) == len(drawn) == 1000 + 2 * duplication.HELD_OUT
+
+
+def test_a_sample_of_the_shards_is_a_sequence(tmp_path):
+    index = prepared("duplication", source_of(), tmp_path / "data", 20, 200, symbols=7, sequences=50, seed=0)
+    want = draw("duplication", sequences=50)
+    assert [shard.samples for shard in index.split("train").shards] == [10] * 5
+    for name, sequences in want.items():
+        assert index.split(name).samples == len(sequences)
+        assert bytes(everything(index, name).tolist()) == b"".join(sequences)
+
+
+def test_extremes_are_possible():
+    assert draw("duplication", sample_bytes=4, symbols=1, sequences=1)["train"] == [b"\x00\x01\x00\x01"]
+    assert max(max(sequence) for sequence in draw("duplication", symbols=255)["train"]) == 255
+
+
+def test_a_key_has_one_value_in_a_sequence_and_comes_back_far_away():
+    splits = draw("recall")
+    assert [*splits] == ["train", "validation", "test"]
+    assert [*map(len, splits.values())] == [40, recall.HELD_OUT, recall.HELD_OUT]
+    distances = []
+    for sequence in splits["train"]:
+        values: dict[bytes, int] = {}
+        last: dict[bytes, int] = {}
+        for place in range(0, 3000, 3):
+            key, value = sequence[place : place + 2], sequence[place + 2]
+            assert max(key) < recall.KEYS <= value < recall.KEYS + recall.VALUES
+            assert values.setdefault(key, value) == value
+            if key in last:
+                distances.append(place - last[key])
+            last[key] = place
+        assert 95 < len(values) <= 100
+    assert abs(sum(distances) / len(distances) / 300 - 1) < 0.15
+
+
+def test_keys_and_values_are_drawn_evenly_and_anew():
+    first = [sequence[:3] for sequence in draw("recall", sequences=4000)["train"]]
+    counts = Counter(part[2] for part in first)
+    assert len(counts) == recall.VALUES and max(counts.values()) < 4000 / recall.VALUES * 2
+    assert len({part[:2] for part in first}) > 3500
