@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megasparse.data.corpora import CORPORA
-from megasparse.data.corpora.source import Source
+from tests.data.folders import source_of
 
 RGB, GREY, PALETTE = 2, 0, 3
 """PNG's colour types."""
@@ -58,11 +58,18 @@ def write_tar(path: Path, files: Mapping[str, bytes | tarfile.TarInfo], mode: st
     return path
 
 
+def special_member(name: str, kind: bytes) -> tarfile.TarInfo:
+    """A member of an archive that is no file: a link to /etc/passwd, or whatever the kind is."""
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, "/etc/passwd"
+    return info
+
+
 def read_corpus(corpus: str, *locations: Path, **options: Any) -> dict[str, np.ndarray]:
     """The images of each split, as the encoder makes them: (images, side, side, 3)."""
     module = CORPORA[corpus]
     settings = {"split": None, "seed": 0, "downsampling": None, "size": 8, **options}
-    source = Source.open([str(location) for location in locations], None, Path("/nowhere/.download"), "raw")
+    source = source_of(*locations, kind="raw")
     getattr(module, "about", lambda *_: {})(source, settings)
     encoder = module.encoder(settings)
     side = encoder.side

@@ -1,5 +1,4 @@
 import hashlib
-import io
 import tarfile
 
 import numpy as np
@@ -7,7 +6,7 @@ import pytest
 
 from megasparse.data.corpora import cifar10
 from megasparse.errors import DataError
-from tests.data.corpora.pictures import draw, png, read_corpus, write_files, write_tar
+from tests.data.corpora.pictures import draw, png, read_corpus, special_member, write_files, write_tar
 
 RECORDS = 60
 IMAGES = draw(6 * RECORDS, 32)
@@ -99,12 +98,6 @@ def test_images_that_are_not_of_the_data_set(tmp_path, name, image, problem):
 
 
 def test_a_link_in_place_of_a_batch_is_not_followed(tmp_path):
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for name in binary():
-            info = tarfile.TarInfo(name)
-            info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
-            tar.addfile(info)
-    (tmp_path / "x.tar").write_bytes(file.getvalue())
+    links = {name: special_member(name, tarfile.SYMTYPE) for name in binary()}
     with pytest.raises(DataError, match=r"neither a file nor a folder"):
-        read_corpus("cifar10", tmp_path / "x.tar")
+        read_corpus("cifar10", write_tar(tmp_path / "x.tar", links))

@@ -1,21 +1,22 @@
 import gzip
-import io
 import tarfile
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megasparse.data.corpora import images
-from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
 from megasparse.data.prepare import prepare
-from megasparse.data.reader import EvaluationStream
 from megasparse.errors import ConfigError, DataError
-from tests.data.corpora.pictures import draw, png, read_corpus, write_files, write_tar
+from tests.data.corpora.pictures import draw, png, read_corpus, special_member, write_files, write_tar
+from tests.data.folders import everything, prepared, source_of
 
 ALL = draw(20)
 FILES = {f"{i:02d}.png": png(image) for i, image in enumerate(ALL)}
+OPTIONS = {"size": 8, "split": None, "seed": 0}
 
 
 def under(*folders: str) -> dict[str, bytes]:
@@ -28,6 +29,15 @@ def numbers(found: np.ndarray) -> list[int]:
     return [next(i for i, image in enumerate(ALL) if (image == one).all()) for one in found]
 
 
+def shared_out(*places: Path, **options: Any) -> dict[str, list[int]]:
+    """The names of the images of each split."""
+    return {name: numbers(found) for name, found in read_corpus("images", *places, **options).items()}
+
+
+def sizes(*places: Path, **options: Any) -> dict[str, int]:
+    return {name: len(found) for name, found in shared_out(*places, **options).items()}
+
+
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
 def test_folders_and_archives_name_the_split(tmp_path, mode):
     files = under("train", "deep/validation/cats", "test")
@@ -36,15 +46,14 @@ def test_folders_and_archives_name_the_split(tmp_path, mode):
     suffix = mode.replace("w", ".tar").replace(":", ".")
     archive = write_tar(tmp_path / f"all{suffix}", {"./README": b"x", "./._x.png": b"x", **files}, mode)
     for place in (tmp_path / "folder", archive):
-        assert {name: numbers(found) for name, found in read_corpus("images", place).items()} == want
+        assert shared_out(place) == want
 
 
 def test_several_archives_and_folders_named_for_their_split(tmp_path):
     names = list(FILES)
     archive = write_tar(tmp_path / "train_8x8.tar", {name: FILES[name] for name in reversed(names[:10])})
     folder = write_files(tmp_path / "valid", {name: FILES[name] for name in names[10:]})
-    found = {name: numbers(found) for name, found in read_corpus("images", archive, folder).items()}
-    assert found == {"train": list(range(9, -1, -1)), "validation": list(range(10, 20))}
+    assert shared_out(archive, folder) == {"train": list(range(9, -1, -1)), "validation": list(range(10, 20))}
 
 
 @pytest.mark.parametrize(
@@ -63,47 +72,34 @@ def test_the_first_folder_that_names_a_split(folders, split):
 
 def test_a_permutation_shares_out_images_of_no_named_split(tmp_path):
     place = write_files(tmp_path / "photos", FILES)
-    found = {name: numbers(found) for name, found in read_corpus("images", place, split="50,25,25").items()}
+    found = shared_out(place, split="50,25,25")
     assert {name: len(each) for name, each in found.items()} == {"train": 10, "validation": 5, "test": 5}
     assert sorted(chain(*found.values())) == list(range(20))
     assert all(each == sorted(each) for each in found.values())
     order = np.argsort(np.random.Philox(np.random.SeedSequence(0)).random_raw(20))
     assert found["test"] == sorted(order[15:].tolist()) == [4, 6, 10, 12, 13]
-    other = {n: numbers(f) for n, f in read_corpus("images", place, split="50,25,25", seed=1).items()}
-    assert other != found
-    default = {name: len(each) for name, each in read_corpus("images", place).items()}
-    assert default == {"train": 18, "validation": 1, "test": 1}
+    assert shared_out(place, split="50,25,25", seed=1) != found
+    assert sizes(place) == {"train": 18, "validation": 1, "test": 1}
     named = write_files(tmp_path / "named", under("train", "test"))
-    assert {n: len(f) for n, f in read_corpus("images", named, split="50,50,0").items()} == {
-        "train": 10,
-        "validation": 10,
-    }
+    assert sizes(named, split="50,50,0") == {"train": 10, "validation": 10}
 
 
 def test_shards_hold_the_pixels_of_whole_images(tmp_path):
     place, output = write_files(tmp_path / "photos", under("train", "test")), tmp_path / "data"
-    source = Source.open([str(place)], None, output / ".download", "raw")
-    options = {"size": 8, "split": None, "seed": 0}
+    source = source_of(place, kind="raw")
     for written in (True, False):
-        again = prepare("images", source, output, options=options, sample_bytes=500, shard_bytes=900, command="a test")
+        again = prepare("images", source, output, options=OPTIONS, sample_bytes=500, shard_bytes=900, command="a test")
         assert again is written
     index = Index.load(output)
     assert index.record == 192 and index.sample_bytes == 384 and index.tokenizer.name == "pixels"
     assert [shard.samples for shard in index.split("train").shards] == [2, 2, 1]
     for name, first in (("train", 0), ("test", 1)):
-        stream = EvaluationStream(index, name)
-        assert stream.read(0, stream.tokens).tolist() == ALL[first::2].reshape(-1).tolist()
-
-
-def member(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, target
-    return info
+        assert everything(index, name).tolist() == ALL[first::2].reshape(-1).tolist()
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
 def test_D6_links_and_devices_are_refused(tmp_path, kind):
-    files = {"a.png": FILES["00.png"], "b.png": member("b.png", kind, "/etc/passwd")}
+    files = {"a.png": FILES["00.png"], "b.png": special_member("b.png", kind)}
     with pytest.raises(DataError, match=r"x\.tar:b\.png: at byte 1024 this is neither a file nor a folder"):
         read_corpus("images", write_tar(tmp_path / "x.tar", files))
 
@@ -127,13 +123,7 @@ def torn(content: bytes, how: str) -> bytes:
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
 def test_a_torn_archive_is_refused(tmp_path, how, suffix):
     """The iterator of tarfile takes three of these for the end of the archive."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for name, content in FILES.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    content = torn(file.getvalue(), how)
+    content = torn(write_tar(tmp_path / "whole.tar", FILES).read_bytes(), how)
     path = tmp_path / f"x{suffix}"
     path.write_bytes(gzip.compress(content) if suffix == ".tar.gz" else content)
     with pytest.raises(DataError, match=r"x\.tar.*: this archive cannot be read: .*Get it again"):
@@ -163,10 +153,8 @@ def test_torn_compression_is_refused(tmp_path, suffix):
 )
 def test_bad_sources_are_refused_and_nothing_is_written(tmp_path, files, problem):
     place = write_files(tmp_path / "photos", files)
-    source = Source.open([str(place)], None, tmp_path / "data" / ".download", "raw")
     with pytest.raises(DataError, match=problem):
-        options = {"size": 8, "split": None, "seed": 0}
-        prepare("images", source, tmp_path / "data", options=options, sample_bytes=500, shard_bytes=900, command="")
+        prepared("images", source_of(place, kind="raw"), tmp_path / "data", 500, 900, **OPTIONS)
     assert not (tmp_path / "data").exists()
 
 

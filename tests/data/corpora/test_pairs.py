@@ -9,11 +9,10 @@ import pytest
 
 from megasparse.data.corpora.pairs import PairEncoder, Words, segments
 from megasparse.data.corpora.sentences import sentences
-from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
-from megasparse.data.prepare import prepare
-from megasparse.data.reader import EvaluationStream
 from megasparse.errors import ConfigError, DataError
+from tests.data.folders import everything, source_of
+from tests.data.folders import prepared as prepared_from
 
 BEGIN, SEPARATOR, PADDING = 258, 259, 257
 LENGTH = 96
@@ -28,22 +27,17 @@ def prepared(files: dict[str, str], folder: Path, **options: Any) -> Index:
     for name, text in files.items():
         (folder / "source").mkdir(exist_ok=True)
         (folder / "source" / name).write_text(text, encoding="utf-8")
-    source = Source.open([str(folder / "source")], None, folder / "download", "files")
     settings = {"tokenizer": "bytes", "split": "100,0,0", "length": LENGTH, "documents": "empty-lines", "seed": 0}
-    output = folder / "data"
-    prepare("pairs", source, output, options=settings | options, sample_bytes=1000, shard_bytes=4000, command="a test")
-    return Index.load(output)
+    return prepared_from("pairs", source_of(folder / "source"), folder / "data", 1000, 4000, **settings | options)
 
 
-def records(index: Index, split: str = "train", length: int = LENGTH) -> list[tuple[str, str]]:
+def records(index: Index, split: str = "train") -> list[tuple[str, str]]:
     """Segments A and B of each record, after a check of what is around them."""
-    stream = EvaluationStream(index, split)
-    rows = np.array(stream.read(0, stream.tokens)).reshape(-1, length)
     found = []
-    for row in rows.tolist():
+    for row in everything(index, split).reshape(-1, LENGTH).tolist():
         first, second = (i for i, token in enumerate(row) if token == SEPARATOR)
         a, b = row[1:first], row[first + 1 : second]
-        assert row[0] == BEGIN and a and b and row[second + 1 :] == [PADDING] * (length - second - 1)
+        assert row[0] == BEGIN and a and b and row[second + 1 :] == [PADDING] * (LENGTH - second - 1)
         found.append((bytes(a).decode(), bytes(b).decode()))
     return found
 

@@ -3,27 +3,19 @@
 import gzip
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megasparse.cli.main import door
 from megasparse.data.index import Index
-from megasparse.data.reader import EvaluationStream
+from tests.data.folders import everything
 
 main = door("prepare-data")
 
 SEPARATOR, PADDING = 259, 257
 S, T = 12, 9
 GERMAN = ["eins", "zwei", "", "drei56789", "acht4567", "fünf", "sechs"]
-ENGLISH = [
-    "one",
-    "two",
-    "nothing",
-    "three",
-    "eight",
-    "five 8901 345",
-    "six",
-]  # the 4th target is too long by 1, the 6th source by more
+ENGLISH = ["one", "two", "nothing", "three", "eight", "five 8901 345", "six"]
+# the 4th target is too long by 1, the 6th source by more
 
 
 def prepared(folder: Path, *more: object) -> Index:
@@ -40,9 +32,8 @@ def written(folder: Path, name: str, lines: list[str]) -> Path:
 
 
 def pairs(index: Index, split: str) -> list[tuple[str, str]]:
-    stream = EvaluationStream(index, split)
     found = []
-    for row in np.array(stream.read(0, stream.tokens)).reshape(-1, S + T).tolist():
+    for row in everything(index, split).reshape(-1, S + T).tolist():
         sides = []
         for side in (row[:S], row[S:]):
             end = side.index(SEPARATOR)

@@ -10,10 +10,9 @@ from megasparse.cli import prepare_data as prepare_data_cli
 from megasparse.cli.main import door, parser_of
 from megasparse.data.corpora import shards
 from megasparse.data.index import Index
-from megasparse.data.reader import EvaluationStream
 from megasparse.errors import ConfigError, DataError
-from tests.data.corpora.pictures import write_tar
-from tests.data.folders import write_folder
+from tests.data.corpora.pictures import special_member, write_tar
+from tests.data.folders import everything, write_folder
 from tests.helpers.commands import refused
 
 prepare_data = door("prepare-data")
@@ -45,13 +44,11 @@ def test_a_lost_index_is_written_again(tmp_path, width):
     (folder / "index.json").unlink()
     options = [] if width == 1 else ["--tokenizer", words(tmp_path, 1000), "--width", str(width)]
     found = index(folder, *options)
-    assert [entry.model_dump(exclude_defaults=True) for entry in found.split("train").shards] == lost["splits"][
-        "train"
-    ]["shards"]
+    entries = [entry.model_dump(exclude_defaults=True) for entry in found.split("train").shards]
+    assert entries == lost["splits"]["train"]["shards"]
     assert found.sample_bytes == 100 * width and found.record is None and found.file.command == "the command"
     assert found.split("train").raw_bytes == (1350 if width == 1 else None)
-    stream = EvaluationStream(found, "train")
-    assert stream.read(0, stream.tokens).tolist() == np.concatenate(tokens).tolist()
+    assert everything(found).tolist() == np.concatenate(tokens).tolist()
 
 
 def test_shards_made_elsewhere(tmp_path):
@@ -64,7 +61,7 @@ def test_shards_made_elsewhere(tmp_path):
     assert {name: split.tokens for name, split in found.file.splits.items()} == {"train": 6, "test": 3}
     assert found.sample_bytes is None  # they differ
     for name, text in (("train", b"abcdef"), ("test", b"xyz")):
-        assert bytes(EvaluationStream(found, name).read(0, len(text)).tolist()) == text
+        assert bytes(everything(found, name).tolist()) == text
 
 
 def test_a_size_of_samples_is_stated_only_where_all_have_it(tmp_path):
@@ -97,19 +94,13 @@ def test_tokens_that_the_tokenizer_has_not_are_refused(tmp_path):
     assert not (tmp_path / "index.json").exists()
 
 
-def other(name: str, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, "/etc/passwd"
-    return info
-
-
 @pytest.mark.parametrize(
     ("members", "problem"),
     [
         ({"000.bin": b"a", "001.txt": b"b"}, r"member 1 \('001\.txt'\) at byte 1024 is not a sample"),
         ({"../0.bin": b"a"}, r"member 0 \('\.\./0\.bin'\) at byte 0 is not a sample"),
-        ({"0.bin": other("0.bin", tarfile.SYMTYPE)}, "member 0 .* is not a sample"),
-        ({"folder": other("folder", tarfile.DIRTYPE)}, "member 0 .* is not a sample"),
+        ({"0.bin": special_member("0.bin", tarfile.SYMTYPE)}, "member 0 .* is not a sample"),
+        ({"folder": special_member("folder", tarfile.DIRTYPE)}, "member 0 .* is not a sample"),
         ({"0.bin": b"a", "1.bin": b""}, r"member 1 .* at byte 1024 claims 0 bytes"),
         ({}, "it has 0 samples"),
     ],

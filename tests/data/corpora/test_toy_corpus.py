@@ -9,8 +9,9 @@ from megasparse.cli.main import door
 from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.drawn import add_drawn_arguments, drawn_splits, encoder
 from megasparse.data.index import Index
-from megasparse.data.reader import EvaluationStream
 from megasparse.errors import ConfigError
+from tests.data.folders import everything
+from tests.helpers.commands import refused
 
 main = door("prepare-data")
 
@@ -51,12 +52,11 @@ def test_it_is_prepared_and_read_back(tmp_path, capsys):
     main(["counting", "--step", "3", "--output", str(tmp_path / "data"), "--workers", "1"])
     assert "train: 8 records, 512 tokens" in capsys.readouterr().out
     index = Index.load(tmp_path / "data")
-    tokens = EvaluationStream(index, "validation").read(0, 64).tolist()
+    tokens = everything(index, "validation")[:64].tolist()
     assert index.record == 64 and [(b - a) % 256 for a, b in pairwise(tokens)] == [3] * 63
 
 
 def test_its_mistakes_are_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["counting", "--step", "0", "--output", str(tmp_path / "data")])
-    assert capsys.readouterr().err == "error: --step: 0 goes nowhere. Give 1 or more\n"
+    error = refused(capsys, main, "counting", "--step", 0, "--output", tmp_path / "data")
+    assert error == "error: --step: 0 goes nowhere. Give 1 or more\n"
     assert not (tmp_path / "data").exists()
