@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,8 +9,8 @@ import pytest
 
 from megasparse.data.corpora import huggingface
 from megasparse.data.corpora.records import RecordSource
-from megasparse.errors import DataError
 from tests.data.corpora.test_jsonl import settings
+from tests.helpers.refusals import refusal
 
 COMMIT = "e6281661ce1c48d982bc483cf8a173c1bbeb5d31"
 TEXTS = {"train": ["a" * 40, "b" * 30, "c" * 20], "test": ["d"], "unsupervised": ["e"]}
@@ -35,8 +34,8 @@ def describe(folder: Path) -> None:
     (folder / "dataset_info.json").write_text(json.dumps(info))
 
 
-def source_of(place: Path, **changed: Any) -> tuple[RecordSource, dict[str, list[str]]]:
-    given = settings(split=None, **changed)
+def source_of(place: Path, split: str | None = None) -> tuple[RecordSource, dict[str, list[str]]]:
+    given = settings(split=split)
     source = huggingface.open_source([str(place)], None, Path("/nowhere/.download"), given, 1)
     found = huggingface.splits(source, given)
     return source, {name: [b"".join(text).decode() for text in texts] for name, texts in found}
@@ -92,9 +91,7 @@ def test_own_splits_of_every_kind_of_folder(tmp_path, made):
 
 
 def test_the_training_part_is_cut_where_it_is_all_or_a_split_is_given(tmp_path):
-    given = settings(split="50,25,25")
-    source = huggingface.open_source([str(saved(tmp_path / "all"))], None, Path("/nowhere/.download"), given, 1)
-    cut = {name: [b"".join(text).decode() for text in texts] for name, texts in huggingface.splits(source, given)}
+    _, cut = source_of(saved(tmp_path / "all"), "50,25,25")
     assert cut == {"train": TEXTS["train"][:2], "test": TEXTS["train"][2:]}
     put(tmp_path / "one" / "data-00000-of-00001.arrow", [f"text {i:02d}" for i in range(40)])
     source, found = source_of(tmp_path / "one")
@@ -105,10 +102,8 @@ def test_the_training_part_is_cut_where_it_is_all_or_a_split_is_given(tmp_path):
 def test_the_order_is_that_of_numbers_and_split_names_count_at_word_borders(tmp_path):
     for number in (2, 10, 1):
         put(tmp_path / f"part-{number}.parquet", [f"text {number} " + "x" * 20])
-    given = settings(split="100,0,0")
-    source = huggingface.open_source([str(tmp_path)], None, Path("/nowhere/.download"), given, 1)
-    found = [next(iter(text)) for _, texts in huggingface.splits(source, given) for text in texts]
-    assert [text[5:7].strip() for text in found] == [b"1", b"2", b"10"]
+    _, found = source_of(tmp_path, "100,0,0")
+    assert [text[5:7].strip() for text in found["train"]] == ["1", "2", "10"]
     names = {"trainer/x.arrow": None, "valid/test_x.arrow": "test", "x-val.arrow": "validation", "dev/1.jsonl": None}
     assert {name: huggingface.split_of(name) for name in names} == {**names, "dev/1.jsonl": "validation"}
 
@@ -125,8 +120,7 @@ def test_the_order_is_that_of_numbers_and_split_names_count_at_word_borders(tmp_
 def test_what_is_no_whole_dataset_is_refused(tmp_path, files, message):
     for file in files:
         put(tmp_path / file, ["x"])
-    with pytest.raises(DataError, match=message):
-        source_of(tmp_path)
+    refusal(lambda: source_of(tmp_path), match=message)
 
 
 @pytest.mark.parametrize("info", ["[" * 100_000, "{", '{"download_checksums": 3}', "[]"])
@@ -136,5 +130,4 @@ def test_a_description_that_is_none(tmp_path, info):
     if info.endswith(("}", "]")):
         assert source_of(tmp_path)[0].facts["revision"] is None
     else:
-        with pytest.raises(DataError, match=r"dataset_info\.json: cannot be read"):
-            source_of(tmp_path)
+        refusal(lambda: source_of(tmp_path), match=r"dataset_info\.json: cannot be read")

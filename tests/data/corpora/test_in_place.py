@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import struct
 from contextlib import closing
 from pathlib import Path
@@ -14,9 +15,11 @@ import torch
 from megasparse.cli.prepare_data import IN_PLACE
 from megasparse.data.corpora import megatron as megatron_module
 from megasparse.data.index import Index
-from megasparse.data.reader import EvaluationStream
 from megasparse.data.sequences import Sequences
 from megasparse.errors import ConfigError, DataError
+from tests.data.damages import do, flip
+from tests.data.folders import everything
+from tests.helpers.refusals import refusal
 
 CODES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
 
@@ -24,11 +27,6 @@ CODES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
 def write(corpus: str, **given: Any) -> Index:
     defaults = {"tokenizer": "bytes", "split": "60,20,20", "width": 8}
     return Index.load(IN_PLACE[corpus].write(argparse.Namespace(**{**defaults, **given}), "a test"))
-
-
-def tokens(index: Index, split: str) -> list[int]:
-    with closing(EvaluationStream(index, split)) as stream:
-        return [int(token) for token in stream.read(0, stream.tokens).tolist()]
 
 
 def texts(count: int, seed: int = 0) -> list[np.ndarray]:
@@ -63,7 +61,7 @@ def test_megatron_is_read_where_it_is_and_split_at_documents(tmp_path, monkeypat
     for document in documents:
         want["train" if start < total * 0.6 else "validation" if start < total * 0.8 else "test"] += map(int, document)
         start += len(document)
-    assert {name: tokens(index, name) for name in want} == want
+    assert {name: everything(index, name).tolist() for name in want} == want
     assert index.file.source["documents"] == 29
     links = sorted(path.name for path in (tmp_path / "data").iterdir() if path.is_symlink())
     assert len(links) == sum(len(split.shards) for split in index.file.splits.values()) and "train-000000.bin" in links
@@ -77,54 +75,45 @@ def test_damage_of_a_megatron_file_is_found_and_only_its_sample_is_lost(tmp_path
     monkeypatch.setattr(megatron_module, "SAMPLE_BYTES", 100)
     put_megatron(tmp_path / "a", [[np.arange(256)] for _ in range(8)], 8)
     index = write("megatron", source=[str(tmp_path / "a")], output=tmp_path / "data", split="50,50,0")
-    raw = bytearray((tmp_path / "a.bin").read_bytes())
-    raw[2048 + 250] ^= 1
-    (tmp_path / "a.bin").write_bytes(raw)
-    assert len(tokens(index, "train")) == 1024
+    do(flip(2048 + 250), tmp_path / "a.bin")
+    assert len(everything(index)) == 1024
     with pytest.raises(DataError, match=r"validation-000000\.bin: .*damaged.*member 2 at byte 2248: its crc"):
-        tokens(index, "validation")
+        everything(index, "validation")
     settings: dict[str, Any] = {"sequence_length": 50, "seed": 0, "shuffle_shards": 1, "open_files": 2}
     with closing(Sequences(index, "validation", max_damaged=0.2, **settings)) as found:
         read = [found.read(i) for i in range(20)]
     assert sum(replaced for _, replaced in read) == 1 and found.damage.samples == 1
     assert all(torch.equal(window, torch.arange(int(window[0]), int(window[0]) + 50) % 256) for window, _ in read)
-    (tmp_path / "a.bin").write_bytes(raw[:-1])
+    do(lambda raw: raw[:-1], tmp_path / "a.bin")
     with pytest.raises(DataError, match=r"validation-000000\.bin: this shard has 2047 bytes, index.json says 2048"):
         Index.load(tmp_path / "data")
 
 
-def mangled(index: bytes, how: str) -> bytes:
-    places = {
-        "magic": (0, b"X"),
-        "version": (9, b"\2"),
-        "dtype": (17, b"\7"),
-        "sequences": (18, b"\xff"),
-        "length": (34, b"\x07"),
-        "start": (34 + 4 * 4 + 8, b"\1"),
-        "border": (34 + 12 * 4 + 8, b"\x09"),
-        "negative": (34, b"\xff\xff\xff\xff"),
-    }
-    if how == "cut":
-        return index[:-1]
-    if how == "nothing":
-        return b""
-    if how == "bomb":
-        return index[:18] + struct.pack("<QQ", 1 << 62, 1 << 61) + index[34:]
-    place, value = places[how]
-    return index[:place] + value + index[place + len(value) :]
+WRONG = {  # what stands at which byte of an index
+    "magic": (0, b"X"),
+    "version": (9, b"\2"),
+    "dtype": (17, b"\7"),
+    "sequences": (18, b"\xff"),
+    "length": (34, b"\x07"),
+    "start": (34 + 4 * 4 + 8, b"\1"),
+    "border": (34 + 12 * 4 + 8, b"\x09"),
+    "negative": (34, b"\xff\xff\xff\xff"),
+    "bomb": (18, struct.pack("<QQ", 1 << 62, 1 << 61)),
+}
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["magic", "version", "dtype", "sequences", "length", "start", "border", "negative", "cut", "nothing", "bomb"],
-)
+@pytest.mark.parametrize("how", [*WRONG, "cut", "nothing"])
 def test_an_index_that_does_not_fit_is_one_line_and_nothing_is_left(tmp_path, how):
     put_megatron(tmp_path / "a", [[np.arange(5)]] * 4)
     path = tmp_path / "a.idx"
-    path.write_bytes(mangled(path.read_bytes(), how))
-    with pytest.raises(DataError, match=r"a\.idx: ") as caught:
-        write("megatron", source=[str(tmp_path / "a")], output=tmp_path / "data", split="100,0,0")
-    assert "\n" not in str(caught.value) and not (tmp_path / "data").exists()
+    if how in WRONG:
+        place, value = WRONG[how]
+        do(lambda raw: raw[:place] + value + raw[place + len(value) :], path)
+    else:
+        os.truncate(path, path.stat().st_size - 1 if how == "cut" else 0)
+    given = {"source": [str(tmp_path / "a")], "output": tmp_path / "data", "split": "100,0,0"}
+    refusal(lambda: write("megatron", **given), match=r"a\.idx: ")
+    assert not (tmp_path / "data").exists()
 
 
 def test_tokens_that_the_tokenizer_has_not_are_named(tmp_path):
@@ -157,21 +146,14 @@ def put_mds(folder: Path, shards: list[list[np.ndarray]], encoding: str, extra: 
             head = [len(value) for value, size in zip(columns, sizes, strict=True) if size is None]
             encoded.append(struct.pack(f"<{len(head)}I", *head) + b"".join(columns))
         about = {"version": 2, "format": "mds", "compression": None, "hashes": [], "size_limit": 1 << 26}
-        columns_ = {"column_names": names, "column_encodings": encodings, "column_sizes": sizes}
-        description = json.dumps({**about, **columns_}, sort_keys=True).encode()
+        about |= {"column_names": names, "column_encodings": encodings, "column_sizes": sizes}
+        description = json.dumps(about, sort_keys=True).encode()
         offsets = np.cumsum([4 * (len(samples) + 2) + len(description), *map(len, encoded)]).astype("<u4")
         raw = struct.pack("<I", len(samples)) + offsets.tobytes() + description + b"".join(encoded)
         name = f"shard.{number:05d}.mds"
         (folder / name).write_bytes(raw)
-        listed.append(
-            {
-                **about,
-                **columns_,
-                "samples": len(samples),
-                "zip_data": None,
-                "raw_data": {"basename": name, "bytes": len(raw), "hashes": {}},
-            }
-        )
+        raw_data = {"basename": name, "bytes": len(raw), "hashes": {}}
+        listed.append({**about, "samples": len(samples), "zip_data": None, "raw_data": raw_data})
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": listed}))
 
 
@@ -185,15 +167,12 @@ def test_mds_is_read_where_it_is(tmp_path, encoding, extra):
     put_mds(tmp_path / "in" / "train", [samples[:10], samples[10:20]], encoding, extra)
     put_mds(tmp_path / "in" / "val", [samples[20:]], encoding, extra)
     index = write("mds", source=tmp_path / "in", output=tmp_path / "data")
-    assert tokens(index, "train") == [int(token) for sample in samples[:20] for token in sample]
-    assert tokens(index, "validation") == [int(token) for sample in samples[20:] for token in sample]
+    assert everything(index).tolist() == np.concatenate(samples[:20]).tolist()
+    assert everything(index, "validation").tolist() == np.concatenate(samples[20:]).tolist()
     assert (tmp_path / "data" / "train-000001.mds").is_symlink()
-    shard = tmp_path / "in" / "train" / "shard.00001.mds"
-    raw = bytearray(shard.read_bytes())
-    raw[-3] ^= 1
-    shard.write_bytes(raw)
+    do(flip(-3), tmp_path / "in" / "train" / "shard.00001.mds")
     with pytest.raises(DataError, match=r"train-000001\.mds: this shard is damaged: its sha256"):
-        tokens(index, "train")
+        everything(index)
 
 
 @pytest.mark.parametrize(
@@ -210,11 +189,9 @@ def test_mds_is_read_where_it_is(tmp_path, encoding, extra):
 )
 def test_an_mds_shard_that_is_none_is_one_line(tmp_path, change, message):
     put_mds(tmp_path / "in", [[np.arange(30), np.arange(30)]], "ndarray:int32")
-    shard = tmp_path / "in" / "shard.00000.mds"
-    shard.write_bytes(change(shard.read_bytes()))
-    with pytest.raises(DataError, match=message) as caught:
-        write("mds", source=tmp_path / "in", output=tmp_path / "data")
-    assert "\n" not in str(caught.value) and not (tmp_path / "data").exists()
+    do(change, tmp_path / "in" / "shard.00000.mds")
+    refusal(lambda: write("mds", source=tmp_path / "in", output=tmp_path / "data"), match=message)
+    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize(

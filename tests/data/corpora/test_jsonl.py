@@ -11,14 +11,16 @@ from typing import Any
 import pyarrow
 import pytest
 
+from megasparse.data import prepare as prepare_module
 from megasparse.data.corpora import jsonl, records
 from megasparse.data.corpora.cutting import lines
 from megasparse.data.corpora.records import RecordSource
 from megasparse.data.corpora.records_report import write_report
 from megasparse.data.index import Index
-from megasparse.data.prepare import prepare
-from megasparse.data.reader import EvaluationStream
 from megasparse.errors import ConfigError, DataError
+from tests.data import folders
+from tests.data.folders import everything, files
+from tests.helpers.refusals import refusal
 
 LINES = [
     *(b'{"text": "first"}', b'{"text": "s\\u00e9cond"}', b"", b"  ", b'{"text": null}', b'{"text": "   "}'),
@@ -134,16 +136,10 @@ def crawl(folder: Path, files: int = 5) -> list[bytes]:
     return texts
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in (".lock", ".progress.json")}
-
-
 def prepared(folder: Path, output: Path, workers: int = 1) -> Index:
     chosen = settings(deduplicate=True, min_bytes=30, split="80,10,10")
-    source = jsonl.open_source([str(folder)], None, output / ".download", chosen, workers)
-    sizes = {"sample_bytes": 500, "shard_bytes": 2000}
-    prepare("jsonl", source, output, options=chosen, **sizes, command="a test")
-    index = Index.load(output)
+    source = source_of(folder, workers, **chosen)
+    index = folders.prepared("jsonl", source, output, 500, 2000, **chosen)
     write_report(source, index, output / "report.json")
     return index
 
@@ -157,8 +153,7 @@ def test_shards_hold_the_first_of_each_text_split_by_bytes(tmp_path):
         start += len(text)
     index = prepared(tmp_path / "in", tmp_path / "data")
     for name, found in want.items():
-        stream = EvaluationStream(index, name)
-        assert bytes(stream.read(0, stream.tokens).tolist()) == b"".join(text + b"\0" for text in found)
+        assert bytes(everything(index, name).tolist()) == b"".join(text + b"\0" for text in found)
     counts = {name: len(found) for name, found in want.items()}
     assert index.file.source["documents"] == counts and index.file.source["records"] == 100
     report = json.loads((tmp_path / "data" / "report.json").read_text())
@@ -180,14 +175,14 @@ def test_any_number_of_workers_and_any_interruption_give_the_same_bytes(tmp_path
     assert len(want) > 6
     assert files(prepared(tmp_path / "in", tmp_path / "two", workers=2).directory) == want
 
-    write, calls = prepare.__globals__["_write_shard"], iter(range(10))
+    write, calls = prepare_module._write_shard, iter(range(10))
 
     def crashing(*arguments: Any) -> Any:
         if next(calls) == 2:
             raise KeyboardInterrupt
         return write(*arguments)
 
-    monkeypatch.setitem(prepare.__globals__, "_write_shard", crashing)
+    monkeypatch.setattr(prepare_module, "_write_shard", crashing)
     with pytest.raises(KeyboardInterrupt):
         prepared(tmp_path / "in", tmp_path / "again")
     monkeypatch.undo()
@@ -215,9 +210,7 @@ def test_a_file_that_changes_between_its_readings_is_refused(tmp_path):
 )
 def test_a_source_without_texts_is_one_line(tmp_path, lines, changed, error, message):
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    with pytest.raises(error, match=message) as caught:
-        source_of(tmp_path / "a.jsonl", **changed)
-    assert "\n" not in str(caught.value)
+    refusal(lambda: source_of(tmp_path / "a.jsonl", **changed), error, message)
 
 
 def test_a_split_that_gets_no_document_is_refused(tmp_path):

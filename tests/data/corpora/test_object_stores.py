@@ -1,6 +1,7 @@
 """Sources and shards in object stores, by the one of fsspec's that is in memory."""
 
 import json
+import sys
 from typing import Any
 
 import fsspec
@@ -14,6 +15,7 @@ from megasparse.data.index import Index
 from megasparse.data.shard_cache import ShardCache
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import everything, ramp, write_folder
+from tests.helpers.refusals import refusal
 
 FILES = {"a/1.txt": b"first\n" * 40_000, "a/2.txt": b"second\n", "a/b/3.txt": b"third\n", "a/.hidden": b"x"}
 
@@ -100,14 +102,12 @@ def test_another_object_of_the_name_is_fetched_anew(store, tmp_path, monkeypatch
     ],
 )
 def test_what_cannot_be_read_is_one_line(store, tmp_path, location, error, message):
-    with pytest.raises(error, match=message) as caught:
-        opened(tmp_path, location)
-    assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
+    assert "secret" not in refusal(lambda: opened(tmp_path, location), error, message)
 
 
 @pytest.mark.parametrize(("scheme", "library"), [("gs", "gcsfs"), ("az", "adlfs")])
 def test_a_missing_library_is_one_error_with_its_command(tmp_path, monkeypatch, scheme, library):
-    monkeypatch.setitem(__import__("sys").modules, library, None)
+    monkeypatch.setitem(sys.modules, library, None)
     urls._store.cache_clear()
     with pytest.raises(DataError, match=rf"{library} is not installed\. Run: pip install 'megasparse\[{scheme}\]'"):
         opened(tmp_path, f"{scheme}://bucket/a")
