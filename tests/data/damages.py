@@ -3,11 +3,14 @@
 import hashlib
 import io
 import json
+import os
 import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from megasparse.data.index import Index
 from megasparse.data.index_file import INDEX_FILE, Shard
@@ -107,6 +110,18 @@ def shard_of(path: Path, tar: bytes, samples: int = 10, tokens: int = 1000, crc3
     path.write_bytes(tar)
     digest = hashlib.sha256(tar).hexdigest()
     return Shard(file="x.tar", samples=samples, tokens=tokens, bytes=max(1, len(tar)), sha256=digest, crc32=crc32)
+
+
+def denied(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """Let nobody open the files of this name."""
+    opened = os.open
+
+    def guarded(path: str, *arguments: int, **named: int) -> int:
+        if str(path).endswith(file):
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", guarded)
 
 
 def edit(index: Index, change: Callable[[dict[str, Any]], None]) -> Path:

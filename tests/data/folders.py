@@ -6,12 +6,13 @@ import json
 import tarfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megasparse.data.batches import Step, TrainingBatches
@@ -112,6 +113,21 @@ def prepared(
 def files(folder: Path) -> dict[str, bytes]:
     """Content of every file but the lock."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+@contextmanager
+def crashing(module: Any, name: str, at: int) -> Iterator[None]:
+    """A block that ends in the at-th call of a function of a module, before it does anything."""
+    function, calls = getattr(module, name), iter(range(1, 1000))
+
+    def crash(*arguments: Any) -> Any:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, name, crash)
+        yield
 
 
 def wait_until(true: Callable[[], bool]) -> None:

@@ -14,7 +14,7 @@ from megasparse.data.index_file import IndexFile, Shard, Split, TokenizerEntry
 from megasparse.data.order import Order
 from megasparse.data.reader import ShardReader
 from megasparse.errors import ConfigError, DataError
-from tests.data.damages import HARMS
+from tests.data.damages import do, flip
 from tests.data.folders import batches as mixed
 from tests.data.folders import take, wait_until
 
@@ -113,8 +113,7 @@ def test_steps_are_read_ahead_while_the_loop_computes(make_index, corpus):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_D7_a_read_error_reaches_the_loop_each_time_it_asks(make_index, corpus, prefetch):
     index = make_index(corpus)
-    path = index.directory / "train-000002.tar"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    do(flip(-1), index.directory / "train-000002.tar")
     with batches(index, prefetch=prefetch) as data:
         with pytest.raises(DataError, match=r"train-000002\.tar"):
             for _ in range(20):
@@ -187,8 +186,7 @@ def harm(index: Index) -> Index:
     (index.directory / "train-000001.tar").unlink()
     os.truncate(index.directory / "train-000004.tar", 5 * 1024)
     for shard, harm in ((2, "bit flipped in the text"), (5, "bit flipped in a header")):
-        path = index.directory / f"train-{shard:06d}.tar"
-        path.write_bytes(HARMS[harm][0](path.read_bytes()))
+        do(harm, index.directory / f"train-{shard:06d}.tar")
     return Index.load(index.directory, tolerant=True)
 
 

@@ -5,7 +5,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from megasparse.data.index import Index
 from megasparse.data.members import NO_CHECKSUMS, Run
 from megasparse.data.reader import EvaluationStream, ShardReader
 from megasparse.errors import DataError
-from tests.data.damages import HARMS, HOSTILE, STRUCTURE, edit, without_crc32
+from tests.data.damages import HARMS, HOSTILE, STRUCTURE, denied, do, edit, flip, without_crc32
 
 THIRD = "train-000003.tar"
 
@@ -66,8 +65,7 @@ def vouch(index: Index, file: str) -> None:
 def test_D1_each_sample_is_used_or_counted(make_index, corpus, harm, vouched, figures):
     """Also where the sha256 of the index is that of the damaged shard."""
     index = make_index(corpus)
-    path = index.directory / THIRD
-    path.write_bytes(HARMS[harm][0](path.read_bytes()))
+    path = do(harm, index.directory / THIRD)
     if vouched and path.stat().st_size:
         vouch(index, THIRD)
     reader = tolerant(index)
@@ -82,8 +80,7 @@ def test_D1_each_sample_is_used_or_counted(make_index, corpus, harm, vouched, fi
 @pytest.mark.parametrize("harm", HARMS)
 def test_D1_without_crc32_a_damaged_shard_is_passed_over_whole(make_index, corpus, harm, capfd):
     index = without_crc32(make_index(corpus))
-    path = index.directory / THIRD
-    path.write_bytes(HARMS[harm][0](path.read_bytes()))
+    path = do(harm, index.directory / THIRD)
     reader = tolerant(index)
     assert read_all(reader, corpus)[THIRD] == 0
     assert reader.damage.summary() == {THIRD: {NO_CHECKSUMS: 10}}
@@ -103,11 +100,8 @@ def test_D1_what_is_no_layout_of_ours_is_passed_over_whole(make_index, corpus):
 
 def test_D1_damage_is_named_once_for_each_run_of_members(make_index, corpus, capfd):
     index = make_index(corpus)
-    path = index.directory / THIRD
-    tar = bytearray(path.read_bytes())
-    for member in (1, 2, 7):
-        tar[member * 1024 + 600] ^= 1
-    path.write_bytes(tar[: 9 * 1024 + 520])
+    path = do(flip(*(member * 1024 + 600 for member in (1, 2, 7))), index.directory / THIRD)
+    os.truncate(path, 9 * 1024 + 520)
     reader = tolerant(index)
     for _ in range(3):
         read_all(reader, corpus)
@@ -147,8 +141,7 @@ def test_D1_each_sample_is_counted_once_by_many_threads(make_index, corpus):
 
 def test_D1_evaluation_tolerates_nothing_even_after_training_did(make_index, corpus):
     index = make_index(corpus)
-    path = index.directory / THIRD
-    path.write_bytes(HARMS["bit flipped in the text"][0](path.read_bytes()))
+    do("bit flipped in the text", index.directory / THIRD)
     read_all(tolerant(index), corpus)
     for _ in range(2):
         with pytest.raises(DataError, match=r"train-000003\.tar: .*member 5 at byte 5120: its crc32 differs"):
@@ -160,11 +153,8 @@ def test_D3_more_than_max_damaged_is_an_error_with_the_counts(make_index, corpus
     """A tenth of 71 samples is 7.1."""
     index = make_index(corpus)
     for shard in range(8):
-        path = index.directory / f"train-{shard:06d}.tar"
-        tar = bytearray(path.read_bytes())
-        for member in range(min(10, max(0, harmed - 10 * shard))):
-            tar[member * 1024 + 512] ^= 1
-        path.write_bytes(tar)
+        members = range(min(10, max(0, harmed - 10 * shard)))
+        do(flip(*(member * 1024 + 512 for member in members)), index.directory / f"train-{shard:06d}.tar")
     reader = tolerant(index, limit)
     if harmed <= limit * 71:
         assert sum(read_all(reader, corpus).values()) == 71 - harmed
@@ -182,11 +172,7 @@ def test_D3_more_than_max_damaged_is_an_error_with_the_counts(make_index, corpus
 def test_D3_ten_thousand_bad_samples_are_looked_for_once(make_index, monkeypatch):
     text = random.Random(2).randbytes(1_000_100)
     index = make_index(text, shard_bytes=1_000_000)
-    path = index.directory / "train-000000.tar"
-    tar = bytearray(path.read_bytes())
-    for member in range(10_000):
-        tar[member * 1024 + 512] ^= 1
-    path.write_bytes(tar)
+    do(flip(*(member * 1024 + 512 for member in range(10_000))), index.directory / "train-000000.tar")
     examined: list[str] = []
     find = reader_module.find_damage
     monkeypatch.setattr(reader_module, "find_damage", lambda *given: examined.append(given[1].file) or find(*given))
@@ -213,17 +199,11 @@ def test_D5_D6_hostile_members_are_passed_over_and_never_written(make_index, cor
 
 
 def test_D7_a_shard_that_is_missing_or_unreadable_is_lost_whole(make_index, corpus, monkeypatch):
-    index, opened = make_index(corpus), os.open
+    index = make_index(corpus)
     (index.directory / "train-000001.tar").unlink()
     (index.directory / "train-000002.tar").unlink()
     os.mkfifo(index.directory / "train-000002.tar")
-
-    def guarded(path: str, *arguments: int, **named: int) -> int:
-        if str(path).endswith(THIRD):
-            raise PermissionError(13, "Permission denied")
-        return opened(path, *arguments, **named)
-
-    monkeypatch.setattr(os, "open", guarded)
+    denied(monkeypatch, THIRD)
     before = len(os.listdir("/proc/self/fd"))
     reader = tolerant(index)
     good = read_all(reader, corpus)
@@ -255,32 +235,28 @@ def test_D7_what_happens_to_a_shard_in_use_is_counted(make_index, corpus, monkey
         other.write_bytes((reader.index.directory / "train-000004.tar").read_bytes())
         other.replace(path)
     else:
-        monkeypatch.setattr(os, "preadv", broken_from(5 * 1024, os.preadv))
+        broken_from(5 * 1024, "preadv", monkeypatch)
     good = read_all(reader, corpus)
     # what is deleted or replaced is still there while it is open, which ends with the next shard: not in read_all's
     assert good[THIRD] == {"deleted": 0, "cut": 5, "overwritten": 9, "replaced": 0, "broken disk": 5}[event]
 
 
-def broken_from(byte: int, preadv: Callable[..., int]) -> Callable[..., int]:
-    def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+def broken_from(byte: int, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a function that reads THIRD fail from this byte on."""
+    whole = getattr(os, function)
+
+    def read(descriptor: int, what: Any, offset: int) -> Any:
         if offset >= byte and os.readlink(f"/proc/self/fd/{descriptor}").endswith(THIRD):
             raise OSError(5, "Input/output error")
-        return preadv(descriptor, buffers, offset)
+        return whole(descriptor, what, offset)
 
-    return read
+    monkeypatch.setattr(os, function, read)
 
 
 def test_D7_the_disk_breaks_while_a_shard_is_verified(make_index, corpus, monkeypatch):
-    index, pread = make_index(corpus), os.pread
-    path = index.directory / THIRD
-    path.write_bytes(HARMS["bit flipped in the text"][0](path.read_bytes()))
-
-    def broken(descriptor: int, size: int, offset: int) -> bytes:
-        if offset >= 8 * 1024 and os.readlink(f"/proc/self/fd/{descriptor}").endswith(THIRD):
-            raise OSError(5, "Input/output error")
-        return pread(descriptor, size, offset)
-
-    monkeypatch.setattr(os, "pread", broken)
+    index = make_index(corpus)
+    do("bit flipped in the text", index.directory / THIRD)
+    broken_from(8 * 1024, "pread", monkeypatch)
     reader = tolerant(index)
     assert read_all(reader, corpus)[THIRD] == 7
     assert reader.damage.summary() == {THIRD: {"its crc32 differs": 1, "cannot be read: Input/output error": 2}}
@@ -290,7 +266,7 @@ def test_D7_a_sample_once_found_damaged_stays_out(make_index, corpus):
     reader = tolerant(make_index(corpus))
     path = reader.index.directory / THIRD
     whole = path.read_bytes()
-    path.write_bytes(HARMS["bit flipped in the text"][0](whole))
+    do("bit flipped in the text", path)
     assert read_all(reader, corpus)[THIRD] == 9
     time.sleep(0.02)
     path.write_bytes(whole)

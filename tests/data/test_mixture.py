@@ -17,6 +17,7 @@ from megasparse.data.index import Index
 from megasparse.data.mixture import BLOCK, Mixture
 from megasparse.data.order import SHARDS, permutation
 from megasparse.errors import ConfigError, DataError
+from tests.data.damages import do, flip
 from tests.data.folders import batches, ramp, read_folder, take, write_folder
 
 T = 30
@@ -194,17 +195,14 @@ def test_R6_the_first_batch_reads_as_much_late_as_early(tmp_path, monkeypatch):
         assert 1 <= len(verified) <= 2 * 2 * 2, "two groups of each corpus, where one ends in the step"
 
 
-def corrupt(path: Path, member: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[member * 1024 + 512 + 20] ^= 1
-    path.write_bytes(raw)
+def corrupt(folder: Path, *members: int) -> None:
+    do(flip(*(member * 1024 + 512 + 20 for member in members)), folder / "train-000000.tar")
 
 
 def test_damage_is_counted_and_replaced_in_its_own_corpus(folders):
     want = rows(take(batches(opened(folders)), 30))
-    corrupt(folders[0] / "train-000000.tar", 1)
-    corrupt(folders[1] / "train-000000.tar", 4)
-    corrupt(folders[1] / "train-000000.tar", 5)
+    corrupt(folders[0], 1)
+    corrupt(folders[1], 4, 5)
     data = batches(opened(folders, tolerant=True), max_damaged=0.5)
     steps = take(data, 30)
     got = rows(steps)
@@ -223,7 +221,7 @@ def test_damage_is_counted_and_replaced_in_its_own_corpus(folders):
 
 def test_the_limit_of_damage_is_of_each_corpus(folders):
     """One of 7 samples is too much for 0.1, though it is one of 27 altogether."""
-    corrupt(folders[0] / "train-000000.tar", 1)
+    corrupt(folders[0], 1)
     with pytest.raises(DataError, match=r"1 of the 7 samples of .train. are damaged .*max_damaged = 0\.1") as caught:
         take(batches(opened(folders, tolerant=True), max_damaged=0.1), 30)
     assert caught.value.path == str(folders[0])

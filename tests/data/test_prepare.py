@@ -1,21 +1,14 @@
 import fcntl
 import os
 import stat
-from pathlib import Path
 
 import pytest
 import webdataset
 
 from megasparse.data import prepare as prepare_module
-from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
-from megasparse.data.reader import EvaluationStream
 from megasparse.errors import DataError
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Content of every file but the lock."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+from tests.data.folders import crashing, everything, files, prepared, source_of
 
 
 def test_plain_webdataset_reads_the_shards(make_index, corpus):
@@ -30,8 +23,7 @@ def test_plain_webdataset_reads_the_shards(make_index, corpus):
 @pytest.mark.parametrize("sample_bytes", [1, 7, 999, 10_000])
 def test_any_sample_size_gives_the_text(make_index, corpus, sample_bytes):
     index = make_index(corpus, sample_bytes=sample_bytes)
-    stream = EvaluationStream(index, "train")
-    assert bytes(stream.read(0, stream.tokens).tolist()) == corpus
+    assert bytes(everything(index).tolist()) == corpus
     assert all(shard.tokens <= max(1000, sample_bytes) for shard in index.split("train").shards)
 
 
@@ -57,17 +49,8 @@ def test_after_a_crash_at_any_replace_the_next_run_completes(make_index, corpus,
 
     want = files(make().directory)
     (tmp_path / "data").rename(tmp_path / "whole")
-    replace, calls = os.replace, iter(range(1, 1000))
-
-    def crashing(source: Path, target: Path) -> None:
-        if next(calls) == crash_at:
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", crashing)
-    with pytest.raises(KeyboardInterrupt):
+    with crashing(os, "replace", crash_at):
         make()
-    monkeypatch.setattr(os, "replace", replace)
     left = files(tmp_path / "data")
     assert "index.json" not in left
     assert {name: data for name, data in left.items() if name != ".progress.json"}.items() <= want.items()
@@ -134,10 +117,9 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(make_index, corpus, tmp_pa
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, corpus):
     path = tmp_path / "source.txt"
     path.write_bytes(corpus)
-    source = Source.open([str(path)], None, tmp_path / "downloads")
+    source = source_of(path, kind="stream")
     for changed in (corpus[::-1], corpus[:-1], corpus + b"x"):
         path.write_bytes(changed)
         with pytest.raises(DataError, match="it changed while it was read"):
-            sizes = {"sample_bytes": 100, "shard_bytes": 1000}
-            prepare_module.prepare("text", source, tmp_path / "data", options={"split": "90,5,5"}, command="", **sizes)
+            prepared("text", source, tmp_path / "data", 100, 1000, split="90,5,5")
         assert not (tmp_path / "data" / "index.json").exists()

@@ -4,23 +4,24 @@ import json
 import os
 import random
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megasparse.data.corpora import text
-from megasparse.data.corpora.source import Kind, Source
 from megasparse.data.encoding import Encoded
 from megasparse.data.index import Index
-from megasparse.data.prepare import prepare
-from megasparse.data.reader import EvaluationStream
 from megasparse.data.text_encoder import TextEncoder
 from megasparse.errors import ConfigError, DataError
+from tests.data.corpora.pictures import write_files
+from tests.data.folders import crashing, everything, files, prepared, source_of
 from tests.helpers.encoders import Doubling
+from tests.helpers.refusals import refusal
 
 VOCABULARY = ["<unk>", "<eos>", *(f"w{i}" for i in range(300))]
+WORDS = ("\n".join(VOCABULARY) + "\n").encode()
+"""The file of a tokenizer of these words."""
 
 
 @pytest.fixture
@@ -28,12 +29,11 @@ def books(tmp_path):
     """40 short books, in files of TMP/books."""
     draw = random.Random(0)
     texts = []
-    (tmp_path / "books").mkdir()
-    for number in range(40):
+    for _ in range(40):
         lines = [" ".join(draw.choices(VOCABULARY, k=draw.randrange(9))) for _ in range(draw.randrange(1, 9))]
         texts.append("\n".join(lines) + "\n")
-        (tmp_path / "books" / f"{number:02d}.txt").write_text(texts[-1])
-    (tmp_path / "words.txt").write_text("\n".join(VOCABULARY) + "\n")
+    write_files(tmp_path / "books", {f"{number:02d}.txt": text.encode() for number, text in enumerate(texts)})
+    (tmp_path / "words.txt").write_bytes(WORDS)
     return texts
 
 
@@ -41,24 +41,11 @@ def books(tmp_path):
 def make(tmp_path):
     """Prepares TMP/books in TMP/NAME."""
 
-    def make(name: str = "data", workers: int = 1, sample_bytes: int = 100, **options: Any) -> Index:
-        kind: Kind = "files" if options.get("documents") else "stream"
-        source = Source.open([str(tmp_path / "books")], None, tmp_path / name / ".download", kind)
-        sizes = {"sample_bytes": sample_bytes, "shard_bytes": 300}
-        given = {"split": "80,10,10", **options}
-        prepare("text", source, tmp_path / name, options=given, **sizes, command="a test", workers=workers)
-        return Index.load(tmp_path / name)
+    def make(name: str = "data", sample_bytes: int = 100, **options: Any) -> Index:
+        source = source_of(tmp_path / "books", kind="files" if options.get("documents") else "stream")
+        return prepared("text", source, tmp_path / name, sample_bytes, 300, **{"split": "80,10,10", **options})
 
     return make
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in (".lock", ".progress.json")}
-
-
-def tokens(index: Index, split: str) -> list[int]:
-    stream = EvaluationStream(index, split)
-    return [int(token) for token in stream.read(0, stream.tokens).tolist()]
 
 
 def test_each_file_is_a_document_with_a_separator_in_the_split_of_its_first_byte(make, books):
@@ -73,7 +60,7 @@ def test_each_file_is_a_document_with_a_separator_in_the_split_of_its_first_byte
         words[split] += len(book.split())
         start += len(book)
     for split, content in want.items():
-        assert bytes(tokens(index, split)) == content
+        assert bytes(everything(index, split).tolist()) == content
         entry = index.split(split)
         assert (entry.raw_bytes, entry.words) == (len(content) - content.count(b"\0"), words[split])
     assert index.file.settings["documents"] is True and len(index.file.source["layout"]) == 64
@@ -84,7 +71,7 @@ def test_tokens_of_two_bytes(make, books, tmp_path):
     whole = "".join(books)
     border = int(len(whole) * 0.8)
     want = [VOCABULARY.index(word) for line in whole[:border].split("\n")[:-1] for word in [*line.split(), "<eos>"]]
-    found = tokens(index, "train")
+    found = everything(index).tolist()
     assert found[: len(want)] == want and len(found) - len(want) < 10  # the line that the border cuts
     assert index.split("train").raw_bytes == border
     assert {shard.width for split in index.file.splits.values() for shard in split.shards} == {2}
@@ -108,7 +95,7 @@ def test_any_number_of_workers_writes_the_same_bytes(make, books, monkeypatch):
     monkeypatch.setattr(text, "encoder", lambda settings: Doubling(end=7))  # its processes start in no time
     one, two = make("one", documents=True), make("two", workers=2, documents=True)
     assert files(one.directory) == files(two.directory)
-    assert one.split("train").tokens == 2 * (one.split("train").raw_bytes or 0) + tokens(one, "train").count(7)
+    assert one.split("train").tokens == 2 * (one.split("train").raw_bytes or 0) + everything(one).tolist().count(7)
 
 
 @pytest.mark.parametrize("crash_at", [1, 2, 4, 7, 26])
@@ -124,17 +111,8 @@ def test_finished_shards_are_not_encoded_again(make, books, tmp_path, monkeypatc
     want = files(make("whole", documents=True).directory)
     assert encoded == [book.encode() for book in books]
 
-    replace, calls = os.replace, iter(range(1, 1000))
-
-    def crashing(source: Path, target: Path) -> None:
-        if next(calls) == crash_at:
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", crashing)
-    with pytest.raises(KeyboardInterrupt):
+    with crashing(os, "replace", crash_at):
         make(documents=True)
-    monkeypatch.setattr(os, "replace", replace)
     encoded.clear()
     assert files(make(documents=True).directory) == want
     finished = max(0, crash_at - 2) // 2  # replaces: progress, then shard and progress in turn
@@ -157,27 +135,23 @@ def test_a_file_that_moved_to_another_document_is_another_source(make, books, tm
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "message"),
+    ("content", "options", "error", "message"),
     [
-        (b"good\n\xff\xfe", {"documents": True}, r"books/07\.txt: byte 5 is not UTF-8\. Convert it"),
-        (b"good \xc3", {"tokenizer": "WORDS"}, r"books/07\.txt: byte 5 is not UTF-8"),
-        (b"a\0b", {"documents": True}, r"books/07\.txt: byte 1 is 0, which stands between documents"),
-        (
-            b"",
-            {"documents": True, "tokenizer": "WORDS"},
-            r'--tokenizer: .*words\.txt" has no token that ends a document',
-        ),
-        (b"", {"tokenizer": "nowhere.model"}, r"nowhere\.model"),
-        (b"", {"documents": True, "split": "99.9,0.05,0.05"}, r"40 documents are too few to give validation any"),
+        (b"good\n\xff\xfe", {"documents": True}, DataError, r"books/07\.txt: byte 5 is not UTF-8\. Convert it"),
+        (b"good \xc3", {"tokenizer": "words.txt"}, DataError, r"books/07\.txt: byte 5 is not UTF-8"),
+        (b"a\0b", {"documents": True}, DataError, r"books/07\.txt: byte 1 is 0, which stands between documents"),
+        (b"", {"documents": True, "tokenizer": "words.txt"}, ConfigError, r'words\.txt" has no token that ends a doc'),
+        (b"", {"tokenizer": "nowhere.model"}, ConfigError, r"--tokenizer: .*nowhere\.model"),
+        (b"", {"documents": True, "split": "99.9,0.05,0.05"}, DataError, r"40 documents are too few to give valid"),
     ],
 )
-def test_what_does_not_fit_is_one_line_and_nothing_is_written(make, books, tmp_path, content, options, message):
+def test_what_does_not_fit_is_one_line_and_nothing_is_written(
+    make, books, tmp_path, monkeypatch, content, options, error, message
+):
+    monkeypatch.chdir(tmp_path)
     if content:
         (tmp_path / "books" / "07.txt").write_bytes(content)
-    given = {key: str(tmp_path / "words.txt") if value == "WORDS" else value for key, value in options.items()}
-    with pytest.raises((DataError, ConfigError), match=message) as caught:
-        make(**given)
-    assert "\n" not in str(caught.value)
+    refusal(lambda: make(**options), error, message)
     assert not (tmp_path / "data").exists()
 
 
@@ -185,36 +159,25 @@ def test_what_does_not_fit_is_one_line_and_nothing_is_written(make, books, tmp_p
     ("sizes", "split"), [([10] * 8 + [1], "80,10,10"), ([10] * 6, "60,20,20"), ([10], "100,0,0"), ([1, 99], "100,0,0")]
 )
 def test_too_few_documents_come_with_a_split_that_works(make, tmp_path, sizes, split):
-    (tmp_path / "books").mkdir()
-    for number, size in enumerate(sizes):
-        (tmp_path / "books" / f"{number}.txt").write_text("x" * size)
+    write_files(tmp_path / "books", {f"{number}.txt": b"x" * size for number, size in enumerate(sizes)})
     with pytest.raises(DataError, match=rf"too few .* Give more text, or --split {split}$"):
         make(documents=True, split="99.8,0.1,0.1")
     make(documents=True, split=split)
 
 
-def test_a_split_without_tokens_is_refused(make, tmp_path):
-    (tmp_path / "words.txt").write_text("\n".join(VOCABULARY) + "\n")
-    (tmp_path / "books").mkdir()
-    (tmp_path / "books" / "x.txt").write_text("w1 w2 w3 w4" + " " * 30)
+@pytest.mark.parametrize("tokenizer", ["words.txt", "data/tokenizer.txt"])
+def test_a_split_without_tokens_is_refused_and_what_was_in_the_folder_stays(make, tmp_path, tokenizer):
+    write_files(tmp_path, {"books/x.txt": b"w1 w2 w3 w4" + b" " * 30, tokenizer: WORDS})
     with pytest.raises(DataError, match=r"books: nothing of it is left for validation\. Give more"):
-        make(tokenizer=str(tmp_path / "words.txt"), split="50,25,25")
-    assert not (tmp_path / "data").exists()
-
-
-def test_a_refusal_keeps_what_was_in_the_folder(make, tmp_path):
-    (tmp_path / "data").mkdir()
-    tokenizer = tmp_path / "data" / "tokenizer.txt"
-    tokenizer.write_text("\n".join(VOCABULARY) + "\n")
-    (tmp_path / "books").mkdir()
-    (tmp_path / "books" / "x.txt").write_text("w1 w2 w3 w4" + " " * 30)
-    with pytest.raises(DataError, match="nothing of it is left"):
-        make(tokenizer=str(tokenizer), split="50,25,25")
-    assert list((tmp_path / "data").iterdir()) == [tokenizer]
+        make(tokenizer=str(tmp_path / tokenizer), split="50,25,25")
+    if tokenizer == "words.txt":
+        assert not (tmp_path / "data").exists()
+    else:
+        assert list((tmp_path / "data").iterdir()) == [tmp_path / tokenizer]
 
 
 def test_bytes_take_any_stream(make, books, tmp_path):
     (tmp_path / "books" / "07.txt").write_bytes(b"\xff\0\xfe")
     index = make(split="100,0,0")
     raw = b"".join(path.read_bytes() for path in sorted((tmp_path / "books").iterdir()))
-    assert bytes(tokens(index, "train")) == raw
+    assert bytes(everything(index).tolist()) == raw

@@ -8,7 +8,7 @@ from megasparse.data.index import Index
 from megasparse.data.members import find_damage
 from megasparse.data.reader import EvaluationStream, ShardFile, ShardReader
 from megasparse.errors import DataError
-from tests.data.damages import HARMS, HOSTILE, STRUCTURE, shard_of, without_crc32
+from tests.data.damages import HARMS, HOSTILE, STRUCTURE, denied, do, shard_of, without_crc32
 from tests.helpers.traced import traced_peak
 
 
@@ -70,8 +70,7 @@ ELSEWHERE = ("at byte 5120", "at byte 5120")
 @pytest.mark.parametrize("crc32", [True, False], ids=["crc32", "no crc32"])
 def test_D1_damage_is_an_error_that_names_shard_member_and_byte(make_index, corpus, harm, crc32, figures):
     index = make_index(corpus) if crc32 else without_crc32(make_index(corpus))
-    path = index.directory / "train-000003.tar"
-    path.write_bytes(HARMS[harm][0](path.read_bytes()))
+    path = do(harm, index.directory / "train-000003.tar")
     with pytest.raises(DataError) as caught:
         EvaluationStream(Index.load(index.directory), "train").read(0, 7013)
     assert caught.value.path == str(path)
@@ -199,14 +198,8 @@ def test_D7_a_read_that_fails_is_an_error_that_names_the_sample(make_index, corp
 
 
 def test_D7_a_shard_that_may_not_be_read(make_index, corpus, monkeypatch):
-    reader, refuse = ShardReader(make_index(corpus), "train"), os.open
-
-    def guarded(path: str, *arguments: int, **named: int) -> int:
-        if str(path).endswith("train-000003.tar"):
-            raise PermissionError(13, "Permission denied")
-        return refuse(path, *arguments, **named)
-
-    monkeypatch.setattr(os, "open", guarded)
+    reader = ShardReader(make_index(corpus), "train")
+    denied(monkeypatch, "train-000003.tar")
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: Permission denied"):
         reader.read(3, 0, 10)
 

@@ -12,6 +12,7 @@ from megasparse.data.index import Index
 from megasparse.data.reader import ShardReader
 from megasparse.data.shard_cache import ShardCache
 from megasparse.errors import ConfigError, DataError
+from tests.data.damages import do, flip
 from tests.data.folders import batches, everything
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -23,9 +24,7 @@ def test_a_copy_that_was_damaged_is_fetched_again(folder, server, cache):
     want = everything(Index.load(folder))
     assert torch.equal(everything(Index.load(server.url, cache=cache)), want)
     one, two, *_ = sorted(cache.folder.glob("*.tar"))
-    content = bytearray(one.read_bytes())
-    content[700] ^= 1
-    one.write_bytes(content)
+    do(flip(700), one)
     os.truncate(two, 100)
     assert torch.equal(everything(Index.load(server.url, cache=ShardCache(cache.folder))), want)
     assert server.count() == SHARDS + 2

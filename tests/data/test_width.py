@@ -13,7 +13,7 @@ from megasparse.data.damage import Damage, DamagedSample
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream, ShardReader
 from megasparse.errors import DataError
-from tests.data.damages import edit
+from tests.data.damages import do, edit, flip
 from tests.data.folders import batches, read_folder, write_folder
 
 SIZES = (1000, 1000, 730)
@@ -128,11 +128,8 @@ def test_a_sample_of_half_a_token_is_refused(tmp_path):
 def test_one_damaged_sample_of_wide_tokens_loses_no_other(tmp_path, width):
     folder = write_folder(tmp_path / "data", tokens_of(width), width=width)
     want = read_folder(folder)
-    path = folder / "train-000001.tar"
-    raw = bytearray(path.read_bytes())
     member = 512 + -(-100 * width // 512) * 512
-    raw[3 * member + 512 + 7] ^= 1
-    path.write_bytes(raw)
+    path = do(flip(3 * member + 512 + 7), folder / "train-000001.tar")
     index = Index.load(folder, tolerant=True)
     damage = Damage(index, "train", 0.5)
     reader = ShardReader(index, "train", damage=damage)

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow
 import pytest
 
-from megasparse.data import prepare as prepare_module
+from megasparse.data import prepare
 from megasparse.data.corpora import jsonl, records
 from megasparse.data.corpora.cutting import lines
 from megasparse.data.corpora.records import RecordSource
@@ -19,7 +19,7 @@ from megasparse.data.corpora.records_report import write_report
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError, DataError
 from tests.data import folders
-from tests.data.folders import everything, files
+from tests.data.folders import crashing, everything, files
 from tests.helpers.refusals import refusal
 
 LINES = [
@@ -169,23 +169,14 @@ def test_shards_hold_the_first_of_each_text_split_by_bytes(tmp_path):
     assert report["splits"]["test"]["bytes"] == sum(map(len, want["test"]))
 
 
-def test_any_number_of_workers_and_any_interruption_give_the_same_bytes(tmp_path, monkeypatch):
+def test_any_number_of_workers_and_any_interruption_give_the_same_bytes(tmp_path):
     crawl(tmp_path / "in")
     want = files(prepared(tmp_path / "in", tmp_path / "one").directory)
     assert len(want) > 6
     assert files(prepared(tmp_path / "in", tmp_path / "two", workers=2).directory) == want
 
-    write, calls = prepare_module._write_shard, iter(range(10))
-
-    def crashing(*arguments: Any) -> Any:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        return write(*arguments)
-
-    monkeypatch.setattr(prepare_module, "_write_shard", crashing)
-    with pytest.raises(KeyboardInterrupt):
+    with crashing(prepare, "_write_shard", 3):
         prepared(tmp_path / "in", tmp_path / "again")
-    monkeypatch.undo()
     assert sum(name.endswith(".tar") for name in files(tmp_path / "again")) == 2
     assert files(prepared(tmp_path / "in", tmp_path / "again").directory) == want
 
