@@ -4,11 +4,13 @@ believed."""
 import json
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megasparse.data.files import replacing
 from megasparse.errors import DataError
 
 INDEX_FILE = "index.json"
@@ -71,6 +73,12 @@ class Split(Entry):
     words: Count | None = None
     """Words of that text, as its corpus counts them; None where it counts none."""
 
+    @classmethod
+    def of(cls, shards: Sequence[Shard], raw_bytes: int | None = None, words: int | None = None) -> "Split":
+        """The split of these shards."""
+        tokens, samples = sum(shard.tokens for shard in shards), sum(shard.samples for shard in shards)
+        return cls(tokens=tokens, samples=samples, shards=tuple(shards), raw_bytes=raw_bytes, words=words)
+
 
 class TokenizerEntry(Entry):
     """The tokenizer that made the tokens."""
@@ -95,6 +103,12 @@ class IndexFile(Entry):
 
 
 File = TypeVar("File", bound=IndexFile)
+
+
+def save(content: IndexFile, path: Path) -> None:
+    """Write an index file: at any moment there is the old one, or the whole new one."""
+    with replacing(path) as file:
+        file.write(content.model_dump_json(indent=2).encode() + b"\n")
 
 
 def parse(path: Path, kind: type[File]) -> File:

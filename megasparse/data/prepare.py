@@ -25,7 +25,7 @@ from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.source import Document, Source
 from megasparse.data.encoding import Encoded, Encoder
 from megasparse.data.files import file_sha256, partial_name, replacing
-from megasparse.data.index_file import INDEX_FILE, MOST_SAMPLES, IndexFile, Shard, Split, TokenizerEntry, parse
+from megasparse.data.index_file import INDEX_FILE, MOST_SAMPLES, IndexFile, Shard, Split, TokenizerEntry, parse, save
 from megasparse.data.members import verify_shard
 from megasparse.data.token_stream import StreamPosition, TokenStream
 from megasparse.data.workers import Workers
@@ -120,16 +120,15 @@ def _write(plan: Progress, streams: Splits, encoder: Encoder, workers: Workers[E
             for shard in _shards(name, len(shards), stream, plan, finished, output):
                 shards.append(shard)
                 ends[shard.file] = stream.place
-                splits[name] = _split(shards)
+                splits[name] = Split.of(shards)
                 if not complete:
-                    _save(plan.model_copy(update={"splits": splits, "ends": ends}), output / PROGRESS_FILE)
+                    save(plan.model_copy(update={"splits": splits, "ends": ends}), output / PROGRESS_FILE)
             if not shards:
                 what = " ".join(plan.source["location"])
                 raise DataError(what, f"nothing of it is left for {name}", "Give more, or other settings")
-            totals = {"raw_bytes": stream.place.raw_bytes or None, "words": stream.place.words or None}
-            splits[name] = _split(shards).model_copy(update=totals)
+            splits[name] = Split.of(shards, stream.place.raw_bytes or None, stream.place.words or None)
     entries = {name: getattr(plan, name) for name in IndexFile.model_fields}
-    _save(IndexFile(**{**entries, "splits": splits}), output / INDEX_FILE)
+    save(IndexFile(**{**entries, "splits": splits}), output / INDEX_FILE)
     (output / PROGRESS_FILE).unlink(missing_ok=True)
     return True
 
@@ -221,16 +220,6 @@ def _write_shard(path: Path, samples: Iterable[tuple[int, bytes]], width: Litera
     )
 
 
-def _split(shards: list[Shard]) -> Split:
-    tokens, samples = sum(shard.tokens for shard in shards), sum(shard.samples for shard in shards)
-    return Split(tokens=tokens, samples=samples, shards=tuple(shards))
-
-
-def _save(content: IndexFile, path: Path) -> None:
-    with replacing(path) as file:
-        file.write(content.model_dump_json(indent=2).encode() + b"\n")
-
-
 def _copy_of(tokenizer: Path, output: Path) -> Path:
     return output / f"tokenizer{tokenizer.suffix}"
 
@@ -257,7 +246,7 @@ def _finished(plan: Progress, output: Path) -> tuple[dict[str, Shard], dict[str,
     if stray:
         problem = f"{stray.name} is here, but no {INDEX_FILE} says what it holds"
         raise DataError(output, problem, "Choose another --output, or delete what is here")
-    _save(plan, output / PROGRESS_FILE)
+    save(plan, output / PROGRESS_FILE)
     return {}, {}
 
 

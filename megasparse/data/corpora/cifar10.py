@@ -7,9 +7,7 @@ order is often that of the classes, every 10th of the training set is.
 
 import argparse
 import re
-import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -17,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from megasparse.data.corpora import images
-from megasparse.data.corpora.image_files import ARCHIVE, headers, member_content, part_content
-from megasparse.data.corpora.number_files import reading
+from megasparse.data.corpora.image_files import ARCHIVE, members, part_content
 from megasparse.data.corpora.official import verify_official
 from megasparse.data.corpora.pixels import PixelEncoder, planar_piece
 from megasparse.data.corpora.source import Document, Source, add_source_arguments
@@ -92,12 +89,9 @@ def _batches(source: Source) -> Iterator[tuple[str, Callable[[], bytes]]]:
             if _is_batch(part.name, str(part), part.size):
                 yield PurePosixPath(part.name).name, partial(part_content, part)
             continue
-        with ExitStack() as stack:
-            with reading(part.path):
-                tar = stack.enter_context(tarfile.open(part.path))
-            for member in headers(part.path, tar):
-                if member.isreg() and _is_batch(member.name, f"{part}:{member.name}", member.size):
-                    yield PurePosixPath(member.name).name, partial(member_content, part.path, tar, member)
+        for member, read in members(part.path):
+            if member.isreg() and _is_batch(member.name, f"{part}:{member.name}", member.size):
+                yield PurePosixPath(member.name).name, read
 
 
 def _is_batch(name: str, shown: str, size: int) -> bool:

@@ -75,7 +75,9 @@ def open_source(
     chosen = [name for name in NAMES if name in of_split.values()]
     if settings.get("split") and "train" in chosen:
         chosen = ["train"]
-    parts = [part for name in chosen for part in sorted(found, key=_order) if of_split[part] == name]
+    parts = [
+        part for name in chosen for part in sorted(found, key=lambda part: natural(part.name)) if of_split[part] == name
+    ]
     _require_one(location, parts)
     facts = {"revision": revision(location), "other_files": sorted(part.name for part in {*found} - {*parts})}
     own = [of_split[part] or "" for part in parts] if len(chosen) > 1 else None
@@ -119,10 +121,6 @@ def revision(location: str) -> str | None:
 def _is_data(part: Part) -> bool:
     """No result of map or filter, which `datasets` keeps beside what it was made of."""
     return not PurePosixPath(part.name).name.startswith(("cache-", "tmp"))
-
-
-def _order(part: Part) -> list[tuple[int, str]]:
-    return natural(part.name)
 
 
 def _require_one(location: str, parts: Sequence[Part]) -> None:

@@ -62,41 +62,40 @@ def part_content(part: Part, most: int = 1 << 26) -> bytes:
 
 
 def _members(path: Path, around: tuple[str, ...]) -> Iterator[ImageFile]:
+    for member, read in members(path, MOST_BYTES + 1):
+        name = PurePosixPath(member.name)
+        if member.isdir() or any(part.startswith(".") for part in name.parts):
+            continue
+        shown = f"{os.fspath(path)}:{member.name}"
+        if not member.isreg() or member.issparse():
+            problem = f"at byte {member.offset} this is neither a file nor a folder (a link, or a device)"
+            raise DataError(ascii(shown)[1:-1], problem, "Pack the files themselves")
+        if name.suffix.lower() in SUFFIXES:
+            yield ImageFile(shown, (*name.parent.parts, *around), read)
+
+
+def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
+    """Every member of an archive, and what reads its first `most` bytes until the next is asked for, where it is a
+    regular file. TarFile's own iterator takes a broken header for the end, and holds all that it has seen.
+    """
     with ExitStack() as stack:
         with reading(path):
             tar = stack.enter_context(tarfile.open(path))
-        for member in headers(path, tar):
-            name = PurePosixPath(member.name)
-            if member.isdir() or any(part.startswith(".") for part in name.parts):
-                continue
-            shown = f"{os.fspath(path)}:{member.name}"
-            if not member.isreg() or member.issparse():
-                problem = f"at byte {member.offset} this is neither a file nor a folder (a link, or a device)"
-                raise DataError(ascii(shown)[1:-1], problem, "Pack the files themselves")
-            if name.suffix.lower() in SUFFIXES:
-                yield ImageFile(
-                    shown, (*name.parent.parts, *around), partial(member_content, path, tar, member, MOST_BYTES + 1)
-                )
+        assert tar.fileobj is not None
+        tar.offset = 0
+        while True:
+            with reading(path):
+                tar.fileobj.seek(tar.offset)
+                try:
+                    member = tarfile.TarInfo.fromtarfile(tar)
+                except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+                    return
+                except tarfile.HeaderError as error:  # type: ignore[attr-defined]
+                    raise tarfile.ReadError(f"there is no valid header at byte {tar.offset} ({error})") from None
+            yield member, partial(_content, path, tar, member, most)
 
 
-def headers(path: Path, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Every member. TarFile's own iterator takes a broken header for the end, and holds all that it has seen."""
-    assert tar.fileobj is not None
-    tar.offset = 0
-    while True:
-        with reading(path):
-            tar.fileobj.seek(tar.offset)
-            try:
-                member = tarfile.TarInfo.fromtarfile(tar)
-            except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
-                return
-            except tarfile.HeaderError as error:  # type: ignore[attr-defined]
-                raise tarfile.ReadError(f"there is no valid header at byte {tar.offset} ({error})") from None
-        yield member
-
-
-def member_content(path: Path, tar: tarfile.TarFile, member: tarfile.TarInfo, most: int = 1 << 26) -> bytes:
-    """The first bytes of a regular member of an open archive, at most so many. Raises DataError where it is cut off."""
+def _content(path: Path, tar: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> bytes:
     with reading(path):
         file = tar.extractfile(member)
         assert file is not None  # it is a regular file

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megasparse.data.files import file_sha256, replacing
-from megasparse.data.index_file import INDEX_FILE, MOST_SAMPLES, IndexFile, Shard, Split, TokenizerEntry, Width
+from megasparse.data.files import file_sha256
+from megasparse.data.index_file import INDEX_FILE, MOST_SAMPLES, IndexFile, Shard, Split, TokenizerEntry, Width, save
 from megasparse.data.members import BLOCK, PIECE, Places, open_shard
 from megasparse.data.text_encoder import TextEncoder
 from megasparse.errors import DataError
@@ -93,32 +93,13 @@ def _checksum(descriptor: int, path: Path, member: int, offset: int, size: int, 
     return f"{crc32:08x}"
 
 
-def split_entry(shards: Sequence[Shard], encoder: TextEncoder) -> Split:
-    """The index's entry of a split."""
-    tokens, samples = sum(shard.tokens for shard in shards), sum(shard.samples for shard in shards)
-    raw_bytes = tokens if encoder.name in ("bytes", "pixels") else None
-    return Split(tokens=tokens, samples=samples, shards=tuple(shards), raw_bytes=raw_bytes)
-
-
-def write_index(
-    folder: Path,
-    encoder: TextEncoder,
-    corpus: str,
-    command: str,
-    source: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    splits: Mapping[str, Split],
-) -> None:
-    index = IndexFile(
-        tokenizer=TokenizerEntry(name=encoder.name, sha256=encoder.sha256),
-        corpus=corpus,
-        command=command,
-        source=dict(source),
-        settings=dict(settings),
-        splits=dict(splits),
-    )
-    with replacing(folder / INDEX_FILE) as file:
-        file.write(index.model_dump_json(indent=2).encode() + b"\n")
+def write_index(folder: Path, encoder: TextEncoder, splits: Mapping[str, Sequence[Shard]], **entries: Any) -> None:
+    """Write the index of the shards of each split. entries: the others of an IndexFile."""
+    found = {name: Split.of(shards) for name, shards in splits.items()}
+    if encoder.name in ("bytes", "pixels"):
+        found = {name: Split.of(split.shards, split.tokens) for name, split in found.items()}
+    tokenizer = TokenizerEntry(name=encoder.name, sha256=encoder.sha256)
+    save(IndexFile(tokenizer=tokenizer, splits=found, **entries), folder / INDEX_FILE)
 
 
 @contextmanager

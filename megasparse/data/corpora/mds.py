@@ -15,19 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megasparse.data.corpora.cutting import NAMES
 from megasparse.data.corpora.huggingface import SPLIT_NAMES
-from megasparse.data.corpora.in_place import (
-    HINT,
-    Format,
-    Found,
-    examine,
-    link,
-    linking,
-    reading,
-    split_entry,
-    write_index,
-)
+from megasparse.data.corpora.in_place import HINT, Format, examine, link, linking, reading, write_index
 from megasparse.data.corpora.source import add_tokenizer_argument
-from megasparse.data.index_file import INDEX_FILE, Width
+from megasparse.data.index_file import INDEX_FILE, Shard, Width
 from megasparse.data.mds_file import BYTES_WIDTH, BadMds, mds_places, mds_width
 from megasparse.data.members import Places
 from megasparse.data.text_encoder import TextEncoder
@@ -81,17 +71,16 @@ def write(given: argparse.Namespace, command: str) -> Path:
         for name, folder in folders.items()
     }
     with linking(output) as links:
-        found: dict[str, list[Found]] = {}
+        splits: dict[str, list[Shard]] = {}
         for name, files in entries.items():
             for number, (file, entry) in enumerate(files):
                 link(output, linked := f"{name}-{number:06d}.mds", _there(file), links)
-                found.setdefault(name, []).append(_examine(file, linked, entry, encoder, given.width))
-        if not found:
+                splits.setdefault(name, []).append(_examine(file, linked, entry, encoder, given.width))
+        if not splits:
             raise DataError(given.source, "there is no shard in it", "Check --source")
-        shards = [each.shard for split in found.values() for each in split]
-        source = {"location": [os.fspath(given.source)], "bytes": sum(shard.bytes for shard in shards)}
-        splits = {name: split_entry([each.shard for each in split], encoder) for name, split in found.items()}
-        write_index(output, encoder, "mds", command, source, {}, splits)
+        total = sum(shard.bytes for shards in splits.values() for shard in shards)
+        source = {"location": [os.fspath(given.source)], "bytes": total}
+        write_index(output, encoder, splits, corpus="mds", command=command, source=source, settings={})
     return output
 
 
@@ -136,7 +125,7 @@ def _there(file: Path) -> Path:
     return file
 
 
-def _examine(file: Path, name: str, entry: Entry, encoder: TextEncoder, bytes_width: Width) -> Found:
+def _examine(file: Path, name: str, entry: Entry, encoder: TextEncoder, bytes_width: Width) -> Shard:
     with reading(file) as descriptor:
         total = os.fstat(descriptor).st_size
         if entry.format != "mds" or total != entry.raw_data.bytes:
@@ -149,4 +138,4 @@ def _examine(file: Path, name: str, entry: Entry, encoder: TextEncoder, bytes_wi
             raise DataError(file, str(error), HINT) from None
         if len(places.sizes) != entry.samples:
             raise DataError(file, f"it has {len(places.sizes):,} samples, its index says {entry.samples:,}", HINT)
-        return examine(descriptor, file, name, places, Format(width, len(encoder.tokenizer.word_starts()), 1))
+        return examine(descriptor, file, name, places, Format(width, len(encoder.tokenizer.word_starts()), 1)).shard

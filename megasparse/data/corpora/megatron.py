@@ -18,16 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megasparse.data.corpora.cutting import add_split_argument, split_sizes
-from megasparse.data.corpora.in_place import (
-    HINT,
-    Format,
-    examine,
-    link,
-    linking,
-    reading,
-    split_entry,
-    write_index,
-)
+from megasparse.data.corpora.in_place import HINT, Format, examine, link, linking, reading, write_index
 from megasparse.data.corpora.source import add_tokenizer_argument
 from megasparse.data.index_file import MOST_SAMPLES, Shard, Width
 from megasparse.data.members import Places
@@ -85,9 +76,8 @@ def write(given: argparse.Namespace, command: str) -> Path:
                 shards[split].append(examine(descriptor, file, name, places, form, start, stop - start).shard)
         documents = sum(len(borders.documents) - 1 for borders in found.values())
         source = {"location": given.source, "bytes": sum(map(_size, found.values())), "documents": documents}
-        splits = {name: split_entry(entries, encoder) for name, entries in shards.items()}
         settings = {"sample_bytes": sample_bytes, "split": given.split}
-        write_index(output, encoder, "megatron", command, source, settings, splits)
+        write_index(output, encoder, shards, corpus="megatron", command=command, source=source, settings=settings)
     return output
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from megasparse.data.corpora.cutting import NAMES, PIECE, split_sizes
+from megasparse.data.corpora.cutting import NAMES, PIECE, lines, split_sizes
 from megasparse.data.corpora.padded import PaddedEncoder
 from megasparse.data.corpora.source import Document, Part, Source, add_tokenizer_argument, positive
 from megasparse.data.encoding import Encoded
@@ -74,22 +74,22 @@ def about(source: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The lines of each split. Raises ConfigError and DataError for files that are no pairs, or no UTF-8."""
     source.require_text()
     files = _files(source, settings["roles"])
-    lines: dict[str, int] = {}
+    found: dict[str, int] = {}
     for split in NAMES:
         counts = {side: sum(1 for _ in _lines(files.get(_role(split, side), []))) for side in ("source", "target")}
         if counts["source"] != counts["target"]:
             problem = f"{split} has {counts['source']:,} lines of the source and {counts['target']:,} of the target"
             raise DataError(source.name, problem, "Give files whose lines belong together")
         if counts["source"]:
-            lines[split] = counts["source"]
-    if len(lines) > 1 and settings["split"]:
+            found[split] = counts["source"]
+    if len(found) > 1 and settings["split"]:
         raise ConfigError("--split", f'"{settings["split"]}" is given beside files of other splits', "Leave it out")
-    if len(lines) == 1:
-        lines = split_sizes(settings["split"] or DEFAULT_SPLIT, lines["train"])
-        if empty := [name for name, count in lines.items() if not count]:
+    if len(found) == 1:
+        found = split_sizes(settings["split"] or DEFAULT_SPLIT, found["train"])
+        if empty := [name for name, count in found.items() if not count]:
             hint = "Give more lines, or another --split"
             raise DataError(source.name, f"its lines are too few to give {empty[0]} any", hint)
-    return {"lines": lines}
+    return {"lines": found}
 
 
 def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Document]]]:
@@ -116,9 +116,9 @@ class ParallelEncoder(PaddedEncoder):
 
     def encode(self, piece: bytes) -> Encoded:
         """Encode pairs of texts. raw_bytes and words are those of the targets, which the decoder predicts."""
-        lines = piece.decode().split("\n")
+        texts = piece.decode().split("\n")
         records, raw_bytes, words = [], 0, 0
-        for pair in zip(lines[:-1:2], lines[1::2], strict=True):
+        for pair in zip(texts[:-1:2], texts[1::2], strict=True):
             ids = [self.ids(line) for line in pair]
             if all(0 < len(found) < length for found, length in zip(ids, self.lengths, strict=True)):
                 for found, length in zip(ids, self.lengths, strict=True):
@@ -141,15 +141,10 @@ def _files(source: Source, roles: Sequence[str]) -> dict[str, list[Part]]:
 def _lines(parts: Iterable[Part]) -> Iterator[bytes]:
     """Without their ends and white space around. Raises DataError for a line that no sentence has."""
     for part in parts:
-        rest = b""
-        for piece in part.pieces():
-            *whole, rest = (rest + piece).split(b"\n")
-            for line in whole:
-                yield line.strip()
-            if len(rest) > PIECE:
+        for line in lines(part.pieces(), PIECE):
+            if line is None:
                 raise DataError(str(part), f"a line is longer than {PIECE:,} bytes", "Give a sentence a line")
-        if rest:
-            yield rest.strip()
+            yield line.strip()
 
 
 def _pieces(pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:

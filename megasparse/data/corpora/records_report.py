@@ -25,19 +25,6 @@ class Lengths(BaseModel):
     """Bytes of all documents of each class."""
 
 
-class SplitReport(BaseModel):
-    documents: int
-    bytes: int
-    tokens: int
-    bytes_per_token: float
-
-
-class FileReport(BaseModel):
-    file: str
-    records: int
-    documents: int
-
-
 class Report(BaseModel):
     """A source of records: what there was, and what is kept of it."""
 
@@ -52,8 +39,10 @@ class Report(BaseModel):
     left_out: dict[str, int]
     """Records by the reason for which they are left out."""
     lengths: Lengths
-    splits: dict[str, SplitReport]
-    read: list[FileReport]
+    splits: dict[str, dict[str, int | float]]
+    """Documents, bytes, tokens and bytes a token of each."""
+    read: list[dict[str, str | int]]
+    """Each file, its records and documents."""
 
 
 def write_report(source: RecordSource, index: Index, path: Path) -> Report:
@@ -61,15 +50,10 @@ def write_report(source: RecordSource, index: Index, path: Path) -> Report:
     lengths = [found for _, found in source.lengths()]
     records = [len(each.lengths) + each.unfit.total() for each in source.examined]
     counts = index.file.source["documents"]
-    splits = {
-        name: SplitReport(
-            documents=counts[name],
-            bytes=split.raw_bytes or 0,
-            tokens=split.tokens,
-            bytes_per_token=round((split.raw_bytes or 0) / split.tokens, 4),
-        )
-        for name, split in index.file.splits.items()
-    }
+    splits = {}
+    for name, split in index.file.splits.items():
+        size = {"documents": counts[name], "bytes": split.raw_bytes or 0, "tokens": split.tokens}
+        splits[name] = {**size, "bytes_per_token": round(size["bytes"] / split.tokens, 4)}
     report = Report(
         source=list(source.locations),
         revision=source.facts.get("revision"),
@@ -82,7 +66,7 @@ def write_report(source: RecordSource, index: Index, path: Path) -> Report:
         lengths=_lengths(np.concatenate(lengths)),
         splits=splits,
         read=[
-            FileReport(file=part.name, records=count, documents=len(found))
+            {"file": part.name, "records": count, "documents": len(found)}
             for part, count, found in zip(source.parts, records, lengths, strict=True)
         ],
     )

@@ -14,10 +14,10 @@ from typing import Any
 from tqdm import tqdm
 
 from megasparse.data.corpora.cutting import NAMES
-from megasparse.data.corpora.in_place import HINT, Format, Found, examine, reading, split_entry, write_index
+from megasparse.data.corpora.in_place import HINT, Format, Found, examine, reading, write_index
 from megasparse.data.corpora.number_files import natural
 from megasparse.data.corpora.source import add_tokenizer_argument, positive
-from megasparse.data.index_file import INDEX_FILE, Split
+from megasparse.data.index_file import INDEX_FILE
 from megasparse.data.members import BadMember, walk
 from megasparse.data.text_encoder import TextEncoder, width_for
 from megasparse.errors import ConfigError, DataError
@@ -52,7 +52,6 @@ def write(given: argparse.Namespace, command: str) -> Path:
     if given.record is None and encoder.name == "pixels":
         raise ConfigError("--record", "the number of tokens of an image is not given", "Give it, 12288 for 64×64 RGB")
     names = _names(directory)
-    splits: dict[str, Split] = {}
     with (
         tqdm(desc="checking shards", total=len(names), unit="shard", disable=None) as bar,
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,  # hashing leaves the interpreter to others
@@ -65,14 +64,13 @@ def write(given: argparse.Namespace, command: str) -> Path:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    for split in NAMES:
-        if shards := [each.shard for each in found if each.shard.file.startswith(f"{split}-")]:
-            splits[split] = split_entry(shards, encoder)
+    of_split = {name: [each.shard for each in found if each.shard.file.startswith(f"{name}-")] for name in NAMES}
+    splits = {name: shards for name, shards in of_split.items() if shards}
     sizes = {each.sample_bytes for each in found}
     settings: dict[str, Any] = {"sample_bytes": size} if len(sizes) == 1 and (size := sizes.pop()) else {}
     settings |= {"record": given.record} if given.record else {}
     source = {"location": [os.fspath(directory)], "bytes": sum(each.shard.bytes for each in found)}
-    write_index(directory, encoder, "shards", command, source, settings, splits)
+    write_index(directory, encoder, splits, corpus="shards", command=command, source=source, settings=settings)
     return directory
 
 
