@@ -30,6 +30,11 @@ def make_index(tmp_path):
 
 
 @pytest.fixture
+def index(make_index, corpus):
+    return make_index(corpus)
+
+
+@pytest.fixture
 def impatient(monkeypatch, request):
     """Short limits where a server is to stall, long ones elsewhere: a busy machine is no stall."""
     faults = getattr(request.node, "callspec", None) and request.node.callspec.params.get("faults", ())
@@ -54,3 +59,9 @@ def server(folder):
 @pytest.fixture
 def cache(tmp_path):
     return ShardCache(tmp_path / "cache")
+
+
+@pytest.fixture
+def remote(server, cache):
+    """The index of what the server has."""
+    return Index.load(server.url, cache=cache)

@@ -6,7 +6,7 @@ import json
 import tarfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,16 @@ def batches(folders: Sequence[tuple[Index, float]], **changes: Any) -> TrainingB
 def take(data: TrainingBatches, steps: int) -> list[Step]:
     with data:
         return [next(data) for _ in range(steps)]
+
+
+def rows(steps: Iterable[Step]) -> dict[int, list[int]]:
+    """The tokens of each sample number."""
+    return {
+        number: row
+        for step in steps
+        for batch in step.micro_batches
+        for number, row in zip(batch.samples.tolist(), batch.tokens.tolist(), strict=True)
+    }
 
 
 def everything(index: Index, split: str = "train") -> torch.Tensor:

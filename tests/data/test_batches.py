@@ -16,7 +16,7 @@ from megasparse.data.reader import ShardReader
 from megasparse.errors import ConfigError, DataError
 from tests.data.damages import do, flip
 from tests.data.folders import batches as mixed
-from tests.data.folders import take, wait_until
+from tests.data.folders import rows, take, wait_until
 
 T = 30  # 33 sequences in each of seven shards of 1,000 tokens, none in the last of 13: 231 an epoch
 
@@ -25,17 +25,13 @@ def batches(index: Index, **changes: Any) -> TrainingBatches:
     return mixed([(index, 1.0)], **changes)
 
 
-def content(steps: list[Step]) -> list[tuple[int, list[list[int]], list[list[int]]]]:
-    batches = [(step.position, step.micro_batches) for step in steps]
-    return [
-        (at, [m.samples.tolist() for m in micro], [m.tokens.flatten().tolist() for m in micro]) for at, micro in batches
-    ]
+def content(steps: list[Step]) -> list[tuple[int, list[tuple[int, list[int]]]]]:
+    return [(step.position, list(rows([step]).items())) for step in steps]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro_batch", [1, 3])
-def test_D8_ranks_share_the_global_batch(make_index, corpus, world_size, micro_batch):
-    index = make_index(corpus)
+def test_D8_ranks_share_the_global_batch(index, corpus, world_size, micro_batch):
     order = Order([shard.tokens for shard in index.split("train").shards], T, 3, 2)
     way = {"global_batch": 36, "micro_batch": micro_batch, "world_size": world_size}
     ranks = [take(batches(index, rank=rank, **way), 9) for rank in range(world_size)]
@@ -57,46 +53,38 @@ def test_D8_ranks_share_the_global_batch(make_index, corpus, world_size, micro_b
         assert sorted(seen) == list(range(s * 36, s * 36 + 36))
 
 
-def test_D8_an_epoch_has_each_sequence_once_and_the_next_follows_inside_a_step(make_index, corpus):
-    data = batches(make_index(corpus), global_batch=10)
+def test_D8_an_epoch_has_each_sequence_once_and_the_next_follows_inside_a_step(index, corpus):
+    data = batches(index, global_batch=10)
     assert (data.sequences_per_epoch, data.unused_tokens) == (231, 7013 - 231 * T)
-    rows = [bytes(b.tokens.flatten().tolist()) for step in take(data, 47) for b in step.micro_batches]
+    found = [bytes(row) for row in rows(take(data, 47)).values()]
     windows = {corpus[shard * 1000 + i * T :][:T] for shard in range(7) for i in range(33)}
-    assert set(rows[:231]) == windows and set(rows[231:462]) == windows
-    assert rows[:231] != rows[231:462]
+    assert set(found[:231]) == windows and set(found[231:462]) == windows
+    assert found[:231] != found[231:462]
 
 
 @pytest.mark.parametrize("micro_batches", [(1, 1, 1), (1, 3, 7), (7, 2, 3)])
-def test_R3_from_two_ranks_to_one_and_back_inside_an_epoch(make_index, corpus, micro_batches):
+def test_R3_from_two_ranks_to_one_and_back_inside_an_epoch(index, micro_batches):
     """231 sequences in 5.5 steps of 42: the epoch ends inside a step."""
-    index, order = make_index(corpus), Order([1000] * 7 + [13], T, 3, 2)
+    order = Order([1000] * 7 + [13], T, 3, 2)
     position, global_batches, consumed = 0, [], []
     for (world_size, steps), micro_batch in zip([(2, 2), (1, 2), (2, 2)], micro_batches, strict=True):
         way = {"global_batch": 42, "micro_batch": micro_batch, "world_size": world_size, "start": position}
         ranks = [take(batches(index, rank=r, **way), steps) for r in range(world_size)]
         for s in range(steps):
-            rows: dict[int, bytes] = {}
-            for batch in (batch for rank in ranks for batch in rank[s].micro_batches):
-                rows |= {int(i): bytes(row.tolist()) for i, row in zip(batch.samples, batch.tokens, strict=True)}
-            global_batches.append(rows)
-            consumed += [order.locate(i) for i in rows if i < 231]
+            global_batches.append(rows(rank[s] for rank in ranks))
+            consumed += [order.locate(i) for i in global_batches[-1] if i < 231]
         position += 42 * steps
-    assert [sorted(rows) for rows in global_batches] == [list(range(s * 42, s * 42 + 42)) for s in range(6)]
+    assert [sorted(batch) for batch in global_batches] == [list(range(s * 42, s * 42 + 42)) for s in range(6)]
     assert sorted(consumed) == [(shard, i) for shard in range(7) for i in range(33)]
-    alone = take(batches(index, global_batch=42), 6)
-    assert global_batches == [
-        {int(b.samples): bytes(b.tokens[0].tolist()) for b in step.micro_batches} for step in alone
-    ]
+    assert global_batches == [rows([step]) for step in take(batches(index, global_batch=42), 6)]
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 7])
-def test_R4_prefetch_changes_nothing(make_index, corpus, prefetch):
-    index = make_index(corpus)
+def test_R4_prefetch_changes_nothing(index, prefetch):
     assert content(take(batches(index, prefetch=prefetch), 30)) == content(take(batches(index), 30))
 
 
-def test_R4_prefetch_may_change_at_each_resume(make_index, corpus):
-    index = make_index(corpus)
+def test_R4_prefetch_may_change_at_each_resume(index):
     steps: list[Step] = []
     for prefetch in (0, 1, 2, 7, 0, 2):
         start = steps[-1].position if steps else 0
@@ -104,15 +92,14 @@ def test_R4_prefetch_may_change_at_each_resume(make_index, corpus):
     assert content(steps) == content(take(batches(index), 30))
 
 
-def test_steps_are_read_ahead_while_the_loop_computes(make_index, corpus):
-    with batches(make_index(corpus), prefetch=2) as data:
+def test_steps_are_read_ahead_while_the_loop_computes(index):
+    with batches(index, prefetch=2) as data:
         next(data)
         wait_until(data._queue.full)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_D7_a_read_error_reaches_the_loop_each_time_it_asks(make_index, corpus, prefetch):
-    index = make_index(corpus)
+def test_D7_a_read_error_reaches_the_loop_each_time_it_asks(index, prefetch):
     do(flip(-1), index.directory / "train-000002.tar")
     with batches(index, prefetch=prefetch) as data:
         with pytest.raises(DataError, match=r"train-000002\.tar"):
@@ -124,9 +111,9 @@ def test_D7_a_read_error_reaches_the_loop_each_time_it_asks(make_index, corpus, 
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
 @pytest.mark.parametrize("full", [False, True], ids=["while it reads", "while it waits for room"])
-def test_close_ends_the_thread(make_index, corpus, taken, full):
+def test_close_ends_the_thread(index, taken, full):
     before = threading.active_count()
-    data = batches(make_index(corpus), prefetch=2)
+    data = batches(index, prefetch=2)
     for _ in range(taken):
         next(data)
     if full and taken:
@@ -151,8 +138,7 @@ def test_a_global_batch_that_does_not_divide_names_the_key_and_a_value(make_inde
         batches(make_index(corpus), micro_batch=2, world_size=8, part=(0, 2))
 
 
-def test_a_sequence_longer_than_every_shard_names_the_key(make_index, corpus):
-    index = make_index(corpus)
+def test_a_sequence_longer_than_every_shard_names_the_key(index):
     with pytest.raises(ConfigError, match=r"data\.sequence_length: 1001 tokens, .*\"train\".* at most 1000"):
         batches(index, sequence_length=1001)
     assert batches(index, sequence_length=1000).sequences_per_epoch == 7
@@ -166,18 +152,16 @@ def test_D8_fewer_shards_than_ranks(make_index, corpus):
     assert {len(step.micro_batches) for steps in ranks for step in steps} == {3}
     for s in range(7):
         assert len({steps[s].position for steps in ranks}) == 1
-    rows = {
-        int(b.samples): bytes(b.tokens[0].tolist()) for steps in ranks for step in steps for b in step.micro_batches
-    }
-    assert sorted(rows) == list(range(84))
+    found = rows(step for steps in ranks for step in steps)
+    assert sorted(found) == list(range(84))
     for epoch in range(12):
-        windows = [corpus[i * T : i * T + T] for i in range(7)]
-        assert sorted(rows[i] for i in range(epoch * 7, epoch * 7 + 7)) == sorted(windows)
+        windows = [list(corpus[i * T : i * T + T]) for i in range(7)]
+        assert sorted(found[i] for i in range(epoch * 7, epoch * 7 + 7)) == sorted(windows)
 
 
 def test_D8_an_epoch_of_one_sequence(make_index, corpus):
     data = batches(make_index(corpus[:T]), global_batch=4)
-    assert {bytes(b.tokens[0].tolist()) for step in take(data, 3) for b in step.micro_batches} == {corpus[:T]}
+    assert list(rows(take(data, 3)).values()) == [list(corpus[:T])] * 12
 
 
 # Damage
@@ -234,18 +218,12 @@ def test_D7_ranks_that_share_a_sequence_replace_it_together(make_index, corpus):
 
 def test_R3_R4_substitutes_do_not_depend_on_ranks_prefetch_or_history(make_index, corpus):
     index = harm(make_index(corpus))
-
-    def rows(**options: Any) -> dict[int, list[int]]:
-        steps = take(batches(index, max_damaged=1.0, **options), 3)
-        return {int(b.samples): b.tokens.tolist() for step in steps for b in step.micro_batches}
-
-    whole = take(batches(index, max_damaged=1.0), 30)
-    want = {int(b.samples): b.tokens.tolist() for step in whole for b in step.micro_batches}
+    want = rows(take(batches(index, max_damaged=1.0), 30))
     draw = random.Random(0)
     for _ in range(40):
         world_size = draw.choice([1, 2, 3, 4])
         options = {"start": 12 * draw.randrange(27), "prefetch": draw.choice([0, 1, 2, 7]), "world_size": world_size}
-        got = rows(rank=draw.randrange(world_size), **options)
+        got = rows(take(batches(index, max_damaged=1.0, rank=draw.randrange(world_size), **options), 3))
         assert got == {i: want[i] for i in got}
 
 
@@ -258,8 +236,7 @@ def test_D3_too_much_damage_ends_the_run_with_the_counts(make_index, corpus, pre
                 take(data, 40)
 
 
-def test_D7_nothing_left_is_an_error_not_a_hang(make_index, corpus):
-    index = make_index(corpus)
+def test_D7_nothing_left_is_an_error_not_a_hang(index):
     for shard in index.split("train").shards:
         index.path(shard).unlink()
     data = batches(Index.load(index.directory, tolerant=True), max_damaged=1.0, prefetch=1)
@@ -277,8 +254,7 @@ class Slow:
         monkeypatch.setattr(os, "preadv", lambda *arguments: self.go.wait(60) and preadv(*arguments))
 
 
-def test_D7_waiting_for_slow_data_can_be_stopped_and_nothing_is_lost(make_index, corpus, monkeypatch):
-    index = make_index(corpus)
+def test_D7_waiting_for_slow_data_can_be_stopped_and_nothing_is_lost(index, monkeypatch):
     want = content(take(batches(index), 5))
     slow, asked = Slow(monkeypatch), threading.Event()
     with batches(index, prefetch=1, stop_waiting=asked.is_set) as data:
@@ -294,8 +270,7 @@ def test_D7_waiting_for_slow_data_can_be_stopped_and_nothing_is_lost(make_index,
         assert content([next(data) for _ in range(4)]) == want[1:]
 
 
-def test_D7_close_does_not_wait_for_a_read_that_never_returns(make_index, corpus, monkeypatch):
-    index = make_index(corpus)
+def test_D7_close_does_not_wait_for_a_read_that_never_returns(index, monkeypatch):
     slow = Slow(monkeypatch)
     data = batches(index, prefetch=1, stop_waiting=lambda: True)
     with pytest.raises(WaitingStopped):

@@ -62,9 +62,8 @@ def vouch(index: Index, file: str) -> None:
     [*((harm, False) for harm in HARMS), *((harm, True) for harm in STRUCTURE)],
     ids=lambda value: {True: "vouched for", False: ""}.get(value, value),
 )
-def test_D1_each_sample_is_used_or_counted(make_index, corpus, harm, vouched, figures):
+def test_D1_each_sample_is_used_or_counted(index, corpus, harm, vouched, figures):
     """Also where the sha256 of the index is that of the damaged shard."""
-    index = make_index(corpus)
     path = do(harm, index.directory / THIRD)
     if vouched and path.stat().st_size:
         vouch(index, THIRD)
@@ -88,8 +87,7 @@ def test_D1_without_crc32_a_damaged_shard_is_passed_over_whole(make_index, corpu
     assert capfd.readouterr().err.splitlines() == [line]
 
 
-def test_D1_what_is_no_layout_of_ours_is_passed_over_whole(make_index, corpus):
-    index = make_index(corpus)
+def test_D1_what_is_no_layout_of_ours_is_passed_over_whole(index, corpus):
     (index.directory / THIRD).write_bytes(b"damaged")
     for sample_bytes in (None, "100", 99, 112, True, -1, 10**30, 1.5):
         edit(index, lambda content, size=sample_bytes: content["settings"].update(sample_bytes=size))
@@ -98,8 +96,7 @@ def test_D1_what_is_no_layout_of_ours_is_passed_over_whole(make_index, corpus):
         assert list(reader.damage.summary()) == [THIRD]
 
 
-def test_D1_damage_is_named_once_for_each_run_of_members(make_index, corpus, capfd):
-    index = make_index(corpus)
+def test_D1_damage_is_named_once_for_each_run_of_members(index, corpus, capfd):
     path = do(flip(*(member * 1024 + 600 for member in (1, 2, 7))), index.directory / THIRD)
     os.truncate(path, 9 * 1024 + 520)
     reader = tolerant(index)
@@ -139,8 +136,7 @@ def test_D1_each_sample_is_counted_once_by_many_threads(make_index, corpus):
     assert damage.samples == 62 and damage.overlaps(shard, 61, 62) and not damage.overlaps(shard, 62, 71)
 
 
-def test_D1_evaluation_tolerates_nothing_even_after_training_did(make_index, corpus):
-    index = make_index(corpus)
+def test_D1_evaluation_tolerates_nothing_even_after_training_did(index, corpus):
     do("bit flipped in the text", index.directory / THIRD)
     read_all(tolerant(index), corpus)
     for _ in range(2):
@@ -149,9 +145,8 @@ def test_D1_evaluation_tolerates_nothing_even_after_training_did(make_index, cor
 
 
 @pytest.mark.parametrize(("limit", "harmed"), [(0.1, 7), (0.1, 8), (0.001, 1), (1.0, 71)])
-def test_D3_more_than_max_damaged_is_an_error_with_the_counts(make_index, corpus, limit, harmed):
+def test_D3_more_than_max_damaged_is_an_error_with_the_counts(index, corpus, limit, harmed):
     """A tenth of 71 samples is 7.1."""
-    index = make_index(corpus)
     for shard in range(8):
         members = range(min(10, max(0, harmed - 10 * shard)))
         do(flip(*(member * 1024 + 512 for member in members)), index.directory / f"train-{shard:06d}.tar")
@@ -183,8 +178,7 @@ def test_D3_ten_thousand_bad_samples_are_looked_for_once(make_index, monkeypatch
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_D5_D6_hostile_members_are_passed_over_and_never_written(make_index, corpus, name):
-    index = make_index(corpus)
+def test_D5_D6_hostile_members_are_passed_over_and_never_written(index, corpus, name):
     path = index.directory / THIRD
     tar, hostile = path.read_bytes(), HOSTILE[name]
     for member in (hostile[:1024], hostile):  # in the place of one sample, and moving those that follow
@@ -198,8 +192,7 @@ def test_D5_D6_hostile_members_are_passed_over_and_never_written(make_index, cor
         assert sorted(str(p) for p in index.directory.parent.rglob("*")) == before
 
 
-def test_D7_a_shard_that_is_missing_or_unreadable_is_lost_whole(make_index, corpus, monkeypatch):
-    index = make_index(corpus)
+def test_D7_a_shard_that_is_missing_or_unreadable_is_lost_whole(index, corpus, monkeypatch):
     (index.directory / "train-000001.tar").unlink()
     (index.directory / "train-000002.tar").unlink()
     os.mkfifo(index.directory / "train-000002.tar")
@@ -218,8 +211,8 @@ def test_D7_a_shard_that_is_missing_or_unreadable_is_lost_whole(make_index, corp
 
 
 @pytest.mark.parametrize("event", ["deleted", "cut", "overwritten", "replaced", "broken disk"])
-def test_D7_what_happens_to_a_shard_in_use_is_counted(make_index, corpus, monkeypatch, event):
-    reader = tolerant(make_index(corpus), open_files=1)
+def test_D7_what_happens_to_a_shard_in_use_is_counted(index, corpus, monkeypatch, event):
+    reader = tolerant(index, open_files=1)
     path = reader.index.directory / THIRD
     assert bytes(reader.read(3, 0, 10).tolist()) == corpus[3000:3010]
     if event == "deleted":
@@ -253,8 +246,7 @@ def broken_from(byte: int, function: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, function, read)
 
 
-def test_D7_the_disk_breaks_while_a_shard_is_verified(make_index, corpus, monkeypatch):
-    index = make_index(corpus)
+def test_D7_the_disk_breaks_while_a_shard_is_verified(index, corpus, monkeypatch):
     do("bit flipped in the text", index.directory / THIRD)
     broken_from(8 * 1024, "pread", monkeypatch)
     reader = tolerant(index)
@@ -262,8 +254,8 @@ def test_D7_the_disk_breaks_while_a_shard_is_verified(make_index, corpus, monkey
     assert reader.damage.summary() == {THIRD: {"its crc32 differs": 1, "cannot be read: Input/output error": 2}}
 
 
-def test_D7_a_sample_once_found_damaged_stays_out(make_index, corpus):
-    reader = tolerant(make_index(corpus))
+def test_D7_a_sample_once_found_damaged_stays_out(index, corpus):
+    reader = tolerant(index)
     path = reader.index.directory / THIRD
     whole = path.read_bytes()
     do("bit flipped in the text", path)

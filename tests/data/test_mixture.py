@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from megasparse.data import reader
-from megasparse.data.batches import Step
 from megasparse.data.index import Index
 from megasparse.data.mixture import BLOCK, Mixture
 from megasparse.data.order import SHARDS, permutation
 from megasparse.errors import ConfigError, DataError
 from tests.data.damages import do, flip
-from tests.data.folders import batches, ramp, read_folder, take, write_folder
+from tests.data.folders import batches, ramp, read_folder, rows, take, write_folder
 
 T = 30
 WEIGHTS = [[1.0], [0.7, 0.3], [2, 1], [1e-4, 1.0], [1.0, 1e-9, 3.0, 1e-4], [1 / 3] * 3, [5, 1, 1, 1, 1, 1, 1]]
@@ -115,15 +114,6 @@ def folders(tmp_path):
 
 def opened(folders: list[Path], weights: tuple[float, float] = (2, 1), tolerant: bool = False) -> Any:
     return [(Index.load(folder, tolerant), weight) for folder, weight in zip(folders, weights, strict=True)]
-
-
-def rows(steps: list[Step]) -> dict[int, list[int]]:
-    return {
-        number: row
-        for step in steps
-        for batch in step.micro_batches
-        for number, row in zip(batch.samples.tolist(), batch.tokens.tolist(), strict=True)
-    }
 
 
 def test_each_corpus_has_epochs_of_its_own_and_in_each_every_sequence_once(folders):

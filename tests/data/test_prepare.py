@@ -37,8 +37,8 @@ def test_shards_depend_on_the_text_alone(make_index, corpus, monkeypatch):
     assert files(make_index(corpus).directory) == before
 
 
-def test_no_file_is_writable_by_others(make_index, corpus):
-    folder = make_index(corpus).directory
+def test_no_file_is_writable_by_others(index):
+    folder = index.directory
     assert not any(path.stat().st_mode & stat.S_IWOTH for path in [folder, *folder.iterdir()])
 
 

@@ -9,24 +9,13 @@ from megasparse.data.members import find_damage
 from megasparse.data.reader import EvaluationStream, ShardFile, ShardReader
 from megasparse.errors import DataError
 from tests.data.damages import HARMS, HOSTILE, STRUCTURE, denied, do, shard_of, without_crc32
+from tests.data.test_damage import mutate
 from tests.helpers.traced import traced_peak
 
 
-def test_any_range_of_a_shard_is_that_range_of_the_text(make_index, corpus):
-    reader = ShardReader(make_index(corpus), "train", open_files=2)
-    draw = random.Random(1)
-    for _ in range(300):
-        shard = draw.randrange(8)
-        text = corpus[shard * 1000 : (shard + 1) * 1000]
-        start, stop = sorted(draw.sample(range(len(text) + 1), 2))
-        assert reader.read(shard, start, stop).tolist() == list(text[start:stop])
-        assert len(reader._open) <= 2
-    reader.close()
-
-
-def test_files_are_closed(make_index, corpus):
+def test_files_are_closed(index):
     before = len(os.listdir("/proc/self/fd"))
-    reader = ShardReader(make_index(corpus), "train", open_files=3)
+    reader = ShardReader(index, "train", open_files=3)
     for shard in range(8):
         reader.read(shard, 0, 1)
     assert len(os.listdir("/proc/self/fd")) == before + 3
@@ -35,15 +24,6 @@ def test_files_are_closed(make_index, corpus):
         reader.read(3, 0, 1)
     reader.close()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_evaluation_stream_is_contiguous_over_shards(make_index, corpus):
-    stream = EvaluationStream(make_index(corpus), "train")
-    assert stream.tokens == len(corpus)
-    assert bytes(stream.read(0, stream.tokens).tolist()) == corpus
-    for start, stop in [(0, 0), (999, 1001), (1000, 1000), (1000, 2000), (50, 6900), (7013, 7013), (7000, 7013)]:
-        assert bytes(stream.read(start, stop).tolist()) == corpus[start:stop]
-    stream.close()
 
 
 # Damage is an error here; tests/data/test_damage.py is on runs that tolerate some.
@@ -90,15 +70,13 @@ def test_D1_damage_that_the_index_vouches_for_names_the_byte(make_index, corpus,
         ShardFile(path, shard_of(path, STRUCTURE[harm][0](tar)), None)
 
 
-def test_D1_a_shard_of_another_size_is_found_at_the_start(make_index, corpus):
-    index = make_index(corpus)
+def test_D1_a_shard_of_another_size_is_found_at_the_start(index):
     os.truncate(index.directory / "train-000003.tar", 5 * 1024)
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard has 5120 bytes, index\.json says \d+"):
         Index.load(index.directory)
 
 
-def test_D7_a_missing_and_a_replaced_shard(make_index, corpus):
-    index = make_index(corpus)
+def test_D7_a_missing_and_a_replaced_shard(index):
     (index.directory / "train-000003.tar").write_bytes((index.directory / "train-000004.tar").read_bytes())
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard is damaged: its sha256"):
         ShardReader(Index.load(index.directory), "train").read(3, 0, 10)
@@ -109,8 +87,7 @@ def test_D7_a_missing_and_a_replaced_shard(make_index, corpus):
         ShardReader(index, "train").read(3, 0, 10)
 
 
-def test_D7_damage_after_the_first_read_is_found(make_index, corpus):
-    index = make_index(corpus)
+def test_D7_damage_after_the_first_read_is_found(index):
     reader = ShardReader(index, "train")
     reader.read(0, 0, 10)
     with (index.directory / "train-000000.tar").open("r+b") as file:
@@ -124,8 +101,7 @@ def test_D7_damage_after_the_first_read_is_found(make_index, corpus):
         reader.read(1, 500, 510)
 
 
-def test_a_shard_is_hashed_once_in_a_process(make_index, corpus, monkeypatch):
-    index = make_index(corpus)
+def test_a_shard_is_hashed_once_in_a_process(index, monkeypatch):
     hashed = []
     verify = "megasparse.data.reader.verify_shard"
     monkeypatch.setattr(verify, lambda path, shard, *file: hashed.append(shard.file))
@@ -157,9 +133,8 @@ def test_D2_a_claimed_size_is_never_allocated(tmp_path, name):
     assert traced_peak(read) < 5e6
 
 
-def test_D2_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(make_index, corpus):
+def test_D2_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(index):
     """The index and the file agree on 256 MiB (a hole): its crc32 is computed in a bounded memory."""
-    index = make_index(corpus)
     path = index.directory / "x.tar"
     shard = shard_of(path, bytes(512), samples=1, tokens=1 << 28, crc32="00000000")
     os.truncate(path, 1 << 29)
@@ -174,8 +149,7 @@ def test_D2_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(make_index,
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
-def test_D7_what_is_no_regular_file_is_refused_at_once(make_index, corpus, kind):
-    index = make_index(corpus)
+def test_D7_what_is_no_regular_file_is_refused_at_once(index, kind):
     path = index.directory / "train-000003.tar"
     path.unlink()
     os.mkfifo(path) if kind == "fifo" else path.mkdir()
@@ -185,8 +159,8 @@ def test_D7_what_is_no_regular_file_is_refused_at_once(make_index, corpus, kind)
         ShardReader(index, "train").read(3, 0, 10)
 
 
-def test_D7_a_read_that_fails_is_an_error_that_names_the_sample(make_index, corpus, monkeypatch):
-    reader = ShardReader(make_index(corpus), "train")
+def test_D7_a_read_that_fails_is_an_error_that_names_the_sample(index, monkeypatch):
+    reader = ShardReader(index, "train")
     reader.read(3, 0, 10)
 
     def fail(*arguments: object) -> int:
@@ -197,26 +171,21 @@ def test_D7_a_read_that_fails_is_an_error_that_names_the_sample(make_index, corp
         reader.read(3, 250, 260)
 
 
-def test_D7_a_shard_that_may_not_be_read(make_index, corpus, monkeypatch):
-    reader = ShardReader(make_index(corpus), "train")
+def test_D7_a_shard_that_may_not_be_read(index, monkeypatch):
+    reader = ShardReader(index, "train")
     denied(monkeypatch, "train-000003.tar")
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: Permission denied"):
         reader.read(3, 0, 10)
 
 
-def test_D10_no_mutation_crashes_or_loses_tokens(make_index, corpus):
-    index = make_index(corpus)
+def test_D10_no_mutation_crashes_or_loses_tokens(index):
     tar = (index.directory / "train-000000.tar").read_bytes()
     draw = random.Random(0)
     refused = 0
     for _ in range(400):
-        mutant = bytearray(tar)
-        for _ in range(draw.randrange(1, 4)):
-            place = draw.randrange(10 * 1024) // 1024 * 1024 + draw.randrange(600)  # mostly in headers
-            mutant[place] = draw.randrange(256)
         path = index.directory / "x.tar"
         try:
-            file = ShardFile(path, shard_of(path, bytes(mutant)), None)
+            file = ShardFile(path, shard_of(path, mutate(tar, draw)), None)
             assert len(file.read(0, 1000)) == 1000
             file.close()
         except DataError:

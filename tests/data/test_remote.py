@@ -63,11 +63,10 @@ FAULTS: dict[str, list[int | str]] = {
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
-def test_D6_a_server_that_recovers_costs_no_token(folder, server, cache, faults, capsys):
-    index = Index.load(server.url, cache=cache)
-    for shard in index.split("train").shards[1::2]:
+def test_D6_a_server_that_recovers_costs_no_token(folder, server, remote, cache, faults, capsys):
+    for shard in remote.split("train").shards[1::2]:
         server.faults[shard.file].extend(faults)
-    assert torch.equal(everything(index), everything(Index.load(folder)))
+    assert torch.equal(everything(remote), everything(Index.load(folder)))
     said = capsys.readouterr().err.splitlines()
     failed = sum(fault not in ("unannounced", "no ranges") for fault in faults)
     least = failed * (SHARDS // 2)
@@ -77,11 +76,10 @@ def test_D6_a_server_that_recovers_costs_no_token(folder, server, cache, faults,
     assert len(list(cache.folder.iterdir())) == SHARDS + 1
 
 
-def test_what_came_before_a_cut_is_not_asked_for_again(folder, server, cache):
-    index = Index.load(server.url, cache=cache)
-    size = index.split("train").shards[0].bytes
+def test_what_came_before_a_cut_is_not_asked_for_again(folder, server, remote):
+    size = remote.split("train").shards[0].bytes
     server.faults[FIRST].extend(["cut", "cut"])
-    ShardReader(index, "train").read(0, 0, 10)
+    ShardReader(remote, "train").read(0, 0, 10)
     rest = size - size // 2
     wanted = [None, f"bytes={size // 2}-", f"bytes={size - (rest - rest // 2)}-"]
     assert [begin for file, begin in server.gets if file == FIRST] == wanted
@@ -105,12 +103,11 @@ FINAL: dict[str, tuple[list[int | str], str, int]] = {
 @pytest.mark.parametrize(("faults", "problem", "asked"), FINAL.values(), ids=FINAL)
 @pytest.mark.parametrize("max_damaged", [0.0, 1.0])
 def test_D6_a_server_that_does_not_recover_is_named_and_the_next_start_goes_on(
-    folder, server, cache, faults, problem, asked, max_damaged
+    folder, server, remote, faults, problem, asked, max_damaged
 ):
-    index = Index.load(server.url, cache=cache)
     server.faults[FIRST].extend(faults)
     with (
-        batches([(index, 1.0)], max_damaged=max_damaged, prefetch=1, shuffle_shards=1) as data,
+        batches([(remote, 1.0)], max_damaged=max_damaged, prefetch=1, shuffle_shards=1) as data,
         pytest.raises(DataError) as caught,
     ):
         data.corpora[0]._ahead = None  # it would take the faults from those that are counted here
@@ -121,30 +118,28 @@ def test_D6_a_server_that_does_not_recover_is_named_and_the_next_start_goes_on(
     least = 2 if faults == ["loop"] * 20 else asked
     assert least <= sum(file == FIRST for file, _ in server.gets) <= asked
     server.faults.clear()
-    assert torch.equal(everything(index), everything(Index.load(folder)))
+    assert torch.equal(everything(remote), everything(Index.load(folder)))
 
 
-def test_a_server_that_drips_is_given_up(server, cache, monkeypatch):
-    index = Index.load(server.url, cache=cache)
+def test_a_server_that_drips_is_given_up(server, remote, monkeypatch):
     monkeypatch.setattr(retrying, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(retrying, "SLOWEST", 10**9)
     server.faults[FIRST].extend(["drip"] * 8)
     with pytest.raises(DataError, match="it comes too slowly, at attempt 1"):
-        ShardReader(index, "train").read(0, 0, 10)
+        ShardReader(remote, "train").read(0, 0, 10)
 
 
-def test_a_server_that_is_gone_is_named(folder, server, cache):
-    index = Index.load(server.url, cache=cache)
-    reader = ShardReader(index, "train")
+def test_a_server_that_is_gone_is_named(folder, server, remote, cache):
+    reader = ShardReader(remote, "train")
     first = reader.read(0, 0, 100)
     port = server.server_address[1]
     server.shutdown()
     server.server_close()
-    assert torch.equal(ShardReader(index, "train").read(0, 0, 100), first), "what is in the cache needs no server"
+    assert torch.equal(ShardReader(remote, "train").read(0, 0, 100), first), "what is in the cache needs no server"
     with pytest.raises(DataError, match=rf"{port}/data/train-000001.tar: .*Connection refused"):
         reader.read(1, 0, 100)
     with pytest.raises(DataError, match=rf"{port}/data/index.json: .*Connection refused"):
-        Index.load(index.directory.url, cache=cache)
+        Index.load(remote.directory.url, cache=cache)
     with serving(folder, port):
         assert torch.equal(reader.read(1, 0, 100), ShardReader(Index.load(folder), "train").read(1, 0, 100))
 
@@ -220,26 +215,24 @@ def test_shards_are_fetched_before_they_are_needed(server, cache):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_stopping_ends_a_fetch_that_is_under_way(server, cache, prefetch):
-    index = Index.load(server.url, cache=cache)
-    for shard in index.split("train").shards:
+def test_stopping_ends_a_fetch_that_is_under_way(server, remote, prefetch):
+    for shard in remote.split("train").shards:
         server.faults[shard.file].extend(["drip"] * 8)
-    data = batches([(index, 1.0)], prefetch=prefetch, stop_waiting=lambda: True)
+    data = batches([(remote, 1.0)], prefetch=prefetch, stop_waiting=lambda: True)
     with pytest.raises(WaitingStopped), data:
         next(data)
     assert data._thread is None, "the thread has ended"
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_waiting_for_a_slow_server_is_reported_by_the_thread_that_waits(server, cache, prefetch):
-    index = Index.load(server.url, cache=cache)
+def test_waiting_for_a_slow_server_is_reported_by_the_thread_that_waits(server, remote, prefetch):
     server.pause, server.piece = 0.05, 2000
     reported: list[tuple[str, bool]] = []
 
     def alive(doing: str) -> None:
         reported.append((doing, threading.current_thread() is threading.main_thread()))
 
-    with batches([(index, 1.0)], prefetch=prefetch, alive=alive, shuffle_shards=1) as data:
+    with batches([(remote, 1.0)], prefetch=prefetch, alive=alive, shuffle_shards=1) as data:
         next(data)
     assert len(reported) >= 3 and all(mine and server.url in doing for doing, mine in reported), reported
 

@@ -37,15 +37,14 @@ def test_D6_a_cache_that_cannot_be_written_is_named(server, tmp_path):
         ShardReader(index, "train").read(0, 0, 10)
 
 
-def test_a_full_disk_is_named_and_not_asked_again(server, cache, monkeypatch):
-    index = Index.load(server.url, cache=cache)
+def test_a_full_disk_is_named_and_not_asked_again(server, remote, monkeypatch):
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(DataError, match=r"partial: what is fetched cannot be written: No space left.*Make room"):
-        ShardReader(index, "train").read(0, 0, 10)
+        ShardReader(remote, "train").read(0, 0, 10)
     assert server.count() == 1
 
 
@@ -61,9 +60,9 @@ def test_the_limit_holds_and_what_was_not_used_for_longest_goes_first(folder, se
     assert len({path.stat().st_size for path in folder.glob("*.tar")}) <= 2
     largest = max(path.stat().st_size for path in folder.glob("*.tar"))
     cache = ShardCache(tmp_path / "cache", 3 * largest + size // 2)
-    index = Index.load(server.url, cache=cache)
-    shards = index.split("train").shards
-    reader = ShardReader(index, "train", open_files=1)
+    remote = Index.load(server.url, cache=cache)
+    shards = remote.split("train").shards
+    reader = ShardReader(remote, "train", open_files=1)
 
     def kept() -> set[int]:
         return {number for number, shard in enumerate(shards) if cache.path(shard).exists()}
@@ -75,13 +74,13 @@ def test_the_limit_holds_and_what_was_not_used_for_longest_goes_first(folder, se
     assert kept() == {0, 2, 3}, "1 was not used for longest"
     reader.read(4, 0, 10)
     assert kept() == {0, 3, 4}
-    holding = ShardReader(index, "train", open_files=3)
+    holding = ShardReader(remote, "train", open_files=3)
     for shard in (4, 0, 3):
         holding.read(shard, 0, 10)
     reader.close()
     with pytest.raises(ConfigError, match=r"data.cache_gb: .* bytes of it are in use. Raise it, or lower data.shuffle"):
         reader.read(5, 0, 10)
-    assert kept() == {0, 3, 4} and torch.equal(holding.read(4, 0, 10), ShardReader(index, "train").read(4, 0, 10))
+    assert kept() == {0, 3, 4} and torch.equal(holding.read(4, 0, 10), ShardReader(remote, "train").read(4, 0, 10))
     holding.close()
     everything_read = [reader.read(number, 0, shard.tokens) for number, shard in enumerate(shards)]
     local = ShardReader(Index.load(folder), "train")
@@ -103,14 +102,14 @@ def test_an_epoch_under_a_small_limit_is_the_same(folder, server, tmp_path):
 def test_what_is_fetched_ahead_costs_none_of_what_is_needed_before(folder, server, tmp_path):
     largest = max(path.stat().st_size for path in folder.glob("*.tar"))
     cache = ShardCache(tmp_path / "cache", 2 * largest)
-    index = Index.load(server.url, cache=cache)
-    first, second, third, *_ = index.split("train").shards
-    assert index.remote is not None
+    remote = Index.load(server.url, cache=cache)
+    first, second, third, *_ = remote.split("train").shards
+    assert remote.remote is not None
     for shard in (first, second):
-        assert index.remote.fetch_ahead(shard, [first, second, third], print)
-    assert not index.remote.fetch_ahead(third, [first, second, third], print)
+        assert remote.remote.fetch_ahead(shard, [first, second, third], print)
+    assert not remote.remote.fetch_ahead(third, [first, second, third], print)
     assert cache.path(first).exists() and cache.path(second).exists() and server.count() == 2
-    assert index.remote.fetch_ahead(third, [second, third], print)
+    assert remote.remote.fetch_ahead(third, [second, third], print)
     assert not cache.path(first).exists() and cache.path(second).exists()
 
 

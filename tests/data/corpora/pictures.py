@@ -3,6 +3,7 @@
 import io
 import struct
 import tarfile
+import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,13 @@ def write_tar(path: Path, files: Mapping[str, bytes | tarfile.TarInfo], mode: st
             if isinstance(content, bytes):
                 member.size = len(content)
             tar.addfile(member, io.BytesIO(content) if isinstance(content, bytes) else None)
+    return path
+
+
+def write_zip(path: Path, files: Mapping[str, bytes | str]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
     return path
 
 

@@ -1,7 +1,5 @@
 import hashlib
 import io
-import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 
 from megasparse.data.corpora import imagenet64
 from megasparse.errors import ConfigError, DataError
-from tests.data.corpora.pictures import draw, png, read_corpus, write_files, write_tar
+from tests.data.corpora.pictures import draw, png, read_corpus, write_files, write_tar, write_zip
 from tests.data.folders import source_of
 from tests.helpers.refusals import refusal
 
@@ -23,13 +21,6 @@ def batch(images: np.ndarray, **arrays: object) -> bytes:
     content = {"data": planes, "labels": np.ones(len(images), dtype=np.int64), "mean": planes.mean(0), **arrays}
     np.savez(file, **content)
     return file.getvalue()
-
-
-def zipped(path: Path, files: Mapping[str, bytes]) -> Path:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-    return path
 
 
 def about(*locations: Path, **settings: object) -> dict[str, object]:
@@ -49,8 +40,8 @@ def test_batches_in_files_and_zips_are_their_images_in_order(tmp_path):
     files = {name: batch(images) for name, images in BATCHES.items()}
     folder = write_files(tmp_path / "numbers", files)
     names = list(files)
-    part1 = zipped(tmp_path / "part1.zip", {f"part1/{name}": files[name] for name in reversed(names[:2])})
-    part2 = zipped(tmp_path / "part2.zip", {name: files[name] for name in names[2:]})
+    part1 = write_zip(tmp_path / "part1.zip", {f"part1/{name}": files[name] for name in reversed(names[:2])})
+    part2 = write_zip(tmp_path / "part2.zip", {name: files[name] for name in names[2:]})
     for places in ([folder], [part2, part1]):
         found = read_corpus("imagenet64", *places)
         assert list(found) == ["train", "validation", "test"]
@@ -85,7 +76,7 @@ def test_images_of_ones_own_are_shared_out_and_must_say_how_they_were_made(tmp_p
 
 
 def test_official_files_are_verified(tmp_path, monkeypatch):
-    path = zipped(tmp_path / "Imagenet64_val_npz.zip", {"val_data.npz": batch(VALID)})
+    path = write_zip(tmp_path / "Imagenet64_val_npz.zip", {"val_data.npz": batch(VALID)})
     with pytest.raises(DataError, match=r"val_npz\.zip: its sha256 is \w+…, the official file's is e1e75133158a…"):
         about(path)
     monkeypatch.setitem(imagenet64.SHA256, path.name, hashlib.sha256(path.read_bytes()).hexdigest())
@@ -115,7 +106,7 @@ def test_official_files_are_verified(tmp_path, monkeypatch):
 def test_what_is_not_the_data_set_is_refused(tmp_path, files, problem):
     for name, content in files.items():
         if isinstance(content, dict):
-            zipped(tmp_path / name, content)
+            write_zip(tmp_path / name, content)
         else:
             write_files(tmp_path, {name: content})
     refusal(lambda: read_corpus("imagenet64", tmp_path), match=problem)

@@ -3,7 +3,6 @@ import gzip
 import json
 import lzma
 import random
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from megasparse.data.corpora.records_report import write_report
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError, DataError
 from tests.data import folders
+from tests.data.corpora.pictures import write_zip
 from tests.data.folders import crashing, everything, files
 from tests.helpers.refusals import refusal
 
@@ -114,10 +114,8 @@ def test_compressed_files_are_read_as_they_are_and_torn_ones_refused(tmp_path, s
 
 
 def test_members_of_a_zip_archive_are_files(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("x.jsonl", b"\n".join(LINES))
-        archive.writestr("y.jsonl", b"\n".join(LINES[:2]))
-    assert documents(source_of(tmp_path / "a.zip")) == {"train": GOOD + GOOD[:2]}
+    archive = write_zip(tmp_path / "a.zip", {"x.jsonl": b"\n".join(LINES), "y.jsonl": b"\n".join(LINES[:2])})
+    assert documents(source_of(archive)) == {"train": GOOD + GOOD[:2]}
 
 
 def crawl(folder: Path, files: int = 5) -> list[bytes]:

@@ -1,4 +1,3 @@
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -7,7 +6,7 @@ import pytest
 from megasparse.data.corpora import pg19
 from megasparse.data.corpora.source import Source
 from megasparse.errors import DataError
-from tests.data.corpora.pictures import write_files
+from tests.data.corpora.pictures import write_files, write_zip
 from tests.data.folders import everything, prepared, source_of
 from tests.helpers.refusals import refusal
 
@@ -52,10 +51,7 @@ def test_folders_named_apart_and_archives_are_read_alike(tmp_path, monkeypatch):
     folder = written(tmp_path / "in", FILES)
     whole = source_of(folder)
     apart = source_of(*(folder / name for name in ("test", "train", "validation", "metadata.csv")))
-    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
-        for name, content in FILES.items():
-            archive.writestr(f"pg19/{name}", content)
-    zipped = source_of(tmp_path / "x.zip")
+    zipped = source_of(write_zip(tmp_path / "x.zip", {f"pg19/{name}": text for name, text in FILES.items()}))
 
     def texts(source: Source) -> dict[str, list[bytes]]:
         return {name: [b"".join(book) for book in books] for name, books in pg19.splits(source, SETTINGS)}

@@ -1,6 +1,7 @@
 import bz2
 import gzip
 import lzma
+import random
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from megasparse.data.corpora import enwik8, text
 from megasparse.data.corpora import source as source_module
 from megasparse.data.corpora.source import Source
 from megasparse.errors import ConfigError, DataError
-from tests.data.corpora.pictures import write_files
+from tests.data.corpora.pictures import write_files, write_zip
 from tests.data.folders import source_of
 from tests.helpers.traced import traced_peak
 
@@ -45,12 +46,8 @@ def test_compressed_files_and_members_are_decompressed(tmp_path, suffix, zipped)
 
 
 def test_members_of_an_archive(tmp_path):
-    path = tmp_path / "x.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.mkdir("books") if hasattr(archive, "mkdir") else None
-        archive.writestr("books/one.txt", "1")
-        archive.writestr("books/two.txt", "2")
-        archive.writestr("notes.md", "3")
+    files = {"books/": b"", "books/one.txt": b"1", "books/two.txt": b"2", "notes.md": b"3"}
+    path = write_zip(tmp_path / "x.zip", files)
     assert b"".join(open_source(path, member="books/two.txt").pieces()) == b"2"
     assert b"".join(open_source(path, member="books/*.txt").pieces()) == b"12"
     with pytest.raises(DataError, match=r"x\.zip: this archive has 3 files \(books/one\.txt, .*--member NAME"):
@@ -82,7 +79,7 @@ def test_a_damaged_source_is_named(tmp_path, suffix, damage):
 
 def test_a_zip_member_with_a_flipped_bit_is_named(tmp_path):
     path = tmp_path / "x.zip"
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(path, "w") as archive:  # stored as it is
         archive.writestr("one.txt", "hello")
     path.write_bytes(path.read_bytes().replace(b"hello", b"hellp"))
     with pytest.raises(DataError, match=r"x\.zip: one\.txt: cannot be read: Bad CRC"):
@@ -115,9 +112,8 @@ def test_memory_does_not_grow_with_the_source(tmp_path):
 
 def test_files_are_kept_apart_and_empty_ones_left_out(tmp_path):
     write_files(tmp_path / "in", {"b/x.txt": b"one", "a.txt.gz": gzip.compress(b"two"), "nothing.txt": b""})
-    with zipfile.ZipFile(tmp_path / "in" / "c.zip", "w") as archive:
-        for name in ("z/2.txt", "z/10.txt", "__MACOSX/._2.txt", ".hidden", "z/"):
-            archive.writestr(name, name if name != "z/" else "")
+    names = ("z/2.txt", "z/10.txt", "__MACOSX/._2.txt", ".hidden", "z/")
+    write_zip(tmp_path / "in" / "c.zip", {name: name if name != "z/" else "" for name in names})
     source = source_of(tmp_path / "in")
     found = [(part.name, b"".join(part.pieces()), part.size) for part in source.parts]
     assert found == [
@@ -172,9 +168,8 @@ def test_zeros_are_reported(tmp_path):
 @pytest.mark.parametrize("size", [30, 100, 1000])
 @pytest.mark.parametrize("name", ["x.zip", "x.txt"])
 def test_a_torn_zip_is_named(tmp_path, size, name):
-    with zipfile.ZipFile(tmp_path / "whole.zip", "w") as archive:
-        archive.writestr("one.txt", bytes(range(256)) * 10)
-    (tmp_path / name).write_bytes((tmp_path / "whole.zip").read_bytes()[:-size])
+    whole = write_zip(tmp_path / "whole.zip", {"one.txt": random.Random(0).randbytes(2560)})
+    (tmp_path / name).write_bytes(whole.read_bytes()[:-size])
     with pytest.raises(DataError, match=rf"{name}: this zip archive is damaged: its end is missing\. Get it again"):
         open_source(tmp_path / name)
     (tmp_path / "x.zip").write_bytes(b"<html>404</html>")
@@ -188,8 +183,7 @@ def test_a_bomb_is_not_unfolded(tmp_path, monkeypatch, name):
     zeros = bytes(10_000_000)
     path = tmp_path / name
     if path.suffix == ".zip":
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(path.stem, gzip.compress(zeros) if ".gz" in name else zeros)
+        write_zip(path, {path.stem: gzip.compress(zeros) if ".gz" in name else zeros})
     else:
         path.write_bytes(COMPRESS[path.suffix](zeros))
     read: list[int] = []
@@ -204,9 +198,7 @@ def test_an_archive_is_opened_once_and_again_where_it_changed(tmp_path, monkeypa
     opened = []
     real = zipfile.ZipFile
     for content in ("first", "second!"):
-        with real(tmp_path / "x.zip", "w") as archive:
-            for number in range(50):
-                archive.writestr(f"{number}.txt", content)
+        write_zip(tmp_path / "x.zip", {f"{number}.txt": content for number in range(50)})
         with monkeypatch.context() as patch:
             patch.setattr(zipfile, "ZipFile", lambda file: opened.append(file) or real(file))
             source = source_of(tmp_path / "x.zip")
