@@ -49,6 +49,10 @@ class Task(ABC):
     """Names in tasks/metrics.py; the first one decides which checkpoint is best."""
     form: ClassVar[str] = "labels"
     """A name in tasks/form.py: the kind of labels and of model. The attributes below are of the form "labels"."""
+    official: ClassVar[Mapping[str, str | Sequence[str]]] = {}
+    """The official file, or files, of each split; each is a file, or a folder of files with one example each."""
+    inner: ClassVar[str] = ""
+    """The folder that the archive of the official files unpacks to: they may be in it, or in the folder given."""
     segments: int = 1
     """Number of inputs of an example."""
     towers: ClassVar[bool] = False
@@ -70,11 +74,9 @@ class Task(ABC):
         """The configuration completed from the training file, so that a task built from it no longer needs the file."""
         return self.config
 
-    @abstractmethod
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        """The official files that a folder has, by split: "train", "validation", "test" and any others. Each is a file,
-        or a folder of files with one example each, that `read` takes.
-        """
+        """The official files that a folder has, by split: "train", "validation", "test" and any others, for `read`."""
+        return existing(folder, self.official, self.inner)
 
     @abstractmethod
     def read(self, file: Path) -> Iterator[Example]:

@@ -6,30 +6,27 @@ Python shows bytes, b'...', with escapes such as \\n and \\xe2. They are read as
 input pipeline does, so these quotation marks and escapes are part of what the model reads.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
+from typing import ClassVar
 
-from megasparse.tasks.readers.rows import tab_separated
-from megasparse.tasks.task import Example, Task, existing
+from megasparse.tasks.readers.rows import RowTask
+from megasparse.tasks.task import Example, SourceLocation
 
-COLUMNS = ("label", "id1", "id2", "text1", "text2")
 NUMBERS = {"0.0": "0", "1.0": "1"}
 
 
-class AAN(Task):
+class AAN(RowTask):
     name = "aan"
     metrics = ("accuracy",)
     segments = 2
     towers = True
     classes = ("0", "1")
+    official: ClassVar = {
+        "train": "new_aan_pairs.train.tsv",
+        "validation": "new_aan_pairs.eval.tsv",
+        "test": "new_aan_pairs.test.tsv",
+    }
+    columns = ("label", "id1", "id2", "text1", "text2")
 
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        names = {"train": "train", "validation": "eval", "test": "test"}
-        return existing(folder, {split: f"new_aan_pairs.{name}.tsv" for split, name in names.items()})
-
-    def read(self, file: Path) -> Iterator[Example]:
-        with self.skipping(file) as skipping:
-            for location, row in tab_separated(file, COLUMNS, skipping):
-                with skipping:
-                    label = self.class_of(NUMBERS.get(row["label"], row["label"]), location)
-                    yield Example((row["text1"], row["text2"]), label, location, f"{row['id1']} {row['id2']}")
+    def example(self, row: dict[str, str], location: SourceLocation, number: str) -> Example:
+        label = self.class_of(NUMBERS.get(row["label"], row["label"]), location)
+        return Example((row["text1"], row["text2"]), label, location, f"{row['id1']} {row['id2']}")

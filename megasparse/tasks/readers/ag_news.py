@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 from megasparse.errors import DataError
-from megasparse.tasks.readers.rows import comma_separated
-from megasparse.tasks.task import Example, Task, existing
+from megasparse.tasks.readers.rows import RowTask, comma_separated
+from megasparse.tasks.skipping import Skipping
+from megasparse.tasks.task import Example, SourceLocation
 
-COLUMNS = ("class index", "title", "description")
 
-
-class AGNews(Task):
+class AGNews(RowTask):
     """The official train.csv and test.csv, without a header. There is no official validation split: a tenth of the
     training articles held out leaves 108,000, as Smart Bird has it.
 
@@ -21,18 +21,14 @@ class AGNews(Task):
     name = "ag_news"
     metrics = ("accuracy", "macro_f1")
     classes = ("World", "Sports", "Business", "Sci/Tech")
+    official: ClassVar = {"train": "train.csv", "test": "test.csv"}
 
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        return existing(folder, {"train": "train.csv", "test": "test.csv"})
+    def rows(self, file: Path, skipping: Skipping) -> Iterator[tuple[SourceLocation, dict[str, str]]]:
+        return comma_separated(file, ("class index", "title", "description"), skipping)
 
-    def read(self, file: Path) -> Iterator[Example]:
-        indices = [str(number + 1) for number in range(len(self.classes))]
-        hint = "Write 1 (World), 2 (Sports), 3 (Business) or 4 (Sci/Tech)"
-        with self.skipping(file) as skipping:
-            for number, (location, row) in enumerate(comma_separated(file, COLUMNS, skipping)):
-                with skipping:
-                    index = row["class index"]
-                    if index not in indices:
-                        raise DataError(str(location), f'"{index[:80]}" is no class index of ag_news', hint)
-                    text = f"{row['title']} {row['description']}"
-                    yield Example((text,), indices.index(index), location, str(number))
+    def example(self, row: dict[str, str], location: SourceLocation, number: str) -> Example:
+        index, indices = row["class index"], ("1", "2", "3", "4")
+        if index not in indices:
+            hint = "Write 1 (World), 2 (Sports), 3 (Business) or 4 (Sci/Tech)"
+            raise DataError(str(location), f'"{index[:80]}" is no class index of ag_news', hint)
+        return Example((f"{row['title']} {row['description']}",), indices.index(index), location, number)

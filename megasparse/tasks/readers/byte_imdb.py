@@ -7,20 +7,19 @@ would choose the checkpoint by the test set, so there is no split `validation` h
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 from megasparse.data.corpora.number_files import natural
 from megasparse.errors import DataError
 from megasparse.tasks.readers.rows import whole_text
-from megasparse.tasks.task import Example, SourceLocation, Task, existing
+from megasparse.tasks.task import Example, SourceLocation, Task
 
 
 class ByteIMDb(Task):
     name = "byte_imdb"
     metrics = ("accuracy",)
     classes = ("neg", "pos")
-
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        return existing(folder, {"train": "train", "test": "test"})
+    official: ClassVar = {"train": "train", "test": "test"}
 
     def read(self, file: Path) -> Iterator[Example]:
         """The reviews of a folder with neg and pos: first neg's, each class by the numbers in the files' names."""

@@ -11,43 +11,30 @@ from pathlib import Path
 from typing import ClassVar
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.tasks.readers.rows import field, lines, tab_separated
+from megasparse.tasks.readers.rows import RowTask, field, lines, tab_separated
 from megasparse.tasks.readers.sts_benchmark import similarity
 from megasparse.tasks.skipping import Skipping
-from megasparse.tasks.task import Example, SourceLocation, Task, existing
-
-Rows = Iterator[tuple[SourceLocation, dict[str, str]]]
+from megasparse.tasks.task import Example, SourceLocation, existing
 
 
-class GLUETask(Task):
+class GLUETask(RowTask):
     """The common parts of the eight tasks."""
 
-    folder: ClassVar[str]
-    """Name of the folder in the official download."""
     texts: ClassVar[tuple[str, ...]] = ("sentence1", "sentence2")
     """Columns of the inputs."""
     label: ClassVar[str] = "label"
     identifier: ClassVar[str] = "index"
     """Column of the official ids; files without one have their examples counted."""
-    splits: ClassVar[dict[str, str]] = {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
+    official: ClassVar[dict[str, str]] = {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
 
     def __init__(self, config: TaskConfig):
         super().__init__(config)
         self.segments = len(self.texts)
 
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        return existing(folder, self.splits, self.folder)
-
-    def read(self, file: Path) -> Iterator[Example]:
-        with self.skipping(file) as skipping:
-            for number, (location, row) in enumerate(self.rows(file, skipping)):
-                with skipping:
-                    inputs = tuple(field(row, column, location) for column in self.texts)
-                    label = self.value(row[self.label], location) if self.label in row else None
-                    yield Example(inputs, label, location, row.get(self.identifier, str(number)))
-
-    def rows(self, file: Path, skipping: Skipping) -> Rows:
-        return tab_separated(file, skipping=skipping)
+    def example(self, row: dict[str, str], location: SourceLocation, number: str) -> Example:
+        inputs = tuple(field(row, column, location) for column in self.texts)
+        label = self.value(row[self.label], location) if self.label in row else None
+        return Example(inputs, label, location, row.get(self.identifier, number))
 
     def value(self, label: str, location: SourceLocation) -> int | float:
         """The value of a label as the file has it. Raises DataError naming the location."""
@@ -58,12 +45,12 @@ class CoLA(GLUETask):
     """Whether a sentence is acceptable English (Warstadt et al. 2018)."""
 
     name = "cola"
-    folder = "CoLA"
+    inner = "CoLA"
     metrics = ("matthews", "accuracy")
     classes = ("0", "1")
     texts = ("sentence",)
 
-    def rows(self, file: Path, skipping: Skipping) -> Rows:
+    def rows(self, file: Path, skipping: Skipping) -> Iterator[tuple[SourceLocation, dict[str, str]]]:
         """Training and validation files have no line of column names, the test file has one."""
         first = next(lines(file), None)
         header = first is not None and first[1].split("\t") == ["index", "sentence"]
@@ -76,11 +63,11 @@ class MNLI(GLUETask):
     """
 
     name = "mnli"
-    folder = "MNLI"
+    inner = "MNLI"
     metrics = ("accuracy",)
     classes = ("entailment", "neutral", "contradiction")
     label = "gold_label"  # files have each annotator's label too, label1 and so on
-    splits: ClassVar[dict[str, str]] = {
+    official: ClassVar[dict[str, str]] = {
         "train": "train.tsv",
         "validation": "dev_matched.tsv",
         "validation_mismatched": "dev_mismatched.tsv",
@@ -95,7 +82,7 @@ class MRPC(GLUETask):
     """
 
     name = "mrpc"
-    folder = "MRPC"
+    inner = "MRPC"
     metrics = ("f1", "accuracy")
     classes = ("0", "1")
     texts = ("#1 String", "#2 String")
@@ -103,14 +90,14 @@ class MRPC(GLUETask):
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
         microsoft = {"train": "msr_paraphrase_train.txt", "test": "msr_paraphrase_test.txt"}
-        return super().files(folder) or existing(folder, microsoft, self.folder)
+        return super().files(folder) or existing(folder, microsoft, self.inner)
 
 
 class QNLI(GLUETask):
     """Whether a sentence answers a question (from SQuAD, Rajpurkar et al. 2016)."""
 
     name = "qnli"
-    folder = "QNLI"
+    inner = "QNLI"
     metrics = ("accuracy",)
     classes = ("entailment", "not_entailment")
     texts = ("question", "sentence")
@@ -125,7 +112,7 @@ class QQP(GLUETask):
     """
 
     name = "qqp"
-    folder = "QQP"
+    inner = "QQP"
     metrics = ("f1", "accuracy")
     classes = ("0", "1")
     texts = ("question1", "question2")
@@ -137,7 +124,7 @@ class RTE(GLUETask):
     """Whether a text entails a hypothesis (Dagan et al. 2006 and three later challenges)."""
 
     name = "rte"
-    folder = "RTE"
+    inner = "RTE"
     metrics = ("accuracy",)
     classes = ("entailment", "not_entailment")
 
@@ -146,7 +133,7 @@ class SST2(GLUETask):
     """Whether a sentence of a film review is positive (Socher et al. 2013)."""
 
     name = "sst2"
-    folder = "SST-2"
+    inner = "SST-2"
     metrics = ("accuracy",)
     classes = ("0", "1")
     texts = ("sentence",)
@@ -156,7 +143,7 @@ class STSB(GLUETask):
     """How alike two sentences are, from 0 to 5 (Cer et al. 2017)."""
 
     name = "stsb"
-    folder = "STS-B"
+    inner = "STS-B"
     metrics = ("pearson", "spearman")
     label = "score"
 

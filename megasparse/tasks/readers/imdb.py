@@ -1,16 +1,15 @@
 """IMDB's ratings (Diao et al. 2014): which of ten ratings a long film review goes with."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from megasparse.tasks.readers.rows import as_row, lines
-from megasparse.tasks.task import Example, Task, existing
+from megasparse.tasks.readers.rows import RowTask, as_row, lines
+from megasparse.tasks.task import Example, SourceLocation, existing
 
 FIELDS = ("user", "product", "rating", "text")
 SENTENCE_END = "<sssss>"
 
 
-class IMDB(Task):
+class IMDB(RowTask):
     """The files with splits that others made of these reviews: imdb.train.txt.ss, imdb.dev.txt.ss and imdb.test.txt.ss
     (67,426, 8,381 and 9,112 reviews; Tang, Qin and Liu, ACL 2015), or imdb-train.txt.ss and so on (their EMNLP 2015
     paper, 348,415 reviews). Smart Bird's 108,500, 13,600 and 13,600 are neither, but JMARS' own 135,669 reviews (Diao
@@ -29,11 +28,10 @@ class IMDB(Task):
         released = ({split: f"imdb{mark}{name}.txt.ss" for split, name in names.items()} for mark in ".-")
         return next((found for each in released if (found := existing(folder, each))), {})
 
-    def read(self, file: Path) -> Iterator[Example]:
-        with self.skipping(file) as skipping:
-            for number, (location, line) in enumerate(lines(file, skipping)):
-                with skipping:
-                    values = line.split("\t\t", len(FIELDS) - 1)
-                    row = as_row(FIELDS, values, location, "Put two tabs between them, or take the official file")
-                    text = " ".join(sentence.strip() for sentence in row["text"].split(SENTENCE_END))
-                    yield Example((text,), self.class_of(row["rating"], location), location, str(number))
+    rows = staticmethod(lines)
+
+    def example(self, row: str, location: SourceLocation, number: str) -> Example:
+        values = row.split("\t\t", len(FIELDS) - 1)
+        found = as_row(FIELDS, values, location, "Put two tabs between them, or take the official file")
+        text = " ".join(sentence.strip() for sentence in found["text"].split(SENTENCE_END))
+        return Example((text,), self.class_of(found["rating"], location), location, number)

@@ -6,14 +6,13 @@ out: what remains is 0–9, [MIN, [MAX, [MED, [SM and ], at most 1,999 tokens, a
 published input pipeline also lost every bracket; its authors called that an error (the value depends on them).
 """
 
-from collections.abc import Iterator
-from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from megasparse.errors import DataError
-from megasparse.tasks.readers.rows import field, tab_separated
-from megasparse.tasks.task import Example, SourceLocation, Task, existing
+from megasparse.tasks.readers.rows import RowTask, field
+from megasparse.tasks.task import Example, SourceLocation
 
 DIGITS = tuple("0123456789")
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -24,22 +23,16 @@ IDS = {token: number for number, token in enumerate(TOKENS)}
 PARENTHESES = ("(", ")")
 
 
-class ListOps(Task):
+class ListOps(RowTask):
     name = "listops"
     metrics = ("accuracy",)
     vocabulary = len(TOKENS)
     classes = DIGITS
+    official: ClassVar = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
 
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        names = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
-        return existing(folder, names)
-
-    def read(self, file: Path) -> Iterator[Example]:
-        with self.skipping(file) as skipping:
-            for number, (location, row) in enumerate(tab_separated(file, skipping=skipping)):
-                with skipping:
-                    source, target = field(row, "Source", location), field(row, "Target", location)
-                    yield Example((_ids(source, location),), self.class_of(target, location), location, str(number))
+    def example(self, row: dict[str, str], location: SourceLocation, number: str) -> Example:
+        source, target = field(row, "Source", location), field(row, "Target", location)
+        return Example((_ids(source, location),), self.class_of(target, location), location, number)
 
 
 def _ids(source: str, location: SourceLocation) -> np.ndarray:

@@ -19,8 +19,9 @@ import numpy as np
 from megasparse.data.corpora.number_files import natural
 from megasparse.errors import DataError
 from megasparse.tasks.readers.images import image
-from megasparse.tasks.readers.rows import lines
-from megasparse.tasks.task import Example, SourceLocation, Task
+from megasparse.tasks.readers.rows import RowTask, lines
+from megasparse.tasks.skipping import Skipping
+from megasparse.tasks.task import Example, SourceLocation
 
 LEVELS = ("curv_baseline", "curv_contour_length_9", "curv_contour_length_14")
 SIDE = 32
@@ -28,7 +29,7 @@ NUMPY = b"\x93NUMPY"
 FOLDER, FILE = re.compile(r"imgs/[0-9]+"), re.compile(r"sample_[0-9]+\.png")
 
 
-class Pathfinder(Task):
+class Pathfinder(RowTask):
     name = "pathfinder"
     metrics = ("accuracy",)
     vocabulary = 256
@@ -45,18 +46,18 @@ class Pathfinder(Task):
         splits = {"train": found[:first], "validation": found[first:second], "test": found[second:]}
         return {split: files for split, files in splits.items() if files}
 
-    def read(self, file: Path) -> Iterator[Example]:
+    def rows(self, file: Path, skipping: Skipping) -> Iterator[tuple[SourceLocation, str]]:
         _refuse_arrays(file)
-        hint = "Write: imgs/0 sample_7.png 7 1"
-        with self.skipping(file) as skipping:
-            for location, line in lines(file, skipping):
-                with skipping:
-                    fields = line.split(" ")
-                    if len(fields) < 4 or not FOLDER.fullmatch(fields[0]) or not FILE.fullmatch(fields[1]):
-                        raise DataError(str(location), f'"{line[:80]}" is no line of metadata', hint)
-                    folder, name, _, label = fields[:4]
-                    pixels = _pixels(file.parent.parent / folder / name, location)
-                    yield Example((pixels,), self.class_of(label, location), location, f"{folder}/{name}")
+        return lines(file, skipping)
+
+    def example(self, row: str, location: SourceLocation, number: str) -> Example:
+        fields = row.split(" ")
+        if len(fields) < 4 or not FOLDER.fullmatch(fields[0]) or not FILE.fullmatch(fields[1]):
+            hint = "Write: imgs/0 sample_7.png 7 1"
+            raise DataError(str(location), f'"{row[:80]}" is no line of metadata', hint)
+        folder, name, _, label = fields[:4]
+        pixels = _pixels(location.file.parent.parent / folder / name, location)
+        return Example((pixels,), self.class_of(label, location), location, f"{folder}/{name}")
 
 
 def _refuse_arrays(file: Path) -> None:

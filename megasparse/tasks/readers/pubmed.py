@@ -1,19 +1,17 @@
 """PubMed: papers and their abstracts (Cohan et al. 2018)."""
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megasparse.errors import DataError
-from megasparse.tasks.readers.rows import field, json_lines
+from megasparse.tasks.readers.rows import RowTask, field, json_lines
 from megasparse.tasks.readers.text_task import ROUGE, TextTask
-from megasparse.tasks.task import Example, SourceLocation, existing
+from megasparse.tasks.task import Example, SourceLocation
 
 BEGIN, END = "<S>", "</S>"
 """Marks around each sentence of an abstract."""
 
 
-class PubMed(TextTask):
+class PubMed(RowTask, TextTask):
     """Papers of PubMed: train.txt, val.txt and test.txt of JSON objects, one a line, in the folder or its
     pubmed-dataset/: `article_id`, `article_text` and `abstract_text`, lists of sentences. A paper's sentences are
     joined by spaces, those of its abstract stand on lines of their own, without their <S> and </S>. A paper without
@@ -22,21 +20,16 @@ class PubMed(TextTask):
 
     name = "pubmed"
     metrics = ROUGE
+    official: ClassVar = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
+    inner = "pubmed-dataset"
+    rows = staticmethod(json_lines)
 
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        names = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
-        return existing(folder, names, "pubmed-dataset")
-
-    def read(self, file: Path) -> Iterator[Example]:
-        with self.skipping(file) as skipping:
-            for number, (location, row) in enumerate(json_lines(file, skipping)):
-                with skipping:
-                    text = " ".join(_sentences(row, "article_text", location))
-                    label = None
-                    if "abstract_text" in row:
-                        abstract = _sentences(row, "abstract_text", location)
-                        label = "\n".join(each.removeprefix(BEGIN).removesuffix(END).strip() for each in abstract)
-                    yield Example((text,), label, location, str(row.get("article_id", number)))
+    def example(self, row: dict[str, Any], location: SourceLocation, number: str) -> Example:
+        text, label = " ".join(_sentences(row, "article_text", location)), None
+        if "abstract_text" in row:
+            abstract = _sentences(row, "abstract_text", location)
+            label = "\n".join(each.removeprefix(BEGIN).removesuffix(END).strip() for each in abstract)
+        return Example((text,), label, location, str(row.get("article_id", number)))
 
 
 def _sentences(row: dict[str, Any], column: str, location: SourceLocation) -> list[str]:

@@ -9,18 +9,40 @@ import gzip
 import json
 import zipfile
 import zlib
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megasparse.errors import DataError, did_you_mean
 from megasparse.tasks.skipping import Skipping
-from megasparse.tasks.task import SourceLocation
+from megasparse.tasks.task import Example, SourceLocation, Task
 
 LONGEST_FIELD = 1 << 30
 UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError)
 """Errors of opening or decompressing; RuntimeError is that of an encrypted archive."""
+
+
+class RowTask(Task):
+    """A task whose official files have an example a row. Malformed rows are skipped within `task.max_skipped`."""
+
+    columns: ClassVar[Sequence[str] | None] = None
+    """Names of the columns of tab-separated files; None where their first line has them."""
+
+    def read(self, file: Path) -> Iterator[Example]:
+        with self.skipping(file) as skipping:
+            for number, (location, row) in enumerate(self.rows(file, skipping)):
+                with skipping:
+                    yield self.example(row, location, str(number))
+
+    def rows(self, file: Path, skipping: Skipping) -> Iterator[tuple[SourceLocation, Any]]:
+        """The rows of a file, with their locations."""
+        return tab_separated(file, self.columns, skipping)
+
+    @abstractmethod
+    def example(self, row: Any, location: SourceLocation, number: str) -> Example:
+        """The example of a row. number: the row's, from 0. Raises DataError naming the location."""
 
 
 def lines(file: Path, skipping: Skipping | None = None) -> Iterator[tuple[SourceLocation, str]]:

@@ -7,11 +7,12 @@ deals the same pairs out otherwise and adds a fifth challenge: figures for one a
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 from xml.parsers import expat
 
 from megasparse.errors import DataError
 from megasparse.tasks.readers.rows import whole_bytes
-from megasparse.tasks.task import Example, SourceLocation, Task, existing
+from megasparse.tasks.task import Example, SourceLocation, Task
 
 HINT = "Put it right, or take the official file"
 ENTAILMENT = {
@@ -29,11 +30,11 @@ class RTEChallenge(Task):
     metrics = ("accuracy",)
     segments = 2
     classes = ("entailment", "not_entailment")
-
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        parts = {"train": "dev", "test": "test"}
-        names = {split: [f"rte{number}_{part}.xml" for number in (1, 2, 3)] for split, part in parts.items()}
-        return existing(folder, names, "rte")
+    official: ClassVar = {
+        "train": [f"rte{number}_dev.xml" for number in (1, 2, 3)],
+        "test": [f"rte{number}_test.xml" for number in (1, 2, 3)],
+    }
+    inner = "rte"
 
     def read(self, file: Path) -> Iterator[Example]:
         with self.skipping(file) as skipping:

@@ -152,11 +152,6 @@ class ETT(Series):
     file: ClassVar[str]
     rows_an_hour: ClassVar[int]
 
-    @property
-    def target_places(self) -> list[int]:
-        """Indices of the targets among the columns."""
-        return [self.columns.index(column) for column in self.targets]
-
     def file_of(self, source: Path) -> Path:
         return source / self.file
 

@@ -5,11 +5,11 @@ QAngaroo publishes it, whose MedHop has files of the same form.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megasparse.errors import DataError
 from megasparse.tasks.forms.choice import Choice
-from megasparse.tasks.task import Example, SourceLocation, Task, existing
+from megasparse.tasks.task import Example, SourceLocation, Task
 
 WHOLE = "Put it right, or take the official file again, whole"
 KEYS: dict[str, type] = {"id": str, "query": str, "candidates": list, "supports": list}
@@ -32,10 +32,8 @@ class WikiHop(Task):
     name = "wikihop"
     form = "choice"
     metrics = ("accuracy",)
-
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        names = {"train": "train.json", "validation": "dev.json", "test": "test.json"}
-        return existing(folder, names, "wikihop")
+    official: ClassVar = {"train": "train.json", "validation": "dev.json", "test": "test.json"}
+    inner = "wikihop"
 
     def read(self, file: Path) -> Iterator[Example]:
         seen: set[str] = set()
