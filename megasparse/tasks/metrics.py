@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 
 from megasparse.errors import UserError
-from megasparse.tasks.ranking_metrics import auc, mrr, ndcg5, ndcg10
-from megasparse.tasks.text_metrics import bleu, bleu_intl, bleu_intl_uncased, chrf, rouge1, rouge2, rougeL, rougeLsum
+from megasparse.tasks.ranking_metrics import RANKING_METRICS
+from megasparse.tasks.text_metrics import TEXT_METRICS
 
 
 def accuracy(labels: np.ndarray, predicted: np.ndarray) -> float:
@@ -62,12 +62,9 @@ def mae(labels: np.ndarray, predicted: np.ndarray) -> float:
 
 
 METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    function.__name__: function
-    for function in (
-        *(accuracy, f1, macro_f1, matthews, pearson, spearman, mse, mae),
-        *(bleu, bleu_intl, bleu_intl_uncased, chrf, rouge1, rouge2, rougeL, rougeLsum),
-        *(auc, mrr, ndcg5, ndcg10),
-    )
+    **{each.__name__: each for each in (accuracy, f1, macro_f1, matthews, pearson, spearman, mse, mae)},
+    **TEXT_METRICS,
+    **RANKING_METRICS,
 }
 """(labels (N,), answers (N,)) -> the metric: class numbers, numbers, or objects of another form, of these texts. A
 correlation with a constant, which is not defined, is 0. BLEU and chrF go from 0 to 100, as everyone gives them, ROUGE

@@ -8,8 +8,7 @@ impressions drawn anew ask for the same ones a thousand times.
 
 import statistics
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -17,20 +16,17 @@ KEPT = 1 << 19
 """Number of impressions whose metrics are cached: more than MIND's validation set has."""
 
 
-def auc(labels: np.ndarray, predicted: np.ndarray) -> float:
-    return _mean(_auc, labels, predicted)
+Each = Callable[[tuple[int, ...], tuple[float, ...]], float]
 
 
-def mrr(labels: np.ndarray, predicted: np.ndarray) -> float:
-    return _mean(_mrr, labels, predicted)
+def _mean(each: Each) -> Callable[[np.ndarray, np.ndarray], float]:
+    """The mean over impressions, (labels, answers) -> the metric, of the metric of one."""
+    kept = lru_cache(KEPT)(each)
 
+    def metric(labels: np.ndarray, predicted: np.ndarray) -> float:
+        return statistics.fmean(kept(*one) for one in zip(labels, predicted, strict=True))
 
-def ndcg5(labels: np.ndarray, predicted: np.ndarray) -> float:
-    return _mean(_ndcg5, labels, predicted)
-
-
-def ndcg10(labels: np.ndarray, predicted: np.ndarray) -> float:
-    return _mean(_ndcg10, labels, predicted)
+    return metric
 
 
 def ranking(scores: Sequence[float]) -> np.ndarray:
@@ -38,28 +34,16 @@ def ranking(scores: Sequence[float]) -> np.ndarray:
     return np.argsort(np.asarray(scores), kind="stable")[::-1]
 
 
-@lru_cache(KEPT)
 def _auc(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
     from sklearn.metrics import roc_auc_score
 
     return float(roc_auc_score(clicked, scores))
 
 
-@lru_cache(KEPT)
 def _mrr(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
     """Σ y_i/rank_i ÷ Σ y_i."""
     hits = np.asarray(clicked)[ranking(scores)]
     return float((hits / np.arange(1, len(hits) + 1)).sum() / hits.sum())
-
-
-@lru_cache(KEPT)
-def _ndcg5(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
-    return _ndcg(clicked, scores, 5)
-
-
-@lru_cache(KEPT)
-def _ndcg10(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
-    return _ndcg(clicked, scores, 10)
 
 
 def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
@@ -71,5 +55,9 @@ def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
     return float(ndcg_score([clicked], [order], k=k))
 
 
-def _mean(each: Callable[[Any, Any], float], labels: np.ndarray, predicted: np.ndarray) -> float:
-    return statistics.fmean(each(clicked, scores) for clicked, scores in zip(labels, predicted, strict=True))
+RANKING_METRICS = {
+    "auc": _mean(_auc),
+    "mrr": _mean(_mrr),
+    "ndcg5": _mean(partial(_ndcg, k=5)),
+    "ndcg10": _mean(partial(_ndcg, k=10)),
+}

@@ -16,26 +16,14 @@ BLEUS: dict[str, dict[str, Any]] = {
     "bleu_intl": {"tokenize": "intl"},
     "bleu_intl_uncased": {"tokenize": "intl", "lowercase": True},
 }
-"""Settings of sacrebleu's BLEU by metric."""
+"""Settings of sacrebleu's BLEU by metric: of plain text that sacrebleu tokenises itself; by the tokenizer "intl", which
+knows Unicode's punctuation and symbols, as Reformer's Table 4 has it; of such texts in lower case."""
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+"""Words, pairs of words, the longest common subsequence, the union of those of sentences (CNN/DailyMail: ROUGE-L)."""
 
 
-def bleu(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Corpus BLEU, 0 to 100, of plain text that sacrebleu tokenises itself (Papineni et al. 2002, Post 2018)."""
-    return _bleu("bleu", labels, predicted)
-
-
-def bleu_intl(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """BLEU by the tokenizer "intl", which knows Unicode's punctuation and symbols, as Reformer's Table 4 has it."""
-    return _bleu("bleu_intl", labels, predicted)
-
-
-def bleu_intl_uncased(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """BLEU as bleu_intl, of texts in lower case."""
-    return _bleu("bleu_intl_uncased", labels, predicted)
-
-
-def _bleu(name: str, labels: np.ndarray, predicted: np.ndarray) -> float:
+def _bleu(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
+    """Corpus BLEU, 0 to 100 (Papineni et al. 2002, Post 2018)."""
     from sacrebleu.metrics import BLEU
 
     sums = _summed(partial(_bleu_counts, name), labels, predicted)
@@ -44,31 +32,23 @@ def _bleu(name: str, labels: np.ndarray, predicted: np.ndarray) -> float:
     return float(BLEU.compute_bleu(correct, total, sums[0], sums[1], smooth_method="exp").score)
 
 
-def chrf(labels: np.ndarray, predicted: np.ndarray) -> float:
+def _chrf(labels: np.ndarray, predicted: np.ndarray) -> float:
     """Corpus chrF, 0 to 100: F2 of character n-grams to 6 (Popović 2015)."""
     return float(_scorer("chrf")._compute_score_from_stats(_summed(_chrf_counts, labels, predicted)).score)
 
 
-def rouge1(labels: np.ndarray, predicted: np.ndarray) -> float:
+def _mean_rouge(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
     """Mean over examples of the F1 of words, stemmed by Porter's rules (Lin 2004), 0 to 1. rouge-score knows the
     letters a to z and digits alone: it is a measure of English.
     """
-    return _mean_rouge(labels, predicted, 0)
+    return float(np.mean([_rouge(label, own)[name] for label, own in zip(labels, predicted, strict=True)]))
 
 
-def rouge2(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """ROUGE-2, as rouge1 but for pairs of words."""
-    return _mean_rouge(labels, predicted, 1)
-
-
-def rougeL(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """ROUGE-L, as rouge1 but for the longest common subsequence."""
-    return _mean_rouge(labels, predicted, 2)
-
-
-def rougeLsum(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """ROUGE-Lsum, as rouge1 but for the union of sentences' longest common subsequences (CNN/DailyMail: ROUGE-L)."""
-    return _mean_rouge(labels, predicted, 3)
+TEXT_METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    **{name: partial(_bleu, name=name) for name in BLEUS},
+    "chrf": _chrf,
+    **{name: partial(_mean_rouge, name=name) for name in ROUGE_TYPES},
+}
 
 
 def signature(name: str) -> str | None:
@@ -114,15 +94,11 @@ def _rouge_scorer() -> Any:
 
 
 @lru_cache(maxsize=KEPT)
-def _rouge(reference: str, hypothesis: str) -> tuple[float, ...]:
+def _rouge(reference: str, hypothesis: str) -> dict[str, float]:
     """F1 of each of ROUGE_TYPES."""
     found = _rouge_scorer().score(reference, hypothesis)
-    return tuple(found[name].fmeasure for name in ROUGE_TYPES)
+    return {name: found[name].fmeasure for name in ROUGE_TYPES}
 
 
 def _summed(counts: Callable[[str, str], tuple[int, ...]], labels: np.ndarray, predicted: np.ndarray) -> list[int]:
     return np.array(list(map(counts, labels, predicted))).sum(0).tolist()
-
-
-def _mean_rouge(labels: np.ndarray, predicted: np.ndarray, number: int) -> float:
-    return float(np.mean([_rouge(label, own)[number] for label, own in zip(labels, predicted, strict=True)]))
