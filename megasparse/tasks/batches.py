@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,22 @@ MULTIPLE = 8
 """Lengths of batches are rounded up to a multiple of this: fewer shapes, and whole tiles on a GPU."""
 
 
+class Movable:
+    """A dataclass of tensors, of other such classes, and of what has no device."""
+
+    def to(self, device: torch.device) -> Any:
+        """The same on a device."""
+        return type(self)(*(_moved(getattr(self, field.name), device) for field in fields(self)))  # type: ignore[arg-type]
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_moved(each, device) for each in value)
+    return value.to(device) if isinstance(value, Tensor | Movable) else value
+
+
 @dataclass(frozen=True)
-class Padded:
+class Padded(Movable):
     """The sequences of a batch, padded to one length."""
 
     tokens: Tensor
@@ -38,22 +52,15 @@ class Padded:
         mask = positions < self.lengths.unsqueeze(1)
         return None if bool(mask.all()) else mask
 
-    def to(self, device: torch.device) -> "Padded":
-        return Padded(self.tokens.to(device), self.types.to(device), self.lengths.to(device))
-
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(Movable):
     """A micro-batch of examples, in place of the `Batch.tokens` of a pretraining run."""
 
     sequences: tuple[Padded, ...]
     """One sequence an example, or two where the task has towers."""
     labels: Tensor | None
     """(B,) int64 classes or fp32 numbers; None where the files have no labels."""
-
-    def to(self, device: torch.device) -> "Inputs":
-        labels = None if self.labels is None else self.labels.to(device)
-        return Inputs(tuple(each.to(device) for each in self.sequences), labels)
 
     def numel(self) -> int:
         """Number of tokens read, without padding."""

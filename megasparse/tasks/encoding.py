@@ -68,13 +68,16 @@ class Counts:
         found = [f"{split}: {self.examples:,} examples, the longest of {self.longest:,} tokens"]
         if self.labels:
             found[0] += "; " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.labels.items()))
+        return found + self.notes(f"{split}: {{:,}} inputs", limit, "task.max_length to read")
+
+    def notes(self, which: str, limit: int, hint: str) -> list[str]:
+        """The lines about what was cut or empty. which: begins them, with a place for their number."""
+        found = []
         if self.cut:
-            found.append(
-                f"{split}: {self.cut:,} inputs of more than {limit:,} tokens keep only their beginning, the first in "
-                f"{self.first_cut}. Raise task.max_length to read more of them"
-            )
+            cut = f"{which.format(self.cut)} of more than {limit:,} tokens keep only their beginning"
+            found.append(f"{cut}, the first in {self.first_cut}. Raise {hint} more of them")
         if self.empty:
-            found.append(f"{split}: {self.empty:,} inputs are empty, the first in {self.first_empty}")
+            found.append(f"{which.format(self.empty)} are empty, the first in {self.first_empty}")
         return found
 
 

@@ -40,11 +40,7 @@ def predicted(found: Finetuned, examples: Sequence[Encoded], seed: int | None = 
         config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     total = -(-len(examples) // config.evaluation.batch)
     with torch.no_grad(), tqdm(total=total, desc="scoring", unit="batch", leave=False, disable=None) as bar:
-
-        def advance() -> None:
-            bar.update()
-
-        table = predict_examples(found.model, found.form, examples, config, found.ranks, advance)
+        table = predict_examples(found.model, found.form, examples, config, found.ranks, bar.update)
     if not all(np.isfinite(each.values).all() for each in table):
         hint = "Take an earlier checkpoint, or --set training.precision=fp32"
         raise UserError(f"{found.checkpoint.path}: the predictions are not finite. {hint}")

@@ -39,7 +39,7 @@ def predict_examples(
     examples: Sequence[Encoded],
     config: FinetuneConfig,
     ranks: Ranks,
-    pause: Callable[[], None] = lambda: None,
+    pause: Callable[[], object] = lambda: None,
 ) -> list[Prediction]:
     """The model's prediction for each example, on every rank.
 

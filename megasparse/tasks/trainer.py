@@ -75,26 +75,17 @@ def check(config: FinetuneConfig, task: Task) -> None:
     if config.run.device != "cpu" and (count := torch.cuda.device_count()) > 1:
         problem = f"Trainer would enlarge the batch for all {count} GPUs"
         raise ConfigError("run.device", problem, "Show it one of them: CUDA_VISIBLE_DEVICES=0")
-    unlike = {
-        "lora": config.lora is not None,
-        "task.too_long": config.task.too_long == "refuse",
-        "optimizer.name": config.optimizer.name != "adamw",
-        "optimizer.schedule": config.optimizer.schedule != "linear" or config.optimizer.final_fraction > 0.0,
-        "evaluation.patience": config.evaluation.patience > 0,
-    }
-    for key, is_unlike in unlike.items():
-        if is_unlike:
-            hint = f"Give both the same: --set {key}={PLAIN[key]}"
+    optimizer, linear = config.optimizer, "linear --set optimizer.final_fraction=0.0"
+    for key, alike, plain in (
+        ("lora", config.lora is None, "null"),
+        ("task.too_long", config.task.too_long != "refuse", "cut"),
+        ("optimizer.name", optimizer.name == "adamw", "adamw"),
+        ("optimizer.schedule", optimizer.schedule == "linear" and optimizer.final_fraction <= 0.0, linear),
+        ("evaluation.patience", config.evaluation.patience <= 0, "0"),
+    ):
+        if not alike:
+            hint = f"Give both the same: --set {key}={plain}"
             raise ConfigError(key, "is set to what this comparison does not do with Trainer", hint)
-
-
-PLAIN = {
-    "lora": "null",
-    "task.too_long": "cut",
-    "optimizer.name": "adamw",
-    "optimizer.schedule": "linear --set optimizer.final_fraction=0.0",
-    "evaluation.patience": "0",
-}
 
 
 def finetuned(config: FinetuneConfig, task: Task, metric: str) -> dict[str, Any]:

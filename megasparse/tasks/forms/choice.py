@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,8 +83,8 @@ class ChoiceForm(Form):
     def model(self, body: Backbone) -> ChoiceModel:
         return ChoiceModel(body, self.config.head.dropout, self.config.run.seed)
 
-    def collate(self, examples: Sequence[Encoded]) -> ChoiceBatch:
-        return collate(_choices(examples), self.config.task.max_length)
+    def collate(self, examples: Sequence[Any]) -> ChoiceBatch:
+        return collate(examples, self.config.task.max_length)
 
     def dummy_batch(self, body: Backbone, batch: int, length: int) -> ChoiceBatch:
         """Random tokens and many candidates, of which the first is right."""
@@ -96,17 +96,11 @@ class ChoiceForm(Form):
         """The candidate of the highest score; of equal ones the first."""
         return int(predicted.argmax())
 
-    def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
+    def row(self, example: Any, predicted: np.ndarray) -> dict[str, Any]:
         """`label` and `predicted` are texts of candidates; `scores` are logits by candidate."""
-        (choice,) = _choices([example])
-        label, names = choice.label, choice.candidates
+        label, names = example.label, example.candidates
         return {
             "label": None if label is None else names[label],
             "predicted": names[self.answer(example, predicted)],
             "scores": dict(zip(names, predicted.tolist(), strict=True)),
         }
-
-
-def _choices(examples: Sequence[Encoded]) -> Sequence[EncodedChoice]:
-    """The examples as `ChoiceEncoder` made them."""
-    return cast(Sequence[EncodedChoice], examples)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megasparse.ops.random import RngContext, dropout
 from megasparse.tasks import batches
 from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import Inputs
+from megasparse.tasks.batches import Inputs, Movable
 from megasparse.tasks.encoding import Encoded
 from megasparse.tasks.forms.label_model import DEVIATION, draw_normal
 
@@ -30,16 +30,13 @@ class EncodedChoice(Encoded):
 
 
 @dataclass(frozen=True)
-class ChoiceBatch:
+class ChoiceBatch(Movable):
     """A micro-batch of questions."""
 
     inputs: Inputs
     """The sequences, one an example; labels are numbers of candidates."""
     marks: Tensor
     """Places, int64 (B, K): the marks of each example's own candidates, then -1."""
-
-    def to(self, device: torch.device) -> "ChoiceBatch":
-        return ChoiceBatch(self.inputs.to(device), self.marks.to(device))
 
     def numel(self) -> int:
         """Number of tokens read, without padding."""

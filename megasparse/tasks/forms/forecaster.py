@@ -24,11 +24,12 @@ from megasparse.model.encoder_decoder import SourceEncoder
 from megasparse.model.stack import Stack
 from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import Backbone, attention_settings
+from megasparse.tasks.batches import Movable
 from megasparse.tasks.forms.label_model import DEVIATION, draw_normal
 
 
 @dataclass(frozen=True)
-class Windows:
+class Windows(Movable):
     """A micro-batch, scaled, fp32."""
 
     values: Tensor
@@ -37,10 +38,6 @@ class Windows:
     """Time features of the rows read and of those to predict, (B, L + H, F)."""
     labels: Tensor | None
     """The rows to predict, (B, H, T)."""
-
-    def to(self, device: torch.device) -> "Windows":
-        labels = None if self.labels is None else self.labels.to(device)
-        return Windows(self.values.to(device), self.marks.to(device), labels)
 
     def numel(self) -> int:
         """Number of rows read."""

@@ -20,7 +20,7 @@ from megasparse.model.build import initialise
 from megasparse.ops.keys import derive
 from megasparse.ops.random import RngContext, dropout, random_bits
 from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import Padded
+from megasparse.tasks.batches import Movable, Padded
 from megasparse.tasks.forms.label_model import draw_normal
 
 HISTORY_LAYER = -2
@@ -28,7 +28,7 @@ HISTORY_LAYER = -2
 
 
 @dataclass(frozen=True)
-class Impressions:
+class Impressions(Movable):
     """A micro-batch: each distinct news once, and the rows of it that each impression shows or has clicked."""
 
     news: Padded
@@ -45,17 +45,6 @@ class Impressions:
     """(B,) int64: number of candidates of each impression."""
     clicked: Tensor | None
     """(B, C) bool; None where the files have no labels."""
-
-    def to(self, device: torch.device) -> "Impressions":
-        return Impressions(
-            self.news.to(device),
-            self.numbers.to(device),
-            self.history.to(device),
-            self.clicks.to(device),
-            self.candidates.to(device),
-            self.shown.to(device),
-            None if self.clicked is None else self.clicked.to(device),
-        )
 
     def numel(self) -> int:
         """Number of tokens of the news; training skips candidates that are neither clicked nor drawn as negatives."""

@@ -19,11 +19,11 @@ from megasparse.model.encoder_decoder import EncoderDecoder
 from megasparse.model.stack import mean_cost
 from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import Backbone, attention_settings
-from megasparse.tasks.batches import Padded
+from megasparse.tasks.batches import Movable, Padded
 
 
 @dataclass(frozen=True)
-class Texts:
+class Texts(Movable):
     """A micro-batch of sources and targets."""
 
     source: Padded
@@ -31,10 +31,6 @@ class Texts:
     """Targets; None where some example has none."""
     rule: BeamSettings
     """Settings of the search for answers."""
-
-    def to(self, device: torch.device) -> "Texts":
-        target = None if self.target is None else self.target.to(device)
-        return Texts(self.source.to(device), target, self.rule)
 
     def numel(self) -> int:
         """Number of tokens read and predicted, without padding."""

@@ -50,17 +50,11 @@ class TextCounts(Counts):
     answer_limit: int = 0
 
     def lines(self, split: str, limit: int) -> list[str]:
-        found, answers, most = super().lines(split, limit), self.answers, f"{self.answer_limit:,}"
+        found, answers = super().lines(split, limit), self.answers
         if answers.examples:
             found[0] += f"; {answers.examples:,} answers, the longest of {answers.longest:,} tokens"
-        if answers.cut:
-            found.append(
-                f"{split}: {answers.cut:,} answers of more than {most} tokens keep only their beginning, the first in "
-                f"{answers.first_cut}. Raise task.generation.target_length to learn more of them"
-            )
-        if answers.empty:
-            found.append(f"{split}: {answers.empty:,} answers are empty, the first in {answers.first_empty}")
-        return found
+        hint = "task.generation.target_length to learn"
+        return found + answers.notes(f"{split}: {{:,}} answers", self.answer_limit, hint)
 
 
 class TextEncoder(Encoder):

@@ -28,11 +28,6 @@ def review(number):
 
 
 @pytest.fixture
-def task():
-    return build_task(TaskConfig(name="amazon"))
-
-
-@pytest.fixture
 def folder(tmp_path):
     text = "".join(json.dumps(review(n)) + "\n" for n in range(50))
     (tmp_path / "reviews_Electronics_5.json").write_text(text, encoding="utf-8")

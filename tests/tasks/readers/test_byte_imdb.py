@@ -1,9 +1,7 @@
 import pytest
 
-from megasparse.config.finetuning import TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import DataError
-from megasparse.tasks import build_task
 from megasparse.tasks.encoding import Encoder
 from megasparse.tasks.task import split_files
 
@@ -13,11 +11,6 @@ REVIEWS = {
     "neg/10_2.txt": b"\tworst ",
     "pos/0_9.txt": b"Fine",
 }
-
-
-@pytest.fixture
-def task():
-    return build_task(TaskConfig(name="byte_imdb", max_length=4096))
 
 
 @pytest.fixture

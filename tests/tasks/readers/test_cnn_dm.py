@@ -4,8 +4,6 @@ import hashlib
 
 import pytest
 
-from megasparse.config.finetuning import TaskConfig
-from megasparse.tasks import build_task
 from megasparse.tasks.task import split_files
 from tests.helpers.refusals import refusal
 
@@ -22,11 +20,6 @@ A man sits in a tree
 Nobody knows why
 """
 ARTICLE = '(CNN) -- A man was seen in a tree. "He is still there," an @highlight of the day said.'
-
-
-@pytest.fixture
-def task():
-    return build_task(TaskConfig(name="cnn_dm"))
 
 
 def url(number):

@@ -10,7 +10,6 @@ from tests.helpers.refusals import refusal
 MNLI_BEFORE = ["index", "promptID", "pairID", "genre"] + [
     f"sentence{number}_{parse}" for parse in ("binary_parse", "parse") for number in (1, 2)
 ]
-PAIR = "index\tsentence1\tsentence2"
 
 
 def task(name):
@@ -90,42 +89,6 @@ def test_mrpc_is_read_from_the_files_of_glue_or_of_microsoft(tmp_path):
     assert task("mrpc").files(microsoft) == files
     write(tmp_path / "glue", "msr_paraphrase_train.txt", *rows)
     assert task("mrpc").files(tmp_path / "glue") == {"train": [glue], "test": [test]}
-
-
-@pytest.mark.parametrize(
-    "name, header, rows, want",
-    [
-        (
-            "qnli",
-            "index\tquestion\tsentence\tlabel",
-            ["4\tWho?\tA man came.\tentailment", "9\tWhen?\tA man came.\tnot_entailment"],
-            [(("Who?", "A man came."), 0, "4"), (("When?", "A man came."), 1, "9")],
-        ),
-        (
-            "rte",
-            PAIR + "\tlabel",
-            ["0\tA \"man.\tA man's.\tnot_entailment", "1\tA man.\t man\tentailment"],
-            [(('A "man.', "A man's."), 1, "0"), (("A man.", " man"), 0, "1")],
-        ),
-        ("sst2", "sentence\tlabel", ["a film \t1", '"bad\t0'], [(("a film ",), 1, "0"), (('"bad',), 0, "1")]),
-        ("sst2", "index\tsentence", ["3\ta film"], [(("a film",), None, "3")]),
-        (
-            "stsb",
-            "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
-            ["0\tnews\tMSRvid\t2012\t1\tnone\tnone\tA man.\tA dog.\t0.250"],
-            [(("A man.", "A dog."), 0.25, "0")],
-        ),
-        (
-            "qqp",
-            "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
-            ['133273\t1\t2\tHow "far?\tHow long?\t1', "402555\t3\t4\tWhy?\tWho?\t0"],
-            [(('How "far?', "How long?"), 1, "133273"), (("Why?", "Who?"), 0, "402555")],
-        ),
-        ("qqp", "id\tquestion1\tquestion2", ["0\tWhy?\tHow come?"], [(("Why?", "How come?"), None, "0")]),
-    ],
-)
-def test_columns_labels_and_ids_are_the_official_ones(tmp_path, name, header, rows, want):
-    assert found(name, write(tmp_path, "some.tsv", header, *rows)) == want
 
 
 QQP = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"

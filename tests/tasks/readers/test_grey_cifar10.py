@@ -5,20 +5,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
-from megasparse.tasks import build_task
 from megasparse.tasks.readers.grey_cifar10 import grey
 from megasparse.tasks.task import split_files
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 RECORD = 3073
 OFFICIAL = 10_000 * RECORD
-
-
-@pytest.fixture
-def task():
-    return build_task(TaskConfig(name="grey_cifar10"))
 
 
 def picture(seed: int) -> np.ndarray:

@@ -145,10 +145,3 @@ def test_impressions_are_read_when_asked_for_and_kept_as_numbers(tmp_path):
     lazy, _ = read_examples(task(), config)
     with pytest.raises(DataError, match='"NX" is no news'):
         list(lazy)
-
-
-def test_a_missing_news_file_is_refused(tmp_path):
-    file = split_folder(tmp_path, NEWS, [behaviors_row("1", "N1", "N1-0 N2-1")])
-    (tmp_path / "news.tsv").unlink()
-    with pytest.raises(DataError, match=r"news\.tsv: cannot be read \(No such file"):
-        list(task().read(file))

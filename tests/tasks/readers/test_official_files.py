@@ -1,7 +1,8 @@
-"""Every reader's official splits, splits by position, and malformed rows."""
+"""Every reader's official splits, splits by position, examples of rows, and malformed rows."""
 
 import json
 
+import numpy as np
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
@@ -106,6 +107,98 @@ def test_of_ten_examples_eight_train_and_splits_are_apart(name, files, row, tmp_
     assert task.files(tmp_path) == {}
 
 
+AAN_TEXTS = ("b'Parsing \\xe2\\x80\\x93 a survey\\n1 Introduction'", 'b"It\'s \\"quoted"')
+"""What Python shows of bytes: its escapes stay, and a quotation mark is no quotation."""
+NEWS = ["https://assets.msn.com/labs/mind/AAGH0ET.html", '[{"Label": "A", "OccurrenceOffsets": [48]}]', "[]"]
+PAPER = {
+    "article_id": "PMC3872579", "article_text": ["a recent study reports anxiety .", " it was done in 2009 . "],
+    "abstract_text": ["<S> background : it is common . </S>", "<S> <S is no mark , p < 0.05 . </S>"],
+    "labels": None, "section_names": ["introduction"], "sections": [["a recent study reports anxiety ."]],
+}  # fmt: skip
+PAPER_TEXT = ("a recent study reports anxiety . it was done in 2009 .",)
+ABSTRACT = "background : it is common .\n<S is no mark , p < 0.05 ."
+NEW = {"article_text": ["one .", "two ."]}
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "rows", "want"),
+    [
+        ("aan", "", ["\t".join(("1.0", "P05-1022", "W04-0301", *AAN_TEXTS)), "0\tA00\tB11\t\"b''\tb'y'"],
+         [(AAN_TEXTS, 1, "P05-1022 W04-0301"), (("\"b''", "b'y'"), 0, "A00 B11")]),
+        ("ag_news", "", ['"3","Bears return (Reuters)","Reuters - A dwindling\\band of sellers is back."',
+                         '"4","A ""quoted"" title","It said \\""no"" , twice."',
+                         '"1","Talks, again","AP - It is the firm #39;s first."', '"2","Late\u2028goal",""'],
+         [(("Bears return (Reuters) Reuters - A dwindling\\band of sellers is back.",), 2, "0"),
+          (('A "quoted" title It said \\"no" , twice.',), 3, "1"),
+          (("Talks, again AP - It is the firm #39;s first.",), 0, "2"), (("Late\u2028goal ",), 1, "3")]),
+        ("imdb", "", ["ur0012\t\ttt0111161\t\t10\t\ti loved it ! <sssss> really . <sssss> see it",
+                      "ur7\t\ttt1\t\t1\t\tno\u2028good\tat all\t\tnone <sssss> "],
+         [(("i loved it ! really . see it",), 9, "0"), (("no\u2028good\tat all\t\tnone ",), 0, "1")]),
+        # digits are themselves; [MIN, [MAX, [MED, [SM are 10 … 13, and ] is 14; the official generator writes CR LF
+        *[("listops", f"Source\tTarget{end}",
+           [f"( ( ( ( [MED 3 ) ( ( ( [SM 4 ) 9 ) ] ) ) 8 ) ] )\t3{end}", f"( ( ( [MIN 0 ) 7 ) ] )\t0{end}"],
+           [(([12, 3, 13, 4, 9, 14, 8, 14],), 3, "0"), (([10, 0, 7, 14],), 0, "1")]) for end in ("", "\r")],
+        ("mind_topics", "", ["\t".join(("N55528", "lifestyle", "x", 'The "Brands" they', "Shop, \u2028 now.", *NEWS)),
+                             "\t".join(("N1", "tv", "subtv", "Alone", "", *NEWS))],
+         [(('The "Brands" they Shop, \u2028 now.',), 7, "N55528"), (("Alone",), 15, "N1")]),
+        ("pubmed", "", [json.dumps({**PAPER, "article_id": "first"}), json.dumps(PAPER)],
+         [(PAPER_TEXT, ABSTRACT, "first"), (PAPER_TEXT, ABSTRACT, "PMC3872579")]),
+        ("pubmed", "", [json.dumps(each) for each in (NEW, {**NEW, "abstract_text": []}, {"article_text": []})],
+         [(("one . two .",), None, "0"), (("one . two .",), "", "1"), (("",), None, "2")]),
+        ("qnli", "index\tquestion\tsentence\tlabel",
+         ["4\tWho?\tA man came.\tentailment", "9\tWhen?\tA man came.\tnot_entailment"],
+         [(("Who?", "A man came."), 0, "4"), (("When?", "A man came."), 1, "9")]),
+        ("rte", "index\tsentence1\tsentence2\tlabel",
+         ["0\tA \"man.\tA man's.\tnot_entailment", "1\tA man.\t man\tentailment"],
+         [(('A "man.', "A man's."), 1, "0"), (("A man.", " man"), 0, "1")]),
+        ("sst2", "sentence\tlabel", ["a film \t1", '"bad\t0'], [(("a film ",), 1, "0"), (('"bad',), 0, "1")]),
+        ("sst2", "index\tsentence", ["3\ta film"], [(("a film",), None, "3")]),
+        ("stsb", "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
+         ["0\tnews\tMSRvid\t2012\t1\tnone\tnone\tA man.\tA dog.\t0.250"], [(("A man.", "A dog."), 0.25, "0")]),
+        ("sts_benchmark", "", ['main\tMSRvid\t2012test\t0001\t5.000\tA plane is taking off.\tAn "air plane.',
+                               "main\tanswers\t2015\t12\t3.8\tYes.\tNo.\tSource one, licence\tSource two"],
+         [(("A plane is taking off.", 'An "air plane.'), 5.0, "0"), (("Yes.", "No."), 3.8, "1")]),
+        ("qqp", "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
+         ['133273\t1\t2\tHow "far?\tHow long?\t1', "402555\t3\t4\tWhy?\tWho?\t0"],
+         [(('How "far?', "How long?"), 1, "133273"), (("Why?", "Who?"), 0, "402555")]),
+        ("qqp", "id\tquestion1\tquestion2", ["0\tWhy?\tHow come?"], [(("Why?", "How come?"), None, "0")]),
+    ],
+)  # fmt: skip
+def test_an_example_is_a_row_with_its_columns_label_and_id(tmp_path, name, header, rows, want):
+    file = tmp_path / "some.txt"
+    file.write_text("".join(f"{row}\n" for row in [header, *rows] if row), encoding="utf-8", newline="")
+    found = list(build_task(TaskConfig(name=name)).read(file))
+    arrays = [part for example in found for part in example.inputs if isinstance(part, np.ndarray)]
+    assert all(part.dtype == np.int64 for part in arrays) and bool(arrays) == (name == "listops")
+    inputs = [tuple(part.tolist() if arrays else part for part in example.inputs) for example in found]
+    assert list(zip(inputs, [each.label for each in found], [each.name for each in found], strict=True)) == want
+    first = 2 if header else 1
+    assert [str(example.location) for example in found] == [f"{file}:{first + i}" for i in range(len(rows))]
+
+
+def test_classes_are_the_official_ones_in_their_order():
+    classes = {name: build_task(TaskConfig(name=name)).classes for name in ("aan", "ag_news", "imdb", "listops")}
+    assert classes == {
+        "aan": ("0", "1"), "ag_news": ("World", "Sports", "Business", "Sci/Tech"),
+        "imdb": tuple(map(str, range(1, 11))), "listops": tuple("0123456789"),
+    }  # fmt: skip
+    topics = build_task(TaskConfig(name="mind_topics")).classes or ()
+    assert len(set(topics)) == 18 and list(topics) == sorted(topics) and (topics[7], topics[15]) == ("lifestyle", "tv")
+    assert build_task(TaskConfig(name="listops")).vocabulary == 15
+    aan = build_task(TaskConfig(name="aan"))
+    assert aan.towers and aan.vocabulary is None
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("movie_reviews", "none.txt"), ("sentence_polarity", "rt-polarity.neg#test"), ("wikihop", "none.json"),
+     ("mind", "news.tsv"), ("etth1", "ETTh1.csv")],
+)  # fmt: skip
+def test_a_missing_file_is_refused(name, file, tmp_path):
+    message = refusal(lambda: build_task(TaskConfig(name=name, source=str(tmp_path))).read(tmp_path / file))
+    assert message.startswith(f"{tmp_path / file.removesuffix('#test')}: cannot be read (No such file")
+
+
 AAN, TREE = "1\ta\tb\tx\ty", "( ( ( [MIN 0 ) 7 ) ] )"
 STS_ROW = ["genre", "file", "year", "1", "5.000", "A", "B"]
 PAIR = "index\tsentence1\tsentence2\t"
@@ -137,6 +230,13 @@ def sts(*fields: str, score: str = "5.000") -> str:
         ("mind_topics", news_row("N1", "a")[:-1], news_row("N2", "a").replace("news", "sport")[:-1],
          '"sport" is no label of mind_topics. Did you mean "sports"?'),
         ("mind_topics", news_row("N1", "a")[:-1], "N1\tnews\ta title", "3 fields where there are 8 columns (id, cat"),
+        *[("pubmed", json.dumps(PAPER), json.dumps(row), problem) for row, problem in (
+            ({**PAPER, "article_text": "one text"}, '"article_text" is no list of sentences'),
+            ({**PAPER, "article_text": ["x", None]}, '"article_text" is no list of sentences'),
+            ({**PAPER, "abstract_text": None}, '"abstract_text" is no list of sentences'),
+            ({"article": ["x"]}, 'has no column "article_text"'),
+            (["x"], "is no JSON object"),
+        )],
         ("sts_benchmark", sts(), "\t".join(STS_ROW[:6]), "6 fields where there are 7"),
         ("sts_benchmark", sts(), sts("licence"), "8 fields where there are 7"),
         ("sts_benchmark", sts(), sts("a", "b", "c"), "10 fields where there are 7"),

@@ -2,18 +2,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
-from megasparse.tasks import build_task
 from megasparse.tasks.task import split_files
 
 SETTINGS = "1.0 14 4 2 0.5 1 1"
 LEVEL = "curv_contour_length_14"
-
-
-@pytest.fixture
-def task():
-    return build_task(TaskConfig(name="pathfinder"))
 
 
 def picture(seed: int) -> np.ndarray:

@@ -2,9 +2,6 @@
 
 import pytest
 
-from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import DataError
-from megasparse.tasks import build_task
 from tests.helpers.refusals import refusal
 
 FIRST = """<?xml version="1.0" encoding="UTF-8"?>
@@ -37,48 +34,49 @@ THIRD = """<?xml version="1.0" encoding="UTF-8" ?>
 """
 
 
-def task():
-    return build_task(TaskConfig(name="rte_challenge"))
+@pytest.fixture
+def problem(task, tmp_path):
+    def found(text, encoding="utf-8"):
+        """What is said of a file, behind its name."""
+        file = tmp_path / "rte1_dev.xml"
+        file.write_text(text, encoding=encoding)
+        message = refusal(lambda: task.read(file))
+        assert message.startswith(str(file))
+        return message.removeprefix(str(file))
+
+    return found
 
 
-def problem(tmp_path, text):
-    file = tmp_path / "rte1_dev.xml"
-    file.write_text(text, encoding="utf-8")
-    message = refusal(lambda: task().read(file))
-    assert message.startswith(str(file))
-    return message.removeprefix(str(file))
-
-
-def test_pairs_labels_ids_and_lines_are_those_of_the_file(tmp_path):
+def test_pairs_labels_ids_and_lines_are_those_of_the_file(task, tmp_path):
     file = tmp_path / "rte1_dev.xml"
     file.write_text(FIRST, encoding="utf-8")
-    first, second = task().read(file)
+    first, second = task.read(file)
     assert first.inputs == ("Oil traded at $37.80, down <28> cents &\nmore", "Oil rose; they don't fall")
     assert (first.label, first.name, str(first.location)) == (1, "8", f"{file}:4")
     assert second.inputs == ("Émile était là. ", "He was there.")
     assert (second.label, second.name, str(second.location)) == (0, "12", f"{file}:10")
 
 
-def test_later_challenges_say_yes_and_no_and_unlabelled_pairs_have_no_label(tmp_path):
+def test_later_challenges_say_yes_and_no_and_unlabelled_pairs_have_no_label(task, tmp_path):
     file = tmp_path / "rte3_test.xml"
     file.write_text(THIRD, encoding="utf-8")
-    examples = list(task().read(file))
+    examples = list(task.read(file))
     assert [each.label for each in examples] == [0, 1, None] and examples[1].inputs[1] == 'Someone bought "it".'
-    assert task().classes == ("entailment", "not_entailment")
+    assert task.classes == ("entailment", "not_entailment")
 
 
-def test_entities_and_what_lies_outside_the_file_are_refused(tmp_path):
+def test_entities_and_what_lies_outside_the_file_are_refused(problem, tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     pair = '<a><pair id="1" value="TRUE"><t>before &e; after</t><h>B</h></pair></a>'
     for declared in (f'<!ENTITY e SYSTEM "{secret}">', '<!ENTITY e "x">', "<!ELEMENT a ANY>"):
-        message = problem(tmp_path, f"<?xml version='1.0'?>\n<!DOCTYPE a [{declared}]>\n{pair}")
+        message = problem(f"<?xml version='1.0'?>\n<!DOCTYPE a [{declared}]>\n{pair}")
         assert message.startswith(":2: declares a document type of its own")
     outside = tmp_path / "outside.dtd"
     outside.write_text('<!ENTITY e "x">')
-    message = problem(tmp_path, f'<!DOCTYPE a SYSTEM "{outside}">\n{pair}')
+    message = problem(f'<!DOCTYPE a SYSTEM "{outside}">\n{pair}')
     assert message.startswith(":2: &e; is declared nowhere")
-    assert problem(tmp_path, pair).startswith(":1: is no XML (undefined entity)")
+    assert problem(pair).startswith(":1: is no XML (undefined entity)")
 
 
 @pytest.mark.parametrize(
@@ -95,13 +93,10 @@ def test_entities_and_what_lies_outside_the_file_are_refused(tmp_path):
         ("pair", "couple", ": has no <pair>"),
     ],
 )
-def test_what_is_malformed_is_named_by_file_and_line(tmp_path, old, new, message):
+def test_what_is_malformed_is_named_by_file_and_line(problem, old, new, message):
     assert old in FIRST
-    assert problem(tmp_path, FIRST.replace(old, new)).startswith(message)
+    assert problem(FIRST.replace(old, new)).startswith(message)
 
 
-def test_what_is_no_utf_8_is_refused(tmp_path):
-    file = tmp_path / "rte1_dev.xml"
-    file.write_bytes(FIRST.encode("latin-1"))
-    with pytest.raises(DataError, match=r"rte1_dev.xml:11: is no XML \(not well-formed"):
-        list(task().read(file))
+def test_what_is_no_utf_8_is_refused(problem):
+    assert problem(FIRST, "latin-1").startswith(":11: is no XML (not well-formed")

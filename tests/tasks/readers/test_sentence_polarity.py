@@ -2,15 +2,6 @@
 
 import pytest
 
-from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import DataError
-from megasparse.tasks import build_task
-
-
-@pytest.fixture
-def task():
-    return build_task(TaskConfig(name="sentence_polarity"))
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -38,8 +29,3 @@ def test_sentences_of_another_file_have_no_label(task, tmp_path):
     ]
     file.write_text("")
     assert list(task.read(file)) == []
-
-
-def test_a_missing_file_is_refused(task, tmp_path):
-    with pytest.raises(DataError, match=r"rt-polarity\.neg: cannot be read \(No such file"):
-        list(task.read(tmp_path / "rt-polarity.neg#test"))

@@ -111,11 +111,6 @@ def test_a_malformed_file_is_refused(data, said, tmp_path):
     assert refusal(lambda: read(file)).startswith(f"{file}{said}")
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"none\.json: cannot be read \(No such file"):
-        read(tmp_path / "none.json")
-
-
 # Runs.
 
 
