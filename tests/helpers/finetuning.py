@@ -16,7 +16,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
-from megasparse.tasks import build_task
+from megasparse.tasks import build_task, intervals
 from megasparse.tasks import start as starts
 from megasparse.tasks.backbones import MegasparseBody
 from megasparse.tasks.form import Form, form_of
@@ -131,10 +131,16 @@ def launch(run: Path, source: Path, /, *arguments: str, **sections: Any) -> list
     """Runs launch/finetune.py. Returns the lines of its metrics.jsonl."""
     file = run.with_suffix(".json")
     file.write_text(json.dumps(settings(run, source, **sections)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["finetune", "--config", str(file), *arguments])
-        finetune.main()
+    typed(finetune, "--config", file, *arguments)
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def typed(launcher: Any, *arguments: Any) -> None:
+    """Run a command of launch/, with few resamples: scikit-learn's metrics take a millisecond each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["launcher", *map(str, arguments)])
+        patch.setattr(intervals, "RESAMPLES", 20)
+        launcher.main()
 
 
 def plain(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

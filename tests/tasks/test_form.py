@@ -1,5 +1,6 @@
 """The common part of forms: columns that metrics read, answers of texts, and the form that a task names."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +77,8 @@ def test_a_task_names_its_form():
 
 @pytest.mark.parametrize("name", FORM_CLASSES)
 def test_every_form_is_where_it_is_said_to_be(name):
-    config = configured(Path("run"), Path("none.csv"), model=ENCODER, task={"labels": ["no", "yes"]})
-    task: Any = build_task(config.task)
-    task.form = name
-    if name == "labels":
-        assert isinstance(form_of(task, config), Form)
-    else:
-        import importlib
-
-        kind = getattr(importlib.import_module(f"megasparse.tasks.forms.{name}"), FORM_CLASSES[name])
-        assert issubclass(kind, Form) and not kind.__abstractmethods__
+    kind = getattr(importlib.import_module(f"megasparse.tasks.forms.{name}"), FORM_CLASSES[name])
+    assert issubclass(kind, Form) and not kind.__abstractmethods__
 
 
 def test_metrics_are_of_labels_and_answers_in_their_order():

@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import statistics
-import sys
 
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ from sklearn.metrics import accuracy_score, f1_score
 from launch import evaluate, predict
 from megasparse.cli.evaluate import OF_PRETRAINED
 from megasparse.tasks import evaluate as evaluation
-from megasparse.tasks import intervals
 from megasparse.tasks.scoring import Prediction
-from tests.helpers.finetuning import ENCODER, bert, launch, reviews, table
+from tests.helpers.finetuning import ENCODER, bert, launch, reviews, table, typed
 from tests.helpers.hub import checkpoint, encoder
 
 LSH = {**ENCODER, "attention": {"pattern": ["lsh"], "lsh": {"chunk": 4, "rounds": 1, "buckets": 8}}}
@@ -34,17 +32,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(launcher, *arguments):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["launcher", *map(str, arguments)])
-        patch.setattr(intervals, "RESAMPLES", 20)  # scikit-learn's metrics take a millisecond each
-        launcher.main()
-
-
 def refused(capsys, launcher, *arguments):
     capsys.readouterr()
     with pytest.raises(SystemExit) as caught:
-        run(launcher, *arguments)
+        typed(launcher, *arguments)
     captured = capsys.readouterr()
     assert caught.value.code == 2
     assert captured.err.splitlines()[-1].startswith("error: ")
@@ -60,7 +51,7 @@ def lines(file):
 def test_from_a_table_to_a_score_and_predictions(folder, capsys):
     test, out, each = folder / "test.csv", folder / "out" / "test.json", folder / "out" / "test.jsonl"
     common = ["--task", "table", "--checkpoint", folder / "run_0", "--source", test]
-    run(evaluate, *common, "--json", out, "--predictions", each)
+    typed(evaluate, *common, "--json", out, "--predictions", each)
     said = capsys.readouterr()
     result, rows = json.loads(out.read_text()), lines(each)
     with open(test, newline="") as stream:
@@ -92,16 +83,16 @@ def test_from_a_table_to_a_score_and_predictions(folder, capsys):
     assert f"given: {cut:,} inputs of more than 48 tokens keep only their beginning" in said.err
 
     new = table(folder / "new.csv", [[row["text"]] for row in official], ("text",))
-    run(predict, "--checkpoint", folder / "run_0", "--source", new, test, "--output", folder / "out" / "new.jsonl")
+    typed(predict, "--checkpoint", folder / "run_0", "--source", new, test, "--output", folder / "out" / "new.jsonl")
     again = lines(folder / "out" / "new.jsonl")
     assert [row["label"] for row in again] == [None] * 30 + labels
     assert [row["file"] for row in again] == [str(new)] * 30 + [str(test)] * 30
-    run(predict, "--checkpoint", folder / "run_0", "--source", new, "--output", folder / "out" / "new.tsv")
+    typed(predict, "--checkpoint", folder / "run_0", "--source", new, "--output", folder / "out" / "new.tsv")
     header, *submitted = (folder / "out" / "new.tsv").read_text().splitlines()
     assert (header, submitted) == ("index\tprediction", [f"{i}\t{answer}" for i, answer in enumerate(answers)])
     text = official[0]["text"]
     capsys.readouterr()
-    run(predict, "--checkpoint", folder / "run_0", "--text", text)
+    typed(predict, "--checkpoint", folder / "run_0", "--text", text)
     line = json.loads(capsys.readouterr().out)
     assert (line["predicted"], line["label"]) == (rows[0]["predicted"], None)
     assert line["probabilities"] == pytest.approx(rows[0]["probabilities"], rel=1e-5)  # the same draws: both are first
@@ -110,11 +101,11 @@ def test_from_a_table_to_a_score_and_predictions(folder, capsys):
 def test_several_seeds_give_a_mean_with_students_interval(folder, capsys):
     runs = [folder / f"run_{seed}" for seed in range(3)]
     common = ["--task", "table", "--source", folder / "test.csv", "--json", folder / "out" / "seeds.json"]
-    run(evaluate, *common, "--checkpoint", runs[0], runs[1], "--checkpoint", runs[2])
+    typed(evaluate, *common, "--checkpoint", runs[0], runs[1], "--checkpoint", runs[2])
     printed, result = capsys.readouterr().out, json.loads((folder / "out" / "seeds.json").read_text())
     each = []
     for path in runs:
-        run(evaluate, *common[:4], "--checkpoint", path, "--predictions", folder / "out" / "one.jsonl")
+        typed(evaluate, *common[:4], "--checkpoint", path, "--predictions", folder / "out" / "one.jsonl")
         rows = lines(folder / "out" / "one.jsonl")
         each.append(accuracy_score([row["label"] for row in rows], [row["predicted"] for row in rows]))
     found = result["metrics"]["accuracy"]
@@ -129,7 +120,7 @@ def test_several_seeds_give_a_mean_with_students_interval(folder, capsys):
 
 def test_draws_of_the_hashes_are_averaged_and_never_chosen(folder, capsys):
     common = ["--task", "table", "--checkpoint", folder / "run_0", "--source", folder / "test.csv"]
-    run(evaluate, *common, "--json", folder / "out" / "draws.json", "--hash-seeds", 3, "--batch", 7)
+    typed(evaluate, *common, "--json", folder / "out" / "draws.json", "--hash-seeds", 3, "--batch", 7)
     result = json.loads((folder / "out" / "draws.json").read_text())
     (only,) = result["runs"]
     assert only["draw_seeds"] == [0, 1, 2]
@@ -138,7 +129,7 @@ def test_draws_of_the_hashes_are_averaged_and_never_chosen(folder, capsys):
         assert only["deviation_over_draws"][name] == pytest.approx(statistics.stdev(values))
     assert "standard deviation over 3 draws" in capsys.readouterr().out
     for seed, value in zip(only["draw_seeds"], only["draws"]["accuracy"], strict=True):
-        run(evaluate, *common, "--json", folder / "out" / "one.json", "--set", f"run.seed={seed}")
+        typed(evaluate, *common, "--json", folder / "out" / "one.json", "--set", f"run.seed={seed}")
         assert json.loads((folder / "out" / "one.json").read_text())["metrics"]["accuracy"]["value"] == value
 
 
@@ -153,13 +144,13 @@ def test_a_metric_is_the_mean_over_draws_and_so_is_what_its_interval_is_of(folde
     monkeypatch.setattr(evaluation, "predicted", prediction)
     common = ["--task", "table", "--checkpoint", folder / "run_0", "--source", folder / "test.csv"]
     out = folder / "out" / "draws.json"
-    run(evaluate, *common, "--json", out, "--hash-seeds", 3)
+    typed(evaluate, *common, "--json", out, "--hash-seeds", 3)
     result = json.loads(out.read_text())
     assert result["runs"][0]["draws"]["accuracy"] == [1.0, 0.0, 0.5]
     assert result["runs"][0]["deviation_over_draws"]["accuracy"] == 0.5
     found = result["metrics"]["accuracy"]
     assert 1 / 3 < found["low"] < found["value"] == 0.5 < found["high"] < 2 / 3  # a third of the half's own interval
-    run(evaluate, *common, "--json", out, "--hash-seeds", 2)
+    typed(evaluate, *common, "--json", out, "--hash-seeds", 2)
     found = json.loads(out.read_text())["metrics"]["accuracy"]
     assert (found["low"], found["value"], found["high"]) == (0.5, 0.5, 0.5)  # whatever is drawn
 
@@ -174,7 +165,7 @@ def test_a_bert_of_pairs_on_official_files(tmp_path, capsys):
     task = {"name": "rte", "source": str(tmp_path)}
     launch(tmp_path / "run", tmp_path, start={"huggingface": str(bert(tmp_path / "bert"))}, task=task)
     there = ["--checkpoint", tmp_path / "run"]
-    run(evaluate, *there, "--task", "rte", "--source", tmp_path, "--json", tmp_path / "dev.json")
+    typed(evaluate, *there, "--task", "rte", "--source", tmp_path, "--json", tmp_path / "dev.json")
     result = json.loads((tmp_path / "dev.json").read_text())
     assert result["split"] == "validation"  # the test file has no labels
     known = json.loads((tmp_path / "run" / "best.json").read_text())["scalars"]["evaluation/accuracy"]
@@ -183,16 +174,16 @@ def test_a_bert_of_pairs_on_official_files(tmp_path, capsys):
     assert "rte, validation: 6 examples" in capsys.readouterr().out
     message = refused(capsys, evaluate, *there, "--task", "rte", "--source", tmp_path, "--split", "test")
     assert f"{tmp_path / 'test.tsv'}:2: has no label" in message
-    run(predict, *there, "--source", tmp_path / "test.tsv", "--output", tmp_path / "RTE.tsv")
+    typed(predict, *there, "--source", tmp_path / "test.tsv", "--output", tmp_path / "RTE.tsv")
     submitted = [line.split("\t") for line in (tmp_path / "RTE.tsv").read_text().splitlines()]
     assert [row[0] for row in submitted] == ["index", "31", "17"]
     assert {row[1] for row in submitted[1:]} <= {"entailment", "not_entailment"}
     assert '1 given, and an example of "rte" has 2' in refused(capsys, predict, *there, "--text", "the model")
-    run(predict, *there, "--text", "the model", "--text", "we go")
+    typed(predict, *there, "--text", "the model", "--text", "we go")
     assert json.loads(capsys.readouterr().out)["predicted"] == submitted[1][1]
     new = table(tmp_path / "own.csv", [["the model", "we go", "entailment"]], ("premise", "claim", "label"))
     other = ["--task", "table", "--source", new, "--set", 'task.text=["premise", "claim"]']
-    run(evaluate, *there, *other, "--json", tmp_path / "own.json")
+    typed(evaluate, *there, *other, "--json", tmp_path / "own.json")
     result = json.loads((tmp_path / "own.json").read_text())
     assert result["metrics"]["accuracy"]["value"] == float(submitted[1][1] == "entailment")
     assert result["metrics"]["accuracy"]["low"] is None  # one example has no interval
@@ -261,7 +252,7 @@ def test_numbers_are_predicted_and_evaluated_as_such(tmp_path, capsys):
     source = table(tmp_path / "train.csv", rows)
     launch(tmp_path / "run", source, model=ENCODER, task={"labels": []})
     there = ["--checkpoint", tmp_path / "run", "--source", source]
-    run(evaluate, *there, "--task", "table", "--json", tmp_path / "out.json", "--predictions", tmp_path / "out.jsonl")
+    typed(evaluate, *there, "--task", "table", "--json", tmp_path / "out.json", "--predictions", tmp_path / "out.jsonl")
     found, rows = json.loads((tmp_path / "out.json").read_text())["metrics"], lines(tmp_path / "out.jsonl")
     assert found.keys() == {"pearson", "spearman"}
     labels, answers = [row["label"] for row in rows], [row["predicted"] for row in rows]

@@ -14,7 +14,6 @@ from megasparse.tasks.encoding import Encoded
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.restore import restore_task
 from megasparse.tasks.run import open_run
-from megasparse.tasks.scoring import answers, predict_examples
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import (
@@ -65,20 +64,6 @@ def test_a_run_that_stopped_goes_on_to_the_bit(name, place, tmp_path):
     sections, source = starts(place)[name], place / "reviews.csv"
     assert len(plain(assert_resumes(tmp_path, source, 3, **sections))) == STEPS
     assert json.loads((tmp_path / "straight" / "best.json").read_text())["step"] in (2, 4, 6)
-
-
-@pytest.mark.parametrize("name", ["bert, lsh", "ours"])
-def test_a_finished_runs_checkpoint_predicts_what_the_run_did(name, place, tmp_path):
-    """The model out of the run's folder has the metrics of best.json."""
-    run = tmp_path / "run"
-    launch(run, place / "reviews.csv", **starts(place)[name])
-    best = json.loads((run / "best.json").read_text())
-    found = restore_task(run)
-    assert found.checkpoint.step == best["step"]
-    made = opened(run, place / "reviews.csv", **starts(place)[name])
-    predicted = predict_examples(found.model, found.form, made.validation, found.config, Ranks())
-    measured = found.form.measures(made.validation, answers(found.form, made.validation, predicted))
-    assert measured == {name: best["scalars"][f"evaluation/{name}"] for name in ("accuracy", "macro_f1")}
 
 
 @pytest.fixture

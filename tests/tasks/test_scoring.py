@@ -119,10 +119,8 @@ class FakeEngine:
 
 
 def test_validation_comes_when_it_is_due_and_returns_the_tasks_loss_and_metrics(tmp_path):
-    model = {"kind": "encoder", "layers": 1, "d_model": 16, "d_ff": 16, "heads": 2, "vocabulary": 264,
-             "max_length": 128, "positions": {"kind": "learned"}, "attention": {"pattern": ["full"]}}  # fmt: skip
-    run = opened(tmp_path / "run", reviews(tmp_path / "table.csv", 40), model=model, task={"max_length": 128},
-                 evaluation={"every": 4}, training={"steps": 6})  # fmt: skip
+    run = opened(tmp_path / "run", reviews(tmp_path / "table.csv", 40), model={**ENCODER, "layers": 1},
+                 task={"max_length": 128}, evaluation={"every": 4}, training={"steps": 6})  # fmt: skip
     run.model.train()
     validate = validation(run, FakeEngine(run.model), RunHooks())  # type: ignore[arg-type]
     due = {step: validate(step) for step in range(1, 7)}
@@ -140,8 +138,7 @@ def test_validation_comes_when_it_is_due_and_returns_the_tasks_loss_and_metrics(
 
 
 def test_a_stop_breaks_a_validation_off_and_training_goes_on(tmp_path):
-    model = {"kind": "encoder", "layers": 1, "d_model": 16, "d_ff": 16, "heads": 2, "vocabulary": 264,
-             "max_length": 128, "positions": {"kind": "learned"}, "attention": {"pattern": ["full"]}}  # fmt: skip
+    model = {**ENCODER, "layers": 1}
     rows = [["a b", "1.5"], ["c", "2"], ["d", "0"], ["e f g", "3"], ["h", "1"]]
     run = opened(tmp_path / "run", table(tmp_path / "table.csv", rows), model=model, task={"labels": []})
     run.model.train()
@@ -154,10 +151,8 @@ def test_a_stop_breaks_a_validation_off_and_training_goes_on(tmp_path):
     (predicted,) = predict_examples(
         FakeEngine(run.model.eval()).evaluate, run.form, run.validation, run.config, Ranks()
     )
-    assert (
-        found["evaluation/loss"] == pytest.approx((predicted.values[0] - label) ** 2)
-        and found["evaluation/pearson"] == 0.0
-    )
+    assert found["evaluation/loss"] == pytest.approx((predicted.values[0] - label) ** 2)
+    assert found["evaluation/pearson"] == 0.0
 
 
 class Weighted(Form):

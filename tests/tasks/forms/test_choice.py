@@ -187,11 +187,9 @@ def test_scores_costs_and_answers_against_one_example_at_a_time(where, tmp_path)
         scores = np.array([float(states[mark] @ model.output.weight[0]) for mark in each.marks.tolist()])
         p = np.exp(scores) / np.exp(scores).sum()
         expected.append(-np.log(p[each.label]))
-        assert (
-            np.allclose(found["predicted"][row].numpy(), scores, atol=1e-5)
-            and found["predicted"][row].dtype == torch.float32
-        )
-        assert form.answer(each, found["predicted"][row].double().numpy()) == scores.argmax()
+        own = found["predicted"][row]
+        assert np.allclose(own.numpy(), scores, atol=1e-5) and own.dtype == torch.float32
+        assert form.answer(each, own.double().numpy()) == scores.argmax()
     assert np.allclose(found["costs"].numpy(), expected, atol=1e-5) and found["weights"].tolist() == [1.0] * 4
     assert found["nats"].item() == pytest.approx(sum(expected), rel=1e-5) and found["tokens"] == 4
     assert objective.item() == pytest.approx(sum(expected) / 4, rel=1e-5)
@@ -255,10 +253,7 @@ def test_weights_of_bf16_give_scores_of_fp32(tmp_path):
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     found = model(form.collate(examples()), evaluation(*range(4)))[1]
-    assert (
-        all(predicted.dtype == torch.float32 for predicted in found["predicted"])
-        and found["costs"].dtype == torch.float32
-    )
+    assert {each.dtype for each in (*found["predicted"], found["costs"])} == {torch.float32}
     assert all((a - b).abs().max() < 0.2 for a, b in zip(found["predicted"], exact, strict=True))
 
 

@@ -204,7 +204,7 @@ def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(tmp_path, ca
     copy = file.rename(tmp_path / "moved.csv")
     out, rows_file = tmp_path / "validation.json", tmp_path / "validation.jsonl"
     common = ["--checkpoint", str(tmp_path / "straight"), "--source", f"{copy}#validation"]
-    call(evaluate, "--task", "series", *common, "--json", str(out), "--predictions", str(rows_file))
+    finetuning.typed(evaluate, "--task", "series", *common, "--json", str(out), "--predictions", str(rows_file))
     result = json.loads(out.read_text())
     assert result["metrics"]["mse"]["value"] == best["scalars"]["evaluation/mse"]
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
@@ -219,16 +219,10 @@ def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(tmp_path, ca
     new = tmp_path / "new.csv"
     new.write_text("\n".join([lines[0], *lines[rows[2]["line"] - L : rows[2]["line"]]]) + "\n")
     capsys.readouterr()
-    call(predict, "--checkpoint", str(tmp_path / "straight"), "--source", str(new))
+    finetuning.typed(predict, "--checkpoint", tmp_path / "straight", "--source", new)
     (found,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert found["name"] == rows[2]["name"] and found["label"] is None
     np.testing.assert_allclose(found["predicted"]["OT"], rows[2]["predicted"]["OT"], rtol=1e-6)
-
-
-def call(launcher: Any, *arguments: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["launcher", *arguments])
-        launcher.main()
 
 
 def test_initial_weights_depend_on_the_seed_alone(tmp_path, file):

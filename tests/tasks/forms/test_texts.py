@@ -54,12 +54,8 @@ def test_both_sides_end_with_the_separator(data, tmp_path):
     run = run_of(data, tmp_path)
     (first, second), lines = encoded(run, ("ab é", "AB"), ("c", None))
     assert first.source.tolist() == [*"ab é".encode(), END] and first.target.tolist() == [*b"AB", END]
-    assert (first.length, first.label, str(first.location), first.name) == (
-        6,
-        "AB",
-        "x.en:1",
-        "1",
-    )  # the source's length
+    assert first.length == 6  # the source's
+    assert (first.label, str(first.location), first.name) == ("AB", "x.en:1", "1")
     assert second.source.tolist() == [*b"c", END] and second.target is None
     assert lines == ["new: 2 examples, the longest of 6 tokens; 1 answers, the longest of 3 tokens"]
 
@@ -152,10 +148,8 @@ def test_answers_are_texts(data, tmp_path):
     predicted = np.array([*" x\né".encode()], dtype=np.float64)
     assert form.answer(only, predicted) == "x\né" and form.answer(only, np.array([np.nan])) == ""
     assert form.answer(only, np.array([0xC3, 65.0])) == "\ufffdA" and form.answer(only, np.array([])) == ""
-    assert (
-        form.row(only, predicted) == {"label": "AB é", "predicted": "x\né"}
-        and form.line(form.row(only, predicted)) == "x é"
-    )
+    row = form.row(only, predicted)
+    assert row == {"label": "AB é", "predicted": "x\né"} and form.line(row) == "x é"
     assert form.example(["a text"]).inputs == ("a text",)
     with pytest.raises(ConfigError, match=r"--text: 2 given"):
         form.example(["a", "b"])

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ from sklearn.metrics import accuracy_score
 from launch import evaluate, predict
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
-from megasparse.tasks import build_task, intervals
+from megasparse.tasks import build_task
 from megasparse.tasks.forms.choice import Choice
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from tests.helpers.finetuning import ENCODER, assert_resumes, bert_tokenizer, launch, plain
+from tests.helpers.finetuning import ENCODER, assert_resumes, bert_tokenizer, launch, plain, typed
 from tests.helpers.refusals import refusal
 from tests.helpers.tokenizers import written
 
@@ -144,13 +143,6 @@ def sections(folder: Path, steps: int) -> dict[str, Any]:
         "optimizer": {"learning_rate": 3e-3, "schedule": "constant", "weight_decay": 0.0},
         "head": {"dropout": 0.0}, "evaluation": {"every": steps // 2, "batch": 40},
     }  # fmt: skip
-
-
-def typed(launcher: Any, *arguments: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["launcher", *map(str, arguments)])
-        patch.setattr(intervals, "RESAMPLES", 20)
-        launcher.main()
 
 
 def test_it_learns_and_is_evaluated_and_answers(folder, capsys):
