@@ -213,12 +213,11 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
         hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
         raise HubError(folder / "tokenizer.json", "is missing, without which its tokens mean nothing", hint)
     tokenizer = build_tokenizer(found_tokenizer(folder, None))
-    return Start(*_transformer(config, folder, tokenizer, labels), sha256)
+    body, record = _transformer(config, folder, labels)
+    return Start(body, tokenizer, record, sha256)
 
 
-def _transformer(
-    config: FinetuneConfig, folder: Path, tokenizer: Tokenizer, labels: int
-) -> tuple[Backbone, Tokenizer, dict[str, Any]]:
+def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Backbone, dict[str, Any]]:
     """A model that stays a transformers model, with its attention replaced where the configuration asks for it."""
     from transformers import AutoModel
 
@@ -250,15 +249,11 @@ def _transformer(
         replace_attention(model, given, max_length=longest, seed=config.run.seed)
     elif model.config.model_type in ENCODERS and longest > positions(model):
         extend_positions(model, longest)
-    causal = not _is_encoder(model)
-    activations = config.start.activations or "stored"
+    record = {"causal": not _is_encoder(model), "activations": config.start.activations or "stored"}
     pooler = None if missing else _pooler(model)
-    body = _huggingface_body(model, causal, activations)
+    body = _huggingface_body(model, **record)
     body.pooler = pooler
-    record = {
-        "kind": "transformers", "config": model.config.to_dict(), "causal": causal, "activations": activations,
-    }  # fmt: skip
-    return body, tokenizer, record
+    return body, {"kind": "transformers", "config": model.config.to_dict(), **record}
 
 
 def _pooler(model: Any) -> tuple[torch.Tensor, torch.Tensor] | None:

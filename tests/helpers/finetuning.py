@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,16 @@ def reviews(file: Path, number: int, seed: int = 0, words: tuple[int, int] = (2,
     return table(file, rows)
 
 
-def table(file: Path, rows: list[list[str]], columns: tuple[str, ...] = ("text", "label")) -> Path:
+def table(file: Path, rows: Sequence[Sequence[Any]], columns: tuple[str, ...] = ("text", "label")) -> Path:
+    """Writes a table in the form that the file's name asks for."""
     with open(file, "w", encoding="utf-8", newline="") as stream:
-        csv.writer(stream).writerows([list(columns), *rows])
+        if file.suffix.lower() == ".jsonl":
+            objects = [dict(zip(columns, row, strict=True)) for row in rows]
+            stream.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in objects)
+        elif file.suffix.lower() == ".tsv":
+            stream.writelines("\t".join(map(str, row)) + "\n" for row in (columns, *rows))
+        else:
+            csv.writer(stream).writerows([columns, *rows])
     return file
 
 

@@ -95,9 +95,11 @@ class Held:
         return [Fragment.of("weight", name, tuple(w.shape), 0, w.detach().reshape(-1)) for name, w in all_of_it.items()]
 
 
-def built_again(start: Start, config: FinetuneConfig, run: Path, origin: Path | None) -> Backbone:
-    """From RUN/start and a checkpoint in which every weight has moved."""
-    generator = torch.Generator().manual_seed(8)
+def assert_built_again(start: Start, config: FinetuneConfig, origin: Path | None) -> None:
+    """From RUN/start and a checkpoint in which every weight has moved, its outputs are the same bits, in evaluation and
+    in training, though the origin is gone.
+    """
+    run, generator = Path(config.run.directory), torch.Generator().manual_seed(8)
     with torch.no_grad():
         for parameter in start.body.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
@@ -115,13 +117,6 @@ def built_again(start: Start, config: FinetuneConfig, run: Path, origin: Path | 
     assert (body.causal, body.width, body.longest, body.vocabulary, body.task_weight) == (
         start.body.causal, start.body.width, start.body.longest, start.body.vocabulary, start.body.task_weight,
     )  # fmt: skip
-    return body
-
-
-def assert_built_again(start: Start, config: FinetuneConfig, origin: Path | None) -> None:
-    """Its outputs are the same bits, in evaluation and in training, though the origin is gone."""
-    run = Path(config.run.directory)
-    body = built_again(start, config, run, origin)
     for step in (EVALUATION_STEP, 3):
         assert torch.equal(states(body, step), states(start.body, step))
 

@@ -14,7 +14,7 @@ from megasparse.tasks import batches
 from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Inputs, Movable
 from megasparse.tasks.encoding import Encoded
-from megasparse.tasks.forms.label_model import DEVIATION, draw_normal
+from megasparse.tasks.forms.label_model import DEVIATION, draw_normal, mean_of
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,16 @@ class ChoiceModel(nn.Module):
         labels the loss is 0.
         """
         scores, auxiliary = self.scores(batch, rng)
-        labels, count = batch.inputs.labels, torch.tensor(float(len(scores)), device=scores.device)
-        loss, found = torch.zeros((), device=scores.device), {"tokens": count}
+        labels = batch.inputs.labels
+        costs = None if labels is None else F.cross_entropy(scores, labels, reduction="none")
+        loss, found = mean_of(costs, scores, rng)
         if labels is not None:
-            costs = F.cross_entropy(scores, labels, reduction="none")
             found["accuracy"] = (scores.argmax(1) == labels).float().mean()
-            loss = costs.mean()
-            if not rng.training:
-                found |= {"costs": costs, "weights": torch.ones_like(costs)}
-        found["nats"] = loss.detach() * count
+        if not rng.training:
+            own = (batch.marks >= 0).sum(1).tolist()
+            found["predicted"] = [row[:k] for row, k in zip(scores, own, strict=True)]
         weight: Any = self.body.task_weight
-        if rng.training:
-            return weight * loss + auxiliary, found
-        own = (batch.marks >= 0).sum(1).tolist()
-        return weight * loss + auxiliary, {**found, "predicted": [row[:k] for row, k in zip(scores, own, strict=True)]}
+        return weight * loss + auxiliary, found
 
     def scores(self, batch: ChoiceBatch, rng: RngContext) -> tuple[Tensor, Tensor]:
         """The scores (B, K) fp32, -inf where an example has no candidate; and the auxiliary losses."""

@@ -23,6 +23,18 @@ def draw_normal(weight: Tensor, deviation: float, seed: int, *purpose: str) -> N
     weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
 
 
+def mean_of(costs: Tensor | None, predicted: Tensor, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
+    """The mean of the examples' costs (B,), 0 where there are none; and the statistics of tasks/form.py but for
+    `predicted`, an example weighing 1.
+    """
+    count = torch.tensor(float(len(predicted)), device=predicted.device)
+    loss = torch.zeros((), device=predicted.device) if costs is None else costs.mean()
+    found = {"tokens": count, "nats": loss.detach() * count}
+    if costs is not None and not rng.training:
+        found |= {"costs": costs, "weights": torch.ones_like(costs)}
+    return loss, found
+
+
 class Head(nn.Module):
     """Classification or regression head: tanh(W·dropout(x)) and a linear layer after another dropout, as RoBERTa's; of
     a pair read apart x is [u, v, u·v, u − v] (Long Range Arena's, Tay et al. 2021).
@@ -79,18 +91,14 @@ class TaskModel(nn.Module):
         """
         classes = inputs.labels if self.outputs > 1 and rng.training else None
         predicted, auxiliary = self.predicted(inputs, rng, classes)
-        count = torch.tensor(float(len(predicted)), device=predicted.device)
-        loss, found = torch.zeros((), device=predicted.device), {"tokens": count}
-        if inputs.labels is not None:
-            if self.outputs == 1:
-                costs = F.mse_loss(predicted.squeeze(1), inputs.labels.float(), reduction="none")
-            else:
-                costs = F.cross_entropy(predicted, inputs.labels, reduction="none")
-                found["accuracy"] = (predicted.argmax(1) == inputs.labels).float().mean()
-            loss = costs.mean()
-            if not rng.training:
-                found |= {"costs": costs, "weights": torch.ones_like(costs)}
-        found["nats"] = loss.detach() * count
+        costs = None
+        if inputs.labels is not None and self.outputs == 1:
+            costs = F.mse_loss(predicted.squeeze(1), inputs.labels.float(), reduction="none")
+        elif inputs.labels is not None:
+            costs = F.cross_entropy(predicted, inputs.labels, reduction="none")
+        loss, found = mean_of(costs, predicted, rng)
+        if inputs.labels is not None and self.outputs > 1:
+            found["accuracy"] = (predicted.argmax(1) == inputs.labels).float().mean()
         if not rng.training:
             found["predicted"] = predicted
         weight: Any = self.body.task_weight

