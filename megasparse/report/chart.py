@@ -66,21 +66,14 @@ def chart(
     lines = [line for line in lines if len(line.series.finite)]
     if not lines:
         return ""
-    x = _axis(
-        np.concatenate([line.series.steps for line in lines]).astype(float),
-        (LEFT, WIDTH - RIGHT),
-        may_log=False,
-        margin=0.0,
-    )
+    steps = np.concatenate([line.series.steps for line in lines])
+    x = _axis(steps, (LEFT, WIDTH - RIGHT), may_log=False, margin=0.0)
     values = np.concatenate([line.series.finite for line in lines])
     y = _axis(values, (HEIGHT - BOTTOM, TOP), may_log, margin=0.04)
-    drawn = [_grid(x, y)]
-    drawn += _marks(marks, x)
+    drawn = [_grid(x, y), *_marks(marks, x)]
     for number, line in enumerate(lines):
         drawn += _curve(line, number % COLOURS, x, y, points)
-    names = [
-        f'<span class="k{number % COLOURS}">{escape(line.label)}</span>' for number, line in enumerate(lines[:LEGEND])
-    ]
+    names = [f'<span class="k{n % COLOURS}">{escape(line.label)}</span>' for n, line in enumerate(lines[:LEGEND])]
     more = f"<i>and {len(lines) - LEGEND} more</i>" if len(lines) > LEGEND else ""
     scale = ", ".join(filter(None, (unit, "logarithmic" if y.log else "")))
     data = f'data-x="{x.low},{x.high}" data-y="{y.low},{y.high},{int(y.log)}"'
@@ -155,11 +148,9 @@ def _curve(line: Line, colour: int, x: Axis, y: Axis, points: int) -> list[str]:
 def _polyline(series: Series, kind: str, x: Axis, y: Axis, label: str | None) -> str:
     """An SVG path, broken where a value cannot be drawn. A curve with a label shows its values under the pointer."""
     drawable = np.isfinite(series.values) & ((series.values > 0) | (not y.log))
-    places = zip(
-        x.place(series.steps.astype(float)), y.place(np.where(drawable, series.values, y.low)), drawable, strict=True
-    )
+    places = x.place(series.steps), y.place(np.where(drawable, series.values, y.low))
     parts, pen = [], False
-    for across, down, there in places:
+    for across, down, there in zip(*places, drawable, strict=True):
         if there:
             parts.append(f"{'L' if pen else 'M'}{across:.1f} {down:.1f}")
         pen = bool(there)

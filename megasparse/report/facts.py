@@ -29,10 +29,11 @@ def headline(run: Run) -> list[Tile]:
         ("train/loss", "training loss", f"nats {unit}, mean of the last steps"),
         ("train/bits_per_dim", "training bits/dim", "mean of the last steps"),
     ):
-        if name in run.series and len(finite := run.series[name].finite):
-            found.append((label, f"{_recent(finite).mean():.4g}", what))
+        if len(finite := run.finite(name)):
+            recent = finite[-max(1, min(100, len(finite) // 20)) :]
+            found.append((label, f"{recent.mean():.4g}", what))
     for name, label in (("evaluation/bits_per_dim", "held-out bits/dim"), ("evaluation/loss", "held-out loss")):
-        if name in run.series and len(run.series[name].finite):
+        if len(run.finite(name)):
             own = run.series[name]
             lowest = int(np.nanargmin(own.values))
             found.append((label, f"{run.last(name):.4g}", f"best {own.values[lowest]:.4g}, step {own.steps[lowest]:,}"))
@@ -49,28 +50,17 @@ def _state(run: Run) -> str:
     return "done" if run.planned and run.steps >= run.planned else "not running"
 
 
-def _recent(values: np.ndarray) -> np.ndarray:
-    return values[-max(1, min(100, len(values) // 20)) :]
-
-
 def _speed(run: Run) -> list[Tile]:
-    found: list[Tile] = []
-    if "speed/tokens_per_second" not in run.series or "speed/step_seconds" not in run.series:
-        return found
-    rate, seconds = run.series["speed/tokens_per_second"].finite, run.series["speed/step_seconds"].finite
+    rate, seconds = run.finite("speed/tokens_per_second"), run.finite("speed/step_seconds")
     if not len(rate) or not len(seconds):
-        return found
+        return []
     each = run.last("speed/tokens_per_second_per_device")
     more = f"{number_text(each)} a device in the last step" if each is not None else "median"
-    found.append(("tokens/s, median", number_text(float(np.median(rate))), more))
-    utilisations = [
-        (name, float(np.median(run.series[key].finite)))
-        for name, key in (("MFU", "speed/model_flops_utilisation"), ("HFU", "speed/hardware_flops_utilisation"))
-        if key in run.series and len(run.series[key].finite)
-    ]
-    if utilisations:
-        text = " / ".join(f"{value:.1%}" for _, value in utilisations)
-        found.append((" / ".join(name for name, _ in utilisations), text, "of the devices' peak, median"))
+    found: list[Tile] = [("tokens/s, median", number_text(float(np.median(rate))), more)]
+    kinds = {"MFU": "speed/model_flops_utilisation", "HFU": "speed/hardware_flops_utilisation"}
+    shares = {name: f"{np.median(known):.1%}" for name, key in kinds.items() if len(known := run.finite(key))}
+    if shares:
+        found.append((" / ".join(shares), " / ".join(shares.values()), "of the devices' peak, median"))
     total = float(seconds.sum())
     tokens = float((rate * seconds).sum()) if len(rate) == len(seconds) else 0.0
     found.append(("time in steps", _clock(total), f"{number_text(tokens)} tokens read"))
@@ -79,7 +69,7 @@ def _speed(run: Run) -> list[Tile]:
         ("exposed communication", "speed/exposed_communication_seconds"),
     ):
         if key in run.series and total > 0:
-            found.append((label, f"{float(run.series[key].finite.sum()) / total:.1%}", "of the time in steps"))
+            found.append((label, f"{run.finite(key).sum() / total:.1%}", "of the time in steps"))
     peak = run.last("memory/peak_bytes")
     if peak is not None:
         found.append(("peak memory", f"{number_text(peak)}B", "of rank 0"))
@@ -161,8 +151,9 @@ def configuration(run: Run) -> str:
     if not run.config:
         return '<p class="dim">config.json is missing or broken.</p>'
     changed = [key for key, value in run.config.items() if run.defaults.get(key) != value or key not in run.defaults]
-    differing = [[_code(key), _code(_value(run.config[key])), _code(_default(run, key))] for key in changed]
-    whole = [[_code(key), _code(_value(value))] for key, value in run.config.items()]
+    own, default = _values(run.config), _values(run.defaults)
+    differing = [[_code(key), own[key], default.get(key, _code("—"))] for key in changed]
+    whole = [[_code(key), value] for key, value in own.items()]
     marks = [key in changed for key in run.config]
     return (
         f"<p>{len(changed)} settings differ from the defaults:</p>{table(('key', 'value', 'default'), differing)}"
@@ -170,12 +161,9 @@ def configuration(run: Run) -> str:
     )
 
 
-def _default(run: Run, key: str) -> str:
-    return _value(run.defaults[key]) if key in run.defaults else "—"
-
-
-def _value(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)[:600]
+def _values(settings: dict[str, Any]) -> dict[str, str]:
+    """Key -> HTML of its value."""
+    return {key: _code(json.dumps(value, ensure_ascii=False)[:600]) for key, value in settings.items()}
 
 
 def _code(text: str) -> str:

@@ -2,11 +2,9 @@
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from html import escape
-
-import numpy as np
 
 from megasparse.report import chart as edges
 from megasparse.report.chart import Line, Mark, chart
@@ -42,11 +40,10 @@ def page(runs: Sequence[Run]) -> str:
         heading = f"<h2>{escape(label)}</h2>" if len(runs) > 1 else ""
         parts += [heading, tiles(headline(run))]
     parts += curves(runs)
-    budget = [PICTURE_BYTES // len(runs)] * len(runs)
-    for label, run, size in zip(labels(runs), runs, budget, strict=True):
+    for label, run in zip(labels(runs), runs, strict=True):
         of = f" of {escape(label)}" if len(runs) > 1 else ""
         for heading, content in (
-            ("Attention maps and samples", shown(run, size)),
+            ("Attention maps and samples", shown(run, PICTURE_BYTES // len(runs))),
             ("Incidents", incidents(run)),
             ("Ranks", ranks(run)),
             ("Checkpoints and traces", checkpoints(run)),
@@ -85,7 +82,7 @@ def curves(runs: Sequence[Run]) -> list[str]:
     names = {name for run in runs for name, own in run.series.items() if len(own.finite)}
     if not names:
         return ['<h2>Curves</h2><p class="dim">No step has been logged yet.</p>']
-    zero = {name for name in names if not any(own.any() for own in _finite(runs, name))}
+    zero = {name for name in names if not any(run.finite(name).any() for run in runs)}
     sections = plan(names - zero, any(run.finetuning for run in runs))
     count = sum(len(each.names) for charts in sections.values() for each in charts) * len(runs)
     points = max(60, min(MOST_POINTS, POINTS // max(1, count)))
@@ -111,10 +108,6 @@ def _meaning(marks: Sequence[Mark]) -> str:
     kinds = sorted({mark.kind for mark in marks})
     legend = "".join(f'<span class="dot {kind}"></span>{kind} &ensp;' for kind in kinds)
     return f'<p class="dim">Marked in the charts: {legend}</p>' if legend else ""
-
-
-def _finite(runs: Iterable[Run], name: str) -> list[np.ndarray]:
-    return [run.series[name].finite for run in runs if name in run.series]
 
 
 def _lines(runs: Sequence[Run], plan: Plan) -> list[Line]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import DataError
@@ -65,10 +67,14 @@ class Run:
         value = self.config.get("training.steps")
         return value if isinstance(value, int) else 0
 
+    def finite(self, name: str) -> np.ndarray:
+        """The finite values of a scalar; none where it is not logged."""
+        return self.series[name].finite if name in self.series else np.empty(0)
+
     def last(self, name: str) -> float | None:
         """The last finite value of a scalar."""
-        known = self.series.get(name)
-        return float(known.finite[-1]) if known is not None and len(known.finite) else None
+        known = self.finite(name)
+        return float(known[-1]) if len(known) else None
 
     def marks(self) -> list[Mark]:
         return [
