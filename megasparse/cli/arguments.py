@@ -20,18 +20,20 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """--checkpoint and --set."""
+    add_checkpoint_alone(parser)
+    add_overrides(parser)
+
+
+def add_checkpoint_alone(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a checkpoint's folder, or a run's (its newest checkpoint)"
     )
-    add_overrides(parser)
 
 
 def add_coding(parser: argparse.ArgumentParser, output: str) -> None:
     """A file, the checkpoint that codes it, and where the result goes; `output` says where by default."""
     parser.add_argument("file", type=Path, metavar="FILE")
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a checkpoint's folder, or a run's (its newest checkpoint)"
-    )
+    add_checkpoint_alone(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
 
 
@@ -48,6 +50,28 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-changed-config", action="store_true", help="resume although the configuration differs")
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="save and end after this step")
     parser.add_argument("--dry-run", action="store_true", help="predict the memory that it takes; write nothing")
+
+
+def add_texts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--texts", type=Path, nargs="+", required=True, metavar="FILE", help="text files, or folders with *.txt"
+    )
+
+
+def add_learning(parser: argparse.ArgumentParser, held_out: int) -> None:
+    """A model whose attention was replaced, texts that it learns from, and where it goes; `held_out`: a default."""
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="a folder that `megasparse replace-attention` wrote"
+    )
+    add_texts(parser)
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="of a window; by default the model's longest")
+    parser.add_argument(
+        "--held-out", type=int, default=held_out, metavar="N", help="windows measured (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the windows' order and draws (default: %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

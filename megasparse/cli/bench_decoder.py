@@ -16,14 +16,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megasparse.cli.arguments import positive
+from megasparse.cli.arguments import add_texts, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a pretrained decoder")
-    parser.add_argument(
-        "--texts", type=Path, nargs="+", required=True, metavar="FILE", help="text files, or folders with *.txt"
-    )
+    add_texts(parser)
     parser.add_argument("--length", type=positive, default=4096, help="tokens of each text (default: %(default)s)")
     parser.add_argument(
         "--arm", action="append", required=True, metavar="NAME=VALUE", help="what to measure; may be repeated"

@@ -12,23 +12,13 @@ command goes on from there, bit for bit, and removes it when TAUGHT is written. 
 """
 
 import argparse
-from pathlib import Path
+
+from megasparse.cli.arguments import add_learning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="a folder that `megasparse replace-attention` wrote"
-    )
-    parser.add_argument(
-        "--texts", type=Path, nargs="+", required=True, metavar="FILE", help="text files, or folders with *.txt"
-    )
-    parser.add_argument("--length", type=int, metavar="TOKENS", help="of a window; by default the model's longest")
+    add_learning(parser, held_out=1)
     parser.add_argument("--passes", type=int, default=24, help="windows to learn from (default: %(default)s)")
-    parser.add_argument("--held-out", type=int, default=1, metavar="N", help="windows measured (default: %(default)s)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the windows' order and draws (default: %(default)s)"
-    )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -18,13 +18,12 @@ The written model is run beside ours on the same text, and OUT appears only wher
 import argparse
 from pathlib import Path
 
+from megasparse.cli.arguments import add_checkpoint_alone
 from megasparse.hub.formats import FORMATS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a checkpoint's folder, or a run's (its newest checkpoint)"
-    )
+    add_checkpoint_alone(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="OUT", help="the folder to write, a new one")
     parser.add_argument(
         "--to", choices=sorted(FORMATS), default="megasparse", help="architecture (default: %(default)s)"

@@ -9,34 +9,21 @@ model's attention on those that the hash functions keep, before and after, is pr
 
 import argparse
 import random
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from megasparse.cli.arguments import add_json
-from megasparse.errors import ConfigError, DataError, HubError
+from megasparse.cli.arguments import add_json, add_learning
+from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.outputs import write_json
 from megasparse.hub import require_transformers
+from megasparse.hub.output_folder import refuse_existing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="a folder that `megasparse replace-attention` wrote"
-    )
-    parser.add_argument(
-        "--texts", type=Path, nargs="+", required=True, metavar="FILE", help="text files, or folders with *.txt"
-    )
+    add_learning(parser, held_out=8)
     parser.add_argument("--steps", type=int, default=300, help="steps of Adam (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="windows a step (default: %(default)s)")
-    parser.add_argument(
-        "--length", type=int, metavar="TOKENS", help="length of a window; by default the model's longest"
-    )
-    parser.add_argument("--held-out", type=int, default=8, metavar="N", help="windows measured (default: %(default)s)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the windows' order and draws (default: %(default)s)"
-    )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
     add_json(parser)
 
 
@@ -44,8 +31,7 @@ def run(args: argparse.Namespace) -> None:
     for key, value in (("--steps", args.steps), ("--batch", args.batch), ("--held-out", args.held_out)):
         if value < 1:
             raise ConfigError(key, f"{value} is too few", "Ask for 1 or more")
-    if args.output.exists():
-        raise HubError(args.output, "exists already", "Give the name of a new folder")
+    refuse_existing(args.output)
     require_transformers()
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
