@@ -2,6 +2,7 @@ import csv
 import random
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +31,6 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream, delimiter="\t"))
 
 
-def value(source: str) -> int:
-    """What a stack machine makes of the tokens: `]` takes all down to the last operator."""
-    apply = {
-        "[MIN": min,
-        "[MAX": max,
-        "[MED": lambda numbers: int(np.median(numbers)),
-        "[SM": lambda numbers: int(np.sum(numbers)) % 10,
-    }
-    stack: list[Any] = []
-    for token in source.split():
-        if token == "]":
-            numbers: list[int] = []
-            while not isinstance(stack[-1], str):
-                numbers.insert(0, stack.pop())
-            stack.append(apply[stack.pop()](numbers))
-        elif token not in "()":
-            stack.append(int(token) if token.isdigit() else token)
-    (last,) = stack
-    return int(last)
-
-
 def parsed(tokens: list[str]) -> Any:
     """The binary tree that the parentheses describe, by recursion; takes its tokens off the list."""
     token = tokens.pop(0)
@@ -74,6 +54,20 @@ def flat(node: Any) -> Any:
     return inside, arguments
 
 
+def numpys(operator: str, numbers: list[int]) -> int:
+    """An operator's value, by numpy."""
+    found = {"[MIN": np.min, "[MAX": np.max, "[MED": np.median, "[SM": np.sum}[operator](numbers)
+    return int(found) % 10
+
+
+def worked(node: Any, apply: Callable[[str, list[int]], int] = numpys) -> int:
+    return node if isinstance(node, int) else apply(node[0], [worked(each, apply) for each in node[1]])
+
+
+def shape(source: str) -> Any:
+    return flat(parsed(source.split()))
+
+
 def operators(node: Any, depth: int = 1) -> list[tuple[str, int, int]]:
     """(operator, number of arguments, depth) of every operator; the root's depth is 1."""
     if isinstance(node, int):
@@ -95,13 +89,7 @@ def operators(node: Any, depth: int = 1) -> list[tuple[str, int, int]]:
     ],
 )
 def test_trees_worked_out_by_hand(source, target):
-    assert value(source) == target
-    shape = flat(parsed(source.split()))
-
-    def worked(node: Any) -> int:
-        return node if isinstance(node, int) else evaluate(node[0], [worked(each) for each in node[1]])
-
-    assert worked(shape) == target
+    assert worked(shape(source)) == worked(shape(source), evaluate) == target
 
 
 def test_files_are_the_official_ones_and_targets_are_the_values(tmp_path, capsys):
@@ -114,7 +102,7 @@ def test_files_are_the_official_ones_and_targets_are_the_values(tmp_path, capsys
         found = rows(folder / name)
         assert len(found) == count
         for row in found:
-            assert value(row["Source"]) == int(row["Target"])
+            assert worked(shape(row["Source"])) == int(row["Target"])
             assert 20 < sum(token not in "()" for token in row["Source"].split()) < 60
         sources += [row["Source"] for row in found]
     assert len(set(sources)) == 50
@@ -138,16 +126,16 @@ def test_trees_are_drawn_as_the_paper_says():
     draw = random.Random(0)
     drawn = [example for example in (tree(draw, sizes) for _ in range(8_000)) if example is not None]
     assert len(drawn) == 8_000
-    assert all(value(source) == target for source, target in drawn[:500])
-    shapes = [flat(parsed(source.split())) for source, _ in drawn]
-    assert abs(np.mean([not isinstance(shape, int) for shape in shapes]) - 0.25) < 0.02
-    found = [each for shape in shapes for each in operators(shape)]
+    shapes = [shape(source) for source, _ in drawn]
+    assert all(worked(tree) == target for tree, (_, target) in zip(shapes[:500], drawn, strict=False))
+    assert abs(np.mean([not isinstance(tree, int) for tree in shapes]) - 0.25) < 0.02
+    found = [each for tree in shapes for each in operators(tree)]
     assert max(depth for _, _, depth in found) == 3  # below is only room for digits
     for position, expected in ((0, {"[MIN", "[MAX", "[MED", "[SM"}), (1, {2, 3, 4, 5})):
         shares = Counter(each[position] for each in found)
         assert set(shares) == expected
         assert all(abs(share / len(found) - 0.25) < 0.02 for share in shares.values())
-    arguments = [isinstance(each, tuple) for shape in shapes if isinstance(shape, tuple) for each in shape[1]]
+    arguments = [isinstance(each, tuple) for node in shapes if isinstance(node, tuple) for each in node[1]]
     assert abs(np.mean(arguments) - 0.25) < 0.02
 
 

@@ -103,40 +103,59 @@ def test_a_tolerant_run_leaves_missing_shards_to_its_reader(folders):
     open_data(config_of(folders["a"], mixture=mixture(folders, a=1, b=1), max_damaged=0.5))
 
 
+PADDED = {"width": 2, "record": 30}
+PAIR = {"kind": "encoder_decoder", "vocabulary": 260, "padding_token": 257}
+ENCODER = {"kind": "encoder", "vocabulary": 264, "padding_token": 257, "sentence_order": {"separator": 259}}
+
+
 @pytest.mark.parametrize(
-    ("width", "record", "model", "problem"),
+    ("shards", "corpus", "model", "problem"),
     [
-        (1, None, {"vocabulary": 256}, None),
-        (1, 30, {"vocabulary": 256}, None),  # duplication: records of bytes alone
-        (2, 30, {"vocabulary": 259, "padding_token": 257}, r"model\.vocabulary: 259 .* up to 259\. Set it to 260"),
-        (2, 30, {"vocabulary": 260}, r"model\.padding_token: null, but the padding in .* is 257\. Set it to 257"),
-        (2, 30, {"vocabulary": 264, "padding_token": 256}, r"model\.padding_token: 256, .* is 257\. Set it to 257"),
-        (2, 30, {"vocabulary": 260, "padding_token": 257}, None),
-        (2, None, {"vocabulary": 256}, None),
+        ({}, "text", {"vocabulary": 256}, None),
+        ({"record": 30}, "text", {"vocabulary": 256}, None),  # duplication: records of bytes alone
+        (
+            PADDED, "text", {"vocabulary": 259, "padding_token": 257},
+            r"model\.vocabulary: 259 .* up to 259\. Set it to 260",
+        ),
+        (PADDED, "text", {"vocabulary": 260}, r"padding_token: null, but the padding in .* is 257\. Set it to 257"),
+        (
+            PADDED, "text", {"vocabulary": 264, "padding_token": 256},
+            r"model\.padding_token: 256, .* is 257\. Set it to 257",
+        ),
+        (PADDED, "text", {"vocabulary": 260, "padding_token": 257}, None),
+        ({"width": 2}, "text", {"vocabulary": 256}, None),
+        ({**PADDED, "source_length": 20}, "text", {**PAIR, "source": {"length": 20, "layers": 1}}, None),
+        (
+            {**PADDED, "source_length": 20}, "text", {**PAIR, "source": {"length": 10, "layers": 1}},
+            r"model\.source\.length: 10 tokens, .*data the source has 20\. Set it to 20",
+        ),
+        (
+            {}, "text", {**PAIR, "source": {"length": 10}},
+            r'model\.kind: "encoder_decoder", but .*data holds running text\. Prepare',
+        ),
+        (PADDED, "text", {**PAIR, "source": {"length": 10}}, None),
+        (PADDED, "pairs", ENCODER, None),
+        (PADDED, "text", ENCODER, r"model\.sentence_order: given, but .*data holds text\. Prepare pairs"),
+        (
+            PADDED, "pairs", {**ENCODER, "sentence_order": {"separator": 258}},
+            r"sentence_order\.separator: 258, but that .* is 259\. Set",
+        ),
+        (PADDED, "text", {**ENCODER, "sentence_order": None, "masking": {"token": 260}}, None),
+        (
+            PADDED, "text", {**ENCODER, "sentence_order": None, "masking": {"token": 97}},
+            r"model\.masking\.token: 97 is .* Set it to 256",
+        ),
     ],
-)
-def test_a_model_has_room_for_the_tokens_of_padded_records_and_knows_their_padding(
-    tmp_path, width, record, model, problem
-):
-    folder = write_folder(tmp_path / "data", [ramp(300, 0) % 256], width=width, record=record)
+)  # fmt: skip
+def test_a_model_fits_the_folder(tmp_path, shards, corpus, model, problem):
+    """Room for the tokens of padded records, their padding, where the target begins, and an encoder's objectives."""
+    folder = write_folder(tmp_path / "data", [ramp(300, 0) % 256], **shards)
+    edit(Index.load(folder), lambda content: content.update(corpus=corpus))
     config = config_of(folder, model)
     if problem is None:
-        assert open_folder(folder, config, ByteTokenizer()).record == record
+        assert open_folder(folder, config, ByteTokenizer()).record == shards.get("record")
         return
     assert re.search(problem, refusal(lambda: open_folder(folder, config, ByteTokenizer()), ConfigError))
-
-
-def test_the_target_begins_where_the_shards_say(tmp_path):
-    folder = write_folder(tmp_path / "data", [ramp(300, 0) % 256], width=2, record=30, source_length=20)
-
-    def opened(length: int) -> None:
-        source = {"length": length, "layers": 1}
-        model = {"kind": "encoder_decoder", "vocabulary": 260, "padding_token": 257, "source": source}
-        open_folder(folder, config_of(folder, model), ByteTokenizer())
-
-    opened(20)
-    with pytest.raises(ConfigError, match=r"model\.source\.length: 10 tokens, .*data the source has 20\. Set it to 20"):
-        opened(10)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path):
@@ -160,34 +179,3 @@ def test_weights_are_positive_numbers():
             config_of(Path("a"), mixture={"b": weight})
     dumped = json.loads(config_of(Path("a"), mixture={"b": 2, "c": 0.5}).model_dump_json())
     assert dumped["data"]["mixture"] == {"b": 2.0, "c": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("corpus", "model", "problem"),
-    [
-        ("pairs", {}, None),
-        ("text", {}, r"model\.sentence_order: given, but .*data holds text\. Prepare pairs"),
-        ("pairs", {"sentence_order": {"separator": 258}}, r"sentence_order\.separator: 258, but that .* is 259\. Set"),
-        ("text", {"sentence_order": None, "masking": {"token": 260}}, None),
-        ("text", {"sentence_order": None, "masking": {"token": 97}}, r"model\.masking\.token: 97 is .* Set it to 256"),
-    ],
-)
-def test_an_encoders_objectives_fit_the_folder(tmp_path, corpus, model, problem):
-    folder = write_folder(tmp_path / "data", [ramp(300, 0) % 256], width=2, record=30)
-    edit(Index.load(folder), lambda content: content.update(corpus=corpus))
-    given = {"kind": "encoder", "vocabulary": 264, "padding_token": 257, "sentence_order": {"separator": 259}, **model}
-    if problem is None:
-        open_folder(folder, config_of(folder, given), ByteTokenizer())
-        return
-    assert re.search(
-        problem, refusal(lambda: open_folder(folder, config_of(folder, given), ByteTokenizer()), ConfigError)
-    )
-
-
-def test_an_encoder_decoder_reads_records(tmp_path):
-    model = {"kind": "encoder_decoder", "vocabulary": 264, "source": {"length": 10}}
-    running = write_folder(tmp_path / "text", [ramp(300, 0) % 256])
-    with pytest.raises(ConfigError, match=r'model\.kind: "encoder_decoder", but .*text holds running text\. Prepare'):
-        open_folder(running, config_of(running, model), ByteTokenizer())
-    records = write_folder(tmp_path / "pairs", [ramp(300, 0) % 256], width=2, record=30)
-    open_folder(records, config_of(records, {**model, "padding_token": 257}), ByteTokenizer())
