@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,40 +43,47 @@ def write_checkpoint(
     finite.
     """
     output = Path(output)
-    fragments = _fragments(config, tensors)
-    name = "rank-00000.safetensors"
+    fragments = cast(list[Fragment], _fragments(config, tensors))
+    manifest = {
+        "config": json.loads(config.model_dump_json()),
+        "tokenizer": _identity(config.data.tokenizer if tokenizer is None else str(tokenizer)),
+    }
     with appearing(output) as temporary:
-        make_folder(temporary / FIRST)
-        file = RankFile(cast(list[Fragment], fragments))
-        digest = file.write(temporary / FIRST / name, lambda: None)
-        manifest = {
-            "format": FORMAT,
-            "step": 0,
-            "sequences": 0,
-            "state": {},
-            "optimizer_steps": 0,
-            "world_size": 1,
-            "config": json.loads(config.model_dump_json()),
-            "data_fingerprint": NO_DATA,
-            "tokenizer": _identity(config.data.tokenizer if tokenizer is None else str(tokenizer)),
-            "versions": versions(),
-            "files": {name: {"bytes": file.bytes, "sha256": digest}},
-            "tensors": {
-                "weight": {
-                    part: {"shape": shape, "pieces": [{"file": name, **piece}]} for _, part, shape, piece in file.pieces
-                }
-            },
-        }
-        _write(temporary / FIRST / MANIFEST, seal(manifest).encode())
-        _write(temporary / "config.json", (config.model_dump_json(indent=2) + "\n").encode())
+        write_weights(temporary / FIRST, fragments, manifest)
+        write_file(temporary / "config.json", (config.model_dump_json(indent=2) + "\n").encode())
         if tokenizer is not None:
-            _write(temporary / Path(config.data.tokenizer).name, tokenizer.read_bytes())
+            write_file(temporary / Path(config.data.tokenizer).name, tokenizer.read_bytes())
         for name, content in (beside or {}).items():
-            _write(temporary / name, content.encode() if isinstance(content, str) else content)
+            write_file(temporary / name, content.encode() if isinstance(content, str) else content)
     return output / FIRST
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_weights(path: Path, fragments: list[Fragment], manifest: dict[str, Any]) -> None:
+    """Write the folder of a checkpoint of whole weights alone. manifest: its configuration and tokenizer, and what is
+    not that of a checkpoint before the first step.
+    """
+    name = "rank-00000.safetensors"
+    make_folder(path)
+    file = RankFile(fragments)
+    digest = file.write(path / name, lambda: None)
+    weights = {part: {"shape": shape, "pieces": [{"file": name, **piece}]} for _, part, shape, piece in file.pieces}
+    whole = {
+        "format": FORMAT,
+        "step": 0,
+        "sequences": 0,
+        "state": {},
+        "optimizer_steps": 0,
+        "world_size": 1,
+        "data_fingerprint": NO_DATA,
+        "versions": versions(),
+        "files": {name: {"bytes": file.bytes, "sha256": digest}},
+        "tensors": {"weight": weights},
+        **manifest,
+    }
+    write_file(path / MANIFEST, seal(whole).encode())
+
+
+def write_file(path: Path, content: bytes) -> None:
     with durable(path, len(content)) as file:
         file.write(content)
 

@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from megasparse.errors import CheckpointError
+from megasparse.hub.importing import write_file, write_weights
 from megasparse.hub.output_folder import appearing, refuse_existing
 from megasparse.tasks.start import FOLDER
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment
-from megasparse.training.checkpoints.identity import versions
-from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, NO_DATA, seal
 from megasparse.training.checkpoints.merged import whole
-from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
 from megasparse.training.checkpoints.run_folder import list_checkpoints
-
-RANK_FILE = "rank-00000.safetensors"
 
 
 def average(run: Path, last: int, output: Path) -> tuple[Path, list[int]]:
@@ -38,34 +34,18 @@ def average(run: Path, last: int, output: Path) -> tuple[Path, list[int]]:
             raise CheckpointError(checkpoint.path, problem, "Average checkpoints of one run, or a smaller --last")
     steps = [checkpoint.step for checkpoint in checkpoints]
     names = newest.manifest["tensors"]["weight"]
-    file = RankFile([_fragment(name, mean(checkpoints, name)) for name in names])
+    fragments = [_fragment(name, mean(checkpoints, name)) for name in names]
     path = Path("checkpoints", newest.path.name)
     config = newest.manifest["config"]
     config = {**config, "run": {**config["run"], "directory": str(output)}}
+    manifest = {
+        **{key: newest.manifest[key] for key in ("step", "sequences", "tokenizer")},
+        "state": {"averaged": {"run": str(run), "steps": steps}},
+        "config": config,
+    }
     with appearing(output) as temporary:
-        make_folder(temporary / path)
-        digest = file.write(temporary / path / RANK_FILE, lambda: None)
-        manifest = {
-            "format": FORMAT,
-            "step": newest.step,
-            "sequences": newest.sequences,
-            "state": {"averaged": {"run": str(run), "steps": steps}},
-            "optimizer_steps": 0,
-            "world_size": 1,
-            "config": config,
-            "data_fingerprint": NO_DATA,
-            "tokenizer": newest.manifest["tokenizer"],
-            "versions": versions(),
-            "files": {RANK_FILE: {"bytes": file.bytes, "sha256": digest}},
-            "tensors": {
-                "weight": {
-                    name: {"shape": shape, "pieces": [{"file": RANK_FILE, **piece}]}
-                    for _, name, shape, piece in file.pieces
-                }
-            },
-        }
-        _write(temporary / path / MANIFEST, seal(manifest))
-        _write(temporary / "config.json", json.dumps(config, indent=2) + "\n")
+        write_weights(temporary / path, fragments, manifest)
+        write_file(temporary / "config.json", (json.dumps(config, indent=2) + "\n").encode())
         if config.get("start") and (run / FOLDER).is_dir():
             shutil.copytree(run / FOLDER, temporary / FOLDER)
     return output / path, steps
@@ -108,8 +88,3 @@ def mean(checkpoints: Sequence[Checkpoint], name: str) -> Tensor:
 
 def _fragment(name: str, value: Tensor) -> Fragment:
     return Fragment.of("weight", name, tuple(value.shape), 0, value.contiguous().view(-1))
-
-
-def _write(path: Path, text: str) -> None:
-    with durable(path, len(text.encode())) as file:
-        file.write(text.encode())
