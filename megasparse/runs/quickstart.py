@@ -120,18 +120,12 @@ def report(summary: dict[str, float], run: Path) -> None:
 
 
 def megasparse(*words: object) -> None:
-    run([sys.executable, "-m", "megasparse", *words])
-
-
-def run(command: list[object]) -> None:
-    words = [str(word) for word in command]
-    shown = words[2:] if words[2] == "megasparse" else ["python", *words[1:]]
-    print(f"$ {shlex.join(shown)}", flush=True)
-    code = subprocess.run(words, check=False).returncode
+    """Print a command and run it. Raises UserError where it fails."""
+    shown = shlex.join(["megasparse", *map(str, words)])
+    print(f"$ {shown}", flush=True)
+    code = subprocess.run([sys.executable, "-m", "megasparse", *map(str, words)], check=False).returncode
     if code != 0:
-        raise UserError(
-            f"{shlex.join(shown)} ended with exit code {code}. Its message is above; correct it and run again"
-        )
+        raise UserError(f"{shown} ended with exit code {code}. Its message is above; correct it and run again")
 
 
 def say(text: str) -> None:

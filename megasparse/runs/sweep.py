@@ -1,8 +1,4 @@
-"""Fine-tuning with every combination of some settings, on several seeds each.
-
-Runs follow one another, each a process of its own with a folder of its own, OUTPUT/COMBINATION/seed0 and so on.
-Started again, finished runs are not repeated, and an interrupted one resumes.
-"""
+"""Fine-tuning with every combination of some settings, on several seeds each: see `megasparse sweep --help`."""
 
 import hashlib
 import itertools
@@ -23,6 +19,7 @@ from typing import Any, NoReturn
 from megasparse.config.extends import read_values
 from megasparse.config.strict_json import parse
 from megasparse.errors import ConfigError, UserError
+from megasparse.evaluation.outputs import write_json
 from megasparse.tasks.metrics import LOWER_IS_BETTER
 
 LAUNCHER = ["-m", "megasparse", "finetune"]
@@ -100,7 +97,7 @@ def sweep(given: Sweep, dry_run: bool = False) -> None:
             signal.signal(number, _interrupt)
     for count, (combination, seed) in enumerate(runs, start=1):
         take(given, combination, seed, f"{count}/{len(runs)}")
-        write(given.output, content | summary(combinations))
+        write_json(given.output / "sweep.json", content | summary(combinations))
     print("\n".join(table(combinations)))
     if failed := sum(len(each.failed) for each in combinations):
         raise UserError(f"{failed} of {len(runs)} runs failed, see above. Correct them: the same command runs the rest")
@@ -138,11 +135,8 @@ def combine(grid: dict[str, list[Any]], overrides: Sequence[str], seeds: int) ->
         if (key := override.partition("=")[0].strip()) in (*OWN_KEYS, *grid):
             raise ConfigError(f"--set {key}", "is what the sweep varies", "Remove it here, or in the grid")
     varied = [key for key, values in grid.items() if len(values) > 1]
-    made = []
-    for values in itertools.product(*grid.values()):
-        settings = dict(zip(grid, values, strict=True))
-        made.append(Combination(settings, folder_name({key: settings[key] for key in varied}), seeds))
-    return made
+    made = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    return [Combination(each, folder_name({key: each[key] for key in varied}), seeds) for each in made]
 
 
 def folder_name(settings: dict[str, Any]) -> str:
@@ -155,14 +149,12 @@ def folder_name(settings: dict[str, Any]) -> str:
     return f"{name}-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]}"
 
 
-def folder(given: Sweep, combination: Combination, seed: int) -> Path:
-    place: Path = given.output / combination.name / f"seed{seed}"
-    return place
-
-
 def command(given: Sweep, combination: Combination, seed: int) -> list[str]:
     overrides = [*given.set, *(f"{key}={json.dumps(value)}" for key, value in combination.settings.items())]
-    overrides += [f"run.seed={seed}", f"run.directory={json.dumps(str(folder(given, combination, seed)))}"]
+    overrides += [
+        f"run.seed={seed}",
+        f"run.directory={json.dumps(str(given.output / combination.name / f'seed{seed}'))}",
+    ]
     words = [sys.executable, *LAUNCHER, "--config", str(given.config)]
     return words + [word for override in overrides for word in ("--set", override)]
 
@@ -175,16 +167,15 @@ def begin(output: Path, content: dict[str, Any]) -> None:
         for key, what in (("config", "another configuration"), ("set", "other --set")):
             if earlier.get(key) != content[key]:
                 raise ConfigError("--output", f"{output} holds a sweep with {what}", "Give it a folder of its own")
-    output.mkdir(parents=True, exist_ok=True)
-    if not file.exists():
-        write(output, content)
+    else:
+        write_json(file, content)
 
 
 def take(given: Sweep, combination: Combination, seed: int, number: str) -> None:
     """Run one combination with one seed where that is not done, and note its result or its failure."""
-    place = folder(given, combination, seed)
+    place = given.output / combination.name / f"seed{seed}"
     reported = f"{number} {combination.name} seed {seed}"
-    done = is_done(place)
+    done = (place / "best.json").exists()  # it is written when training has ended
     if not done:
         print(f"{reported}: running, see {log_file(place)}", file=sys.stderr, flush=True)
     reason = None if done else run(command(given, combination, seed), place)
@@ -196,11 +187,6 @@ def take(given: Sweep, combination: Combination, seed: int, number: str) -> None
     combination.runs.append({"seed": seed, "directory": str(place), **best})
     before = " (done before)" if done else ""
     print(f"{reported}: {best['metric']} {best['value']:.4f}{before}", file=sys.stderr, flush=True)
-
-
-def is_done(place: Path) -> bool:
-    """Whether training has ended: only then best.json is written."""
-    return (place / "best.json").exists()
 
 
 def result(place: Path) -> dict[str, Any]:
@@ -241,7 +227,7 @@ def run(words: list[str], place: Path) -> str | None:
             child.wait()
             raise
     if code == 0:
-        return None if is_done(place) else "it was stopped before its end"
+        return None if (place / "best.json").exists() else "it was stopped before its end"
     printed = log_file(place).read_bytes()[start:].decode(errors="replace")
     last = [line.strip() for line in printed.splitlines() if line.strip()][-1:]
     return f"exit code {code}: {' '.join(last)}"
@@ -250,17 +236,8 @@ def run(words: list[str], place: Path) -> str | None:
 def summary(combinations: Sequence[Combination]) -> dict[str, Any]:
     """The results as sweep.json holds them."""
     best = best_of(combinations)
-    reported = [
-        {
-            "settings": each.settings,
-            "name": each.name,
-            "mean": each.mean,
-            "deviation": each.deviation,
-            "runs": each.runs,
-            "failed": each.failed,
-        }
-        for each in ranked(combinations)
-    ]
+    names = ("settings", "name", "mean", "deviation", "runs", "failed")
+    reported = [{name: getattr(each, name) for name in names} for each in ranked(combinations)]
     return {"combinations": reported, "best": None if best is None else best.settings}
 
 
@@ -271,8 +248,7 @@ def ranked(combinations: Sequence[Combination]) -> list[Combination]:
 
 def best_of(combinations: Sequence[Combination]) -> Combination | None:
     """The best mean among those that have a result for every seed: fewer seeds make for luckier means."""
-    whole = [each for each in ranked(combinations) if len(each.runs) == each.seeds]
-    return whole[0] if whole else None
+    return next((each for each in ranked(combinations) if len(each.runs) == each.seeds), None)
 
 
 def table(combinations: Sequence[Combination]) -> list[str]:
@@ -285,13 +261,6 @@ def table(combinations: Sequence[Combination]) -> list[str]:
         note = "best" if each is best else f"{len(each.failed)} failed" if each.failed else ""
         lines.append(f"| {each.name} | {' | '.join(shown)} | {len(each.runs)} | {note} |")
     return lines
-
-
-def write(output: Path, content: dict[str, Any]) -> None:
-    """Write sweep.json, whole or not at all."""
-    new = output / "sweep.json.new"
-    new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    new.replace(output / "sweep.json")
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
