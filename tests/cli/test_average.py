@@ -13,6 +13,7 @@ from megasparse.evaluation.restore import restore
 from megasparse.tasks.restore import restore_task
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import MANIFEST, seal
+from tests.helpers.commands import refused
 from tests.helpers.finetuning import ENCODER, launch, reviews
 from tests.helpers.trained import prepared, trained
 
@@ -72,20 +73,16 @@ def test_a_finetuned_mean_is_restored_without_its_run(runs, tmp_path, monkeypatc
         assert torch.equal(weight.detach(), found.checkpoint.tensor("weight", name))
 
 
-def test_what_cannot_be_averaged_is_refused(runs, tmp_path, capsys, monkeypatch):
-    def refused(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2 and not (tmp_path / "mean").exists()
-        return capsys.readouterr().err
-
+def test_what_cannot_be_averaged_is_refused(runs, tmp_path, capsys):
     output = ("--output", str(tmp_path / "mean"))
     run = str(runs / "finetuned")
-    reported = refused(run, "--last", "99", *output)
+    reported = refused(capsys, main, run, "--last", "99", *output)
     assert "checkpoints, and 99 are to be averaged. Give --last " in reported and "checkpoint.keep = 4" in reported
-    assert "is not a whole number of 1 or more" in refused(run, "--last", "0", *output)
-    assert "holds no checkpoint" in refused(str(tmp_path), *output)
-    assert "exists already" in refused(run, "--output", str(runs))
+    with pytest.raises(SystemExit, match="2"):
+        main([run, "--last", "0", *output])
+    assert "is not a whole number of 1 or more" in capsys.readouterr().err
+    assert "holds no checkpoint" in refused(capsys, main, str(tmp_path), *output)
+    assert "exists already" in refused(capsys, main, run, "--output", str(runs))
 
     mixed = shutil.copytree(runs / "pretrained", tmp_path / "mixed")
     manifest = mixed / "checkpoints" / "00000003" / MANIFEST
@@ -96,14 +93,15 @@ def test_what_cannot_be_averaged_is_refused(runs, tmp_path, capsys, monkeypatch)
         ("model", {"config": {**values["config"], "model": model}}),
     ):
         manifest.write_text(seal({**values, **change}))
-        reported = refused(str(mixed), "--last", "2", *output)
+        reported = refused(capsys, main, str(mixed), "--last", "2", *output)
         assert f"differs from {mixed}/checkpoints/00000004 in {part}: it belongs to" in reported
     shutil.rmtree(mixed / "checkpoints" / "00000003")
     other = shutil.copytree(runs / "finetuned" / "checkpoints" / "00000006", mixed / "checkpoints" / "00000006")
-    reported = refused(str(mixed), "--last", "2", *output)
+    reported = refused(capsys, main, str(mixed), "--last", "2", *output)
     assert f"{mixed}/checkpoints/00000004: differs from {other} in the weight " in reported
 
     damaged = next((runs / "finetuned" / "checkpoints").glob("00000005")) / "rank-00000.safetensors"
     broken = shutil.copytree(runs / "finetuned", tmp_path / "broken") / damaged.relative_to(runs / "finetuned")
     broken.write_bytes(broken.read_bytes()[:-4] + b"\0\0\0\1")
-    assert "changed since it was written" in refused(str(tmp_path / "broken"), "--last", "2", *output)
+    assert "changed since it was written" in refused(capsys, main, str(tmp_path / "broken"), "--last", "2", *output)
+    assert not (tmp_path / "mean").exists()

@@ -11,6 +11,7 @@ from megasparse.cli.main import door
 from megasparse.tasks import build_task
 from megasparse.tasks.readers.table import Table
 from megasparse.tasks.run import open_run, read_examples
+from tests.helpers.commands import refused
 from tests.helpers.finetuning import bert, configured, launch, reviews, settings, table
 
 main = door("compare-trainer")
@@ -31,25 +32,21 @@ def configuration(place: Path, file: Path, **sections: Any) -> Path:
     return file
 
 
-class Seen:
-    """The TrainingArguments and data that Trainer was given, and what its model read."""
-
-    def __init__(self, patch: pytest.MonkeyPatch):
-        self.trainers: list[Any] = []
-        init = transformers.Trainer.__init__
-
-        def record(trainer: Any, *args: Any, **given: Any) -> None:
-            self.trainers.append(trainer)
-            init(trainer, *args, **given)
-
-        patch.setattr(transformers.Trainer, "__init__", record)
+@pytest.fixture
+def trainers(monkeypatch):
+    """The Trainers that are made, each with its TrainingArguments and data."""
+    made: list[Any] = []
+    init = transformers.Trainer.__init__
+    monkeypatch.setattr(
+        transformers.Trainer, "__init__", lambda own, *args, **given: made.append(own) or init(own, *args, **given)
+    )
+    return made
 
 
-def test_two_steps_beside_ours(place, tmp_path, capsys, monkeypatch):
+def test_two_steps_beside_ours(place, tmp_path, capsys, trainers):
     given = {"start": {"huggingface": str(place / "bert")}, "training": {"steps": 2}}
     launch(tmp_path / "ours", place / "reviews.csv", **given)
     ours = json.loads((tmp_path / "ours" / "best.json").read_text())
-    seen = Seen(monkeypatch)
     config = configuration(place, tmp_path / "trainer.json", optimizer={"learning_rate": 3e-3, "weight_decay": 0.25})
     capsys.readouterr()
     files = ["--json", str(tmp_path / "out.json"), "--ours", str(tmp_path / "ours")]
@@ -65,7 +62,7 @@ def test_two_steps_beside_ours(place, tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert f"ours     accuracy {ours['value']:.4f} over 1" in said and "Trainer  accuracy" in said
     assert "Trainer, seed 1: accuracy" in said
-    trainer = seen.trainers[0]
+    trainer = trainers[0]
     wanted = {
         "learning_rate": 3e-3, "weight_decay": 0.25, "max_steps": 2, "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2, "adam_beta2": 0.999, "max_grad_norm": 1.0, "warmup_steps": 0, "seed": 0,
@@ -74,19 +71,19 @@ def test_two_steps_beside_ours(place, tmp_path, capsys, monkeypatch):
     assert not Path(trainer.args.output_dir).exists()
 
 
-def test_it_trains_on_our_examples_by_its_own_tokenizer(place, tmp_path, monkeypatch):
-    seen, file = Seen(monkeypatch), configuration(place, tmp_path / "run.json")
+def test_it_trains_on_our_examples_by_its_own_tokenizer(place, tmp_path, trainers):
+    file = configuration(place, tmp_path / "run.json")
     main(["--config", str(file)])
     config = configured(tmp_path / "run", place / "reviews.csv", start={"huggingface": str(place / "bert")})
     train, held_out = read_examples(build_task(config.task), config)
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "bert")
-    (trainer,) = seen.trainers
+    (trainer,) = trainers
     for rows, examples in ((trainer.train_dataset, train), (trainer.eval_dataset, held_out)):
         assert len(rows) == len(examples) and [row["label"] for row in rows] == [e.label for e in examples]
         assert [row["input_ids"] for row in rows] == [tokenizer(e.inputs[0])["input_ids"] for e in examples]
 
 
-def test_the_first_step_is_ours(place, tmp_path, monkeypatch):
+def test_the_first_step_is_ours(place, tmp_path, monkeypatch, trainers):
     """On a batch of all the examples, with the same head, loss and gradient norm. Later ones have another learning
     rate: Trainer's first step has that of step 0.
     """
@@ -101,7 +98,6 @@ def test_the_first_step_is_ours(place, tmp_path, monkeypatch):
     ours = launch(tmp_path / "ours", few, **given)
     head = open_run(configured(tmp_path / "again", few, **given), lambda line: None).model.head
     pooler = {"weight": head.dense.weight, "bias": head.dense.bias}
-    seen = Seen(monkeypatch)
     own = transformers.AutoModelForSequenceClassification.from_pretrained
 
     def with_our_head(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +110,7 @@ def test_the_first_step_is_ours(place, tmp_path, monkeypatch):
     file = tmp_path / "trainer.json"
     file.write_text(json.dumps(settings(tmp_path / "run", few, **given)))
     main(["--config", str(file)])
-    reported = [entry for entry in seen.trainers[0].state.log_history if "loss" in entry]
+    reported = [entry for entry in trainers[0].state.log_history if "loss" in entry]
     assert len(reported) == len(ours) == 3
     assert reported[0]["loss"] == pytest.approx(ours[0]["train/loss"], rel=1e-4)
     assert reported[0]["grad_norm"] == pytest.approx(ours[0]["optimizer/gradient_norm"], rel=1e-4)
@@ -150,17 +146,14 @@ def test_replaced_attention_is_left_out_and_told(place, tmp_path, capsys):
 )
 def test_what_is_refused(place, tmp_path, overrides, said, capsys):
     file = configuration(place, tmp_path / "run.json")
-    with pytest.raises(SystemExit) as caught:
-        main(["--config", str(file), *(word for each in overrides for word in ("--set", each))])
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert caught.value.code == 2 and last.startswith("error: ") and said in last
+    sets = [word for each in overrides for word in ("--set", each)]
+    assert said in refused(capsys, main, "--config", file, *sets)
 
 
 def test_a_task_of_another_form_is_refused(place, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Table, "form", "texts")
-    with pytest.raises(SystemExit):
-        main(["--config", str(configuration(place, tmp_path / "run.json"))])
-    assert 'task.name: "table" predicts neither classes nor numbers. Give a task' in capsys.readouterr().err
+    said = refused(capsys, main, "--config", configuration(place, tmp_path / "run.json"))
+    assert 'task.name: "table" predicts neither classes nor numbers. Give a task' in said
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"metric": "evaluation/f1", "value": 0.5, "step": 1}'])
@@ -168,6 +161,5 @@ def test_a_run_of_ours_that_cannot_be_compared(place, tmp_path, content, capsys)
     (tmp_path / "ours").mkdir()
     if content is not None:
         (tmp_path / "ours" / "best.json").write_text(content)
-    with pytest.raises(SystemExit) as caught:
-        main(["--config", str(configuration(place, tmp_path / "run.json")), "--ours", str(tmp_path / "ours")])
-    assert caught.value.code == 2 and "best.json" in capsys.readouterr().err
+    words = ["--config", configuration(place, tmp_path / "run.json"), "--ours", tmp_path / "ours"]
+    assert "best.json" in refused(capsys, main, *words)

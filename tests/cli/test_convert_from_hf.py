@@ -1,18 +1,17 @@
 """The command itself: what it writes, what can be done with it, and what it refuses."""
 
 import json
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch import evaluate, generate
-from launch import pretrain as pretrain_launcher
+from launch import evaluate, generate, pretrain
 from megasparse.cli.main import door
 from megasparse.hub import hf_model
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from tests.helpers.trained import prepared
+from tests.helpers.commands import run
+from tests.helpers.trained import prepared, trained
 from tests.hub.test_reformer import theirs
 from tools import convert_to_hf
 
@@ -30,54 +29,50 @@ def convert(model, output):
     main(["--model", str(model), "--output", str(output)])
 
 
-def launched(module, monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["launcher", *map(str, arguments)])
-    module.main()
+def told(capsys, program, *arguments):
+    """What a command prints."""
+    capsys.readouterr()
+    run(program, *arguments)
     return capsys.readouterr().out
 
 
 CPU = ("--set", "run.engine=torch", "--set", "run.device=cpu", "--set", "checkpoint.every=0")
 
 
-def test_an_imported_reformer_is_trained_further_and_evaluated(tmp_path, monkeypatch, capsys):
+def test_an_imported_reformer_is_trained_further_and_evaluated(tmp_path, capsys):
     model = saved(tmp_path / "theirs", attn_layers=["local", "lsh", "local"])
     convert(tmp_path / "theirs", tmp_path / "run")
     written = tmp_path / "run" / "checkpoints" / "00000000"
     reported = capsys.readouterr()
-    assert reported.out.strip() == str(written) and "the same as ours in every layer, on 128 tokens" in reported.err
+    assert (
+        reported.out.splitlines()[-1] == str(written)
+        and "the same as ours in every layer, on 128 tokens" in reported.err
+    )
     words = model.reformer.embeddings.word_embeddings.weight
     assert torch.equal(Checkpoint.open(written).tensor("weight", "embedding.weight"), words)
 
     data = prepared(tmp_path)
-    scored = launched(
-        evaluate, monkeypatch, capsys,
-        "--checkpoint", tmp_path / "run", "--data", data, "--limit", 2, "--allow-leaking-attention",
-    )  # fmt: skip
+    given = ["--checkpoint", tmp_path / "run", "--data", data, "--limit", 2]
+    scored = told(capsys, evaluate, *given, "--allow-leaking-attention")
     assert "bits/dim" in scored and "step 0" in scored
     band = [f"model.attention.lsh.{key}" for key in ("window=band", "same_bucket=true", "count_rounds=true")]
-    band = [word for setting in band for word in ("--set", setting)]
-    scored = launched(
-        evaluate, monkeypatch, capsys, "--checkpoint", tmp_path / "run", "--data", data, "--limit", 2, *band
-    )  # strictly causal
-    assert "bits/dim" in scored
-    launched(
-        pretrain_launcher, monkeypatch, capsys, "--config", tmp_path / "run" / "config.json",
-        *CPU, "--set", f"data.path={data}", "--set", "training.steps=2", "--set", "training.global_batch=2",
-    )  # fmt: skip
+    strictly_causal = [word for setting in band for word in ("--set", setting)]
+    assert "bits/dim" in told(capsys, evaluate, *given, *strictly_causal)
+    sets = ("--set", f"data.path={data}", "--set", "training.steps=2", "--set", "training.global_batch=2")
+    run(pretrain, "--config", tmp_path / "run" / "config.json", *CPU, *sets)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     assert (tmp_path / "run" / "checkpoints" / "00000002").exists()
 
 
-def test_an_imported_reformer_of_local_layers_generates(tmp_path, monkeypatch, capsys):
+def test_an_imported_reformer_of_local_layers_generates(tmp_path, capsys):
     saved(tmp_path / "theirs", attn_layers=["local"])
     convert(tmp_path / "theirs", tmp_path / "run")
-    capsys.readouterr()
-    text = launched(generate, monkeypatch, capsys, "--checkpoint", tmp_path / "run", "--prompt", "abc", "--tokens", 5)
+    text = told(capsys, generate, "--checkpoint", tmp_path / "run", "--prompt", "abc", "--tokens", 5)
     assert text.startswith("abc")
 
 
-def test_the_first_byte_of_a_vocabulary_can_be_named(tmp_path, monkeypatch, capsys):
+def test_the_first_byte_of_a_vocabulary_can_be_named(tmp_path):
     """In google/reformer-enwik8 byte b has the id b + 2."""
     model = saved(tmp_path / "theirs", attn_layers=["local"], vocab_size=258)
     main(["--model", str(tmp_path / "theirs"), "--output", str(tmp_path / "run"), "--first-byte", "2"])
@@ -95,7 +90,7 @@ def test_the_first_byte_of_a_vocabulary_can_be_named(tmp_path, monkeypatch, caps
 
     data = prepared(tmp_path)
     result = tmp_path / "result.json"
-    launched(evaluate, monkeypatch, capsys, "--checkpoint", tmp_path / "run", "--data", data, "--json", result)
+    run(evaluate, "--checkpoint", tmp_path / "run", "--data", data, "--json", result)
     text = (tmp_path / "source.txt").read_bytes()[-400:]
     nats = 0.0
     for window in (text[:128], text[128:256], text[256:384], text[384:]):
@@ -106,27 +101,21 @@ def test_the_first_byte_of_a_vocabulary_can_be_named(tmp_path, monkeypatch, caps
     assert json.loads(result.read_text())["nats"] == pytest.approx(nats, rel=1e-5)
 
 
-def test_what_we_export_comes_back_bit_for_bit(tmp_path, monkeypatch, capsys):
+def test_what_we_export_comes_back_bit_for_bit(tmp_path):
     """Each architecture that can express the model is written by `convert to-hf` and read by `convert from-hf`."""
     lsh = {"chunk": 8, "buckets": [4, 6], "window": "chunk", "same_bucket": False, "count_rounds": False}
-    config = {
-        "run": {"directory": str(tmp_path / "run"), "engine": "torch", "device": "cpu", "seed": 4},
-        "model": {
-            **{"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 4},
-            "attention": {"pattern": ["local", "lsh"], "local": {"chunk": 8}, "lsh": lsh},
-        },
-        "data": {"path": str(prepared(tmp_path)), "sequence_length": 64},
-        "training": {"steps": 1, "global_batch": 2},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    launched(pretrain_launcher, monkeypatch, capsys, "--config", tmp_path / "config.json")
+    model = {"layers": 2, "attention": {"pattern": ["local", "lsh"], "local": {"chunk": 8}, "lsh": lsh}}
+    trained(
+        prepared(tmp_path),
+        tmp_path / "run",
+        [],
+        1,
+        model={"max_length": 64, "d_model": 32, "d_ff": 64, "heads": 4, **model},
+    )
     before = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000001")
     for architecture in ("reformer", "megasparse"):
         there = tmp_path / architecture
-        launched(
-            convert_to_hf, monkeypatch, capsys,
-            "--checkpoint", tmp_path / "run", "--to", architecture, "--output", there,
-        )  # fmt: skip
+        run(convert_to_hf, "--checkpoint", tmp_path / "run", "--to", architecture, "--output", there)
         convert(there, tmp_path / f"{architecture} back")
         after = Checkpoint.open(tmp_path / f"{architecture} back" / "checkpoints" / "00000000")
         names = before.manifest["tensors"]["weight"].keys()
