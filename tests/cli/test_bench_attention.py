@@ -53,17 +53,12 @@ def test_what_the_backward_needs_is_counted_once(causal):
 
 
 @pytest.mark.parametrize("name", ["lsh", "sdpa", "hf", "reformer-pytorch"])
-def test_gradients_reach_the_inputs_and_start_afresh(name):
+def test_gradients_reach_the_inputs_and_start_afresh(name, monkeypatch):
     torch.manual_seed(0)
-    built = case(name)
-    leaves = []
+    leaves, norms = [], []
     original = attention._leaves
-    attention._leaves = lambda *inputs: leaves.extend(original(*inputs)) or leaves
-    try:
-        run, _ = attention.build(built, torch.device("cpu"))
-    finally:
-        attention._leaves = original
-    norms = []
+    monkeypatch.setattr(attention, "_leaves", lambda *inputs: leaves.extend(original(*inputs)) or leaves)
+    run, _ = attention.build(case(name), torch.device("cpu"))
     for _ in range(2):
         run()()
         norms.append([leaf.grad.norm().item() for leaf in leaves])
@@ -102,15 +97,8 @@ def test_a_run_writes_a_table_and_all_its_figures(tmp_path, capsys, monkeypatch,
             return {"error": "out of memory"}
         times = {"lsh": 1.0, "sdpa": 3.0}[case.implementation] * case.model.max_length
         spread = attention_table.spread([times, 2 * times, 1.5 * times])
-        return {
-            "forward": spread,
-            "forward_backward": spread,
-            "extra_bytes": 5,
-            "testing_bytes": 4,
-            "kept_bytes": 3,
-            "of_roofline": 0.5,
-            "note": "",
-        }
+        sizes = {"extra_bytes": 5, "testing_bytes": 4, "kept_bytes": 3}
+        return {"forward": spread, "forward_backward": spread, **sizes, "of_roofline": 0.5, "note": ""}
 
     monkeypatch.setattr(attention_table, "figures", figures)
     monkeypatch.setattr(crossovers, "figures", figures)

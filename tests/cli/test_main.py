@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.json")
 
 
-def start(*words: str, program: tuple[str, ...] = ("-m", "megasparse"), cwd: Path = ROOT, **variables: str):
+def start(*words, program=("-m", "megasparse"), cwd=ROOT, stdout=subprocess.PIPE, **variables):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    command = [sys.executable, *program, *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+    given = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True, "cwd": cwd, "env": environment}
+    return subprocess.run([sys.executable, *program, *words], **given, check=False)
 
 
 def ended(capsys, *words):
@@ -63,18 +63,9 @@ def test_every_door_leads_to_a_subcommand_and_is_short():
         assert len(text.splitlines()) <= 15, path
         (doors[path.name],) = re.findall(r'door\("(.*)"\)', text)
         assert ast.get_docstring(ast.parse(text))
-    without = {"configs", "completion", "bench plot", "bench launches", "attention-coverage", "repetitions"}
-    without |= {
-        "compress",
-        "decompress",
-        "convert teach",
-        "bench decoder",
-        "bench build",
-        "bench fits",
-        "bench memory",
-        "bench peers",
-        "bench scaling",
-    }
+    without = {"attention-coverage", "completion", "compress", "configs", "convert teach", "decompress", "repetitions"}
+    measurements = ("build", "decoder", "fits", "launches", "memory", "peers", "plot", "scaling")
+    without |= {f"bench {name}" for name in measurements}
     assert set(doors.values()) == set(COMMANDS) - without
 
 
@@ -149,10 +140,16 @@ def test_configs_lists_what_can_be_run(capsys):
     assert "\nquickstart " in shown and "grids" not in shown and "comparisons" not in shown
 
 
+@pytest.fixture(scope="module")
+def completion():
+    return start("completion", "bash").stdout
+
+
 COMPLETE = """
 {script}
 COMP_WORDS=({words} "{current}"); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _megasparse; echo "${{COMPREPLY[@]}}"
 """
+BENCH = "attention plot training memory fits scaling build offload launches decoder peers kernels"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +157,7 @@ COMP_WORDS=({words} "{current}"); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _mega
     [
         ("", "pret", "pretrain"),
         ("", "ben", "bench"),
-        ("bench", "", "attention plot training memory fits scaling build offload launches decoder peers kernels"),
+        ("bench", "", BENCH),
         ("bench offload", "--nv", "--nvme-path"),
         ("pretrain", "quick", "quickstart quickstart_relu"),
         ("finetune --dry-run", "finetune/glue_r", "finetune/glue_rte"),
@@ -174,18 +171,12 @@ def test_bash_completes(words, current, answer, completion):
     assert found.stdout.split() == answer.split()
 
 
-@pytest.fixture(scope="module")
-def completion():
-    return start("completion", "bash").stdout
-
-
 def test_other_shells_have_scripts_with_the_same_words(completion, capsys):
     main(["completion", "zsh"])
     assert capsys.readouterr().out.endswith(completion)
     main(["completion", "fish"])
     fish = capsys.readouterr().out
-    assert "-a 'attention plot training memory fits scaling build offload launches decoder peers kernels'" in fish
-    assert "__fish_seen_subcommand_from pretrain" in fish
+    assert f"-a '{BENCH}'" in fish and "__fish_seen_subcommand_from pretrain" in fish
 
 
 def test_an_interrupted_command_is_one_line_and_no_traceback(capsys):
@@ -216,8 +207,6 @@ def test_a_reader_of_the_output_that_has_ended_is_no_error(unbuffered):
     """As in `megasparse configs | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
-    command = [sys.executable, "-m", "megasparse", "configs"]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    done = start("configs", stdout=writing, PYTHONUNBUFFERED=unbuffered)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")

@@ -20,6 +20,7 @@ main = door("plot-forecasts")
 SIX_HOURS = timedelta(hours=6)
 """A day is 4 rows."""
 ROWS = 120
+TWO = {**TASK, "forecast": {"horizon": 6, "overlap": 6, "targets": ["OT", "load"]}}
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,7 @@ def folder(tmp_path_factory):
     """A folder of series.csv and run/, whose model predicts two columns."""
     folder = tmp_path_factory.mktemp("plots")
     file = write(folder / "series.csv", numbers(ROWS), step=SIX_HOURS)
-    task = {**TASK, "forecast": {"horizon": 6, "overlap": 6, "targets": ["OT", "load"]}}
-    finetuning.launch(folder / "run", file, model=FORECASTER, task=task, training={"steps": 2, "epochs": 0})
+    finetuning.launch(folder / "run", file, model=FORECASTER, task=TWO, training={"steps": 2, "epochs": 0})
     return folder
 
 
@@ -71,9 +71,7 @@ def test_the_models_errors_are_those_of_evaluation(folder):
 
 
 def test_lines_of_a_picture_are_history_truth_and_forecast(folder):
-    file = folder / "series.csv"
-    task = {**TASK, "forecast": {"horizon": 6, "overlap": 6, "targets": ["OT", "load"]}}
-    run = finetuning.opened(folder / "x", file, model=FORECASTER, task=task)
+    run = finetuning.opened(folder / "x", folder / "series.csv", model=FORECASTER, task=TWO)
     form, window = run.form, run.validation[0]
     assert isinstance(form, ForecastForm) and isinstance(window, Window)
     made = forecast_plots.picture(forecast_plots._figure_class(), form, 1, [(window, window.label + 1.0)])

@@ -75,7 +75,8 @@ def test_records_have_a_report_with_a_picture(tmp_path, capsys):
     texts = ["word " * count for count in range(1, 60)] + ["word " * 9, ""]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
     given = ["jsonl", "--source", tmp_path / "a.jsonl", "--field", "body", "--deduplicate", "--min-bytes", 10]
-    main([*map(str, given), "--output", str(tmp_path / "data"), "--workers", "1"])
+    given += ["--output", tmp_path / "data", "--workers", 1]
+    run(main, *given)
     said = capsys.readouterr().out
     assert "61 records in 1 files" in said and "kept: 58 documents of 8,845 bytes" in said
     assert "left out: 1 copy of an earlier one" in said and "left out: 1 shorter than 10 bytes" in said
@@ -83,7 +84,7 @@ def test_records_have_a_report_with_a_picture(tmp_path, capsys):
     assert report["documents"] == 58 and sum(report["left_out"].values()) == 3
     assert report["splits"]["train"]["tokens"] == Index.load(tmp_path / "data").split("train").tokens
     picture = (tmp_path / "data" / "lengths.svg").read_bytes()
-    main([*map(str, given), "--output", str(tmp_path / "data"), "--workers", "1"])
+    run(main, *given)
     assert picture == (tmp_path / "data" / "lengths.svg").read_bytes() and b"<svg" in picture
 
 
@@ -91,37 +92,19 @@ def test_images_are_counted_beside_the_samples_that_hold_several(tmp_path, capsy
     (tmp_path / "photos").mkdir()
     for number in range(20):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "photos" / f"{number}.png")
-    given = [
-        "images",
-        "--source",
-        tmp_path / "photos",
-        "--size",
-        8,
-        "--sample-bytes",
-        500,
-        "--output",
-        tmp_path / "data",
-    ]
-    main(list(map(str, given)))
+    sizes = ["--size", 8, "--sample-bytes", 500]
+    run(main, "images", "--source", tmp_path / "photos", *sizes, "--output", tmp_path / "data")
     assert "train: 18 records, 3,456 tokens in 9 samples" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", prepare_data.IN_PLACE)
-def test_the_help_of_files_read_in_place_has_an_example_that_works(name, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main([name, "--help"])
-    example = f"megasparse prepare-data {name} {prepare_data.IN_PLACE[name].EXAMPLE}"
-    assert example in capsys.readouterr().out
-    assert parser_of("prepare-data", prepare_data).parse_args(shlex.split(example)[2:]).corpus == name
-
-
-@pytest.mark.parametrize("corpus", CORPORA)
+@pytest.mark.parametrize("corpus", [*CORPORA, *prepare_data.IN_PLACE])
 def test_the_help_of_each_corpus_has_an_example_that_works(corpus, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([corpus, "--help"])
-    example = f"megasparse prepare-data {corpus} {CORPORA[corpus].EXAMPLE}"
+    example = f"megasparse prepare-data {corpus} {(CORPORA | prepare_data.IN_PLACE)[corpus].EXAMPLE}"
     assert example in capsys.readouterr().out
-    assert parser_of("prepare-data", prepare_data).parse_args(shlex.split(example)[2:]).output.parent == Path("data")
+    given = parser_of("prepare-data", prepare_data).parse_args(shlex.split(example)[2:])
+    assert given.corpus == corpus and (corpus in prepare_data.IN_PLACE or given.output.parent == Path("data"))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.errors import ConfigError
 from megasparse.runs import sweep
+from tests.helpers.commands import refused
 
 main = door("sweep")
 
@@ -90,8 +91,7 @@ def run(folder, *more):
 
 
 def problem(folder, capsys, *more):
-    assert run(folder, *more) == 2
-    return capsys.readouterr().err.splitlines()[-1]
+    return refused(capsys, main, *words(folder, *more))
 
 
 def written(folder):
@@ -204,11 +204,10 @@ def test_an_interrupted_sweep_lets_its_run_save_and_takes_it_up_again(folder):
     assert process.returncode == 130 and reported.splitlines()[-1] == "interrupted"
     assert (first / "checkpoint").exists() and not (first / "best.json").exists()
     assert list(starts(folder)) == ["learning_rate=1e-05,epochs=3/seed0"]
-    for place in ("epochs=4", "epochs=3"):
-        for rate in ("1e-05", "2e-05"):
-            other = folder / "out" / f"learning_rate={rate},{place}" / "seed0"
-            other.mkdir(parents=True, exist_ok=True)
-            (other / "checkpoint").touch()
+    for rate, epochs in itertools.product(("1e-05", "2e-05"), (3, 4)):
+        other = folder / "out" / f"learning_rate={rate},epochs={epochs}" / "seed0"
+        other.mkdir(parents=True, exist_ok=True)
+        (other / "checkpoint").touch()
     assert run(folder) == 0
     assert len(starts(folder)[str(first.relative_to(folder / "out"))]) == 2
     assert len(written(folder)["combinations"][0]["runs"]) == 1
@@ -222,12 +221,9 @@ def test_a_dry_run_lists_the_commands_and_does_nothing(folder, capsys):
 
 
 def test_names_are_folders_that_no_other_settings_have():
-    names = [
-        sweep.folder_name({"start.attention": {"pattern": ["yoso"], "yoso": {"hashes": hashes}}}) for hashes in (16, 32)
-    ]
-    names += [sweep.folder_name({"a.rate": value, "b.rate": other}) for value, other in ((1, 2), (2, 1))]
-    names += [sweep.folder_name({"b.rate": 1, "a.rate": 2}), sweep.folder_name({"rate": "x/../y"})]
-    names += [sweep.folder_name({"text": "y" * 300}), sweep.folder_name({"text": "y" * 301}), sweep.folder_name({})]
+    given = [{"start.attention": {"pattern": ["yoso"], "yoso": {"hashes": hashes}}} for hashes in (16, 32)]
+    given += [{"a.rate": 1, "b.rate": 2}, {"a.rate": 2, "b.rate": 1}, {"b.rate": 1, "a.rate": 2}, {"rate": "x/../y"}]
+    names = [sweep.folder_name(each) for each in (*given, {"text": "y" * 300}, {"text": "y" * 301}, {})]
     assert len(set(names)) == len(names)
     assert all("/" not in name and 0 < len(name) < 120 for name in names)
     assert sweep.folder_name({"optimizer.learning_rate": 1e-5}) == "learning_rate=1e-05"

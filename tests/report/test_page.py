@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,6 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
@@ -74,8 +72,19 @@ def folder(path: Path, lines: list[dict[str, Any]], **config: Any) -> Path:
     path.mkdir()
     values = Config.model_validate({"training": {"steps": 40}, **config}).model_dump(mode="json")
     (path / "config.json").write_text(json.dumps(values))
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path / "metrics.jsonl", lines)
     return path
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def heartbeat(run: Path, number: int, /, **beat: Any) -> Path:
+    file = run / "heartbeats" / f"rank-{number:05d}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"crc32": 0, "heartbeat": beat}))
+    return file
 
 
 def line(step: int, **more: float | None) -> dict[str, Any]:
@@ -105,7 +114,7 @@ def test_a_run_in_full(tmp_path):
         "started again, after step 20",
     ]
     events = [{"step": 12 + 4 * n, "time": "2026-01-01T00:00:00+00:00", "message": m} for n, m in enumerate(messages)]
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_lines(run / "events.jsonl", events)
     spent = [{"rank": rank, "data": 0.0, "forward": 1.0 + rank, "communication": 0.5} for rank in (0, 1)]
     (run / "ranks.json").write_text(json.dumps({"step": 40, "steps": 16, "ranks": spent}))
     for name in ("00000020", "00000040"):
@@ -154,10 +163,12 @@ def test_broken_files_cost_what_is_broken(tmp_path):
         (run / name).write_bytes(b'{"a": [1, 2')
     (run / "ranks.json").write_text('{"ranks": [{"rank": 0}, 5, {"rank": "x", "data": "y"}]}')
     (run / "events.jsonl").write_text('{"step": "no", "message": 5}\n{"message": "SKIPPED"}\n[]\nxx')
-    (run / "tensorboard").mkdir()
-    (run / "tensorboard" / "events.out.tfevents.1").write_bytes(b"\x05" + bytes(40))
-    (run / "heartbeats").mkdir()
-    (run / "heartbeats" / "rank-00000.json").write_text('{"heartbeat": 5}')
+    for name, content in (
+        ("tensorboard/events.out.tfevents.1", b"\x05" + bytes(40)),
+        ("heartbeats/rank-00000.json", b'{"heartbeat": 5}'),
+    ):
+        (run / name).parent.mkdir()
+        (run / name).write_bytes(content)
     scalars = read_series(run / "metrics.jsonl")
     assert not scalars.keys() & {"a", "b", "c", "d"}
     series = scalars["train/loss"]
@@ -189,13 +200,11 @@ def test_nothing_that_a_file_says_becomes_more_than_text(tmp_path):
     lines = [line(step, **{f"evil/{EVIL}": 1.0, f"model/attention/{EVIL}/layer_1": 2.0}) for step in range(1, 4)]
     run = folder(tmp_path / EVIL.replace("/", "⁄")[:60], lines, data={"path": EVIL})
     evil = {"step": 2, "time": EVIL, "message": f"SKIPPED {EVIL}"}
-    (run / "events.jsonl").write_text(json.dumps(evil) + "\n" + json.dumps({**evil, "step": EVIL}) + "\n")
+    write_lines(run / "events.jsonl", [evil, {**evil, "step": EVIL}])
     spent = {"rank": EVIL, "data": 1.0, "forward": 1.0, "communication": 1.0}
     (run / "ranks.json").write_text(json.dumps({"step": EVIL, "steps": EVIL, "ranks": [spent]}))
     (run / "best.json").write_text(json.dumps({"metric": EVIL, "step": EVIL, "value": 1.0}))
-    (run / "heartbeats").mkdir()
-    beat = {"heartbeat": {"rank": EVIL, "host": EVIL, "pid": EVIL, "doing": EVIL, "launch": 1}}
-    (run / "heartbeats" / "rank-00000.json").write_text(json.dumps(beat))
+    heartbeat(run, 0, rank=EVIL, host=EVIL, pid=EVIL, doing=EVIL, launch=1)
     (run / "traces").mkdir()
     (run / "traces" / (EVIL.replace("/", "") + ".json.gz")).write_bytes(b"")
     with SummaryWriter(str(run / "tensorboard")) as board:
@@ -222,7 +231,7 @@ def test_a_long_run_is_a_short_page_and_keeps_its_extremes(tmp_path):
             file.write("".join(f', "{name}": 0.{step}' for name in names) if step % 100 == 0 else "")
             file.write("}\n")
     events = ({"step": step, "time": "", "message": "STEP SKIPPED"} for step in range(0, steps, 20))
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_lines(run / "events.jsonl", events)
     found, _ = page_of(run)
     assert "100,000 of 100,000" in found.text_shown and "4,800 earlier ones" in found.text_shown
     kept = decimated(read_series(run / "metrics.jsonl")["train/loss"], 1000)
@@ -256,11 +265,8 @@ def test_a_fine_tuning_run_shows_its_metrics_and_its_best_checkpoint(tmp_path):
 
 def test_a_run_is_held_to_be_alive_by_its_heartbeats(tmp_path):
     run = folder(tmp_path / "run", [line(1)])
-    (run / "heartbeats").mkdir()
     for rank, (launch, ended) in enumerate([("old", False), ("new", True), ("new", False)]):
-        beat = {"rank": rank, "host": "h", "pid": 1, "doing": "step 2", "launch": launch, "ended": ended}
-        file = run / "heartbeats" / f"rank-{rank:05d}.json"
-        file.write_text(json.dumps({"crc32": 0, "heartbeat": beat}))
+        file = heartbeat(run, rank, rank=rank, host="h", pid=1, doing="step 2", launch=launch, ended=ended)
     found, _ = page_of(run)
     assert "running" in found.text_shown
     file.unlink()
