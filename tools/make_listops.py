@@ -7,7 +7,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megasparse.cli.main import door
 
-main = door("listops")
-
-if __name__ == "__main__":
-    main()
+main = door("listops", __name__)
