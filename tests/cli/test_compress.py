@@ -5,28 +5,13 @@ import pytest
 from megasparse.cli.main import main
 from megasparse.errors import UserError
 from megasparse.runs import compression
-
-SETTINGS = {
-    "model.layers": "2",
-    "model.d_model": "32",
-    "model.d_ff": "64",
-    "model.max_length": "64",
-    "data.sequence_length": "64",
-    "training.steps": "2",
-    "evaluation.every": "0",
-    "evaluation.sample_tokens": "0",
-    "run.engine": "torch",
-    "run.device": "cpu",
-}
+from tests.helpers.trained import prepared, trained
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("coder")
-    (folder / "text.txt").write_bytes(bytes(range(256)) * 40)
-    main(["prepare-data", "text", "--source", str(folder / "text.txt"), "--output", str(folder / "data")])
-    settings = SETTINGS | {"run.directory": str(folder / "run"), "data.path": str(folder / "data")}
-    main(["pretrain", "quickstart", *(word for pair in settings.items() for word in ("--set", "=".join(pair)))])
+    trained(prepared(folder), folder / "run", ["lsh", "local"], 2)
     return folder / "run"
 
 
