@@ -41,15 +41,12 @@ def run(args: argparse.Namespace) -> None:
     config = config_from(args, Config)
     from megasparse.runs.peers import PEERS, compare_peers, table
 
-    names = [_known(part, PEERS) for part in args.peers.split(",")]
+    names = args.peers.split(",")
+    for name in names:
+        if name not in PEERS:
+            raise ConfigError("--peers", f'there is no "{name}"', f"Choose among {', '.join(PEERS)}")
     rates, seeds = _numbers("--rates", args.rates, float), _numbers("--seeds", args.seeds, int)
     print("\n".join(table(compare_peers(config, names, seeds, rates, args.positions, args.json))))
-
-
-def _known(name: str, known: dict[str, Any]) -> str:
-    if name not in known:
-        raise ConfigError("--peers", f'there is no "{name}"', f"Choose among {', '.join(known)}")
-    return name
 
 
 def _numbers(option: str, given: str, kind: Callable[[str], Any]) -> list[Any]:

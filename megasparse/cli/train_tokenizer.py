@@ -24,20 +24,16 @@ from megasparse.data.tokenizers.words import vocabulary_file
 from megasparse.errors import ConfigError, DataError
 
 SUFFIXES = {"sentencepiece": ".model", "words": ".txt"}
+PURPOSES = {"sentencepiece": "pieces of words, and all bytes", "words": "whole words, for adaptive softmax"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    raw = argparse.RawDescriptionHelpFormatter
     kinds = parser.add_subparsers(dest="kind", required=True)
-    parts = {
-        "sentencepiece": kinds.add_parser(
-            "sentencepiece", help="pieces of words, and all bytes", description=__doc__, formatter_class=raw
-        ),
-        "words": kinds.add_parser(
-            "words", help="whole words, for adaptive softmax", description=__doc__, formatter_class=raw
-        ),
-    }
-    for kind, part in parts.items():
+    parts = {}
+    for kind, purpose in PURPOSES.items():
+        part = parts[kind] = kinds.add_parser(
+            kind, help=purpose, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         part.add_argument(
             "--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order"
         )

@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megasparse.config.schema import Config
 from megasparse.data.corpora import CORPORA
@@ -52,19 +52,20 @@ def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
 
 def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
     """Write the shards. Returns whether the texts are documents, each with a separator after it."""
-    downloads = output / ".download"
+    downloads, share = output / ".download", HELD_OUT[0]
     if _are_json_lines(Path(texts)):
-        options = _options("jsonl", texts, tokenizer, "--split", _split(HELD_OUT[0]))
-        corpus: Any = CORPORA["jsonl"]
-        source: Source = corpus.open_source([texts], None, downloads, options, 1)
-        _write("jsonl", source, output, options)
-        return True
-    source = Source.open([texts], None, downloads, "files")
-    before_last = 1 - source.parts[-1].size / source.total_bytes
-    share = next((share for share in HELD_OUT if before_last >= 1 - share / 100), None)
-    documents = share is not None and build_tokenizer(tokenizer).separator is not None
-    arguments = ["--split", _split(share or HELD_OUT[0]), *(["--documents"] if documents else [])]
-    _write("text", source, output, _options("text", texts, tokenizer, *arguments))
+        corpus, documents = "jsonl", True
+        options = _options(corpus, texts, tokenizer, share)
+        source: Source = cast(Any, CORPORA[corpus]).open_source([texts], None, downloads, options, 1)
+    else:
+        corpus, source = "text", Source.open([texts], None, downloads, "files")
+        before_last = 1 - source.parts[-1].size / source.total_bytes
+        whole = [each for each in HELD_OUT if before_last >= 1 - each / 100]
+        documents = bool(whole) and build_tokenizer(tokenizer).separator is not None
+        share = whole[0] if whole else share
+        options = _options(corpus, texts, tokenizer, share, *(["--documents"] if documents else []))
+    sample, command = options.pop("sample_bytes"), "megasparse pretrain --data"
+    prepare(corpus, source, output, options=options, sample_bytes=sample, shard_bytes=SHARD, command=command)
     return documents
 
 
@@ -74,26 +75,10 @@ def _are_json_lines(path: Path) -> bool:
     return any(file.name.lower().endswith(tuple(SUFFIXES)) for file in files)
 
 
-def _split(share: int) -> str:
-    return f"{100 - share},{share},0"
-
-
-def _options(corpus: str, texts: str, tokenizer: str, *arguments: str) -> dict[str, Any]:
+def _options(corpus: str, texts: str, tokenizer: str, share: int, *flags: str) -> dict[str, Any]:
     """The options of `megasparse prepare-data CORPUS`, with their defaults."""
     parser = argparse.ArgumentParser()
     CORPORA[corpus].add_arguments(parser)
-    options = vars(parser.parse_args(["--source", texts, "--tokenizer", tokenizer, *arguments]))
+    split = ["--split", f"{100 - share},{share},0"]
+    options = vars(parser.parse_args(["--source", texts, "--tokenizer", tokenizer, *split, *flags]))
     return {key: value for key, value in options.items() if key not in ("source", "member")}
-
-
-def _write(corpus: str, source: Source, output: Path, options: dict[str, Any]) -> None:
-    sample = options.pop("sample_bytes")
-    prepare(
-        corpus,
-        source,
-        output,
-        options=options,
-        sample_bytes=sample,
-        shard_bytes=SHARD,
-        command="megasparse pretrain --data",
-    )
