@@ -9,7 +9,7 @@ from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.attention import AttentionConfig
 from megasparse.ops.keys import derive
 from megasparse.ops.random import RngContext
-from tests.helpers.models import Single
+from tests.helpers.models import Single, assert_same_with_gradients, softmax_over
 
 BOTH = pytest.mark.parametrize("causal", [True, False])
 SETTINGS = [
@@ -78,16 +78,7 @@ def dense(shown, q, k, v, mask, segments):
         for document in segments[b].unique():
             tokens = ((segments[b] == document) & mask[b]).nonzero().squeeze(-1)
             seen[b][:, tokens[:, None], tokens] = shown[:, : len(tokens), : len(tokens)]
-    blind = ~seen.any(-1, keepdim=True)
-    score = (q @ k.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf).masked_fill(blind, 0.0)
-    return (torch.softmax(score, -1) @ v).masked_fill(blind, 0.0)
-
-
-def gradients(function, heads):
-    heads = [x.clone().requires_grad_() for x in heads]
-    out = function(*heads)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return out.detach(), *torch.autograd.grad(out, heads, grad)
+    return softmax_over(q @ k.transpose(-1, -2) / 4, seen, v)
 
 
 @BOTH
@@ -103,10 +94,9 @@ def test_forward_and_gradients_are_those_of_the_definition(kind, settings, causa
     packed[:, 9:] = 1
     for given in ({}, {"key_mask": mask}, {"key_mask": mask, "segments": packed}):
         rule = given.get("key_mask", everything), given.get("segments", segments)
-        exact = gradients(lambda q, k, v, rule=rule: dense(shown, q, k, v, *rule), heads)
-        ours = gradients(lambda q, k, v, given=given: single(x, q, k, v, **given).out, heads)
-        for a, b in zip(ours, exact, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        assert_same_with_gradients(
+            lambda *h, given=given: single(x, *h, **given).out, lambda *h, rule=rule: dense(shown, *h, *rule), heads
+        )
 
 
 @EVERY

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from megasparse.attention.contract import AttentionContext
-from megasparse.attention.heads import AttentionLayer, Padding
+from megasparse.attention.heads import Padding
 from megasparse.model.build import build_model
 from megasparse.ops.keys import DeviceStep
 from megasparse.ops.random import RngContext
 from tests.helpers.captured import Captured
 from tests.helpers.kernels import DEVICE
-from tests.helpers.models import attention, named, random_tokens, small
+from tests.helpers.models import attention, layer_of, objective_of, random_tokens, small
 
 LENGTH = 24
 SLOWER = ("yoso", "yoso gaussian, convolution", "smyrf", "random")
@@ -36,19 +36,12 @@ def assert_replays_draw_anew(results):
 def test_a_captured_layer_draws_what_each_step_draws(name, monkeypatch):
     """Its kernels and torch's operations, forward and backward; and the host reads nothing."""
     monkeypatch.setenv("MEGASPARSE_OPS", "triton")
-    kind = "encoder" if name == "smyrf" else "decoder"
-    layer = AttentionLayer(small(attention=named(name), kind=kind), layer=0).to(DEVICE)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in layer.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator) / 6)
-    x = torch.randn(2, LENGTH, 32, generator=generator).to(DEVICE).requires_grad_()
+    layer = layer_of(name).to(DEVICE)
+    x = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
 
     def results(rng):
         found = layer(x, AttentionContext(0, rng), Padding())
-        objective = (found.out * found.out.detach().cos()).sum()
-        objective = objective if found.auxiliary_loss is None else objective + found.auxiliary_loss
-        grads = torch.autograd.grad(objective, [x, *layer.parameters()], allow_unused=True)
+        grads = torch.autograd.grad(objective_of(found), [x, *layer.parameters()], allow_unused=True)
         return [found.out.detach(), *(grad for grad in grads if grad is not None)]
 
     assert_replays_draw_anew(results)

@@ -5,12 +5,12 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from megasparse.attention.contract import AttentionContext
-from megasparse.attention.heads import AttentionLayer, Padding
+from megasparse.attention.heads import Padding
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.ops.custom import custom
 from megasparse.ops.random import dropout
 from tests.helpers.kernels import DEVICE
-from tests.helpers.models import can_be_causal, kind_of, named, random_tokens, small, training_draws
+from tests.helpers.models import layer_of, objective_of, random_tokens, training_draws
 
 EACH_DOCUMENT = ["performer", "linformer", "longformer", "bigbird", "sparse_transformer"]
 """Mechanisms whose outputs depend on positions inside a document."""
@@ -20,20 +20,16 @@ PADDED = torch.arange(128) < torch.tensor([[128], [100]])
 DOCUMENTS = torch.arange(128).div(50, rounding_mode="floor").expand(2, 128)
 
 
-@pytest.mark.parametrize("name", [*MECHANISMS, "local relative", "lha top_k", "routing top_k"])
-def test_a_layer_is_one_graph(name):
-    assert_one_graph(name, Padding())
-
-
-@pytest.mark.parametrize("mask", [PADDED, PADDED.flip(1)], ids=["behind", "before"])
-@pytest.mark.parametrize("name", [*EACH_DOCUMENT, *CLUSTERS])
-def test_padding_breaks_no_graph(name, mask):
-    assert_one_graph(name, Padding(mask))
-
-
-@pytest.mark.parametrize("name", [*MECHANISMS, "local relative", "lha top_k", "routing top_k"])
-def test_packed_documents_break_no_graph(name):
-    assert_one_graph(name, Padding(PADDED, DOCUMENTS))
+LAYERS = [
+    *((name, padding) for name in [*MECHANISMS, "local relative", *CLUSTERS[1:]] for padding in ("none", "packed")),
+    *((name, padding) for name in [*EACH_DOCUMENT, *CLUSTERS] for padding in ("behind", "before")),
+]
+PADDINGS = {
+    "none": Padding(),
+    "packed": Padding(PADDED, DOCUMENTS),
+    "behind": Padding(PADDED),
+    "before": Padding(PADDED.flip(1)),
+}
 
 
 def test_what_asks_the_host_for_documents_is_left_out_of_cuda_graphs():
@@ -42,28 +38,26 @@ def test_what_asks_the_host_for_documents_is_left_out_of_cuda_graphs():
             assert torch.Tag.cudagraph_unsafe in operator.default.tags
 
 
-def assert_one_graph(name, padding):
-    """One graph, and the outputs and gradients that the layer has without torch.compile."""
-    encoder = {} if can_be_causal(kind_of(name)) else {"kind": "encoder", "vocabulary": 260}
-    layer = AttentionLayer(small(attention=named(name), **encoder), layer=0)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in layer.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator) / 6)
+def random_inputs():
+    return torch.randn(2, 128, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name,padding", LAYERS)
+def test_a_layer_is_one_graph(name, padding):
+    """Documents and padding break none. It has the outputs and gradients that the layer has without torch.compile."""
+    padding = PADDINGS[padding]
+    layer, x = layer_of(name), random_inputs()
     context = AttentionContext(0, training_draws(2), tokens=random_tokens(2, 128))
-    x = torch.randn(2, 128, 32, generator=generator)
 
     def results(attend):
         leaf = x.clone().requires_grad_()
         layer.zero_grad()
-        out, auxiliary = attend(leaf)
-        objective = (out * out.detach().cos()).sum()
-        (objective if auxiliary is None else objective + auxiliary).backward()
-        return [out.detach(), leaf.grad, *(weight.grad for weight in layer.parameters())]
+        found = attend(leaf)
+        objective_of(found).backward()
+        return [found.out.detach(), leaf.grad, *(weight.grad for weight in layer.parameters())]
 
     def attend(x):
-        found = layer(x, context, padding)
-        return found.out, found.auxiliary_loss
+        return layer(x, context, padding)
 
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend=aot_eager, fullgraph=True)
@@ -74,12 +68,8 @@ def assert_one_graph(name, padding):
 @pytest.mark.parametrize("name", ["full", "lsh", "smart_bird"])
 def test_steps_with_other_draws_have_one_graph(name):
     """Dropout of attention probabilities and of what comes out of the layer; hashes and keys drawn for each step."""
-    layer = AttentionLayer(small(attention=named(name, 0.1 if name != "smart_bird" else 0.0)), layer=0)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in layer.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator) / 6)
-    graphs, padding, x = [], Padding(), torch.randn(2, 128, 32, generator=generator)
+    layer, x = layer_of(name, 0.1 if name != "smart_bird" else 0.0), random_inputs()
+    graphs, padding = [], Padding()
 
     def attend(x, context):
         found, rng = layer(x, context, padding), context.rng
@@ -117,12 +107,8 @@ def assert_keys_alone_read_the_step(graph, inputs):
 def test_kernels_are_inside_operators(name, monkeypatch):
     """What a GPU runs, in Triton's interpreter: the compiler meets no kernel."""
     monkeypatch.setenv("MEGASPARSE_OPS", "triton")
-    layer = AttentionLayer(small(attention=named(name), query_key_norm=True), layer=0).to(DEVICE)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in layer.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator) / 6)
-    x, padding, context = torch.randn(1, 16, 32, generator=generator), Padding(), AttentionContext(0, training_draws(1))
+    layer, x = layer_of(name, query_key_norm=True).to(DEVICE), random_inputs()[:1, :16]
+    padding, context = Padding(), AttentionContext(0, training_draws(1))
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: layer(x, context, padding).out, backend="eager", fullgraph=True)
     ours, expected = (attend(x.to(DEVICE)) for attend in (compiled, lambda x: layer(x, context, padding).out))

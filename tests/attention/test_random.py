@@ -7,7 +7,7 @@ import torch
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.ops.random import RngContext
-from tests.helpers.models import Single, assert_same_with_gradients
+from tests.helpers.models import Single, assert_same_with_gradients, padded_and_packed, softmax_over
 
 EVALUATION = RngContext.evaluation(0, 2)
 
@@ -26,8 +26,7 @@ def dense(single, q, k, v, mask):
     rank = same.tril().sum(-1)  # one's own place among the real tokens of the bucket
     seen = same & ((rank[..., :, None] - rank[..., None, :]).abs() < 8)
     seen = seen.tril() if single.causal else seen
-    score = (q @ k.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf).masked_fill(~mask[:, None, :, None], 0.0)
-    return (torch.softmax(score, -1) @ v).masked_fill(~mask[:, None, :, None], 0.0)
+    return softmax_over(q @ k.transpose(-1, -2) / 4, seen, v)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -35,8 +34,7 @@ def dense(single, q, k, v, mask):
 def test_forward_and_gradients_are_those_of_the_definition(causal, length):
     single = Single("random", causal)
     x, *heads = single.inputs(length, dtype=torch.float64)
-    mask = torch.ones(2, length, dtype=torch.bool)
-    mask[1, length // 2 + 1 :] = False
+    mask = padded_and_packed(length)["key_mask"]
     assert_same_with_gradients(lambda *h: single(x, *h, key_mask=mask).out, lambda *h: dense(single, *h, mask), heads)
 
 

@@ -14,7 +14,15 @@ from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import persistent_buffers
 from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks
-from tests.helpers.models import Single, assert_same_with_gradients, random_tokens, small, training_draws
+from tests.helpers.models import (
+    Single,
+    assert_same_with_gradients,
+    gradients,
+    padded_and_packed,
+    random_tokens,
+    small,
+    softmax_over,
+)
 from tests.helpers.tiny import DummyBatches, tiny_config
 
 
@@ -58,23 +66,19 @@ def top_k(single, q, k, mask, documents):
 def test_forward_and_gradients_are_those_of_the_definition(name, pattern, causal, length):
     single = Single(name, causal)
     x, *heads = single.inputs(length, dtype=torch.float64)
-    mask = torch.ones(2, length, dtype=torch.bool)
-    mask[1, length // 2 + 1 :] = False
-    segments = (torch.arange(length) >= length // 3).long().expand(2, -1)
-    seen = pattern(single, *heads[:2], mask, segments)
+    masks = padded_and_packed(length)
+    mask = masks["key_mask"]
+    seen = pattern(single, *heads[:2], *masks.values())
 
     def dense(q, k, v):
-        blind = ~seen.any(-1, keepdim=True)
-        logits = q @ F.normalize(q, dim=-1).transpose(-1, -2) if causal else q @ k.transpose(-1, -2) / 4
-        score = logits.masked_fill(~seen, -torch.inf).masked_fill(blind, 0.0)
-        return (torch.softmax(score, -1) @ v).masked_fill(blind, 0.0)
+        score = q @ F.normalize(q, dim=-1).transpose(-1, -2) if causal else q @ k.transpose(-1, -2) / 4
+        return softmax_over(score, seen, v)
 
-    masks = {"key_mask": mask, "segments": segments}
     unread = [1] if causal else []  # shared QK has no keys
     assert_same_with_gradients(lambda *h: single(x, *h, **masks).out, dense, heads, unread=unread)
     if pattern is top_k:
         blind = ~seen.any(-1) & mask[:, None]
-        statistic = single(x, *heads, key_mask=mask, segments=segments).statistics["queries_in_no_cluster"]
+        statistic = single(x, *heads, **masks).statistics["queries_in_no_cluster"]
         assert statistic.item() == pytest.approx(blind.sum().item() / (2 * mask.sum().item()))
 
 
@@ -150,7 +154,7 @@ def test_recomputed_activations_give_the_same_centroids(activations):
     found = []
     for kept in ("stored", activations):
         model = build_model(small(("routing",), layers=2, blocks=blocks, activations=kept), seed=0)
-        model(random_tokens(2, 60), training_draws(2))[0].backward()
+        gradients(model, random_tokens(2, 60))
         for module in model.modules():
             if hasattr(module, "after_step"):
                 module.after_step(True, lambda sums: sums)

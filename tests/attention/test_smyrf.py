@@ -8,7 +8,7 @@ import torch
 from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.smyrf import asymmetric, equal_clusters
 from megasparse.ops.random import RngContext, normal
-from tests.helpers.models import Single, assert_same_with_gradients
+from tests.helpers.models import Single, assert_same_with_gradients, padded_and_packed
 
 EVALUATION = RngContext.evaluation(0, 2)
 
@@ -82,11 +82,8 @@ def dense(q, k, v, mask, documents):
 def test_forward_and_gradients_are_those_of_the_definition(length):
     single = Single("smyrf", causal=False)
     x, *heads = single.inputs(length, dtype=torch.float64)
-    mask = torch.ones(2, length, dtype=torch.bool)
-    mask[1, length // 2 + 1 :] = False
-    segments = (torch.arange(length) >= length // 3).long().expand(2, -1)
-    masks = {"key_mask": mask, "segments": segments}
-    assert_same_with_gradients(lambda *h: single(x, *h, **masks).out, lambda *h: dense(*h, mask, segments), heads)
+    masks = padded_and_packed(length)
+    assert_same_with_gradients(lambda *h: single(x, *h, **masks).out, lambda *h: dense(*h, *masks.values()), heads)
 
 
 def test_rounds_and_draws():

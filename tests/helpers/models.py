@@ -1,14 +1,14 @@
 """Small models for tests."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache, Targets
-from megasparse.attention.heads import build_mechanism
+from megasparse.attention.heads import AttentionLayer, build_mechanism
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
@@ -85,12 +85,12 @@ def attention(*pattern: Any, **sections: dict[str, Any]) -> AttentionConfig:
     return AttentionConfig.model_validate({"pattern": list(pattern), **merged})
 
 
-def named(name: str, dropout: float = 0.0) -> AttentionConfig:
+def named(name: str, dropout: float = 0.0, **changes: Any) -> AttentionConfig:
     """The configuration of a mechanism, or of a variant, that every layer has. dropout: of attention probabilities,
-    where it has any.
+    where it has any. changes: of its section.
     """
     kind, settings = VARIANTS.get(name, (name, {}))
-    found = attention(kind, **{kind: settings})
+    found = attention(kind, **{kind: {**settings, **changes}})
     return found if getattr(found, kind).no_probabilities else found.model_copy(update={"dropout": dropout})
 
 
@@ -121,6 +121,11 @@ CASES = [(name, True) for name in causal_names()] + [(name, False) for name in e
 CASE_NAMES = [f"{name}, {'causal' if causal else 'both'}" for name, causal in CASES]
 EVERY = pytest.mark.parametrize("name,causal", CASES, ids=CASE_NAMES)
 """Every mechanism and variant, in a decoder where it can be in one, and in an encoder."""
+
+
+def in_stack(causal: bool) -> dict[str, Any]:
+    """The settings of a decoder, or of an encoder."""
+    return {"kind": "decoder" if causal else "encoder"}
 
 
 def strict_names() -> list[str]:
@@ -156,12 +161,32 @@ def padded_pairs(batch: int, target: int, source: int = 40, padding: int = 258, 
     return tokens
 
 
+def randomise(module: nn.Module, scale: float = 1.0, seed: int = 0) -> torch.Generator:
+    """Give all parameters normal numbers of this deviation. Returns their generator, for more of them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.copy_(scale * torch.randn(weight.shape, generator=generator))
+    return generator
+
+
+def layer_of(name: str, dropout: float = 0.0, **changes: Any) -> AttentionLayer:
+    """An attention layer of random weights, in a decoder where the mechanism can be in one."""
+    kind = {} if can_be_causal(kind_of(name)) else {"kind": "encoder", "vocabulary": 260}
+    layer = AttentionLayer(small(attention=named(name, dropout), **kind, **changes), layer=0)
+    randomise(layer, 1 / 6)
+    return layer
+
+
 class Single:
     """One mechanism by itself on random inputs: 2 sequences, 2 heads, 16 wide, as in `small`."""
 
-    def __init__(self, name: str, causal: bool, dropout: float = 0.0, **changes: Any):
+    def __init__(
+        self, name: str, causal: bool, dropout: float = 0.0, settings: Mapping[str, Any] | None = None, **changes: Any
+    ):
+        """Build it. settings: more of its section. changes: of the model."""
         self.kind, self.causal = kind_of(name), causal
-        config = small(attention=named(name, dropout), kind="decoder" if causal else "encoder", **changes)
+        config = small(attention=named(name, dropout, **settings or {}), **in_stack(causal), **changes)
         self.mechanism: Any = build_mechanism(self.kind, config, heads=2)
         if hasattr(self.mechanism, "initialise"):
             self.mechanism.initialise(0, "")
@@ -216,6 +241,50 @@ def random_tokens(batch: int, length: int, vocabulary: int = 256, seed: int = 0)
 
 def training_draws(batch: int, step: int = 0) -> RngContext:
     return RngContext(0, step, torch.arange(batch), training=True)
+
+
+def gradients(
+    model: Any, tokens: Tensor, step: int = 0, call: Callable[..., Any] | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The objective of a training step and its gradients by name. call: what computes it in place of the model."""
+    model.zero_grad()
+    objective, _ = (call or model)(tokens, training_draws(len(tokens), step))
+    objective.backward()
+    return objective.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def error(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Relative error of the whole gradient, given by names."""
+    difference = sum(((ours[n].double() - exact[n].double()) ** 2).sum() for n in exact)
+    return float((difference / sum((exact[n].double() ** 2).sum() for n in exact)) ** 0.5)
+
+
+def decoded_nats(model: Any, tokens: Tensor, prompt: int, cache: Any) -> Tensor:
+    """Nats of the tokens after the first `prompt`, which an empty cache reads at once; the others one by one."""
+    logits = [model.prefill(tokens[:, :prompt], cache)]
+    logits += [model.decode(tokens[:, t], cache) for t in range(prompt, tokens.shape[1] - 1)]
+    return -torch.log_softmax(torch.stack(logits, 1), -1).gather(-1, tokens[:, prompt:, None]).squeeze(-1)
+
+
+def objective_of(output: Any) -> Tensor:
+    """A sum that all outputs of a mechanism or layer move, and its auxiliary loss."""
+    out = output.out.float()
+    objective = (out * out.detach().cos()).sum()
+    return objective if output.auxiliary_loss is None else objective + output.auxiliary_loss
+
+
+def padded_and_packed(length: int) -> dict[str, Tensor]:
+    """Masks of 2 sequences of two documents each, the second one with padding behind."""
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[1, length // 2 + 1 :] = False
+    return {"key_mask": mask, "segments": (torch.arange(length) >= length // 3).long().expand(2, -1)}
+
+
+def softmax_over(score: Tensor, seen: Tensor, v: Tensor) -> Tensor:
+    """Values (..., L, D) weighted by the softmax of scores (..., L, L) over the keys that are seen; 0 where none is."""
+    blind = ~seen.any(-1, keepdim=True)
+    score = score.masked_fill(~seen, -torch.inf).masked_fill(blind, 0.0)
+    return (torch.softmax(score, -1) @ v).masked_fill(blind, 0.0)
 
 
 def assert_same_with_gradients(
