@@ -12,44 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, MechanismSpec
-from megasparse.attention.full import KeyValueCache
+from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import Places, merge, sink_attention, sinks_of
 from megasparse.errors import ConfigError
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 
+Codes = tuple[Tensor, Tensor | None]
+"""Buckets of queries and of keys, (B, H, R, L) each, any integer type; None for keys: the queries' are theirs too."""
 _LAST = -1e30
 """A log-sum-exp below all that a token can have that sees another."""
-
-
-def band_attention(
-    inputs: AttentionInputs,
-    query_codes: Tensor,
-    key_codes: Tensor | None,
-    window: Window,
-    *,
-    scale: float,
-    exclude_self: bool,
-    count_rounds: bool,
-    buckets: int | None = None,
-    self_at_last: bool = True,
-    share: tuple[int, int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention of each query to the keys in its bucket near it: the last M at or before it, itself included.
-
-    query_codes, key_codes: (B, H, R, L) buckets in each round, any integer type; key_codes None: the queries' are the
-    keys' too. Where heads.causal is false the band is two-sided: with shared codes the keys less than M ranks away,
-    else the M at or before the query and the M after it.
-    exclude_self: a token sees itself only when it sees nothing else; a token that sees nothing sees itself in any case,
-    or, with self_at_last false, gets 0 and −∞.
-    count_rounds: a key seen in N rounds counts once, else N times. The chunk window needs shared codes. buckets: a
-    number that all codes are below, or None. share: of the pairs, see `BucketedAttentionSpec`.
-    Returns out (B, H, L, D) in q's dtype and the log-sum-exp lse (B, H, L), in fp32 at least; padding gets 0 and −∞.
-    """
-    spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self, count_rounds, buckets, self_at_last, share)
-    return bucketed_attention(
-        inputs.q, inputs.k, inputs.v, query_codes, spec, inputs.key_mask, inputs.segments, key_codes, inputs.dropout
-    )
 
 
 def with_window(codes: Tensor) -> Tensor:
@@ -60,7 +32,7 @@ def with_window(codes: Tensor) -> Tensor:
 
 
 @dataclass
-class BandCache:
+class BandCache(Cache):
     """Keys and values of all tokens so far, and each bucket's last M keys, oldest overwritten first.
 
     codes: (B, H, R, capacity), the keys' buckets. rank: (B, H, R, capacity), a key's number inside its bucket. last:
@@ -76,26 +48,16 @@ class BandCache:
 
     @staticmethod
     def empty(
-        batch: int,
-        spec: MechanismSpec,
-        rounds: int,
-        buckets: int,
-        window: Window,
-        like: Tensor,
-        hashed_heads: int | None = None,
+        batch: int, spec: MechanismSpec, rounds: int, buckets: int, chunk: int, like: Tensor, heads: int | None = None
     ) -> "BandCache":
-        """For `batch` sequences, with device and dtype of `like`. hashed_heads: those with codes, by default all."""
-        shape, capacity, chunk = (batch, hashed_heads or spec.heads, rounds), spec.max_length, window.chunk
+        """For `batch` sequences, with device and dtype of `like`. heads: those with codes, by default all."""
+        shape, capacity = (batch, heads or spec.heads, rounds), spec.max_length
         sizes = ((capacity,), (capacity,), (buckets, chunk), (buckets,))
         numbers = (torch.zeros(*shape, *size, dtype=torch.int64, device=like.device) for size in sizes)
         return BandCache(KeyValueCache.empty(batch, spec, capacity, like), *numbers)
 
-    def select(self, rows: Tensor) -> None:
-        self.tokens.select(rows)
-        self.codes, self.rank, self.last, self.size = (x[rows] for x in (self.codes, self.rank, self.last, self.size))
-
     def fill(self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None) -> None:
-        """Takes a whole prompt into an empty cache. Codes as in `band_attention`."""
+        """Takes a whole prompt into an empty cache. See `Codes`."""
         codes = (query_codes if key_codes is None else key_codes).to(torch.int64)
         length, chunk = codes.shape[-1], self.last.shape[-1]
         self.tokens.put(inputs.k, inputs.v)
@@ -126,7 +88,7 @@ class BandCache:
         count_rounds: bool,
         sinks: int = 0,
     ) -> Tensor:
-        """Causal `band_attention` of the one new token at `position`, which is taken into the cache: (B, H, 1, D).
+        """`bucketed_attention` of the one new token at `position`, which is taken into the cache: (B, H, 1, D).
         query_code, key_code: (B, H, R, 1). sinks: so many first tokens are seen beside the buckets, whose buckets no
         query has.
         """
@@ -191,27 +153,26 @@ class BandAttention(Attention):
     buckets: int
     shares_pairs = True
     rule: dict[str, Any]
-    """Scale, exclude_self and count_rounds, as `band_attention` takes them."""
+    """Scale, exclude_self and count_rounds, as `BucketedAttentionSpec` has them."""
     local: bool = False
     """Whether each head sees a window too, see `with_window`."""
     sinks: int = 0
     """First tokens that every later one sees, in the same softmax. They stand in no bucket, and in no window."""
 
     @abstractmethod
-    def band_codes(
-        self, inputs: AttentionInputs, position: int, context: AttentionContext
-    ) -> tuple[Tensor, Tensor | None]:
-        """Buckets of queries and keys (B, H, R, L) of a decoder's tokens from `position` on; None for shared codes."""
+    def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
+        """Buckets of a decoder's tokens from `position` on."""
 
     def attend(
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart = WHOLE
     ) -> tuple[Tensor, Tensor | None]:
-        """`band_attention` with the window that the mechanism has beside its buckets, and with the sinks: the output
-        and, where ranks share out the pairs, its log-sum-exp. Codes (B, H, R, L).
+        """Attention in the buckets, in the window that the mechanism has beside them, and to the sinks: the output and,
+        where ranks share out the pairs, its log-sum-exp. See `Codes`.
         """
         codes = self._seen_codes(query_codes, key_codes)
         if not self.sinks and part.share is None:
-            return band_attention(inputs, *codes, self.window, buckets=self.buckets, **self.rule)[0], None
+            spec = BucketedAttentionSpec(self.window, inputs.causal, buckets=self.buckets, **self.rule)
+            return inputs.in_buckets(codes[0], spec, codes[1])[0], None
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
             own = {name: self.rule[name] for name in ("scale", "exclude_self")}
@@ -233,19 +194,19 @@ class BandAttention(Attention):
         elif sink is not None:
             keys = query_codes if key_codes is None else key_codes
             key_codes, buckets = keys.int().masked_fill(sink[:, None, None], self.buckets), self.buckets + 1
-        return band_attention(
-            others, query_codes, key_codes, self.window, buckets=buckets, self_at_last=False, share=part.share,
-            **self.rule,
-        )  # fmt: skip
+        spec = BucketedAttentionSpec(
+            self.window, inputs.causal, buckets=buckets, self_at_last=False, share=part.share, **self.rule
+        )
+        return others.in_buckets(query_codes, spec, key_codes)
 
-    def _seen_codes(self, query_codes: Tensor, key_codes: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _seen_codes(self, query_codes: Tensor, key_codes: Tensor | None) -> Codes:
         if not self.local:
             return query_codes, key_codes
         return with_window(query_codes), None if key_codes is None else with_window(key_codes)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> BandCache:
         rounds, buckets = self.local + self.cached_rounds(rounds), self.buckets + (self.sinks > 0)
-        return BandCache.empty(batch, self.spec.here(part), rounds, buckets, self.window, like)
+        return BandCache.empty(batch, self.spec.here(part), rounds, buckets, self.window.chunk, like)
 
     def cached_rounds(self, rounds: int | None) -> int:
         """Hash rounds of a cache. rounds: in place of the configured ones, or None."""
@@ -263,9 +224,7 @@ class BandAttention(Attention):
         codes = self._cached_codes(inputs, position, context)
         return cache.decode(inputs, *codes, position, **self.rule, sinks=self.sinks)
 
-    def _cached_codes(
-        self, inputs: AttentionInputs, position: int, context: AttentionContext
-    ) -> tuple[Tensor, Tensor | None]:
+    def _cached_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
         """The keys of sinks have a bucket that no query has."""
         queries, keys = self._seen_codes(*self.band_codes(inputs, position, context))
         if position < self.sinks:

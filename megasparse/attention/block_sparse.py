@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput
-from megasparse.attention.each_document import attend_each
+from megasparse.attention.documents import attend_each
 from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
@@ -75,6 +75,32 @@ class BlockAttention:
         return out
 
 
+class BlockSparseAttention(FixedPatternAttention):
+    """`BlockAttention` of a mechanism's own `chunk`, `first` tokens and further blocks."""
+
+    chunk: int
+    first: int
+
+    def further(self, heads: int, causal: bool, context: AttentionContext) -> Callable[[Tensor], Tensor] | None:
+        """What `BlockAttention` takes, of so many heads; of decoders earlier blocks, equally many for each head."""
+        return None
+
+    def pattern(self, inputs: AttentionInputs, context: AttentionContext) -> BlockAttention:
+        further = self.further(inputs.q.shape[1], inputs.causal, context)
+        return BlockAttention(self.chunk, self.first, further)
+
+    def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
+        start = max(0, position // self.chunk - 1) * self.chunk
+        near = torch.arange(start, position + 1, device=device)
+        seen = torch.cat([torch.arange(min(self.first, start), device=device), near])[None]
+        further = self.further(self.spec.here(context.part).heads, True, context)
+        if further is None:
+            return seen
+        blocks = further(torch.tensor([position // self.chunk], device=device))[:, 0]
+        blocks = blocks[blocks >= 0].view(len(blocks), -1)
+        return torch.cat([seen.expand(len(blocks), -1), _tokens(blocks, self.chunk, position)], dim=-1)
+
+
 def _block_keys(
     length: int, chunk: int, first: int, further: Tensor | None, causal: bool, device: torch.device
 ) -> Tensor:
@@ -88,16 +114,6 @@ def _block_keys(
         return torch.cat(lists, dim=-1)[None, None]
     heads = len(further)
     return torch.cat([*(x.expand(heads, -1, -1) for x in lists), _tokens(further, chunk, length)], dim=-1)[None]
-
-
-def visible_blocks(position: int, chunk: int, first: int, further: Tensor | None, device: torch.device) -> Tensor:
-    """The tokens (H or 1, n) that the token at `position` of a decoder sees. further: (H, n) blocks, all earlier."""
-    start = max(0, position // chunk - 1) * chunk
-    near = torch.arange(start, position + 1, device=device)
-    seen = torch.cat([torch.arange(min(first, start), device=device), near])[None]
-    if further is None:
-        return seen
-    return torch.cat([seen.expand(len(further), -1), _tokens(further, chunk, position)], dim=-1)
 
 
 def _tokens(blocks: Tensor, chunk: int, length: int) -> Tensor:

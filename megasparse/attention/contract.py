@@ -11,6 +11,7 @@ from megasparse.attention.costs import Passes, Traffic, Work, Workload
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.errors import ConfigError
 from megasparse.ops.autocast import without_autocast
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, bucketed_attention
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import PairDropout, RngContext
 
@@ -34,6 +35,13 @@ class AttentionInputs(NamedTuple):
     def of_one_dtype(self) -> "AttentionInputs":
         """With k and v in the dtype of q; torch.autocast leaves some in bf16 and some in fp32."""
         return self._replace(k=self.k.to(self.q.dtype), v=self.v.to(self.q.dtype))
+
+    def in_buckets(
+        self, codes: Tensor | None, spec: BucketedAttentionSpec, key_codes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`bucketed_attention` of these."""
+        q, k, v, key_mask, segments, _, dropout = self
+        return bucketed_attention(q, k, v, codes, spec, key_mask, segments, key_codes, dropout)
 
 
 class AttentionOutput(NamedTuple):
@@ -218,11 +226,8 @@ class Attention(nn.Module, ABC):
     # Decoding with a cache, of causal mechanisms
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> Any:
-        """An empty decoding cache for `batch` sequences, on the device and in the dtype of `like`. part: of the heads,
-        for which it is.
-
-        Its `select(rows)` makes it that of the sequences `rows`, (n,) int64 indices into the batch, repeats allowed.
-        Raises ConfigError for a mechanism that cannot decode token by token.
+        """An empty `full.Cache` for `batch` sequences, on the device and in the dtype of `like`. part: of the heads,
+        for which it is. Raises ConfigError for a mechanism that cannot decode token by token.
         """
         raise self._lacks("cannot decode token by token: it has no cache", "new_cache, fill_cache and decode")
 

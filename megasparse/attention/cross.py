@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.costs import Passes, product
-from megasparse.attention.full import attend_to_all
+from megasparse.attention.full import Cache, attend_to_all
 from megasparse.attention.heads import head_dim, merge_heads, projection, split_heads
 from megasparse.config.buckets import lsh_buckets
 from megasparse.config.schema import ModelConfig
@@ -31,7 +31,7 @@ class Source(NamedTuple):
 
 
 @dataclass
-class SourceKeys:
+class SourceKeys(Cache):
     """Keys and values (B, H, S, D) of the sources in one layer, and what cached decoding keeps of them.
 
     codes: (B, H, R, S), the keys' buckets, or None in full attention. Where ranks share sequences, H are those of this
@@ -42,11 +42,6 @@ class SourceKeys:
     v: Tensor
     key_mask: Tensor | None
     codes: Tensor | None
-
-    def select(self, rows: Tensor) -> None:
-        self.k, self.v = self.k[rows], self.v[rows]
-        self.key_mask = None if self.key_mask is None else self.key_mask[rows]
-        self.codes = None if self.codes is None else self.codes[rows]
 
 
 class CrossAttention(nn.Module):
@@ -80,8 +75,11 @@ class CrossAttention(nn.Module):
         keys = source if isinstance(source, SourceKeys) else self.read(source, context)
         part = context.part.of_heads(self.heads)
         (q,) = part.to_heads(split_heads(self.query(x), self.head_dim))
-        attend = self._hashed if self.hashed else self._full
-        return self.output(merge_heads(part.to_tokens(attend(q, keys, context, first_position))))
+        if self.hashed:
+            out = self._hashed(q, keys, context, first_position)
+        else:
+            out = attend_to_all(q, keys.k, keys.v, keys.key_mask, self._dropout(q, context))
+        return self.output(merge_heads(part.to_tokens(out)))
 
     def read(self, source: Source, context: AttentionContext) -> SourceKeys:
         """Keys and values of the sources."""
@@ -105,9 +103,6 @@ class CrossAttention(nn.Module):
     def kept_flops(self, source: int, target: int) -> Passes:
         """The part of `flops` that finds codes, which reversible layers keep for the backward."""
         return Passes(float(self.lsh.rounds * self.heads * self.head_dim * sum(self.factors) * (source + target)))
-
-    def _full(self, q: Tensor, keys: SourceKeys, context: AttentionContext, first_position: int) -> Tensor:
-        return attend_to_all(q, keys.k, keys.v, keys.key_mask, self._dropout(q, context))
 
     def _dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
         rng = context.rng

@@ -1,13 +1,22 @@
 """The documents of a batch, one by one and without padding, for what must treat each as if it were alone.
 
-B batch, H heads, L length, n tokens of a document.
+B batch, H heads, L length, n tokens of a document, D head dim, W clusters, M places of a cluster.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from megasparse.attention.contract import AttentionInputs
+from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
+from megasparse.ops.custom import custom
+
+Lists = tuple[Tensor, Tensor]
+"""Queries and keys of every cluster: token numbers, (B, H, W, M) each, −1 at empty places."""
 
 
 class Document(NamedTuple):
@@ -58,3 +67,95 @@ def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Docu
         for number in numbers[row, real[row]].unique():
             tokens = (real[row] & (numbers[row] == number)).nonzero().squeeze(-1)
             yield Document(slice(row, row + 1), tokens.to(given.device))
+
+
+def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
+    """Return attend(heads) -> (B, H, L, D), for each document by itself where there are several, or padding before
+    them.
+
+    So what depends on positions counts them from the document's first real token. Padding gets 0. attend: a dataclass
+    of tensors and constants, so that torch.compile has one operator for all documents, however many there are.
+    """
+    if inputs.key_mask is None and inputs.segments is None:
+        return attend(inputs)
+    return _by_document(inputs, attend)
+
+
+@custom(lambda inputs, attend: inputs.q.new_empty(inputs.q.shape), copies=True)
+def _by_document(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
+    if begins_with_real_tokens(inputs.key_mask, inputs.segments):
+        out = attend(inputs)
+        return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
+    each = list(documents(inputs.key_mask, inputs.segments))
+    return _join([attend(_alone(inputs, document)) for document in each], each, inputs.q)
+
+
+def _alone(inputs: AttentionInputs, document: Document) -> AttentionInputs:
+    """The heads of one document's real tokens, without masks."""
+    q, k, v = (document.take(x) for x in (inputs.q, inputs.k, inputs.v))
+    dropout = inputs.dropout
+    if dropout is not None:
+        dropout = replace(dropout, queries=document.take(dropout.queries))
+    return inputs._replace(q=q, k=k, v=v, key_mask=None, segments=None, dropout=dropout)
+
+
+def _join(parts: Sequence[Tensor], each: Sequence[Document], like: Tensor) -> Tensor:
+    """Outputs (1, H, n, D) of documents at the places of their tokens, 0 elsewhere. like: (B, H, L, D)."""
+    if not parts:
+        return like.masked_fill(torch.ones_like(like, dtype=torch.bool), 0.0)  # has a gradient, 0, as ever
+    batch, heads, length, head_dim = like.shape
+    slots = torch.cat([document.rows.start * length + document.tokens for document in each])
+    out = like.new_zeros(batch * length, heads, head_dim)
+    out = out.index_copy(0, slots, torch.cat([part[0].transpose(0, 1) for part in parts]))
+    return out.view(batch, length, heads, head_dim).transpose(1, 2)
+
+
+def clusters_by_document(inputs: AttentionInputs, choose: Callable[[Document], Lists]) -> Lists:
+    """The clusters of all documents side by side, int32. choose: a document's own, as numbers of its tokens; a
+    dataclass of tensors and constants, so that torch.compile has one operator for all documents.
+    """
+    if inputs.key_mask is None and inputs.segments is None:
+        queries, keys = choose(Document(slice(None), None))
+        return queries.to(torch.int32), keys.to(torch.int32)
+    return _clusters_by_document(inputs, choose)
+
+
+def _like(inputs: AttentionInputs, choose: Callable[[Document], Lists]) -> Lists:
+    """Lists of sizes that the documents decide, which a compiled graph does not know."""
+    size = torch.library.get_ctx().new_dynamic_size
+    queries, keys = (inputs.q.new_empty(*inputs.q.shape[:2], size(), size(), dtype=torch.int32) for _ in range(2))
+    return queries, keys
+
+
+@custom(_like, copies=True)
+def _clusters_by_document(inputs: AttentionInputs, choose: Callable[[Document], Lists]) -> Lists:
+    batch, count = inputs.q.shape[:2]
+    empty = torch.full((count, 1, 1), -1, dtype=torch.int64, device=inputs.q.device)
+    rows: list[list[Lists]] = [[(empty, empty)] for _ in range(batch)]
+    for document in documents(inputs.key_mask, inputs.segments):
+        assert document.tokens is not None
+        queries, keys = choose(document)
+        numbers = F.pad(document.tokens, (0, 1), value=-1)  # the last one is that of an empty place
+        rows[document.rows.start].append((numbers[queries[0]], numbers[keys[0]]))
+    return _side_by_side([[part[0] for part in row] for row in rows]), _side_by_side([[p[1] for p in r] for r in rows])
+
+
+def _side_by_side(rows: list[list[Tensor]]) -> Tensor:
+    """Lists (H, W, M) of each row's documents, as one (B, H, ΣW, M) with empty places at the ends."""
+    size = max(part.shape[-1] for row in rows for part in row)
+    joined = [torch.cat([F.pad(part, (0, size - part.shape[-1]), value=-1) for part in row], dim=1) for row in rows]
+    clusters = max(row.shape[1] for row in joined)
+    full = [F.pad(row, (0, 0, 0, clusters - row.shape[1]), value=-1) for row in joined]
+    return torch.stack(full).to(torch.int32)
+
+
+def attend_in_clusters(
+    inputs: AttentionInputs, lists: Lists, scale: float, count_clusters: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention (B, H, L, D) inside clusters that may leave tokens out, and the share of real queries in none."""
+    spec = ClusterAttentionSpec(inputs.causal, scale, count_clusters)
+    out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, *lists, spec, dropout=inputs.dropout)
+    real = torch.ones_like(lse, dtype=torch.bool)
+    if inputs.key_mask is not None:
+        real = inputs.key_mask[:, None].expand_as(lse)
+    return out, (lse.isneginf() & real).sum() / real.sum().clamp_min(1)

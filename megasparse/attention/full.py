@@ -12,7 +12,7 @@ from megasparse.attention.costs import Passes, Work
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import FullAttentionConfig
 from megasparse.ops.backend import implementation
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.random import PairDropout
 
@@ -21,7 +21,20 @@ _MASK = 1 << 24
 
 
 @dataclass
-class KeyValueCache:
+class Cache:
+    """What decoding keeps: tensors whose first dimension is the batch, and other caches. All else is of no sequence."""
+
+    def select(self, rows: Tensor) -> None:
+        """Becomes that of the sequences `rows`, (n,) int64 indices into the batch, repeats allowed."""
+        for name, x in vars(self).items():
+            if isinstance(x, Cache):
+                x.select(rows)
+            elif isinstance(x, Tensor):
+                setattr(self, name, x[rows])
+
+
+@dataclass
+class KeyValueCache(Cache):
     """Keys and values (B, H, capacity, D) of the tokens before the current position; later places are unused."""
 
     k: Tensor
@@ -35,9 +48,6 @@ class KeyValueCache:
         """Takes in the tokens from position `first` on: (B, H, n, D) each."""
         self.k[:, :, first : first + k.shape[2]] = k
         self.v[:, :, first : first + v.shape[2]] = v
-
-    def select(self, rows: Tensor) -> None:
-        self.k, self.v = self.k[rows], self.v[rows]
 
 
 class FullAttention(Attention):
@@ -64,10 +74,9 @@ class FullAttention(Attention):
 
     def _dropped(self, inputs: AttentionInputs) -> Tensor:
         """By blocks, a window of all tokens: torch's own dropout draws from a global generator."""
-        q, k, v, key_mask, segments, causal, dropout = inputs
-        scale = 1.0 if self.shared_qk else q.shape[-1] ** -0.5
-        spec = BucketedAttentionSpec(Window("band", q.shape[2]), causal, scale, exclude_self=self.shared_qk)
-        return bucketed_attention(q, k, v, None, spec, key_mask, segments, dropout=dropout)[0]
+        scale, window = 1.0 if self.shared_qk else inputs.q.shape[-1] ** -0.5, Window("band", inputs.q.shape[2])
+        spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self=self.shared_qk)
+        return inputs.in_buckets(None, spec)[0]
 
     def _shared(self, inputs: AttentionInputs) -> Tensor:
         q, k, v = inputs.q, inputs.k, inputs.v
@@ -125,7 +134,7 @@ def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor
     q, k, v, length = inputs.q, inputs.k, inputs.v, inputs.q.shape[2]
     if implementation(q) == "triton":
         spec = BucketedAttentionSpec(Window("chunk", length), inputs.causal, scale, exclude_self, count_rounds=False)
-        return bucketed_attention(q, k, v, None, spec, inputs.key_mask, inputs.segments)[0]
+        return inputs.in_buckets(None, spec)[0]
     step = max(1, _MASK // length)
 
     def part(first: int) -> Tensor:

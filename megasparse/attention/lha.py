@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from megasparse.attention.band import BandAttention
-from megasparse.attention.clusters import Lists, clusters_by_document
+from megasparse.attention.band import BandAttention, Codes
 from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
@@ -21,15 +20,19 @@ from megasparse.attention.contract import (
     MechanismSpec,
 )
 from megasparse.attention.costs import Passes, Work, product
-from megasparse.attention.documents import Document, most_documents
+from megasparse.attention.documents import (
+    Document,
+    Lists,
+    attend_in_clusters,
+    clusters_by_document,
+    most_documents,
+)
 from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
 from megasparse.attention.lha_hash import HashFunctions, Sides, Weights, bucket_codes, scores_of
-from megasparse.attention.lha_learning import Batch, Rule, divergences, members, sides_of
-from megasparse.attention.lha_sample import SampleRule, sample_flops
+from megasparse.attention.lha_learning import Batch, Rule, SampleRule, divergences, members, sample_flops, sides_of
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import LHAAttentionConfig
 from megasparse.ops.bucketed_attention import Window
-from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.keys import halves
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random_features import orthogonal_projections
@@ -37,14 +40,12 @@ from megasparse.ops.random_features import orthogonal_projections
 
 class Assignment(NamedTuple):
     """The buckets of all tokens. codes: (B, H, L), each token's best bucket; the joint hash gives queries and keys the
-    same. members: (B, H, W, M) int32 token numbers, −1 at empty places, for the top_k window, whose clusters are the
-    buckets of every document.
+    same. members: for the top_k window, whose clusters are the buckets of every document.
     """
 
     query_codes: Tensor
     key_codes: Tensor
-    query_members: Tensor | None
-    key_members: Tensor | None
+    members: Lists | None = None
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,14 @@ class LHAAttention(BandAttention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         assigned = context.recompute.keep(lambda: self.assign(inputs, context))
-        attend = self._band if assigned.query_members is None else self._top_k
-        found = attend(inputs, assigned, context.part)
+        if assigned.members is None:
+            found = self._band(inputs, assigned, context.part)
+        else:
+            out, alone = attend_in_clusters(inputs, assigned.members, self.rule["scale"], self.config.count_buckets)
+            found = AttentionOutput(out, None, {"queries_in_no_bucket": alone})
         if self.config.hash == "random" or not context.rng.training:
             return found
-        loss, learned = self._learn(inputs, assigned, context)
+        loss, learned = self.learn(x, inputs, context, assigned)
         return found._replace(auxiliary_loss=loss, statistics=found.statistics | learned)
 
     def positions(self, first: int, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,19 +115,16 @@ class LHAAttention(BandAttention):
             query_codes = bucket_codes(queries, self.buckets)
             key_codes = query_codes if joint else bucket_codes(keys, self.buckets)
             if self.config.window == "band":
-                return Assignment(query_codes, key_codes, None, None)
-
+                return Assignment(query_codes, key_codes)
             best = BestMembers(queries, None if joint else keys, self._sample_rule(inputs.causal))
-            return Assignment(query_codes, key_codes, *clusters_by_document(inputs, best))
+            return Assignment(query_codes, key_codes, clusters_by_document(inputs, best))
 
         return self.hash(job, inputs.q, context)
 
     def _joint(self, inputs: AttentionInputs) -> bool:
         return inputs.causal and self.config.joint
 
-    def band_codes(
-        self, inputs: AttentionInputs, position: int, context: AttentionContext
-    ) -> tuple[Tensor, Tensor | None]:
+    def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
         found = self.assign(inputs, context)
         return found.query_codes.unsqueeze(2), None if self._joint(inputs) else found.key_codes.unsqueeze(2)
 
@@ -136,29 +137,15 @@ class LHAAttention(BandAttention):
         out, lse = self.attend(inputs, assigned.query_codes.unsqueeze(2), key_codes, part)
         return AttentionOutput(out, None, {} if inputs.causal else _balance(inputs, assigned, self.buckets), lse)
 
-    def _top_k(self, inputs: AttentionInputs, assigned: Assignment, part: SequencePart) -> AttentionOutput:
-        assert assigned.query_members is not None and assigned.key_members is not None
-        spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, self.config.count_buckets)
-        members = assigned.query_members, assigned.key_members
-        out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, *members, spec, dropout=inputs.dropout)
-        alone = lse.isneginf()
-        if inputs.key_mask is not None:
-            alone = alone & inputs.key_mask[:, None]
-        return AttentionOutput(out, None, {"queries_in_no_bucket": alone.sum() / _real(inputs)})
-
-    def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """The auxiliary loss of a training pass, and its statistics, without attention itself."""
-        if self.config.utility == "collisions":
-            return self._collisions(inputs, context)
-        return self._learn(inputs, self.assign(inputs, context), context)
-
-    def _learn(
-        self, inputs: AttentionInputs, assigned: Assignment, context: AttentionContext
+    def learn(
+        self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, assigned: Assignment | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return λ·mean(KL_Q + KL_K) over real tokens, heads and layers (Eq. 19, second summand), and what to log."""
-
+        """The auxiliary loss of a training pass, λ·mean(KL_Q + KL_K) over real tokens, heads and layers (Eq. 19, second
+        summand) or `_collisions`, and its statistics, without attention itself. assigned: where they are known.
+        """
         if self.config.utility == "collisions":
             return self._collisions(inputs, context)
+        assigned = assigned or self.assign(inputs, context)
         batch, rule = self._batch(inputs, assigned, context), self._rule(inputs, context)
         found = self.hash(lambda query, key: divergences(batch, rule, query, key), inputs.q, context)
         (queries, kept, negative_q), (keys, _, negative_k) = ((x / _real(inputs)).unbind() for x in found)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes, product
-from megasparse.attention.each_document import attend_each
+from megasparse.attention.documents import attend_each
 from megasparse.attention.full import attend_to_all
 from megasparse.config.attention import LinformerAttentionConfig
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes, Work
-from megasparse.attention.full import KeyValueCache
+from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_attention, sinks_of
 from megasparse.config.attention import LocalAttentionConfig
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
 from megasparse.ops.positions import sinusoids
 
@@ -40,16 +40,13 @@ class RelativePositions(nn.Module):
 
 
 @dataclass
-class LocalCache:
+class LocalCache(Cache):
     """The last 2C tokens, the one at position p in place p mod 2C, behind them the sinks, and what `RelativePositions`
     gives, or None.
     """
 
     tokens: KeyValueCache
     relative: tuple[Tensor, Tensor, Tensor] | None
-
-    def select(self, rows: Tensor) -> None:
-        self.tokens.select(rows)
 
 
 class LocalAttention(Attention):
@@ -68,16 +65,16 @@ class LocalAttention(Attention):
         self.shares_pairs = self.relative is None
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        q, k, v, key_mask, segments, causal, dropout = inputs
-        scale = self.spec.head_dim**-0.5
+        causal, scale = inputs.causal, self.spec.head_dim**-0.5
         if self.relative is not None:
+            q, k, v, key_mask, segments, _, dropout = inputs
             r, u, w = self.relative(self.chunk, causal, context.part)
             relative = LocalAttentionSpec(self.chunk, causal, scale)
             out = relative_local_attention(q, k, v, r, u, w, relative, key_mask, segments, dropout)
             return AttentionOutput(out, None, {})
         part, window = context.part, Window("chunk", self.chunk, ahead=not causal)
         plain = BucketedAttentionSpec(window, causal, scale, exclude_self=False, self_at_last=False, share=part.share)
-        out, lse = bucketed_attention(q, k, v, None, plain, key_mask, segments, dropout=dropout)
+        out, lse = inputs.in_buckets(None, plain)
         if self.sinks:
             sinks = sink_attention(self.sinks, inputs, scale=scale, chunk=self.chunk)
             out, lse = merge([(out, lse), sinks_of(part, sinks)])

@@ -1,15 +1,12 @@
 """Longformer attention (Beltagy et al. 2020)."""
 
-import torch
-from torch import Tensor
-
-from megasparse.attention.block_sparse import BlockAttention, FixedPatternAttention, visible_blocks
-from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
+from megasparse.attention.block_sparse import BlockSparseAttention
+from megasparse.attention.contract import MechanismSpec
 from megasparse.attention.costs import Passes
 from megasparse.config.attention import LongformerAttentionConfig
 
 
-class LongformerAttention(FixedPatternAttention):
+class LongformerAttention(BlockSparseAttention):
     """A window of blocks, and global tokens that see everyone and are seen by everyone (a decoder's: what is before).
 
     A token sees its own block and the neighbours (a decoder's: the one before), the paper's window in blocks. The
@@ -20,13 +17,7 @@ class LongformerAttention(FixedPatternAttention):
         super().__init__(spec)
         self.chunk, self.first = min(config.chunk, spec.max_length), config.globals
 
-    def pattern(self, inputs: AttentionInputs, context: AttentionContext) -> BlockAttention:
-        return BlockAttention(self.chunk, self.first)
-
     def flops(self, length: int) -> Passes:
         """Neighbouring blocks and G global tokens; both ways G queries see all keys, G more a query on average."""
         work = self.workload(length)
         return work.pairs(work.chunks(self.chunk) + self.first * (1 if work.causal else 2))
-
-    def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
-        return visible_blocks(position, self.chunk, self.first, None, device)

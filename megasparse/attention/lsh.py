@@ -7,7 +7,7 @@ import math
 
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention
+from megasparse.attention.band import BandAttention, Codes
 from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
@@ -47,8 +47,7 @@ class LSHAttention(BandAttention):
                 "the chunk window's borders depend on later tokens; attention.lsh.window = band is strictly causal"
             )
 
-    def assign(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor | None]:
-        """The buckets of queries and of keys in every round, (B, H, R, L) each; None for keys that are the queries."""
+    def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Codes:
         rng = context.rng
         rounds = self.config.rounds if rng.training else self.config.rounds_in_evaluation
         numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
@@ -57,9 +56,7 @@ class LSHAttention(BandAttention):
         queries = angular_hash(inputs.q.detach(), matrices, self.factors)
         return queries, None if self.shared_qk else angular_hash(inputs.k.detach(), matrices, self.factors)
 
-    def band_codes(
-        self, inputs: AttentionInputs, position: int, context: AttentionContext
-    ) -> tuple[Tensor, Tensor | None]:
+    def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
         return self.assign(inputs, context)
 
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:

@@ -19,18 +19,19 @@ from megasparse.attention.contract import (
     MechanismSpec,
 )
 from megasparse.attention.costs import Passes, Work
+from megasparse.attention.full import Cache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_attention, sinks_of
 from megasparse.config.attention import NGramAttentionConfig
 from megasparse.errors import ConfigError
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.hashing.sign import code_dtype
 from megasparse.ops.keys import derive
 from megasparse.ops.random import random_bits
 
 
 @dataclass
-class NGramCache:
+class NGramCache(Cache):
     """Keys and values of all tokens, and by bucket the last keys that followed its n-gram; the tokens that the next
     n-gram needs, (B, n − 1), and the newest token's buckets, to which the next key belongs, (B, 1, R, 1).
     """
@@ -38,10 +39,6 @@ class NGramCache:
     band: BandCache
     recent: Tensor
     newest: Tensor
-
-    def select(self, rows: Tensor) -> None:
-        self.band.select(rows)
-        self.recent, self.newest = self.recent[rows], self.newest[rows]
 
 
 class SourceBias(nn.Module):
@@ -109,10 +106,8 @@ class NGramAttention(Attention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         codes = context.recompute.keep(lambda: self.assign(context, inputs.key_mask, inputs.segments))
-        q, k, v, key_mask, segments, _, dropout = inputs
         part = context.part
-        near = replace(self.near, share=part.share)
-        found = [bucketed_attention(q, k, v, None, near, key_mask, segments, dropout=dropout)]
+        found = [inputs.in_buckets(None, replace(self.near, share=part.share))]
         if sinks := self.config.sinks:
             seen = sink_attention(sinks, inputs, scale=self.near.scale, chunk=self.near.window.chunk)
             found.append(sinks_of(part, seen))
@@ -123,20 +118,18 @@ class NGramAttention(Attention):
 
     def _round(self, inputs: AttentionInputs, codes: Tensor, share: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of what a round shows, 0 and −∞ where that is nothing. codes: (B, L)."""
-        q, k, v, key_mask, segments, _, dropout = inputs
-        if key_mask is None:
-            k, v, codes_of_all = k.roll(-1, dims=2), v.roll(-1, dims=2), codes[:, None, None]
-            moved = None if dropout is None else replace(dropout, shift=1)
-            spec = replace(self.moved, share=share)
-            return bucketed_attention(q, k, v, codes_of_all, spec, None, segments, dropout=moved)
+        of_all = codes[:, None, None]
+        if inputs.key_mask is None:
+            k, v = (x.roll(-1, dims=2) for x in (inputs.k, inputs.v))
+            dropout = None if inputs.dropout is None else replace(inputs.dropout, shift=1)
+            return inputs._replace(k=k, v=v, dropout=dropout).in_buckets(of_all, replace(self.moved, share=share))
         # What follows a real token may be padding, so keys have buckets of their own.
         keys = _following(codes[:, None], inputs, self.buckets)[:, None]
-        far = replace(self.far, share=share)
-        return bucketed_attention(q, k, v, codes[:, None, None], far, key_mask, segments, keys, dropout)
+        return inputs.in_buckets(of_all, replace(self.far, share=share), keys)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> NGramCache:
         lengths, spec = self.config.lengths, self.spec.here(part)
-        band = BandCache.empty(batch, spec, len(lengths), self.buckets + 1, self.far.window, like, hashed_heads=1)
+        band = BandCache.empty(batch, spec, len(lengths), self.buckets + 1, self.far.window.chunk, like, heads=1)
         recent = torch.full((batch, max(lengths) - 1), -1, dtype=torch.int64, device=like.device)
         return NGramCache(band, recent, recent.new_full((batch, 1, len(lengths), 1), self.buckets))
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes, product
-from megasparse.attention.each_document import attend_each
+from megasparse.attention.documents import attend_each
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import PerformerAttentionConfig
 from megasparse.ops.linear_attention import State, causal_linear_attention, linear_attention

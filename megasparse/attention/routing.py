@@ -12,15 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.band import BandAttention
-from megasparse.attention.clusters import Lists, clusters_by_document
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
-from megasparse.attention.documents import Document
+from megasparse.attention.documents import Document, Lists, attend_in_clusters, clusters_by_document
 from megasparse.attention.lha_hash import Sides, bucket_codes
 from megasparse.config.attention import RoutingAttentionConfig
 from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention import Window
-from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.keys import derive
 from megasparse.ops.random import normal
@@ -97,20 +95,11 @@ class RoutingAttention(BandAttention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         routes = context.recompute.keep(lambda: self._decide(inputs, context))
         if self.config.window == "top_k":
-            return self._top_k(inputs, routes)
+            out, alone = attend_in_clusters(inputs, routes, self.rule["scale"], count_clusters=True)
+            return AttentionOutput(out, None, {"queries_in_no_cluster": alone})
         queries, keys = (codes.unsqueeze(2) for codes in routes)
         out, lse = self.attend(inputs, queries, None if inputs.causal else keys, context.part)
         return AttentionOutput(out, None, {}, lse)
-
-    def _top_k(self, inputs: AttentionInputs, routes: Routes) -> AttentionOutput:
-        spec = ClusterAttentionSpec(inputs.causal, self.rule["scale"], count_clusters=True)
-        heads = inputs.q, inputs.k, inputs.v
-        out, lse = cluster_attention(*heads, routes.queries, routes.keys, spec, dropout=inputs.dropout)
-        real = torch.ones_like(lse, dtype=torch.bool)
-        if inputs.key_mask is not None:
-            real = inputs.key_mask[:, None].expand_as(lse)
-        alone = (lse.isneginf() & real).sum() / real.sum().clamp_min(1)
-        return AttentionOutput(out, None, {"queries_in_no_cluster": alone})
 
     @torch.no_grad()
     def _decide(self, inputs: AttentionInputs, context: AttentionContext) -> Routes:

@@ -38,11 +38,11 @@ class SequencePart:
     divided: bool = True
     """Whether these share out the pairs of queries and keys, where a mechanism can; else each does all."""
 
-    @staticmethod
-    def of(group: torch.distributed.ProcessGroup | None) -> "SequencePart":
+    @classmethod
+    def of(cls, group: torch.distributed.ProcessGroup | None) -> "SequencePart":
         if group is None:
             return WHOLE
-        return SequencePart(group, torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
+        return cls(group, torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
 
     def of_heads(self, heads: int) -> "SequencePart":
         """The part of so many heads, or groups of heads that stay together: W is the most ways in which the ranks can
@@ -133,6 +133,27 @@ class SequencePart:
             parts = _Exchange.apply(by_rank, self.group).unflatten(0, (self.ways, self.copies))
             found.append(parts.movedim(0, 2).flatten(2, 3).unbind(0))  # (B, H, L/S, ...) each
         return list(zip(*found, strict=True))
+
+
+@dataclass(frozen=True)
+class DecodingPart(SequencePart):
+    """A rank's part of sequences whose tokens all ranks have: of each mechanism a W-th of the heads, as in training,
+    whose caches no other rank has, or C − 1 others. All that is exchanged are the heads' outputs. Without gradient.
+    """
+
+    divided: bool = False
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """x itself: of tokens, which are all here."""
+        return x
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """(B, H, n, D) each, of all heads, to (B, H/W, n, D) each, of this rank's heads."""
+        return tuple(self.own(x, 1) for x in tensors)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Back: (B, H/W, n, D) of each rank to (B, H, n, D), on every rank."""
+        return self.gather_heads(x)
 
 
 class _Exchange(torch.autograd.Function):

@@ -20,14 +20,13 @@ from megasparse.attention.contract import (
 )
 from megasparse.attention.costs import Passes, Work, product
 from megasparse.attention.far_attention import SAMPLES, drawn_positions, far_attention, far_pairs, sketch_divergence
-from megasparse.attention.full import KeyValueCache
-from megasparse.attention.head_sketch import HeadProjection
+from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_index, without_seen
 from megasparse.attention.sketch_objectives import PooledObjective, TokenObjective
 from megasparse.config.attention import SmartBirdAttentionConfig
 from megasparse.errors import ConfigError
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.positions import sinusoids
@@ -38,15 +37,11 @@ ASKED = {"token": "a token a position", "pooled": "a label a sequence", "answer"
 
 
 @dataclass
-class SketchCache:
+class SketchCache(Cache):
     """The heads' keys and values, and the keys of each sketch (B, sketches, capacity, d) in float64."""
 
     heads: KeyValueCache
     sketch: Tensor
-
-    def select(self, rows: Tensor) -> None:
-        self.heads.select(rows)
-        self.sketch = self.sketch[rows]
 
 
 class SmartBirdAttention(Attention):
@@ -100,23 +95,19 @@ class SmartBirdAttention(Attention):
             loss = self._objective(x, inputs, context.targets, context.part)
             statistics["sketch_loss"] = loss.detach()
             loss = loss * (self.config.weight / self.spec.layers)
-        index = context.recompute.keep(lambda: self._choose_whole(x, inputs, context))
+        index = context.recompute.keep(lambda: self._choose(self.sketches(x, inputs, context), inputs, context))
         return AttentionOutput(self._attend(inputs, index), loss, statistics)
 
     def _attend(self, inputs: AttentionInputs, index: Tensor) -> Tensor:
         """Attention to the chosen keys, the sinks and the window."""
-        q, k, v, key_mask, segments, _, dropout = inputs
         sinks, chunk = self.config.sinks, self.near.window.chunk if self.config.local else None
         if sinks or chunk:
             index = without_seen(index, inputs, sinks, chunk)
         if sinks:
             first = sink_index(sinks, inputs, chunk=chunk)
             index = torch.cat([index, first.expand(*index.shape[:2], -1, -1)], dim=-1)
-        chosen = gathered_attention(q, k, v, index, scale=self.near.scale, dropout=dropout)
-        if chunk is None:
-            return chosen[0]
-        near = bucketed_attention(q, k, v, None, self.near, key_mask, segments, dropout=dropout)
-        return merge([near, chosen])[0]
+        chosen = gathered_attention(*inputs[:3], index, scale=self.near.scale, dropout=inputs.dropout)
+        return chosen[0] if chunk is None else merge([inputs.in_buckets(None, self.near), chosen])[0]
 
     def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """The auxiliary loss of a training pass where sketches learn attention, and its statistics: the divergence of
@@ -276,9 +267,6 @@ class SmartBirdAttention(Attention):
         index = torch.cat([index, beside.expand(*index.shape[:3], -1)], dim=-1)
         return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, index, scale=self.near.scale)[0]
 
-    def _choose_whole(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
-        return self._choose(self.sketches(x, inputs, context), inputs, context)
-
     @torch.no_grad()
     def _choose(
         self,
@@ -290,8 +278,7 @@ class SmartBirdAttention(Attention):
         """The index (B, H or 1, Lq, K) of the queries from position `first_query` on. sketches: their queries (B, Lq,
         d), and all keys, of each.
         """
-        heads = inputs.q.shape[1] // len(sketches)
-        found = []
+        heads, found = inputs.q.shape[1] // len(sketches), []
         for number, (q, k) in enumerate(sketches):
             own = range(number * heads, (number + 1) * heads)
             found.append(self._chosen(q, k, own, inputs, context, first_query))
@@ -327,6 +314,27 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor, exactly: bool = False) -> Tensor:
         return exact_projection(x, self.weight) if exactly else F.linear(x, self.weight.to(x.dtype))
+
+
+class HeadProjection(nn.Module):
+    """A linear map of G neighbouring heads' queries or keys, side by side, to d numbers, for each group of heads."""
+
+    def __init__(self, groups: int, width_in: int, width_out: int):
+        super().__init__()
+        self.groups, self.width_in = groups, width_in
+        self.weight = nn.Parameter(torch.empty(groups * width_out, width_in))
+
+    def forward(self, x: Tensor, part: SequencePart, exactly: bool = False) -> list[Tensor]:
+        """Project heads x (B, H, L, D), those that are here, to (B, L, d) of each group; see `exact_projection`."""
+        weights = part.own(self.weight, 0).chunk(self.groups // part.shares)
+        grouped = [heads.transpose(1, 2).flatten(2) for heads in x.split(self.width_in // x.shape[3], dim=1)]
+        project = exact_projection if exactly else _project
+        return [project(own, weight) for own, weight in zip(grouped, weights, strict=True)]
+
+
+def _project(x: Tensor, weight: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(dtype), weight.to(dtype))
 
 
 class SketchEmbedding(nn.Module):

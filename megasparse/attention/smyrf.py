@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.clusters import Lists, clusters_by_document
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
-from megasparse.attention.documents import Document
+from megasparse.attention.documents import Document, Lists, clusters_by_document
 from megasparse.config.attention import SMYRFAttentionConfig
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.dtype import at_least_fp32

@@ -9,7 +9,7 @@ from megasparse.attention.block_sparse import FixedPatternAttention
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
 from megasparse.config.attention import SparseTransformerAttentionConfig
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 
 
@@ -29,7 +29,7 @@ class StridedAttention:
     def _near(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Over the other tokens nearer than S; the token itself is among the strided ones."""
         spec = BucketedAttentionSpec(Window("band", self.stride), inputs.causal, inputs.q.shape[-1] ** -0.5)
-        out, lse = bucketed_attention(inputs.q, inputs.k, inputs.v, None, spec, dropout=inputs.dropout)
+        out, lse = inputs.in_buckets(None, spec)
         alone = torch.arange(lse.shape[-1], device=lse.device) == 0
         if self.stride == 1 or lse.shape[-1] == 1:
             alone = torch.ones_like(alone)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes, Work, product
-from megasparse.attention.full import KeyValueCache
+from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import YOSOAttentionConfig
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
@@ -22,7 +22,7 @@ from megasparse.ops.unit_keys import unit_vectors
 
 
 @dataclass
-class YOSOCache:
+class YOSOCache(Cache):
     """Cache of a decoder. tables: (B, H, m, 2^τ, D), the sums of the values by key code, fp32 at least; or, with the
     expectation, tokens: unit keys and values so far. recent: (B, H, S − 1, D), the last values, for the convolution.
     """
@@ -30,13 +30,6 @@ class YOSOCache:
     tables: Tensor | None
     tokens: KeyValueCache | None
     recent: Tensor
-
-    def select(self, rows: Tensor) -> None:
-        self.recent = self.recent[rows]
-        if self.tables is not None:
-            self.tables = self.tables[rows]
-        if self.tokens is not None:
-            self.tokens.select(rows)
 
 
 class YOSOAttention(Attention):

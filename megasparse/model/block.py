@@ -177,7 +177,7 @@ class AttentionBranch(Branch):
         """
         if position is not None:
             context = AttentionContext(self.layer, run.rng, tokens=run.tokens)
-            return at_least_fp32(self.attention.decode(self.read(x), cache, position, context, run.padding))
+            return self.attention.decode(self.read(x), cache, position, context, run.padding), None
         if place is not None:
             found, statistics = rewrite_in_groups(self, place, run)
             self.note(run, statistics)
@@ -203,10 +203,6 @@ class AttentionBranch(Branch):
         norm_after = self.post_norm  # which the sum of stream and branch goes through
         return {n: w for n, w in self.named_parameters() if not (norm_after and n.startswith("norm."))}
 
-    def decode(self, x: Tensor, cache: Any, position: int, run: Pass) -> Tensor:
-        found: Tensor = self(x, run, cache, position=position)
-        return found
-
 
 class CrossAttentionBranch(Branch):
     purpose = "cross-attention dropout"
@@ -216,16 +212,14 @@ class CrossAttentionBranch(Branch):
         self.rate = _output_rate(config)
         self.attention = CrossAttention(config)
 
-    def forward(self, x: Tensor, run: Pass, source: Source | SourceKeys) -> Tensor:
+    def forward(self, x: Tensor, run: Pass, source: Source | SourceKeys, position: int | None = None) -> Tensor:
+        """Run the residual branch. x: (B, L, E). position: of the one new token to decode."""
         decisions = run.recompute["cross-attention", self.layer]
         context = AttentionContext(self.layer, run.rng, recompute=decisions, part=run.padding.part)
-        return self.attention(self.read(x), source, context)
+        return self.attention(self.read(x), source, context, position or 0)
 
     def new_cache(self, source: Source, rng: RngContext) -> SourceKeys:
         return self.attention.read(source, AttentionContext(self.layer, rng))
-
-    def decode(self, x: Tensor, cache: SourceKeys, position: int, rng: RngContext) -> Tensor:
-        return at_least_fp32(self.attention(self.read(x), cache, AttentionContext(self.layer, rng), position))
 
 
 class FeedForwardBranch(Branch):
@@ -272,24 +266,21 @@ class Block(nn.Module):
         streams, auxiliary = _residual(streams, self.branches(run, cache, source), run.rng)
         return auxiliary, *streams
 
-    def branches(self, run: Pass, cache: Any, source: Tensor | None) -> list[tuple[Branch, Compute]]:
-        """The branches of a whole sequence, in their order."""
-        cross, feed = self.cross_attention, self.feed_forward
-        found: list[tuple[Branch, Compute]] = [(self.attention, lambda x: self.attention(x, run, cache))]
+    def branches(
+        self, run: Pass, cache: Any, source: Tensor | None, position: int | None = None
+    ) -> list[tuple[Branch, Compute]]:
+        """The branches of a whole sequence, or of the one new token at `position`, in their order."""
+        own, cross, feed = self.attention, self.cross_attention, self.feed_forward
+        found: list[tuple[Branch, Compute]] = [(own, lambda x: own(x, run, cache, position=position))]
         if cross is not None:
             seen = Source(source, run.source_mask) if source is not None else cache["cross"]
-            found.append((cross, lambda x: (cross(x, run, seen), None)))
+            found.append((cross, lambda x: (cross(x, run, seen, position), None)))
         found.append((feed, lambda x: (feed(x, run), None)))
         return found
 
     def decode(self, streams: Streams, cache: Any, position: int, run: Pass) -> Streams:
         """One new token: streams of (B, 1, E)."""
-        own, cross, feed = self.attention, self.cross_attention, self.feed_forward
-        branches: list[tuple[Branch, Compute]] = [(own, lambda x: (own.decode(x, cache, position, run), None))]
-        if cross is not None:
-            branches.append((cross, lambda x: (cross.decode(x, cache["cross"], position, run.rng), None)))
-        branches.append((feed, lambda x: (feed(x, run), None)))
-        return _residual(streams, branches, run.rng)[0]
+        return _residual(streams, self.branches(run, cache, None, position), run.rng)[0]
 
 
 def _residual(

@@ -20,11 +20,7 @@ Model = Decoder | Encoder | EncoderDecoder
 
 def empty_model(config: ModelConfig) -> Model:
     """The model that `config.kind` names, its weights not yet filled."""
-    kinds: dict[str, type[Decoder | Encoder | EncoderDecoder]] = {
-        "decoder": Decoder,
-        "encoder": Encoder,
-        "encoder_decoder": EncoderDecoder,
-    }
+    kinds: dict[str, type[Model]] = {"decoder": Decoder, "encoder": Encoder, "encoder_decoder": EncoderDecoder}
     return kinds[config.kind](config)
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasparse.attention.decoding_part import DecodingPart
 from megasparse.attention.heads import Padding
-from megasparse.attention.sequence_part import WHOLE, SequencePart
+from megasparse.attention.sequence_part import WHOLE, DecodingPart, SequencePart
 from megasparse.model.block import Pass
 from megasparse.model.stack import Transformer
 from megasparse.ops.random import RngContext

@@ -13,7 +13,7 @@ from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Streams
 from megasparse.model.padding import padding_of
 from megasparse.model.sentence_order import OrderScores, SentenceOrder
-from megasparse.model.stack import TokenScores, Transformer
+from megasparse.model.stack import Scored, Transformer
 from megasparse.ops.random import RngContext, random_bits
 
 MASKED, REPLACED = 0.8, 0.1
@@ -80,9 +80,7 @@ class Encoder(Transformer):
         streams, _, _ = self.streams(self.prepare_inputs(tokens, rng, padding)[0], rng, padding)
         return self.sentence_order(streams, tokens, rng)
 
-    def _scores(
-        self, tokens: Tensor, rng: RngContext, padding: Padding
-    ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
+    def _scores(self, tokens: Tensor, rng: RngContext, padding: Padding) -> Scored:
         if self.sentence_order is not None:
             tokens = self.sentence_order.arrange(tokens, rng)
         return super()._scores(tokens, rng, padding)

@@ -18,7 +18,7 @@ from megasparse.config.schema import ModelConfig
 from megasparse.model.block import mean_stream
 from megasparse.model.decoder import Causal, DecodingCache
 from megasparse.model.padding import padding_of
-from megasparse.model.stack import Stack, TokenScores
+from megasparse.model.stack import Scored, Stack, TokenScores
 from megasparse.ops.random import RngContext
 
 
@@ -89,17 +89,11 @@ class EncoderDecoder(Causal):
             layer["cross"] = block.cross_attention.new_cache(memory, cache.rng)
         return cache
 
-    def score_targets(
-        self, tokens: Tensor, rng: RngContext, key_mask: Tensor | None, memory: Source
-    ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
-        """Scores of targets (B, t), given what the encoder has read: the scores, what each token adds to the objective
-        (B, t), the sum of the decoder's auxiliary losses, and its layers' statistics. key_mask: of the targets.
-        """
+    def score_targets(self, tokens: Tensor, rng: RngContext, key_mask: Tensor | None, memory: Source) -> Scored:
+        """Scores of targets (B, t), given what the encoder has read; see `Scored`. key_mask: of the targets."""
         return self._score_targets(tokens, rng, Padding(key_mask), memory)
 
-    def _scores(
-        self, tokens: Tensor, rng: RngContext, padding: Padding
-    ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
+    def _scores(self, tokens: Tensor, rng: RngContext, padding: Padding) -> Scored:
         """Scores of (B, S + T) tokens; those of the source are not scored.
 
         Where ranks share sequences, each has a part of these tokens, from which all ids, 8 bytes a token, are gathered;

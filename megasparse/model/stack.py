@@ -38,6 +38,10 @@ class TokenScores(NamedTuple):
     """Whether the token counts: the model has to predict it."""
 
 
+Scored = tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]
+"""The scores, what each token adds to the objective (B, L), the sum of auxiliary losses, and the layers' statistics."""
+
+
 def mean_cost(
     scores: TokenScores, cost: Tensor, divisor: float | None, part: SequencePart = WHOLE
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -207,17 +211,10 @@ class Transformer(Stack, ABC):
         padding = padding or padding_of(tokens, self.config)
         return self._scores(tokens, rng.at(padding.part.rank * tokens.shape[1]), padding)[0]
 
-    def _scores(
-        self, tokens: Tensor, rng: RngContext, padding: Padding
-    ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
-        """The scores, what each token adds to the objective (B, L), the sum of auxiliary losses, and the layers'
-        statistics, mean over layers.
-        """
+    def _scores(self, tokens: Tensor, rng: RngContext, padding: Padding) -> Scored:
         return self._score_targets(tokens, rng, padding)
 
-    def _score_targets(
-        self, tokens: Tensor, rng: RngContext, padding: Padding, source: Source | None = None
-    ) -> tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]:
+    def _score_targets(self, tokens: Tensor, rng: RngContext, padding: Padding, source: Source | None = None) -> Scored:
         """`_scores` of tokens that a decoder predicts from a source."""
         read, scored = self.prepare_inputs(tokens, rng, padding)
         known = Targets(tokens, scored)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasparse.attention.bigbird import random_blocks
+from megasparse.attention.bigbird import RandomBlocks
 from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.attention import AttentionConfig
@@ -58,10 +58,8 @@ def drawn_blocks(settings, causal, max_length=40):
     chunk = min(settings["chunk"], max_length)
     total = -(-max_length // chunk)
     key = derive(0, 0, "bigbird blocks")
-    table = random_blocks(
-        key, range(2), torch.arange(total), settings["globals"], None if causal else total, settings["random"]
-    )
-    return table.tolist()
+    drawn = RandomBlocks(key, range(2), settings["globals"], None if causal else total, settings["random"])
+    return drawn(torch.arange(total)).tolist()
 
 
 def pattern(kind, settings, causal, length):
@@ -114,7 +112,7 @@ def test_decoding_sees_what_the_whole_pass_sees(kind, settings):
 @pytest.mark.parametrize("global_blocks", [0, 1, 5, 20])
 @pytest.mark.parametrize("count", [1, 3, 30])
 def test_random_blocks_are_different_candidates(total, global_blocks, count):
-    table = random_blocks(7, range(4), torch.arange(12), global_blocks, total, count)
+    table = RandomBlocks(7, range(4), global_blocks, total, count)(torch.arange(12))
     assert table.shape == (4, 12, count)
     for h in range(4):
         for w in range(12):
@@ -126,15 +124,15 @@ def test_random_blocks_are_different_candidates(total, global_blocks, count):
 
 
 def test_random_blocks_are_uniform_and_those_of_the_global_head_and_block():
-    table = random_blocks(7, range(4000), torch.arange(12), 1, 12, 3)
+    table = RandomBlocks(7, range(4000), 1, 12, 3)(torch.arange(12))
     counts = torch.bincount(table[:, 5].flatten(), minlength=12)
     candidates = [1, 2, 3, 7, 8, 9, 10, 11]
     assert counts.sum() == counts[candidates].sum() == 12000
     share = 3 / 8  # of the heads have a given block
     assert (counts[candidates] - 4000 * share).abs().max() < 5 * (4000 * share * (1 - share)) ** 0.5
-    part = random_blocks(7, range(2, 4), torch.arange(4, 6), 1, 12, 3)
+    part = RandomBlocks(7, range(2, 4), 1, 12, 3)(torch.arange(4, 6))
     assert torch.equal(part, table[2:4, 4:6])
-    assert not torch.equal(random_blocks(8, range(4000), torch.arange(12), 1, 12, 3), table)
+    assert not torch.equal(RandomBlocks(8, range(4000), 1, 12, 3)(torch.arange(12)), table)
 
 
 def test_bigbird_keeps_its_pattern_over_the_steps():

@@ -10,7 +10,16 @@ from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.model.decoder import Decoder
 from megasparse.ops.random import RngContext
-from tests.helpers.models import PARTS, attention, causal_names, named, random_tokens, small, strict_names
+from tests.helpers.models import (
+    PARTS,
+    attention,
+    causal_names,
+    decoded_nats,
+    named,
+    random_tokens,
+    small,
+    strict_names,
+)
 
 LEAKING = [name for name in causal_names() if name not in strict_names()]
 GROUPED = [name for name in strict_names() if name in MECHANISMS]
@@ -28,12 +37,8 @@ def whole_nats(model: Decoder, tokens, **rounds):
     return model.token_scores(tokens, RngContext.evaluation(7, len(tokens), **rounds)).nats
 
 
-def decoded_nats(model: Decoder, tokens, prompt, **rounds):
-    """Nats of the tokens after the first `prompt`, which are read at once."""
-    cache = model.new_cache(len(tokens), seed=7, **rounds)
-    logits = [model.prefill(tokens[:, :prompt], cache)]
-    logits += [model.decode(tokens[:, t], cache) for t in range(prompt, tokens.shape[1] - 1)]
-    return -torch.log_softmax(torch.stack(logits, 1), -1).gather(-1, tokens[:, prompt:, None]).squeeze(-1)
+def decoded(model: Decoder, tokens, prompt, **rounds):
+    return decoded_nats(model, tokens, prompt, model.new_cache(len(tokens), seed=7, **rounds))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -41,16 +46,15 @@ def test_cached_decoding_is_the_whole_sequence(name):
     model, tokens = build_model(CONFIGS[name], seed=3), random_tokens(2, 70)
     whole = whole_nats(model, tokens)
     for prompt, end in ((0, 36), (1, 12), (50, 70)):
-        decoded = decoded_nats(model, tokens[:, :end], prompt)
-        assert (decoded - whole[:, prompt:end]).abs().max() < 1e-4, prompt
+        assert (decoded(model, tokens[:, :end], prompt) - whole[:, prompt:end]).abs().max() < 1e-4, prompt
 
 
 @pytest.mark.parametrize("kind", ["lsh", "yoso"])
 def test_more_rounds_in_decoding_too(kind):
     model, tokens = build_model(small((kind,)), seed=3), random_tokens(1, 40)
-    decoded = decoded_nats(model, tokens, 0, rounds=11)
-    assert (decoded - whole_nats(model, tokens, rounds=11)).abs().max() < 1e-4
-    assert (decoded - whole_nats(model, tokens)).abs().max() > 1e-3
+    found = decoded(model, tokens, 0, rounds=11)
+    assert (found - whole_nats(model, tokens, rounds=11)).abs().max() < 1e-4
+    assert (found - whole_nats(model, tokens)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", LEAKING)

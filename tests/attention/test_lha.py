@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import megasparse.ops.attention_utility.blockwise as utility_eager
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache
-from megasparse.attention.heads import Padding, build_mechanism
+from megasparse.attention.heads import Padding
 from megasparse.attention.observation import calls
 from megasparse.config.schema import PositionsConfig
 from megasparse.model.build import build_model
@@ -14,7 +14,16 @@ from megasparse.ops.attention_utility.reference import utilities
 from megasparse.ops.random import RngContext
 from megasparse.ops.random_features import orthogonal_projections
 from megasparse.ops.random_features.reference import positive_features
-from tests.helpers.models import Single, attention, random_tokens, small, training_draws
+from tests.helpers.models import (
+    Single,
+    assert_near,
+    attention,
+    gradients,
+    random_tokens,
+    randomise,
+    small,
+    training_draws,
+)
 
 MASK = torch.ones(2, 40, dtype=torch.bool)
 MASK[0, 33:] = False
@@ -24,13 +33,8 @@ SEGMENTS = torch.tensor([[0] * 11 + [1] * 29, [0] * 20 + [1] * 5 + [2] * 15])
 
 def lha(causal, **settings):
     """2 heads, 16 wide, 128 positions, 16 buckets, 3 layers; in float64."""
-    single = Single("lha", causal)
-    kind = "decoder" if causal else "encoder"
-    single.mechanism = build_mechanism("lha", small(attention=attention("lha", lha=settings), kind=kind), 2).double()
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for parameter in single.mechanism.parameters():
-            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    single = Single("lha", causal, settings=settings)
+    randomise(single.mechanism.double(), 0.5, seed=11)
     return single
 
 
@@ -40,7 +44,7 @@ def heads_of(inputs, causal, key_mask=None, segments=None):
 
 def scores_by_hand(mechanism, side, x):
     """H of one side, (B, H, L, N), head by head."""
-    weights = {name: p.detach() for name, p in mechanism.hash.named_parameters() if name.startswith(side)}
+    weights = dict(mechanism.hash.named_parameters())
     found = []
     for head in range(x.shape[1]):
         y, first = x[:, head], weights[f"{side}_weight1"][head]
@@ -97,7 +101,7 @@ def test_the_loss_is_that_of_equation_19(masks, causal, utility, visible, monkey
     mechanism, inputs = single.mechanism, single.inputs(40, dtype=torch.float64)
     result = single(*inputs, training=True, step=5, **masks)
     _, q, k, _ = inputs
-    query_scores, key_scores = both_scores(mechanism, q, k, causal)
+    query_scores, key_scores = (scores.detach() for scores in both_scores(mechanism, q, k, causal))
     projection = orthogonal_projections(
         RngContext(0, 5, torch.arange(2), True).key(0, "lha features"), range(2), 16, 16, q.device
     )
@@ -118,11 +122,10 @@ def test_the_loss_is_that_of_equation_19(masks, causal, utility, visible, monkey
             kl[side] += (torch.xlogy(psi[side], psi[side]) - psi[side] * predicted).sum()
         kept += psi[0].gather(-1, codes[..., None]).sum()
         count += 2 * len(tokens)
-    torch.testing.assert_close(result.statistics["kl_queries"], kl[0] / count)
-    torch.testing.assert_close(result.statistics["kl_keys"], kl[1] / count)
-    torch.testing.assert_close(result.statistics["negative_entropy_queries"], information[0] / count)
-    torch.testing.assert_close(result.statistics["negative_entropy_keys"], information[1] / count)
-    torch.testing.assert_close(result.statistics["attention_utility"], kept / count)
+    named = {"kl_queries": kl[0], "kl_keys": kl[1], "attention_utility": kept}
+    named |= {"negative_entropy_queries": information[0], "negative_entropy_keys": information[1]}
+    for name, total in named.items():
+        torch.testing.assert_close(result.statistics[name], total / count)
     torch.testing.assert_close(result.auxiliary_loss, 0.2 * kl.sum() / count / 3)  # 3 layers
     assert mechanism.task_weight == 0.8
 
@@ -186,20 +189,7 @@ def test_gradients_of_the_loss_are_those_of_the_definition(kind, causal, monkeyp
     assert len(names) == {"mlp": 8, "linear": 2}[kind]
     ours = torch.autograd.grad(3 * single(*inputs, training=True).auxiliary_loss, parameters)
     _, q, k, _ = inputs
-    sides = {}
-    for side, x in (("query", q), ("key", k)):
-        w = [p for n, p in zip(names, parameters, strict=True) if f"hash.{side}" in n]
-        if kind == "linear":
-            sides[side] = torch.einsum("bhld,hdn->bhln", x, w[0])
-        else:
-            w = {
-                n.split(".")[1].split("_")[1]: p for n, p in zip(names, parameters, strict=True) if f"hash.{side}" in n
-            }
-            hidden = torch.relu(torch.einsum("bhld,hde->bhle", x, w["weight1"]) + w["bias1"].view(2, 1, -1))
-            sides[side] = torch.einsum("bhle,hen->bhln", hidden, w["weight2"]) + w["bias2"].view(2, 1, -1)
-    scores = list(sides.values())
-    if causal:
-        scores = [sum(scores)] * 2
+    scores = both_scores(mechanism, q, k, causal)
     best = (in_best(s.detach(), mechanism.bucket_size) for s in scores)
     psi = utilities(torch.exp(q @ k.mT / 4), *best, False)
     loss = sum(F.kl_div(torch.log_softmax(s, -1), p, reduction="sum") for s, p in zip(scores, psi, strict=True))
@@ -248,8 +238,7 @@ def test_of_equal_tokens_the_earlier_ones_are_members():
     x, q, k, v = single.inputs(40, dtype=torch.float64)
     q, k = (t[:, :, :1].expand_as(t) for t in (q, k))
     assigned = single.mechanism.assign(heads_of([x, q, k, v], False), evaluation())
-    assert (assigned.query_members == torch.arange(11, dtype=torch.int32)).all()
-    assert (assigned.key_members == torch.arange(11, dtype=torch.int32)).all()
+    assert all((members == torch.arange(11, dtype=torch.int32)).all() for members in assigned.members)
 
 
 @pytest.mark.parametrize("masks", [{}, {"segments": SEGMENTS, "key_mask": MASK}], ids=len)
@@ -336,16 +325,15 @@ def test_only_the_loss_trains_the_hash_and_trains_nothing_else():
 @pytest.mark.parametrize("visible", [False, True])
 def test_reversible_layers_train_the_hash_as_stored_ones_do(window, visible):
     section = {"window": window, "visible_utility": visible}
-    gradients = {}
+    found, tokens = [], random_tokens(2, 90)
     for activations in ("reversible", "stored"):
         model = build_model(small(attention=attention("lha", lha=section), activations=activations, dropout=0.1), 0)
-        objective, statistics = model(random_tokens(2, 90), training_draws(2))
-        assert objective.item() > 0.95 * (statistics["nats"] / statistics["tokens"]).item()
-        objective.backward()
-        gradients[activations] = {n: p.grad for n, p in model.named_parameters()}
-    for name, exact in gradients["stored"].items():
-        assert exact.abs().max() > 0, name
-        assert (gradients["reversible"][name] - exact).norm() < 1e-4 * exact.norm(), name
+        objective, own = gradients(model, tokens)
+        statistics = model(tokens, training_draws(2))[1]
+        assert objective > 0.95 * statistics["nats"] / statistics["tokens"]
+        assert all(own[name].abs().max() > 0 for name, _ in model.named_parameters())
+        found.append(own)
+    assert_near(*found, 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

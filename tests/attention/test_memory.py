@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import megasparse.attention.full as attention
-from megasparse.attention.heads import build_mechanism
 from megasparse.ops.blocks import smaller_blocks
-from tests.helpers.models import SMALL, VARIANTS, Single, all_names, causal_names, encoder_names, kind_of, small
+from tests.helpers.models import SMALL, VARIANTS, Single, all_names, causal_names, encoder_names, kind_of, randomise
 from tests.helpers.peak_memory import PeakMemory
 
 LONG, PART = 2048, 1 / 8
@@ -25,17 +24,9 @@ def peak(name: str, causal: bool, length: int, longest: int) -> PeakMemory:
     """One head of width 8, forward and backward, of a mechanism built for `longest` tokens."""
     kind = kind_of(name)
     wide = {"chunk": 64, "keys": 8, "stride": 128, "projected": 32, "features": 16, "hashes": 4, "code_bits": 4}
-    settings = {k: wide.get(k, v) for k, v in {**SMALL.get(kind, {}), **VARIANTS.get(name, (kind, {}))[1]}.items()}
-    config = small((kind,), max_length=longest, d_model=8, heads=1, positions={"kind": "none"},
-                   kind="decoder" if causal else "encoder")  # fmt: skip
-    section = getattr(config.attention, kind)
-    section = type(section).model_validate({**section.model_dump(), **settings})
-    config = config.model_copy(update={"attention": config.attention.model_copy(update={kind: section})})
-    single = Single.__new__(Single)
-    single.causal, single.mechanism = causal, build_mechanism(kind, config, heads=1)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in single.mechanism.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    settings = {key: wide[key] for key in {*SMALL.get(kind, {}), *VARIANTS.get(name, (kind, {}))[1]} & wide.keys()}
+    single = Single(name, causal, 0.0, settings, max_length=longest, d_model=8, heads=1, positions={"kind": "none"})
+    generator = randomise(single.mechanism)
     x = torch.randn(1, length, 8, generator=generator)
     q, k, v = (torch.randn(1, 1, length, 8, generator=generator).requires_grad_() for _ in range(3))
     with PeakMemory() as memory, smaller_blocks(PART):

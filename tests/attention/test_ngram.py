@@ -9,7 +9,7 @@ from megasparse.config.attention import NGramAttentionConfig
 from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
 from megasparse.ops.random import RngContext
-from tests.helpers.models import known_tokens
+from tests.helpers.models import assert_same_with_gradients, known_tokens
 
 CHUNK, WINDOW, LENGTH = 6, 7, 50
 
@@ -71,18 +71,14 @@ MASKS["both"] = MASKS["documents"] | MASKS["padding"]
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_it_is_as_defined_with_gradients(lengths, masks, sinks):
-    tokens, made, results = known_tokens(2, LENGTH), mechanism(*lengths, sinks=sinks), []
+    tokens, made, inputs = known_tokens(2, LENGTH), mechanism(*lengths, sinks=sinks).double(), heads(**masks)
     context = AttentionContext(0, RngContext.evaluation(0, 2), tokens=tokens)
-    for attend in (
-        lambda inputs: made(torch.zeros(2, LENGTH, 16), inputs, context).out,
-        lambda inputs: defined(inputs, tokens, made),
-    ):
-        inputs = heads(**masks)
-        leaves = [*(x.requires_grad_() for x in inputs[:3]), made.bias.bias]
-        out = attend(inputs)
-        results.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)))
-    for ours, dense in zip(*results, strict=True):
-        torch.testing.assert_close(ours, dense, rtol=1e-6, atol=1e-8)  # the bias is in fp32
+    assert_same_with_gradients(
+        lambda q, k, v: made(torch.zeros(2, LENGTH, 16), inputs._replace(q=q, k=k, v=v), context).out,
+        lambda q, k, v: defined(inputs._replace(q=q, k=k, v=v), tokens, made),
+        inputs[:3],
+        [made.bias.bias],
+    )
 
 
 def test_what_only_padding_has_followed_is_nothing():

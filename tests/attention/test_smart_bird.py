@@ -7,7 +7,6 @@ import torch.nn.functional as F
 import megasparse.attention.sketch_objectives as sketch_objectives
 import megasparse.attention.smart_bird as smart_bird
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache, Targets
-from megasparse.attention.heads import build_mechanism
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.gathered_attention.reference import gathered_attention as gathered
@@ -18,10 +17,12 @@ from megasparse.ops.sketch.reference import sketched_weights
 from tests.helpers.models import (
     Single,
     assert_same_with_gradients,
-    attention,
+    decoded_nats,
     named,
     random_tokens,
+    randomise,
     small,
+    softmax_over,
     training_draws,
 )
 
@@ -30,12 +31,8 @@ LABELS = Targets(torch.tensor([2, 0]), None)
 
 def pooled(**settings):
     """Learns the label of a sequence, or as `settings` say."""
-    single = Single("smart_bird", causal=False)
-    section = attention("smart_bird", smart_bird={"keys": 6, **(settings or {"objective": "pooled", "labels": 3})})
-    single.mechanism = build_mechanism("smart_bird", small(attention=section), heads=2)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in single.mechanism.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    single = Single("smart_bird", False, settings=settings or {"objective": "pooled", "labels": 3})
+    randomise(single.mechanism, 0.5)
     return single
 
 
@@ -104,16 +101,8 @@ def test_the_tiny_transformer_reads_tokens_and_positions_alone():
 @pytest.mark.parametrize("local,sinks", [(True, 0), (False, 3), (True, 3)])
 def test_a_window_and_sinks_are_in_the_softmax_of_the_chosen_keys_once(causal, masked, local, sinks):
     length, chunk = 50, 8
-    mechanism = build_mechanism(
-        "smart_bird",
-        small(
-            attention=attention("smart_bird", smart_bird={"keys": 6, "local": local, "chunk": chunk, "sinks": sinks}),
-            kind="decoder" if causal else "encoder",
-        ),
-        heads=2,
-    )
     single = Single("smart_bird", causal)
-    mechanism.load_state_dict(single.mechanism.state_dict())
+    joined = Single("smart_bird", causal, settings={"local": local, "chunk": chunk, "sinks": sinks})
     x, *heads = single.inputs(length, dtype=torch.float64)
     real, document = torch.ones(2, length, dtype=torch.bool), torch.zeros(2, length, dtype=torch.int64)
     masks = {}
@@ -122,7 +111,6 @@ def test_a_window_and_sinks_are_in_the_softmax_of_the_chosen_keys_once(causal, m
         document = torch.tensor([0] * 2 + [1] * 18 + [2] * 30).expand(2, -1)
         masks = {"key_mask": real, "segments": document}
     index = index_of(single, [x, *heads], training=True, **masks).long()
-    single.mechanism = mechanism
     seen = torch.zeros(2, 2, length, length + 1, dtype=torch.bool).scatter_(3, index.where(index >= 0, length), True)
     for b in range(2):
         number = real[b].cumsum(0) - 1
@@ -134,11 +122,11 @@ def test_a_window_and_sinks_are_in_the_softmax_of_the_chosen_keys_once(causal, m
             seen[b, :, i, own[:sinks][own[:sinks] <= i] if causal else own[:sinks]] = True
     seen = seen[..., :length]
 
-    def dense(q, k, v):
-        score = (0.25 * q @ k.transpose(-1, -2)).masked_fill(~seen, -1e30)
-        return (torch.softmax(score, dim=-1) @ v).masked_fill(~real[:, None, :, None], 0.0)
-
-    assert_same_with_gradients(lambda *heads: single(x, *heads, training=True, **masks).out, dense, heads)
+    assert_same_with_gradients(
+        lambda *heads: joined(x, *heads, training=True, **masks).out,
+        lambda q, k, v: softmax_over(0.25 * q @ k.transpose(-1, -2), seen & real[:, None, :, None], v),
+        heads,
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -192,16 +180,20 @@ def test_the_objective_of_each_token_is_its_cross_entropy(monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def pooled_logits(m, x):
+    """Logits of a label or of an answer's tokens, (B, V)."""
+    alpha, _ = sketched_weights(m.query(x), m.key(x), causal=False)
+    h = alpha @ m.value(x)
+    share = torch.softmax((h * m.objective.pool).sum(-1, keepdim=True), dim=1)
+    return (share * h).sum(1) @ m.objective.weight.T + m.objective.bias
+
+
 def test_the_pooled_objective_is_that_of_the_label_and_padding_is_not_pooled():
     single = pooled()
     m = single.mechanism.double()
     x, *heads = single.inputs(30, dtype=torch.float64)
     loss = single(x, *heads, training=True, targets=LABELS).statistics["sketch_loss"]
-    alpha, _ = sketched_weights(m.query(x), m.key(x), causal=False)
-    h = alpha @ m.value(x)
-    share = torch.softmax((h * m.objective.pool).sum(-1, keepdim=True), dim=1)
-    logits = (share * h).sum(1) @ m.objective.weight.T + m.objective.bias
-    torch.testing.assert_close(loss, F.cross_entropy(logits, LABELS.values))
+    torch.testing.assert_close(loss, F.cross_entropy(pooled_logits(m, x), LABELS.values))
     longer = [F.pad(t, (0, 0, 0, 5), value=1e4) for t in (x, *heads)]
     mask = (torch.arange(35) < 30).expand(2, -1)
     padded = single(*longer, training=True, targets=LABELS, key_mask=mask).statistics["sketch_loss"]
@@ -217,11 +209,7 @@ def test_the_objective_of_an_answer_is_the_cross_entropy_of_each_of_its_tokens_t
     values, counted = torch.tensor([[7, 9, 7], [250, 3, -100]]), torch.tensor([[True, True, True], [True, True, False]])
     given = Targets(values, counted, answer=True)
     loss = single(x, *heads, training=True, targets=given).statistics["sketch_loss"]
-    alpha, _ = sketched_weights(m.query(x), m.key(x), causal=False)
-    h = alpha @ m.value(x)
-    share = torch.softmax((h * m.objective.pool).sum(-1, keepdim=True), dim=1)
-    logits = (share * h).sum(1) @ m.objective.weight.T + m.objective.bias
-    expected = F.cross_entropy(logits[[0, 0, 0, 1, 1]], torch.tensor([7, 9, 7, 250, 3]))
+    expected = F.cross_entropy(pooled_logits(m, x)[[0, 0, 0, 1, 1]], torch.tensor([7, 9, 7, 250, 3]))
     torch.testing.assert_close(loss, expected)
 
 
@@ -244,9 +232,7 @@ def test_equal_tokens_tie_alike_in_decoding_and_in_the_whole_pass():
     for seed in range(3):
         tokens = random_tokens(2, 80, vocabulary=5, seed=seed)
         nats = model.token_scores(tokens, RngContext.evaluation(7, 2)).nats
-        cache = model.new_cache(2, seed=7)
-        logits = [model.prefill(tokens[:, :40], cache), *(model.decode(tokens[:, t], cache) for t in range(40, 79))]
-        decoded = F.cross_entropy(torch.stack(logits, -1), tokens[:, 40:], reduction="none")
+        decoded = decoded_nats(model, tokens, 40, model.new_cache(2, seed=7))
         torch.testing.assert_close(decoded, nats[:, 40:], rtol=1e-4, atol=1e-4)
 
 

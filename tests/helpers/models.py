@@ -187,7 +187,7 @@ class Single:
         """Build it. settings: more of its section. changes: of the model."""
         self.kind, self.causal = kind_of(name), causal
         config = small(attention=named(name, dropout, **settings or {}), **in_stack(causal), **changes)
-        self.mechanism: Any = build_mechanism(self.kind, config, heads=2)
+        self.mechanism: Any = build_mechanism(self.kind, config, config.heads)
         if hasattr(self.mechanism, "initialise"):
             self.mechanism.initialise(0, "")
         generator = torch.Generator().manual_seed(11)
@@ -248,7 +248,7 @@ def gradients(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The objective of a training step and its gradients by name. call: what computes it in place of the model."""
     model.zero_grad()
-    objective, _ = (call or model)(tokens, training_draws(len(tokens), step))
+    objective, _ = (model if call is None else call)(tokens, training_draws(len(tokens), step))
     objective.backward()
     return objective.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -257,6 +257,13 @@ def error(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     """Relative error of the whole gradient, given by names."""
     difference = sum(((ours[n].double() - exact[n].double()) ** 2).sum() for n in exact)
     return float((difference / sum((exact[n].double() ** 2).sum() for n in exact)) ** 0.5)
+
+
+def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bar: float) -> None:
+    """Every gradient, given by names, within a relative bar."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= bar * gradient.norm(), name
 
 
 def decoded_nats(model: Any, tokens: Tensor, prompt: int, cache: Any) -> Tensor:

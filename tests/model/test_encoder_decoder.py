@@ -6,9 +6,16 @@ import torch.nn.functional as F
 
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import attention, padded_pairs, random_tokens, small_pair, training_draws
+from tests.helpers.models import (
+    attention,
+    error,
+    gradients,
+    padded_pairs,
+    random_tokens,
+    small_pair,
+    training_draws,
+)
 from tests.helpers.peak_memory import PeakMemory
-from tests.model.test_reversible import error, gradients
 
 S = 40
 HASHED = {"cross_attention": "lsh"}
@@ -85,7 +92,7 @@ def test_loss_and_gradients_are_those_of_the_equations(shared, once, tied):
     exact = Equations(weights, heads=2, once=once)(tokens[:, :S], tokens[:, S:], 258)
     exact.backward()
     assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
-    assert ours.keys() == weights.keys()
+    assert ours.keys() == weights.keys() and len(weights["encoder.embedding.positions.table"]) == S
     assert error(ours, {name: w.grad for name, w in weights.items()}) < 1e-5
 
 
@@ -243,12 +250,6 @@ def test_activations_do_not_grow_with_the_depth_of_either_stack():
 
     two = peak(2, "reversible")
     assert peak(8, "reversible") < 1.1 * two < 0.6 * peak(8, "stored")
-
-
-def test_a_position_table_of_each_side():
-    model = build_model(small_pair(positions={"kind": "learned"}, source={"positions": {"kind": "learned"}}), 0)
-    assert model.embedding.positions.table.shape == (128, 32)
-    assert model.encoder.embedding.positions.table.shape == (S, 32)
 
 
 def test_initial_streams_do_not_grow_with_the_branches():

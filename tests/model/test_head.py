@@ -6,7 +6,7 @@ from megasparse.attention.heads import Padding
 from megasparse.model.build import build_model
 from megasparse.model.head import OutputHead
 from megasparse.ops.random import RngContext
-from tests.helpers.models import random_tokens, small, training_draws
+from tests.helpers.models import decoded_nats, random_tokens, randomise, small, training_draws
 from tests.helpers.peak_memory import PeakMemory
 
 CUTOFFS = [40, 90, 200]
@@ -15,10 +15,7 @@ CUTOFFS = [40, 90, 200]
 def head_and_streams(length=37, **changes):
     embedding = torch.nn.Parameter(torch.empty(256, 32))
     head = OutputHead(small(**changes), embedding)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    generator = randomise(head)
     count = 2 if head.norm_weight.numel() == 64 or changes.get("tied_embeddings") else 1
     streams = tuple(torch.randn(2, length, 32, generator=generator, requires_grad=True) for _ in range(count))
     targets = torch.randint(0, 256, (2, length), generator=generator)
@@ -122,13 +119,10 @@ def test_a_model_trains_on_smoothed_labels_and_reports_nats():
 
 def test_a_decoder_writes_by_the_probabilities_that_it_is_scored_by():
     model = build_model(small(("local",), layers=1, adaptive_cutoffs=CUTOFFS, tied_embeddings=True), 0).eval()
-    tokens, cache = random_tokens(2, 12), model.new_cache(2, 0)
+    tokens = random_tokens(2, 12)
     nats = model.token_scores(tokens, RngContext.evaluation(0, 2)).nats
-    log_p = model.prefill(tokens[:, :5], cache)
-    for place in range(5, 12):
-        found = -log_p.gather(1, tokens[:, place, None]).squeeze(1)
-        torch.testing.assert_close(found, nats[:, place], rtol=1e-4, atol=1e-4)
-        log_p = model.decode(tokens[:, place], cache)
+    found = decoded_nats(model, tokens, 5, model.new_cache(2, 0))
+    torch.testing.assert_close(found, nats[:, 5:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"label_smoothing": 0.1}, {"adaptive_cutoffs": CUTOFFS}])

@@ -10,9 +10,9 @@ from megasparse.model.block import Pass
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.models import (
-    CASE_NAMES,
     CASES,
     PARTS,
+    all_names,
     attention,
     named,
     random_tokens,
@@ -20,14 +20,10 @@ from tests.helpers.models import (
     training_draws,
 )
 
-REFUSED = ("smart_bird", "projected")
-"""Mechanisms whose heads are not independent, by their names."""
-INDEPENDENT = [
-    case for case in zip(CASES, CASE_NAMES, strict=True)
-    if not case[1].startswith(REFUSED) or "smart_bird heads" in case[1]
-    if "projected" not in case[1]
-]  # fmt: skip
-EVERY = pytest.mark.parametrize("name,causal", [case for case, _ in INDEPENDENT], ids=[i for _, i in INDEPENDENT])
+SHARED = {name for name in all_names() if name.startswith("smart_bird")} - {"smart_bird heads"}
+SHARED.add("lha projected, normalized")
+"""Mechanisms whose heads are not independent."""
+EVERY = pytest.mark.parametrize("name,causal", [case for case in CASES if case[0] not in SHARED])
 REVERSIBLE = {"blocks": "reversible", "activations": "reversible"}
 STORED = {"blocks": "ordinary", "activations": "stored"}
 CHECKPOINT = {"blocks": "ordinary", "activations": "checkpoint"}

@@ -6,7 +6,6 @@ import torch
 from megasparse.config.schema import MaskingConfig, SentenceOrderConfig
 from megasparse.model.build import build_model
 from megasparse.model.padding import padding_of
-from megasparse.ops.random import RngContext
 from tests.helpers.models import small, training_draws
 
 MASK, PAD, BEGIN, SEPARATOR, VOCABULARY = 256, 257, 258, 259, 260
@@ -110,16 +109,6 @@ def test_a_word_begins_behind_a_separator():
     _, scored = asked(model, tokens, training_draws(40))
     first, second = [1, 1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 0]
     assert {tuple(row) for row in scored.long().tolist()} == {tuple(first), tuple(second)}
-
-
-def test_whole_words_are_a_function_of_seed_step_and_sample_alone():
-    model = encoder(masking=MaskingConfig(token=MASK, whole_words=True))
-    model.set_word_starts(torch.arange(300) == SPACE)  # more ids than the model has
-    tokens = text(6, 80)
-    read, scored = asked(model, tokens, training_draws(6))
-    part = asked(model, tokens[4:], RngContext(0, 0, torch.tensor([4, 5]), training=True))
-    assert torch.equal(read[4:], part[0]) and torch.equal(scored[4:], part[1])
-    assert not torch.equal(scored, asked(model, tokens, training_draws(6, step=1))[1])
 
 
 def test_words_that_no_one_told_are_a_clear_error():

@@ -7,17 +7,11 @@ from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.random import add_dropout, add_dropout_, derive, dropout
-from tests.helpers.models import PARTS, attention, random_tokens, small, training_draws
+from tests.helpers.models import PARTS, attention, error, gradients, random_tokens, small
 
 
 def gradient(tokens, **changes):
-    model = build_model(small(layers=4, **changes), 0)
-    model(tokens, training_draws(len(tokens)))[0].backward()
-    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
-
-
-def error(found, exact):
-    return float((found - exact).norm() / exact.norm())
+    return gradients(build_model(small(layers=4, **changes), 0), tokens)[1]
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,7 @@ from megasparse.errors import ConfigError
 from megasparse.model import feed_forward
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext, relu_dropout
-from tests.helpers.models import PARTS, attention, random_tokens, small, training_draws
-
-
-def gradients(model, tokens, step=0):
-    model.zero_grad()
-    objective, _ = model(tokens, training_draws(tokens.shape[0], step))
-    objective.backward()
-    return objective.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def error(ours, exact):
-    """Relative error of the whole gradient."""
-    difference = sum(((ours[n].double() - exact[n].double()) ** 2).sum() for n in exact)
-    return (difference / sum((exact[n].double() ** 2).sum() for n in exact)).sqrt().item()
+from tests.helpers.models import PARTS, attention, error, gradients, random_tokens, small, training_draws
 
 
 def reversible_and_stored(dtype=torch.float32, **changes):
@@ -140,8 +127,7 @@ def test_an_auxiliary_loss_trains_what_only_it_reads():
 @pytest.mark.parametrize("activations", ["checkpoint", "checkpoint_cpu"])
 def test_checkpointed_ordinary_blocks_are_as_stored_ones(activations):
     settings = dict(blocks="ordinary", dropout=0.1, attention=attention("local", "lsh"))
-    stored = build_model(small(activations="stored", **settings), 0)
-    checkpointed = build_model(small(activations=activations, **settings), 0)
+    checkpointed, stored = reversible_and_stored(activations=activations, **settings)
     assert [n for n, _ in stored.named_parameters()] == [n for n, _ in checkpointed.named_parameters()]
     tokens = random_tokens(2, 100)
     (loss, a), (stored_loss, b) = gradients(checkpointed, tokens), gradients(stored, tokens)
